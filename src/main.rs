@@ -16,12 +16,12 @@ static APPLETS: &[Applet] = &[
     Applet {
         name: "svc-restore",
         about: "the gate: restores the latest snapshot before the gateway starts",
-        run: host::restore::run,
+        run: host::snapshots::restore::run,
     },
     Applet {
         name: "svc-db-backup",
         about: "takes, verifies and uploads a snapshot, then moves the pointer",
-        run: host::backup::run,
+        run: host::snapshots::backup::run,
     },
     Applet {
         name: "svc-update",
@@ -31,32 +31,32 @@ static APPLETS: &[Applet] = &[
     Applet {
         name: "svc-sync-agent",
         about: "heartbeat to the platform and the object store",
-        run: host::sync::run,
+        run: host::link::sync::run,
     },
     Applet {
         name: "svc-register",
         about: "registers this machine with the platform, once",
-        run: host::register::run,
+        run: host::link::register::run,
     },
     Applet {
         name: "svc-heartbeat",
         about: "rotates and expires the machine's records, measures its storage",
-        run: host::heartbeat::run,
+        run: host::retention::run,
     },
     Applet {
         name: "svc-agent",
         about: "runs one agent for the gateway, as the owner's user",
-        run: host::agent_run::run,
+        run: host::agents::runner::run,
     },
     Applet {
         name: "svc-watch",
         about: "records what agents' tools change in the owner's home",
-        run: host::watch::run,
+        run: host::audit::watcher::run,
     },
     Applet {
         name: "svc-hook",
         about: "the hook of agents' programs that tells svc-watch of tool calls",
-        run: host::hook::run,
+        run: host::audit::hook::run,
     },
     Applet { name: "svc-shell", about: "serves the shell to the gateway", run: host::launch::shell::run },
     Applet { name: "svc-code", about: "starts the release's code-server", run: host::launch::code::run },

@@ -102,7 +102,7 @@ async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing(
 #[tokio::test]
 async fn a_kill_anywhere_is_made_up_by_the_next_run() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
-    for point in svc::host::heartbeat::POINTS {
+    for point in svc::host::retention::POINTS {
         fs::remove_dir_all(machine.path(LOGS)).ok();
         with_old_records(&machine)?;
         let kill = format!("{point}=return(kill)");

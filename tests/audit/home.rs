@@ -17,7 +17,8 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::child::{self, AtExit};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use svc::host::watched::{self, Message, Process};
+use svc::host::audit::protocol;
+use svc::host::audit::protocol::{Message, Process};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -161,7 +162,7 @@ impl Home {
 
     /// As the gateway tells it.
     pub fn tell_watcher(&self, message: &Message) -> Result<()> {
-        Ok(watched::tell(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
+        Ok(protocol::tell(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
     }
 
     /// Calls `of` with the process of an agent, which is started where there is none.

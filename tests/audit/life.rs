@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::json;
-use svc::host::watched::{Message, SeenCalls};
+use svc::host::audit::protocol::{Message, SeenCalls};
 
 use super::home::{ADA, BOB, Home, short};
 
@@ -71,7 +71,7 @@ fn a_watcher_that_was_killed_while_a_tool_ran_says_so_and_goes_on() -> Result<()
 /// Wherever it is killed: what a call did is recorded, or a gap says that it may not be, and the next call is.
 #[test]
 fn a_watcher_that_is_killed_where_it_looks_loses_nothing_untold() -> Result<()> {
-    for point in svc::host::watch::POINTS {
+    for point in svc::host::audit::watcher::POINTS {
         // At the beginning of a call, and at its end.
         for looks in 0..2 {
             let mut home = Home::with_failpoints(&format!("{point}={looks}*off->return(kill)"))?;

@@ -5,7 +5,8 @@ use http::StatusCode;
 use kit::pg::test_database;
 use reqwest::Method;
 use serde_json::{Value, json};
-use svc::host::quiesce::{self, Quiesce};
+use svc::host::system::quiesce;
+use svc::host::system::quiesce::Quiesce;
 use svc::http::proof::Route;
 use svc::machine::id::OperationId;
 
@@ -181,7 +182,7 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
     let operation = OperationId::new();
     until_quiesced(&host, operation).await?;
     assert_eq!(ask(&host, json!({ "prompt": "ok" })).await?.0, StatusCode::SERVICE_UNAVAILABLE);
-    let layout = svc::host::layout::Layout::new(host.machine.path(""));
+    let layout = svc::host::system::layout::Layout::new(host.machine.path(""));
     assert!(!quiesce::resume(&layout, OperationId::new()).await?, "another operation's");
     assert!(Quiesce::read(&layout)?.is_some());
     assert!(quiesce::resume(&layout, operation).await?);
@@ -203,7 +204,7 @@ async fn a_backup_is_shown_while_it_runs_and_after() -> Result<()> {
         "dumpedBytes": 7, "uploadedBytes": 5, "updatedAt": "2026-01-02T03:04:06.000Z" });
     host.machine.write("var/lib/svc/backup-progress.json", &progress.to_string())?;
     assert_eq!(show().await?, json!({ "running": false }), "what a killed run left is not under way");
-    let lock = svc::host::lock::Lock::take(&host.machine.path("var/lib/svc/backup.lock"))?;
+    let lock = svc::host::system::lock::Lock::take(&host.machine.path("var/lib/svc/backup.lock"))?;
     let shown = show().await?;
     assert_eq!(
         (&shown["running"], &shown["dumpedBytes"], &shown["uploadedBytes"]),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use svc::host::root_settings::FROM_OTHERS;
+use svc::host::system::root_settings::FROM_OTHERS;
 
 use super::{File, at};
 

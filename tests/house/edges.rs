@@ -2,20 +2,39 @@
 
 use super::{File, at, source};
 
-/// Folders of `src/host` that are an applet each. What two of them share stands beside them.
-const APPLETS: [&str; 11] = [
-    "backup",
-    "doctor",
-    "gateway",
-    "heartbeat",
-    "hook",
-    "launch",
-    "register",
-    "restore",
-    "sync",
-    "update",
-    "watch",
+/// The rooms of `src/host`, each with those that it may import.
+const ROOMS: [(&str, &[&str]); 11] = [
+    ("agents", &["audit", "records", "system"]),
+    ("audit", &["records", "system"]),
+    ("doctor", &["snapshots", "system", "update"]),
+    ("gateway", &["agents", "records", "snapshots", "system", "update"]),
+    ("launch", &["system"]),
+    ("link", &["snapshots", "system", "update"]),
+    ("records", &["system"]),
+    ("retention", &["agents", "records", "system"]),
+    ("snapshots", &["records", "system"]),
+    ("system", &[]),
+    ("update", &["snapshots", "system"]),
 ];
+
+/// Folders below `src/host` that are an applet each: nothing else imports them.
+const APPLETS: [&[&str]; 12] = [
+    &["agents", "runner"],
+    &["audit", "hook"],
+    &["audit", "watcher"],
+    &["doctor"],
+    &["gateway"],
+    &["launch"],
+    &["link", "register"],
+    &["link", "sync"],
+    &["retention"],
+    &["snapshots", "backup"],
+    &["snapshots", "restore"],
+    &["update"],
+];
+
+/// What the updater shares with the programs that request an update or report one.
+const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
 
 /// The import that is not allowed, with the reason.
 fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
@@ -28,7 +47,7 @@ fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
     let same = here == there;
     match (here.as_str(), there.as_str()) {
         ("machine", _) if !same => Some("machine imports nothing of ours"),
-        ("host", "host") => host(&place(from, 1), &place(to, 1)),
+        ("host", "host") => host(&from[1..], &to[1..]),
         (_, "host" | "platform" | "ctl") if same => None,
         ("host", "platform") | ("platform", "host") => Some("host and platform never import each other"),
         ("ctl", "host" | "platform") => Some("svcctl knows the platform by its API alone"),
@@ -43,13 +62,22 @@ fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
     }
 }
 
-fn host(from: &str, to: &str) -> Option<&'static str> {
-    match (APPLETS.contains(&from), APPLETS.contains(&to)) {
-        (_, true) if from == to || from.is_empty() => None,
-        (true, true) => Some("one applet never imports another's folder"),
-        (false, true) => Some("what applets share does not import them"),
-        _ => None,
+fn host(from: &[String], to: &[String]) -> Option<&'static str> {
+    let (Some(here), Some(there)) = (from.first(), to.first()) else { return None };
+    let room = |name: &String| ROOMS.iter().find(|(room, _)| room == name);
+    let Some((_, allowed)) = room(here) else { return Some("the room has no line in this table") };
+    if here != there && room(there).is_some() && !allowed.contains(&there.as_str()) {
+        return Some("this room of the host does not import that one");
     }
+    let is_shared = there == "update" && to.get(1).is_some_and(|file| UPDATE_FILES.contains(&file.as_str()));
+    let is_in = |path: &[String], applet: &[&str]| {
+        path.len() >= applet.len() && path.iter().zip(applet).all(|(a, b)| a == b)
+    };
+    let foreign = APPLETS.iter().find(|applet| is_in(to, applet) && !is_in(from, applet));
+    // A room's `mod.rs` declares its applets.
+    let is_declared =
+        foreign.is_some_and(|applet| from.len() < applet.len() && is_in(from, &applet[..from.len()]));
+    (foreign.is_some() && !is_shared && !is_declared).then_some("one applet never imports another's folder")
 }
 
 pub fn broken(files: &[File]) -> Vec<String> {
@@ -80,14 +108,19 @@ mod tests {
             ("src/machine/state.rs", "fn f() { super::super::clock::now() }"),
             ("src/store/key.rs", "use crate::provider::Provider;"),
             ("src/http/tls.rs", "use crate::store;"),
-            ("src/http/tls.rs", "use crate::{clock, host::layout};"),
+            ("src/http/tls.rs", "use crate::{clock, host::system};"),
             ("src/provider/mod.rs", "use crate::applet::Exit;"),
             ("src/provider/mod.rs", "use crate::platform::db;"),
             ("src/host/gateway/mod.rs", "use crate::platform::api::Record;"),
-            ("src/platform/api/mod.rs", "use crate::{machine, host::{config, layout}};"),
-            ("src/host/gateway/mod.rs", "use crate::host::backup::dump;"),
-            ("src/host/gateway/apps/mod.rs", "use super::super::restore::Gate;"),
-            ("src/host/layout.rs", "use super::gateway::state;"),
+            ("src/platform/api/mod.rs", "use crate::{machine, host::{system, update}};"),
+            ("src/host/gateway/mod.rs", "use crate::host::snapshots::backup::dump;"),
+            ("src/host/gateway/apps/mod.rs", "use super::super::snapshots::restore::Gate;"),
+            ("src/host/snapshots/backup/mod.rs", "use super::restore::gate;"),
+            ("src/host/snapshots/mod.rs", "use crate::host::gateway::state;"),
+            ("src/host/link/sync/mod.rs", "use crate::host::update::journal;"),
+            ("src/host/link/sync/mod.rs", "use crate::host::{agents, system};"),
+            ("src/host/system/layout.rs", "use crate::host::gateway::state;"),
+            ("src/host/new_room/mod.rs", "use crate::host::system::layout;"),
             ("src/ctl/mod.rs", "use crate::platform::config;"),
             ("src/ctl/mod.rs", "use crate::host;"),
             ("src/clock.rs", "use crate::http::client;"),
@@ -101,7 +134,7 @@ mod tests {
     fn an_allowed_import_passes() {
         for (path, text) in [
             ("src/main.rs", "use svc::host; use crate::platform;"),
-            ("src/lib.rs", "pub mod host; pub use crate::host::layout;"),
+            ("src/lib.rs", "pub mod host; pub use crate::host::system::layout;"),
             ("src/machine/transition.rs", "use super::event::Event; use crate::machine::state;"),
             ("src/machine/model/action.rs", "use super::super::epoch; use crate::machine::epoch;"),
             ("src/store/bucket.rs", "use crate::{clock, http::client, machine::id};"),
@@ -109,10 +142,16 @@ mod tests {
             ("src/platform/mod.rs", "use crate::{applet, http, machine, provider, store};"),
             (
                 "src/host/gateway/mod.rs",
-                "use super::layout::Layout; use crate::host::{config, gateway::auth};",
+                "use super::system::layout::Layout; use crate::host::{agents::dispatch, gateway::auth};",
             ),
-            ("src/host/backup/mod.rs", "// use crate::platform;\nconst A: &str = \"crate::platform\";"),
-            ("src/host/mod.rs", "pub mod backup; pub mod gateway;"),
+            ("src/host/link/sync/mod.rs", "use crate::host::update::protocol::Request;"),
+            ("src/host/snapshots/mod.rs", "pub mod backup; pub use self::backup::job;"),
+            ("src/host/snapshots/restore/mod.rs", "use super::staging::load;"),
+            (
+                "src/host/snapshots/backup/mod.rs",
+                "// use crate::platform;\nconst A: &str = \"crate::platform\";",
+            ),
+            ("src/host/mod.rs", "pub mod snapshots; pub mod gateway;"),
         ] {
             assert!(!is_broken(path, text), "{path}: {text}");
         }

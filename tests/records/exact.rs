@@ -13,12 +13,12 @@ use jiff::civil::Date;
 use kit::child::{self, AtExit};
 use kit::long::Figures;
 use serde_json::Value;
-use svc::host::layout::Layout;
 use svc::host::records::book::{Book, POINTS};
 use svc::host::records::entry::{Interaction, Status};
 use svc::host::records::ledger::{GroupBy, Report, UsageQuery};
 use svc::host::records::money::Dollars;
 use svc::host::records::writer::Writer;
+use svc::host::system::layout::Layout;
 
 use super::sum::{self, Key, Sum};
 

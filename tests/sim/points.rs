@@ -3,8 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use svc::host::audit::watcher;
+use svc::host::link::register;
 use svc::host::records::book;
-use svc::host::{backup, heartbeat, register, restore, update, upgrade_token, watch};
+use svc::host::retention;
+use svc::host::snapshots::{backup, restore};
+use svc::host::system::upgrade_token;
+use svc::host::update;
 use svc::platform::operations::{OperationKind, points};
 use svc::platform::{key_change, rollouts, token_rotation};
 
@@ -22,9 +27,9 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19]
         (update::APPLY_POINTS, "svc::host::update::APPLY_POINTS", "tests/vault/apply.rs"),
         (update::ROLLBACK_POINTS, "svc::host::update::ROLLBACK_POINTS", "tests/vault/apply.rs"),
         (update::KEY_POINTS, "KEY_POINTS", "tests/vault/update_keys.rs"),
-        (heartbeat::POINTS, "svc::host::heartbeat::POINTS", "tests/heartbeat.rs"),
+        (retention::POINTS, "svc::host::heartbeat::POINTS", "tests/heartbeat.rs"),
         (book::POINTS, "POINTS", "tests/records/exact.rs"),
-        (watch::POINTS, "svc::host::watch::POINTS", "tests/audit/life.rs"),
+        (watcher::POINTS, "svc::host::watch::POINTS", "tests/audit/life.rs"),
         (register::POINTS, "svc::host::register::POINTS", "tests/vault/register.rs"),
         (upgrade_token::POINTS, "svc::host::upgrade_token::POINTS", "tests/vault/token_rotation.rs"),
         (token_rotation::POINTS, "svc::platform::token_rotation::POINTS", "tests/platform/token_rotation.rs"),

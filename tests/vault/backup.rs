@@ -214,7 +214,7 @@ async fn a_second_run_says_that_another_is_under_way_and_a_request_waits() -> Re
 async fn a_run_killed_at_any_step_leaves_a_true_pointer_and_the_next_one_works() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
-    for (n, point) in (1_u64..).zip(svc::host::backup::POINTS) {
+    for (n, point) in (1_u64..).zip(svc::host::snapshots::backup::POINTS) {
         machine.client().await?.execute(&format!("INSERT INTO t VALUES ({})", 10_000 + n), &[]).await?;
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &kill)])?.expect_killed();
@@ -233,13 +233,13 @@ async fn a_run_killed_at_any_step_leaves_a_true_pointer_and_the_next_one_works()
 async fn an_error_at_any_step_is_recorded_and_moves_nothing_that_is_not_whole() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
-    for point in svc::host::backup::POINTS {
+    for point in svc::host::snapshots::backup::POINTS {
         let error = format!("{point}=return(error)");
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &error)])?.expect(70);
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{point}");
         pointer_is_true(&store).await.with_context(|| format!("after {point}"))?;
     }
-    assert_eq!(machine.backup_records()?.len(), svc::host::backup::POINTS.len());
+    assert_eq!(machine.backup_records()?.len(), svc::host::snapshots::backup::POINTS.len());
     Ok(())
 }
 

@@ -166,7 +166,7 @@ async fn a_drill_restores_compares_and_leaves_nothing() -> Result<()> {
     assert_eq!(last(&machine, "drill")?["status"], "success");
 
     let mut points = vec!["restore.roles", "restore.created", "restore.loaded", "restore.counted"];
-    for point in svc::host::backup::DRILL_POINTS {
+    for point in svc::host::snapshots::backup::DRILL_POINTS {
         points.push(point);
     }
     for point in points {
@@ -175,7 +175,7 @@ async fn a_drill_restores_compares_and_leaves_nothing() -> Result<()> {
         machine.run(&["svc-db-backup", "drill"])?.expect(0);
         assert_eq!(left(&machine).await?, ["lock"], "after a kill at {point}");
     }
-    for point in svc::host::backup::VERIFY_POINTS {
+    for point in svc::host::snapshots::backup::VERIFY_POINTS {
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup", "verify", "--all"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);

@@ -67,7 +67,7 @@ fn tree(machine: &Machine) -> Result<Vec<String>> {
             all.extend(fs::read_dir(&path)?.flatten().map(|entry| entry.path()));
             format!("{:o}", meta.mode())
         } else {
-            let digest = svc::host::archive::sha256(&fs::read(&path)?);
+            let digest = svc::host::snapshots::archive::sha256(&fs::read(&path)?);
             format!("{:o} {} {digest}", meta.mode(), meta.mtime())
         };
         told.push(format!("{name:?} {what}"));
@@ -136,7 +136,7 @@ async fn stock_tools_read_it() -> Result<()> {
     let manifest: Value = serde_json::from_slice(&fs::read(into.path().join("manifest.json"))?)?;
     let dump =
         manifest["entries"].as_array().context("entries")?.iter().find(|one| one["path"] == "database.dump");
-    let digest = svc::host::archive::sha256(&fs::read(into.path().join("database.dump"))?);
+    let digest = svc::host::snapshots::archive::sha256(&fs::read(into.path().join("database.dump"))?);
     assert_eq!(dump.context("the dump")?["sha256"], digest.as_str());
     let postgres = machine.postgres.as_ref().context("a database")?;
     postgres.create_database("elsewhere").await?;
@@ -154,7 +154,7 @@ async fn stock_tools_read_it() -> Result<()> {
     // It is not written over, and half of one never has its name.
     let output = archive.to_str().context("a path")?;
     machine.run(&["svc-db-backup", "export", "--output", output])?.expect(65);
-    for point in svc::host::backup::EXPORT_POINTS {
+    for point in svc::host::snapshots::backup::EXPORT_POINTS {
         let next = machine.path("next.tar");
         let words = ["svc-db-backup", "export", "--output", next.to_str().context("a path")?];
         machine.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(error)"))])?.expect(70);
@@ -176,7 +176,7 @@ async fn an_import_that_was_killed_is_run_again() -> Result<()> {
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
     write(&other, "projects/here", b"was here")?;
     let words = ["svc-restore", "import", archive.to_str().context("a path")?];
-    for point in svc::host::restore::IMPORT_POINTS {
+    for point in svc::host::snapshots::restore::IMPORT_POINTS {
         let ended = other.run_with(&words, &[("FAILPOINTS", &format!("{point}=return(kill)"))])?;
         match *point {
             "import.done" => drop(ended.expect_killed()),

@@ -305,7 +305,7 @@ async fn a_pointer_that_cannot_be_followed_is_refused_in_either_mode() -> Result
 #[tokio::test]
 async fn a_restore_killed_at_any_step_is_simply_run_again() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
-    for point in svc::host::restore::POINTS {
+    for point in svc::host::snapshots::restore::POINTS {
         let kill = format!("{point}=return(kill)");
         restore(&new, &[("FAILPOINTS", &kill)])?.expect_killed();
         assert_eq!(new.marker(), *point == "restore.marker", "{point}");
@@ -322,7 +322,7 @@ async fn a_restore_killed_at_any_step_is_simply_run_again() -> Result<()> {
 async fn an_error_at_any_step_leaves_the_old_database_or_the_restored_one() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     let swapped = ["restore.renamed", "restore.opened", "restore.marker"];
-    for point in svc::host::restore::POINTS.iter().filter(|point| !swapped.contains(point)) {
+    for point in svc::host::snapshots::restore::POINTS.iter().filter(|point| !swapped.contains(point)) {
         let error = format!("{point}=return(error)");
         restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
         is_untouched(&new, point).await?;

@@ -9,7 +9,8 @@ use anyhow::{Context, Result};
 use kit::s3::S3Server;
 use nix::sys::resource::{UsageWho, getrusage};
 use serde_json::{Value, json};
-use svc::host::archive::{Kind, Listed, sha256};
+use svc::host::snapshots::archive::{Listed, sha256};
+use svc::host::system::tar_reader::EntryKind;
 
 use super::machine::{self, Ended, Machine};
 
@@ -73,7 +74,7 @@ impl Honest {
             .iter()
             .map(|(path, body)| Listed {
                 path: (*path).to_owned(),
-                kind: Kind::File,
+                kind: EntryKind::File,
                 size_bytes: body.len() as u64,
                 sha256: Some(sha256(body)),
             })

@@ -58,7 +58,7 @@ async fn the_body_stays_the_same_through_lost_replies_faults_and_kills() -> Resu
     let (machine, listen) = ready(&platform).await?;
     let extra =
         |points: &'static str| [("GATEWAY_LISTEN", listen.clone()), ("FAILPOINTS", points.to_owned())];
-    for point in svc::host::register::POINTS {
+    for point in svc::host::link::register::POINTS {
         let kill: &'static str = Box::leak(format!("{point}=return(kill)").into_boxed_str());
         let extra = extra(kill);
         let extra: Vec<(&str, &str)> = extra.iter().map(|(name, value)| (*name, value.as_str())).collect();

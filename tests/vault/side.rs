@@ -247,7 +247,7 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
         "side.committed",
         "side.told",
     ];
-    for point in svc::host::backup::SIDE_POINTS {
+    for point in svc::host::snapshots::backup::SIDE_POINTS {
         let kill = format!("{point}=return(kill)");
         if *point == "side.dropped" {
             ask(json!({"action": "close"}))?;

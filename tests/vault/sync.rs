@@ -227,9 +227,9 @@ async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> 
     let platform = Platform::start(Answer::Json(200, named)).await?;
     let machine = Machine::in_use(&store, 3).await?;
     platform.serves(&machine)?;
-    let layout = svc::host::layout::Layout::new(machine.path(""));
-    let lock = svc::host::quiesce::lock(&layout).await?;
-    svc::host::quiesce::Quiesce::new(operation).write(&layout, &lock)?;
+    let layout = svc::host::system::layout::Layout::new(machine.path(""));
+    let lock = svc::host::system::quiesce::lock(&layout).await?;
+    svc::host::system::quiesce::Quiesce::new(operation).write(&layout, &lock)?;
     drop(lock);
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     until("three heartbeats", || platform.calls().len() >= 3).await?;
@@ -261,10 +261,10 @@ async fn the_metadata_is_true_and_written_when_it_changes() -> Result<()> {
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     until("five heartbeats", || platform.calls().len() >= 5).await?;
     assert_eq!(writes(), 1, "nothing has changed");
-    let layout = svc::host::layout::Layout::new(machine.path(""));
+    let layout = svc::host::system::layout::Layout::new(machine.path(""));
     platform.next((0..60).map(|_| Answer::Lost));
-    let lock = svc::host::quiesce::lock(&layout).await?;
-    svc::host::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
+    let lock = svc::host::system::quiesce::lock(&layout).await?;
+    svc::host::system::quiesce::Quiesce::new(svc::machine::id::OperationId::new()).write(&layout, &lock)?;
     until("the change", || writes() == 2).await?;
     running.signal(Signal::SIGTERM)?;
     end(running).await?.expect(0);

@@ -67,7 +67,7 @@ async fn next_token_is_stored_for_its_user_alone_and_used() -> Result<()> {
 
 #[tokio::test]
 async fn agent_killed_while_it_stores_a_token_keeps_one_that_works() -> Result<()> {
-    for (point, expected) in svc::host::upgrade_token::POINTS.iter().copied().zip([1, 2]) {
+    for (point, expected) in svc::host::system::upgrade_token::POINTS.iter().copied().zip([1, 2]) {
         let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
         let machine = machine_of(&platform).await?;
         platform.next([offers(&token(&machine, 2))]);

@@ -5,9 +5,9 @@ use serde::Deserialize;
 
 use crate::diagnosis::Findings;
 use crate::fsx;
-use crate::host::checks::{Check, CheckKind, Status};
-use crate::host::held_snapshot::HeldSnapshot;
-use crate::host::layout::Layout;
+use crate::host::snapshots::check_log::{Check, CheckKind, Status};
+use crate::host::snapshots::held_snapshot::HeldSnapshot;
+use crate::host::system::layout::Layout;
 use crate::store::key;
 
 /// Backups are hourly: one missed, and time for the next.

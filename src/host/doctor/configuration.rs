@@ -2,8 +2,9 @@
 
 use crate::config::Env;
 use crate::diagnosis::Findings;
-use crate::host::config::{self, DatabaseUrl, Identity, PlatformLink, environment_of_services};
-use crate::host::layout::Layout;
+use crate::host::system::config;
+use crate::host::system::config::{DatabaseUrl, Identity, PlatformLink, environment_of_services};
+use crate::host::system::layout::Layout;
 use crate::store::config::StoreConfig;
 
 const NEXT: &str =

@@ -10,10 +10,10 @@ use super::settings;
 use crate::chain::chain;
 use crate::config::Env;
 use crate::diagnosis::Findings;
-use crate::host::config::DatabaseUrl;
-use crate::host::database_identity;
-use crate::host::layout::Layout;
-use crate::host::pgconn::Server;
+use crate::host::snapshots::database_identity;
+use crate::host::system::config::DatabaseUrl;
+use crate::host::system::layout::Layout;
+use crate::host::system::postgres::Server;
 
 /// Where `svc-postgres` listens.
 const PORT: u16 = 5432;

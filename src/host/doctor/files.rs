@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::accounts::Accounts;
 use crate::diagnosis::Findings;
-use crate::host::layout::Layout;
+use crate::host::system::layout::Layout;
 
 const SERVICE: &str = "svc-gateway";
 const ROOT: &str = "root";

@@ -5,7 +5,7 @@ use std::path::Path;
 use tokio::process::Command;
 
 use crate::diagnosis::Findings;
-use crate::host::layout::Layout;
+use crate::host::system::layout::Layout;
 
 const NEXT: &str = "systemctl restart nftables; journalctl -u nftables -n 20";
 

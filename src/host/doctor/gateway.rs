@@ -7,8 +7,9 @@ use serde::Deserialize;
 use super::settings;
 use crate::diagnosis::Findings;
 use crate::fsx;
-use crate::host::layout::Layout;
-use crate::host::probe::{self, DEFAULT_LISTEN, Gateway};
+use crate::host::system::layout::Layout;
+use crate::host::system::probe;
+use crate::host::system::probe::{DEFAULT_LISTEN, Gateway};
 
 /// Where the trusted socket is.
 pub fn socket(layout: &Layout) -> PathBuf {

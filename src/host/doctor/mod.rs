@@ -17,8 +17,8 @@ mod units;
 
 use std::time::Duration;
 
-use super::config::environment_of_services;
-use super::layout::Layout;
+use super::system::config::environment_of_services;
+use super::system::layout::Layout;
 use crate::config::Env;
 use crate::diagnosis::{self, Check, Findings, Report};
 

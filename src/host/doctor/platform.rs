@@ -8,8 +8,8 @@ use jiff::Timestamp;
 use super::settings;
 use crate::chain::chain;
 use crate::diagnosis::Findings;
-use crate::host::config::PlatformLink;
-use crate::host::layout::Layout;
+use crate::host::system::config::PlatformLink;
+use crate::host::system::layout::Layout;
 use crate::http::client::{self, Deadlines};
 
 /// Proofs live a minute, and tokens have thirty seconds of leeway.

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use super::settings;
 use crate::diagnosis::Findings;
-use crate::host::layout::Layout;
-use crate::host::probe::DEFAULT_LISTEN;
+use crate::host::system::layout::Layout;
+use crate::host::system::probe::DEFAULT_LISTEN;
 
 const LISTEN: &str = "0A";
 const SSH: u16 = 22;

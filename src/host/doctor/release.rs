@@ -8,11 +8,12 @@ use serde::Deserialize;
 use crate::clock::rfc3339_ms;
 use crate::diagnosis::Findings;
 use crate::fsx;
-use crate::host::layout::Layout;
-use crate::host::pgtools::PgTools;
-use crate::host::release::{self, Release};
-use crate::host::systemd;
-use crate::host::updated::SnapshotWait;
+use crate::host::system::layout::Layout;
+use crate::host::system::postgres_tools::PgTools;
+use crate::host::system::release;
+use crate::host::system::release::Release;
+use crate::host::system::systemd;
+use crate::host::update::protocol::SnapshotWait;
 
 pub fn gate(layout: &Layout) -> Findings {
     let findings = Findings::of("gate");

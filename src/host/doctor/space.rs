@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::diagnosis::Findings;
-use crate::host::layout::Layout;
+use crate::host::system::layout::Layout;
 
 const GIB: u64 = 1 << 30;
 

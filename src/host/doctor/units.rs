@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use tokio::process::Command;
 
 use crate::diagnosis::Findings;
-use crate::host::layout::Layout;
-use crate::host::systemd;
+use crate::host::system::layout::Layout;
+use crate::host::system::systemd;
 
 /// Those that run as long as the machine does.
 const SERVICES: [&str; 6] = [

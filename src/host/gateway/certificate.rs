@@ -6,7 +6,7 @@
 use anyhow::Context;
 
 use crate::fsx;
-use crate::host::layout::Layout;
+use crate::host::system::layout::Layout;
 use crate::http::tls::{self, Identity};
 
 /// Reads the machine's certificate, or makes it.

@@ -8,8 +8,8 @@ use std::time::Duration;
 use secrecy::{ExposeSecret, SecretString};
 
 use crate::config::{ConfigError, Env, Flag};
-use crate::host::config::{DatabaseUrl, Identity, environment, first_proof_keys};
-use crate::host::layout::Layout;
+use crate::host::system::config::{DatabaseUrl, Identity, environment, first_proof_keys};
+use crate::host::system::layout::Layout;
 use crate::http::jwt::Trust;
 use crate::http::proof::ProofKeys;
 use crate::machine::epoch::Epoch;

@@ -5,25 +5,18 @@
 
 mod apps;
 mod auth;
-mod backup_progress;
-mod blocking;
 mod body;
 mod bridge;
 mod certificate;
+pub mod cli;
 mod config;
 mod database;
-mod dispatch;
 mod endpoint;
 mod events;
-mod health;
-mod internal;
-mod kernel;
 mod lifetime;
-mod measure;
 mod proxy;
-mod quiesce;
 mod router;
-mod side;
+pub mod routes;
 mod state;
 mod writers;
 
@@ -45,15 +38,12 @@ pub use self::router::{ENDPOINTS, description};
 use self::auth::Ingress;
 use self::config::Config;
 use self::state::Gateway;
+use super::system::config::begin_log;
+use super::system::layout::{BRIDGE_SOCKET, Layout};
+use super::system::{systemd, unix_socket};
 use crate::applet::{self, Exit, Failure, OrExit};
-use crate::host::config::begin_log;
-use crate::host::layout::Layout;
-use crate::host::{systemd, unix_socket};
 use crate::http::server::{self, Limits};
 use crate::metrics;
-
-/// The agents' socket in [`Layout::bridge_sockets`].
-const BRIDGE_SOCKET: &str = "bridge.sock";
 
 #[derive(Parser)]
 #[command(
@@ -73,10 +63,10 @@ enum Command {
     InstallApps,
     /// Show what dispatches have cost, summed up
     #[command(after_help = "Example: svc-gateway usage --by model --since 2026-11-01")]
-    Usage(kernel::UsageArgs),
+    Usage(cli::UsageArgs),
     /// Show the last lines of a record, and follow it
     #[command(after_help = "Example: svc-gateway logs audit --follow")]
-    Logs(kernel::LogsArgs),
+    Logs(cli::LogsArgs),
 }
 
 /// The applet.
@@ -92,10 +82,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             applet::block_on("svc-gateway", async { apps::install_bundled(&Layout::from_process()) })
         }
         Some(Command::Usage(args)) => {
-            applet::block_on("svc-gateway", async { kernel::usage(&Layout::from_process(), args) })
+            applet::block_on("svc-gateway", async { cli::usage(&Layout::from_process(), args) })
         }
         Some(Command::Logs(args)) => {
-            applet::block_on("svc-gateway", async move { kernel::logs(&Layout::from_process(), &args) })
+            applet::block_on("svc-gateway", async move { cli::logs(&Layout::from_process(), &args) })
         }
     }
 }

@@ -12,10 +12,11 @@ use serde_json::{Value, json};
 
 use super::auth::{Denied, Identified, Ingress, admit, identify};
 use super::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, routes, told};
-use super::state::Gateway;
-use super::{
-    apps, backup_progress, body, bridge, dispatch, health, internal, kernel, measure, proxy, quiesce, side,
+use super::routes::{
+    backup_progress, dispatch, health, internal, limits, metrics, quiesce, records, side_database, usage,
 };
+use super::state::Gateway;
+use super::{apps, body, bridge, proxy};
 use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
@@ -31,28 +32,28 @@ pub static ENDPOINTS: [&Endpoint; 40] = [
     &apps::FRONT,
     &apps::FOLDER,
     &apps::PAGE,
-    &kernel::BACKUPS,
-    &kernel::FOLLOW_BACKUPS,
-    &side::SHOW,
-    &side::OPEN,
-    &side::COPY,
-    &side::CLOSE,
+    &records::BACKUPS,
+    &records::FOLLOW_BACKUPS,
+    &side_database::SHOW,
+    &side_database::OPEN,
+    &side_database::COPY,
+    &side_database::CLOSE,
     &dispatch::DISPATCH,
     &dispatch::LIST,
     &dispatch::SHOW,
     &dispatch::FOLLOW,
     &dispatch::CANCEL,
-    &kernel::INTERACTIONS,
-    &kernel::FOLLOW_INTERACTIONS,
-    &kernel::AUDIT,
-    &kernel::FOLLOW_AUDIT,
-    &kernel::ACTIVITY,
-    &kernel::FOLLOW_ACTIVITY,
-    &kernel::STORAGE,
-    &kernel::FOLLOW_STORAGE,
-    &kernel::USAGE,
-    &kernel::SHOW_LIMITS,
-    &kernel::SET_LIMITS,
+    &records::INTERACTIONS,
+    &records::FOLLOW_INTERACTIONS,
+    &records::AUDIT,
+    &records::FOLLOW_AUDIT,
+    &records::ACTIVITY,
+    &records::FOLLOW_ACTIVITY,
+    &records::STORAGE,
+    &records::FOLLOW_STORAGE,
+    &usage::USAGE,
+    &limits::SHOW_LIMITS,
+    &limits::SET_LIMITS,
     &internal::BACKUP,
     &backup_progress::BACKUP_PROGRESS,
     &internal::ACCEPT,
@@ -71,14 +72,14 @@ const API: Api = Api {
     schemas: &[
         ("App", apps::told_app),
         ("AppSchema", bridge::app_schema),
-        ("ActivityLine", kernel::told_activity),
-        ("AuditEntry", kernel::told_audit),
-        ("Backup", kernel::told_backup),
+        ("ActivityLine", records::told_activity),
+        ("AuditEntry", records::told_audit),
+        ("Backup", records::told_backup),
         ("Dispatch", dispatch::told_dispatch),
-        ("Interaction", kernel::told_interaction),
-        ("StorageDay", kernel::told_storage),
-        ("Limits", kernel::told_limits),
-        ("SideDatabase", side::told_side),
+        ("Interaction", records::told_interaction),
+        ("StorageDay", records::told_storage),
+        ("Limits", limits::told_limits),
+        ("SideDatabase", side_database::told_side),
     ],
 };
 
@@ -110,7 +111,7 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
     let (listener, own) = match ingress {
         Ingress::Public => (Listener::Gateway, Router::new()),
         Ingress::Trusted | Ingress::Agents => {
-            (Listener::Socket, Router::new().route("/metrics", get(measure::metrics)))
+            (Listener::Socket, Router::new().route("/metrics", get(metrics::metrics)))
         }
     };
     let open = routes(&ENDPOINTS, true).method_not_allowed_fallback(wrong_method).layer(Extension(ingress));

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use super::apps::{GzipCache, Quotas, Registry};
-use super::auth::{AgentTokens, Seam};
+use super::auth::Seam;
 use super::bridge::{Changes, IdSecret};
 use super::config::Config;
 use super::database::Database;
-use super::dispatch::Dispatcher;
-use super::kernel::Kernel;
 use super::proxy::Upstreams;
 use super::writers::Writers;
+use crate::host::agents::bridge_tokens::AgentTokens;
+use crate::host::agents::dispatch::Dispatcher;
+use crate::host::agents::kernel::Kernel;
 
 /// One running gateway.
 pub struct Gateway {

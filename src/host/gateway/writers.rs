@@ -1,22 +1,23 @@
 //! Who may write on this machine: everybody, or, while the platform takes a last backup, nobody.
 //!
 //! Invariant: once `quiescedAt` is set, no request of ours changes the owner's data until writers are resumed. The file
-//! of `host::quiesce` decides; a restart of the gateway changes nothing.
+//! of `host::system::quiesce` decides; a restart of the gateway changes nothing.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::blocking::blocking;
-use super::dispatch::Dispatcher;
 use super::state::Gateway;
 use crate::chain::chain;
 use crate::clock;
 use crate::fsx::{self, FileError};
-use crate::host::layout::Layout;
-use crate::host::quiesce::{self, Quiesce};
-use crate::host::side;
+use crate::host::agents::dispatch::Dispatcher;
+use crate::host::snapshots::side_database;
+use crate::host::system::blocking::blocking;
+use crate::host::system::layout::Layout;
+use crate::host::system::quiesce;
+use crate::host::system::quiesce::Quiesce;
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::OperationId;
 
@@ -144,8 +145,8 @@ impl Writers {
             tracing::warn!("the records of dispatches are not durable yet");
         }
         let layout = self.layout.clone();
-        let side = blocking(move || side::State::read(&layout)).await;
-        if !side.is_ok_and(|state| state.is_none_or(|state| state.status != side::Status::Copying)) {
+        let side = blocking(move || side_database::State::read(&layout)).await;
+        if !side.is_ok_and(|state| state.is_none_or(|state| state.status != side_database::Status::Copying)) {
             return false;
         }
         let counted = tokio::time::timeout(SESSIONS_TIMEOUT, async {

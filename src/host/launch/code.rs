@@ -21,9 +21,9 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::applet::{self, Exit, Failure, OrExit};
-use crate::host::config::begin_log;
-use crate::host::layout::Layout;
-use crate::host::{systemd, unix_socket};
+use crate::host::system::config::begin_log;
+use crate::host::system::layout::Layout;
+use crate::host::system::{systemd, unix_socket};
 
 pub const SOCKET: &str = "code.sock";
 

@@ -8,9 +8,9 @@ use sd_notify::NotifyState;
 
 use super::site::{Site, router};
 use crate::applet::{self, Exit, Failure, OrExit};
-use crate::host::config::begin_log;
-use crate::host::layout::Layout;
-use crate::host::{systemd, unix_socket};
+use crate::host::system::config::begin_log;
+use crate::host::system::layout::Layout;
+use crate::host::system::{systemd, unix_socket};
 use crate::http::server;
 
 pub const SOCKET: &str = "shell.sock";

@@ -8,6 +8,7 @@ pub mod calendar;
 pub mod entry;
 pub mod files;
 pub mod find;
+pub mod jsonl;
 pub mod ledger;
 pub mod limits;
 pub mod money;

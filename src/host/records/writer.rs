@@ -3,7 +3,7 @@
 //!
 //! What is accepted is written in order: it is lost only with the process, and then it is at most [`FLUSH`] old. The memory
 //! is bounded. A line that has no room is refused, counted, and told by a gap in its record where the next one goes.
-//! Files are opened by their names for each write (`host::jsonl`), so that rotation and deletion under its feet lose
+//! Files are opened by their names for each write (`host::records::jsonl`), so that rotation and deletion under its feet lose
 //! nothing; a disk that is full is tried again until it is not.
 
 mod file;

@@ -2,20 +2,21 @@
 
 use std::time::Duration;
 
+use super::history;
 use super::journal::{Aim, Allowances, Journal, JournalError};
 use super::machine::{self, Machine};
-use super::memory;
+use super::protocol::{End, Outcome};
 use super::request::{self, Found};
 use super::services::{ServicesError, Systemctl};
-use super::{UpdateError, place, snapshot, trust};
+use super::{UpdateError, releases, snapshot, trust};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::config::Env;
-use crate::host::config::{self, PlatformLink};
-use crate::host::layout::Layout;
-use crate::host::lock::{Lock, LockError};
-use crate::host::probe;
-use crate::host::root_settings;
-use crate::host::updated::{End, Outcome};
+use crate::host::system::config;
+use crate::host::system::config::PlatformLink;
+use crate::host::system::layout::Layout;
+use crate::host::system::lock::{Lock, LockError};
+use crate::host::system::probe;
+use crate::host::system::root_settings;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 
@@ -91,7 +92,7 @@ fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
 pub async fn run(layout: Layout, wanted: Wanted) -> Result<(), Failure> {
     let machine = machine_of(layout)?;
     let _lock = lock(&machine.layout, &wanted).await?;
-    place::remove_leftovers(&machine.layout).or_exit(Exit::Internal)?;
+    releases::remove_leftovers(&machine.layout).or_exit(Exit::Internal)?;
     let open = Journal::read(&machine.layout).map_err(unreadable)?;
     let mut ended = match open {
         Some(open) => {
@@ -148,7 +149,7 @@ fn choose(layout: &Layout, wanted: Wanted) -> Result<Option<Choice>, Failure> {
         Wanted::Version(version, allow) => Ok(Some((Aim::Apply, version, allow, request_id::current()))),
         Wanted::Previous => {
             let current = machine::current(layout)?;
-            let previous = memory::previous(layout).or_exit(Exit::Internal)?;
+            let previous = history::previous(layout).or_exit(Exit::Internal)?;
             let previous = previous.filter(|version| *version != current);
             let previous = previous.ok_or(UpdateError::NoPrevious)?;
             Ok(Some((Aim::Rollback, previous, none, request_id::current())))

@@ -5,11 +5,13 @@
 //! killed anywhere is simply run again. Where a whole release is current, whichever it is, it stays: it gets what it
 //! lacks of links, units and password, and which release comes next is for signed updates alone.
 
-use super::bring::{self, BringError, Expected};
 use super::database::{self, DatabaseError};
 use super::download::{DownloadError, Source};
+use super::fetch;
+use super::fetch::{BringError, Expected};
 use super::journal::{Journal, JournalError};
-use super::place::{self, PlaceError};
+use super::releases;
+use super::releases::PlaceError;
 use super::services::{Services, ServicesError, Systemctl};
 use super::trust;
 use super::units::{self, UnitsError};
@@ -18,10 +20,11 @@ use crate::chain::chain;
 use crate::config::Env;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
-use crate::host::config::{self, PlatformLink};
-use crate::host::layout::Layout;
-use crate::host::lock::{Lock, LockError};
-use crate::host::root_settings;
+use crate::host::system::config;
+use crate::host::system::config::PlatformLink;
+use crate::host::system::layout::Layout;
+use crate::host::system::lock::{Lock, LockError};
+use crate::host::system::root_settings;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle;
 
@@ -118,7 +121,7 @@ impl Bundle {
 
 impl Settings {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
-        let release = match place::current(layout) {
+        let release = match releases::current(layout) {
             Some(current) => Release::Current(current),
             None => Release::First(Bundle::read(env, layout)?),
         };
@@ -148,17 +151,17 @@ async fn bring(layout: &Layout, settings: &Settings) -> Result<ImageVersion, Boo
     if let Some(open) = Journal::read(layout)? {
         return Err(BootError::Open { from: open.plan.from, to: open.plan.to });
     }
-    place::remove_leftovers(layout)?;
+    releases::remove_leftovers(layout)?;
     let version = match &settings.release {
         Release::Current(version) => version,
         Release::First(Bundle { source, sha256, version }) => {
             let expected = Expected { sha256, size_bytes: None };
-            bring::bring(layout, source, version, &expected).await?;
+            fetch::bring(layout, source, version, &expected).await?;
             version
         }
     };
     root_settings::keep_platform_url(layout)?;
-    place::switch(layout, version)?;
+    releases::switch(layout, version)?;
     units::install(layout, version)?;
     database::ensure_password(layout)?;
     if let Err(error) = trust::report(layout) {

@@ -11,8 +11,8 @@ use secrecy::{ExposeSecret, SecretString};
 use crate::config::{env_line, parse_env_file};
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
-use crate::host::config;
-use crate::host::layout::Layout;
+use crate::host::system::config;
+use crate::host::system::layout::Layout;
 
 /// What the container's file calls it; podman takes values as they stand, without quotes.
 const PASSWORD: &str = "POSTGRES_PASSWORD";

@@ -14,9 +14,9 @@ use tokio_util::io::ReaderStream;
 use url::Url;
 
 use crate::failpoint::{self, Injected};
-use crate::host::config::PlatformLink;
-use crate::host::patience::Patience;
-use crate::host::upgrade_token::UpgradeToken;
+use crate::host::system::backoff::Patience;
+use crate::host::system::config::PlatformLink;
+use crate::host::system::upgrade_token::UpgradeToken;
 use crate::http::client::{self, Deadlines};
 use crate::http::request_id;
 

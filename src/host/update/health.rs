@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use super::services::{Services, ServicesError, UnitState};
-use crate::host::probe::Gateway;
+use crate::host::system::probe::Gateway;
 
 pub const GATEWAY: &str = "svc-gateway.service";
 /// Whatever of these runs when an update begins must run when it ends.

@@ -8,10 +8,10 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use super::protocol::SnapshotWait;
 use super::state::{Event, State};
 use crate::fsx::{self, FileError};
-use crate::host::layout::Layout;
-use crate::host::updated::SnapshotWait;
+use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle::KeySet;
 

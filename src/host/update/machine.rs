@@ -9,17 +9,22 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::bring::{self, BringError, Expected};
 use super::download::{DownloadError, Source};
+use super::fetch;
+use super::fetch::{BringError, Expected};
 use super::health::{self, Door, GATEWAY, OTHERS};
+use super::history;
+use super::history::{Entry, MemoryError};
 use super::journal::{Aim, Allowances, Journal, Plan};
-use super::memory::{self, Entry, MemoryError};
-use super::place::{self, PlaceError};
-use super::rules::{self, Candidate};
+use super::policy;
+use super::policy::Candidate;
+use super::protocol::{End, Outcome};
+use super::releases;
+use super::releases::PlaceError;
 use super::services::Services;
+use super::smoke_test;
 use super::snapshot;
 use super::state::{Event, Stage, State, Trouble};
-use super::trial;
 use super::trust;
 use super::units;
 use super::{UpdateError, request};
@@ -27,12 +32,11 @@ use crate::chain::chain;
 use crate::config::ConfigError;
 use crate::failpoint;
 use crate::fsx;
-use crate::host::config::PlatformLink;
-use crate::host::layout::Layout;
-use crate::host::probe;
-use crate::host::release;
-use crate::host::updated::{End, Outcome};
-use crate::host::upgrade_token;
+use crate::host::system::config::PlatformLink;
+use crate::host::system::layout::Layout;
+use crate::host::system::probe;
+use crate::host::system::release;
+use crate::host::system::upgrade_token;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle::{KeySet, LARGEST_COMPANION, Signed, Verified, verify};
@@ -160,18 +164,19 @@ impl<S: Services> Machine<S> {
 
     async fn prepare(&self, journal: &mut Journal) -> Result<(), Stop> {
         failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
-        rules::here(&self.layout, &journal.plan.to, journal.plan.allow).map_err(refused(Stage::Preflight))?;
+        policy::here(&self.layout, &journal.plan.to, journal.plan.allow)
+            .map_err(refused(Stage::Preflight))?;
         if journal.plan.aim == Aim::Apply {
             let verified = self.manifest(&journal.plan.to).await?;
             journal.key_set = self.next_keys(&verified)?;
             failpoint::pass("update.believed").map_err(failed(Stage::Manifest))?;
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
-            rules::of_release(&candidate, journal.plan.allow).map_err(refused(Stage::Preflight))?;
+            policy::of_release(&candidate, journal.plan.allow).map_err(refused(Stage::Preflight))?;
             self.bring(&journal.plan.to, &verified).await?;
-            rules::parts(&self.layout, &journal.plan.from, &journal.plan.to)
+            policy::parts(&self.layout, &journal.plan.from, &journal.plan.to)
                 .map_err(refused(Stage::Preflight))?;
         }
-        trial::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
+        smoke_test::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
         failpoint::pass("update.tried").map_err(failed(Stage::Trial))
     }
 
@@ -209,13 +214,13 @@ impl<S: Services> Machine<S> {
         let manifest = verified.manifest();
         let expected = Expected { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
         let source = self.source(version, "")?;
-        bring::bring(&self.layout, &source, version, &expected).await.map_err(not_brought)
+        fetch::bring(&self.layout, &source, version, &expected).await.map_err(not_brought)
     }
 
     /// Going back is never held up: neither a rollback, nor the release before by its name.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), Stop> {
         let goes_back = journal.plan.aim == Aim::Rollback
-            || memory::previous(&self.layout)
+            || history::previous(&self.layout)
                 .ok()
                 .flatten()
                 .is_some_and(|version| version == journal.plan.to);
@@ -229,7 +234,7 @@ impl<S: Services> Machine<S> {
     fn switch(&self, journal: &Journal) -> Result<(), Stop> {
         failpoint::pass("update.prepared").map_err(failed(Stage::Switch))?;
         self.hand_on_token().map_err(failed(Stage::Switch))?;
-        place::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
+        releases::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
     }
 
     /// An older release reads the token in `host.env` alone.
@@ -293,7 +298,7 @@ impl<S: Services> Machine<S> {
 
     fn revert(&self, journal: &Journal, why: &Trouble) -> Result<(), Stop> {
         failpoint::pass("update.reverting").map_err(failed(Stage::Rollback))?;
-        let put_away = memory::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
+        let put_away = history::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
         // Going back matters more than remembering why.
         if let Err(error) = put_away {
             tracing::error!(error = %chain(&error), "the release could not be put away");
@@ -303,7 +308,7 @@ impl<S: Services> Machine<S> {
         if let Err(error) = self.hand_on_token() {
             tracing::error!(error = %chain(&error), "the token could not be written to host.env");
         }
-        place::switch(&self.layout, &journal.plan.from).map_err(failed(Stage::Rollback))?;
+        releases::switch(&self.layout, &journal.plan.from).map_err(failed(Stage::Rollback))?;
         failpoint::pass("update.reverted").map_err(failed(Stage::Rollback))
     }
 
@@ -326,8 +331,8 @@ impl<S: Services> Machine<S> {
             journal.plan.request_id.clone(),
             outcome.clone(),
         );
-        memory::keep(&self.layout, &entry)?;
-        if let Err(error) = memory::prune(&self.layout) {
+        history::keep(&self.layout, &entry)?;
+        if let Err(error) = history::prune(&self.layout) {
             if let MemoryError::Injected(error) = error {
                 return Err(error.into());
             }
@@ -346,12 +351,12 @@ impl<S: Services> Machine<S> {
         if let Some(keys) = &journal.key_set {
             trust::adopt(&self.layout, keys)?;
         }
-        memory::forgive(&self.layout, &journal.plan.to)?;
+        history::forgive(&self.layout, &journal.plan.to)?;
         match journal.plan.aim {
-            Aim::Apply => memory::remember_previous(&self.layout, &journal.plan.from)?,
+            Aim::Apply => history::remember_previous(&self.layout, &journal.plan.from)?,
             Aim::Rollback => {
                 let why = "an operator went back from it";
-                memory::quarantine(&self.layout, &journal.plan.from, Timestamp::now(), why)?;
+                history::quarantine(&self.layout, &journal.plan.from, Timestamp::now(), why)?;
             }
         }
         Ok(())

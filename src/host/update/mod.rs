@@ -6,30 +6,32 @@
 
 mod apply;
 mod boot;
-mod bring;
 mod database;
 mod download;
+pub mod fetch;
 mod health;
+pub mod history;
 mod journal;
 mod machine;
-mod memory;
-mod place;
+pub mod policy;
+pub mod protocol;
+pub mod releases;
 mod request;
-mod rules;
 mod services;
+pub mod smoke_test;
 mod snapshot;
 mod state;
 mod status;
-mod trial;
 mod trust;
+pub mod trusted_keys;
 mod units;
 mod unpack;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use super::config::begin_log;
-use super::layout::Layout;
+use super::system::config::begin_log;
+use super::system::layout::Layout;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::config::ConfigError;
 use crate::failpoint::Injected;
@@ -55,7 +57,7 @@ enum UpdateError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Memory(#[from] memory::MemoryError),
+    Memory(#[from] history::MemoryError),
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error(transparent)]

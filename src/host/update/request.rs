@@ -10,7 +10,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::fsx::{self, FileError};
-use crate::host::layout::Layout;
+use crate::host::system::layout::Layout;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 

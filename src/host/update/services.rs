@@ -12,8 +12,8 @@ use async_trait::async_trait;
 use tokio::process::Command;
 
 use crate::config::Env;
-use crate::host::layout::Layout;
-use crate::host::systemd;
+use crate::host::system::layout::Layout;
+use crate::host::system::systemd;
 
 /// Users, directories and units are made known within this.
 const PREPARING: Duration = Duration::from_secs(60);

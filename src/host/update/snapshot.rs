@@ -11,15 +11,15 @@ use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use super::journal::Journal;
+use super::protocol::SnapshotWait;
 use super::request::read_untrusted;
 use super::services::Services;
 use crate::chain::chain;
 use crate::clock;
 use crate::fsx::{self, FileError};
-use crate::host::backup_progress::BackupProgress;
-use crate::host::layout::Layout;
-use crate::host::patience::{Over, Patience};
-use crate::host::updated::SnapshotWait;
+use crate::host::snapshots::backup_progress::BackupProgress;
+use crate::host::system::backoff::{Over, Patience};
+use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 use crate::store::key;
 

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::host::updated::End;
+use super::protocol::End;
 
 /// A step that went wrong, and how.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

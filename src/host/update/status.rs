@@ -2,14 +2,17 @@
 
 use serde::Serialize;
 
+use super::history;
+use super::history::Quarantined;
 use super::journal::Journal;
-use super::memory::{self, Quarantined};
-use super::place;
+use super::protocol;
+use super::protocol::{End, Outcome, SnapshotWait};
+use super::releases;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock::rfc3339_ms;
-use crate::host::layout::Layout;
-use crate::host::release::{self, Component, Release};
-use crate::host::updated::{self, End, Outcome, SnapshotWait};
+use crate::host::system::layout::Layout;
+use crate::host::system::release;
+use crate::host::system::release::{Component, Release};
 use crate::machine::name::ImageVersion;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,7 +60,7 @@ pub fn print(layout: &Layout, format: Format) -> Result<(), Failure> {
 fn read(layout: &Layout) -> Result<Status, Failure> {
     let current = release::current(layout);
     let mut releases = Vec::new();
-    for version in place::versions(layout).or_exit(Exit::Internal)? {
+    for version in releases::versions(layout).or_exit(Exit::Internal)? {
         let dir = layout.release(&version);
         let manifest = Release::read(&dir).or_exit(Exit::Internal)?;
         releases.push(Row {
@@ -70,11 +73,11 @@ fn read(layout: &Layout) -> Result<Status, Failure> {
     }
     Ok(Status {
         current,
-        previous: memory::previous(layout).or_exit(Exit::Internal)?,
+        previous: history::previous(layout).or_exit(Exit::Internal)?,
         releases,
-        quarantined: memory::quarantined(layout).or_exit(Exit::Internal)?,
+        quarantined: history::quarantined(layout).or_exit(Exit::Internal)?,
         update: Journal::read(layout).or_exit(Exit::Internal)?,
-        last: updated::last(layout).or_exit(Exit::Internal)?.map(|last| last.outcome),
+        last: protocol::last(layout).or_exit(Exit::Internal)?.map(|last| last.outcome),
     })
 }
 
@@ -120,7 +123,7 @@ fn words(outcome: &Outcome) -> String {
 /// # Errors
 /// When the history cannot be read.
 pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
-    let entries = memory::history(layout).or_exit(Exit::Internal)?;
+    let entries = history::history(layout).or_exit(Exit::Internal)?;
     match format {
         Format::Json => println!("{}", serde_json::to_string_pretty(&entries).or_exit(Exit::Internal)?),
         Format::Table if entries.is_empty() => println!("No update has ended on this machine."),

@@ -5,11 +5,11 @@
 //! one, with its sequence.
 
 use super::UpdateError;
+use super::trusted_keys::TrustedKeyIds;
 use crate::config::{ConfigError, Env, with_env_lines};
 use crate::failpoint;
 use crate::fsx::{self, FileError};
-use crate::host::layout::Layout;
-use crate::host::trusted_keys::TrustedKeyIds;
+use crate::host::system::layout::Layout;
 use crate::store::bundle::KeySet;
 
 /// The places of the adoption of a key set where a test can stop it.

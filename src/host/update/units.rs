@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
-use crate::host::layout::Layout;
+use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 
 const UNITS: &str = "etc/systemd/system";

@@ -13,8 +13,8 @@ use bytes::{Buf, Bytes};
 use flate2::bufread::MultiGzDecoder;
 use tokio::sync::mpsc;
 
-use crate::host::archive::Kind;
-use crate::host::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
+use crate::host::system::tar_reader::EntryKind;
+use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
 
 /// Chunks between download and unpacker: each can be a few hundred KiB.
 const QUEUE: usize = 2;
@@ -136,9 +136,9 @@ impl Tree<'_> {
             return refuse("it has a setuid, setgid or sticky bit");
         }
         match entry.kind {
-            Kind::Directory => self.make_directory(&path),
-            Kind::File => self.make_file(&mut entry, &path),
-            Kind::Link => self.make_link(&path, &entry.link),
+            EntryKind::Directory => self.make_directory(&path),
+            EntryKind::File => self.make_file(&mut entry, &path),
+            EntryKind::Link => self.make_link(&path, &entry.link),
         }
     }
 

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use svc::host::agents::rollouts::{self, Used};
+use svc::host::agents::adapters::codex_sessions;
+use svc::host::agents::adapters::codex_sessions::Used;
 
 use super::Target;
 
@@ -47,7 +48,7 @@ fn used(bytes: &[u8]) -> Option<Used> {
     }
     SESSIONS.with(|(sessions, file)| {
         fs::write(file, bytes).expect("written");
-        rollouts::used(sessions.path(), THREAD, Timestamp::UNIX_EPOCH)
+        codex_sessions::used(sessions.path(), THREAD, Timestamp::UNIX_EPOCH)
     })
 }
 

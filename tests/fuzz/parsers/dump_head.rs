@@ -1,7 +1,7 @@
 //! The head of a database dump: a number of entries, or none, for any bytes.
 
 use proptest::prelude::*;
-use svc::host::backup::dump_entries;
+use svc::host::snapshots::backup::dump_entries;
 
 use super::Target;
 

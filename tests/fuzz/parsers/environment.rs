@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use svc::config::{Env, env_line, parse_env_file};
-use svc::host::config::{DatabaseUrl, Identity, PlatformLink, first_proof_keys, image_version};
-use svc::host::layout::Layout;
+use svc::host::system::config::{DatabaseUrl, Identity, PlatformLink, first_proof_keys, image_version};
+use svc::host::system::layout::Layout;
 use svc::store::config::StoreConfig;
 use svc::store::key::SlotPrefix;
 

@@ -3,11 +3,11 @@
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use svc::host::agents::{Exit, Kind, Outcome};
-use svc::host::hook;
+use svc::host::agents::adapters::{Exit, Kind, Outcome};
+use svc::host::agents::protocol::{Ended, FromRunner, ToRunner};
+use svc::host::audit::hook;
+use svc::host::audit::protocol::Message;
 use svc::host::records::entry::Failed;
-use svc::host::runner::{Ended, FromRunner, ToRunner};
-use svc::host::watched::Message;
 
 use super::Target;
 use super::objects::wait;

@@ -4,8 +4,9 @@ use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use svc::host::archive::{Kind, Listed};
-use svc::host::restore::import_fuzzing::{compare_manifest, read_listing};
+use svc::host::snapshots::archive::Listed;
+use svc::host::snapshots::restore::import_fuzzing::{compare_manifest, read_listing};
+use svc::host::system::tar_reader::EntryKind;
 
 use super::Target;
 
@@ -126,9 +127,9 @@ static SEEN: LazyLock<Vec<Listed>> = LazyLock::new(|| {
         sha256,
     };
     vec![
-        entry("export.json", Kind::File, 3, Some("ab".repeat(32))),
-        entry("home", Kind::Directory, 0, None),
-        entry("home/a%25\"b", Kind::Link, 7, Some("cd".repeat(32))),
+        entry("export.json", EntryKind::File, 3, Some("ab".repeat(32))),
+        entry("home", EntryKind::Directory, 0, None),
+        entry("home/a%25\"b", EntryKind::Link, 7, Some("cd".repeat(32))),
     ]
 });
 

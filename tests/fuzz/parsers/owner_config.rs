@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use svc::host::agents::owner_config::Settings;
 use svc::host::records::money::Dollars;
-use svc::host::settings::Settings;
 
 use super::Target;
 

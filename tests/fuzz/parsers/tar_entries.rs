@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::io::Read;
 
 use proptest::prelude::*;
-use svc::host::tar_reader::{TarLimits, TarReader};
+use svc::host::system::tar_reader::{TarLimits, TarReader};
 
 use super::Target;
 use super::archive::{hostile, in_order, sealed};

@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use super::name::Slug;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::fsx::{self, FileError};
-use crate::host::layout::Layout;
+use crate::host::system::layout::Layout;
 
 /// The files of one app: path below its folder, SHA-256 of the content.
 type Tree = BTreeMap<String, String>;

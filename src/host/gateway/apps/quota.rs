@@ -14,12 +14,13 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::host::app_sizes::{self, AppSize};
+use crate::host::agents::owner_config::{Settings, StorageQuotas};
 use crate::host::gateway::auth::Principal;
 use crate::host::gateway::database::{Database, DatabaseError};
 use crate::host::gateway::state::Gateway;
-use crate::host::layout::Layout;
-use crate::host::settings::{Settings, StorageQuotas};
+use crate::host::system::app_sizes;
+use crate::host::system::app_sizes::AppSize;
+use crate::host::system::layout::Layout;
 use crate::http::problem::{Code, Problem, chain};
 
 /// Between two measurements of a database that is written to.

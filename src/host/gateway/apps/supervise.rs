@@ -17,10 +17,11 @@ use super::name::Slug;
 use super::register::{self, RegisterError};
 use super::registry::{App, Known, Trouble};
 use super::watch::Watch;
-use crate::host::database_identity::{self, IdentityError};
 use crate::host::gateway::database::{self, Budget, DatabaseError, Pool};
 use crate::host::gateway::state::Gateway;
-use crate::host::systemd;
+use crate::host::snapshots::database_identity;
+use crate::host::snapshots::database_identity::IdentityError;
+use crate::host::system::systemd;
 use crate::http::problem::chain;
 
 const RESCAN: Duration = Duration::from_secs(30);

@@ -3,14 +3,12 @@
 //! A token that is present decides alone: a bad one is refused, and never falls through to a weaker identity. Nothing
 //! a client can write (headers, query, cookies, body) names the owner; only provisioning does.
 
-mod agent_tokens;
 mod keyring;
 mod layer;
 mod peer;
 mod replay;
 mod resolve;
 
-pub use agent_tokens::{AgentToken, AgentTokens};
 pub use layer::{Caller, admit, identify};
 pub use resolve::Seam;
 

@@ -10,15 +10,15 @@ use jiff::Timestamp;
 use secrecy::{ExposeSecret, SecretString};
 use subtle::ConstantTimeEq;
 
-use super::agent_tokens::AgentTokens;
 use super::keyring::Keyring;
 use super::peer::{Peer, Peers};
 use super::replay::{Use, UsedIds};
 use super::{Denied, Identified, Ingress, Principal};
-use crate::host::config::Identity;
+use crate::host::agents::bridge_tokens::AgentTokens;
 use crate::host::gateway::apps::Slug;
 use crate::host::gateway::config::{Config, OwnerConfig};
-use crate::host::unix_socket::PeerCredentials;
+use crate::host::system::config::Identity;
+use crate::host::system::unix_socket::PeerCredentials;
 use crate::http::client::{self, Deadlines};
 use crate::http::jwt::{JwtError, Verifier};
 use crate::http::proof::{self, Claims, LEEWAY_SECONDS, Route};
@@ -248,7 +248,8 @@ impl Seam {
     fn agent(&self, headers: &HeaderMap) -> Result<Identified, Denied> {
         let credential = single(headers, header::AUTHORIZATION.as_str())?.ok_or(Denied::AgentWithoutToken)?;
         let token = strip_bearer(credential).ok_or(Denied::Bad)?;
-        let principal = self.agent_tokens.find(token).ok_or(Denied::Bad)?;
+        let grant = self.agent_tokens.find(token).ok_or(Denied::Bad)?;
+        let principal = Principal::Agent { dispatch: grant.dispatch, apps: grant.apps };
         Ok(Identified { principal, route: None })
     }
 

@@ -11,7 +11,7 @@ use nix::fcntl::OFlag;
 
 use super::sync::Unsynced;
 use crate::fsx::FileError;
-use crate::host::jsonl;
+use crate::host::records::jsonl;
 
 /// What a line is, which says what becomes of one that is torn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

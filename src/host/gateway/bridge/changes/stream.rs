@@ -164,7 +164,8 @@ impl Listener {
 
     /// Something that an agent started may have outlived its dispatch.
     fn is_of_ended_agent(&self) -> bool {
-        matches!(self.principal, Principal::Agent { .. }) && !self.gateway.agent_tokens.has(&self.principal)
+        let Principal::Agent { dispatch, .. } = &self.principal else { return false };
+        !self.gateway.agent_tokens.has_dispatch(dispatch)
     }
 
     fn id(&self) -> String {

@@ -1,0 +1,281 @@
+//! What the owner's `system/config.json` says of agents: which there are, how many run at once, and what models cost.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::Deserialize;
+
+use super::{Kind, Outcome};
+use crate::host::records::money::Dollars;
+
+/// The agent that is there where the settings name none: Claude Code of the release, which may change the owner's files
+/// and asks for nothing else.
+const DEFAULT_NAME: &str = "claude";
+const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
+const DEFAULT_CONCURRENCY: usize = 4;
+const MOST_CONCURRENCY: usize = 64;
+pub const DEFAULT_DEADLINE_SECONDS: u64 = 3600;
+pub const LONGEST_DEADLINE_SECONDS: u64 = 86_400;
+/// The longest name of an agent.
+pub const LONGEST_NAME: usize = 64;
+
+/// Of apps that one agent may use.
+const MAX_APPS: usize = 64;
+const MAX_SLUG_BYTES: usize = 64;
+
+/// An agent's program and how it is run.
+#[derive(Clone, PartialEq)]
+pub struct Agent {
+    pub adapter: Kind,
+    pub command: Vec<String>,
+    /// Where a dispatch names none.
+    pub model: Option<String>,
+    pub deadline_seconds: u64,
+    pub environment: BTreeMap<String, String>,
+    /// Slugs of the apps whose tables it may use by the bridge.
+    pub apps: Vec<String>,
+}
+
+impl fmt::Debug for Agent {
+    /// Without its environment: there are keys in it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Agent")
+            .field("adapter", &self.adapter)
+            .field("model", &self.model)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Of a million tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Price {
+    pub input: Dollars,
+    pub output: Dollars,
+    /// Of input that the model's service had already; as other input, where it has no price of its own.
+    #[serde(default)]
+    pub cached_input: Option<Dollars>,
+}
+
+impl Price {
+    /// To the nearest billionth of a dollar.
+    fn of(self, outcome: &Outcome) -> Dollars {
+        const MILLION: u64 = 1_000_000;
+        let cached = outcome.tokens_cached.min(outcome.tokens_in);
+        self.input.scaled(outcome.tokens_in - cached, MILLION)
+            + self.cached_input.unwrap_or(self.input).scaled(cached, MILLION)
+            + self.output.scaled(outcome.tokens_out, MILLION)
+    }
+
+    fn is_free(self) -> bool {
+        [self.input, self.output, self.cached_input.unwrap_or(self.input)]
+            .iter()
+            .all(|price| *price == Dollars::ZERO)
+    }
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct AgentSettings {
+    pub agents: BTreeMap<String, Agent>,
+    pub default_agent: String,
+    /// Agents that run at once.
+    pub concurrency: usize,
+    pub prices: BTreeMap<String, Price>,
+}
+
+impl Default for AgentSettings {
+    fn default() -> Self {
+        let agent = Agent {
+            adapter: Kind::ClaudeCode,
+            command: DEFAULT_COMMAND.map(str::to_owned).into(),
+            model: None,
+            deadline_seconds: DEFAULT_DEADLINE_SECONDS,
+            environment: BTreeMap::new(),
+            apps: Vec::new(),
+        };
+        Self {
+            agents: BTreeMap::from([(DEFAULT_NAME.to_owned(), agent)]),
+            default_agent: DEFAULT_NAME.to_owned(),
+            concurrency: DEFAULT_CONCURRENCY,
+            prices: BTreeMap::new(),
+        }
+    }
+}
+
+impl AgentSettings {
+    /// # Errors
+    /// What is wrong with the file, in a sentence that quotes no value.
+    pub fn checked(
+        agents: BTreeMap<String, AgentFile>,
+        dispatch: DispatchFile,
+        prices: BTreeMap<String, Price>,
+    ) -> Result<Self, String> {
+        let named = agents.into_iter().map(|(name, agent)| Ok((name.clone(), agent.checked(&name)?)));
+        let mut agents = named.collect::<Result<BTreeMap<_, _>, String>>()?;
+        if agents.is_empty() {
+            agents = Self::default().agents;
+        }
+        let default_agent = match dispatch.default_agent {
+            Some(name) if agents.contains_key(&name) => name,
+            Some(_) => return Err("dispatch.defaultAgent names no agent of agents".to_owned()),
+            None => agents.keys().next().cloned().unwrap_or_default(),
+        };
+        let concurrency = dispatch.concurrency.unwrap_or(DEFAULT_CONCURRENCY);
+        if !(1..=MOST_CONCURRENCY).contains(&concurrency) {
+            return Err(format!("dispatch.concurrency must be a number from 1 to {MOST_CONCURRENCY}"));
+        }
+        Ok(Self { agents, default_agent, concurrency, prices })
+    }
+
+    /// Free of charge: its dispatches are held back by no limit.
+    pub fn is_free(&self, model: Option<&str>) -> bool {
+        model.and_then(|model| self.prices.get(model)).is_some_and(|price| price.is_free())
+    }
+
+    /// What a run cost: what its program says, else its tokens by the table, where the model has the name that the program
+    /// gives it, or the one that was asked for; `None` where none is known.
+    pub fn cost(&self, outcome: &Outcome, asked: Option<&str>) -> Option<Dollars> {
+        let price = |model: Option<&str>| self.prices.get(model?);
+        let priced = || Some(price(outcome.model.as_deref()).or_else(|| price(asked))?.of(outcome));
+        outcome.cost.or_else(priced)
+    }
+}
+
+/// An agent as the file has it.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct AgentFile {
+    adapter: Kind,
+    command: Vec<String>,
+    model: Option<String>,
+    deadline_seconds: Option<u64>,
+    #[serde(default)]
+    environment: BTreeMap<String, String>,
+    #[serde(default)]
+    apps: Vec<String>,
+}
+
+/// `dispatch`, as the file has it.
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+pub struct DispatchFile {
+    default_agent: Option<String>,
+    concurrency: Option<usize>,
+}
+
+impl AgentFile {
+    fn checked(self, name: &str) -> Result<Agent, String> {
+        if name.is_empty() || name.chars().count() > LONGEST_NAME || name.chars().any(char::is_control) {
+            return Err(format!("agents: a name must have 1 to {LONGEST_NAME} characters"));
+        }
+        let wrong = |what: &str| Err(format!("agents.{name}.{what}"));
+        if self.command.first().is_none_or(String::is_empty)
+            || self.command.iter().any(|word| word.contains('\0'))
+        {
+            return wrong("command must be a program and its arguments, without NUL");
+        }
+        let is_name = |name: &str| !name.is_empty() && !name.contains(['=', '\0']);
+        if !self.environment.iter().all(|(name, value)| is_name(name) && !value.contains('\0')) {
+            return wrong("environment has a name or a value that no environment can hold");
+        }
+        let deadline_seconds = self.deadline_seconds.unwrap_or(DEFAULT_DEADLINE_SECONDS);
+        if !(1..=LONGEST_DEADLINE_SECONDS).contains(&deadline_seconds) {
+            return wrong(&format!("deadlineSeconds must be a number from 1 to {LONGEST_DEADLINE_SECONDS}"));
+        }
+        let is_slug =
+            |app: &String| !app.is_empty() && app.len() <= MAX_SLUG_BYTES && !app.contains(char::is_control);
+        if self.apps.len() > MAX_APPS || !self.apps.iter().all(is_slug) {
+            return wrong(&format!("apps must be at most {MAX_APPS} slugs of apps"));
+        }
+        Ok(Agent {
+            adapter: self.adapter,
+            command: self.command,
+            model: self.model,
+            deadline_seconds,
+            environment: self.environment,
+            apps: self.apps,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::host::agents::owner_config::Settings;
+
+    fn checked(file: &Value) -> Result<AgentSettings, String> {
+        Settings::parse(file.to_string().as_bytes()).map(|settings| settings.agents)
+    }
+
+    #[test]
+    fn without_settings_there_is_an_agent() {
+        let settings = checked(&json!({"costLimits": {"daily": 1}})).unwrap();
+        assert_eq!(settings, AgentSettings::default());
+        assert_eq!(settings.agents[&settings.default_agent].command[0], "claude");
+    }
+
+    #[test]
+    fn what_no_agent_can_be_is_said() {
+        let agent = |more: Value| {
+            let mut agent = json!({"adapter": "json-lines", "command": ["x"]});
+            agent.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            json!({"agents": {"a": agent}})
+        };
+        assert!(
+            checked(&agent(json!({"deadlineSeconds": 5, "environment": {"A": "b=c"}, "apps": ["notes"]})))
+                .is_ok()
+        );
+        for wrong in [
+            agent(json!({"command": []})),
+            agent(json!({"command": [""]})),
+            agent(json!({"adapter": "other"})),
+            agent(json!({"deadlineSeconds": 0})),
+            agent(json!({"environment": {"A=B": "c"}})),
+            agent(json!({"apps": "notes"})),
+            agent(json!({"apps": [""]})),
+            json!({"dispatch": {"defaultAgent": "nobody"}}),
+            json!({"dispatch": {"concurrency": 0}}),
+            json!({"prices": {"m": {"input": -1, "output": 0}}}),
+        ] {
+            assert!(checked(&wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn tokens_have_their_price() {
+        let settings = checked(
+            &json!({"prices": {"m": {"input": 1.25, "output": 10}, "free": {"input": 0, "output": 0},
+                "c": {"input": 1.25, "output": 10, "cachedInput": 0.125}}}),
+        )
+        .unwrap();
+        let mut outcome = Outcome {
+            conversation_id: None,
+            model: None,
+            tokens_in: 1_000_000,
+            tokens_out: 250_000,
+            tokens_cached: 800_000,
+            cost: None,
+            tools: Vec::new(),
+            status: crate::host::records::entry::Status::Success,
+            error: None,
+            text: None,
+        };
+        assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::from_nanos(3_750_000_000)));
+        assert_eq!(settings.cost(&outcome, Some("c")), Some(Dollars::from_nanos(2_850_000_000)));
+        assert_eq!(settings.cost(&outcome, Some("other")), None);
+        outcome.model = Some("other".to_owned());
+        assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::from_nanos(3_750_000_000)));
+        outcome.model = Some("free".to_owned());
+        assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::ZERO));
+        outcome.cost = Some(Dollars::from_nanos(1));
+        assert_eq!(settings.cost(&outcome, Some("m")), Some(Dollars::from_nanos(1)));
+        assert!(
+            settings.is_free(Some("free"))
+                && !settings.is_free(Some("m"))
+                && !settings.is_free(Some("c"))
+                && !settings.is_free(None)
+        );
+    }
+}

@@ -1,0 +1,18 @@
+//! Dispatches: prompts for the owner's coding agents, run one beside the other within bounds, told as they go on, and
+//! recorded.
+//!
+//! The [`Dispatcher`] accepts a [`request`], queues it (`queue.rs`, pure), and keeps it in the journal until its record is
+//! durable. `svc-agent` runs it as the owner's user (`run.rs` is the gateway's side of that). Its events are in an
+//! [`event_log`], which any number of clients read.
+
+mod accept;
+mod dispatcher;
+pub mod event_log;
+mod journal;
+mod queue;
+mod recover;
+pub mod request;
+mod run;
+pub mod state;
+
+pub use dispatcher::{Dispatcher, Found};

@@ -1,0 +1,275 @@
+//! What a caller asks to be dispatched: read, checked, and told from another request of the same id.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::host::agents::adapters::settings::{Agent, AgentSettings, LONGEST_DEADLINE_SECONDS, LONGEST_NAME};
+use crate::http::fields::Fields;
+
+pub const LONGEST_SENDER: usize = 200;
+pub const LONGEST_CONVERSATION: usize = 200;
+pub const LONGEST_MODEL: usize = 200;
+/// Characters of a prompt.
+pub const LONGEST_PROMPT: usize = 512 << 10;
+pub const LARGEST_BATCH: usize = 100;
+pub const LARGEST_BODY: usize = 2 << 20;
+
+/// The name of a dispatch, or of a batch: its caller's, or ours.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct DispatchId(String);
+
+impl DispatchId {
+    pub const PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,103}$";
+    const LONGEST: usize = 104;
+    /// Leaves room for the number of an entry.
+    const LONGEST_GIVEN: usize = 100;
+
+    pub fn generate() -> Self {
+        Self(uuid::Uuid::now_v7().to_string())
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// It has the form that entries of batches have.
+    fn is_entrys(&self) -> bool {
+        let ending = self.0.rsplit_once('.').map(|(_, ending)| ending);
+        ending.is_some_and(|ending| !ending.is_empty() && ending.bytes().all(|byte| byte.is_ascii_digit()))
+    }
+
+    /// Of one entry of the batch of this id.
+    pub fn of_entry(&self, index: usize) -> String {
+        format!("{}.{index}", self.0)
+    }
+}
+
+impl FromStr for DispatchId {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let fits = text.len() <= Self::LONGEST
+            && text.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && text.chars().all(|c| c.is_ascii_alphanumeric() || ".-_".contains(c));
+        if fits {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err(
+                "must have 1 to 104 letters, digits, dots, dashes and underscores, and begin with a letter or digit",
+            )
+        }
+    }
+}
+
+impl TryFrom<String> for DispatchId {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<DispatchId> for String {
+    fn from(id: DispatchId) -> Self {
+        id.0
+    }
+}
+
+impl fmt::Display for DispatchId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// One prompt, for an agent that there is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Entry {
+    pub agent_name: String,
+    /// The one that was asked for, else the agent's.
+    pub model: Option<String>,
+    pub conversation_id: Option<String>,
+    pub prompt: String,
+    pub deadline_seconds: u64,
+}
+
+/// A request, whole and checked.
+#[derive(Debug, Clone)]
+pub struct Asked {
+    pub id: Option<DispatchId>,
+    pub sender_id: String,
+    pub is_batch: bool,
+    /// One, where it is no batch.
+    pub entries: Vec<Entry>,
+    /// The same for the same request.
+    pub fingerprint: String,
+}
+
+/// Of an entry and of the whole request, which hold for entries that say nothing else.
+#[derive(Serialize)]
+struct Choice {
+    agent_name: Option<String>,
+    model: Option<String>,
+    conversation_id: Option<String>,
+    deadline_seconds: Option<u64>,
+}
+
+impl Choice {
+    fn read(fields: &mut Fields) -> Self {
+        let deadline_seconds = fields.optional_number("deadlineSeconds");
+        if deadline_seconds.is_some_and(|seconds| !(1..=LONGEST_DEADLINE_SECONDS).contains(&seconds)) {
+            fields.wrong("deadlineSeconds", format!("must be from 1 to {LONGEST_DEADLINE_SECONDS}"));
+        }
+        Self {
+            agent_name: fields.optional_text("agentName", LONGEST_NAME),
+            model: fields.optional_text("model", LONGEST_MODEL),
+            conversation_id: fields.optional_text("conversationId", LONGEST_CONVERSATION),
+            deadline_seconds,
+        }
+    }
+
+    fn with(&self, prompt: &str) -> Value {
+        json!({ "choice": self, "prompt": prompt })
+    }
+
+    fn or(self, other: &Self) -> Self {
+        Self {
+            agent_name: self.agent_name.or_else(|| other.agent_name.clone()),
+            model: self.model.or_else(|| other.model.clone()),
+            conversation_id: self.conversation_id.or_else(|| other.conversation_id.clone()),
+            deadline_seconds: self.deadline_seconds.or(other.deadline_seconds),
+        }
+    }
+
+    fn entry(self, fields: &mut Fields, prompt: String, settings: &AgentSettings) -> Option<Entry> {
+        let agent_name = self.agent_name.unwrap_or_else(|| settings.default_agent.clone());
+        let Some(agent) = settings.agents.get(&agent_name) else {
+            let names: Vec<&str> = settings.agents.keys().map(String::as_str).collect();
+            let why = format!("is no agent of system/config.json, which has {}", names.join(", "));
+            fields.wrong("agentName", why);
+            return None;
+        };
+        Some(Entry {
+            model: self.model.or_else(|| agent.model.clone()),
+            conversation_id: self.conversation_id,
+            deadline_seconds: deadline(self.deadline_seconds, agent),
+            agent_name,
+            prompt,
+        })
+    }
+}
+
+/// The caller may make it shorter.
+fn deadline(asked: Option<u64>, agent: &Agent) -> u64 {
+    asked.map_or(agent.deadline_seconds, |asked| asked.min(agent.deadline_seconds))
+}
+
+impl Asked {
+    /// Reads a request of this principal's; its mistakes are noted in `fields`.
+    pub fn read(fields: &mut Fields, principal: &str, settings: &AgentSettings) -> Option<Self> {
+        let id: Option<DispatchId> = fields.optional("id");
+        if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::LONGEST_GIVEN || id.is_entrys()) {
+            let most = DispatchId::LONGEST_GIVEN;
+            fields.wrong(
+                "id",
+                format!("must have at most {most} characters, and no dot before a number at its end"),
+            );
+        }
+        let sender_id = fields.optional_text("senderId", LONGEST_SENDER);
+        let choice = Choice::read(fields);
+        let (has_prompt, is_batch) = (fields.has("prompt"), fields.has("batch"));
+        let entries = match (has_prompt, is_batch) {
+            (true, true) => {
+                fields.wrong("batch", "cannot be given beside prompt");
+                None
+            }
+            (false, true) => Self::batch(fields, &choice, settings),
+            (false, false) => {
+                fields.wrong("prompt", "is required, where there is no batch");
+                fields.wrong("batch", "is required, where there is no prompt");
+                None
+            }
+            (true, false) => {
+                let prompt = fields.text("prompt", LONGEST_PROMPT)?;
+                let given = choice.with(&prompt);
+                choice.entry(fields, prompt, settings).map(|entry| (vec![entry], given))
+            }
+        }?;
+        let (entries, given) = entries;
+        let sender_id = sender_id.unwrap_or_else(|| principal.to_owned());
+        // As it was asked: what settings add to it may be another when it is asked again.
+        let whole = json!({ "senderId": sender_id, "batch": is_batch, "given": given });
+        let fingerprint = hex::encode(Sha256::digest(whole.to_string()));
+        Some(Self { id, sender_id, is_batch, entries, fingerprint })
+    }
+
+    fn batch(fields: &mut Fields, choice: &Choice, settings: &AgentSettings) -> Option<(Vec<Entry>, Value)> {
+        let given = fields.each("batch", 1..=LARGEST_BATCH)?;
+        let (mut entries, mut all) = (Vec::new(), vec![choice.with("")]);
+        let count = given.len();
+        for mut one in given {
+            let prompt = one.text("prompt", LONGEST_PROMPT);
+            let own = Choice::read(&mut one);
+            all.push(own.with(prompt.as_deref().unwrap_or_default()));
+            let choice = own.or(choice);
+            entries.extend(prompt.and_then(|prompt| choice.entry(&mut one, prompt, settings)));
+            fields.close(one);
+        }
+        (entries.len() == count).then_some((entries, Value::Array(all)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(body: Value) -> Result<Asked, String> {
+        let Value::Object(body) = body else { return Err("no object".to_owned()) };
+        let mut fields = Fields::of_body(body);
+        let asked = Asked::read(&mut fields, "user_owner", &AgentSettings::default());
+        fields.finish(asked).map_err(|problem| problem.detail)
+    }
+
+    #[test]
+    fn a_request_is_read_whole() {
+        let one = read(json!({ "prompt": "do it" })).unwrap();
+        assert_eq!((&*one.sender_id, one.is_batch, one.entries.len()), ("user_owner", false, 1));
+        assert_eq!((&*one.entries[0].agent_name, one.entries[0].deadline_seconds), ("claude", 3600));
+        let same = read(json!({ "prompt": "do it", "id": "a" })).unwrap();
+        let other = read(json!({ "prompt": "do it", "senderId": "x" })).unwrap();
+        assert!(one.fingerprint == same.fingerprint && one.fingerprint != other.fingerprint);
+        let batch = read(json!({ "model": "m", "deadlineSeconds": 5, "batch": [{ "prompt": "1" },
+            { "prompt": "2", "model": "n", "conversationId": "c", "deadlineSeconds": 9999 }] }));
+        let entries = batch.unwrap().entries;
+        assert_eq!((entries[0].model.as_deref(), entries[0].deadline_seconds), (Some("m"), 5));
+        assert_eq!((entries[1].model.as_deref(), entries[1].deadline_seconds), (Some("n"), 3600));
+    }
+
+    #[test]
+    fn each_mistake_is_told_where_it_is() {
+        for (body, told) in [
+            (json!({}), "/prompt: is required"),
+            (json!({ "prompt": "" }), "/prompt: must have 1"),
+            (json!({ "prompt": "x", "batch": [] }), "/batch: cannot be given beside prompt"),
+            (json!({ "batch": [] }), "/batch: must be an array of 1 to 100"),
+            (json!({ "batch": [{}] }), "/batch/0/prompt: is required"),
+            (
+                json!({ "batch": [{ "prompt": "x" }, { "prompt": "x", "agentName": "no" }] }),
+                "/batch/1/agentName",
+            ),
+            (json!({ "prompt": "x", "agentName": "no" }), "which has claude"),
+            (json!({ "prompt": "x", "id": "../x" }), "/id: must have"),
+            (json!({ "prompt": "x", "id": "b.12" }), "/id: must have at most 100 characters, and no dot"),
+            (json!({ "prompt": "x", "deadlineSeconds": 0 }), "/deadlineSeconds: must be from 1"),
+            (json!({ "prompt": "x", "other": 1 }), "/other: is not a field"),
+        ] {
+            let why = read(body.clone()).expect_err("it is wrong");
+            assert!(why.contains(told), "{body}: {why}");
+        }
+    }
+}

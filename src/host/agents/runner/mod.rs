@@ -1,0 +1,115 @@
+//! `svc-agent`: runs one agent for the gateway, as the owner's user, and leaves nothing of it behind.
+//!
+//! A connection is a run. systemd accepts it and starts one instance of the unit for each (`svc-agent@.service`), so that
+//! each has a control group of its own; `--listen` does the same without systemd, with one process for each.
+
+mod output;
+pub mod process_tree;
+mod run;
+
+use std::ffi::OsString;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{ExitCode, Stdio};
+
+use anyhow::Context;
+use clap::Parser;
+use tokio_util::sync::CancellationToken;
+
+use super::protocol;
+use crate::applet::{self, Exit, Failure, OrExit};
+use crate::chain::chain;
+use crate::host::system::config::begin_log;
+use crate::host::system::layout::Layout;
+use crate::host::system::{systemd, unix_socket};
+use crate::http::server;
+
+/// Runs at once without systemd, whose socket unit has a bound of its own.
+const MOST_RUNS: usize = 128;
+
+#[derive(Parser)]
+#[command(
+    name = "svc-agent",
+    version = applet::VERSION,
+    about = "Runs one agent for the gateway, as the owner's user",
+    after_help = "Without --listen, standard input is the gateway's connection, as systemd hands it to \
+                  svc-agent@.service. Example: svc-agent --listen"
+)]
+struct Args {
+    /// Accept connections on agent.sock and run each in a process of its own
+    #[arg(long)]
+    listen: bool,
+}
+
+/// The applet.
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    let args = match applet::parse::<Args>(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    let layout = Layout::from_process();
+    begin_log("svc-agent", &layout);
+    if args.listen {
+        applet::block_on("svc-agent", listen(layout))
+    } else {
+        applet::block_on("svc-agent", one(layout))
+    }
+}
+
+/// The connection on standard input, until its run is over.
+async fn one(layout: Layout) -> Result<(), Failure> {
+    let connection = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
+    let connection = connection.context("standard input").or_exit(Exit::Usage)?;
+    let connected = connection.set_nonblocking(true).and_then(|()| connection.peer_addr().map(drop));
+    connected.context("standard input is no connection; --listen waits for some").or_exit(Exit::Usage)?;
+    let connection = tokio::net::UnixStream::from_std(connection).context("the connection")?;
+    let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
+    run::serve(&layout, connection, stop).await.context("the run").or_exit(Exit::Unavailable)
+}
+
+async fn listen(layout: Layout) -> Result<(), Failure> {
+    let bound = unix_socket::bind(&layout.owner_sockets(), protocol::SOCKET);
+    let listener = bound.context("the unix socket").or_exit(Exit::Unavailable)?;
+    let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
+    let program = std::env::current_exe().context("this program").or_exit(Exit::Internal)?;
+    systemd::tell(&[sd_notify::NotifyState::Ready]);
+    let mut runs = tokio::task::JoinSet::new();
+    while let Some(accepted) = stop.run_until_cancelled(listener.accept()).await {
+        while runs.try_join_next().is_some() {}
+        match accepted.and_then(|(connection, _)| connection.into_std()) {
+            Ok(connection) if runs.len() < MOST_RUNS => match start(&program, connection) {
+                Ok(child) => {
+                    runs.spawn(wait(child, stop.clone()));
+                }
+                Err(error) => tracing::error!(error = %chain(&error), "a run cannot be started"),
+            },
+            // Its end is closed, and the gateway says that there was no run.
+            Ok(_) => tracing::warn!(MOST_RUNS, "too many runs at once"),
+            Err(error) => {
+                tracing::warn!(%error, "a connection could not be accepted");
+                tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            }
+        }
+    }
+    while runs.join_next().await.is_some() {}
+    Ok(())
+}
+
+fn start(program: &Path, connection: UnixStream) -> std::io::Result<tokio::process::Child> {
+    connection.set_nonblocking(false)?;
+    let stdin = Stdio::from(std::os::fd::OwnedFd::from(connection));
+    tokio::process::Command::new(program).arg("svc-agent").stdin(stdin).spawn()
+}
+
+/// A run ends by itself, or is told to.
+async fn wait(mut child: tokio::process::Child, stop: CancellationToken) {
+    if stop.run_until_cancelled(child.wait()).await.is_none() {
+        if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
+            // One that has ended meanwhile is waited for all the same.
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGTERM);
+        }
+        // It says how it ended by itself.
+        let _ = child.wait().await;
+    }
+}

@@ -1,0 +1,171 @@
+//! Usage and records in a terminal: read from the files themselves, whether the gateway runs or not.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use comfy_table::{CellAlignment, Table, presets};
+use jiff::civil::Date;
+
+use crate::applet::{Exit, Failure, OrExit};
+use crate::host::records::book;
+use crate::host::records::files::Kind;
+use crate::host::records::ledger::{GroupBy, Totals, UsageQuery};
+use crate::host::records::page::{self, PageError, Verdict};
+use crate::host::records::tail::Tail;
+use crate::host::system::layout::Layout;
+
+/// How often `logs --follow` looks.
+const LOOK: Duration = Duration::from_millis(200);
+
+#[derive(clap::Args)]
+pub struct UsageArgs {
+    /// By what it is summed up
+    #[arg(long, value_enum, default_value_t = GroupBy::Day)]
+    by: GroupBy,
+    /// Of this user or channel alone
+    #[arg(long, value_name = "ID")]
+    user: Option<String>,
+    /// The first day, such as 2026-11-01
+    #[arg(long, value_name = "DAY")]
+    since: Option<Date>,
+    /// The last day
+    #[arg(long, value_name = "DAY")]
+    until: Option<Date>,
+    /// As GET /api/usage answers
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+pub struct LogsArgs {
+    /// Which record
+    #[arg(value_enum, default_value_t = Which::Activity)]
+    record: Which,
+    /// How many lines of what is there
+    #[arg(short = 'n', long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+    lines: u32,
+    /// Go on with what comes
+    #[arg(short, long)]
+    follow: bool,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Which {
+    /// What happened on the machine
+    Activity,
+    /// Dispatches that have ended
+    Interactions,
+    /// Changes of files by agents
+    Audit,
+    /// Daily measurements of storage
+    Storage,
+    /// The runs of the backup
+    Backups,
+}
+
+impl From<Which> for Kind {
+    fn from(which: Which) -> Self {
+        match which {
+            Which::Activity => Self::Activity,
+            Which::Interactions => Self::Interactions,
+            Which::Audit => Self::Audit,
+            Which::Storage => Self::Storage,
+            Which::Backups => Self::Backups,
+        }
+    }
+}
+
+/// Prints what was spent.
+///
+/// # Errors
+/// [`Failure`].
+pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
+    let ledger = book::read(&layout.logs(), &layout.usage_seals()).or_exit(Exit::Internal)?;
+    let UsageArgs { by, user, since, until, json } = args;
+    let report = ledger.report(&UsageQuery { user_id: user, start: since, end: until, group_by: by });
+    if json {
+        let text = serde_json::to_string(&report).or_exit(Exit::Internal)?;
+        return print(&format!("{text}\n")).map(|_| ());
+    }
+    let head = match by {
+        GroupBy::Day => "day",
+        GroupBy::Week => "week from",
+        GroupBy::Month => "month from",
+        GroupBy::Model => "model",
+        GroupBy::User => "user",
+    };
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header([head, "cost", "tokens in", "tokens out", "dispatches"]);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    let row = |name: String, totals: &Totals| {
+        let numbers =
+            [totals.tokens_in, totals.tokens_out, totals.dispatches].map(|number| number.to_string());
+        [vec![name, totals.cost.to_string()], numbers.into()].concat()
+    };
+    for entry in report.entries {
+        let name = entry.model.or(entry.user_id).unwrap_or_else(|| entry.date.to_string());
+        table.add_row(row(name, &entry.totals));
+    }
+    table.add_row(row("all".to_owned(), &report.total));
+    print(&format!("{table}\n")).map(|_| ())
+}
+
+/// Prints the last lines of a record, and those that come.
+///
+/// # Errors
+/// [`Failure`].
+pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
+    let (kind, logs): (Kind, PathBuf) = (args.record.into(), layout.logs());
+    // What comes while the last lines are read comes after them.
+    let tail = args.follow.then(|| Tail::at_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
+    let (mut lines, mut before) = (Vec::new(), None);
+    let wanted = args.lines as usize;
+    while lines.len() < wanted {
+        let page = page::newest(kind, &logs, before, wanted - lines.len(), |_| Verdict::Take);
+        let page = match page {
+            // Its file had its time meanwhile.
+            Err(PageError::Gone) => break,
+            page => page.or_exit(Exit::Internal)?,
+        };
+        lines.extend(page.lines);
+        before = page.next;
+        if before.is_none() {
+            break;
+        }
+    }
+    for line in lines.iter().rev() {
+        if print(&format!("{line}\n"))? == Reader::Gone {
+            return Ok(());
+        }
+    }
+    let Some(mut tail) = tail else { return Ok(()) };
+    loop {
+        let lines = tail.lines().or_exit(Exit::Internal)?;
+        if lines.is_empty() {
+            std::thread::sleep(LOOK);
+        }
+        for (_, line) in lines {
+            if print(&format!("{line}\n"))? == Reader::Gone {
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Who reads what is printed.
+#[derive(PartialEq, Eq)]
+enum Reader {
+    Listens,
+    Gone,
+}
+
+fn print(text: &str) -> Result<Reader, Failure> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(Reader::Gone),
+        written => written.map(|()| Reader::Listens).or_exit(Exit::Internal),
+    }
+}

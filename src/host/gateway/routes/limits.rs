@@ -1,0 +1,264 @@
+//! `/api/limits`: what may be spent, what is spent of it, and how the owner changes that.
+
+use std::sync::{Arc, PoisonError};
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{Extension, RawQuery, State};
+use axum::routing::{get, put};
+use http::{HeaderMap, Method};
+use jiff::Timestamp;
+use serde_json::{Map, Value, json};
+
+use crate::clock::{now_ms, rfc3339_ms};
+use crate::fsx::{self, FileError};
+use crate::host::agents::kernel::Kernel;
+use crate::host::agents::owner_config;
+use crate::host::agents::owner_config::Settings;
+use crate::host::gateway::auth::{Caller, Principal};
+use crate::host::gateway::body;
+use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, READERS, told};
+use crate::host::gateway::state::Gateway;
+use crate::host::records::calendar::Calendar;
+use crate::host::records::entry::{AuditEntry, Op};
+use crate::host::records::limits::{Period, Spent};
+use crate::host::records::money::Dollars;
+use crate::host::records::writer::Record;
+use crate::host::system::blocking::blocking;
+use crate::http::fields::Fields;
+use crate::http::openapi::{
+    Operation, Parameter, Place, boolean, fields, named, nullable, number, object, text, text_to, time,
+};
+use crate::http::problem::{Code, Problem};
+use crate::http::usage::MAX_SENDER_CHARS;
+
+/// The longest name of a time zone.
+const LONGEST_ZONE: usize = 64;
+
+async fn show(
+    State(gateway): State<Arc<Gateway>>,
+    Extension(Caller(caller)): Extension<Caller>,
+    RawQuery(query): RawQuery,
+) -> Result<Json<Value>, Problem> {
+    let mut query = Fields::of_query(&query.unwrap_or_default());
+    let user = query.optional_text("userId", MAX_SENDER_CHARS);
+    let user = query.finish(Some(user))?;
+    Ok(Json(known(&gateway.kernel, &user.unwrap_or_else(|| sender(&gateway, &caller))).await?))
+}
+
+/// The name by which a caller's dispatches are counted, where none is given.
+pub fn sender(gateway: &Gateway, caller: &Principal) -> String {
+    match caller {
+        Principal::Owner { sub } | Principal::OwnersProcess { sub } => sub.as_str().to_owned(),
+        Principal::App { slug } => format!("app:{slug}"),
+        Principal::Platform | Principal::Admin | Principal::Agent { .. } => {
+            gateway.seam.owner().as_str().to_owned()
+        }
+    }
+}
+
+async fn known(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
+    kernel.ready().await?;
+    let (settings, now) = (kernel.settings(), Timestamp::now());
+    let spent = kernel.spent(user, &settings, now)?;
+    let [daily, monthly] = Period::ALL.map(|period| of_period(&settings, &spent, period, now));
+    Ok(json!({
+        "userId": user,
+        "timeZone": settings.time_zone,
+        "reservation": settings.limits.reservation,
+        "daily": daily,
+        "monthly": monthly,
+        "mistake": settings.mistake,
+    }))
+}
+
+fn of_period(settings: &Settings, spent: &Spent, period: Period, now: Timestamp) -> Value {
+    let (limit, used) = (settings.limits.of(period), spent.in_period(period));
+    let is_limited = limit > Dollars::ZERO;
+    let resets_at = match period {
+        Period::Daily => settings.calendar.next_day(now),
+        Period::Monthly => settings.calendar.next_month(now),
+    };
+    json!({
+        "limit": limit,
+        "spent": used,
+        "reserved": spent.reserved,
+        "remaining": is_limited.then(|| limit.saturating_sub(used + spent.reserved)),
+        "warning": is_limited && used >= limit.scaled(4, 5),
+        "reached": is_limited && used + spent.reserved >= limit,
+        "resetsAt": rfc3339_ms(resets_at),
+    })
+}
+
+/// What is to be another; the rest stays.
+struct Change {
+    daily: Option<Dollars>,
+    monthly: Option<Dollars>,
+    reservation: Option<Dollars>,
+    time_zone: Option<String>,
+}
+
+async fn set(
+    State(gateway): State<Arc<Gateway>>,
+    Extension(Caller(caller)): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Json<Value>, Problem> {
+    let mut fields = body::fields(&headers, body, OWN_BODY).await?;
+    let change = Change {
+        daily: dollars(&mut fields, "daily"),
+        monthly: dollars(&mut fields, "monthly"),
+        reservation: dollars(&mut fields, "reservation"),
+        time_zone: zone(&mut fields),
+    };
+    let change = fields.finish(Some(change))?;
+    let file = gateway.config.layout.settings();
+    let records = gateway.kernel.records().clone();
+    let alone = gateway.kernel.settings_lock();
+    let changed = blocking(move || {
+        let _alone = alone.lock().unwrap_or_else(PoisonError::into_inner);
+        let written = write(&file, &change)?;
+        if let Some(size_bytes) = written {
+            // What has no room is told by the writer.
+            let _ = records.append(Record::Audit, &own_change(size_bytes));
+        }
+        Ok::<_, FileError>(written.is_some())
+    })
+    .await?;
+    if !changed {
+        let detail = "system/config.json is no JSON object; mend it, and ask again. Nothing was changed.";
+        return Err(Problem::new(Code::Conflict, detail));
+    }
+    Ok(Json(known(&gateway.kernel, &sender(&gateway, &caller)).await?))
+}
+
+fn dollars(fields: &mut Fields, name: &str) -> Option<Dollars> {
+    let given = fields.decimal(name)?;
+    Dollars::from_f64(given).map_err(|why| fields.wrong(name, why)).ok()
+}
+
+fn zone(fields: &mut Fields) -> Option<String> {
+    let zone = fields.optional_text("timeZone", LONGEST_ZONE)?;
+    if Calendar::of(&zone).is_err() {
+        fields.wrong("timeZone", "must be a time zone such as Europe/Berlin");
+    }
+    Some(zone)
+}
+
+/// The settings are the gateway's, whom nobody watches.
+fn own_change(size_bytes: u64) -> AuditEntry {
+    AuditEntry {
+        version: AuditEntry::VERSION,
+        timestamp: now_ms(),
+        op: Op::Write,
+        path: "system/config.json".to_owned(),
+        escaped: false,
+        size_bytes,
+        actor: "svc-gateway".to_owned(),
+        agent_name: None,
+        dispatch_id: None,
+        tool: None,
+        ambiguous: false,
+    }
+}
+
+/// Changes the file, and keeps what else is in it; its size, and `None` where it is not what settings are written in.
+fn write(file: &std::path::Path, change: &Change) -> Result<Option<u64>, FileError> {
+    let text = owner_config::read(file)?;
+    let parsed = text.map_or(Ok(Value::Object(Map::new())), |text| serde_json::from_slice(&text));
+    let Ok(Value::Object(mut settings)) = parsed else { return Ok(None) };
+    let limits = settings.entry("costLimits").or_insert_with(|| json!({}));
+    let Value::Object(limits) = limits else { return Ok(None) };
+    for (name, amount) in
+        [("daily", change.daily), ("monthly", change.monthly), ("reservation", change.reservation)]
+    {
+        if let Some(amount) = amount {
+            limits.insert(name.to_owned(), json!(amount));
+        }
+    }
+    if let Some(zone) = &change.time_zone {
+        limits.insert("timeZone".to_owned(), json!(zone));
+    }
+    let mut text = serde_json::to_vec_pretty(&settings).expect("what was JSON is JSON");
+    text.push(b'\n');
+    if let Some(dir) = file.parent() {
+        std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
+    }
+    // The owner's programs may read it.
+    fsx::write_atomic(file, &text, 0o640)?;
+    Ok(Some(text.len() as u64))
+}
+
+pub fn told_limits() -> Value {
+    let period = object(
+        &[
+            ("limit", number()),
+            ("spent", number()),
+            ("reserved", number()),
+            ("remaining", nullable(number())),
+            ("warning", boolean()),
+            ("reached", boolean()),
+            ("resetsAt", time()),
+        ],
+        &[],
+    );
+    object(
+        &[
+            ("userId", text()),
+            ("timeZone", text()),
+            ("reservation", number()),
+            ("daily", period.clone()),
+            ("monthly", period),
+            ("mistake", nullable(text())),
+        ],
+        &[],
+    )
+}
+
+pub static SHOW_LIMITS: Endpoint = Endpoint {
+    operation: Operation {
+        id: "showLimits",
+        method: Method::GET,
+        path: "/api/limits",
+        summary: "What a user may spend in a day and in a month, and what is spent of it. 0 is no limit.",
+        credentials: READERS,
+        parameters: &[Parameter {
+            name: "userId",
+            place: Place::Query,
+            schema: || text_to(MAX_SENDER_CHARS),
+            about: "The user or channel; the owner, where nothing is said.",
+        }],
+        body: None,
+        answers: &[told(200, "The limits.", || named("Limits"))],
+        problems: &[Code::Forbidden, Code::Unavailable],
+    },
+    largest_body: OWN_BODY,
+    serve: || get(show),
+};
+
+pub static SET_LIMITS: Endpoint = Endpoint {
+    operation: Operation {
+        id: "setLimits",
+        method: Method::PUT,
+        path: "/api/limits",
+        summary: "Changes the limits, which hold for each user by itself. What is not given stays.",
+        credentials: OWNERS,
+        parameters: &[],
+        body: Some(|| {
+            let amount = || json!({ "type": "number", "minimum": 0, "maximum": 1_000_000_000 });
+            fields(
+                &[],
+                &[
+                    ("daily", amount()),
+                    ("monthly", amount()),
+                    ("reservation", amount()),
+                    ("timeZone", text_to(LONGEST_ZONE)),
+                ],
+            )
+        }),
+        answers: &[told(200, "The limits as they are now.", || named("Limits"))],
+        problems: &[Code::Forbidden, Code::Unavailable, Code::Conflict],
+    },
+    largest_body: OWN_BODY,
+    serve: || put(set),
+};

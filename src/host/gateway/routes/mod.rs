@@ -1,0 +1,14 @@
+//! The gateway's own routes, a file for each group: the handlers with their descriptions. Those of the bridge and of apps
+//! are in their folders.
+
+pub mod backup_progress;
+pub mod dispatch;
+pub mod health;
+pub mod internal;
+pub mod limits;
+pub mod metrics;
+pub mod quiesce;
+pub mod record_lines;
+pub mod records;
+pub mod side_database;
+pub mod usage;

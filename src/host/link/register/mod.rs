@@ -1,0 +1,206 @@
+//! `svc-register`: the one-time registration of this machine, or the report of how its boot gets on.
+//!
+//! Here: the command line, the configuration, and the order of steps. What is sent again after a lost reply or a
+//! restart is byte for byte what was sent first: `ledger` keeps it.
+
+mod call;
+mod failure;
+mod ledger;
+mod stage;
+
+use std::ffi::OsString;
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use secrecy::SecretString;
+
+use crate::applet::{self, Exit, Failure, OrExit};
+use crate::config::Env;
+use crate::failpoint;
+use crate::host::system::config;
+use crate::host::system::config::{Identity, PlatformLink, begin_log};
+use crate::host::system::layout::Layout;
+use crate::host::system::probe;
+use crate::host::system::probe::Gateway;
+use crate::host::system::release;
+use crate::http::request_id;
+use crate::http::tls::SpkiPin;
+use crate::machine::name::ImageVersion;
+use crate::store::bundle;
+use call::{CallError, Platform};
+use ledger::{Body, Ledger};
+
+/// The places of a run where a test can stop it.
+pub const POINTS: &[&str] = &["register.begin", "register.ready", "register.written", "register.answered"];
+
+#[derive(clap::Parser)]
+#[command(
+    name = "svc-register",
+    version = applet::VERSION,
+    about = "Registers this machine at the platform, once",
+    subcommand_negates_reqs = true
+)]
+struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Wait for the gateway, then register (the default)
+    Register,
+    /// Say that the boot has come to a stage; best effort, it never fails
+    Stage {
+        #[arg(value_enum)]
+        stage: failure::Stage,
+    },
+    /// Report that the boot failed
+    Failure {
+        /// Where the boot failed
+        #[arg(long, value_enum)]
+        stage: failure::Stage,
+        /// What is known of the failure; secrets of this machine are removed from it
+        #[arg(long)]
+        message: String,
+    },
+}
+
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    let args: Args = match applet::parse(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    begin_log("svc-register", &Layout::from_process());
+    let layout = Layout::from_process();
+    applet::block_on(
+        "svc-register",
+        request_id::own(async move {
+            match args.command.unwrap_or(Command::Register) {
+                Command::Register => register(&layout).await,
+                Command::Stage { stage } => {
+                    stage::report(&layout, stage).await;
+                    Ok(())
+                }
+                Command::Failure { stage, message } => failure::report(&layout, stage, &message).await,
+            }
+        }),
+    )
+}
+
+struct Settings {
+    identity: Identity,
+    platform: PlatformLink,
+    token: SecretString,
+    listen: SocketAddr,
+    version: ImageVersion,
+    bundle_sha256: String,
+    gateway_deadline: Duration,
+    platform_deadline: Duration,
+}
+
+impl Settings {
+    fn read(layout: &Layout, env: &mut Env) -> Option<Self> {
+        let identity = Identity::read(env);
+        let platform = PlatformLink::read(env, layout);
+        let token = env.required_secret("REGISTRATION_TOKEN");
+        let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
+        // Root's `update.env` has it, which this user cannot read: it is here only where nothing is installed.
+        let stated = env.optional::<String>("SVC_BUNDLE_SHA256");
+        let version = config::image_version(env);
+        let gateway_deadline = Duration::from_secs(env.or("REGISTER_GATEWAY_DEADLINE_SECONDS", 120));
+        let platform_deadline = Duration::from_secs(env.or("REGISTER_PLATFORM_DEADLINE_SECONDS", 120));
+        // What runs here is what is registered; user-data only says what should.
+        let version = release::current(layout).or(version);
+        let installed =
+            version.as_ref().and_then(|version| release::digest(&layout.release(version)).ok()?);
+        let stated = stated.and_then(|text| bundle::parse_digest(&text));
+        let bundle_sha256 = installed.or(stated);
+        if bundle_sha256.is_none() {
+            env.mistake("SVC_BUNDLE_SHA256", "must be 64 hexadecimal digits where no release is installed");
+        }
+        Some(Self {
+            identity: identity?,
+            platform: platform?,
+            token: token?,
+            listen,
+            version: version?,
+            bundle_sha256: bundle_sha256?,
+            gateway_deadline,
+            platform_deadline,
+        })
+    }
+}
+
+async fn register(layout: &Layout) -> Result<(), Failure> {
+    let mut env = config::environment(layout);
+    let settings = Settings::read(layout, &mut env);
+    let settings = env.finish(settings)?;
+    failpoint::pass("register.begin").or_exit(Exit::Internal)?;
+    let ledger = Ledger::read(layout).or_exit(Exit::Internal)?;
+    if let Some(done) = ledger.as_ref().filter(|ledger| ledger.is_done_for(settings.identity.machine)) {
+        tracing::info!(epoch = %settings.identity.epoch, "registered already");
+        warn_of_another_key(layout, done);
+        return Ok(());
+    }
+    let pin = wait_for_gateway(layout, &settings).await?;
+    failpoint::pass("register.ready").or_exit(Exit::Internal)?;
+    let body = Body {
+        machine_id: settings.identity.machine,
+        image_version: settings.version.clone(),
+        bundle_sha256: settings.bundle_sha256.clone(),
+        tls_spki_sha256: pin.to_string(),
+        boot_ms: boot_ms(layout),
+    };
+    let mut ledger = Ledger::keep_or_begin(layout, ledger, &body).or_exit(Exit::Internal)?;
+    failpoint::pass("register.written").or_exit(Exit::Internal)?;
+    let platform = Platform::new(&settings.platform, &settings.token).or_exit(Exit::Config)?;
+    let answer = platform.register(ledger.sent(), settings.platform_deadline).await.map_err(failure)?;
+    failpoint::pass("register.answered").or_exit(Exit::Internal)?;
+    ledger.done(layout).or_exit(Exit::Internal)?;
+    tracing::info!(status = answer.status, epoch = %answer.epoch, "registered");
+    Ok(())
+}
+
+fn failure(error: CallError) -> Failure {
+    let exit = match &error {
+        CallError::Rejected { .. } => Exit::Permission,
+        CallError::Unreachable { .. } => Exit::TryAgain,
+        CallError::Client(_) | CallError::Refused { .. } => Exit::Internal,
+    };
+    Failure::new(exit, error)
+}
+
+/// The gateway makes its key at its first start: only a gateway that answers with it is registered.
+async fn wait_for_gateway(layout: &Layout, settings: &Settings) -> Result<SpkiPin, Failure> {
+    let end = Instant::now() + settings.gateway_deadline;
+    loop {
+        if let Some(pin) = probe::pin(layout).or_exit(Exit::Internal)?
+            && Gateway::new(settings.listen, pin).or_exit(Exit::Config)?.is_ready().await
+        {
+            return Ok(pin);
+        }
+        if Instant::now() > end {
+            let seconds = settings.gateway_deadline.as_secs();
+            let error =
+                anyhow::anyhow!("the gateway at {} was not ready within {seconds} s", settings.listen);
+            return Err(Failure::new(Exit::TryAgain, error));
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// From user-data on disk to a gateway that is ready.
+fn boot_ms(layout: &Layout) -> Option<u64> {
+    let written = std::fs::metadata(layout.boot_env()).ok()?.modified().ok()?;
+    u64::try_from(written.elapsed().ok()?.as_millis()).ok()
+}
+
+/// The platform knows another key than the one that the gateway has now: it will refuse this machine's certificate.
+fn warn_of_another_key(layout: &Layout, done: &Ledger) {
+    if let Ok(Some(pin)) = probe::pin(layout)
+        && !done.names(pin)
+    {
+        tracing::error!("the gateway's TLS key is not the registered one: recover this machine");
+    }
+}

@@ -1,0 +1,81 @@
+//! What cloud-init knows of the server that this machine is: its id at the provider and its public address.
+
+use std::net::Ipv4Addr;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::fsx;
+use crate::host::system::layout::Layout;
+
+/// The server as the provider's metadata service described it at boot. Each part may be unknown: a machine without
+/// cloud-init, or another provider's data.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Server {
+    pub id: Option<String>,
+    pub public_ipv4: Option<Ipv4Addr>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct InstanceData {
+    v1: Standard,
+    ds: Datasource,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Standard {
+    instance_id: Option<Value>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Datasource {
+    meta_data: Metadata,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Metadata {
+    #[serde(rename = "public-ipv4")]
+    public_ipv4: Option<String>,
+}
+
+impl Server {
+    pub fn read(layout: &Layout) -> Self {
+        match fsx::read_if_there(&layout.instance_data()) {
+            Ok(Some(text)) => Self::parse(&text),
+            Ok(None) | Err(_) => Self::default(),
+        }
+    }
+
+    fn parse(text: &[u8]) -> Self {
+        let data: InstanceData = serde_json::from_slice(text).unwrap_or_default();
+        let id = match data.v1.instance_id {
+            Some(Value::String(id)) => Some(id),
+            Some(Value::Number(id)) => Some(id.to_string()),
+            _ => None,
+        };
+        // A server's id at the provider is a number; other data sources make ids of their own.
+        let id = id.filter(|id| !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_digit()));
+        Self { id, public_ipv4: data.ds.meta_data.public_ipv4.and_then(|ip| ip.parse().ok()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_server_is_known_by_its_number_alone() {
+        let hetzner =
+            br#"{"v1": {"instance_id": "4711"}, "ds": {"meta_data": {"public-ipv4": "192.0.2.7"}}}"#;
+        let known = Server { id: Some("4711".to_owned()), public_ipv4: Some(Ipv4Addr::new(192, 0, 2, 7)) };
+        assert_eq!(Server::parse(hetzner), known);
+        assert_eq!(Server::parse(br#"{"v1": {"instance_id": 4711}}"#).id, known.id);
+        for other in [&br#"{"v1": {"instance_id": "iid-local01"}}"#[..], b"{", b"", br#"{"ds": null}"#] {
+            assert_eq!(Server::parse(other), Server::default());
+        }
+    }
+}

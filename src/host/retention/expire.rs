@@ -1,0 +1,189 @@
+//! Retention: what is older than 30 days by the day in its name is deleted. A file without such a name is never touched.
+//!
+//! The clock alone decides nothing: today is at most the day after the newest record, and a clock that has jumped is doubted
+//! (`trust`). A machine that was off for long keeps its records until it has newer ones. Names that are later than today are
+//! of another clock and prove nothing.
+
+use std::path::Path;
+
+use jiff::ToSpan;
+use jiff::civil::Date;
+
+use crate::fsx::{self, FileError};
+use crate::host::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
+
+/// The specification's part 8.
+const KEPT_DAYS: i32 = 30;
+
+/// The day in a record's name.
+fn day(name: &str) -> Option<Date> {
+    [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|record| record.day(name))
+}
+
+/// Of these files, those whose names say that they have had their time, in order.
+fn over(names: Vec<String>, today: Date) -> Vec<String> {
+    let newest = names.iter().filter_map(|name| day(name)).filter(|day| *day <= today).max();
+    let after_newest = newest.and_then(|newest| newest.tomorrow().ok());
+    let today = after_newest.map_or(today, |after| after.min(today));
+    let Ok(oldest) = today.checked_sub(KEPT_DAYS.days()) else { return Vec::new() };
+    let mut over: Vec<String> =
+        names.into_iter().filter(|name| day(name).is_some_and(|day| day < oldest)).collect();
+    over.sort();
+    over
+}
+
+/// Deletes what has had its time; the names of it.
+///
+/// # Errors
+/// [`FileError`] of the first that could not be deleted; the others are all the same.
+pub fn expire(logs: &Path, today: Date) -> Result<Vec<String>, FileError> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(logs).map_err(FileError::at("read", logs))? {
+        let name = entry.map_err(FileError::at("read", logs))?.file_name();
+        names.extend(name.to_str().map(str::to_owned));
+    }
+    let over = over(names, today);
+    let removed: Vec<_> = over.iter().map(|name| fsx::remove_if_there(&logs.join(name))).collect();
+    removed.into_iter().collect::<Result<(), FileError>>()?;
+    Ok(over)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::host::retention::clock_trust::{Reading, judge};
+
+    const TODAY: Date = Date::constant(2026, 11, 21);
+
+    proptest! {
+        #[test]
+        fn whatever_the_clock_says_the_newest_thirty_days_stay(
+            days in proptest::collection::btree_set(-400_i32..400, 0..60),
+            clock in -1000_i32..1000,
+        ) {
+            let date = |days: i32| TODAY.checked_add(days.days()).unwrap();
+            let name = |days: i32| AUDIT.dated(date(days), 1);
+            let over: BTreeSet<String> = over(days.iter().map(|day| name(*day)).collect(), date(clock)).into_iter().collect();
+            let newest = days.iter().copied().rfind(|day| *day <= clock).unwrap_or(clock);
+            for day in &days {
+                let is_over = over.contains(&name(*day));
+                prop_assert!(!is_over || newest - day >= KEPT_DAYS, "{} of {} at {}", day, newest, clock);
+                prop_assert!(!is_over || *day < clock, "{} at {}", day, clock);
+                prop_assert!(!is_over || clock - day > KEPT_DAYS, "{} at {}", day, clock);
+                // Where there is a record of yesterday or today, nothing stays longer.
+                if clock <= newest + 1 {
+                    prop_assert_eq!(is_over, clock - day > KEPT_DAYS);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_clock_that_is_weeks_ahead_deletes_one_days_worth() {
+        let names: Vec<String> =
+            (0..40).map(|ago| AUDIT.dated(TODAY.checked_sub(ago.days()).unwrap(), 1)).collect();
+        let ahead = TODAY.checked_add(31.days()).unwrap();
+        let gone = over(names, ahead);
+        assert_eq!(gone.len(), 10, "{gone:?}");
+        assert_eq!(gone.last().unwrap(), "audit-2026-10-22.jsonl");
+    }
+
+    #[test]
+    fn thirty_days_are_kept_and_the_thirty_first_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let stay = [
+            "activity-2026-10-22.log",
+            "audit-2026-11-20.jsonl",
+            "interactions-2026-11-21.jsonl",
+            "interactions-2027-01-01.jsonl",
+            "usage.jsonl",
+            "backup-2020-01-01.jsonl",
+            "audit.jsonl",
+        ];
+        let go = ["activity-2026-10-21.log", "audit-2026-10-21.2.jsonl", "interactions-2025-12-31.jsonl"];
+        for name in stay.iter().chain(&go) {
+            std::fs::write(dir.path().join(name), "x").unwrap();
+        }
+        assert_eq!(expire(dir.path(), TODAY).unwrap(), go);
+        assert!(expire(dir.path(), TODAY).unwrap().is_empty());
+        assert!(stay.iter().all(|name| dir.path().join(name).exists()));
+    }
+
+    #[test]
+    fn what_cannot_be_deleted_keeps_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, last) = ("audit-2026-10-01.jsonl", "audit-2026-10-02.jsonl");
+        std::fs::create_dir(dir.path().join(first)).unwrap();
+        for name in [last, "audit-2026-11-20.jsonl"] {
+            std::fs::write(dir.path().join(name), "x").unwrap();
+        }
+        expire(dir.path(), TODAY).unwrap_err();
+        assert!(dir.path().join(first).exists() && !dir.path().join(last).exists());
+    }
+
+    /// A machine over four months, by hours: its clock jumps ahead for less than a day now and then, or is behind, and it is
+    /// off for weeks. The check runs each hour. A record is written each day under whatever the clock says, unless it is behind.
+    fn four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
+        const HOUR: i64 = 3600;
+        let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();
+        let day_at =
+            |at: i64| jiff::Timestamp::from_second(at).unwrap().to_zoned(jiff::tz::TimeZone::UTC).date();
+        // The names, with the true hour in which something was last written to each.
+        let mut files: std::collections::BTreeMap<String, i64> = std::collections::BTreeMap::new();
+        let (mut known, mut up, mut right_for) = (None, 0, 0);
+        for hour in 0..120 * 24 {
+            if off.is_some_and(|(from, days)| {
+                (i64::from(from)..i64::from(from) + i64::from(days) * 24).contains(&hour)
+            }) {
+                up = 0;
+                continue;
+            }
+            let truth = start + hour * HOUR;
+            let at_jump = jumps
+                .iter()
+                .find(|(at, _, hours)| (i64::from(*at)..i64::from(*at) + i64::from(*hours)).contains(&hour));
+            let ahead = at_jump.filter(|_| up > 0).map_or(0, |(_, days, _)| *days);
+            right_for = if ahead == 0 { right_for + 1 } else { 0 };
+            let clock = truth + ahead * 24 * HOUR;
+            let (believed, kept) = judge(known, Reading { clock, up: up * HOUR });
+            (known, up) = (Some(kept), up + 1);
+            if ahead >= 0 {
+                files.insert(AUDIT.dated(day_at(clock), 1), hour);
+            }
+            let today = day_at(believed);
+            for name in over(files.keys().cloned().collect(), today) {
+                let written = files.remove(&name).unwrap();
+                prop_assert!(
+                    hour - written >= i64::from(KEPT_DAYS) * 24,
+                    "{} in hour {}, of {}",
+                    name,
+                    hour,
+                    written
+                );
+            }
+            if right_for > 25 {
+                let late = files
+                    .keys()
+                    .find(|name| day_at(truth).since(day(name).unwrap()).unwrap().get_days() > KEPT_DAYS);
+                prop_assert_eq!(late, None, "in hour {}", hour);
+            }
+        }
+        Ok(())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(12))]
+
+        #[test]
+        fn whatever_the_clock_does_for_less_than_a_day_nothing_goes_too_early_or_stays_too_long(
+            jumps in prop::collection::vec((0_u16..2800, -400_i64..400, 1_u8..23), 0..6),
+            off in prop::option::of((0_u16..2000, 1_u16..60)),
+        ) {
+            four_months(&jumps, off)?;
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! Rotation: a record that began before today gets its day's name, by one rename.
+//!
+//! A rename loses nothing, whoever has the file open: what is still written goes along with it (`host::records::jsonl` says how
+//! writers follow). No file is ever written over: a name that is taken gets a number. The file's own words say on which
+//! day it began, so nothing is kept of earlier runs, and days that were missed are caught up.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use jiff::Timestamp;
+use jiff::civil::Date;
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, renameat2};
+use serde::Deserialize;
+
+use crate::fsx::{self, FileError};
+use crate::host::records::calendar::Calendar;
+use crate::host::records::names::Record;
+
+/// No day has more files than this; then something else is wrong.
+const MOST_OF_A_DAY: u32 = 1000;
+/// A first line that is longer says nothing of when it was written.
+const LONGEST_START: u64 = 64 << 10;
+
+/// When a record's content was written, by days, the earliest and the latest that it tells of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    pub first: Date,
+    pub last: Date,
+}
+
+/// The day that a record is to be named after; `None` while it is today's. Its last day names it, so that nothing in it
+/// is younger than its name and goes too early, also where the clock was set back; but never today, which is not over.
+pub fn due(span: Span, today: Date) -> Option<Date> {
+    let yesterday = today.yesterday().ok()?;
+    (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
+}
+
+/// Rotates a record where it is due; the name that it got.
+///
+/// # Errors
+/// [`FileError`].
+pub fn rotate(
+    logs: &Path,
+    record: Record,
+    calendar: &Calendar,
+    today: Date,
+) -> Result<Option<String>, FileError> {
+    let current = logs.join(record.current());
+    let Some(span) = span(&current, calendar).map_err(FileError::at("read", &current))? else {
+        return Ok(None);
+    };
+    let Some(day) = due(span, today) else { return Ok(None) };
+    for n in 1..=MOST_OF_A_DAY {
+        let name = record.dated(day, n);
+        let renamed =
+            renameat2(AT_FDCWD, &current, AT_FDCWD, &logs.join(&name), RenameFlags::RENAME_NOREPLACE);
+        match renamed {
+            Ok(()) => {
+                fsx::sync_dir(logs)?;
+                return Ok(Some(name));
+            }
+            Err(Errno::EEXIST) => {}
+            // Somebody else was faster.
+            Err(Errno::ENOENT) => return Ok(None),
+            Err(error) => return Err(FileError::at("rename", &current)(error.into())),
+        }
+    }
+    Err(FileError::at("rename", &current)(io::Error::other("all names of its day are taken")))
+}
+
+/// `None` where there is no record, or nothing in it.
+fn span(path: &Path, calendar: &Calendar) -> io::Result<Option<Span>> {
+    let mut options = File::options();
+    let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
+    let file = match opened {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    let meta = file.metadata()?;
+    if !meta.is_file() || meta.len() == 0 {
+        return Ok(None);
+    }
+    let modified = Timestamp::try_from(meta.modified()?).map_err(io::Error::other)?;
+    // The first line's own time; else the file's birth, which is when somebody first wrote to it.
+    let born = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
+    let said = said(first_line(file)?.as_slice());
+    let first = said.or(born).unwrap_or(modified).min(modified);
+    let last = said.unwrap_or(modified).max(modified);
+    Ok(Some(Span { first: calendar.day(first), last: calendar.day(last) }))
+}
+
+fn first_line(file: File) -> io::Result<Vec<u8>> {
+    let mut line = Vec::new();
+    BufReader::new(file.take(LONGEST_START)).read_until(b'\n', &mut line)?;
+    Ok(line)
+}
+
+/// The time that a line gives: its `timestamp`, or what it begins with.
+fn said(line: &[u8]) -> Option<Timestamp> {
+    #[derive(Deserialize)]
+    struct Entry {
+        timestamp: Timestamp,
+    }
+    if let Ok(entry) = serde_json::from_slice::<Entry>(line) {
+        return Some(entry.timestamp);
+    }
+    let text = std::str::from_utf8(line).ok()?;
+    text.split_whitespace().next()?.trim_matches(['[', ']']).parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::fs;
+    use std::io::Write;
+    use std::time::SystemTime;
+
+    use jiff::ToSpan;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::host::records::names::{ACTIVITY, AUDIT};
+
+    const TODAY: Date = Date::constant(2026, 11, 21);
+
+    fn utc() -> Calendar {
+        Calendar::utc()
+    }
+
+    fn at(day: Date, hour: i8) -> Timestamp {
+        day.at(hour, 0, 0, 0).to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp()
+    }
+
+    fn line(at: Timestamp, n: usize) -> String {
+        format!("{{\"timestamp\":\"{at}\",\"n\":{n}}}\n")
+    }
+
+    /// Files of the directory with what is in them.
+    fn files(dir: &Path) -> BTreeMap<String, String> {
+        let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+        entries
+            .map(|path| {
+                let name = path.file_name().unwrap().to_string_lossy().into_owned();
+                (name, fs::read_to_string(path).unwrap())
+            })
+            .collect()
+    }
+
+    fn written(path: &Path, text: &str, last: Timestamp) {
+        fs::write(path, text).unwrap();
+        File::options().append(true).open(path).unwrap().set_modified(SystemTime::from(last)).unwrap();
+    }
+
+    #[test]
+    fn yesterdays_record_gets_yesterdays_name_and_todays_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let yesterday = TODAY.yesterday().unwrap();
+        let text = line(at(yesterday, 3), 1);
+        written(&dir.path().join("audit.jsonl"), &text, at(yesterday, 9));
+        let name = rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap();
+        assert_eq!(name.as_deref(), Some("audit-2026-11-20.jsonl"));
+        assert_eq!(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap(), None);
+        written(&dir.path().join("audit.jsonl"), &line(at(TODAY, 0), 2), at(TODAY, 0));
+        assert_eq!(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap(), None);
+        assert_eq!(files(dir.path())["audit-2026-11-20.jsonl"], text);
+    }
+
+    #[test]
+    fn a_writer_that_has_the_file_open_loses_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("activity.log");
+        let yesterday = TODAY.yesterday().unwrap();
+        written(&path, &format!("{} begin\n", at(yesterday, 1)), at(yesterday, 1));
+        let mut open = File::options().append(true).open(&path).unwrap();
+        open.write_all(b"half of a li").unwrap();
+        open.set_modified(SystemTime::from(at(yesterday, 2))).unwrap();
+        rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap().unwrap();
+        open.write_all(b"ne\n").unwrap();
+        assert!(files(dir.path())["activity-2026-11-20.log"].ends_with("half of a line\n"));
+    }
+
+    #[test]
+    fn a_name_that_is_taken_is_not_written_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let yesterday = TODAY.yesterday().unwrap();
+        for n in 1..=3 {
+            written(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
+            rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap().unwrap();
+        }
+        let names: Vec<String> = files(dir.path()).into_keys().collect();
+        assert_eq!(names, ["audit-2026-11-20.2.jsonl", "audit-2026-11-20.3.jsonl", "audit-2026-11-20.jsonl"]);
+    }
+
+    #[test]
+    fn a_clock_that_was_set_back_makes_no_line_older_than_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let long_ago = TODAY.checked_sub(20.days()).unwrap();
+        // Begun on the right day, gone on with under a clock that is weeks behind, looked at by that clock.
+        let text = line(at(TODAY, 3), 1) + &line(at(long_ago, 9), 2);
+        written(&dir.path().join("audit.jsonl"), &text, at(long_ago, 9));
+        let next = long_ago.tomorrow().unwrap();
+        let name = rotate(dir.path(), AUDIT, &utc(), next).unwrap();
+        assert_eq!(name.as_deref(), Some("audit-2026-11-21.jsonl"));
+        // Under the right clock it takes no other's place.
+        written(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
+        let name = rotate(dir.path(), AUDIT, &utc(), TODAY.tomorrow().unwrap()).unwrap();
+        assert_eq!(name.as_deref(), Some("audit-2026-11-21.2.jsonl"));
+    }
+
+    #[test]
+    fn days_of_another_length_begin_where_the_owners_clock_says() {
+        for (zone, last, first, day) in [
+            // 23 and 25 hours; no midnight at all; a midnight that comes twice; a leap day.
+            ("Europe/Berlin", "2026-03-29T21:59:59Z", "2026-03-29T22:00:00Z", "2026-03-29"),
+            ("Europe/Berlin", "2026-10-25T22:59:59Z", "2026-10-25T23:00:00Z", "2026-10-25"),
+            ("America/Santiago", "2026-09-06T03:59:59Z", "2026-09-06T04:00:00Z", "2026-09-05"),
+            ("America/Santiago", "2026-04-05T03:59:59Z", "2026-04-05T04:00:00Z", "2026-04-04"),
+            ("UTC", "2028-02-29T23:59:59Z", "2028-03-01T00:00:00Z", "2028-02-29"),
+        ] {
+            let calendar = Calendar::of(zone).unwrap();
+            let (last, first): (Timestamp, Timestamp) = (last.parse().unwrap(), first.parse().unwrap());
+            let dir = tempfile::tempdir().unwrap();
+            written(&dir.path().join("audit.jsonl"), &line(last, 1), last);
+            assert_eq!(
+                rotate(dir.path(), AUDIT, &calendar, calendar.day(last)).unwrap(),
+                None,
+                "{zone} {last}"
+            );
+            let name = rotate(dir.path(), AUDIT, &calendar, calendar.day(first)).unwrap();
+            assert_eq!(name, Some(format!("audit-{day}.jsonl")), "{zone} {first}");
+        }
+    }
+
+    #[test]
+    fn many_rotations_at_once_lose_and_double_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let yesterday = TODAY.yesterday().unwrap();
+        for n in 0..20 {
+            written(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
+            let rotated: usize = std::thread::scope(|scope| {
+                let run = || usize::from(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap().is_some());
+                let running: Vec<_> = (0..4).map(|_| scope.spawn(run)).collect();
+                running.into_iter().map(|thread| thread.join().unwrap()).sum()
+            });
+            assert_eq!(rotated, 1);
+        }
+        let files = files(dir.path());
+        let mut lines: Vec<&str> = files.values().flat_map(|text| text.lines()).collect();
+        assert_eq!((files.len(), lines.len()), (20, 20));
+        lines.sort_unstable();
+        lines.dedup();
+        assert_eq!(lines.len(), 20);
+    }
+
+    #[test]
+    fn a_link_and_an_empty_record_are_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("activity.log"), "").unwrap();
+        assert_eq!(rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap(), None);
+        std::os::unix::fs::symlink("/etc/passwd", dir.path().join("audit.jsonl")).unwrap();
+        rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap_err();
+    }
+
+    #[test]
+    fn lines_tell_their_time_in_either_form() {
+        let at: Timestamp = "2026-11-20T03:00:00Z".parse().unwrap();
+        assert_eq!(said(br#"{"op":"write","timestamp":"2026-11-20T03:00:00.000Z"}"#), Some(at));
+        assert_eq!(said(b"2026-11-20T04:00:00+01:00 something happened\n"), Some(at));
+        assert_eq!(said(b"[2026-11-20T03:00:00Z] x"), Some(at));
+        assert_eq!(said(b"something happened"), None);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Whatever days are missed and however often a day is looked at: no line is lost or doubled, and none is in a
+        /// file of an earlier day than its own, except the lines of a day that is not over.
+        #[test]
+        fn every_line_stays_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("audit.jsonl");
+            let (mut today, mut lines) = (TODAY, Vec::new());
+            for (skipped, runs, new) in days {
+                today = today.checked_add(skipped.days()).unwrap();
+                for _ in 0..runs {
+                    rotate(dir.path(), AUDIT, &utc(), today).unwrap();
+                }
+                for _ in 0..new {
+                    let text = line(at(today, 12), lines.len());
+                    let before = fs::read_to_string(&path).unwrap_or_default();
+                    written(&path, &(before + &text), at(today, 12));
+                    lines.push((today, text));
+                }
+            }
+            rotate(dir.path(), AUDIT, &utc(), today.tomorrow().unwrap()).unwrap();
+            let files = files(dir.path());
+            prop_assert!(!files.contains_key("audit.jsonl"));
+            let kept: usize = files.values().map(|text| text.lines().count()).sum();
+            prop_assert_eq!(kept, lines.len());
+            for (day, text) in lines {
+                let (name, _) = files.iter().find(|(_, content)| content.contains(&text)).unwrap();
+                prop_assert!(AUDIT.day(name).unwrap() >= day.yesterday().unwrap(), "{} in {}", text, name);
+            }
+        }
+
+        #[test]
+        fn a_name_is_never_todays(first in -40_i32..3, length in 0_i32..40) {
+            let first = TODAY.checked_add(first.days()).unwrap();
+            let span = Span { first, last: first.checked_add(length.days()).unwrap() };
+            match due(span, TODAY) {
+                Some(day) => {
+                    prop_assert!(first < TODAY && first <= day && day != TODAY);
+                    prop_assert!(day == span.last || (span.last == TODAY && day == TODAY.yesterday().unwrap()));
+                }
+                None => prop_assert!(first >= TODAY),
+            }
+        }
+    }
+}

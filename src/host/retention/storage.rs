@@ -1,0 +1,211 @@
+//! The day's measurement: one line of `storage.jsonl` with what disk, home, apps, logs and database take.
+//!
+//! Apps and logs are parts of the home, an app's schema is part of the database. A day has at most one line.
+
+mod walk;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use jiff::civil::Date;
+use serde::{Deserialize, Serialize};
+
+use crate::clock;
+use crate::fsx::FileError;
+use crate::host::records::jsonl;
+use crate::host::system::app_sizes;
+use crate::host::system::layout::Layout;
+use crate::host::system::postgres::{ConnectError, Server};
+
+const DATABASE_DEADLINE: Duration = Duration::from_secs(60);
+/// Then what was not looked at is not counted; the unit itself is given half an hour.
+const WALK_DEADLINE: Duration = Duration::from_secs(600);
+/// A line has so many apps at most, the largest.
+const MOST_APPS: usize = 200;
+/// Lines are some 300 bytes, and 70 for each app: this holds the last month's of the largest.
+const TAIL: u64 = 512 << 10;
+
+/// Why there is no line for today yet.
+#[derive(Debug, thiserror::Error)]
+pub enum StorageError {
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("measure the database")]
+    Database(#[source] tokio_postgres::Error),
+    #[error("measure the database: no answer in time")]
+    Silent,
+}
+
+impl StorageError {
+    pub fn is_unavailable(&self) -> bool {
+        !matches!(self, Self::File(_))
+    }
+}
+
+/// A line of `storage.jsonl`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Line {
+    pub version: u32,
+    #[serde(with = "clock::wire")]
+    pub timestamp: Timestamp,
+    pub date: Date,
+    /// Of the file system that the home is on.
+    pub disk_bytes: u64,
+    pub disk_free_bytes: u64,
+    #[serde(flatten)]
+    pub files: Sizes,
+    pub database_bytes: u64,
+    pub apps: Vec<App>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Sizes {
+    pub home_bytes: u64,
+    pub apps_bytes: u64,
+    pub logs_bytes: u64,
+    /// Directories that could not be looked into, or not in time: the sizes are then too small.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub unreadable: u64,
+}
+
+/// What an app takes: its folder, and its schema with indexes and large values.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct App {
+    pub slug: String,
+    pub files_bytes: u64,
+    pub database_bytes: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+pub fn path(layout: &Layout) -> PathBuf {
+    layout.logs().join("storage.jsonl")
+}
+
+/// Measures, and appends the line.
+///
+/// # Errors
+/// [`StorageError`]; there is then no line, and a later run of the day measures.
+pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<Line, StorageError> {
+    let of = layout.clone();
+    let until = Instant::now() + WALK_DEADLINE;
+    let walked = tokio::task::spawn_blocking(move || {
+        let disk = fs4::statvfs(of.home()).map_err(FileError::at("measure", &of.home()))?;
+        let walked = walk::walk(&of.home(), &of.apps(), &of.logs(), until)?;
+        Ok::<_, FileError>((disk, walked))
+    });
+    // A panic in there is no error that we could name: it goes on here.
+    let (disk, (files, folders)) =
+        walked.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
+    let asked = tokio::time::timeout(DATABASE_DEADLINE, database(server)).await;
+    let (database_bytes, schemas) = asked.map_err(|_| StorageError::Silent)??;
+    let line = Line {
+        version: 1,
+        timestamp: clock::now_ms(),
+        date: today,
+        disk_bytes: disk.total_space(),
+        disk_free_bytes: disk.available_space(),
+        files,
+        database_bytes,
+        apps: apps(folders, schemas),
+    };
+    let text = serde_json::to_vec(&line).expect("plain fields are JSON");
+    jsonl::append_line(&path(layout), &text)?;
+    Ok(line)
+}
+
+/// By slug; where there are more than a line holds, the largest.
+fn apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<App> {
+    let mut apps: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+    for (slug, bytes) in folders {
+        apps.entry(slug).or_default().0 = bytes;
+    }
+    for (slug, bytes) in schemas {
+        apps.entry(slug).or_default().1 = bytes;
+    }
+    let app = |(slug, (files_bytes, database_bytes))| App { slug, files_bytes, database_bytes };
+    let mut apps: Vec<App> = apps.into_iter().map(app).collect();
+    apps.sort_by_key(|app| std::cmp::Reverse(app.files_bytes + app.database_bytes));
+    apps.truncate(MOST_APPS);
+    apps.sort_by(|a, b| a.slug.cmp(&b.slug));
+    apps
+}
+
+/// The size of all of it, and of each app's schema by its slug.
+async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
+    let client = server.connect(server.database(), "svc-heartbeat").await?;
+    let size = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
+    let size = size.and_then(|row| row.try_get::<_, i64>(0)).map_err(StorageError::Database)?;
+    let schemas = app_sizes::measure(&client).await.map_err(StorageError::Database)?;
+    let schemas = schemas.into_iter().map(|(slug, size)| (slug, size.bytes)).collect();
+    Ok((u64::try_from(size).unwrap_or(0), schemas))
+}
+
+/// Whether this day has its line.
+///
+/// # Errors
+/// [`FileError`].
+pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
+    #[derive(Deserialize)]
+    struct Of {
+        date: Date,
+    }
+    let tail = match tail(file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        tail => tail.map_err(FileError::at("read", file))?,
+    };
+    // A line is whole with its end; what a crash tore is none.
+    let lines = tail.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
+    let mut days = lines.filter_map(|line| serde_json::from_slice::<Of>(line).ok());
+    Ok(days.any(|of| of.date == day))
+}
+
+fn tail(file: &Path) -> io::Result<Vec<u8>> {
+    let mut file = fs::File::open(file)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(TAIL)))?;
+    let mut tail = Vec::new();
+    file.take(TAIL).read_to_end(&mut tail)?;
+    Ok(tail)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn apps_are_by_slug_and_the_largest_of_many() {
+        let sizes =
+            |of: &[(&str, u64)]| of.iter().map(|(slug, bytes)| ((*slug).to_owned(), *bytes)).collect();
+        let told = apps(sizes(&[("notes", 7), ("todo", 1)]), sizes(&[("notes", 5), ("gone", 3)]));
+        let told: Vec<_> = told.iter().map(|app| (&*app.slug, app.files_bytes, app.database_bytes)).collect();
+        assert_eq!(told, [("gone", 0, 3), ("notes", 7, 5), ("todo", 1, 0)]);
+        let many = (0..500).map(|n| (format!("app-{n:03}"), n)).collect();
+        let told = apps(many, BTreeMap::new());
+        assert_eq!((told.len(), &*told[0].slug), (MOST_APPS, "app-300"));
+    }
+
+    #[test]
+    fn a_day_is_measured_once_its_line_is_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("storage.jsonl");
+        let day = Date::constant(2026, 11, 21);
+        assert!(!is_measured(&file, day).unwrap());
+        fs::write(&file, "{\"date\":\"2026-11-20\"}\n{\"date\":\"2026-11-21\"").unwrap();
+        assert!(!is_measured(&file, day).unwrap());
+        fs::write(&file, "{\"date\":\"2026-11-21\"}\n{\"date\":\"2026-11-22\"}\n").unwrap();
+        assert!(is_measured(&file, day).unwrap());
+    }
+}

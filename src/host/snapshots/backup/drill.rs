@@ -1,0 +1,148 @@
+//! `svc-db-backup drill`: the newest snapshot is restored into a database of its own, compared with its record, and
+//! dropped. What a recovery would get is known before one is needed.
+
+use std::path::Path;
+use std::time::Instant;
+
+use super::Settings;
+use crate::applet::{Exit, Failure, OrExit};
+use crate::clock;
+use crate::failpoint::{self, Injected};
+use crate::fsx::FileError;
+use crate::host;
+use crate::host::snapshots::check_log::{Check, CheckKind, Status};
+use crate::host::snapshots::staging;
+use crate::host::snapshots::staging::{DownloadError, LoadError, Means, Roles};
+use crate::host::system::lock::Lock;
+use crate::host::system::postgres;
+use crate::host::system::postgres::ConnectError;
+use crate::http::problem::chain;
+use crate::quantity::counted;
+use crate::store::StoreError;
+use crate::store::pointer::SnapshotRef;
+use crate::store::snapshot::{self, SideRecord, Unusable};
+
+/// The places of a run where a test can stop it.
+pub const POINTS: &[&str] =
+    &["drill.begin", "drill.cleaned", "drill.downloaded", "drill.loaded", "drill.dropped", "drill.recorded"];
+
+#[derive(Debug, thiserror::Error)]
+enum DrillError {
+    #[error("the snapshot is not usable: {key}: {why}")]
+    Damaged { key: String, why: String },
+    #[error("the object store could not be read")]
+    Store(#[source] StoreError),
+    #[error(transparent)]
+    Download(#[from] DownloadError),
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error("look for what a drill leaves")]
+    Query(#[from] tokio_postgres::Error),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("stopped by a signal")]
+    Stopped,
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl DrillError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Damaged { .. } => Exit::Refused,
+            Self::Store(error) => host::system::store::exit(error),
+            Self::Download(error) => error.exit(),
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Load(error) => error.exit(),
+            Self::Query(error) => postgres::exit(error),
+            Self::Stopped => Exit::TryAgain,
+            Self::File(_) | Self::Injected(_) => Exit::Internal,
+        }
+    }
+}
+
+/// Plays it and records how it went. `stop` ends it early; the next one removes what that leaves.
+///
+/// # Errors
+/// [`Failure`]; `Refused` where the snapshot does not become the database that it was.
+pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = ()>) -> Result<(), Failure> {
+    let began = Instant::now();
+    let mut snapshot = None;
+    let end = tokio::select! {
+        end = drill(settings, &mut snapshot) => end,
+        () = stop => Err(DrillError::Stopped),
+    };
+    if end.is_ok() && snapshot.is_none() {
+        println!("there is no snapshot yet");
+        return Ok(());
+    }
+    let size_bytes = snapshot.as_ref().map_or(0, |snapshot: &SnapshotRef| snapshot.size_bytes);
+    let check = Check {
+        version: Check::VERSION,
+        timestamp: clock::now_ms(),
+        check: CheckKind::Drill,
+        status: if end.is_ok() { Status::Success } else { Status::Error },
+        snapshots: u64::from(end.is_ok()),
+        size_bytes,
+        duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        key: snapshot.map(|snapshot| snapshot.key),
+        damaged: Vec::new(),
+        error: end.as_ref().err().map(|error| chain(error)),
+    };
+    if end.as_ref().err().is_some_and(|error| error.exit() == Exit::Refused)
+        && let Err(error) = staging::remove_dumps(&settings.layout.drill_state())
+    {
+        // The next one removes it, too.
+        tracing::warn!(%error, "could not remove the damaged dump");
+    }
+    check.write(&settings.layout).or_exit(Exit::Internal)?;
+    failpoint::pass("drill.recorded").or_exit(Exit::Internal)?;
+    let told = end.map_err(|error| Failure::new(error.exit(), error))?;
+    println!("{} became the database that it was: {told}", check.key.unwrap_or_default());
+    Ok(())
+}
+
+async fn drill(settings: &Settings, of: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
+    failpoint::pass("drill.begin")?;
+    let (into, dir) = (settings.means(), settings.layout.drill_state());
+    clean(&into, &dir).await?;
+    failpoint::pass("drill.cleaned")?;
+    let Some((snapshot, side)) = latest(settings, of).await? else { return Ok(String::new()) };
+    staging::refuse_newer(&into, &side).await?;
+    let dump = staging::fetch(&into, &dir, &snapshot, &side).await?;
+    failpoint::pass("drill.downloaded")?;
+    let loaded = staging::into_scratch(&into, &dump, &side, Roles::OfADrill).await?;
+    failpoint::pass("drill.loaded")?;
+    staging::drop_scratch(&into.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?, &loaded.name)
+        .await;
+    failpoint::pass("drill.dropped")?;
+    clean(&into, &dir).await?;
+    let rows: u64 = side.tables.iter().map(|table| table.rows).sum();
+    Ok(format!("{}, {}", counted(side.tables.len() as u64, "table"), counted(rows, "row")))
+}
+
+/// The newest snapshot; its name stays where it is not usable.
+async fn latest(
+    settings: &Settings,
+    of: &mut Option<SnapshotRef>,
+) -> Result<Option<(SnapshotRef, SideRecord)>, DrillError> {
+    let snapshot = match snapshot::latest(&settings.bucket, &settings.slot).await {
+        Ok(snapshot) => snapshot,
+        Err(Unusable::Absent) => return Ok(None),
+        Err(Unusable::Damaged { key, why }) => return Err(DrillError::Damaged { key, why }),
+        Err(Unusable::Store(error)) => return Err(DrillError::Store(error)),
+    };
+    *of = Some(snapshot.clone());
+    let side = snapshot::side_record(&settings.bucket, &settings.slot, &snapshot).await;
+    Ok(Some((snapshot, side.map_err(DrillError::Store)?)))
+}
+
+/// What this drill, or one that was killed, leaves: databases, dumps, roles.
+async fn clean(into: &Means, dir: &Path) -> Result<(), DrillError> {
+    let client = into.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
+    staging::drop_scratches(&client).await?;
+    staging::drop_drills_roles(&client).await?;
+    Ok(staging::remove_dumps(dir)?)
+}

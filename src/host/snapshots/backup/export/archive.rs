@@ -1,0 +1,272 @@
+//! `svc-db-backup export-archive`: writes the archive, as the gateway's user. The file is its standard output; the home's
+//! entries come by its standard input from the process that reads them.
+
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Read, Seek, Write};
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bytes::Bytes;
+use serde::Serialize;
+use tar::{Builder, EntryType, EntryWriter, Header};
+
+use super::files::{Found, LeftOut};
+use super::stream::Frame;
+use crate::applet::{self, Exit, Failure};
+use crate::clock;
+use crate::failpoint::{self, Injected};
+use crate::host::snapshots::archive;
+use crate::host::snapshots::archive::{ABOUT, About, DUMP, HOME, Listed, MANIFEST, Manifest, SIDE};
+use crate::host::snapshots::backup::Settings;
+use crate::host::snapshots::backup::dump;
+use crate::host::snapshots::backup::dump::{DumpError, Sink};
+use crate::host::snapshots::backup::snapshot::{Snapshot, SnapshotError};
+use crate::host::system::tar_reader::EntryKind;
+use crate::host::system::user;
+
+const CHUNK: usize = 256 * 1024;
+/// How long the process that reads the home may be silent.
+const HOME_TIMEOUT: Duration = Duration::from_secs(600);
+
+#[derive(Debug, thiserror::Error)]
+enum WriteError {
+    #[error("the restore gate is shut: what is in the database before it opens is not the owner's")]
+    GateShut,
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    #[error(transparent)]
+    Dump(#[from] DumpError),
+    #[error("write the archive")]
+    Write(#[source] std::io::Error),
+    #[error("read the home")]
+    Home(#[source] std::io::Error),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl WriteError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Snapshot(error) => error.exit(),
+            Self::Dump(error) => error.exit(),
+            Self::GateShut => Exit::TryAgain,
+            Self::Write(_) | Self::Home(_) | Self::Injected(_) => Exit::Internal,
+        }
+    }
+}
+
+/// Writes the archive.
+///
+/// # Errors
+/// [`Failure`]; what was written until then is no archive.
+pub async fn write(settings: &Settings) -> Result<(), Failure> {
+    write_archive(settings).await.map_err(|error| Failure::new(error.exit(), error))
+}
+
+async fn write_archive(settings: &Settings) -> Result<(), WriteError> {
+    user::end_with_parent();
+    failpoint::pass("export.begin")?;
+    if !settings.layout.restore_complete().exists() {
+        return Err(WriteError::GateShut);
+    }
+    let write = WriteError::Write;
+    let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write)?);
+    let mut archive =
+        Archive { tar: Builder::new(BufWriter::with_capacity(CHUNK, output)), entries: Vec::new() };
+    let about = About {
+        version: archive::VERSION,
+        created_at: clock::now_ms(),
+        idp_user_id: settings.identity.user.clone(),
+        slot: settings.identity.slot.clone(),
+        machine_id: settings.identity.machine,
+        epoch: settings.identity.epoch,
+        made_by: format!("svc {}", applet::VERSION),
+    };
+    archive.json(ABOUT, &about).map_err(write)?;
+
+    let snapshot = Snapshot::open(&settings.server).await?;
+    let told = {
+        let mut header = header(EntryType::Regular, 0o600, 0);
+        let writer = archive.tar.append_writer(&mut header, DUMP);
+        let mut sink = Entry { writer: writer.map_err(write)? };
+        let told = dump::take(settings, &snapshot, &mut sink).await?;
+        sink.writer.finish().map_err(write)?;
+        told
+    };
+    archive.note(DUMP, EntryKind::File, told.dump.size_bytes, Some(told.dump.sha256.clone()));
+    let side = told.side_record(DUMP, &settings.identity, &snapshot);
+    drop(snapshot);
+    archive.json(SIDE, &side).map_err(write)?;
+    failpoint::pass("export.dumped")?;
+
+    let left_out = tokio::task::block_in_place(|| {
+        let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+        home.set_read_timeout(Some(HOME_TIMEOUT))?;
+        home.write_all(b"g")?;
+        archive.home(&mut BufReader::with_capacity(CHUNK, home))
+    });
+    let left_out = left_out.map_err(WriteError::Home)?;
+    failpoint::pass("export.listed")?;
+    let manifest = Manifest {
+        version: archive::VERSION,
+        entries: std::mem::take(&mut archive.entries),
+        left_out: left_out.iter().map(|left| archive::written(&left.path)).collect(),
+    };
+    archive.json(MANIFEST, &manifest).map_err(write)?;
+    let mut file = archive.tar.into_inner().map_err(write)?;
+    file.flush().map_err(write)?;
+    file.get_ref().sync_all().map_err(write)?;
+    failpoint::pass("export.written")?;
+    tell(&manifest, &left_out);
+    Ok(())
+}
+
+/// Standard output is the archive.
+fn tell(manifest: &Manifest, left_out: &[LeftOut]) {
+    let files = manifest.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count();
+    let bytes: u64 = manifest.entries.iter().map(|entry| entry.size_bytes).sum();
+    eprintln!("exported the database and {files} entries of the home, {bytes} bytes");
+    for left in left_out {
+        eprintln!("  left out: {}: {}", archive::written(&left.path), left.reason);
+    }
+}
+
+/// The dump's entry, whose size is written when it is known.
+struct Entry<'a> {
+    writer: EntryWriter<'a>,
+}
+
+impl Sink for Entry<'_> {
+    fn room(&self) -> usize {
+        CHUNK
+    }
+
+    async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError> {
+        tokio::task::block_in_place(|| self.writer.write_all(&chunk)).map_err(DumpError::Write)
+    }
+
+    async fn flush(&mut self) -> Result<(), DumpError> {
+        self.writer.flush().map_err(DumpError::Write)
+    }
+}
+
+struct Archive<W: Write + Seek + 'static> {
+    tar: Builder<W>,
+    entries: Vec<Listed>,
+}
+
+impl<W: Write + Seek + 'static> Archive<W> {
+    fn note(&mut self, path: &str, kind: EntryKind, size_bytes: u64, sha256: Option<String>) {
+        self.entries.push(Listed { path: path.to_owned(), kind, size_bytes, sha256 });
+    }
+
+    fn json(&mut self, name: &str, value: &impl Serialize) -> std::io::Result<()> {
+        let text = serde_json::to_vec_pretty(value)?;
+        let mut header = header(EntryType::Regular, 0o600, 0);
+        header.set_size(text.len() as u64);
+        self.tar.append_data(&mut header, name, text.as_slice())?;
+        self.note(name, EntryKind::File, text.len() as u64, Some(archive::sha256(&text)));
+        Ok(())
+    }
+
+    /// Copies the entries that come from the process which reads the home. Gives what that left out.
+    fn home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<LeftOut>> {
+        let mut left_out = Vec::new();
+        loop {
+            match Frame::read(frames)? {
+                Frame::Entry { found, link_target } => self.entry(&found, link_target, frames)?,
+                Frame::LeftOut(left) => left_out.push(left),
+                Frame::End => return Ok(left_out),
+                Frame::Data(_) | Frame::FileEnd => return Err(out_of_order()),
+            }
+        }
+    }
+
+    fn entry(
+        &mut self,
+        found: &Found,
+        link_target: Option<PathBuf>,
+        frames: &mut impl Read,
+    ) -> std::io::Result<()> {
+        let path = Path::new(HOME).join(&found.path);
+        let written = archive::written(&path);
+        let mut header = header(found.kind.into(), found.mode, found.modified);
+        match found.kind {
+            EntryKind::Directory => {
+                header.set_size(0);
+                self.tar.append_data(&mut header, &path, std::io::empty())?;
+                self.note(&written, EntryKind::Directory, 0, None);
+            }
+            EntryKind::Link => {
+                let target = link_target.ok_or_else(out_of_order)?;
+                header.set_size(0);
+                self.tar.append_link(&mut header, &path, &target)?;
+                let digest = archive::sha256(target.as_os_str().as_bytes());
+                self.note(&written, EntryKind::Link, 0, Some(digest));
+            }
+            EntryKind::File => {
+                // It may grow meanwhile: its size is what was read.
+                let mut writer = self.tar.append_writer(&mut header, &path)?;
+                let (size, digest) = archive::copy_hashed(FileContent::new(frames), &mut writer)?;
+                writer.finish()?;
+                self.note(&written, EntryKind::File, size, Some(digest));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The frames of one file as a reader.
+struct FileContent<'a, R> {
+    frames: &'a mut R,
+    part: Vec<u8>,
+    read: usize,
+    is_over: bool,
+}
+
+impl<'a, R: Read> FileContent<'a, R> {
+    fn new(frames: &'a mut R) -> Self {
+        Self { frames, part: Vec::new(), read: 0, is_over: false }
+    }
+}
+
+impl<R: Read> Read for FileContent<'_, R> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        while self.read == self.part.len() && !self.is_over {
+            match Frame::read(self.frames)? {
+                Frame::Data(part) => (self.part, self.read) = (part, 0),
+                Frame::FileEnd => self.is_over = true,
+                _ => return Err(out_of_order()),
+            }
+        }
+        let size = into.len().min(self.part.len() - self.read);
+        into[..size].copy_from_slice(&self.part[self.read..self.read + size]);
+        self.read += size;
+        Ok(size)
+    }
+}
+
+fn out_of_order() -> std::io::Error {
+    std::io::Error::new(std::io::ErrorKind::InvalidData, "the home's entries are out of order")
+}
+
+fn header(kind: EntryType, mode: u32, modified: u64) -> Header {
+    let mut header = Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_mode(mode);
+    header.set_mtime(modified);
+    header
+}
+
+impl From<EntryKind> for EntryType {
+    fn from(kind: EntryKind) -> Self {
+        match kind {
+            EntryKind::File => Self::Regular,
+            EntryKind::Directory => Self::Directory,
+            EntryKind::Link => Self::Symlink,
+        }
+    }
+}

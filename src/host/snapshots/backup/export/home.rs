@@ -1,0 +1,73 @@
+//! `svc-db-backup export-home`: reads the home as the owner's user, and sends its entries to the process that writes the
+//! archive.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::OFlag;
+
+use super::files::{self, Found, LeftOut};
+use super::stream::{Frame, MAX_FRAME_BYTES, write_data};
+use crate::applet::{Exit, Failure, OrExit};
+use crate::host::system::tar_reader::EntryKind;
+use crate::host::system::user;
+
+/// Sends everything below `home` but `except`, once it is asked to.
+///
+/// # Errors
+/// When the other end is gone, or a file cannot be read to its end.
+pub fn send(home: &Path, except: &[PathBuf], mut asked: impl Read, to: impl Write) -> Result<(), Failure> {
+    user::end_with_parent();
+    let mut go = [0; 1];
+    asked.read_exact(&mut go).or_exit(Exit::TryAgain)?;
+    let mut to = BufWriter::with_capacity(MAX_FRAME_BYTES, to);
+    let except: Vec<&Path> = except.iter().map(PathBuf::as_path).collect();
+    let (found, left_out) = files::below(home, &except);
+    let sent = left_out.into_iter().try_for_each(|left| Frame::LeftOut(left).write(&mut to)).and_then(|()| {
+        for one in found {
+            send_one(home, one, &mut to)?;
+        }
+        Frame::End.write(&mut to)?;
+        to.flush()
+    });
+    sent.or_exit(Exit::Internal)
+}
+
+fn send_one(home: &Path, found: Found, to: &mut impl Write) -> io::Result<()> {
+    let at = home.join(&found.path);
+    let left_out =
+        |error: io::Error, path: PathBuf| Frame::LeftOut(LeftOut { path, reason: error.to_string() });
+    match found.kind {
+        EntryKind::Directory => Frame::Entry { found, link_target: None }.write(to),
+        EntryKind::Link => match std::fs::read_link(&at) {
+            Ok(target) => Frame::Entry { found, link_target: Some(target) }.write(to),
+            Err(error) => left_out(error, found.path).write(to),
+        },
+        EntryKind::File => match open(&at) {
+            Ok(file) => {
+                Frame::Entry { found, link_target: None }.write(to)?;
+                send_content(file, to)
+            }
+            Err(error) => left_out(error, found.path).write(to),
+        },
+    }
+}
+
+/// A file that has become a link or a FIFO since it was listed is neither followed nor waited for.
+fn open(path: &Path) -> io::Result<File> {
+    let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+    let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("no longer a file")) }
+}
+
+fn send_content(mut file: File, to: &mut impl Write) -> io::Result<()> {
+    let mut part = vec![0; MAX_FRAME_BYTES];
+    loop {
+        match file.read(&mut part)? {
+            0 => return Frame::FileEnd.write(to),
+            read => write_data(&part[..read], to)?,
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! The home's entries on their way from the process that reads them, as the owner's user, to the one that writes the
+//! archive: frames of a kind, a length and a payload. The writer trusts nothing of them but their order.
+
+use std::ffi::OsString;
+use std::io::{self, Read, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Component, Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::files::{Found, LeftOut};
+use crate::host::system::tar_reader::EntryKind;
+
+/// Of a frame's payload.
+pub const MAX_FRAME_BYTES: usize = 256 * 1024;
+
+/// A message about the home.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Frame {
+    /// An entry; a file's content follows, up to [`Frame::FileEnd`].
+    Entry {
+        found: Found,
+        link_target: Option<PathBuf>,
+    },
+    /// A part of a file.
+    Data(Vec<u8>),
+    FileEnd,
+    LeftOut(LeftOut),
+    /// That was all.
+    End,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct EntryHead {
+    /// Hexadecimal: a path need not be text.
+    path: String,
+    kind: EntryKind,
+    mode: u32,
+    modified: u64,
+    link_target: Option<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct LeftOutHead {
+    path: String,
+    reason: String,
+}
+
+impl Frame {
+    /// # Errors
+    /// The writer's.
+    pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
+        match self {
+            Self::Entry { found, link_target } => {
+                let head = EntryHead {
+                    path: to_hex(&found.path),
+                    kind: found.kind,
+                    mode: found.mode,
+                    modified: found.modified,
+                    link_target: link_target.as_deref().map(to_hex),
+                };
+                put(to, b'E', &serde_json::to_vec(&head)?)
+            }
+            Self::Data(part) => write_data(part, to),
+            Self::FileEnd => put(to, b'F', b""),
+            Self::LeftOut(LeftOut { path, reason }) => {
+                let head = LeftOutHead { path: to_hex(path), reason: reason.clone() };
+                put(to, b'L', &serde_json::to_vec(&head)?)
+            }
+            Self::End => put(to, b'Z', b""),
+        }
+    }
+
+    /// # Errors
+    /// The reader's; `InvalidData` for what is no frame, or names no path below the home.
+    pub fn read(from: &mut impl Read) -> io::Result<Self> {
+        let mut head = [0; 5];
+        from.read_exact(&mut head)?;
+        let length = u32::from_be_bytes([head[1], head[2], head[3], head[4]]) as usize;
+        if length > MAX_FRAME_BYTES {
+            return Err(invalid());
+        }
+        let mut payload = vec![0; length];
+        from.read_exact(&mut payload)?;
+        match head[0] {
+            b'E' => {
+                let head: EntryHead = serde_json::from_slice(&payload)?;
+                let link_target = head.link_target.as_deref().map(from_hex).transpose()?;
+                if link_target.is_some() != (head.kind == EntryKind::Link) {
+                    return Err(invalid());
+                }
+                let path = below_home(from_hex(&head.path)?)?;
+                let found =
+                    Found { path, kind: head.kind, mode: head.mode & 0o7777, modified: head.modified };
+                Ok(Self::Entry { found, link_target })
+            }
+            b'D' => Ok(Self::Data(payload)),
+            b'F' => Ok(Self::FileEnd),
+            b'L' => {
+                let head: LeftOutHead = serde_json::from_slice(&payload)?;
+                let path = below_home(from_hex(&head.path)?)?;
+                Ok(Self::LeftOut(LeftOut { path, reason: head.reason }))
+            }
+            b'Z' => Ok(Self::End),
+            _ => Err(invalid()),
+        }
+    }
+}
+
+/// [`Frame::Data`] without a copy.
+///
+/// # Errors
+/// The writer's.
+pub fn write_data(part: &[u8], to: &mut impl Write) -> io::Result<()> {
+    put(to, b'D', part)
+}
+
+fn put(to: &mut impl Write, kind: u8, payload: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(payload.len()).map_err(io::Error::other)?;
+    to.write_all(&[kind])?;
+    to.write_all(&length.to_be_bytes())?;
+    to.write_all(payload)
+}
+
+fn to_hex(path: &Path) -> String {
+    hex::encode(path.as_os_str().as_bytes())
+}
+
+fn from_hex(text: &str) -> io::Result<PathBuf> {
+    hex::decode(text).map(|bytes| OsString::from_vec(bytes).into()).map_err(|_| invalid())
+}
+
+fn below_home(path: PathBuf) -> io::Result<PathBuf> {
+    let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
+    if is_plain && !path.as_os_str().is_empty() { Ok(path) } else { Err(invalid()) }
+}
+
+fn invalid() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the process that reads the home sent no entry of it")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+
+    use super::*;
+
+    fn found(path: &[u8], kind: EntryKind) -> Found {
+        Found { path: OsStr::from_bytes(path).into(), kind, mode: 0o640, modified: 7 }
+    }
+
+    #[test]
+    fn frames_come_back_as_they_were() {
+        let frames = [
+            Frame::Entry { found: found(b"odd \xff\n", EntryKind::Directory), link_target: None },
+            Frame::Entry {
+                found: found(b"a/link", EntryKind::Link),
+                link_target: Some("/etc/passwd".into()),
+            },
+            Frame::Entry { found: found(b"a/file", EntryKind::File), link_target: None },
+            Frame::Data(vec![0; 70_000]),
+            Frame::FileEnd,
+            Frame::LeftOut(LeftOut { path: "a/socket".into(), reason: "not a file".into() }),
+            Frame::End,
+        ];
+        let mut bytes = Vec::new();
+        frames.iter().for_each(|frame| frame.write(&mut bytes).unwrap());
+        let mut rest = bytes.as_slice();
+        for frame in frames {
+            assert_eq!(Frame::read(&mut rest).unwrap(), frame);
+        }
+        assert_eq!(Frame::read(&mut rest).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn what_leads_out_of_the_home_is_no_entry() {
+        for path in ["../x", "a/../x", "/etc/passwd", ""] {
+            let mut bytes = Vec::new();
+            let frame = Frame::Entry { found: found(path.as_bytes(), EntryKind::File), link_target: None };
+            frame.write(&mut bytes).unwrap();
+            assert_eq!(Frame::read(&mut bytes.as_slice()).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        }
+        let mut long = vec![b'D'];
+        long.extend(u32::MAX.to_be_bytes());
+        assert_eq!(Frame::read(&mut long.as_slice()).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
+}

@@ -1,0 +1,410 @@
+//! The steps of one backup, in the order that keeps the pointer true: snapshot, dump, object, side record, pointer.
+//!
+//! No failure moves the pointer, and nothing is ever pruned. Whatever ends a run leaves a record of it.
+
+use std::future::Future;
+use std::time::Instant;
+
+use jiff::Timestamp;
+use serde::Serialize;
+
+use super::Settings;
+use super::dump::{self, DumpError, VerifiedDump};
+use super::old_databases;
+use super::open_uploads;
+use super::progress_writer::{TrackedUpload, Tracker};
+use super::record::{self, Record};
+use super::row_loss;
+use super::row_loss::Lost;
+use super::shrink_guard::{self, Held, Trigger};
+use super::snapshot::{Snapshot, SnapshotError};
+use crate::applet::{Exit, Failure, OrExit};
+use crate::clock;
+use crate::failpoint::{self, Injected};
+use crate::fsx::FileError;
+use crate::host;
+use crate::host::snapshots::check_log::Status;
+use crate::host::snapshots::database_identity;
+use crate::host::snapshots::database_identity::IdentityError;
+use crate::host::snapshots::held_snapshot::HeldSnapshot;
+use crate::host::system::lock::Lock;
+use crate::host::system::postgres::ConnectError;
+use crate::http::problem::chain;
+use crate::store::StoreError;
+use crate::store::key;
+use crate::store::pointer::{Fenced, SnapshotRef};
+use crate::store::pointer_io::{self, PointerError};
+use crate::store::snapshot::{self as stored, DatabaseIdentity, Recorded, SideRecord};
+use crate::store::upload::{Parts, Upload, UploadError};
+
+/// The places of a run where a test can stop it.
+pub const POINTS: &[&str] = &[
+    "backup.begin",
+    "backup.snapshot",
+    "backup.streaming",
+    "backup.verified",
+    "backup.completed",
+    "backup.side_record",
+    "backup.pointer",
+    "backup.cleaned",
+    "backup.recorded",
+];
+
+/// What to do when the database is empty and the previous snapshot was not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Empty {
+    /// It was lost: the snapshot before stays.
+    Refused,
+    /// The operator confirmed it.
+    Meant,
+}
+
+/// Options of one backup run.
+#[derive(Debug, Clone, Copy)]
+pub struct Mandate {
+    pub empty: Empty,
+    pub trigger: Trigger,
+}
+
+/// How far a run came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Stage {
+    Gate,
+    Snapshot,
+    Dump,
+    Upload,
+    SideRecord,
+    Pointer,
+    Done,
+}
+
+impl Stage {
+    /// As records name it.
+    pub fn name(self) -> String {
+        let name = serde_json::to_value(self).ok();
+        name.and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
+    }
+}
+
+/// Why a backup did not happen.
+#[derive(Debug, thiserror::Error)]
+enum BackupError {
+    #[error("this machine has been replaced (superseded.json): it takes no backups any more")]
+    Superseded,
+    #[error("{prefix}{0}", prefix = if .0.is_invented() { "" } else { "this machine has been replaced: " })]
+    Fenced(Fenced),
+    /// What is in the database before the restore must never take the snapshot's place.
+    #[error("the restore gate is shut: nothing is backed up before it opens")]
+    GateShut,
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("the snapshot {key} is stored, and is not the latest, because the pointer cannot be moved")]
+    Unpublished { key: String, source: PointerError },
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
+    #[error(transparent)]
+    Dump(#[from] DumpError),
+    #[error(transparent)]
+    Upload(#[from] UploadError),
+    #[error(transparent)]
+    Lost(#[from] Lost),
+    #[error(transparent)]
+    Held(#[from] Held),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("stopped by a signal")]
+    Stopped,
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl BackupError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Superseded | Self::Fenced(_) => Exit::Permission,
+            Self::Store(error)
+            | Self::Unpublished { source: PointerError::Store(error), .. }
+            | Self::Upload(UploadError::Store(error)) => host::system::store::exit(error),
+            Self::Unpublished { .. } => Exit::Unavailable,
+            Self::Snapshot(error) => error.exit(),
+            Self::Dump(error) => error.exit(),
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Identity(error) => error.exit(),
+            Self::Lost(_) | Self::Held(_) => Exit::Refused,
+            Self::GateShut | Self::Stopped => Exit::TryAgain,
+            Self::Upload(_) | Self::File(_) | Self::Injected(_) => Exit::Internal,
+        }
+    }
+}
+
+/// A snapshot that an attempt has stored without being able to move the pointer. The next attempt of the same run moves it,
+/// rather than taking another snapshot.
+pub struct Unpublished {
+    snapshot: Recorded,
+    /// The snapshot that the pointer named: where it names another one by now, that is newer than this one.
+    before: Option<String>,
+}
+
+/// What a run has come to know, for its record.
+struct Progress {
+    stage: Stage,
+    key: Option<String>,
+    dump: Option<VerifiedDump>,
+    /// Set once it may become the latest.
+    stored: Option<Unpublished>,
+    tracker: Tracker,
+}
+
+impl Progress {
+    fn enter(&mut self, stage: Stage) {
+        self.stage = stage;
+        self.tracker.enter(stage);
+    }
+}
+
+/// Takes one backup and records how it ended. `stop` ends it early, with the upload aborted.
+///
+/// # Errors
+/// [`Failure`] with the exit code of the contract.
+pub async fn run(
+    lock: &Lock,
+    settings: &Settings,
+    mandate: Mandate,
+    stop: impl Future<Output = ()>,
+) -> Result<(), Failure> {
+    attempt(lock, settings, mandate, &mut None, stop).await
+}
+
+/// [`run`], for a caller that tries again: `unpublished` goes from one attempt to the next.
+///
+/// # Errors
+/// As [`run`].
+pub async fn attempt(
+    _lock: &Lock,
+    settings: &Settings,
+    mandate: Mandate,
+    unpublished: &mut Option<Unpublished>,
+    stop: impl Future<Output = ()>,
+) -> Result<(), Failure> {
+    let began = Instant::now();
+    let timestamp = clock::now_ms();
+    let mut progress = Progress {
+        stage: Stage::Gate,
+        key: None,
+        dump: None,
+        stored: unpublished.take(),
+        tracker: Tracker::begin(&settings.layout, timestamp),
+    };
+    let end = back_up(settings, mandate, &mut progress, stop).await;
+    let record = record_of(timestamp, began, &progress, end.as_ref().err());
+    if end.is_err() {
+        *unpublished = progress.stored;
+    }
+    let recorded = record::write(&settings.layout, &record).or_exit(Exit::Internal);
+    match end {
+        Ok(()) => {
+            failpoint::pass("backup.recorded").or_exit(Exit::Internal)?;
+            tracing::info!(
+                key = progress.key,
+                size = record.size_bytes,
+                ms = record.duration_ms,
+                "backed up"
+            );
+            recorded
+        }
+        Err(error) => Err(Failure::new(error.exit(), error)),
+    }
+}
+
+fn record_of(
+    timestamp: Timestamp,
+    began: Instant,
+    progress: &Progress,
+    error: Option<&BackupError>,
+) -> Record {
+    let stored = progress.stored.as_ref().map(|stored| stored.snapshot.named());
+    let dump = progress.dump.as_ref();
+    Record {
+        timestamp,
+        status: if error.is_none() { Status::Success } else { Status::Error },
+        stage: progress.stage,
+        key: progress.key.clone(),
+        size_bytes: dump.map(|dump| dump.size_bytes).or(stored.map(|stored| stored.size_bytes)),
+        sha256: dump.map(|dump| &dump.sha256).or(stored.map(|stored| &stored.sha256)).cloned(),
+        duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        error: error.map(|error| chain(error)),
+        held: match error {
+            Some(BackupError::Held(held)) => Some(held.recorded()),
+            _ => None,
+        },
+    }
+}
+
+async fn back_up(
+    settings: &Settings,
+    mandate: Mandate,
+    progress: &mut Progress,
+    stop: impl Future<Output = ()>,
+) -> Result<(), BackupError> {
+    failpoint::pass("backup.begin")?;
+    if settings.layout.superseded().exists() {
+        return Err(BackupError::Superseded);
+    }
+    if !settings.layout.restore_complete().exists() {
+        return Err(BackupError::GateShut);
+    }
+    let identity = identify(settings).await?;
+    let latest = latest(settings).await?;
+    if is_publishable(progress, latest.as_ref()) {
+        return publish(settings, progress).await;
+    }
+    let before = match &latest {
+        Some(latest) => side_record(settings, latest).await?.filter(|_| mandate.empty == Empty::Refused),
+        None => None,
+    };
+    open_uploads::give_up(&settings.layout, &settings.bucket).await;
+
+    progress.enter(Stage::Snapshot);
+    let snapshot = Snapshot::open(&settings.server).await?;
+    failpoint::pass("backup.snapshot")?;
+
+    progress.enter(Stage::Dump);
+    let mut taken = upload(settings, progress, &snapshot, before.as_ref(), stop).await?;
+    taken.side.database_identity = identity;
+    drop(snapshot);
+    failpoint::pass("backup.completed")?;
+
+    progress.enter(Stage::SideRecord);
+    let snapshot = stored::record(&settings.bucket, &settings.slot, &taken.side, taken.etag).await?;
+    failpoint::pass("backup.side_record")?;
+
+    progress.enter(Stage::Pointer);
+    if let Some(before) = &before
+        && let Some(held) = shrink_guard::judge(settings, mandate.trigger, before, &taken.side)?
+    {
+        return Err(held.into());
+    }
+    progress.stored = Some(Unpublished { snapshot, before: latest.map(|latest| latest.key) });
+    publish(settings, progress).await
+}
+
+/// Whether an earlier attempt has stored a snapshot that nothing newer has replaced.
+fn is_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
+    let latest = latest.map(|latest| &latest.key);
+    let is_newest = |stored: &Unpublished| {
+        latest == stored.before.as_ref() || latest == Some(&stored.snapshot.named().key)
+    };
+    progress.stored = progress.stored.take().filter(is_newest);
+    progress.key = progress.stored.as_ref().map(|stored| stored.snapshot.named().key.clone());
+    progress.stored.is_some()
+}
+
+/// Makes the snapshot that is stored the latest.
+async fn publish(settings: &Settings, progress: &mut Progress) -> Result<(), BackupError> {
+    progress.enter(Stage::Pointer);
+    if let Some(stored) = &progress.stored {
+        let moved = pointer_io::advance(&settings.bucket, &settings.slot, &stored.snapshot).await;
+        moved.map_err(|error| match error {
+            PointerError::Fenced(fenced) => BackupError::Fenced(fenced),
+            source => BackupError::Unpublished { key: stored.snapshot.named().key.clone(), source },
+        })?;
+    }
+    failpoint::pass("backup.pointer")?;
+    HeldSnapshot::clear(&settings.layout)?;
+
+    progress.enter(Stage::Done);
+    old_databases::drop_expired(&settings.server, settings.layout.root()).await;
+    failpoint::pass("backup.cleaned")?;
+    Ok(())
+}
+
+/// A database that is not the one of the marker is never backed up: its snapshot would take the place of the owner's.
+async fn identify(settings: &Settings) -> Result<Option<DatabaseIdentity>, BackupError> {
+    let client = settings.server.connect(settings.server.database(), "svc-db-backup").await?;
+    Ok(database_identity::verify(&settings.layout, &client).await?)
+}
+
+/// The snapshot whose place the new one takes.
+///
+/// Detects a replaced machine before the dump. The pointer's write at the end decides all the same.
+async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, BackupError> {
+    let Some(pointer) = pointer_io::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
+    let mine = &settings.identity;
+    pointer.value.admit(mine.epoch, mine.machine).map_err(BackupError::Fenced)?;
+    Ok(pointer.value.snapshot)
+}
+
+async fn side_record(settings: &Settings, named: &SnapshotRef) -> Result<Option<SideRecord>, BackupError> {
+    match stored::side_record(&settings.bucket, &settings.slot, named).await {
+        Ok(side) => Ok(Some(side)),
+        // An unusable snapshot must not block its replacement.
+        Err(error @ (StoreError::Corrupt { .. } | StoreError::NotFound { .. })) => {
+            tracing::warn!(error = %chain(&error), "the previous snapshot has no usable side record; it is not compared");
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// A complete object and what is to be said of it.
+struct Uploaded {
+    side: SideRecord,
+    etag: Option<String>,
+}
+
+/// Dump and counts of one moment. The upload is completed for a verified dump alone, and else aborted.
+async fn upload(
+    settings: &Settings,
+    progress: &mut Progress,
+    snapshot: &Snapshot,
+    before: Option<&SideRecord>,
+    stop: impl Future<Output = ()>,
+) -> Result<Uploaded, BackupError> {
+    let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
+    progress.key = Some(key.clone());
+    let object = settings.slot.snapshot(&key).expect("our own keys have the form of a snapshot's");
+    let growth = settings.compression.max_growth();
+    let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(growth));
+    let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
+    let open = upload.open().cloned();
+    if let Some(open) = &open {
+        open_uploads::note(&settings.layout, open);
+    }
+    let end = tokio::select! {
+        end = fill(settings, progress, snapshot, &key, before, &mut upload) => end,
+        () = stop => Err(BackupError::Stopped),
+    };
+    let over = end.is_ok() || upload.abort().await;
+    if let Some(open) = open.filter(|_| over) {
+        open_uploads::forget(&settings.layout, &open);
+    }
+    end
+}
+
+async fn fill(
+    settings: &Settings,
+    progress: &mut Progress,
+    snapshot: &Snapshot,
+    key: &str,
+    before: Option<&SideRecord>,
+    upload: &mut Upload,
+) -> Result<Uploaded, BackupError> {
+    let mut sink = TrackedUpload { upload, tracker: &progress.tracker };
+    let told = dump::take(settings, snapshot, &mut sink).await?;
+    if let Some(before) =
+        before.filter(|before| row_loss::rows(&before.tables) > 0 && row_loss::rows(&told.tables) == 0)
+    {
+        return Err(Lost { before: before.key.clone(), rows: row_loss::rows(&before.tables) }.into());
+    }
+    failpoint::pass("backup.verified")?;
+    progress.enter(Stage::Upload);
+    progress.dump = Some(told.dump.clone());
+    let side = told.side_record(key, &settings.identity, snapshot);
+    let meta = upload.complete().await?;
+    Ok(Uploaded { etag: meta.e_tag, side })
+}

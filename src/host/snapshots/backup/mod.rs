@@ -1,0 +1,438 @@
+//! `svc-db-backup`: verified snapshots of the owner's database at the object store, the pointer to the latest, and the
+//! checks that they are intact.
+//!
+//! Here: the command line, the configuration, the locks, the request file and the exit code. A backup is in `job`, the
+//! looks are in `verify` and `drill`.
+
+mod drill;
+mod dump;
+pub mod dump_check;
+mod export;
+mod job;
+pub mod old_databases;
+pub mod open_uploads;
+pub mod progress_writer;
+mod record;
+mod request;
+mod retry;
+pub mod row_loss;
+mod shrink_guard;
+mod side;
+mod snapshot;
+mod toc;
+mod verify;
+pub mod verify_object;
+pub mod verify_schedule;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::side_database::{Action, Chosen, Copy, Mode};
+use super::staging;
+use super::staging::Means;
+use crate::applet::{self, Exit, Failure, OrExit};
+use crate::chain::chain;
+use crate::config::Env;
+use crate::host::system::config;
+use crate::host::system::config::{DatabaseUrl, Identity, begin_log};
+use crate::host::system::layout::Layout;
+use crate::host::system::lock::{Lock, LockError};
+use crate::host::system::postgres::Server;
+use crate::host::system::postgres_tools::{Compression, PgTools};
+use crate::host::system::store::StoreLink;
+use crate::host::system::store_credentials::DuringOutage;
+use crate::host::system::user;
+use crate::http::request_id;
+use crate::store::Bucket;
+use crate::store::key::{SlotPrefix, SnapshotKey};
+use job::{Mandate, Unpublished};
+use request::Request;
+use retry::Retry;
+use shrink_guard::Trigger;
+use verify::Which;
+
+pub use drill::POINTS as DRILL_POINTS;
+pub use export::POINTS as EXPORT_POINTS;
+pub use job::POINTS;
+pub use side::POINTS as SIDE_POINTS;
+#[cfg(feature = "fuzzing")]
+pub use toc::entries as dump_entries;
+pub use verify::POINTS as VERIFY_POINTS;
+
+/// How long a request waits for a run that began before it was made.
+const REQUEST_WAIT: Duration = Duration::from_secs(600);
+/// How long another run waits: the gateway holds the lock for a moment when it looks whether a backup runs.
+const PROBE_WAIT: Duration = Duration::from_millis(400);
+
+#[derive(clap::Parser)]
+#[command(
+    name = "svc-db-backup",
+    version = applet::VERSION,
+    about = "Takes a snapshot of the database, verifies it, uploads it and moves the pointer to it",
+    args_conflicts_with_subcommands = true
+)]
+struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Take a snapshot now (the default)
+    Run(RunArgs),
+    /// Make the snapshot that is held back the latest: what it has lost since the one before is not missed
+    Accept,
+    /// Read snapshots again from the store, in full: today's share of all, or those that are named
+    #[command(after_help = "Examples:\n  svc-db-backup verify\n  svc-db-backup verify --latest\n  \
+                            svc-db-backup verify system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump")]
+    Verify(VerifyArgs),
+    /// Restore the latest snapshot into a database of its own, compare it with its record, and drop it
+    Drill {
+        /// Serve the request file: wait for a look under way, and remove the file when done
+        #[arg(long)]
+        request: bool,
+    },
+    /// Write everything that is the owner's into one archive: database, home, records, manifest
+    #[command(
+        after_help = "Run it as root. Any `tar` reads it, a stock pg_restore its database.dump, and `svc-restore import` \
+all of it.\n\nExample:\n  svc-db-backup export --output /var/backups/ada.tar"
+    )]
+    Export {
+        /// The archive; it appears when it is whole
+        #[arg(long, short, value_name = "FILE")]
+        output: PathBuf,
+    },
+    /// The part of an export that runs as the gateway's user
+    #[command(hide = true)]
+    ExportArchive,
+    /// The part of an export that runs as the owner's user
+    #[command(hide = true)]
+    ExportHome {
+        /// Files that are no part of it
+        #[arg(long, value_name = "FILE")]
+        except: Vec<PathBuf>,
+    },
+    /// An earlier snapshot in a database beside the owner's: to look into, and to take tables back from
+    #[command(subcommand)]
+    Side(SideCommand),
+}
+
+#[derive(clap::Subcommand)]
+enum SideCommand {
+    /// Load a snapshot into the database svc_side; one that is there already goes
+    #[command(
+        after_help = "Examples:\n  svc-db-backup side open\n  svc-db-backup side open --at 2026-01-02T03:00:00Z"
+    )]
+    Open {
+        /// As `svcctl backup list` and backup.jsonl show it; the latest when not given
+        #[arg(value_name = "KEY")]
+        key: Option<SnapshotKey>,
+        /// The last one that was taken at this time or before
+        #[arg(long, value_name = "TIME", conflicts_with = "key")]
+        at: Option<Timestamp>,
+    },
+    /// What is in it, and how the last copy ended
+    Show,
+    /// Copy the rows of tables back into the owner's database; a table that is gone is made again
+    #[command(after_help = "Example:\n  svc-db-backup side copy app_notes.notes --dry-run")]
+    Copy {
+        /// As `side show` lists them
+        #[arg(value_name = "TABLE", required = true)]
+        tables: Vec<String>,
+        #[arg(long, value_enum, default_value_t = Mode::Missing)]
+        mode: Mode,
+        /// Do it, count, and undo it
+        #[arg(long)]
+        dry_run: bool,
+        /// Do not take a snapshot of what is there first
+        #[arg(long)]
+        no_backup: bool,
+    },
+    /// Drop it
+    Close,
+    /// Do what the gateway was asked for, if anything
+    #[command(hide = true)]
+    Serve,
+}
+
+#[derive(clap::Args)]
+struct RunArgs {
+    /// Serve the request file: wait for a run under way, and remove the file when done
+    #[arg(long)]
+    request: bool,
+    /// The hourly run: try again after minutes where store or database are away, until the next one is near
+    #[arg(long, conflicts_with = "request")]
+    retry: bool,
+    /// What the database has lost since the snapshot before is meant, also where no row is left
+    #[arg(long, visible_alias = "accept-loss")]
+    allow_empty: bool,
+}
+
+#[derive(clap::Args)]
+struct VerifyArgs {
+    /// Keys of snapshots, as backup.jsonl and `svcctl backup list` show them
+    #[arg(value_name = "KEY", conflicts_with_all = ["latest", "all"])]
+    keys: Vec<String>,
+    /// The one that a recovery would take
+    #[arg(long, conflicts_with = "all")]
+    latest: bool,
+    /// Every snapshot there is
+    #[arg(long)]
+    all: bool,
+}
+
+impl VerifyArgs {
+    fn which(self) -> Which {
+        match self {
+            Self { latest: true, .. } => Which::Latest,
+            Self { all: true, .. } => Which::All,
+            Self { keys, .. } if !keys.is_empty() => Which::Named(keys),
+            _ => Which::Share,
+        }
+    }
+}
+
+/// What a run needs.
+pub(crate) struct Settings {
+    pub layout: Layout,
+    pub identity: Identity,
+    pub slot: SlotPrefix,
+    pub bucket: Bucket,
+    pub server: Server,
+    pub tools: PgTools,
+    /// As it is wanted: the tools may not have it.
+    pub compression: Compression,
+    /// Each snapshot is read again within so many days.
+    pub verify_within_days: u32,
+    /// How long the store may be away from a look at snapshots, counted from the last progress.
+    pub store_deadline: Duration,
+}
+
+impl Settings {
+    fn read(layout: Layout, during_outage: DuringOutage) -> Result<Self, Failure> {
+        let mut env = config::environment(&layout);
+        let identity = Identity::read_current(&mut env, &layout);
+        let store = StoreLink::read(&mut env, &layout);
+        let database = DatabaseUrl::read(&mut env);
+        let tools = PgTools::locate(&mut env, &layout);
+        let compression = env.or("BACKUP_COMPRESSION", Compression::DEFAULT);
+        let verify_within_days = verify_within_days(&mut env);
+        let store_deadline = staging::deadline(&mut env);
+        let parts = identity.zip(store).zip(database);
+        let ((identity, store), database) = env.finish(parts)?;
+        Ok(Self {
+            slot: SlotPrefix::new(&identity.user, &identity.slot),
+            bucket: store.open_for(during_outage).or_exit(Exit::Config)?,
+            server: Server::new(database.config()?),
+            layout,
+            identity,
+            tools,
+            compression,
+            verify_within_days,
+            store_deadline,
+        })
+    }
+
+    /// The same, for a snapshot in a database beside the owner's.
+    fn means(&self) -> Means {
+        Means {
+            name: "svc-db-backup",
+            slot: self.slot.clone(),
+            bucket: self.bucket.clone(),
+            server: self.server.clone(),
+            tools: self.tools.clone(),
+            deadline: self.store_deadline,
+            progress: Arc::default(),
+        }
+    }
+}
+
+fn verify_within_days(env: &mut Env) -> u32 {
+    let days = env.or("VERIFY_WITHIN_DAYS", 30);
+    if days == 0 {
+        env.mistake("VERIFY_WITHIN_DAYS", "must be at least 1");
+    }
+    days
+}
+
+pub fn run(args: Vec<OsString>) -> ExitCode {
+    let args: Args = match applet::parse(args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    let layout = Layout::from_process();
+    let command = args.command.unwrap_or(Command::Run(args.run));
+    let stepped_down = match command {
+        // An export starts a process for each of the users whose files it reads.
+        Command::Export { .. } | Command::ExportHome { .. } => Ok(()),
+        Command::ExportArchive => user::become_gateway(&layout),
+        _ => user::step_down(&layout),
+    };
+    if let Err(error) = stepped_down {
+        return applet::report("svc-db-backup", &Failure::new(Exit::Internal, error));
+    }
+    begin_log("svc-db-backup", &layout);
+    applet::block_on("svc-db-backup", async move {
+        match command {
+            Command::Run(args) => take_turn(layout, &args).await,
+            Command::Accept => request_id::own(accept(layout)).await,
+            Command::Verify(args) => request_id::own(look(layout, Some(args.which()), Duration::ZERO)).await,
+            Command::Drill { request: false } => request_id::own(look(layout, None, Duration::ZERO)).await,
+            Command::Drill { request: true } => drill_as_asked(layout).await,
+            Command::Export { output } => export::run(&layout, &output, stopped()?).await,
+            Command::ExportArchive => {
+                request_id::own(async {
+                    let settings = Settings::read(layout, DuringOutage::Wait)?;
+                    export::write_archive(&settings).await
+                })
+                .await
+            }
+            Command::ExportHome { except } => tokio::task::block_in_place(|| {
+                let (asked, to) = (std::io::stdin(), std::io::stdout());
+                export::send_home(&layout.home(), &except, asked.lock(), to.lock())
+            }),
+            Command::Side(command) => request_id::own(beside(layout, command)).await,
+        }
+    })
+}
+
+async fn accept(layout: Layout) -> Result<(), Failure> {
+    let settings = Settings::read(layout, DuringOutage::Wait)?;
+    let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_WAIT).await;
+    let lock = lock.map_err(|error| held(error, "another backup is under way"))?;
+    shrink_guard::accept(&lock, &settings).await
+}
+
+/// Serves the request to accept; a request for a backup may lie beside it.
+async fn accept_as_asked(layout: &Layout, request: &Request) -> Result<(), Failure> {
+    let id = request.id().unwrap_or_else(request_id::fresh);
+    let end = request_id::under(id, accept(layout.clone())).await;
+    request.done();
+    end
+}
+
+async fn take_turn(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
+    let acceptance = Request::new(&layout, "accept");
+    if args.request && acceptance.is_there() {
+        accept_as_asked(&layout, &acceptance).await?;
+        if !Request::new(&layout, "backup").is_there() {
+            return Ok(());
+        }
+    }
+    let request = args.request.then(|| Request::new(&layout, "backup"));
+    let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
+    let end = match Settings::read(layout, DuringOutage::StoreSnapshots) {
+        Ok(settings) => request_id::under(id, back_up_with_retries(&settings, args, request.as_ref())).await,
+        Err(failure) => Err(failure),
+    };
+    // A request that failed is over, too: the failure is on record, and the path unit would start us at once.
+    if let Some(request) = request {
+        request.done();
+    }
+    end
+}
+
+async fn back_up_with_retries(
+    settings: &Settings,
+    args: &RunArgs,
+    request: Option<&Request>,
+) -> Result<(), Failure> {
+    let mut retry = Retry::read(&mut config::environment(&settings.layout));
+    let mut unpublished = None;
+    loop {
+        let failure = match back_up(settings, args, request, &mut unpublished).await {
+            Err(failure) if args.retry => failure,
+            end => return end,
+        };
+        let Some(pause) = retry.pause(&failure) else { return Err(failure) };
+        let (seconds, error) = (pause.as_secs(), chain(failure.error.as_ref()));
+        tracing::warn!(%error, seconds, "the backup failed and is tried again");
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = stopped()? => return Err(failure),
+        }
+    }
+}
+
+async fn back_up(
+    settings: &Settings,
+    args: &RunArgs,
+    request: Option<&Request>,
+    unpublished: &mut Option<Unpublished>,
+) -> Result<(), Failure> {
+    let wait = if request.is_some() { REQUEST_WAIT } else { PROBE_WAIT };
+    let lock = Lock::wait(&settings.layout.backup_lock(), wait).await;
+    let lock = lock.map_err(|error| held(error, "another backup is under way"))?;
+    if let Some(request) = request {
+        request.begin();
+    }
+    let empty = if args.allow_empty { job::Empty::Meant } else { job::Empty::Refused };
+    // Only the hourly unit retries.
+    let trigger = if args.retry { Trigger::Schedule } else { Trigger::Request };
+    job::attempt(&lock, settings, Mandate { empty, trigger }, unpublished, stopped()?).await
+}
+
+async fn drill_as_asked(layout: Layout) -> Result<(), Failure> {
+    let request = Request::new(&layout, "drill");
+    let id = request.id().unwrap_or_else(request_id::fresh);
+    let end = request_id::under(id, look(layout, None, REQUEST_WAIT)).await;
+    // As with a backup: a drill that failed is over, too.
+    request.done();
+    end
+}
+
+/// A look at snapshots: they are read, or with `None`, the latest is restored.
+async fn look(layout: Layout, which: Option<Which>, wait: Duration) -> Result<(), Failure> {
+    let settings = Settings::read(layout, DuringOutage::Wait)?;
+    let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
+    let lock = lock.map_err(|error| held(error, "another check of snapshots is under way"))?;
+    match which {
+        Some(which) => verify::run(&lock, &settings, &which, stopped()?).await,
+        None => drill::run(&lock, &settings, stopped()?).await,
+    }
+}
+
+async fn beside(layout: Layout, command: SideCommand) -> Result<(), Failure> {
+    let action = match command {
+        SideCommand::Show => return side::show(&layout),
+        SideCommand::Open { key, at } => {
+            Some(Action::Open(Chosen { key: key.map(|key| key.as_str().to_owned()), at }))
+        }
+        SideCommand::Copy { tables, mode, dry_run, no_backup } => {
+            Some(Action::Copy(Copy { tables, mode, dry_run, backup: !no_backup }))
+        }
+        SideCommand::Close => Some(Action::Close),
+        SideCommand::Serve => None,
+    };
+    let settings = Settings::read(layout, DuringOutage::Wait)?;
+    // A drill has the same place for its dump and its databases.
+    let wait = if action.is_none() { REQUEST_WAIT } else { Duration::ZERO };
+    let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
+    let lock = lock.map_err(|error| held(error, "another check of snapshots is under way"))?;
+    match action {
+        Some(action) => side::run(&lock, &settings, action, stopped()?).await,
+        None => side::serve(&lock, &settings, stopped()?).await,
+    }
+}
+
+fn held(error: LockError, what: &'static str) -> Failure {
+    match error {
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!(what)),
+        error @ LockError::File(_) => Failure::new(Exit::Internal, error),
+    }
+}
+
+fn stopped() -> Result<impl Future<Output = ()>, Failure> {
+    let mut stop = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
+    Ok(async move {
+        stop.recv().await;
+    })
+}

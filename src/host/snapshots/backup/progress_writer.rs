@@ -1,0 +1,99 @@
+//! Tells whoever waits for a backup how far it is: `host::snapshots::backup_progress`, at most every two seconds.
+
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use jiff::Timestamp;
+
+use super::dump::{DumpError, Sink};
+use super::job::Stage;
+use crate::chain::chain;
+use crate::clock;
+use crate::fsx;
+use crate::host::snapshots::backup_progress::BackupProgress;
+use crate::host::system::layout::Layout;
+use crate::store::upload::Upload;
+
+const INTERVAL: Duration = Duration::from_secs(2);
+
+/// The progress of one run.
+pub struct Tracker {
+    layout: Layout,
+    state: Mutex<State>,
+}
+
+struct State {
+    progress: BackupProgress,
+    written: Instant,
+}
+
+impl Tracker {
+    /// The caller holds the lock of backups.
+    pub fn begin(layout: &Layout, began_at: Timestamp) -> Self {
+        // A run that was killed while it wrote leaves a part.
+        if let Err(error) = fsx::remove_torn(&layout.backup_progress()) {
+            tracing::warn!(error = %chain(&error), "could not remove the progress of a killed backup");
+        }
+        let progress = BackupProgress::new(began_at, Stage::Gate.name());
+        let tracker =
+            Self { layout: layout.clone(), state: Mutex::new(State { progress, written: Instant::now() }) };
+        tracker.update(Urgency::Now, |_| {});
+        tracker
+    }
+
+    pub fn enter(&self, stage: Stage) {
+        self.update(Urgency::Now, |progress| progress.stage = stage.name());
+    }
+
+    fn update(&self, urgency: Urgency, change: impl FnOnce(&mut BackupProgress)) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut state.progress);
+        if urgency == Urgency::Later && state.written.elapsed() < INTERVAL {
+            return;
+        }
+        state.written = Instant::now();
+        state.progress.updated_at = clock::now_ms();
+        // A backup does not fail because nobody can see how far it is.
+        if let Err(error) = tokio::task::block_in_place(|| state.progress.write(&self.layout)) {
+            tracing::warn!(error = %chain(&error), "could not write the progress of the backup");
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Urgency {
+    Now,
+    Later,
+}
+
+/// An upload whose bytes are counted.
+pub struct TrackedUpload<'a> {
+    pub upload: &'a mut Upload,
+    pub tracker: &'a Tracker,
+}
+
+impl Sink for TrackedUpload<'_> {
+    fn room(&self) -> usize {
+        self.upload.room()
+    }
+
+    async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError> {
+        let dumped = chunk.len() as u64;
+        self.upload.push(chunk).await?;
+        let uploaded = self.upload.acknowledged();
+        self.tracker.update(Urgency::Later, |progress| {
+            progress.dumped_bytes += dumped;
+            progress.uploaded_bytes = uploaded;
+        });
+        Ok(())
+    }
+
+    async fn flush(&mut self) -> Result<(), DumpError> {
+        self.upload.flush().await?;
+        let uploaded = self.upload.acknowledged();
+        self.tracker.update(Urgency::Now, |progress| progress.uploaded_bytes = uploaded);
+        Ok(())
+    }
+}

@@ -1,0 +1,52 @@
+//! What is left of a run: a line of `backup.jsonl`, and `last-backup.json` for heartbeat and gateway.
+
+use jiff::Timestamp;
+use serde::Serialize;
+
+use super::job::Stage;
+use crate::clock;
+use crate::fsx::{self, FileError};
+use crate::host::records::jsonl;
+use crate::host::snapshots::check_log::Status;
+use crate::host::system::layout::Layout;
+
+/// One run (contract, part 4).
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Record {
+    /// When the run began.
+    #[serde(with = "clock::wire")]
+    pub timestamp: Timestamp,
+    pub status: Status,
+    /// How far it came.
+    pub stage: Stage,
+    pub key: Option<String>,
+    pub size_bytes: Option<u64>,
+    pub sha256: Option<String>,
+    pub duration_ms: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Set where the snapshot is whole and was held back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held: Option<HeldBack>,
+}
+
+/// Why a whole snapshot did not become the latest.
+#[derive(Debug, Serialize)]
+pub struct HeldBack {
+    /// The snapshot that stays the latest.
+    pub latest: String,
+    /// A sentence that names the missing tables and rows.
+    pub loss: String,
+}
+
+/// Writes both, and the one where the other fails. The caller holds the lock of the backup, so nobody else appends.
+///
+/// # Errors
+/// [`FileError`].
+pub fn write(layout: &Layout, record: &Record) -> Result<(), FileError> {
+    let line = serde_json::to_vec(record).expect("a record of plain fields is JSON");
+    let last = fsx::write_atomic(&layout.last_backup(), &line, 0o644);
+    let appended = jsonl::append_line(&layout.logs().join("backup.jsonl"), &line);
+    last.and(appended)
+}

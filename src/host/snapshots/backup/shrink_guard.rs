@@ -1,0 +1,149 @@
+//! Whether a verified snapshot becomes the latest: one of a database that has shrunk waits for a person, or until three
+//! hourly ones in a row agree. It is uploaded and kept all the same.
+
+use std::time::{Duration, Instant};
+
+use nix::time::{ClockId, clock_gettime};
+
+use super::Settings;
+use super::job::Stage;
+use super::record::{self, HeldBack, Record};
+use super::row_loss;
+use crate::applet::{Exit, Failure, OrExit};
+use crate::clock;
+use crate::fsx::FileError;
+use crate::host;
+use crate::host::snapshots::check_log::Status;
+use crate::host::snapshots::held_snapshot::HeldSnapshot;
+use crate::host::system::lock::Lock;
+use crate::store::pointer_io::{self, PointerError};
+use crate::store::snapshot::{self as stored, SideRecord, Unusable};
+
+/// So many hourly snapshots in a row show a lasting change.
+const ENOUGH: u32 = 3;
+
+/// Why a snapshot is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trigger {
+    /// The hourly run.
+    Schedule,
+    /// A person or a program asked for it: such ones follow each other at once, and their number says nothing.
+    Request,
+}
+
+/// A snapshot that is kept and is not the latest.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0}\n  next: `svc-db-backup accept`, if nothing is missed; else `svc-db-backup side open`, or `svcctl recover`"
+)]
+pub struct Held(HeldSnapshot);
+
+impl Held {
+    /// As the record of the run has it.
+    pub fn recorded(&self) -> HeldBack {
+        HeldBack { latest: self.0.latest.clone(), loss: self.0.loss.clone() }
+    }
+}
+
+/// Notes what becomes of the snapshot `taken`, where `before` is the latest. `Some`: it is held back.
+///
+/// # Errors
+/// [`FileError`]: what cannot be noted is not held back in silence.
+pub fn judge(
+    settings: &Settings,
+    trigger: Trigger,
+    before: &SideRecord,
+    taken: &SideRecord,
+) -> Result<Option<Held>, FileError> {
+    let layout = &settings.layout;
+    let Some(loss) = row_loss::shrunk(&before.tables, &taken.tables).filter(|_| is_same(before, taken))
+    else {
+        return Ok(None);
+    };
+    let earlier = HeldSnapshot::read(layout)?.filter(|held| held.latest == before.key);
+    let held = match earlier {
+        Some(held) => held.followed_by(taken.key.clone(), loss),
+        None => HeldSnapshot::new(taken.key.clone(), before.key.clone(), loss),
+    };
+    let held = match trigger {
+        Trigger::Schedule => held.counted(uptime()),
+        Trigger::Request => held,
+    };
+    if held.agreeing >= ENOUGH {
+        tracing::warn!(%held, "{ENOUGH} hourly snapshots in a row agree: the last becomes the latest");
+        return Ok(None);
+    }
+    held.write(layout)?;
+    Ok(Some(Held(held)))
+}
+
+/// Since the system started. A clock that cannot be read counts nothing.
+fn uptime() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
+}
+
+/// Whether both are of the same database. One that a person has restored, imported or adopted since may be smaller.
+fn is_same(before: &SideRecord, taken: &SideRecord) -> bool {
+    match (&before.database_identity, &taken.database_identity) {
+        (Some(before), Some(taken)) => before.restore_id == taken.restore_id,
+        _ => true,
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum AcceptError {
+    #[error(transparent)]
+    Unusable(#[from] Unusable),
+    #[error(transparent)]
+    Pointer(#[from] PointerError),
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+impl AcceptError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Unusable(Unusable::Store(error)) | Self::Pointer(PointerError::Store(error)) => {
+                host::system::store::exit(error)
+            }
+            Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,
+            Self::Pointer(_) => Exit::Unavailable,
+            Self::Unusable(_) => Exit::Refused,
+            Self::File(_) => Exit::Internal,
+        }
+    }
+}
+
+/// Makes the snapshot that is held back the latest, because a person says so.
+///
+/// # Errors
+/// [`Failure`].
+pub async fn accept(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
+    let (began, timestamp) = (Instant::now(), clock::now_ms());
+    let accepted = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
+    let Some(side) = accepted else {
+        println!("no snapshot is held back");
+        return Ok(());
+    };
+    println!("{} is the latest snapshot from now on", side.key);
+    let record = Record {
+        timestamp,
+        status: Status::Success,
+        stage: Stage::Done,
+        key: Some(side.key),
+        size_bytes: Some(side.size_bytes),
+        sha256: Some(side.sha256),
+        duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        error: None,
+        held: None,
+    };
+    record::write(&settings.layout, &record).or_exit(Exit::Internal)
+}
+
+async fn accept_held(settings: &Settings) -> Result<Option<SideRecord>, AcceptError> {
+    let Some(held) = HeldSnapshot::read(&settings.layout)? else { return Ok(None) };
+    let (side, snapshot) = stored::recorded(&settings.bucket, &settings.slot, &held.key).await?;
+    pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;
+    HeldSnapshot::clear(&settings.layout)?;
+    Ok(Some(side))
+}

@@ -1,0 +1,276 @@
+//! What a `DROP … CASCADE` took away with a table: other tables' foreign keys, views, extended statistics. It comes back
+//! with a table that is made again, and what cannot come back is named.
+//!
+//! The definitions are those of the side database. Views are part of the dump that makes the table again, in the same
+//! transaction; foreign keys and statistics are added in one that can be repeated after a kill.
+
+use std::collections::BTreeSet;
+
+use tokio_postgres::error::SqlState;
+use tokio_postgres::{Client, Error, GenericClient};
+
+use crate::host::snapshots::side_database::CopiedTable;
+use crate::host::system::postgres::ident;
+
+/// Everything that depended on tables that are made again, as far as the owner's database lacks it.
+#[derive(Debug, Default)]
+pub struct Dependents {
+    views: Vec<View>,
+    statements: Vec<Statement>,
+    /// Of kinds that are not re-created.
+    others: Vec<Dependent>,
+    /// That a run before this one, which was cut off, has re-created.
+    earlier: Vec<Dependent>,
+}
+
+/// An object and the table that it depended on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Dependent {
+    /// As PostgreSQL describes it: `view app_shop.totals`.
+    name: String,
+    table: String,
+}
+
+#[derive(Debug)]
+struct View {
+    dependent: Dependent,
+    /// `schema.name`, quoted where needed.
+    relation: String,
+    needs: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Statement {
+    dependent: Dependent,
+    sql: Vec<String>,
+    is_foreign_key: bool,
+}
+
+const VIEWS: &str = "
+    WITH RECURSIVE found (oid, root) AS (
+        SELECT to_regclass(name)::oid, name FROM unnest($1::text[]) AS name
+        UNION
+        SELECT c.oid, found.root FROM found
+          JOIN pg_depend d ON d.refclassid = 'pg_class'::regclass AND d.refobjid = found.oid
+           AND d.classid = 'pg_rewrite'::regclass
+          JOIN pg_rewrite r ON r.oid = d.objid JOIN pg_class c ON c.oid = r.ev_class AND c.relkind IN ('v', 'm'))
+    SELECT DISTINCT ON (c.oid) pg_describe_object('pg_class'::regclass, c.oid, 0), found.root,
+           format('%I.%I', n.nspname, c.relname),
+           ARRAY(SELECT DISTINCT format('%I.%I', m.nspname, o.relname) FROM pg_rewrite r
+                   JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
+                    AND d.refclassid = 'pg_class'::regclass AND d.refobjid <> c.oid
+                   JOIN pg_class o ON o.oid = d.refobjid JOIN pg_namespace m ON m.oid = o.relnamespace
+                  WHERE r.ev_class = c.oid)
+      FROM found JOIN pg_class c ON c.oid = found.oid AND c.relkind IN ('v', 'm')
+      JOIN pg_namespace n ON n.oid = c.relnamespace
+     ORDER BY c.oid, found.root";
+
+const FOREIGN_KEYS: &str = "
+    SELECT pg_describe_object('pg_constraint'::regclass, k.oid, 0), min(t.name), format('%I.%I', n.nspname, c.relname),
+           k.conname::text, pg_get_constraintdef(k.oid)
+      FROM unnest($1::text[]) AS t (name)
+      JOIN pg_constraint k ON k.confrelid = to_regclass(t.name) AND k.contype = 'f' AND k.conparentid = 0
+      JOIN pg_class c ON c.oid = k.conrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+     WHERE NOT k.conrelid = ANY (SELECT to_regclass(name) FROM unnest($1::text[]) AS name)
+     GROUP BY k.oid, n.nspname, c.relname, k.conname ORDER BY 1";
+
+const STATISTICS: &str = "
+    SELECT pg_describe_object('pg_statistic_ext'::regclass, s.oid, 0), t.name, format('%I.%I', n.nspname, s.stxname),
+           pg_get_statisticsobjdef(s.oid), r.rolname::text, s.stxstattarget::int4
+      FROM unnest($1::text[]) AS t (name)
+      JOIN pg_statistic_ext s ON s.stxrelid = to_regclass(t.name)
+      JOIN pg_namespace n ON n.oid = s.stxnamespace JOIN pg_roles r ON r.oid = s.stxowner
+     ORDER BY 1";
+
+/// Functions, defaults, policies, rules and columns of others that need the table or its row type, and publications.
+const OTHERS: &str = "
+    WITH tables AS (SELECT name, to_regclass(name)::oid AS oid FROM unnest($1::text[]) AS name)
+    SELECT DISTINCT ON (d.classid, d.objid, d.objsubid) pg_describe_object(d.classid, d.objid, d.objsubid), t.name
+      FROM tables t JOIN pg_class c ON c.oid = t.oid
+      JOIN pg_depend d ON d.deptype = 'n'
+       AND ((d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid)
+         OR (d.refclassid = 'pg_type'::regclass AND d.refobjid = c.reltype))
+     WHERE (d.classid = 'pg_proc'::regclass
+        OR (d.classid = 'pg_class'::regclass AND d.objsubid > 0 AND NOT d.objid IN (SELECT oid FROM tables))
+        OR (d.classid = 'pg_policy'::regclass AND EXISTS (
+               SELECT FROM pg_policy p WHERE p.oid = d.objid AND NOT p.polrelid IN (SELECT oid FROM tables)))
+        OR (d.classid = 'pg_rewrite'::regclass AND EXISTS (
+               SELECT FROM pg_rewrite r JOIN pg_class v ON v.oid = r.ev_class
+                WHERE r.oid = d.objid AND v.relkind IN ('r', 'p') AND NOT v.oid IN (SELECT oid FROM tables))))
+    UNION ALL
+    SELECT pg_describe_object('pg_publication_rel'::regclass, p.oid, 0), t.name
+      FROM tables t JOIN pg_publication_rel p ON p.prrelid = t.oid
+     ORDER BY 1";
+
+impl Dependents {
+    /// What depended on these tables in the side database and is not in the owner's. `made` are those that an earlier
+    /// run of the same request made.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn find(side: &Client, live: &Client, gone: &[&str], made: &[&str]) -> Result<Self, Error> {
+        let (mut found, tables) = (Self::default(), [gone, made].concat());
+        let of_earlier_run = |dependent: &Dependent| made.contains(&dependent.table.as_str());
+        if tables.is_empty() {
+            return Ok(found);
+        }
+        for row in side.query(VIEWS, &[&tables]).await? {
+            let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
+            let view = View { dependent, relation: row.try_get(2)?, needs: row.try_get(3)? };
+            if !is_relation(live, &view.relation).await? {
+                found.views.push(view);
+            } else if of_earlier_run(&view.dependent) {
+                found.earlier.push(view.dependent);
+            }
+        }
+        for row in side.query(FOREIGN_KEYS, &[&tables]).await? {
+            let (from, name): (String, String) = (row.try_get(2)?, row.try_get(3)?);
+            let definition: String = row.try_get(4)?;
+            if !is_relation(live, &from).await? {
+                continue;
+            }
+            let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
+            if has_constraint(live, &from, &name).await? {
+                found.earlier.extend(Some(dependent).filter(of_earlier_run));
+                continue;
+            }
+            found.statements.push(Statement {
+                dependent,
+                sql: vec![format!("ALTER TABLE {from} ADD CONSTRAINT {} {definition}", ident(&name))],
+                is_foreign_key: true,
+            });
+        }
+        for row in side.query(STATISTICS, &[&tables]).await? {
+            let (name, create, owner): (String, String, String) =
+                (row.try_get(2)?, row.try_get(3)?, row.try_get(4)?);
+            let mut sql = vec![create, format!("ALTER STATISTICS {name} OWNER TO {}", ident(&owner))];
+            if let target @ 0.. = row.try_get::<_, i32>(5)? {
+                sql.push(format!("ALTER STATISTICS {name} SET STATISTICS {target}"));
+            }
+            let dependent = Dependent { name: row.try_get(0)?, table: row.try_get(1)? };
+            if of_earlier_run(&dependent) && has_statistics(live, &dependent.table, &name).await? {
+                found.earlier.push(dependent);
+                continue;
+            }
+            found.statements.push(Statement { dependent, sql, is_foreign_key: false });
+        }
+        for row in side.query(OTHERS, &[&tables]).await? {
+            found.others.push(Dependent { name: row.try_get(0)?, table: row.try_get(1)? });
+        }
+        found.drop_impossible_views(live, &tables).await?;
+        Ok(found)
+    }
+
+    /// A view over a relation that is not there either is not made, and neither are views over it.
+    async fn drop_impossible_views(&mut self, live: &Client, tables: &[&str]) -> Result<(), Error> {
+        let mut there: BTreeSet<String> = tables.iter().map(|table| (*table).to_owned()).collect();
+        for needed in self.views.iter().flat_map(|view| &view.needs) {
+            if is_relation(live, needed).await? {
+                there.insert(needed.clone());
+            }
+        }
+        let (mut possible, mut waiting) = (Vec::new(), std::mem::take(&mut self.views));
+        loop {
+            let (ready, rest): (Vec<View>, Vec<View>) =
+                waiting.into_iter().partition(|view| view.needs.iter().all(|name| there.contains(name)));
+            waiting = rest;
+            if ready.is_empty() {
+                break;
+            }
+            there.extend(ready.iter().map(|view| view.relation.clone()));
+            possible.extend(ready);
+        }
+        self.others.extend(waiting.into_iter().map(|view| view.dependent));
+        self.views = possible;
+        Ok(())
+    }
+
+    /// The views to make with the tables.
+    pub fn views(&self) -> impl Iterator<Item = &str> {
+        self.views.iter().map(|view| view.relation.as_str())
+    }
+
+    /// Lists with each table what comes back with it.
+    pub fn announce(&self, done: &mut [CopiedTable]) {
+        self.announce_views(done);
+        for statement in &self.statements {
+            note(done, &statement.dependent, true, "");
+        }
+        for dependent in &self.others {
+            note(done, dependent, false, "");
+        }
+    }
+
+    fn announce_views(&self, done: &mut [CopiedTable]) {
+        for dependent in self.views.iter().map(|view| &view.dependent).chain(&self.earlier) {
+            note(done, dependent, true, "");
+        }
+    }
+
+    /// Adds foreign keys and statistics to tables that are there again, and lists with each table what came back.
+    ///
+    /// A foreign key that rows of today break is added for the rows to come. What the tables of today do not allow is
+    /// listed with the reason.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn add(&self, live: &mut Client, done: &mut [CopiedTable]) -> Result<(), Error> {
+        let mut transaction = live.transaction().await?;
+        transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;
+        self.announce_views(done);
+        for statement in &self.statements {
+            let mut ended = attempt(&mut transaction, &statement.sql).await;
+            let mut remark = "";
+            if statement.is_foreign_key
+                && let Err(error) = &ended
+                && error.code() == Some(&SqlState::FOREIGN_KEY_VIOLATION)
+            {
+                remark = " (NOT VALID: rows that are there refer to rows that are not)";
+                let later: Vec<String> = statement.sql.iter().map(|sql| format!("{sql} NOT VALID")).collect();
+                ended = attempt(&mut transaction, &later).await;
+            }
+            match ended {
+                Ok(()) => note(done, &statement.dependent, true, remark),
+                Err(error) => match error.as_db_error() {
+                    // The message alone: its detail quotes rows.
+                    Some(why) => note(done, &statement.dependent, false, &format!(": {}", why.message())),
+                    None => return Err(error),
+                },
+            }
+        }
+        for dependent in &self.others {
+            note(done, dependent, false, "");
+        }
+        transaction.commit().await
+    }
+}
+
+async fn attempt(transaction: &mut tokio_postgres::Transaction<'_>, sql: &[String]) -> Result<(), Error> {
+    let attempt = transaction.savepoint("dependent").await?;
+    for statement in sql {
+        // A failed statement drops the savepoint, and with it is undone.
+        attempt.batch_execute(statement).await?;
+    }
+    attempt.commit().await
+}
+
+fn note(done: &mut [CopiedTable], dependent: &Dependent, is_back: bool, remark: &str) {
+    let Some(table) = done.iter_mut().find(|table| table.name == dependent.table) else { return };
+    let list = if is_back { &mut table.recreated } else { &mut table.not_recreated };
+    list.push(format!("{}{remark}", dependent.name));
+}
+
+async fn is_relation(client: &impl GenericClient, name: &str) -> Result<bool, Error> {
+    client.query_one("SELECT to_regclass($1) IS NOT NULL", &[&name]).await?.try_get(0)
+}
+
+async fn has_constraint(client: &impl GenericClient, table: &str, name: &str) -> Result<bool, Error> {
+    let found = "SELECT EXISTS (SELECT FROM pg_constraint WHERE conrelid = to_regclass($1) AND conname = $2)";
+    client.query_one(found, &[&table, &name]).await?.try_get(0)
+}
+
+async fn has_statistics(client: &impl GenericClient, table: &str, name: &str) -> Result<bool, Error> {
+    let found = "SELECT EXISTS (SELECT FROM pg_statistic_ext s JOIN pg_namespace n ON n.oid = s.stxnamespace \
+                  WHERE s.stxrelid = to_regclass($1) AND format('%I.%I', n.nspname, s.stxname) = $2)";
+    client.query_one(found, &[&table, &name]).await?.try_get(0)
+}

@@ -1,0 +1,203 @@
+//! One moment of the database, held open: the dump and the row counts both see it.
+//!
+//! Owns the transaction that exports the snapshot. The tables are locked against DDL (as `pg_dump` locks them), so
+//! that what was listed is what is dumped and counted.
+
+use jiff::Timestamp;
+use tokio_postgres::error::SqlState;
+use tokio_postgres::{Client, Error};
+
+use crate::applet::Exit;
+use crate::clock;
+use crate::host::snapshots::roles;
+use crate::host::snapshots::row_counts;
+use crate::host::system::postgres;
+use crate::host::system::postgres::{ConnectError, Server};
+use crate::store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
+
+const ATTEMPTS: u32 = 3;
+/// How long a table that somebody has locked is waited for, in seconds.
+const LOCK_TIMEOUT: u32 = 60;
+
+/// The open transaction. It ends with the connection, when this is dropped.
+pub struct Snapshot {
+    client: Client,
+    /// For `pg_dump --snapshot`.
+    pub id: String,
+    /// Read just before: all that was committed until then is in it.
+    pub taken_at: Timestamp,
+    pub pg_version: String,
+    /// Of the database on disk.
+    pub database_bytes: u64,
+    tables: Vec<String>,
+}
+
+/// Why there is no snapshot.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// Something that takes long has it to itself, such as a migration.
+    #[error("a table is locked by another session, for longer than {LOCK_TIMEOUT} s")]
+    Locked(#[source] Error),
+    #[error("take a snapshot of the database")]
+    Query(#[from] Error),
+}
+
+impl SnapshotError {
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Locked(_) => Exit::TryAgain,
+            Self::Query(error) => postgres::exit(error),
+        }
+    }
+}
+
+impl Snapshot {
+    /// A table that is dropped between the list and its lock makes us start over with a later moment.
+    ///
+    /// # Errors
+    /// [`SnapshotError`].
+    pub async fn open(server: &Server) -> Result<Self, SnapshotError> {
+        let mut attempt = 1;
+        loop {
+            let client = server.connect(server.database(), "svc-db-backup").await?;
+            match Self::export(client).await {
+                Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) && attempt < ATTEMPTS => {
+                    attempt += 1;
+                }
+                Err(error) if error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE) => {
+                    return Err(SnapshotError::Locked(error));
+                }
+                end => return Ok(end?),
+            }
+        }
+    }
+
+    async fn export(client: Client) -> Result<Self, Error> {
+        client
+            .batch_execute(&format!(
+                "SET statement_timeout = 0; SET lock_timeout = '{LOCK_TIMEOUT}s'; \
+                 SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; \
+                 SET search_path = pg_catalog; SET row_security = off"
+            ))
+            .await?;
+        let taken_at = clock::now_ms();
+        client.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;
+        let row = client
+            .query_one(
+                "SELECT pg_export_snapshot(), current_setting('server_version'), \
+                 pg_database_size(current_database())",
+                &[],
+            )
+            .await?;
+        let size: i64 = row.try_get(2)?;
+        let tables = row_counts::tables(&client).await?;
+        for some in tables.chunks(200) {
+            client
+                .batch_execute(&format!("LOCK TABLE ONLY {} IN ACCESS SHARE MODE", some.join(", ONLY ")))
+                .await?;
+        }
+        Ok(Self {
+            id: row.try_get(0)?,
+            taken_at,
+            pg_version: row.try_get(1)?,
+            database_bytes: size.unsigned_abs(),
+            tables,
+            client,
+        })
+    }
+
+    /// The rows of every table.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn counts(&self) -> Result<Vec<TableCount>, Error> {
+        row_counts::count(&self.client, &self.tables).await
+    }
+
+    /// Roles that own or are granted something in this database; the built-in ones are everywhere.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn roles(&self) -> Result<Vec<String>, Error> {
+        let rows = self
+            .client
+            .query(
+                "SELECT DISTINCT r.rolname::text FROM pg_shdepend s \
+                 JOIN pg_database d ON d.datname = current_database() \
+                 JOIN pg_roles r ON r.oid = s.refobjid AND s.refclassid = 'pg_authid'::regclass \
+                 WHERE (s.dbid = d.oid OR (s.classid = 'pg_database'::regclass AND s.objid = d.oid)) \
+                   AND r.rolname !~ '^pg_' \
+                 UNION SELECT r.rolname::text FROM pg_db_role_setting g \
+                 JOIN pg_database d ON d.oid = g.setdatabase AND d.datname = current_database() \
+                 JOIN pg_roles r ON r.oid = g.setrole \
+                 ORDER BY 1",
+                &[],
+            )
+            .await?;
+        rows.iter().map(|row| row.try_get(0)).collect()
+    }
+
+    /// What belongs to the database itself and is in no dump of its content.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn facts(&self) -> Result<DatabaseFacts, Error> {
+        let row = self
+            .client
+            .query_one(
+                "SELECT r.rolname::text, d.datacl IS NOT NULL FROM pg_database d \
+                 JOIN pg_roles r ON r.oid = d.datdba WHERE d.datname = current_database()",
+                &[],
+            )
+            .await?;
+        let granted: bool = row.try_get(1)?;
+        Ok(DatabaseFacts {
+            owner: row.try_get(0)?,
+            size_bytes: self.database_bytes,
+            grants: if granted { Some(self.grants().await?) } else { None },
+            settings: self.settings().await?,
+            roles: Some(roles::read(&self.client).await?),
+        })
+    }
+
+    async fn grants(&self) -> Result<Vec<DatabaseGrant>, Error> {
+        let rows = self
+            .client
+            .query(
+                "SELECT r.rolname::text, a.privilege_type, a.is_grantable \
+                 FROM pg_database d, aclexplode(d.datacl) a LEFT JOIN pg_roles r ON r.oid = a.grantee \
+                 WHERE d.datname = current_database() AND (a.grantee = 0 OR r.oid IS NOT NULL) ORDER BY 1, 2",
+                &[],
+            )
+            .await?;
+        let grant = |row: &tokio_postgres::Row| {
+            Ok(DatabaseGrant {
+                grantee: row.try_get(0)?,
+                privilege: row.try_get(1)?,
+                grantable: row.try_get(2)?,
+            })
+        };
+        rows.iter().map(grant).collect()
+    }
+
+    async fn settings(&self) -> Result<Vec<DatabaseSetting>, Error> {
+        let rows = self
+            .client
+            .query(
+                "SELECT r.rolname::text, split_part(c, '=', 1), substr(c, strpos(c, '=') + 1) \
+                 FROM pg_db_role_setting g JOIN pg_database d ON d.oid = g.setdatabase \
+                 CROSS JOIN unnest(g.setconfig) c LEFT JOIN pg_roles r ON r.oid = g.setrole \
+                 WHERE d.datname = current_database() AND (g.setrole = 0 OR r.oid IS NOT NULL) \
+                   AND c NOT LIKE 'svc.restore\\_id=%' ORDER BY 1, 2",
+                &[],
+            )
+            .await?;
+        let setting = |row: &tokio_postgres::Row| {
+            Ok(DatabaseSetting { role: row.try_get(0)?, name: row.try_get(1)?, value: row.try_get(2)? })
+        };
+        rows.iter().map(setting).collect()
+    }
+}

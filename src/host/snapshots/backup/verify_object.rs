@@ -1,0 +1,118 @@
+//! A snapshot read again from the store, every byte: size, SHA-256, and `pg_restore` through the whole of it.
+
+use futures_util::StreamExt;
+use object_store::{GetOptions, GetRange};
+use sha2::{Digest, Sha256};
+
+use super::dump_check::{ReadError, ReadThrough};
+use crate::host::system::backoff::Patience;
+use crate::host::system::postgres_tools::PgTools;
+use crate::http::problem::chain;
+use crate::store::key::SlotPrefix;
+use crate::store::snapshot::SideRecord;
+use crate::store::{Bucket, StoreError};
+
+/// Why a snapshot could not be read again as it was written.
+#[derive(Debug, thiserror::Error)]
+pub enum RereadError {
+    /// Nothing is known of the snapshot.
+    #[error("the object store could not be read in time")]
+    Store(#[source] StoreError),
+    #[error("{key} is not in the object store any more")]
+    Missing { key: String },
+    #[error("{key} has {found} bytes instead of {expected}")]
+    WrongSize { key: String, expected: u64, found: u64 },
+    #[error("the SHA-256 of {key} is not the one in its record")]
+    WrongDigest { key: String },
+    #[error(transparent)]
+    Reader(#[from] ReadError),
+}
+
+impl RereadError {
+    /// Whether the snapshot is at fault, and not whoever reads it.
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Self::Missing { .. } | Self::WrongSize { .. } | Self::WrongDigest { .. } => true,
+            Self::Reader(error) => matches!(error, ReadError::Damaged { .. } | ReadError::Gone),
+            Self::Store(_) => false,
+        }
+    }
+}
+
+/// Reads it; where the connection breaks, on from there.
+///
+/// # Errors
+/// [`RereadError`].
+pub async fn reread(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    tools: &PgTools,
+    side: &SideRecord,
+    patience: &mut Patience,
+) -> Result<(), RereadError> {
+    let reader = ReadThrough::start(tools)?;
+    let mut so_far = SoFar { length: 0, digest: Sha256::new() };
+    while so_far.length < side.size_bytes {
+        let before = so_far.length;
+        match so_far.read_on(bucket, slot, &reader, side).await {
+            Ok(()) => {}
+            Err(RereadError::Store(error)) if error.is_transient() => {
+                tracing::warn!(error = %chain(&error), at = so_far.length, "the read broke off");
+                if so_far.length > before {
+                    patience.progress();
+                }
+                patience.pause().await.map_err(|_| RereadError::Store(error))?;
+            }
+            // The tool's own word says more.
+            Err(RereadError::Reader(ReadError::Gone)) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    let read = reader.end().await;
+    let whole = so_far.length == side.size_bytes;
+    if whole && hex::encode(so_far.digest.finalize()) != side.sha256 {
+        return Err(RereadError::WrongDigest { key: side.key.clone() });
+    }
+    Ok(read?)
+}
+
+struct SoFar {
+    length: u64,
+    digest: Sha256,
+}
+
+impl SoFar {
+    async fn read_on(
+        &mut self,
+        bucket: &Bucket,
+        slot: &SlotPrefix,
+        reader: &ReadThrough,
+        side: &SideRecord,
+    ) -> Result<(), RereadError> {
+        let missing = || RereadError::Missing { key: side.key.clone() };
+        let key = slot.snapshot(&side.key).ok_or_else(missing)?;
+        let failed = |error| match StoreError::of(&key, error) {
+            StoreError::NotFound { .. } => missing(),
+            error => RereadError::Store(error),
+        };
+        let range = (self.length > 0).then_some(GetRange::Offset(self.length));
+        let options = GetOptions { range, ..GetOptions::default() };
+        let got = bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+        let wrong =
+            |found| RereadError::WrongSize { key: side.key.clone(), expected: side.size_bytes, found };
+        if got.meta.size != side.size_bytes {
+            return Err(wrong(got.meta.size));
+        }
+        let mut stream = got.into_stream();
+        while let Some(chunk) = stream.next().await {
+            let chunk = chunk.map_err(failed)?;
+            self.digest.update(&chunk);
+            self.length += chunk.len() as u64;
+            if self.length > side.size_bytes {
+                return Err(wrong(self.length));
+            }
+            reader.take(chunk).await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,326 @@
+//! An archive as it is read: in one pass, in which every entry is compared with the manifest at the end, and which may write
+//! some of the entries where nobody looks for them yet.
+//!
+//! What a pass keeps in memory is a digest for each entry, and the names of the directories that it writes: the manifest,
+//! which can be as large as all names together, is compared while it is read (`manifest.rs`).
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io::{self, BufReader, Read, Seek, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+
+use super::manifest::{self, EntryDigest, entry_digest};
+use crate::fsx::FileError;
+use crate::host::snapshots::archive;
+use crate::host::snapshots::archive::{ABOUT, About, DUMP, HOME, Listed, MANIFEST, SIDE, SYSTEM};
+use crate::host::system::tar_reader::EntryKind;
+use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
+use crate::store::snapshot::SideRecord;
+
+/// Of `export.json` and `database.json`: the latter has a line for each table.
+const MAX_JSON_BYTES: u64 = 8 << 20;
+/// A manifest of two million entries has less.
+const MAX_MANIFEST_BYTES: u64 = 512 << 20;
+const BUFFER: usize = 1 << 18;
+
+/// What the archive in a file of this size may hold: no entry can be larger than the file.
+fn limits(archive_bytes: u64) -> TarLimits {
+    TarLimits {
+        entries: 4_000_000,
+        name_bytes: 16 * 1024,
+        all_name_bytes: 256 << 20,
+        file_bytes: archive_bytes,
+        all_file_bytes: archive_bytes,
+    }
+}
+
+/// Why an archive is not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum ArchiveError {
+    #[error("read {}", .path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{} is no whole archive: {why}; nothing of it is taken", .path.display())]
+    Damaged { path: PathBuf, why: String },
+    #[error("{} was written by a later version of svc ({made_by:?})", .path.display())]
+    Later { path: PathBuf, made_by: String },
+    #[error("{} is no whole archive; nothing of it is taken", .path.display())]
+    Refused {
+        path: PathBuf,
+        #[source]
+        source: TarError,
+    },
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+/// What a pass writes; all other entries are only read.
+pub enum Part<'a> {
+    Nothing,
+    /// The owner's files, into a directory.
+    Home(&'a Path),
+    /// What belongs to the gateway's user: the dump into a file, its part of the home into a directory.
+    Gateway {
+        dump: &'a Path,
+        system: &'a Path,
+    },
+}
+
+impl Part<'_> {
+    /// Where an entry of this part goes.
+    fn place(&self, name: &Path) -> Option<PathBuf> {
+        let inside = name.strip_prefix(HOME).ok();
+        let inside = inside.filter(|inside| !inside.as_os_str().is_empty());
+        let in_system = inside.and_then(|inside| inside.strip_prefix(SYSTEM).ok());
+        match self {
+            Self::Nothing => None,
+            Self::Home(into) => inside.filter(|_| in_system.is_none()).map(|inside| into.join(inside)),
+            Self::Gateway { dump, .. } if name == Path::new(DUMP) => Some(dump.to_path_buf()),
+            Self::Gateway { system, .. } => {
+                in_system.filter(|rest| !rest.as_os_str().is_empty()).map(|rest| system.join(rest))
+            }
+        }
+    }
+}
+
+/// An archive that is whole.
+#[derive(Debug)]
+pub struct Archived {
+    pub about: About,
+    pub side: SideRecord,
+    /// How many entries below the home there are.
+    pub home_entries: usize,
+}
+
+impl Archived {
+    /// Reads all of it, and writes a part of it into directories that are there and empty.
+    ///
+    /// # Errors
+    /// [`ArchiveError`]; what was written until then is the caller's to remove.
+    pub fn read(file: &File, path: &Path, part: &Part<'_>) -> Result<Self, ArchiveError> {
+        Pass::new(path, part).run(file)
+    }
+
+    /// How large the dump of an archive that has not been compared yet says that it is.
+    ///
+    /// # Errors
+    /// [`ArchiveError`].
+    pub fn dump_bytes(mut file: &File, path: &Path) -> Result<u64, ArchiveError> {
+        let read = |source| ArchiveError::Read { path: path.to_owned(), source };
+        let damaged = |error| ArchiveError::Refused { path: path.to_owned(), source: error };
+        file.rewind().map_err(read)?;
+        let limits = limits(file.metadata().map_err(read)?.len());
+        let mut tar = tar::Archive::new(BufReader::new(file));
+        let mut entries = TarReader::new(&mut tar, limits).map_err(damaged)?;
+        while let Some(entry) = entries.next_entry().map_err(damaged)? {
+            if entry.path == Path::new(DUMP) {
+                return Ok(entry.size);
+            }
+        }
+        Ok(0)
+    }
+}
+
+/// One pass over an archive.
+struct Pass<'a> {
+    path: &'a Path,
+    part: &'a Part<'a>,
+    about: Option<About>,
+    side: Option<SideRecord>,
+    /// Of the dump: its size and its SHA-256.
+    dump: Option<(u64, String)>,
+    is_complete: bool,
+    seen: Vec<EntryDigest>,
+    home_entries: usize,
+    /// What an entry may be below, by [`name_digest`].
+    directories: HashSet<u128>,
+    /// Of directories that were written: their own mode might keep us out of them.
+    modes: Vec<(PathBuf, u32)>,
+}
+
+impl<'a> Pass<'a> {
+    fn new(path: &'a Path, part: &'a Part<'a>) -> Self {
+        Self {
+            path,
+            part,
+            about: None,
+            side: None,
+            dump: None,
+            is_complete: false,
+            seen: Vec::new(),
+            home_entries: 0,
+            directories: [name_digest(Path::new(HOME))].into(),
+            modes: Vec::new(),
+        }
+    }
+
+    fn damaged(&self, why: impl Into<String>) -> ArchiveError {
+        ArchiveError::Damaged { path: self.path.to_owned(), why: why.into() }
+    }
+
+    fn run(mut self, mut file: &File) -> Result<Archived, ArchiveError> {
+        let path = self.path;
+        let read = |source| ArchiveError::Read { path: path.to_owned(), source };
+        let refused = |source| ArchiveError::Refused { path: path.to_owned(), source };
+        file.rewind().map_err(read)?;
+        let limits = limits(file.metadata().map_err(read)?.len());
+        let mut tar = tar::Archive::new(BufReader::with_capacity(BUFFER, file));
+        let mut entries = TarReader::new(&mut tar, limits).map_err(refused)?;
+        while let Some(entry) = entries.next_entry().map_err(refused)? {
+            self.entry(entry)?;
+        }
+        for (path, mode) in self.modes.iter().rev() {
+            let permissions = fs::Permissions::from_mode(*mode);
+            fs::set_permissions(path, permissions).map_err(FileError::at("set the mode of", path))?;
+        }
+        self.finish()
+    }
+
+    fn entry(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+        self.check(&entry)?;
+        if self.is_complete {
+            return Err(self.damaged(format!("{} comes after the manifest", quoted(&entry.path))));
+        }
+        let listed = match entry.path.to_str() {
+            Some(ABOUT) => {
+                let (about, listed) = self.description(&mut entry)?;
+                self.about = Some(about);
+                listed
+            }
+            Some(SIDE) => {
+                let (side, listed) = self.description(&mut entry)?;
+                self.side = Some(side);
+                listed
+            }
+            Some(MANIFEST) => return self.compare(entry),
+            _ => match self.part.place(&entry.path) {
+                Some(place) => self.write(&mut entry, &place)?,
+                None => list(&mut entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))?,
+            },
+        };
+        if listed.path == DUMP {
+            self.dump = Some((listed.size_bytes, listed.sha256.clone().unwrap_or_default()));
+        }
+        self.home_entries += usize::from(entry.path.starts_with(HOME));
+        self.seen.push(entry_digest(&listed));
+        Ok(())
+    }
+
+    /// Only what an archive of ours may hold passes: plain relative paths, and nothing below what is no directory.
+    fn check(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+        let path = entry.path.as_path();
+        let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
+        let is_ours = [ABOUT, DUMP, SIDE, MANIFEST].iter().any(|name| path == Path::new(name));
+        let is_in_place = path.parent().is_some_and(|parent| self.directories.contains(&name_digest(parent)));
+        if !is_plain || !(is_ours || is_in_place) {
+            return Err(self.damaged(format!("{} is no path of an archive", quoted(path))));
+        }
+        let is_system = path.strip_prefix(HOME).is_ok_and(|inside| inside == Path::new(SYSTEM));
+        let is_allowed = match entry.kind {
+            EntryKind::Directory => !is_ours,
+            EntryKind::Link => !is_ours && !is_system,
+            EntryKind::File => !is_system,
+        };
+        if !is_allowed {
+            return Err(self.damaged(format!("{} is of the kind {:?}", quoted(path), entry.kind)));
+        }
+        if entry.kind == EntryKind::Directory {
+            self.directories.insert(name_digest(path));
+        }
+        Ok(())
+    }
+
+    fn description<T: DeserializeOwned>(
+        &self,
+        entry: &mut TarEntry<'_, impl Read>,
+    ) -> Result<(T, Listed), ArchiveError> {
+        if entry.size > MAX_JSON_BYTES {
+            return Err(self.damaged(format!("{} is too large", quoted(&entry.path))));
+        }
+        let mut text = Vec::new();
+        let listed = list(entry, &mut text).map_err(|error| self.broken(&entry.path, &error))?;
+        let parsed = serde_json::from_slice(&text);
+        let parsed =
+            parsed.map_err(|error| self.damaged(format!("{} is not valid: {error}", quoted(&entry.path))))?;
+        Ok((parsed, listed))
+    }
+
+    fn compare(&mut self, entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+        if entry.size > MAX_MANIFEST_BYTES {
+            return Err(self.damaged(format!("{MANIFEST} is too large")));
+        }
+        manifest::compare(entry, &self.seen).map_err(|why| self.damaged(why))?;
+        self.is_complete = true;
+        Ok(())
+    }
+
+    fn broken(&self, path: &Path, error: &io::Error) -> ArchiveError {
+        self.damaged(format!("{}: {error}", quoted(path)))
+    }
+
+    fn write(&mut self, entry: &mut TarEntry<'_, impl Read>, to: &Path) -> Result<Listed, ArchiveError> {
+        let failed = |action| FileError::at(action, to);
+        let mode = entry.mode & 0o2777;
+        match entry.kind {
+            EntryKind::Directory => {
+                fs::DirBuilder::new().mode(0o700).create(to).map_err(failed("create directory"))?;
+                self.modes.push((to.to_owned(), mode));
+            }
+            EntryKind::Link => std::os::unix::fs::symlink(&entry.link, to).map_err(failed("link"))?,
+            EntryKind::File => {
+                // New, and never through a link that an earlier entry made.
+                let mut options = File::options();
+                let file = options.write(true).mode(0o600).create_new(true).open(to);
+                let file = file.map_err(failed("create"))?;
+                let listed = list(entry, &file).map_err(failed("write"))?;
+                let modified = std::time::UNIX_EPOCH
+                    .checked_add(std::time::Duration::from_secs(entry.modified))
+                    .ok_or_else(|| self.damaged(format!("{} has no valid time", quoted(&entry.path))))?;
+                file.set_modified(modified).map_err(failed("set the time of"))?;
+                let permissions = fs::Permissions::from_mode(mode);
+                file.set_permissions(permissions).map_err(failed("set the mode of"))?;
+                return Ok(listed);
+            }
+        }
+        list(entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))
+    }
+
+    fn finish(self) -> Result<Archived, ArchiveError> {
+        let damaged = |why: String| ArchiveError::Damaged { path: self.path.to_owned(), why };
+        let about = self.about.ok_or_else(|| damaged(format!("it has no {ABOUT}")))?;
+        if about.version > archive::VERSION {
+            return Err(ArchiveError::Later { path: self.path.to_owned(), made_by: about.made_by });
+        }
+        if !self.is_complete {
+            return Err(damaged("its end is missing".to_owned()));
+        }
+        let side = self.side.ok_or_else(|| damaged(format!("it has no {SIDE}")))?;
+        if self.dump != Some((side.size_bytes, side.sha256.clone())) {
+            return Err(damaged(format!("{SIDE} is not of its {DUMP}")));
+        }
+        Ok(Archived { about, side, home_entries: self.home_entries })
+    }
+}
+
+/// Passes an entry's bytes on, and says what the manifest has to say of it.
+fn list(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<Listed> {
+    let (path, kind) = (archive::written(&entry.path), entry.kind);
+    match kind {
+        EntryKind::Directory => Ok(Listed { path, kind, size_bytes: 0, sha256: None }),
+        EntryKind::Link => {
+            let sha256 = Some(archive::sha256(entry.link.as_os_str().as_bytes()));
+            Ok(Listed { path, kind, size_bytes: 0, sha256 })
+        }
+        EntryKind::File => {
+            let (size_bytes, digest) = archive::copy_hashed(entry, to)?;
+            Ok(Listed { path, kind, size_bytes, sha256: Some(digest) })
+        }
+    }
+}

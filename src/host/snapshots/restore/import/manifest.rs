@@ -1,0 +1,218 @@
+//! An archive's manifest, compared with the entries that were read before it while it is read itself.
+//!
+//! Of each entry there is a digest, in the archive's order; the manifest's entries are in the same order. So neither is ever
+//! in memory as a whole, and no text of the manifest is longer than an entry's can be.
+
+use std::fmt;
+use std::io::{self, BufReader, Read};
+use std::path::Path;
+
+use serde::Deserialize;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use sha2::{Digest, Sha256};
+
+use crate::host::snapshots::archive::Listed;
+use crate::host::system::tar_reader::EntryKind;
+use crate::host::system::tar_reader::quoted;
+use crate::untrusted_text;
+
+/// A path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON as six characters.
+const MAX_TEXT_BYTES: usize = 128 * 1024;
+
+/// Of a [`Listed`]; two that differ have different ones.
+pub type EntryDigest = [u8; 32];
+
+/// The digest of what an entry is: path, kind, size and content.
+pub fn entry_digest(listed: &Listed) -> EntryDigest {
+    let kind = match listed.kind {
+        EntryKind::File => b'f',
+        EntryKind::Directory => b'd',
+        EntryKind::Link => b'l',
+    };
+    let mut hash = Sha256::new();
+    hash.update([kind, u8::from(listed.sha256.is_some())]);
+    hash.update(listed.size_bytes.to_le_bytes());
+    hash.update((listed.path.len() as u64).to_le_bytes());
+    hash.update(&listed.path);
+    hash.update(listed.sha256.as_deref().unwrap_or_default());
+    hash.finalize().into()
+}
+
+/// Whether the manifest lists exactly the entries that were seen.
+///
+/// # Errors
+/// Says what differs, or why it is no manifest, in a text that can be printed: it may quote the manifest.
+pub fn compare(manifest: impl Read, seen: &[EntryDigest]) -> Result<(), String> {
+    let bounded = BoundedTexts { inner: BufReader::with_capacity(1 << 16, manifest), state: Text::Outside };
+    let mut json = serde_json::Deserializer::from_reader(BufReader::with_capacity(1 << 16, bounded));
+    let compared = Manifest { seen }.deserialize(&mut json);
+    compared
+        .and_then(|()| json.end())
+        .map_err(|error| untrusted_text::bounded(&format!("manifest.json: {error}")))
+}
+
+struct Manifest<'a> {
+    seen: &'a [EntryDigest],
+}
+
+impl<'de> DeserializeSeed<'de> for Manifest<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Manifest<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an archive's manifest")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<(), A::Error> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        enum Member {
+            Entries,
+            #[serde(other)]
+            Other,
+        }
+        let mut has_entries = false;
+        while let Some(member) = members.next_key()? {
+            match member {
+                Member::Entries if has_entries => {
+                    return Err(serde::de::Error::duplicate_field("entries"));
+                }
+                Member::Entries => {
+                    members.next_value_seed(Entries { seen: self.seen })?;
+                    has_entries = true;
+                }
+                Member::Other => drop(members.next_value::<IgnoredAny>()?),
+            }
+        }
+        if has_entries { Ok(()) } else { Err(serde::de::Error::missing_field("entries")) }
+    }
+}
+
+struct Entries<'a> {
+    seen: &'a [EntryDigest],
+}
+
+impl<'de> DeserializeSeed<'de> for Entries<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_seq(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Entries<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of entries")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<(), A::Error> {
+        let mut seen = self.seen.iter();
+        while let Some(listed) = entries.next_element::<Listed>()? {
+            let name = quoted(Path::new(&listed.path));
+            match seen.next() {
+                Some(digest) if *digest == entry_digest(&listed) => {}
+                Some(_) => {
+                    let why = format!("the entry in the place of {name} is not what the manifest says of it");
+                    return Err(serde::de::Error::custom(why));
+                }
+                None => return Err(serde::de::Error::custom(format!("the entry {name} is missing"))),
+            }
+        }
+        match seen.len() {
+            0 => Ok(()),
+            more => Err(serde::de::Error::custom(format!("it does not list the last {more} entries"))),
+        }
+    }
+}
+
+/// Passes JSON on, and fails where a text in it is longer than [`MAX_TEXT_BYTES`]: a parser holds a text as a whole.
+struct BoundedTexts<R> {
+    inner: R,
+    state: Text,
+}
+
+#[derive(Clone, Copy)]
+enum Text {
+    Outside,
+    Inside { length: usize, is_escaped: bool },
+}
+
+impl<R: Read> Read for BoundedTexts<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(into)?;
+        for byte in &into[..read] {
+            self.state = match (self.state, byte) {
+                (Text::Outside, b'"') => Text::Inside { length: 0, is_escaped: false },
+                (Text::Outside, _) => Text::Outside,
+                (Text::Inside { is_escaped: false, .. }, b'"') => Text::Outside,
+                (Text::Inside { length, .. }, _) if length >= MAX_TEXT_BYTES => {
+                    return Err(io::Error::other("a text in it is too long"));
+                }
+                (Text::Inside { length, is_escaped }, byte) => {
+                    Text::Inside { length: length + 1, is_escaped: !is_escaped && *byte == b'\\' }
+                }
+            };
+        }
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listed(path: &str) -> Listed {
+        Listed { path: path.to_owned(), kind: EntryKind::File, size_bytes: 3, sha256: Some("ab".repeat(32)) }
+    }
+
+    fn manifest(entries: &[Listed]) -> String {
+        serde_json::json!({"version": 1, "entries": entries, "leftOut": ["a \" b"]}).to_string()
+    }
+
+    #[test]
+    fn compare_accepts_the_same_entries_in_order_alone() {
+        let entries = [listed("home/a"), listed("home/b")];
+        let seen = entries.each_ref().map(entry_digest);
+        compare(manifest(&entries).as_bytes(), &seen).unwrap();
+        let mut larger = entries.clone();
+        larger[1].size_bytes = 4;
+        let swapped = [entries[1].clone(), entries[0].clone()];
+        let more = [entries[0].clone(), entries[1].clone(), listed("home/c")];
+        for (other, why) in [
+            (&larger[..], "is not what the manifest says"),
+            (&swapped, "is not what the manifest says"),
+            (&more, "\"home/c\" is missing"),
+            (&entries[..1], "does not list the last 1 entries"),
+        ] {
+            let refused = compare(manifest(other).as_bytes(), &seen).unwrap_err();
+            assert!(refused.contains(why), "{refused}");
+        }
+        let twice = format!("{{\"entries\":[],\"entries\":{}}}", serde_json::json!(entries));
+        for broken in ["", "{}", "[]", "{\"entries\":1}", twice.as_str()] {
+            compare(broken.as_bytes(), &seen).unwrap_err();
+        }
+        compare(format!("{} x", manifest(&entries)).as_bytes(), &seen).unwrap_err();
+        let escape = r#"{"entries":[{"path":"a","kind":"\u001b[2J","sizeBytes":3}]}"#;
+        let refused = compare(escape.as_bytes(), &seen).unwrap_err();
+        assert!(refused.contains("unknown variant") && !refused.contains('\x1b'), "{refused}");
+    }
+
+    /// 100 MB of text without an end, which a parser would hold.
+    #[test]
+    fn compare_refuses_a_text_that_is_too_long() {
+        let endless = Read::chain(&b"{\"leftOut\":[\""[..], io::repeat(b'x').take(100 << 20));
+        let refused = compare(endless, &[]).unwrap_err();
+        assert!(refused.contains("too long"), "{refused}");
+        let escaped = format!("{{\"entries\":[],\"leftOut\":[\"{}\"]}}", "\\\"".repeat(1000));
+        compare(escaped.as_bytes(), &[]).unwrap();
+    }
+}

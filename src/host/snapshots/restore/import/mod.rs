@@ -1,0 +1,190 @@
+//! `svc-restore import`: an owner's archive (`host::snapshots::archive`) onto this machine: its database in the place of the one that is
+//! there, its home's entries in the place of those of the same name.
+//!
+//! Root, who calls it, opens the archive, and starts a process for each step: as the gateway's user, whose the database is,
+//! or as the owner's. Nothing is touched before every byte was compared with the manifest. Of a database that holds rows a
+//! snapshot is taken first. What is replaced stays: the database for seven days, the home's entries in directories that are
+//! named at the end. A run that was killed is run again.
+
+pub mod archive_reader;
+mod catalog;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
+mod home;
+mod manifest;
+mod snapshot_first;
+mod steps;
+mod toc;
+mod untrusted;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use nix::fcntl::OFlag;
+
+use crate::applet::{Exit, Failure, OrExit};
+use crate::clock;
+use crate::failpoint;
+use crate::host::system::layout::Layout;
+use crate::host::system::lock::{Lock, LockError};
+use crate::host::system::systemd;
+use crate::host::system::user;
+use crate::host::system::user::MachineUser;
+use crate::http::problem::chain;
+
+use steps::Step;
+pub use steps::{StepArgs, run_step};
+
+/// The places of a run where a test can stop it.
+pub const POINTS: &[&str] = &[
+    "import.begin",
+    "import.checked",
+    "import.staged",
+    "import.inspected",
+    "import.loaded",
+    "import.swapped",
+    "import.placed",
+    "import.done",
+];
+
+/// How an archive is imported.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct Options {
+    /// Look at it and change nothing
+    #[arg(long)]
+    check: bool,
+    /// It may be of another user than this machine
+    #[arg(long)]
+    of_another_user: bool,
+    /// Do not take a snapshot of the database that is here first
+    #[arg(long)]
+    no_backup: bool,
+}
+
+impl Options {
+    /// As the command line of a step has them.
+    fn words(self) -> impl Iterator<Item = &'static str> {
+        let flags = [
+            (self.check, "--check"),
+            (self.of_another_user, "--of-another-user"),
+            (self.no_backup, "--no-backup"),
+        ];
+        flags.into_iter().filter_map(|(is_given, word)| is_given.then_some(word))
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum ImportError {
+    #[error("the import's step {step} was not started")]
+    Start {
+        step: &'static str,
+        #[source]
+        source: io::Error,
+    },
+    #[error("the import's step {step} failed ({end})")]
+    Failed { step: &'static str, end: ExitStatus },
+}
+
+impl ImportError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Start { .. } => Exit::Internal,
+            Self::Failed { end, .. } => Exit::of_child(*end),
+        }
+    }
+}
+
+/// Imports it.
+///
+/// # Errors
+/// [`Failure`]; before the databases are swapped, everything is as it was.
+pub async fn run(layout: &Layout, name: &Path, options: Options) -> Result<(), Failure> {
+    let lock = Lock::take(&layout.import_lock()).map_err(|error| match error {
+        LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
+        error @ LockError::File(_) => Failure::new(Exit::Internal, error),
+    })?;
+    let archive = open(name).or_exit(Exit::Refused)?;
+    let run = Run { layout, archive, name, options, number: clock::now_ms().as_millisecond() };
+    run.import().await.map_err(|error| Failure::new(error.exit(), error))?;
+    failpoint::pass("import.done").or_exit(Exit::Internal)?;
+    drop(lock);
+    if !options.check {
+        restart(layout).await;
+    }
+    Ok(())
+}
+
+/// The archive may lie where others can change the path: what is opened is a regular file, and opened once.
+fn open(path: &Path) -> Result<File, io::Error> {
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).map_err(named)?;
+    if file.metadata().map_err(named)?.is_file() {
+        Ok(file)
+    } else {
+        Err(named(io::Error::other("not a regular file")))
+    }
+}
+
+struct Run<'a> {
+    layout: &'a Layout,
+    archive: File,
+    name: &'a Path,
+    options: Options,
+    number: i64,
+}
+
+impl Run<'_> {
+    async fn import(&self) -> Result<(), ImportError> {
+        self.step(Step::Check).await?;
+        if self.options.check {
+            return Ok(());
+        }
+        let ready = async {
+            self.step(Step::Stage).await?;
+            self.step(Step::Database).await
+        };
+        if let Err(error) = ready.await {
+            // The first error says more.
+            let _ = self.step(Step::Unstage).await;
+            return Err(error);
+        }
+        self.step(Step::Place).await
+    }
+
+    /// Runs a step to its end as the user whose files it works on.
+    async fn step(&self, step: Step) -> Result<(), ImportError> {
+        let name = step.name();
+        let start = |source| ImportError::Start { step: name, source };
+        let user = if step.is_owners() { MachineUser::Owner } else { MachineUser::Gateway };
+        let mut command =
+            user::program_as(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
+        command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name);
+        command.args(self.options.words());
+        command.stdin(self.archive.try_clone().map_err(start)?);
+        let end = command.status().await.map_err(start)?;
+        if end.success() { Ok(()) } else { Err(ImportError::Failed { step: name, end }) }
+    }
+}
+
+/// The gateway gives the database's roles their passwords when it starts.
+async fn restart(layout: &Layout) {
+    let Some(systemctl) = systemd::systemctl(layout) else {
+        println!("next: restart svc-gateway");
+        return;
+    };
+    let mut command = tokio::process::Command::new(systemctl);
+    command.args(["try-restart", "svc-gateway.service", "svc-sync-agent.service"]);
+    match tokio::time::timeout(Duration::from_secs(120), command.status()).await {
+        Ok(Ok(status)) if status.success() => println!("restarted svc-gateway"),
+        Ok(Err(error)) => {
+            tracing::warn!(error = %chain(&error), "could not restart the gateway");
+            println!("next: systemctl restart svc-gateway");
+        }
+        _ => println!("next: systemctl restart svc-gateway"),
+    }
+}

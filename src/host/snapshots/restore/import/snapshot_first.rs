@@ -1,0 +1,73 @@
+//! A snapshot of the database that an import replaces: `svc-db-backup run`, as a program of its own, which steps down to
+//! its user.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use crate::applet::Exit;
+use crate::host::snapshots::database_identity;
+use crate::host::snapshots::database_identity::IdentityError;
+use crate::host::snapshots::restore::Settings;
+use crate::host::snapshots::row_counts;
+use crate::host::snapshots::staging;
+use crate::host::system::postgres;
+use crate::host::system::postgres::ConnectError;
+
+/// As long as its unit may take.
+const TIMEOUT: Duration = Duration::from_secs(6 * 3600);
+
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotFirstError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error("look for rows in the database that is here")]
+    Query(#[from] tokio_postgres::Error),
+    #[error("start svc-db-backup")]
+    Start(#[source] std::io::Error),
+    #[error(
+        "the snapshot of the database that is here, which is taken first, failed ({end}); nothing was changed\n  next: see its \
+         message above; `--no-backup` imports without it"
+    )]
+    Failed { end: String },
+}
+
+impl SnapshotFirstError {
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Identity(error) => error.exit(),
+            Self::Query(error) => postgres::exit(error),
+            Self::Start(_) => Exit::Internal,
+            Self::Failed { .. } => Exit::TryAgain,
+        }
+    }
+}
+
+/// Takes it, unless the database holds no row of the owner's. One that is held back is taken, too: it is kept.
+///
+/// # Errors
+/// [`SnapshotFirstError`]; nothing was changed.
+pub async fn take(settings: &Settings) -> Result<(), SnapshotFirstError> {
+    let server = &settings.means.server;
+    let client = staging::connect_patiently(&settings.means, server.database()).await?;
+    if row_counts::first_with_rows(&client).await?.is_none() {
+        return Ok(());
+    }
+    database_identity::verify(&settings.layout, &client).await?;
+    drop(client);
+    println!("taking a snapshot of the database that is here");
+    let program = std::env::current_exe().map_err(SnapshotFirstError::Start)?;
+    let mut backup = tokio::process::Command::new(program);
+    backup.args(["svc-db-backup", "run"]).stdin(Stdio::null()).kill_on_drop(true);
+    let ended = tokio::time::timeout(TIMEOUT, backup.status()).await;
+    let status = match ended {
+        Ok(status) => status.map_err(SnapshotFirstError::Start)?,
+        Err(_) => return Err(SnapshotFirstError::Failed { end: "it did not end in time".to_owned() }),
+    };
+    if status.success() || status.code() == Some(i32::from(Exit::Refused as u8)) {
+        return Ok(());
+    }
+    Err(SnapshotFirstError::Failed { end: status.to_string() })
+}

@@ -1,0 +1,276 @@
+//! The steps of an import, each a process of its own whose standard input is the archive.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use super::Options;
+use super::archive_reader::{ArchiveError, Archived, Part};
+use super::home::{self, Staging};
+use super::snapshot_first::{self, SnapshotFirstError};
+use super::untrusted::{self, UntrustedError};
+use crate::applet::{Exit, Failure};
+use crate::failpoint::{self, Injected};
+use crate::fsx::{self, FileError};
+use crate::host::snapshots::archive::SYSTEM;
+use crate::host::snapshots::database_identity;
+use crate::host::snapshots::database_identity::IdentityError;
+use crate::host::snapshots::restore;
+use crate::host::snapshots::restore::Settings;
+use crate::host::snapshots::restore::journal;
+use crate::host::snapshots::restore::journal::Journal;
+use crate::host::snapshots::restore::swap;
+use crate::host::snapshots::restore::swap::SwapError;
+use crate::host::snapshots::restore_marker::Marker;
+use crate::host::snapshots::staging;
+use crate::host::snapshots::staging::{DownloadError, LoadError};
+use crate::host::system::layout::Layout;
+use crate::host::system::postgres;
+use crate::host::system::postgres::ConnectError;
+use crate::host::system::user;
+use crate::http::request_id;
+
+/// A step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Step {
+    /// Compares all of the archive with its manifest.
+    Check,
+    /// Makes the owner's files ready beside those that are there.
+    Stage,
+    /// Takes away what [`Step::Stage`] made.
+    Unstage,
+    /// Replaces the database, and the gateway's part of the home.
+    Database,
+    /// Puts the owner's files in place.
+    Place,
+}
+
+impl Step {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Check => "check",
+            Self::Stage => "stage",
+            Self::Unstage => "unstage",
+            Self::Database => "database",
+            Self::Place => "place",
+        }
+    }
+
+    /// Whether it works on the owner's files, and not on the gateway's.
+    pub fn is_owners(self) -> bool {
+        matches!(self, Self::Stage | Self::Unstage | Self::Place)
+    }
+}
+
+#[derive(clap::Args)]
+pub struct StepArgs {
+    pub step: Step,
+    /// Of this import
+    #[arg(long)]
+    number: i64,
+    /// What the archive on standard input is called
+    #[arg(long)]
+    archive: PathBuf,
+    #[command(flatten)]
+    options: Options,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum StepError {
+    #[error(
+        "the restore gate is shut: `svc-restore` brings this machine's own snapshot first, and an import comes after it"
+    )]
+    GateShut,
+    #[error("this machine has been replaced (superseded.json)")]
+    Superseded,
+    #[error(
+        "the archive is {of}'s, and this machine is {here}'s\n  next: `--of-another-user` says that it is meant"
+    )]
+    Anothers { of: String, here: String },
+    #[error("the archive on standard input")]
+    Input(#[source] std::io::Error),
+    #[error(transparent)]
+    Archive(#[from] ArchiveError),
+    #[error(transparent)]
+    Download(#[from] DownloadError),
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error(transparent)]
+    Untrusted(#[from] UntrustedError),
+    #[error(transparent)]
+    SnapshotFirst(#[from] SnapshotFirstError),
+    #[error("look for what an earlier run left")]
+    Query(#[from] tokio_postgres::Error),
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error(transparent)]
+    Swap(#[from] SwapError),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl StepError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Superseded => Exit::Permission,
+            Self::GateShut => Exit::TryAgain,
+            Self::Anothers { .. } | Self::Archive(_) | Self::Download(DownloadError::NoSpace { .. }) => {
+                Exit::Refused
+            }
+            Self::Download(error) => error.exit(),
+            Self::Untrusted(error) => error.exit(),
+            Self::SnapshotFirst(error) => error.exit(),
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Load(error) => error.exit(),
+            Self::Query(error) => postgres::exit(error),
+            Self::Identity(error) => error.exit(),
+            Self::Swap(error) => error.exit(),
+            Self::Input(_) | Self::File(_) | Self::Injected(_) => Exit::Internal,
+        }
+    }
+}
+
+/// Runs one.
+///
+/// # Errors
+/// [`Failure`].
+pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
+    user::end_with_parent();
+    let archive = std::io::stdin().as_fd().try_clone_to_owned().map(File::from).map_err(StepError::Input);
+    let ended = match (args.step, archive) {
+        (_, Err(error)) => Err(error),
+        (Step::Check, Ok(archive)) => check(&Settings::read(layout)?, &archive, &args),
+        (Step::Stage, Ok(archive)) => stage(&layout, &archive, &args),
+        (Step::Unstage, Ok(_)) => home::remove_staged(&layout.home()).map_err(StepError::from),
+        (Step::Database, Ok(archive)) => {
+            let settings = Settings::read(layout)?;
+            let _lock = restore::lock(&settings)?;
+            replace_database(&settings, &archive, &args).await
+        }
+        (Step::Place, Ok(_)) => place(&layout, &args),
+    };
+    ended.map_err(|error| Failure::new(error.exit(), error))
+}
+
+fn check(settings: &Settings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
+    failpoint::pass("import.begin")?;
+    let archived = read(archive, &args.archive, &Part::Nothing)?;
+    let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
+    println!(
+        "{}'s, of {}: {} tables with {rows} rows, {} entries of the home; every byte is as it was written",
+        archived.about.idp_user_id,
+        crate::clock::rfc3339_ms(archived.about.created_at),
+        archived.side.tables.len(),
+        archived.home_entries,
+    );
+    if args.options.check {
+        return Ok(());
+    }
+    let here = settings.user.as_str();
+    if archived.about.idp_user_id.as_str() != here && !args.options.of_another_user {
+        let of = archived.about.idp_user_id.as_str().to_owned();
+        return Err(StepError::Anothers { of, here: here.to_owned() });
+    }
+    if settings.layout.superseded().exists() {
+        return Err(StepError::Superseded);
+    }
+    if !settings.layout.restore_complete().exists() {
+        return Err(StepError::GateShut);
+    }
+    failpoint::pass("import.checked")?;
+    Ok(())
+}
+
+fn read(archive: &File, name: &Path, part: &Part<'_>) -> Result<Archived, ArchiveError> {
+    tokio::task::block_in_place(|| Archived::read(archive, name, part))
+}
+
+fn stage(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), StepError> {
+    let staging = Staging::of(&layout.home(), args.number);
+    read(archive, &args.archive, &Part::Home(staging.create()?))?;
+    staging.ensure_replaceable()?;
+    failpoint::pass("import.staged")?;
+    Ok(())
+}
+
+fn place(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
+    let staging = Staging::of(&layout.home(), args.number);
+    let before = tokio::task::block_in_place(|| staging.place())?;
+    failpoint::pass("import.placed")?;
+    if let Some(before) = before {
+        println!("what had the same names in the home is in {}", before.display());
+    }
+    Ok(())
+}
+
+async fn replace_database(settings: &Settings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
+    let layout = &settings.layout;
+    if !args.options.no_backup {
+        snapshot_first::take(settings).await?;
+    }
+    let system = Staging::of(&layout.home().join(SYSTEM), args.number);
+    let dump = layout.restore_state().join("import.dump");
+    // An earlier run may have left it.
+    fsx::remove_if_there(&dump)?;
+    let replaced = load_and_swap(settings, archive, args, &system, &dump).await;
+    if replaced.is_err() {
+        // The error says more; what stays is removed by the next run.
+        let _ = home::remove_staged(&layout.home().join(SYSTEM));
+        let _ = fsx::remove_if_there(&dump);
+    }
+    replaced
+}
+
+async fn load_and_swap(
+    settings: &Settings,
+    archive: &File,
+    args: &StepArgs,
+    system: &Staging,
+    dump: &Path,
+) -> Result<(), StepError> {
+    let layout = &settings.layout;
+    let staged = system.create()?;
+    let state = layout.restore_state();
+    std::fs::create_dir_all(&state).map_err(FileError::at("create directory", &state))?;
+    let dump_bytes = Archived::dump_bytes(archive, &args.archive)?;
+    staging::ensure_bytes(&state, dump_bytes)?;
+    let archived = read(archive, &args.archive, &Part::Gateway { dump, system: staged })?;
+    let snapshot = archived.side.named();
+    staging::refuse_newer(&settings.means, &archived.side).await?;
+    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
+    staging::end_sessions_of(&client, settings.means.name).await?;
+    staging::drop_scratches(&client).await?;
+    drop(client);
+    staging::ensure_room(&layout.restore_state(), &snapshot, &archived.side, snapshot.size_bytes)?;
+    let loaded = untrusted::load(&settings.means, dump, &archived.side).await?;
+    failpoint::pass("import.loaded")?;
+    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
+    database_identity::stamp(&client, &loaded.name).await?;
+    Journal::new(&snapshot, &loaded).write(layout)?;
+    if let Err(error) = swap::swap(&settings.means.server, &loaded).await {
+        swap::undo(&settings.means.server, &loaded).await;
+        return Err(error.into());
+    }
+    failpoint::pass("import.swapped")?;
+    let identity = database_identity::adopt(&client, settings.means.server.database()).await?;
+    Marker::new(Some(snapshot.key.clone()), identity).write(layout)?;
+    drop(client);
+    let before = tokio::task::block_in_place(|| system.place())?;
+    // Until then the pointer names what was here before.
+    let request = serde_json::json!({"requestId": request_id::current()}).to_string();
+    fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)?;
+    journal::remove(layout)?;
+    staging::remove_dumps(&layout.restore_state())?;
+    println!(
+        "imported; the database that was here stays as svc_before_{} for seven days, or until space is short",
+        loaded.number
+    );
+    if let Some(before) = before {
+        println!("records that had the same names are in {}", before.display());
+    }
+    Ok(())
+}

@@ -1,0 +1,192 @@
+//! What of an archive's dump is loaded, chosen from the listing that `pg_restore -l` gives of it.
+//!
+//! An archive holds tables and what belongs to them, and no code: nothing that a later session, least of all the database's
+//! superuser, would run without knowing. A listing is only what the dump says of itself, so this gives early and plain
+//! refusals; what was really made is inspected afterwards (`catalog.rs`).
+
+use std::collections::{BTreeSet, HashSet};
+use std::path::Path;
+
+use crate::host::system::tar_reader::quoted;
+
+/// Extensions with types and operators alone, none of which reaches files, programs or other servers. The superuser
+/// creates those that an archive names.
+const EXTENSIONS: [&str; 5] = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
+
+/// Entries that are loaded. Where one name is the beginning of another, the longer one comes first.
+const LOADED: [&str; 16] = [
+    "CHECK CONSTRAINT",
+    "FK CONSTRAINT",
+    "CONSTRAINT",
+    "DEFAULT",
+    "DOMAIN",
+    "INDEX ATTACH",
+    "INDEX",
+    "SCHEMA",
+    "SEQUENCE OWNED BY",
+    "SEQUENCE SET",
+    "SEQUENCE",
+    "STATISTICS",
+    "TABLE ATTACH",
+    "TABLE DATA",
+    "TABLE",
+    "TYPE",
+];
+
+/// Entries that are left out: rights, which the gateway grants to the apps that are installed.
+const LEFT_OUT: [&str; 2] = ["DEFAULT ACL", "ACL"];
+
+/// Comments on these are loaded; those on others need the object's owner, or are of what is left out.
+const COMMENTED: [&str; 7] = ["COLUMN", "CONSTRAINT", "DOMAIN", "INDEX", "SEQUENCE", "TABLE", "TYPE"];
+
+/// Of what the gateway makes again itself: the outbox of changes.
+const OUTBOX_FUNCTIONS: [&str; 2] = ["svc note_change() ", "svc note_truncate() "];
+const OUTBOX_TRIGGER: &str = " svc_changes_";
+
+/// What is loaded.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Selection {
+    /// For `pg_restore -L`: a line for each entry.
+    pub list: String,
+    pub extensions: BTreeSet<String>,
+}
+
+/// Why a dump is not loaded.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum TocError {
+    #[error(
+        "its database holds {entry}, and an archive may hold tables, sequences, indexes and constraints alone\n  next: drop it \
+         before the export, and create it again after the import"
+    )]
+    NotAllowed { entry: String },
+    #[error("its database needs the extension {name}, which an import does not create")]
+    Extension { name: String },
+    #[error("the listing of its dump has a line that is no entry: {line}")]
+    Line { line: String },
+    #[error("its dump gives the number {id} to more than one entry")]
+    RepeatedId { id: u32 },
+}
+
+/// Chooses from a listing.
+///
+/// # Errors
+/// [`TocError`] when the dump has what is neither loaded nor left out.
+pub fn select(listing: &str) -> Result<Selection, TocError> {
+    let mut selection = Selection::default();
+    let mut ids = HashSet::new();
+    for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
+        let (id, entry) = parse(line).ok_or_else(|| TocError::Line { line: shown(line) })?;
+        // `pg_restore` is given numbers, and loads only one entry of a number: perhaps the one that was to be left out.
+        if !ids.insert(id) {
+            return Err(TocError::RepeatedId { id });
+        }
+        match judge(entry)? {
+            Verdict::Load => selection.list.push_str(&format!("{id};\n")),
+            Verdict::LeaveOut => {}
+            Verdict::Extension(name) => {
+                selection.extensions.insert(name);
+            }
+        }
+    }
+    Ok(selection)
+}
+
+/// `12; 1259 16385 TABLE app_notes notes postgres`: the number, and what follows the two oids.
+fn parse(line: &str) -> Option<(u32, &str)> {
+    let (id, rest) = line.split_once("; ")?;
+    let mut parts = rest.splitn(3, ' ');
+    let (catalog, object, entry) = (parts.next()?, parts.next()?, parts.next()?);
+    let is_number = |text: &str| text.parse::<u32>().is_ok();
+    (is_number(catalog) && is_number(object)).then_some((id.parse().ok()?, entry))
+}
+
+enum Verdict {
+    Load,
+    LeaveOut,
+    Extension(String),
+}
+
+fn judge(entry: &str) -> Result<Verdict, TocError> {
+    let after = |kind: &str| entry.strip_prefix(kind).and_then(|rest| rest.strip_prefix(' '));
+    if let Some(extension) = after("EXTENSION") {
+        let name = extension.trim_start_matches("- ").trim();
+        return match EXTENSIONS.contains(&name) {
+            true => Ok(Verdict::Extension(name.to_owned())),
+            false => Err(TocError::Extension { name: shown(name) }),
+        };
+    }
+    if let Some(commented) = after("COMMENT") {
+        // `COMMENT app_notes TABLE notes postgres`; a name with a space in it loses its comment.
+        let mut words = commented.split(' ');
+        let is_loaded = words.nth(1).is_some_and(|kind| COMMENTED.contains(&kind));
+        return Ok(if is_loaded { Verdict::Load } else { Verdict::LeaveOut });
+    }
+    let is_public = after("SCHEMA").is_some_and(|schema| schema.starts_with("- public "));
+    let is_outbox = after("FUNCTION")
+        .is_some_and(|of| OUTBOX_FUNCTIONS.iter().any(|name| of.starts_with(name)))
+        || after("TRIGGER").is_some_and(|trigger| trigger.contains(OUTBOX_TRIGGER));
+    if is_public || is_outbox || LEFT_OUT.iter().any(|kind| after(kind).is_some()) {
+        return Ok(Verdict::LeaveOut);
+    }
+    if LOADED.iter().any(|kind| after(kind).is_some()) {
+        return Ok(Verdict::Load);
+    }
+    Err(TocError::NotAllowed { entry: shown(entry) })
+}
+
+fn shown(text: &str) -> String {
+    quoted(Path::new(text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn select_takes_tables_and_leaves_out_rights() {
+        let listing = ";\n; Archive created at 2026-11-23\n;     TOC Entries: 12\n;\n\
+            6; 2615 16385 SCHEMA - app_notes postgres\n\
+            5; 2615 2200 SCHEMA - public pg_database_owner\n\
+            2; 3079 16390 EXTENSION - citext \n\
+            3400; 0 0 COMMENT - EXTENSION citext \n\
+            216; 1259 16386 TABLE app_notes my notes app_notes\n\
+            3401; 0 0 COMMENT app_notes TABLE notes postgres\n\
+            3402; 0 0 ACL app_notes TABLE notes postgres\n\
+            230; 1255 16400 FUNCTION svc note_change() postgres\n\
+            3390; 0 16386 TABLE DATA app_notes notes app_notes\n\
+            3391; 2620 16401 TRIGGER app_notes notes svc_changes_insert postgres\n\
+            3237; 2606 16391 FK CONSTRAINT app_notes notes notes_fkey app_notes\n";
+        let selection = select(listing).unwrap();
+        assert_eq!(selection.list, "6;\n216;\n3401;\n3390;\n3237;\n");
+        assert_eq!(selection.extensions, BTreeSet::from(["citext".to_owned()]));
+    }
+
+    #[test]
+    fn select_refuses_code() {
+        for entry in [
+            "1255 16400 FUNCTION app_notes f(integer) app_notes",
+            "1255 16400 FUNCTION svc note_other() postgres",
+            "2620 16400 TRIGGER app_notes notes mine postgres",
+            "3466 16400 EVENT TRIGGER - mine postgres",
+            "1259 16400 VIEW app_notes v postgres",
+            "1259 16400 MATERIALIZED VIEW app_notes v postgres",
+            "2618 16400 RULE app_notes notes r postgres",
+            "3256 16400 POLICY app_notes notes p postgres",
+            "3079 16400 EXTENSION - file_fdw ",
+            "3079 16400 EXTENSION - citext2 ",
+            "2613 16400 BLOB - 16400 postgres",
+            "6104 16400 PUBLICATION - p postgres",
+            "2617 16400 OPERATOR app_notes + postgres",
+            "826 16400 TABLESPACE - t postgres",
+        ] {
+            assert!(select(&format!("7; {entry}\n")).is_err(), "{entry}");
+        }
+        let repeated = "7; 1259 16386 TABLE a b c\n7; 1255 16400 FUNCTION svc note_change() postgres\n";
+        assert_eq!(select(repeated), Err(TocError::RepeatedId { id: 7 }));
+        for line in ["7; TABLE", "x; 1 2 TABLE a b c", "no entry", "7; 1 x TABLE a b c"] {
+            assert!(matches!(select(line), Err(TocError::Line { .. })), "{line}");
+        }
+        let refused = select("7; 1 2 VIEW a \x1b[2J b\n").unwrap_err().to_string();
+        assert!(!refused.contains('\x1b'), "{refused}");
+    }
+}

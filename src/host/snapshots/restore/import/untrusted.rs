@@ -1,0 +1,274 @@
+//! An archive's dump in a new database, loaded by a role that can do nothing else.
+//!
+//! `pg_restore` sends SQL that the author of the archive has written. It runs as this user, and in the server as a role of
+//! this import alone: no superuser, a member of nothing, which owns the new database and reaches no other. Owners, rights and
+//! extensions are given by us. Before the superuser reads a row of it, its catalog is inspected (`catalog.rs`).
+
+use std::path::Path;
+use std::time::Duration;
+
+use postgres_protocol::password::scram_sha_256;
+use ring::rand::{SecureRandom, SystemRandom};
+use secrecy::{ExposeSecret, SecretString};
+use tokio::io::AsyncReadExt;
+use tokio_postgres::Client;
+
+use super::catalog;
+use super::toc::{self, Selection, TocError};
+use crate::applet::Exit;
+use crate::failpoint::{self, Injected};
+use crate::fsx::{self, FileError};
+use crate::host::snapshots::staging;
+use crate::host::snapshots::staging::{LoadError, Means, Scratch};
+use crate::host::system::postgres;
+use crate::host::system::postgres::{ConnectError, ident, literal};
+use crate::host::system::postgres_tools;
+use crate::host::system::postgres_tools::PgTools;
+use crate::http::problem::chain;
+use crate::quantity::counted;
+use crate::store::snapshot::SideRecord;
+use crate::untrusted_text;
+
+const ROLE: &str = "svc_import_";
+/// `pg_restore` has one session and one for each job.
+const MAX_SESSIONS: usize = 4;
+const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
+/// Of a listing: a line for each table, index and constraint.
+const MAX_LISTING_BYTES: u64 = 32 << 20;
+const MAX_COMPLAINT_BYTES: u64 = 64 * 1024;
+
+/// Why the archive's database is not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum UntrustedError {
+    #[error("the archive's database is refused")]
+    Contents(#[from] TocError),
+    #[error(
+        "the archive's database is refused: loading it made a {what}, and an archive may hold tables, sequences, indexes and \
+         constraints alone\n  next: drop it before the export, and create it again after the import"
+    )]
+    Forbidden { what: String },
+    #[error("the archive's dump cannot be read: {complaint}")]
+    Unreadable { complaint: String },
+    #[error(
+        "PostgreSQL's client tools are in the database's container alone\n  next: install a release with its runtimes"
+    )]
+    NoTools,
+    #[error("run pg_restore")]
+    Tool(#[source] std::io::Error),
+    #[error("the system gives no random bytes")]
+    Random,
+    #[error("{action}")]
+    Query {
+        action: &'static str,
+        #[source]
+        source: tokio_postgres::Error,
+    },
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl UntrustedError {
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Contents(_) | Self::Forbidden { .. } | Self::Unreadable { .. } => Exit::Refused,
+            Self::NoTools => Exit::Config,
+            Self::Tool(_) | Self::Random | Self::File(_) | Self::Injected(_) => Exit::Internal,
+            Self::Query { source, .. } => postgres::exit(source),
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Load(error) => error.exit(),
+        }
+    }
+}
+
+fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> UntrustedError {
+    move |source| UntrustedError::Query { action, source }
+}
+
+/// Loads a dump and checks what it made. On failure nothing of it stays.
+///
+/// # Errors
+/// [`UntrustedError`].
+pub async fn load(means: &Means, dump: &Path, side: &SideRecord) -> Result<Scratch, UntrustedError> {
+    if means.tools == PgTools::Container {
+        return Err(UntrustedError::NoTools);
+    }
+    let selection = toc::select(&list(&means.tools, dump).await?)?;
+    let chosen = dump.with_extension("list");
+    fsx::write_atomic(&chosen, selection.list.as_bytes(), 0o600)?;
+    let admin = staging::connect_patiently(means, postgres::MAINTENANCE).await?;
+    drop_roles(&admin).await?;
+    let role = Loader::create(&admin).await?;
+    let scratch = staging::create_database(&admin, Some(&role.name)).await?;
+    let loaded =
+        role.load(means, &admin, &scratch, Files { dump, chosen: &chosen }, (&selection, side)).await;
+    let removed = fsx::remove_if_there(&chosen);
+    if let Err(error) = loaded {
+        staging::drop_scratch(&admin, &scratch.name).await;
+        if let Err(error) = drop_roles(&admin).await {
+            tracing::warn!(error = %chain(&error), "could not drop the role of the import");
+        }
+        return Err(error);
+    }
+    removed?;
+    drop_roles(&admin).await?;
+    tell_not_kept(side);
+    Ok(scratch)
+}
+
+/// The listing of a dump, made by a process that has no connection to the database.
+async fn list(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
+    let mut child = tools.list(dump).spawn().map_err(UntrustedError::Tool)?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let (mut listing, mut said) = (Vec::new(), Vec::new());
+    let reading = async {
+        let listing = async {
+            match stdout {
+                Some(stdout) => stdout.take(MAX_LISTING_BYTES + 1).read_to_end(&mut listing).await,
+                None => Ok(0),
+            }
+        };
+        let said = async {
+            match stderr {
+                Some(stderr) => stderr.take(MAX_COMPLAINT_BYTES).read_to_end(&mut said).await,
+                None => Ok(0),
+            }
+        };
+        let (listed, complained) = tokio::join!(listing, said);
+        listed.and(complained)?;
+        child.wait().await
+    };
+    let ended = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
+    let unreadable =
+        |complaint: &str| UntrustedError::Unreadable { complaint: untrusted_text::bounded(complaint) };
+    let status = ended.map_err(|_| unreadable("it was not listed in time"))?.map_err(UntrustedError::Tool)?;
+    if listing.len() as u64 > MAX_LISTING_BYTES {
+        return Err(unreadable("it has too many entries"));
+    }
+    if !status.success() {
+        return Err(unreadable(&postgres_tools::complaint(&String::from_utf8_lossy(&said))));
+    }
+    Ok(String::from_utf8_lossy(&listing).into_owned())
+}
+
+/// Roles of imports that were killed, and of one that has ended. Their databases are dropped before, or owned by another.
+async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
+    let failed = || query("drop the role of an import");
+    let left = format!("SELECT rolname::text FROM pg_roles WHERE rolname ~ '^{ROLE}[0-9]+$'");
+    for row in admin.query(&left, &[]).await.map_err(failed())? {
+        let name: String = row.try_get(0).map_err(failed())?;
+        end_sessions(admin, &name).await?;
+        admin.batch_execute(&format!("DROP ROLE {}", ident(&name))).await.map_err(failed())?;
+    }
+    Ok(())
+}
+
+/// The role can start no other session from here on, and has none.
+async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedError> {
+    let failed = || query("end the sessions of the import");
+    admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", ident(role))).await.map_err(failed())?;
+    let sessions = "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity WHERE usename = $1";
+    admin.query_one(sessions, &[&role]).await.map_err(failed())?;
+    Ok(())
+}
+
+struct Files<'a> {
+    dump: &'a Path,
+    chosen: &'a Path,
+}
+
+/// The role of one import.
+struct Loader {
+    name: String,
+    password: SecretString,
+}
+
+impl Loader {
+    async fn create(admin: &Client) -> Result<Self, UntrustedError> {
+        let mut bytes = [0; 32];
+        SystemRandom::new().fill(&mut bytes).map_err(|_| UntrustedError::Random)?;
+        let password = SecretString::from(hex::encode(bytes));
+        let name = format!("{ROLE}{}", crate::clock::now_ms().as_millisecond());
+        let verifier = scram_sha_256(password.expose_secret().as_bytes());
+        let quoted = ident(&name);
+        // The server's log does not quote its statements, whose text holds rows.
+        let sql = format!(
+            "BEGIN;
+             CREATE ROLE {quoted} LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOINHERIT NOREPLICATION NOBYPASSRLS
+                CONNECTION LIMIT {MAX_SESSIONS} PASSWORD {};
+             ALTER ROLE {quoted} SET log_min_messages = 'fatal';
+             ALTER ROLE {quoted} SET log_error_verbosity = 'terse';
+             COMMIT",
+            literal(&verifier)
+        );
+        admin.batch_execute(&sql).await.map_err(query("create the role of the import"))?;
+        Ok(Self { name, password })
+    }
+
+    async fn load(
+        &self,
+        means: &Means,
+        admin: &Client,
+        scratch: &Scratch,
+        files: Files<'_>,
+        (selection, side): (&Selection, &SideRecord),
+    ) -> Result<(), UntrustedError> {
+        create_extensions(means, scratch, selection).await?;
+        let server = means.server.as_role(&self.name, self.password.expose_secret());
+        let command = means.tools.load_chosen(&server, &scratch.name, files.dump, files.chosen);
+        staging::run_restore(command).await?;
+        end_sessions(admin, &self.name).await?;
+        reset_database(admin, &scratch.name).await?;
+        failpoint::pass("import.inspected")?;
+        let client = staging::connect_patiently(means, &scratch.name).await?;
+        let found = catalog::find_forbidden(&client).await.map_err(query("inspect the new database"))?;
+        if let Some(what) = found {
+            return Err(UntrustedError::Forbidden { what: untrusted_text::bounded(&what) });
+        }
+        let role = ident(&self.name);
+        let adopt = format!("REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}");
+        client.batch_execute(&adopt).await.map_err(query("take over what the import has made"))?;
+        staging::compare(means, &client, side).await?;
+        Ok(())
+    }
+}
+
+async fn create_extensions(
+    means: &Means,
+    scratch: &Scratch,
+    selection: &Selection,
+) -> Result<(), UntrustedError> {
+    let client = staging::connect_patiently(means, &scratch.name).await?;
+    for name in &selection.extensions {
+        let create = format!("CREATE EXTENSION {} WITH SCHEMA public", ident(name));
+        client.batch_execute(&create).await.map_err(query("create an extension of the archive"))?;
+    }
+    Ok(())
+}
+
+/// What the owner of a database can set for all its sessions, ours included.
+async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedError> {
+    let database = ident(database);
+    let sql = format!(
+        "ALTER DATABASE {database} RESET ALL;
+         ALTER DATABASE {database} WITH ALLOW_CONNECTIONS true CONNECTION LIMIT -1 IS_TEMPLATE false"
+    );
+    admin.batch_execute(&sql).await.map_err(query("reset the settings of the new database"))
+}
+
+/// Roles are made by the gateway for the apps that are installed; nothing of the archive decides what one may do.
+fn tell_not_kept(side: &SideRecord) {
+    let others = side.roles.iter().filter(|role| !role.starts_with("app_")).count();
+    if others > 0 {
+        tracing::warn!("not kept by the import: {} that belong to no app", counted(others as u64, "role"));
+    }
+    let settings = side.database.as_ref().map_or(0, |facts| facts.settings.len());
+    if settings > 0 {
+        tracing::warn!("not kept by the import: {} of the database", counted(settings as u64, "setting"));
+    }
+}

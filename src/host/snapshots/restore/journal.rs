@@ -1,0 +1,64 @@
+//! The note that a swap is about to happen, so that the next run can tell whether it did: by the database's oid, which
+//! a rename keeps.
+
+use serde::{Deserialize, Serialize};
+
+use crate::fsx::{self, FileError};
+use crate::host::snapshots::staging::Scratch;
+use crate::host::system::layout::Layout;
+use crate::store::pointer::SnapshotRef;
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Journal {
+    version: u32,
+    pub key: String,
+    sha256: String,
+    pub scratch_oid: u32,
+}
+
+pub fn path(layout: &Layout) -> std::path::PathBuf {
+    layout.restore_state().join("journal.json")
+}
+
+impl Journal {
+    pub fn new(snapshot: &SnapshotRef, scratch: &Scratch) -> Self {
+        Self {
+            version: 1,
+            key: snapshot.key.clone(),
+            sha256: snapshot.sha256.clone(),
+            scratch_oid: scratch.oid,
+        }
+    }
+
+    /// Whether a run was cut off between its note and its end.
+    pub fn is_open(layout: &Layout) -> bool {
+        path(layout).exists()
+    }
+
+    /// What cannot be read was never a whole note, and says nothing.
+    ///
+    /// # Errors
+    /// When the file is there and the disk does not give it.
+    pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
+        let text = fsx::read_if_there(&path(layout))?;
+        Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
+    }
+
+    /// # Errors
+    /// [`FileError`].
+    pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
+        let text = serde_json::to_vec(self).expect("a journal of plain fields is JSON");
+        fsx::write_atomic(&path(layout), &text, 0o600)
+    }
+
+    pub fn is_for(&self, snapshot: &SnapshotRef) -> bool {
+        self.version == 1 && self.key == snapshot.key && self.sha256 == snapshot.sha256
+    }
+}
+
+/// # Errors
+/// [`FileError`].
+pub fn remove(layout: &Layout) -> Result<(), FileError> {
+    fsx::remove_if_there(&path(layout))
+}

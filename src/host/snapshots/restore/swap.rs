@@ -1,0 +1,116 @@
+//! The swap: the owner's database and the restored one change names in one transaction. The replaced one stays as
+//! `svc_before_<n>` for seven days, and at least until the first good backup.
+
+use std::time::{Duration, Instant};
+
+use tokio_postgres::{Client, Error};
+
+use crate::applet::Exit;
+use crate::failpoint::{self, Injected};
+use crate::host::snapshots::staging::{Scratch, drop_scratch, oid};
+use crate::host::system::postgres;
+use crate::host::system::postgres::{ConnectError, Server, ident};
+use crate::http::problem::chain;
+
+/// How long sessions may take to end.
+const SESSIONS: Duration = Duration::from_secs(30);
+
+/// Why the databases were not swapped. They are then as they were.
+#[derive(Debug, thiserror::Error)]
+pub enum SwapError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("swap the databases")]
+    Query(#[from] Error),
+    #[error("{sessions} sessions on {database} did not end")]
+    InUse { database: String, sessions: i64 },
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl SwapError {
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Query(error) => postgres::exit(error),
+            Self::InUse { .. } | Self::Injected(_) => Exit::Internal,
+        }
+    }
+}
+
+/// # Errors
+/// [`SwapError`].
+pub async fn swap(server: &Server, scratch: &Scratch) -> Result<(), SwapError> {
+    let client = server.connect(postgres::MAINTENANCE, "svc-restore").await?;
+    let database = server.database();
+    let there = oid(&client, database).await?.is_some();
+    if there {
+        let close = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", ident(database));
+        client.batch_execute(&close).await?;
+        failpoint::pass("restore.closed")?;
+        end_sessions(&client, database).await?;
+    }
+    end_sessions(&client, &scratch.name).await?;
+    let replaced = format!("svc_before_{}", scratch.number);
+    let first = if there {
+        format!("ALTER DATABASE {} RENAME TO {};", ident(database), ident(&replaced))
+    } else {
+        String::new()
+    };
+    client
+        .batch_execute(&format!(
+            "BEGIN; {first} ALTER DATABASE {} RENAME TO {}; COMMIT",
+            ident(&scratch.name),
+            ident(database)
+        ))
+        .await?;
+    failpoint::pass("restore.renamed")?;
+    allow_connections(&client, database).await?;
+    allow_connections(&client, &replaced).await?;
+    failpoint::pass("restore.opened")?;
+    Ok(())
+}
+
+/// After a failed swap: the owner's database is open again and the scratch gone, unless the swap did happen.
+pub async fn undo(server: &Server, scratch: &Scratch) {
+    match server.connect(postgres::MAINTENANCE, "svc-restore").await {
+        Ok(client) => {
+            if let Err(error) = allow_connections(&client, server.database()).await {
+                tracing::error!(error = %chain(&error), "could not open the database again");
+            }
+            drop_scratch(&client, &scratch.name).await;
+        }
+        Err(error) => tracing::error!(error = %chain(&error), "could not open the database again"),
+    }
+}
+
+async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> {
+    let end = Instant::now() + SESSIONS;
+    loop {
+        let row = client
+            .query_one(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE datname = $1",
+                &[&database],
+            )
+            .await?;
+        let sessions: i64 = row.try_get(0)?;
+        if sessions == 0 {
+            return Ok(());
+        }
+        if Instant::now() > end {
+            return Err(SwapError::InUse { database: database.to_owned(), sessions });
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Lets sessions in; a database that does not exist needs nothing.
+///
+/// # Errors
+/// The database's.
+pub async fn allow_connections(client: &Client, database: &str) -> Result<(), SwapError> {
+    if oid(client, database).await?.is_some() {
+        client.batch_execute(&format!("ALTER DATABASE {} ALLOW_CONNECTIONS true", ident(database))).await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,321 @@
+//! The snapshot in a new database beside the old one: roles, content, the database's own rights and settings, and
+//! the count that shows that nothing is missing.
+
+use std::convert::Infallible;
+use std::path::Path;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt;
+use tokio_postgres::Client;
+
+use super::Means;
+use super::database::{self, Scratch};
+use super::download::{DownloadError, Dump};
+use super::{roles, stream};
+use crate::applet::Exit;
+use crate::failpoint::{self, Injected};
+use crate::host::snapshots::row_counts;
+use crate::host::system::backoff::Patience;
+use crate::host::system::postgres;
+use crate::host::system::postgres::{ConnectError, ident, literal};
+use crate::host::system::postgres_tools;
+use crate::quantity::counted;
+use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
+
+/// Nothing on a machine of ours takes longer to load.
+const DEADLINE: Duration = Duration::from_secs(12 * 3600);
+
+/// How often it is asked how much is loaded.
+const WATCH: Duration = Duration::from_secs(2);
+
+/// What becomes of roles that are made for a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Roles {
+    /// They stay: it becomes the owner's database.
+    Stay,
+    /// They go with the drill, by [`super::drop_drills_roles`].
+    OfADrill,
+}
+
+/// Why the snapshot is not in a database.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error(
+        "{key} is of PostgreSQL {of}, and this machine has {here}: it cannot be read into an older one\n  next: recover with \
+         an image that has PostgreSQL {of}, or `svcctl recover --snapshot` with an earlier snapshot"
+    )]
+    Newer { key: String, of: u32, here: i32 },
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("{action}")]
+    Query {
+        action: String,
+        #[source]
+        source: tokio_postgres::Error,
+    },
+    #[error("start pg_restore")]
+    Start(#[source] std::io::Error),
+    #[error("pg_restore ended with {status}: {complaint}")]
+    Restore { status: ExitStatus, complaint: String },
+    #[error("pg_restore did not end in time")]
+    Stuck,
+    #[error("the restored database is not what the record says: {0}")]
+    Differs(String),
+    #[error(transparent)]
+    Download(#[from] DownloadError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+impl LoadError {
+    /// `Refused` where it is the snapshot that does not become a database here.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Connect(_) => Exit::Unavailable,
+            Self::Download(error) => error.exit(),
+            Self::Query { source, .. } => postgres::exit(source),
+            Self::Newer { .. } | Self::Restore { .. } | Self::Differs(_) => Exit::Refused,
+            Self::Start(_) | Self::Stuck | Self::Injected(_) => Exit::Internal,
+        }
+    }
+}
+
+pub(super) fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Error) -> LoadError {
+    let action = action.into();
+    move |source| LoadError::Query { action, source }
+}
+
+/// The database's container may still be starting.
+///
+/// # Errors
+/// [`ConnectError`] after the deadline.
+pub async fn connect_patiently(means: &Means, database: &str) -> Result<Client, ConnectError> {
+    let mut patience = Patience::new(means.deadline);
+    loop {
+        match means.server.connect(database, means.name).await {
+            Ok(client) => return Ok(client),
+            Err(error) => {
+                let for_good = match &error {
+                    ConnectError::Refused { source, .. } => !postgres::is_unavailable(source),
+                    _ => false,
+                };
+                if for_good || patience.pause().await.is_err() {
+                    return Err(error);
+                }
+            }
+        }
+    }
+}
+
+/// A dump of an older PostgreSQL goes into a newer one, and never the other way round.
+///
+/// # Errors
+/// [`LoadError::Newer`].
+pub async fn refuse_newer(means: &Means, side: &SideRecord) -> Result<(), LoadError> {
+    let client = connect_patiently(means, postgres::MAINTENANCE).await?;
+    let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
+    let here: i32 = row.and_then(|row| row.try_get(0)).map_err(query("ask for the server's version"))?;
+    match side.pg_major() {
+        Some(of) if i64::from(of) > i64::from(here) => {
+            Err(LoadError::Newer { key: side.key.clone(), of, here })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Loads and checks. On failure the scratch database is dropped.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn into_scratch(
+    means: &Means,
+    dump: &Dump,
+    side: &SideRecord,
+    roles: Roles,
+) -> Result<Scratch, LoadError> {
+    let mut client = connect_patiently(means, postgres::MAINTENANCE).await?;
+    for what in roles::create(&mut client, side, roles).await? {
+        tracing::warn!(what, "not kept by the restore");
+    }
+    failpoint::pass("restore.roles")?;
+    let scratch = create_database(&client, None).await?;
+    let loaded = async {
+        failpoint::pass("restore.created")?;
+        tokio::select! {
+            end = load(means, dump, &scratch.name) => end?,
+            never = watch(means, &client, &scratch.name, side) => match never {},
+        }
+        failpoint::pass("restore.loaded")?;
+        let inside = connect_patiently(means, &scratch.name).await?;
+        if let Some(facts) = &side.database {
+            apply(&inside, &scratch.name, facts).await?;
+        }
+        failpoint::pass("restore.applied")?;
+        means.progress.at("comparing tables and rows with the record");
+        compare(means, &inside, side).await?;
+        failpoint::pass("restore.counted")?;
+        Ok(())
+    };
+    match loaded.await {
+        Ok(()) => Ok(scratch),
+        Err(error) => {
+            database::drop_scratch(&client, &scratch.name).await;
+            Err(error)
+        }
+    }
+}
+
+/// A new database, of the user's own or of another role. Its number is one that no run used before: a `pg_restore` that
+/// outlived a killed run cannot write into it.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scratch, LoadError> {
+    let number = crate::clock::now_ms().as_millisecond();
+    let name = format!("svc_restore_{number}");
+    let owner = owner.map(|owner| format!(" OWNER {}", ident(owner))).unwrap_or_default();
+    client
+        .batch_execute(&format!("CREATE DATABASE {} TEMPLATE template0{owner}", ident(&name)))
+        .await
+        .map_err(query("create a database for the snapshot"))?;
+    let oid = database::oid(client, &name).await.map_err(query("look for the new database"))?;
+    let oid = oid.ok_or_else(|| LoadError::Differs(format!("{name} has disappeared")))?;
+    Ok(Scratch { name, oid, number })
+}
+
+async fn load(means: &Means, dump: &Dump, database: &str) -> Result<(), LoadError> {
+    match dump {
+        Dump::File(path) => load_file(means, path, database).await,
+        Dump::InStore(snapshot) => stream::load(means, snapshot, database).await,
+    }
+}
+
+async fn load_file(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
+    run_restore(means.tools.load(&means.server, database, dump).map_err(LoadError::Start)?).await
+}
+
+/// Runs `pg_restore` to its end.
+///
+/// # Errors
+/// [`LoadError`], with what it complained of.
+pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
+    let mut child = command.spawn().map_err(LoadError::Start)?;
+    let mut said = Vec::new();
+    let mut stderr = child.stderr.take();
+    let talking = async {
+        if let Some(stderr) = &mut stderr {
+            // A pipe that breaks has said what it had to say.
+            let _ = stderr.take(64 * 1024).read_to_end(&mut said).await;
+        }
+    };
+    let ended = tokio::time::timeout(DEADLINE, async { tokio::join!(child.wait(), talking).0 }).await;
+    let status = ended.map_err(|_| LoadError::Stuck)?.map_err(LoadError::Start)?;
+    if status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&said);
+    let complaint = postgres_tools::complaint(&said).chars().take(2000).collect();
+    Err(LoadError::Restore { status, complaint })
+}
+
+/// Tells how much of the database is there while it is loaded.
+async fn watch(means: &Means, client: &Client, database: &str, side: &SideRecord) -> Infallible {
+    const LOADING: &str = "loading the snapshot";
+    let whole = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
+    means.progress.of_bytes(LOADING, whole);
+    loop {
+        tokio::time::sleep(WATCH).await;
+        // What cannot be asked now is asked again.
+        if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
+            let there: i64 = row.try_get(0).unwrap_or_default();
+            means.progress.bytes(LOADING, there.unsigned_abs(), whole);
+        }
+    }
+}
+
+/// What a dump of the content does not hold: owner, rights and settings of the database itself.
+async fn apply(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
+    let name = ident(database);
+    let run = async |statement: String| {
+        client.batch_execute(&statement).await.map_err(query("apply the database's rights and settings"))
+    };
+    if let Some(owner) = &facts.owner {
+        run(format!("ALTER DATABASE {name} OWNER TO {}", ident(owner))).await?;
+    }
+    if let Some(grants) = &facts.grants {
+        run(format!("REVOKE ALL ON DATABASE {name} FROM PUBLIC")).await?;
+        for grant in grants.iter().filter(|grant| is_privilege(&grant.privilege)) {
+            let grantee = grant.grantee.as_deref().map_or("PUBLIC".to_owned(), ident);
+            let option = if grant.grantable { " WITH GRANT OPTION" } else { "" };
+            run(format!("GRANT {} ON DATABASE {name} TO {grantee}{option}", grant.privilege)).await?;
+        }
+    }
+    for setting in &facts.settings {
+        apply_setting(client, &name, setting).await?;
+    }
+    Ok(())
+}
+
+fn is_privilege(word: &str) -> bool {
+    ["CREATE", "CONNECT", "TEMPORARY", "TEMP"].contains(&word)
+}
+
+/// `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no session may change is
+/// written as a plain value.
+async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSetting) -> Result<(), LoadError> {
+    let target = match &setting.role {
+        Some(role) => format!("ALTER ROLE {} IN DATABASE {database}", ident(role)),
+        None => format!("ALTER DATABASE {database}"),
+    };
+    // A custom setting is named with a dot between two identifiers.
+    let name = setting.name.split('.').map(ident).collect::<Vec<_>>().join(".");
+    let here = "SELECT set_config($1, $2, false)";
+    let statement = match client.query_one(here, &[&setting.name, &setting.value]).await {
+        Ok(_) => format!("{target} SET {name} FROM CURRENT"),
+        Err(_) => format!("{target} SET {name} TO {}", literal(&setting.value)),
+    };
+    let action = || query(format!("set {} for the database", setting.name));
+    client.batch_execute(&statement).await.map_err(action())?;
+    // This session goes on with what it had; the count reads with no setting of the owner's.
+    client.batch_execute("RESET ALL").await.map_err(action())
+}
+
+/// Every table with its rows, no more and no less.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn compare(means: &Means, client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+    client
+        .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")
+        .await
+        .map_err(query("count the rows"))?;
+    let names = row_counts::tables(client).await.map_err(query("list the tables"))?;
+    let whole = side.tables.iter().fold(0_u64, |sum, table| sum.saturating_add(table.rows));
+    let (mut found, mut rows) = (Vec::with_capacity(names.len()), 0_u64);
+    for name in &names {
+        found.extend(
+            row_counts::count(client, std::slice::from_ref(name)).await.map_err(query("count the rows"))?,
+        );
+        rows = rows.saturating_add(found.last().map_or(0, |table| table.rows));
+        means.progress.rows(rows, whole);
+    }
+    let mut recorded = side.tables.clone();
+    found.sort();
+    recorded.sort();
+    match recorded
+        .iter()
+        .find(|table| !found.contains(table))
+        .or_else(|| found.iter().find(|table| !recorded.contains(table)))
+    {
+        None => Ok(()),
+        Some(table) => {
+            let of = |tables: &[crate::store::snapshot::TableCount]| {
+                let rows = tables.iter().find(|other| other.name == table.name).map(|other| other.rows);
+                rows.map_or("is not there".to_owned(), |rows| format!("has {}", counted(rows, "row")))
+            };
+            let why = format!("{} {} and was recorded as: {}", table.name, of(&found), of(&recorded));
+            Err(LoadError::Differs(why))
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! A snapshot in a database of its own: fetched from the store, loaded, and compared with its record. What becomes of it
+//! then is for whoever asked: the restore puts it in the owner's place, the drill drops it.
+
+mod database;
+mod download;
+mod load;
+mod roles;
+mod stream;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::config::Env;
+use crate::host::system::postgres::Server;
+use crate::host::system::postgres_tools::PgTools;
+use crate::host::system::progress::Progress;
+use crate::store::Bucket;
+use crate::store::key::SlotPrefix;
+
+pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
+pub use download::{DownloadError, Dump, ensure_bytes, ensure_room, fetch, remove_all as remove_dumps};
+pub use load::{
+    LoadError, Roles, compare, connect_patiently, create_database, into_scratch, refuse_newer, run_restore,
+};
+pub use roles::drop_drills_roles;
+
+/// Where snapshots come from and go to.
+pub struct Means {
+    /// Of the program, for the database's log.
+    pub name: &'static str,
+    pub slot: SlotPrefix,
+    pub bucket: Bucket,
+    pub server: Server,
+    pub tools: PgTools,
+    /// How long store and database may be away, counted from the last progress.
+    pub deadline: Duration,
+    pub progress: Arc<Progress>,
+}
+
+/// `RESTORE_STORE_DEADLINE_SECONDS`.
+pub fn deadline(env: &mut Env) -> Duration {
+    Duration::from_secs(env.or("RESTORE_STORE_DEADLINE_SECONDS", 300))
+}

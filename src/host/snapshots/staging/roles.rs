@@ -1,0 +1,202 @@
+//! The roles that a snapshot needs: made before it is loaded, with the attributes, settings and memberships that its
+//! record has of them.
+//!
+//! All roles are made in one transaction, so that none stays without its attributes. A role that is there already is
+//! not changed: what differs is named. No role can log in before it gets a password.
+
+use std::collections::BTreeSet;
+
+use tokio_postgres::error::SqlState;
+use tokio_postgres::{Client, Transaction};
+
+use super::load::{LoadError, Roles, query};
+use crate::host::snapshots::roles;
+use crate::host::snapshots::roles::OF_A_DRILL;
+use crate::host::system::postgres::{ident, literal};
+use crate::store::role_facts::{Membership, RoleFacts, RoleSetting};
+use crate::store::snapshot::SideRecord;
+
+/// Roles of apps: the gateway sets their passwords and lets them log in.
+const APP_PREFIX: &str = "app_";
+
+/// Makes the roles that are missing. The answer names what is not kept.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn create(client: &mut Client, side: &SideRecord, roles: Roles) -> Result<Vec<String>, LoadError> {
+    let facts = side.database.iter().flat_map(|facts| facts.roles.iter().flatten());
+    let facts: Vec<&RoleFacts> =
+        facts.filter(|role| roles == Roles::Stay && !is_built_in(&role.name)).collect();
+    let owners = side.database.iter().flat_map(|facts| &facts.owner);
+    let names = side.roles.iter().chain(owners).chain(facts.iter().map(|role| &role.name));
+    let names: BTreeSet<&str> = names.map(String::as_str).filter(|name| !is_built_in(name)).collect();
+
+    let transaction = client.transaction().await.map_err(query("create roles"))?;
+    let there = roles::read(&transaction).await.map_err(query("read the roles"))?;
+    let mut made = BTreeSet::new();
+    for name in names {
+        let exists = transaction.query_opt("SELECT FROM pg_roles WHERE rolname = $1", &[&name]).await;
+        if exists.map_err(query("look for a role"))?.is_some() {
+            continue;
+        }
+        let mut create = format!("CREATE ROLE {} NOLOGIN", ident(name));
+        if roles == Roles::OfADrill {
+            create.push_str(&format!("; COMMENT ON ROLE {} IS '{OF_A_DRILL}'", ident(name)));
+        }
+        transaction.batch_execute(&create).await.map_err(query(format!("create the role {name}")))?;
+        made.insert(name);
+    }
+    let mut keeper = Keeper { transaction, not_kept: Vec::new() };
+    for role in &facts {
+        if made.contains(role.name.as_str()) {
+            keeper.set_attributes(role).await?;
+        } else if let Some(now) = there.iter().find(|now| now.name == role.name) {
+            keeper.compare(role, now);
+        }
+    }
+    for role in facts.iter().filter(|role| made.contains(role.name.as_str())) {
+        for membership in &role.member_of {
+            keeper.grant(role, membership).await?;
+        }
+    }
+    keeper.transaction.commit().await.map_err(query("create roles"))?;
+    Ok(keeper.not_kept)
+}
+
+fn is_built_in(name: &str) -> bool {
+    name.starts_with("pg_")
+}
+
+/// Gives roles what their record has, and notes what cannot be given.
+struct Keeper<'a> {
+    transaction: Transaction<'a>,
+    not_kept: Vec<String>,
+}
+
+impl Keeper<'_> {
+    async fn set_attributes(&mut self, role: &RoleFacts) -> Result<(), LoadError> {
+        let word = |is_set: bool, word: &str| if is_set { word.to_owned() } else { format!("NO{word}") };
+        let mut attributes = vec![
+            word(role.inherit, "INHERIT"),
+            word(role.create_database, "CREATEDB"),
+            word(role.create_role, "CREATEROLE"),
+            word(role.replication, "REPLICATION"),
+            word(role.bypass_rls, "BYPASSRLS"),
+            format!("CONNECTION LIMIT {}", role.connection_limit),
+        ];
+        attributes.extend(role.valid_until.as_ref().map(|until| format!("VALID UNTIL {}", literal(until))));
+        let alter = format!("ALTER ROLE {} WITH {}", ident(&role.name), attributes.join(" "));
+        self.attempt(&[alter], || format!("the attributes of the role {}", role.name)).await?;
+        for setting in &role.settings {
+            self.set(role, setting).await?;
+        }
+        if role.superuser {
+            self.not_kept.push(format!("the role {} is no SUPERUSER here", role.name));
+        }
+        if role.login && !role.name.starts_with(APP_PREFIX) {
+            self.not_kept.push(format!("the role {} has no LOGIN and no password here", role.name));
+        }
+        Ok(())
+    }
+
+    /// `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no session may change
+    /// is written as a plain value.
+    async fn set(&mut self, role: &RoleFacts, setting: &RoleSetting) -> Result<(), LoadError> {
+        let name = setting.name.split('.').map(ident).collect::<Vec<_>>().join(".");
+        let (target, value) = (ident(&role.name), literal(&setting.value));
+        let from_current = [
+            format!("SELECT set_config({}, {value}, true)", literal(&setting.name)),
+            format!("ALTER ROLE {target} SET {name} FROM CURRENT"),
+            format!("RESET {name}"),
+        ];
+        if self.run(&from_current).await?.is_ok() {
+            return Ok(());
+        }
+        let plain = [format!("ALTER ROLE {target} SET {name} TO {value}")];
+        self.attempt(&plain, || format!("the setting {} of the role {}", setting.name, role.name)).await
+    }
+
+    async fn grant(&mut self, role: &RoleFacts, membership: &Membership) -> Result<(), LoadError> {
+        let grant = format!(
+            "GRANT {} TO {} WITH ADMIN {}, INHERIT {}, SET {}",
+            ident(&membership.role),
+            ident(&role.name),
+            membership.admin,
+            membership.inherit,
+            membership.set
+        );
+        let what = || format!("the membership of the role {} in {}", role.name, membership.role);
+        self.attempt(&[grant], what).await
+    }
+
+    /// A role that is there keeps what it has now.
+    fn compare(&mut self, then: &RoleFacts, now: &RoleFacts) {
+        let attributes = |role: &RoleFacts| RoleFacts {
+            settings: Vec::new(),
+            member_of: Vec::new(),
+            // The gateway opens and closes logins; a password is never recorded.
+            login: false,
+            ..role.clone()
+        };
+        let role = &then.name;
+        if attributes(then) != attributes(now) {
+            self.not_kept.push(format!("the attributes of the role {role}, which was there already"));
+        }
+        for setting in then.settings.iter().filter(|setting| !now.settings.contains(setting)) {
+            self.not_kept
+                .push(format!("the setting {} of the role {role}, which was there already", setting.name));
+        }
+        for membership in then.member_of.iter().filter(|membership| !now.member_of.contains(membership)) {
+            let of = &membership.role;
+            self.not_kept
+                .push(format!("the membership of the role {role} in {of}; {role} was there already"));
+        }
+    }
+
+    async fn attempt(
+        &mut self,
+        statements: &[String],
+        what: impl FnOnce() -> String,
+    ) -> Result<(), LoadError> {
+        if let Err(why) = self.run(statements).await? {
+            self.not_kept.push(format!("{}: {why}", what()));
+        }
+        Ok(())
+    }
+
+    /// Statements that the server refuses are rolled back and reported; a lost connection is an error.
+    async fn run(&mut self, statements: &[String]) -> Result<Result<(), String>, LoadError> {
+        let savepoint = self.transaction.savepoint("role").await.map_err(query("set up roles"))?;
+        for statement in statements {
+            let Err(error) = savepoint.batch_execute(statement).await else { continue };
+            return match error.as_db_error() {
+                Some(refusal) if error.code() != Some(&SqlState::ADMIN_SHUTDOWN) => {
+                    Ok(Err(refusal.message().to_owned()))
+                }
+                _ => Err(query("set up roles")(error)),
+            };
+        }
+        savepoint.commit().await.map_err(query("set up roles"))?;
+        Ok(Ok(()))
+    }
+}
+
+/// Drops the roles of drills, after their databases. One that has come into use since is the owner's.
+///
+/// # Errors
+/// [`LoadError`].
+pub async fn drop_drills_roles(client: &Client) -> Result<(), LoadError> {
+    let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
+    let rows = client.query(drills, &[&OF_A_DRILL]).await.map_err(query("look for the roles of a drill"))?;
+    for row in rows {
+        let role: String = row.try_get(0).map_err(query("look for the roles of a drill"))?;
+        match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", ident(&role))).await {
+            Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
+                let kept = format!("COMMENT ON ROLE {} IS NULL", ident(&role));
+                client.batch_execute(&kept).await.map_err(query(format!("keep the role {role}")))?;
+            }
+            end => end.map_err(query(format!("drop the role {role}")))?,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,159 @@
+//! The dump on its way from the store straight into `pg_restore`, for a disk that holds the database but not the dump
+//! beside it.
+//!
+//! The bytes are hashed as they pass. Nothing is believed before the end: the caller drops the database where size or
+//! SHA-256 differ.
+
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::StreamExt;
+use object_store::{GetOptions, GetRange};
+use sha2::{Digest, Sha256};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::process::{Child, ChildStdin};
+
+use super::Means;
+use super::download::DownloadError;
+use super::load::LoadError;
+use crate::failpoint;
+use crate::host::system::backoff::Patience;
+use crate::host::system::postgres_tools;
+use crate::http::problem::chain;
+use crate::store::StoreError;
+use crate::store::pointer::SnapshotRef;
+
+/// How long `pg_restore` may take after the last byte: it builds indexes then.
+const INDEXES_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
+const MAX_COMPLAINT_BYTES: u64 = 64 * 1024;
+
+/// Loads the dump into a database without writing it to the disk.
+///
+/// # Errors
+/// [`LoadError`]; `Download` where the store does not deliver the dump of the record.
+pub async fn load(means: &Means, snapshot: &SnapshotRef, database: &str) -> Result<(), LoadError> {
+    let mut child = means.tools.load_stream(&means.server, database).spawn().map_err(LoadError::Start)?;
+    let stderr = child.stderr.take();
+    let said = tokio::spawn(async move {
+        let mut said = Vec::new();
+        if let Some(stderr) = stderr {
+            // A pipe that breaks has said what it had to say.
+            let _ = stderr.take(MAX_COMPLAINT_BYTES).read_to_end(&mut said).await;
+        }
+        said
+    });
+    let mut transfer = Transfer { length: 0, digest: Sha256::new(), stdin: child.stdin.take() };
+    let received = transfer.receive(means, snapshot, &mut child).await;
+    transfer.stdin = None;
+    if let Err(Interrupted::Download(error)) = received {
+        return Err(error.into());
+    }
+    let ended = tokio::time::timeout(INDEXES_TIMEOUT, child.wait()).await;
+    let status = ended.map_err(|_| LoadError::Stuck)?.map_err(LoadError::Start)?;
+    if !status.success() {
+        return Err(failure(status, &said.await.unwrap_or_default()));
+    }
+    if hex::encode(transfer.digest.finalize()) != snapshot.sha256 {
+        return Err(DownloadError::WrongDigest { key: snapshot.key.clone() }.into());
+    }
+    Ok(())
+}
+
+fn failure(status: ExitStatus, said: &[u8]) -> LoadError {
+    let complaint = postgres_tools::complaint(&String::from_utf8_lossy(said));
+    LoadError::Restore { status, complaint: complaint.chars().take(2000).collect() }
+}
+
+/// Why not every byte was received.
+enum Interrupted {
+    /// `pg_restore` has failed, and says why.
+    Reader,
+    Download(DownloadError),
+}
+
+impl<E: Into<DownloadError>> From<E> for Interrupted {
+    fn from(error: E) -> Self {
+        Self::Download(error.into())
+    }
+}
+
+struct Transfer {
+    length: u64,
+    digest: Sha256,
+    /// `None` once `pg_restore` reads no more; the rest of the bytes is still hashed.
+    stdin: Option<ChildStdin>,
+}
+
+impl Transfer {
+    /// Reads the whole dump, again from where it broke off.
+    async fn receive(
+        &mut self,
+        means: &Means,
+        snapshot: &SnapshotRef,
+        child: &mut Child,
+    ) -> Result<(), Interrupted> {
+        let mut patience = Patience::new(means.deadline);
+        while self.length < snapshot.size_bytes {
+            let before = self.length;
+            match self.receive_rest(means, snapshot, child).await {
+                Ok(()) => {}
+                Err(Interrupted::Download(DownloadError::Store(error))) if error.is_transient() => {
+                    tracing::warn!(error = %chain(&error), at = self.length, "the transfer broke off");
+                    if self.length > before {
+                        patience.progress();
+                    }
+                    patience.pause().await.map_err(|_| DownloadError::Store(error))?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    async fn receive_rest(
+        &mut self,
+        means: &Means,
+        snapshot: &SnapshotRef,
+        child: &mut Child,
+    ) -> Result<(), Interrupted> {
+        let key = means.slot.snapshot(&snapshot.key).expect("the snapshot was looked at by this key");
+        let failed = |error| DownloadError::Store(StoreError::of(&key, error));
+        let wrong_size = |found| DownloadError::WrongSize {
+            key: snapshot.key.clone(),
+            expected: snapshot.size_bytes,
+            found,
+        };
+        let range = (self.length > 0).then_some(GetRange::Offset(self.length));
+        let options = GetOptions { range, ..GetOptions::default() };
+        let got = means.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+        if got.meta.size != snapshot.size_bytes {
+            return Err(wrong_size(got.meta.size).into());
+        }
+        let mut stream = got.into_stream();
+        while let Some(chunk) = stream.next().await {
+            let chunk = chunk.map_err(failed)?;
+            self.digest.update(&chunk);
+            self.length += chunk.len() as u64;
+            failpoint::pass("restore.downloading").map_err(DownloadError::from)?;
+            if self.length > snapshot.size_bytes {
+                return Err(wrong_size(self.length).into());
+            }
+            self.pass_on(chunk, child).await?;
+        }
+        Ok(())
+    }
+
+    async fn pass_on(&mut self, chunk: Bytes, child: &mut Child) -> Result<(), Interrupted> {
+        let Some(stdin) = &mut self.stdin else { return Ok(()) };
+        if stdin.write_all(&chunk).await.is_ok() {
+            return Ok(());
+        }
+        // The tool has closed its end: it has all that it needs, or it has failed.
+        self.stdin = None;
+        match tokio::time::timeout(INDEXES_TIMEOUT, child.wait()).await {
+            Ok(Ok(status)) if status.success() => Ok(()),
+            _ => Err(Interrupted::Reader),
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! The epoch of this machine: the one that it was provisioned with, or a higher one that the platform has handed out
+//! since, by heartbeat, after a recovery was undone and the old machine was raised past its fence.
+//!
+//! Invariant: it only grows.
+
+use serde::{Deserialize, Serialize};
+
+use crate::chain::chain;
+use crate::fsx::{self, FileError};
+use crate::host::system::layout::Layout;
+use crate::machine::epoch::Epoch;
+
+const FORMAT: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct RaisedEpoch {
+    version: u32,
+    epoch: Epoch,
+}
+
+/// The higher of `provisioned` and what was handed out. A file that cannot be read raises nothing: the fence then
+/// refuses this machine's backups, which is the safe side.
+pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
+    match read(layout) {
+        Ok(raised) => raised.map_or(provisioned, |raised| raised.max(provisioned)),
+        Err(error) => {
+            tracing::error!(error = %chain(&error), "the raised epoch cannot be read");
+            provisioned
+        }
+    }
+}
+
+fn read(layout: &Layout) -> Result<Option<Epoch>, FileError> {
+    let text = fsx::read_if_there(&layout.raised_epoch())?;
+    let raised = text.and_then(|text| serde_json::from_slice::<RaisedEpoch>(&text).ok());
+    Ok(raised.filter(|raised| raised.version == FORMAT).map(|raised| raised.epoch))
+}
+
+/// Keeps an epoch that the platform handed out, if it is higher than the current one.
+///
+/// # Errors
+/// [`FileError`].
+pub fn raise(layout: &Layout, provisioned: Epoch, epoch: Epoch) -> Result<(), FileError> {
+    let now = current(layout, provisioned);
+    if epoch <= now {
+        return Ok(());
+    }
+    let text = serde_json::to_vec(&RaisedEpoch { version: FORMAT, epoch }).expect("plain fields are JSON");
+    fsx::write_atomic(&layout.raised_epoch(), &text, 0o644)?;
+    tracing::warn!(%epoch, before = %now, "the platform has raised this machine's epoch");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn epoch_only_grows_and_survives_a_broken_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        assert_eq!(current(&layout, Epoch(3)), Epoch(3));
+        raise(&layout, Epoch(3), Epoch(5)).unwrap();
+        raise(&layout, Epoch(3), Epoch(4)).unwrap();
+        assert_eq!(current(&layout, Epoch(3)), Epoch(5));
+        assert_eq!(current(&layout, Epoch(7)), Epoch(7), "a machine that was provisioned later");
+        fsx::write_atomic(&layout.raised_epoch(), b"{", 0o644).unwrap();
+        assert_eq!(current(&layout, Epoch(3)), Epoch(3));
+    }
+}

@@ -1,0 +1,318 @@
+//! Where things lie on a host: the specification's layout below `SVC_ROOT` (default `/`).
+
+use std::path::{Path, PathBuf};
+
+use crate::machine::name::ImageVersion;
+
+/// The agents' socket in [`Layout::bridge_sockets`].
+pub const BRIDGE_SOCKET: &str = "bridge.sock";
+
+/// All paths of one host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    root: PathBuf,
+}
+
+impl Layout {
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// From `SVC_ROOT`.
+    pub fn from_process() -> Self {
+        Self::new(std::env::var_os("SVC_ROOT").filter(|root| !root.is_empty()).unwrap_or_else(|| "/".into()))
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn opt(&self, rest: &str) -> PathBuf {
+        self.root.join("opt/svc").join(rest)
+    }
+
+    fn state(&self, rest: &str) -> PathBuf {
+        self.root.join("var/lib/svc").join(rest)
+    }
+
+    pub fn host_env(&self) -> PathBuf {
+        self.opt("env/host.env")
+    }
+
+    pub fn store_env(&self) -> PathBuf {
+        self.opt("env/r2.env")
+    }
+
+    pub fn boot_env(&self) -> PathBuf {
+        self.opt("env/boot.env")
+    }
+
+    /// The environment of the database's container: root's, and read by podman alone.
+    pub fn postgres_env(&self) -> PathBuf {
+        self.opt("env/postgres.env")
+    }
+
+    /// The ids of the keys that root's updater trusts.
+    pub fn trusted_keys(&self) -> PathBuf {
+        self.update_state().join("trusted-keys.json")
+    }
+
+    /// What root's updater trusts.
+    pub fn update_env(&self) -> PathBuf {
+        self.opt("env/update.env")
+    }
+
+    pub fn releases(&self) -> PathBuf {
+        self.opt("releases")
+    }
+
+    pub fn release(&self, version: &ImageVersion) -> PathBuf {
+        self.releases().join(version.as_str())
+    }
+
+    /// The one link that a switch renames.
+    pub fn current(&self) -> PathBuf {
+        self.opt("current")
+    }
+
+    /// `bin`, `app` and `runtime`: links into the current release.
+    pub fn link(&self, name: &str) -> PathBuf {
+        self.opt(name)
+    }
+
+    /// The marker of the gate.
+    pub fn restore_complete(&self) -> PathBuf {
+        self.opt("restore-complete")
+    }
+
+    /// The home of the user `svc`, with the settings of the owner's programs; the owner's files are in [`Layout::home`].
+    pub fn owner(&self) -> PathBuf {
+        self.root.join("home/svc")
+    }
+
+    pub fn home(&self) -> PathBuf {
+        self.root.join("home/svc/home")
+    }
+
+    pub fn apps(&self) -> PathBuf {
+        self.home().join("apps")
+    }
+
+    /// The default apps of the current release.
+    pub fn bundled_apps(&self) -> PathBuf {
+        self.opt("current/app/apps")
+    }
+
+    /// What was copied from the bundled apps; it lies among the apps, so that it goes where they go, and is written by
+    /// whoever may write them.
+    pub fn bundled_apps_record(&self) -> PathBuf {
+        self.apps().join(".bundled-apps.json")
+    }
+
+    /// The shell's build in the current release.
+    pub fn shell(&self) -> PathBuf {
+        self.opt("app/shell")
+    }
+
+    pub fn runtime(&self) -> PathBuf {
+        self.opt("runtime")
+    }
+
+    /// The owner's settings: cost limits and their time zone.
+    pub fn settings(&self) -> PathBuf {
+        self.home().join("system/config.json")
+    }
+
+    pub fn logs(&self) -> PathBuf {
+        self.home().join("system/logs")
+    }
+
+    /// The owner's settings as they were last good.
+    pub fn good_settings(&self) -> PathBuf {
+        self.state("good-config.json")
+    }
+
+    /// Days whose usage need not be counted again.
+    pub fn usage_seals(&self) -> PathBuf {
+        self.state("usage-seals.json")
+    }
+
+    /// Dispatches that are accepted and not recorded yet.
+    pub fn dispatches(&self) -> PathBuf {
+        self.state("dispatches")
+    }
+
+    pub fn tls_cert(&self) -> PathBuf {
+        self.state("tls/cert.pem")
+    }
+
+    pub fn tls_key(&self) -> PathBuf {
+        self.state("tls/key.pem")
+    }
+
+    pub fn update_state(&self) -> PathBuf {
+        self.state("update")
+    }
+
+    /// There while an update is under way, and after one that was cut off.
+    pub fn update_journal(&self) -> PathBuf {
+        self.update_state().join("journal.json")
+    }
+
+    /// How the last update ended: the heartbeat tells it.
+    pub fn last_update(&self) -> PathBuf {
+        self.update_state().join("last.json")
+    }
+
+    /// Proof keys as the last heartbeat delivered them; `host.env` has the first ones.
+    pub fn proof_keys(&self) -> PathBuf {
+        self.state("proof-keys.json")
+    }
+
+    /// Result of the last backup run, read by heartbeat and gateway.
+    pub fn last_backup(&self) -> PathBuf {
+        self.state("last-backup.json")
+    }
+
+    /// A snapshot that did not become the latest, because the database has shrunk.
+    pub fn held_snapshot(&self) -> PathBuf {
+        self.state("held-snapshot.json")
+    }
+
+    /// Result of the last check of snapshots of a kind: `verify` or `drill`.
+    pub fn last_check(&self, kind: &str) -> PathBuf {
+        self.state(&format!("last-{kind}.json"))
+    }
+
+    /// When each snapshot was last read again.
+    pub fn verified(&self) -> PathBuf {
+        self.state("verified.json")
+    }
+
+    /// The dump of a drill under way, and the lock of checks.
+    pub fn drill_state(&self) -> PathBuf {
+        self.state("drill")
+    }
+
+    /// What is known of the side database.
+    pub fn side_state(&self) -> PathBuf {
+        self.state("side.json")
+    }
+
+    /// What cloud-init knows of the server.
+    pub fn instance_data(&self) -> PathBuf {
+        self.root.join("run/cloud-init/instance-data.json")
+    }
+
+    /// The epoch that the platform raised this machine to, if it did.
+    pub fn raised_epoch(&self) -> PathBuf {
+        self.state("epoch.json")
+    }
+
+    /// What the backup under way has done so far.
+    pub fn backup_progress(&self) -> PathBuf {
+        self.state("backup-progress.json")
+    }
+
+    /// There while the writers of this machine are stopped.
+    pub fn quiesce(&self) -> PathBuf {
+        self.state("quiesce.json")
+    }
+
+    pub fn quiesce_lock(&self) -> PathBuf {
+        self.state("quiesce.lock")
+    }
+
+    pub fn backup_lock(&self) -> PathBuf {
+        self.state("backup.lock")
+    }
+
+    /// Uploads of backups that may still be open at the store.
+    pub fn open_uploads(&self) -> PathBuf {
+        self.state("open-uploads.json")
+    }
+
+    /// What the clock said when records were last checked.
+    pub fn heartbeat_clock(&self) -> PathBuf {
+        self.state("heartbeat-clock.json")
+    }
+
+    pub fn heartbeat_lock(&self) -> PathBuf {
+        self.state("heartbeat.lock")
+    }
+
+    /// Files that ask a unit to run; a path unit watches them.
+    pub fn request(&self, name: &str) -> PathBuf {
+        self.state("requests").join(name)
+    }
+
+    /// Written when the platform said that another machine has taken this one's place.
+    pub fn superseded(&self) -> PathBuf {
+        self.state("superseded.json")
+    }
+
+    /// Dump and journal of a restore under way.
+    pub fn restore_state(&self) -> PathBuf {
+        self.state("restore")
+    }
+
+    /// The registration's body as it was first sent, and its result.
+    pub fn registration(&self) -> PathBuf {
+        self.state("register.json")
+    }
+
+    /// Credentials for the object store as the platform last renewed them; `r2.env` has the first ones.
+    pub fn store_credentials(&self) -> PathBuf {
+        self.state("store-credentials.json")
+    }
+
+    /// The `UPGRADE_TOKEN` as the platform last rotated it; `host.env` has the first one.
+    pub fn upgrade_token(&self) -> PathBuf {
+        self.state("upgrade-token.json")
+    }
+
+    pub fn sync_state(&self) -> PathBuf {
+        self.state("sync")
+    }
+
+    /// Tool calls that agents are in, as the watcher last knew.
+    pub fn tool_calls(&self) -> PathBuf {
+        self.state("tool-calls.json")
+    }
+
+    /// Tool calls that a hook could tell nobody of: the owner's programs write it, and the watcher reads it.
+    pub fn audit_gaps(&self) -> PathBuf {
+        self.hook_notes().join("audit-gaps.jsonl")
+    }
+
+    /// Held by root while it imports an archive.
+    pub fn import_lock(&self) -> PathBuf {
+        self.root.join("run/svc/import.lock")
+    }
+
+    /// Of the owner's user: what hooks leave for the watcher.
+    pub fn hook_notes(&self) -> PathBuf {
+        self.root.join("run/svc/hooks")
+    }
+
+    /// Of the gateway's user: `watch.sock`, which hooks connect to, those of agents too.
+    pub fn watch_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/watch")
+    }
+
+    /// Of the gateway's user: `bridge.sock`, for agents with a token.
+    pub fn bridge_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/bridge")
+    }
+
+    /// Of the gateway's user: `gateway.sock`. Units of agents do not see it.
+    pub fn gateway_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/gateway")
+    }
+
+    /// Of the owner's user: `shell.sock`, `code.sock` and `agent.sock`, which the gateway connects to. Units of agents do not
+    /// see them.
+    pub fn owner_sockets(&self) -> PathBuf {
+        self.root.join("run/svc/owner")
+    }
+}

@@ -1,0 +1,26 @@
+//! The machine under the applets: its files and settings, PostgreSQL and its tools, systemd, the object store, and what the
+//! platform has assigned to this host.
+
+pub mod app_sizes;
+pub mod backoff;
+pub mod blocking;
+pub mod boot_progress;
+pub mod config;
+pub mod epoch;
+pub mod layout;
+pub mod lock;
+pub mod postgres;
+pub mod postgres_tools;
+pub mod probe;
+pub mod progress;
+pub mod quiesce;
+pub mod registration;
+pub mod release;
+pub mod root_settings;
+pub mod store;
+pub mod store_credentials;
+pub mod systemd;
+pub mod tar_reader;
+pub mod unix_socket;
+pub mod upgrade_token;
+pub mod user;

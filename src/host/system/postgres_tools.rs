@@ -1,0 +1,327 @@
+//! `pg_dump` and `pg_restore`: where they are, and how they are called.
+//!
+//! The password travels by environment alone, never in an argument list. The environment of a call is built from
+//! nothing, so that no `PG*` variable of ours changes what it does.
+
+use std::fmt;
+use std::num::NonZero;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::str::FromStr;
+use std::time::Duration;
+
+use tokio::process::Command;
+use tokio_postgres::config::Host;
+
+use super::layout::Layout;
+use super::postgres::Server;
+use crate::config::Env;
+
+const CONTAINER: &str = "svc-postgres";
+/// Sessions that load side by side.
+const JOBS: usize = 2;
+const PROBE: Duration = Duration::from_secs(20);
+/// What a tool may see of our environment: enough to find itself, its libraries and the container's runtime.
+const PASSED: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
+
+/// How a dump's data is compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compression {
+    None,
+    /// By level; every `pg_restore` reads it.
+    Gzip(u8),
+    /// By level; for tools that were built with it.
+    Zstd(u8),
+}
+
+impl Compression {
+    /// Read by all, and fast enough not to be waited for.
+    pub const DEFAULT: Self = Self::Gzip(1);
+
+    /// By how much a dump may be larger than its database on disk. Text forms make it somewhat larger; without
+    /// compression, values that PostgreSQL keeps compressed are written out, and so are NULLs.
+    pub fn max_growth(self) -> u64 {
+        match self {
+            Self::None => 32,
+            Self::Gzip(_) | Self::Zstd(_) => 2,
+        }
+    }
+}
+
+impl FromStr for Compression {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const WRONG: &str = "must be none, gzip:1 to gzip:9, or zstd:1 to zstd:19";
+        let level = |text: &str, most: u8| match text.parse::<u8>() {
+            Ok(level) if (1..=most).contains(&level) => Ok(level),
+            _ => Err(WRONG),
+        };
+        match text.split_once(':') {
+            None if text == "none" => Ok(Self::None),
+            Some(("gzip", of)) => level(of, 9).map(Self::Gzip),
+            Some(("zstd", of)) => level(of, 19).map(Self::Zstd),
+            _ => Err(WRONG),
+        }
+    }
+}
+
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Gzip(level) => write!(f, "gzip:{level}"),
+            Self::Zstd(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
+
+/// The client tools of PostgreSQL 16.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PgTools {
+    /// Executables in a directory of this machine.
+    Directory(PathBuf),
+    /// Those inside the database's container.
+    Container,
+}
+
+impl PgTools {
+    /// `SVC_PG_BIN_DIR`, else those of the release's runtime, else those in the container.
+    pub fn locate(env: &mut Env, layout: &Layout) -> Self {
+        if let Some(dir) = env.path("SVC_PG_BIN_DIR") {
+            if !dir.join("pg_dump").is_file() {
+                env.mistake("SVC_PG_BIN_DIR", "must be a directory with pg_dump in it");
+            }
+            return Self::Directory(dir);
+        }
+        let bundled = layout.link("runtime").join("postgres/bin");
+        if bundled.join("pg_dump").is_file() { Self::Directory(bundled) } else { Self::Container }
+    }
+
+    /// This compression, where the tools have it, else the one that all have.
+    pub async fn able(&self, compression: Compression) -> Compression {
+        if !matches!(compression, Compression::Zstd(_)) {
+            return compression;
+        }
+        // The word is judged before a server is looked for, and there is none.
+        let mut command = self.command("pg_dump", None);
+        command.args([
+            "-Fc",
+            "-Z",
+            &compression.to_string(),
+            "--no-password",
+            "-h",
+            "/nonexistent",
+            "nothing",
+        ]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let said = tokio::time::timeout(PROBE, command.output()).await;
+        let lacks = |said: &[u8]| String::from_utf8_lossy(said).contains("compression");
+        match said {
+            Ok(Ok(output)) if !lacks(&output.stderr) => compression,
+            _ => Compression::DEFAULT,
+        }
+    }
+
+    /// A dump in custom format on stdout, of the exported snapshot.
+    pub fn dump(&self, server: &Server, snapshot: &str, compression: Compression) -> Command {
+        let mut command = self.command("pg_dump", Some(server));
+        command
+            .args(["-Fc", "-Z", &compression.to_string(), "--no-password", "--lock-wait-timeout=60s"])
+            .arg(format!("--snapshot={snapshot}"))
+            .arg(server.database())
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// A dump of these tables alone, `schema.table` quoted where needed, with what belongs to them.
+    pub fn dump_tables(&self, server: &Server, database: &str, tables: &[&str]) -> Command {
+        let mut command = self.command("pg_dump", Some(server));
+        command.args(["-Fc", "-Z0", "--no-password", "--lock-wait-timeout=60s", "--strict-names"]);
+        for table in tables {
+            command.args(["-t", table]);
+        }
+        command.arg(database).stdin(Stdio::null()).stdout(Stdio::piped());
+        command
+    }
+
+    /// Loads the dump that comes on stdin into a database, all of it or nothing.
+    pub fn load_stdin(&self, server: &Server, database: &str) -> Command {
+        let mut command = self.command("pg_restore", Some(server));
+        command
+            .args(["--exit-on-error", "--single-transaction", "--no-password", "--no-tablespaces"])
+            .args(["-d", database])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null());
+        command
+    }
+
+    /// Reads a whole dump from stdin and makes nothing of it; fails where the dump is damaged.
+    pub fn read_through(&self) -> Command {
+        let mut command = self.command("pg_restore", None);
+        command.args(["-f", "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::null());
+        command
+    }
+
+    /// Loads a dump file into a database. Inside the container the file is read from stdin, which rules out two jobs.
+    ///
+    /// # Errors
+    /// When the file cannot be opened.
+    pub fn load(&self, server: &Server, database: &str, dump: &Path) -> std::io::Result<Command> {
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let mut vars = connection_vars(server);
+        vars.push(("PGOPTIONS", load_options(cores)));
+        let mut command = self.command_with("pg_restore", vars);
+        command.args(["--exit-on-error", "--no-password", "--no-tablespaces", "-d", database]);
+        match self {
+            Self::Directory(_) => command.arg(format!("-j{JOBS}")).arg(dump).stdin(Stdio::null()),
+            Self::Container => command.stdin(std::fs::File::open(dump)?),
+        };
+        command.stdout(Stdio::null());
+        Ok(command)
+    }
+
+    /// Lists a dump file's entries on stdout, without a connection.
+    pub fn list(&self, dump: &Path) -> Command {
+        let mut command = self.command("pg_restore", None);
+        command.arg("-l").arg(dump).stdin(Stdio::null()).stdout(Stdio::piped());
+        command
+    }
+
+    /// Loads entries of a dump file, which a list names, into a database; all of it belongs to the server's user.
+    pub fn load_chosen(&self, server: &Server, database: &str, dump: &Path, chosen: &Path) -> Command {
+        let mut command = self.command("pg_restore", Some(server));
+        command.args([
+            "--exit-on-error",
+            "--no-password",
+            "--no-tablespaces",
+            "--no-owner",
+            "--no-privileges",
+        ]);
+        command.args(["--no-security-labels", "--no-publications", "--no-subscriptions"]);
+        command.args(["-d", database, &format!("-j{JOBS}"), "-L"]).arg(chosen).arg(dump);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command
+    }
+
+    /// Loads the dump that comes on stdin into a database without sessions, as it arrives and in one session.
+    pub fn load_stream(&self, server: &Server, database: &str) -> Command {
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let mut vars = connection_vars(server);
+        vars.push(("PGOPTIONS", load_options(cores)));
+        let mut command = self.command_with("pg_restore", vars);
+        command.args(["--exit-on-error", "--no-password", "--no-tablespaces", "-d", database]);
+        command.stdin(Stdio::piped()).stdout(Stdio::null());
+        command
+    }
+
+    fn command(&self, tool: &str, server: Option<&Server>) -> Command {
+        self.command_with(tool, server.map(connection_vars).unwrap_or_default())
+    }
+
+    fn command_with(&self, tool: &str, vars: Vec<(&'static str, String)>) -> Command {
+        let mut command = match self {
+            Self::Directory(dir) => Command::new(dir.join(tool)),
+            Self::Container => {
+                let mut command = Command::new("podman");
+                command.args(["exec", "-i"]);
+                for (name, _) in &vars {
+                    // The name alone: podman takes the value from its environment.
+                    command.args(["-e", name]);
+                }
+                command.args([CONTAINER, tool]);
+                command
+            }
+        };
+        command.env_clear();
+        command.envs(PASSED.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
+        command.envs(vars).stderr(Stdio::piped()).kill_on_drop(true);
+        command
+    }
+}
+
+fn connection_vars(server: &Server) -> Vec<(&'static str, String)> {
+    let config = server.config();
+    let mut vars = vec![("PGCONNECT_TIMEOUT", "10".to_owned()), ("PGAPPNAME", "svc".to_owned())];
+    match config.get_hosts().first() {
+        Some(Host::Tcp(host)) => vars.push(("PGHOST", host.clone())),
+        Some(Host::Unix(dir)) => vars.push(("PGHOST", dir.display().to_string())),
+        None => {}
+    }
+    if let Some(port) = config.get_ports().first() {
+        vars.push(("PGPORT", port.to_string()));
+    }
+    if let Some(user) = config.get_user() {
+        vars.push(("PGUSER", user.to_owned()));
+    }
+    if let Some(password) = config.get_password() {
+        vars.push(("PGPASSWORD", String::from_utf8_lossy(password).into_owned()));
+    }
+    vars
+}
+
+/// For sessions that load a database which nobody uses yet. They do not wait for the disk at each statement: what comes
+/// after the load waits for all of it. Where the jobs have all the cores, an index is built without helpers, which only
+/// get into the other job's way. Indexes get no more memory than the server gives: more of it is slower, for the sorts
+/// then leave the processor's caches.
+fn load_options(cores: usize) -> String {
+    let helpers = if cores <= JOBS { " -c max_parallel_maintenance_workers=0" } else { "" };
+    format!("-c synchronous_commit=off{helpers}")
+}
+
+/// What a tool complained of, in one line, without what its lines quote of rows.
+pub fn complaint(said: &str) -> String {
+    let about_rows = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
+    let lines = said.lines().map(str::trim).filter(|line| !line.is_empty());
+    let told = lines.filter(|line| !about_rows.iter().any(|start| line.starts_with(start)));
+    // `invalid input syntax for type integer: "…"`
+    let told = told.map(|line| line.split(": \"").next().unwrap_or_default());
+    told.collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_complaint_quotes_no_row() {
+        let said = "pg_restore: error: COPY failed for table \"notes\": ERROR:  invalid input syntax for type integer: \"mine\"\n\
+                    CONTEXT:  COPY notes, line 1, column rank: \"mine\"\n\
+                    DETAIL:  Key (title)=(mine) is duplicated.\npg_restore: error: ended\n";
+        let told = complaint(said);
+        assert!(!told.contains("mine"), "{told}");
+        assert!(
+            told.contains("COPY failed for table \"notes\"") && told.ends_with("; pg_restore: error: ended"),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn a_load_takes_helpers_where_there_are_cores_for_them() {
+        assert!(load_options(1).contains("workers=0") && load_options(2).contains("workers=0"));
+        assert_eq!(load_options(4), "-c synchronous_commit=off");
+    }
+
+    #[test]
+    fn a_compression_is_written_as_it_is_read() {
+        for text in ["none", "gzip:1", "gzip:9", "zstd:1", "zstd:19"] {
+            assert_eq!(text.parse::<Compression>().unwrap().to_string(), text);
+        }
+        for wrong in ["", "gzip", "gzip:0", "gzip:10", "zstd:20", "lz4:1", "gzip:1:long", "none:1"] {
+            assert!(wrong.parse::<Compression>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_password_is_in_no_argument_list() {
+        let server = Server::new("postgres://me:hunter2@127.0.0.1:5433/svc".parse().unwrap());
+        for tools in [PgTools::Directory("/pg".into()), PgTools::Container] {
+            let command = tools.dump(&server, "00000003-1", Compression::DEFAULT);
+            let command = command.as_std();
+            let mut args = command.get_args().map(|arg| arg.to_string_lossy());
+            assert!(!args.any(|arg| arg.contains("hunter2")));
+            let mut vars = command.get_envs();
+            assert!(vars.any(|(name, value)| name == "PGPASSWORD" && value.is_some_and(|v| v == "hunter2")));
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! The file that says that the writers of this machine are stopped, and for which operation of the platform.
+//!
+//! The gateway writes it and obeys it; the sync agent removes it when the platform no longer names the operation. Both
+//! change it under one lock, so that neither removes what the other has just written.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::clock;
+use crate::fsx::{self, FileError};
+use crate::host::system::layout::Layout;
+use crate::host::system::lock::{Lock, LockError};
+use crate::machine::id::OperationId;
+
+const FORMAT: u32 = 1;
+/// A holder of the lock writes one small file.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Writers are stopped, or are being stopped, for this operation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Quiesce {
+    version: u32,
+    pub operation_id: OperationId,
+    #[serde(with = "clock::wire")]
+    pub requested_at: Timestamp,
+    /// Since when no writer is left; `None` while some still end.
+    #[serde(with = "clock::wire_option")]
+    pub quiesced_at: Option<Timestamp>,
+}
+
+/// Why the file was not changed.
+#[derive(Debug, thiserror::Error)]
+pub enum QuiesceError {
+    #[error("lock the state of the writers")]
+    Lock(#[from] LockError),
+    #[error(transparent)]
+    File(#[from] FileError),
+}
+
+impl Quiesce {
+    pub fn new(operation_id: OperationId) -> Self {
+        Self { version: FORMAT, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
+    }
+
+    /// `None`: writers may write. The file is written atomically, so one that is not readable was not written by us:
+    /// it stops nobody.
+    ///
+    /// # Errors
+    /// When the file exists and the disk does not return it.
+    pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
+        let text = fsx::read_if_there(&layout.quiesce())?;
+        let quiesce = text.and_then(|text| match serde_json::from_slice::<Self>(&text) {
+            Ok(quiesce) if quiesce.version == FORMAT => Some(quiesce),
+            Ok(_) => None,
+            Err(error) => {
+                tracing::error!(%error, "quiesce.json is not readable and is ignored");
+                None
+            }
+        });
+        Ok(quiesce)
+    }
+
+    /// # Errors
+    /// [`FileError`].
+    pub fn write(&self, layout: &Layout, _lock: &Lock) -> Result<(), FileError> {
+        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        fsx::write_atomic(&layout.quiesce(), &text, 0o644)
+    }
+}
+
+/// Waits for the right to change the file.
+///
+/// # Errors
+/// [`LockError`].
+pub async fn lock(layout: &Layout) -> Result<Lock, LockError> {
+    Lock::wait(&layout.quiesce_lock(), LOCK_TIMEOUT).await
+}
+
+/// Lets writers write again, if they are stopped for this operation. Answers whether they were.
+///
+/// # Errors
+/// [`QuiesceError`].
+pub async fn resume(layout: &Layout, operation: OperationId) -> Result<bool, QuiesceError> {
+    let _lock = lock(layout).await?;
+    let is_for_it = Quiesce::read(layout)?.is_some_and(|now| now.operation_id == operation);
+    if is_for_it {
+        fsx::remove_if_there(&layout.quiesce())?;
+    }
+    Ok(is_for_it)
+}

@@ -1,0 +1,262 @@
+//! What stays after an update: its outcome, the history, the release before, and releases that are not tried again.
+
+use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::protocol::Outcome;
+use super::releases;
+use crate::failpoint::{self, Injected};
+use crate::fsx::{self, FileError};
+use crate::host::system::layout::Layout;
+use crate::host::system::release;
+use crate::machine::name::ImageVersion;
+
+const FORMAT: u32 = 1;
+/// Lines of the history that are kept.
+const MOST_LINES: usize = 200;
+/// Releases that are kept besides the current one and the one before.
+const MORE_RELEASES: usize = 1;
+
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error("{} is not readable", .path.display())]
+    Unreadable { path: PathBuf },
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+/// One line of `history.jsonl`; `last.json` is the newest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Entry {
+    pub format: u32,
+    pub id: Uuid,
+    pub from: ImageVersion,
+    #[serde(with = "crate::clock::wire")]
+    pub started_at: Timestamp,
+    pub request_id: String,
+    #[serde(flatten)]
+    pub outcome: Outcome,
+}
+
+impl Entry {
+    pub fn new(
+        id: Uuid,
+        from: ImageVersion,
+        started_at: Timestamp,
+        request_id: String,
+        outcome: Outcome,
+    ) -> Self {
+        Self { format: FORMAT, id, from, started_at, request_id, outcome }
+    }
+}
+
+/// Writes the outcome down. Done already, it changes nothing.
+///
+/// # Errors
+/// [`MemoryError`].
+pub fn keep(layout: &Layout, entry: &Entry) -> Result<(), MemoryError> {
+    let line = serde_json::to_string(entry).expect("plain fields are JSON");
+    fsx::write_atomic(&layout.last_update(), line.as_bytes(), 0o644)?;
+    failpoint::pass("update.outcome_told")?;
+    let mut entries = history(layout)?;
+    if entries.iter().any(|known| known.id == entry.id) {
+        return Ok(());
+    }
+    entries.push(entry.clone());
+    let first = entries.len().saturating_sub(MOST_LINES);
+    let mut text = Vec::new();
+    for entry in &entries[first..] {
+        serde_json::to_writer(&mut text, entry).expect("plain fields are JSON");
+        // A write to memory cannot fail.
+        let _ = text.write_all(b"\n");
+    }
+    fsx::write_atomic(&history_path(layout), &text, 0o644)?;
+    failpoint::pass("update.history_written")?;
+    Ok(())
+}
+
+fn history_path(layout: &Layout) -> PathBuf {
+    layout.update_state().join("history.jsonl")
+}
+
+/// Every update that ended here, the oldest first. A line that cannot be read is passed over.
+///
+/// # Errors
+/// [`FileError`].
+pub fn history(layout: &Layout) -> Result<Vec<Entry>, FileError> {
+    let text = fsx::read_if_there(&history_path(layout))?.unwrap_or_default();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Known {
+    version: u32,
+    /// Current before the current one.
+    previous: Option<ImageVersion>,
+    quarantined: Vec<Quarantined>,
+}
+
+/// A release that was not well here.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Quarantined {
+    pub version: ImageVersion,
+    #[serde(with = "crate::clock::wire")]
+    pub at: Timestamp,
+    pub why: String,
+}
+
+fn known(layout: &Layout) -> Result<Known, MemoryError> {
+    let path = layout.update_state().join("releases.json");
+    let Some(text) = fsx::read_if_there(&path)? else { return Ok(Known::default()) };
+    match serde_json::from_slice::<Known>(&text) {
+        Ok(known) if known.version == FORMAT => Ok(known),
+        _ => Err(MemoryError::Unreadable { path }),
+    }
+}
+
+fn change(layout: &Layout, change: impl FnOnce(&mut Known)) -> Result<(), MemoryError> {
+    let mut known = known(layout)?;
+    change(&mut known);
+    known.version = FORMAT;
+    let text = serde_json::to_vec_pretty(&known).expect("plain fields are JSON");
+    Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
+}
+
+/// The release that was current before this one, if it is still here.
+///
+/// # Errors
+/// [`MemoryError`].
+pub fn previous(layout: &Layout) -> Result<Option<ImageVersion>, MemoryError> {
+    Ok(known(layout)?.previous.filter(|version| layout.release(version).is_dir()))
+}
+
+/// # Errors
+/// [`MemoryError`].
+pub fn remember_previous(layout: &Layout, version: &ImageVersion) -> Result<(), MemoryError> {
+    change(layout, |known| known.previous = Some(version.clone()))
+}
+
+/// # Errors
+/// [`MemoryError`].
+pub fn quarantined(layout: &Layout) -> Result<Vec<Quarantined>, MemoryError> {
+    Ok(known(layout)?.quarantined)
+}
+
+/// # Errors
+/// [`MemoryError`].
+pub fn quarantine(
+    layout: &Layout,
+    version: &ImageVersion,
+    at: Timestamp,
+    why: &str,
+) -> Result<(), MemoryError> {
+    change(layout, |known| {
+        known.quarantined.retain(|other| other.version != *version);
+        known.quarantined.push(Quarantined { version: version.clone(), at, why: why.to_owned() });
+        if known.previous.as_ref() == Some(version) {
+            known.previous = None;
+        }
+    })
+}
+
+/// # Errors
+/// [`MemoryError`].
+pub fn forgive(layout: &Layout, version: &ImageVersion) -> Result<(), MemoryError> {
+    change(layout, |known| known.quarantined.retain(|other| other.version != *version))
+}
+
+/// Removes old releases: the current one stays, the one before, and the newest of the others that was not quarantined.
+///
+/// # Errors
+/// [`MemoryError`].
+pub fn prune(layout: &Layout) -> Result<(), MemoryError> {
+    let Some(current) = release::current(layout) else { return Ok(()) };
+    let known = known(layout)?;
+    let mut others: Vec<_> = releases::versions(layout)?
+        .into_iter()
+        .filter(|version| *version != current && Some(version) != known.previous.as_ref())
+        .map(|version| {
+            let bad = known.quarantined.iter().any(|other| other.version == version);
+            let made = fs::metadata(layout.release(&version)).and_then(|meta| meta.modified()).ok();
+            (!bad, made, version)
+        })
+        .collect();
+    others.sort();
+    let good = others.iter().filter(|(good, _, _)| *good).count();
+    let keep = good.min(MORE_RELEASES);
+    others.truncate(others.len() - keep);
+    for (_, _, version) in others {
+        let dir = layout.release(&version);
+        // Under another name first: what is half removed is no release.
+        let gone = layout.releases().join(format!(".{version}.partial-removed"));
+        fs::rename(&dir, &gone).map_err(FileError::at("rename", &dir))?;
+        fs::remove_dir_all(&gone).map_err(FileError::at("remove", &gone))?;
+        tracing::info!(%version, "an old release is removed");
+    }
+    failpoint::pass("update.pruned")?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn current_previous_and_one_more_are_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let version = |text: &str| -> ImageVersion { text.parse().unwrap() };
+        for name in ["1", "2", "3", "4", "5"] {
+            let dir = layout.release(&version(name));
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join("file"), "").unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        fsx::symlink_atomic(std::path::Path::new("releases/2"), &layout.current()).unwrap();
+        remember_previous(&layout, &version("1")).unwrap();
+        quarantine(&layout, &version("5"), Timestamp::UNIX_EPOCH, "x").unwrap();
+        prune(&layout).unwrap();
+        let kept: Vec<_> = releases::versions(&layout).unwrap().iter().map(ToString::to_string).collect();
+        assert_eq!(kept, ["1", "2", "4"]);
+        prune(&layout).unwrap();
+        assert_eq!(releases::versions(&layout).unwrap().len(), 3);
+        assert_eq!(fs::read_dir(layout.releases()).unwrap().count(), 3);
+    }
+
+    #[test]
+    fn an_outcome_is_written_once_and_torn_lines_are_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout::new(dir.path());
+        let outcome = Outcome {
+            version: "2".parse().unwrap(),
+            outcome: crate::host::update::protocol::End::RolledBack,
+            stage: "health".to_owned(),
+            error: Some("x".to_owned()),
+            at: Timestamp::UNIX_EPOCH,
+        };
+        let id = Uuid::new_v4();
+        let entry =
+            Entry::new(id, "1".parse().unwrap(), Timestamp::UNIX_EPOCH, "r".to_owned(), outcome.clone());
+        keep(&layout, &entry).unwrap();
+        keep(&layout, &entry).unwrap();
+        assert_eq!(history(&layout).unwrap(), std::slice::from_ref(&entry));
+        let last = crate::host::update::protocol::last(&layout).unwrap().unwrap();
+        assert_eq!((last.outcome, last.request_id.as_deref()), (outcome, Some("r")));
+        let mut text = fs::read(history_path(&layout)).unwrap();
+        text.extend(b"{\"torn");
+        fs::write(history_path(&layout), text).unwrap();
+        keep(&layout, &Entry { id: Uuid::new_v4(), ..entry }).unwrap();
+        assert_eq!(history(&layout).unwrap().len(), 2);
+    }
+}

@@ -1,0 +1,166 @@
+//! Releases on disk: one is whole or it is not there, and one link says which is current.
+
+use std::fs::{self, File};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::failpoint::{self, Injected};
+use crate::fsx::{self, FileError};
+use crate::host::system::layout::Layout;
+use crate::host::system::release;
+use crate::host::system::release::{Release, ReleaseError};
+use crate::machine::name::ImageVersion;
+
+/// The links beside `current` that the specification's layout names.
+const LINKS: [&str; 3] = ["bin", "app", "runtime"];
+
+/// Why a release did not come to its place.
+#[derive(Debug, thiserror::Error)]
+pub enum PlaceError {
+    #[error("the bundle has no executable bin/svc")]
+    NoBinary,
+    #[error("the bundle is of version {found}, and {expected} was asked for")]
+    WrongVersion { expected: ImageVersion, found: ImageVersion },
+    #[error(transparent)]
+    Release(#[from] ReleaseError),
+    #[error(transparent)]
+    File(#[from] FileError),
+    #[error(transparent)]
+    Injected(#[from] Injected),
+}
+
+/// A release that is being unpacked. It is removed when this is dropped, unless it was kept.
+pub struct Partial {
+    path: PathBuf,
+    kept: bool,
+}
+
+impl Partial {
+    /// # Errors
+    /// [`FileError`].
+    pub fn create(layout: &Layout, version: &ImageVersion) -> Result<Self, FileError> {
+        let name = format!(".{version}.partial-{}", uuid::Uuid::new_v4().simple());
+        let path = layout.releases().join(name);
+        fs::create_dir_all(&path).map_err(FileError::at("create directory", &path))?;
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
+            .map_err(FileError::at("open up", &path))?;
+        Ok(Self { path, kept: false })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes it the release `version`, durably. Its digest was right: the caller saw to that.
+    ///
+    /// # Errors
+    /// [`PlaceError`]; the release is then not there.
+    pub fn keep(mut self, layout: &Layout, version: &ImageVersion, sha256: &str) -> Result<(), PlaceError> {
+        check(&self.path, version)?;
+        let digest = self.path.join(release::DIGEST);
+        fs::write(&digest, format!("{sha256}\n")).map_err(FileError::at("write", &digest))?;
+        // One sync of the file system costs less than one of each of thousands of files.
+        File::open(&self.path)
+            .and_then(|dir| Ok(nix::unistd::syncfs(dir)?))
+            .map_err(FileError::at("sync", &self.path))?;
+        failpoint::pass("update.synced")?;
+        let place = layout.release(version);
+        fs::rename(&self.path, &place).map_err(FileError::at("rename", &self.path))?;
+        self.kept = true;
+        fsx::sync_dir(&layout.releases())?;
+        failpoint::pass("update.renamed")?;
+        Ok(())
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        if !self.kept
+            && let Err(error) = fs::remove_dir_all(&self.path)
+        {
+            tracing::warn!(%error, path = %self.path.display(), "could not remove a partial release");
+        }
+    }
+}
+
+fn check(dir: &Path, version: &ImageVersion) -> Result<(), PlaceError> {
+    let binary = fs::symlink_metadata(dir.join("bin/svc"));
+    if !binary.is_ok_and(|meta| meta.is_file() && meta.mode() & 0o111 != 0) {
+        return Err(PlaceError::NoBinary);
+    }
+    let found = Release::read(dir)?.image_version;
+    if found != *version {
+        return Err(PlaceError::WrongVersion { expected: version.clone(), found });
+    }
+    Ok(())
+}
+
+/// The release that is current, where it is whole.
+pub fn current(layout: &Layout) -> Option<ImageVersion> {
+    release::current(layout).filter(|version| check(&layout.release(version), version).is_ok())
+}
+
+/// Makes a release current: one rename of one link. Done already is success.
+///
+/// # Errors
+/// [`PlaceError`].
+pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), PlaceError> {
+    point(&layout.current(), &Path::new("releases").join(version.as_str()))?;
+    failpoint::pass("update.switched")?;
+    for name in LINKS {
+        point(&layout.link(name), &Path::new("current").join(name))?;
+    }
+    failpoint::pass("update.linked")?;
+    Ok(())
+}
+
+fn point(link: &Path, target: &Path) -> Result<(), FileError> {
+    match fs::read_link(link) {
+        Ok(now) if now == target => Ok(()),
+        _ => fsx::symlink_atomic(target, link),
+    }
+}
+
+/// Removes what runs that were killed left: partial releases, and links and records that were not renamed yet.
+///
+/// # Errors
+/// [`FileError`].
+pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
+    let releases = layout.releases();
+    fs::create_dir_all(&releases).map_err(FileError::at("create directory", &releases))?;
+    for entry in entries(&releases)? {
+        if entry.starts_with('.') && entry.contains(".partial-") {
+            let path = releases.join(entry);
+            fs::remove_dir_all(&path).map_err(FileError::at("remove", &path))?;
+        }
+    }
+    let current = layout.current();
+    let opt = current.parent().unwrap_or(&releases);
+    for entry in entries(opt)? {
+        let ours = ["current"].iter().chain(&LINKS).any(|name| entry.starts_with(&format!(".{name}.")));
+        if ours && entry.ends_with(".tmp") {
+            fsx::remove_if_there(&opt.join(entry))?;
+        }
+    }
+    fsx::remove_torn_in(&layout.update_state(), |_| true)
+}
+
+fn entries(dir: &Path) -> Result<Vec<String>, FileError> {
+    let read = fs::read_dir(dir).map_err(FileError::at("read", dir))?;
+    Ok(read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+}
+
+/// The versions that are there whole, in order.
+///
+/// # Errors
+/// [`FileError`].
+pub fn versions(layout: &Layout) -> Result<Vec<ImageVersion>, FileError> {
+    let releases = layout.releases();
+    if !releases.is_dir() {
+        return Ok(Vec::new());
+    }
+    let mut versions: Vec<ImageVersion> =
+        entries(&releases)?.iter().filter_map(|name| name.parse().ok()).collect();
+    versions.sort();
+    Ok(versions)
+}

@@ -1,0 +1,31 @@
+//! Which keys of releases this machine trusts, by their ids: root's updater writes it, and the heartbeat reports it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::fsx::{self, FileError};
+use crate::host::system::layout::Layout;
+
+/// `{"sequence":1,"ids":["614c4b637b092e93"]}`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrustedKeyIds {
+    pub sequence: u32,
+    pub ids: Vec<String>,
+}
+
+impl TrustedKeyIds {
+    /// # Errors
+    /// [`FileError`].
+    pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
+        let text = serde_json::to_vec(self).expect("plain fields are JSON");
+        if fsx::read_if_there(&layout.trusted_keys())?.as_ref() == Some(&text) {
+            return Ok(());
+        }
+        fsx::write_atomic(&layout.trusted_keys(), &text, 0o644)
+    }
+
+    /// As the updater wrote it last; nothing before its first run.
+    pub fn read(layout: &Layout) -> Option<Self> {
+        let text = fsx::read_if_there(&layout.trusted_keys()).ok().flatten()?;
+        serde_json::from_slice(&text).ok()
+    }
+}
