@@ -32,6 +32,8 @@ const MIN_INTERVAL_IN_DURATIONS: u32 = 10;
 /// After a measurement that failed.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
+/// The age of settings that a write is admitted by; only a refusal needs them as they are now.
+const MAX_SETTINGS_AGE: Duration = Duration::from_secs(1);
 /// The part of the disk that is an app's where the settings give no number.
 const DEFAULT_PART_OF_DISK: u64 = 5;
 const MIN_DEFAULT: u64 = 1 << 30;
@@ -104,6 +106,8 @@ pub struct Quotas {
     written: Mutex<HashMap<String, u64>>,
     /// Asks for a measurement now.
     due: Notify,
+    /// The settings as last loaded: loading them takes a system call, and every write needs them.
+    settings: Mutex<Option<(Instant, Arc<Settings>)>>,
 }
 
 impl Quotas {
@@ -114,6 +118,19 @@ impl Quotas {
             measured: RwLock::default(),
             written: Mutex::default(),
             due: Notify::new(),
+            settings: Mutex::default(),
+        }
+    }
+
+    /// Settings of at most [`MAX_SETTINGS_AGE`].
+    fn recent(&self, load: impl FnOnce() -> Arc<Settings>) -> Arc<Settings> {
+        let now = Instant::now();
+        let mut recent = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*recent {
+            Some((loaded, settings)) if now.duration_since(*loaded) < MAX_SETTINGS_AGE => {
+                Arc::clone(settings)
+            }
+            _ => Arc::clone(&recent.insert((now, load())).1),
         }
     }
 
@@ -138,13 +155,13 @@ impl Quotas {
         size.bytes.checked_div(size.rows).unwrap_or(0).clamp(MIN_ROW_BYTES, MAX_ROW_BYTES)
     }
 
-    /// Admits a request that adds or changes rows; `settings` are read only where they matter.
+    /// Admits a request that adds or changes rows; `load` gives the owner's settings as they are now.
     ///
     /// # Errors
     /// `storage_quota_reached`.
     pub fn admit(
         &self,
-        settings: impl FnOnce() -> Arc<Settings>,
+        load: impl Fn() -> Arc<Settings>,
         principal: &Principal,
         slug: &str,
     ) -> Result<(), Problem> {
@@ -153,8 +170,12 @@ impl Quotas {
         }
         let Some(measured) = self.measured(slug) else { return Ok(()) };
         let written = self.written().get(slug).copied().unwrap_or(0);
-        let quota = self.of(&settings().storage, slug);
-        if measured.saturating_add(written) < quota {
+        let used = measured.saturating_add(written);
+        if used < self.of(&self.recent(&load).storage, slug) {
+            return Ok(());
+        }
+        let quota = self.of(&load().storage, slug);
+        if used < quota {
             return Ok(());
         }
         self.due.notify_one();
@@ -166,11 +187,16 @@ impl Quotas {
     }
 
     /// Counts a write that is about to be sent.
-    pub fn send<'q>(&'q self, settings: &StorageQuotas, slug: &'q str, size: WriteSize) -> SentWrite<'q> {
+    pub fn send<'q>(
+        &'q self,
+        load: impl FnOnce() -> Arc<Settings>,
+        slug: &'q str,
+        size: WriteSize,
+    ) -> SentWrite<'q> {
         let natural = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
         let rows = natural(size.rows).saturating_mul(ROW_OVERHEAD_BYTES);
         let bytes = natural(size.body_bytes).saturating_mul(EXPANSION).saturating_add(rows);
-        let quota = self.of(settings, slug);
+        let quota = self.of(&self.recent(load).storage, slug);
         self.count(slug, bytes, quota);
         SentWrite { quotas: self, slug, quota, changed: ChangedRows::default(), is_open: size.is_by_filter }
     }
@@ -273,11 +299,17 @@ mod tests {
             measured: RwLock::new(Some(Arc::new(sizes))),
             written: Mutex::default(),
             due: Notify::new(),
+            settings: Mutex::default(),
         }
     }
 
+    fn settings(quota: u64) -> Arc<Settings> {
+        let text = format!(r#"{{"storage": {{"appBytes": {quota}}}}}"#);
+        Arc::new(Settings::parse(text.as_bytes()).unwrap())
+    }
+
     fn send(quotas: &Quotas, size: WriteSize) -> SentWrite<'_> {
-        quotas.send(&StorageQuotas::default(), "notes", size)
+        quotas.send(|| settings(QUOTA), "notes", size)
     }
 
     async fn is_asked(quotas: &Quotas) -> bool {
@@ -311,6 +343,23 @@ mod tests {
             drop(send(&quotas, size));
             assert!(is_asked(&quotas).await, "nobody knows how many rows it changed");
         }
+    }
+
+    #[test]
+    fn quota_refusal_needs_the_settings_of_now() {
+        let quotas = quotas(500, 1);
+        let app = Principal::App { slug: "notes".to_owned() };
+        assert!(quotas.admit(|| settings(100), &app, "notes").is_err());
+        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "raised a moment ago");
+        let loads = std::cell::Cell::new(0);
+        let load = || {
+            loads.set(loads.get() + 1);
+            settings(1000)
+        };
+        for _ in 0..100 {
+            drop(quotas.send(load, "notes", WriteSize { body_bytes: 1, rows: 1, is_by_filter: false }));
+        }
+        assert_eq!(loads.get(), 0, "loaded a moment ago");
     }
 
     #[test]

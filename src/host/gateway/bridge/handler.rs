@@ -109,7 +109,7 @@ fn sent<'g>(
     let is_by_filter = plans.iter().any(Plan::is_by_filter);
     let is_write = plans.iter().any(Plan::is_write);
     let size = WriteSize { body_bytes, rows, is_by_filter };
-    is_write.then(|| gateway.quotas.send(&gateway.kernel.settings().storage, slug, size))
+    is_write.then(|| gateway.quotas.send(|| gateway.kernel.settings(), slug, size))
 }
 
 fn planned<'a>(app: &'a App, call: &Call<'_>) -> Result<Plan<'a>, Problem> {
