@@ -123,6 +123,14 @@ impl rt::Timer for HeadTimer {
     fn now(&self) -> std::time::Instant {
         Instant::now().into()
     }
+
+    /// Each request of a connection reuses the first one's sleep.
+    fn reset(&self, sleep: &mut Pin<Box<dyn rt::Sleep>>, new_deadline: std::time::Instant) {
+        match sleep.as_mut().downcast_mut_pin::<HeadSleep>() {
+            Some(sleep) => sleep.get_mut().restart(new_deadline.into()),
+            None => *sleep = self.sleep_until(new_deadline),
+        }
+    }
 }
 
 struct HeadSleep {
@@ -131,6 +139,15 @@ struct HeadSleep {
     head: Duration,
     /// The deadline is the head's, no longer the idle connection's.
     has_begun: bool,
+}
+
+impl HeadSleep {
+    /// Waits for the next head, until `idle`.
+    fn restart(&mut self, idle: Instant) {
+        self.first_byte.forget();
+        self.has_begun = false;
+        self.sleep.as_mut().reset(idle);
+    }
 }
 
 impl Future for HeadSleep {

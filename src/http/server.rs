@@ -305,6 +305,11 @@ mod tests {
             stream.write_all(REQUEST).await.unwrap();
             assert!(read_until(stream, "ok").await.starts_with("HTTP/1.1 200"));
         }
+
+        // The deadline of a head holds for each request of a connection.
+        used.write_all(&REQUEST[..20]).await.unwrap();
+        let end = read_until(&mut used, "never").await;
+        assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
     }
 
     #[tokio::test]
