@@ -2,9 +2,13 @@
 //!
 //! Each rule is a pure function over paths and texts, and is shown to notice a bad sample.
 
+#[path = "house/documented.rs"]
 mod documented;
+#[path = "house/edges.rs"]
 mod edges;
+#[path = "house/rules.rs"]
 mod rules;
+#[path = "house/source.rs"]
 mod source;
 
 use std::fs;

@@ -14,7 +14,6 @@ mod first_boot;
 mod fuzz;
 mod gateway;
 mod heartbeat;
-mod house;
 mod platform;
 mod pointer;
 mod provider;

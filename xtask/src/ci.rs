@@ -1,4 +1,5 @@
-//! `cargo xtask ci --rest`: what demo and tests do not check. Every part runs, whatever became of the others.
+//! `cargo xtask ci --rest`: the checks beside demo and tests; `cargo xtask check`: the quick ones, for each edit. Every part
+//! runs, also after one that failed.
 
 use std::process::{Command, ExitCode};
 use std::time::Instant;
@@ -18,19 +19,47 @@ enum End {
 
 type Part = (&'static str, fn() -> Result<End>);
 
-const PARTS: [Part; 5] = [
-    ("fmt", || checked(&["fmt", "--all", "--check"])),
+const FORMAT: Part = ("fmt", || checked(&["fmt", "--all", "--check"]));
+
+const REST: [Part; 5] = [
+    FORMAT,
     ("clippy", || checked(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])),
     ("doc", doc),
     ("deny", deny),
     ("advisories", advisories),
 ];
 
+/// Of the product's own package, so that neither the kit nor the integration tests are compiled.
+const CHECK: [Part; 4] = [
+    FORMAT,
+    ("clippy", || {
+        checked(&["clippy", "--package", "svc", "--lib", "--bins", "--quiet", "--", "-D", "warnings"])
+    }),
+    ("unit tests", || tests(&["--lib"])),
+    ("house", || tests(&["--test", "house"])),
+];
+
 pub fn rest() -> Result<ExitCode> {
+    run("ci --rest", &REST)
+}
+
+pub fn check() -> Result<ExitCode> {
+    run("check", &CHECK)
+}
+
+/// Tests of the package `svc`, by nextest where it is installed.
+fn tests(which: &[&str]) -> Result<End> {
+    let runner: &[&str] = if cargo::has("nextest") { &["nextest", "run"] } else { &["test"] };
+    let quiet: &[&str] =
+        if cargo::has("nextest") { &["--status-level", "fail", "--cargo-quiet"] } else { &["--quiet"] };
+    checked(&[runner, &["--package", "svc"], which, quiet].concat())
+}
+
+fn run(command: &str, parts: &[Part]) -> Result<ExitCode> {
     let mut lines = Vec::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for (name, part) in PARTS {
-        println!("ci: {name}");
+    for (name, part) in parts {
+        println!("{command}: {name}");
         let started = Instant::now();
         let end = part();
         let word = match end {
@@ -49,7 +78,7 @@ pub fn rest() -> Result<ExitCode> {
         };
         lines.push(format!("  {name:<11} {:>6.1} s  {word}", started.elapsed().as_secs_f64()));
     }
-    println!("ci --rest:\n{}", lines.join("\n"));
+    println!("{command}:\n{}", lines.join("\n"));
     println!("{passed} passed, {failed} failed, {skipped} skipped");
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

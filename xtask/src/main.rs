@@ -92,6 +92,8 @@ enum Command {
     },
     /// Search the parsers by libFuzzer, a minute each; needs a C++ compiler, writes target/libfuzzer
     Fuzz(fuzz::Args),
+    /// The checks for each edit: format, clippy of the product, unit tests, the house's rules
+    Check,
     /// All other checks: format, clippy, documentation, dependencies
     Ci {
         #[arg(long, required = true)]
@@ -112,6 +114,7 @@ fn main() -> ExitCode {
         Command::Fuzz(args) => fuzz::run(&args),
         Command::Dist => dist::build().map(|_| ExitCode::SUCCESS),
         Command::Deb { check, svc } => deb(check, svc),
+        Command::Check => ci::check(),
         Command::Ci { .. } => ci::rest(),
     };
     end.unwrap_or_else(|error| {
