@@ -38,10 +38,14 @@ pub enum Alarm {
     UnknownOperations,
     /// The store knows of a later holder of a slot than the database.
     DatabaseBehindStore,
+    /// A slot's fence is signed, and no platform key in force verifies it.
+    UnverifiedFence,
+    /// Hosts send tokens that no platform key in force has made.
+    HostTokensRefused,
 }
 
 impl Alarm {
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::ServersMissing,
         Self::UnknownServers,
         Self::ProviderUnauthorized,
@@ -49,6 +53,8 @@ impl Alarm {
         Self::ProviderCapacity,
         Self::UnknownOperations,
         Self::DatabaseBehindStore,
+        Self::UnverifiedFence,
+        Self::HostTokensRefused,
     ];
 
     pub fn as_str(self) -> &'static str {
@@ -60,12 +66,17 @@ impl Alarm {
             Self::ProviderCapacity => "provider_capacity",
             Self::UnknownOperations => "unknown_operations",
             Self::DatabaseBehindStore => "database_behind_store",
+            Self::UnverifiedFence => "unverified_fence",
+            Self::HostTokensRefused => "host_tokens_refused",
         }
     }
 
     /// How long it stands when nothing raises it again.
     fn lasts(self) -> Duration {
-        if self == Self::DatabaseBehindStore { EVENT_SHOWN_FOR } else { INFORMED_FOR }
+        match self {
+            Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_SHOWN_FOR,
+            _ => INFORMED_FOR,
+        }
     }
 
     /// Whether it holds work back that an operator can let through.
@@ -76,7 +87,7 @@ impl Alarm {
     /// How an alarm that holds nothing back ends.
     pub fn end(self) -> &'static str {
         match self {
-            Self::DatabaseBehindStore => "a day after it was last raised",
+            Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
             _ => "by itself a few minutes after its cause is gone",
         }
     }
@@ -106,6 +117,14 @@ impl Alarm {
             Self::DatabaseBehindStore => {
                 "the platform's database was restored from an older copy: outdated recoveries and deletions stop by themselves, \
                  and the README says under \"The platform's database was restored from an older copy\" what to look at"
+            }
+            Self::UnverifiedFence => {
+                "is PLATFORM_KEY the key of now, or was an older one restored with the database? `svcctl doctor platform` \
+                 compares it with the store. Where it is right, the hosts of these slots made the signatures up"
+            }
+            Self::HostTokensRefused => {
+                "these hosts live, and send tokens that PLATFORM_KEY has not made: recover none of them before \
+                 `svcctl doctor platform` says that the platform's keys are those of now. Where they are, the token was made up"
             }
         }
     }
@@ -137,7 +156,9 @@ pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
         let session = platform.db.session().await?;
         let lasting = Lasting::For(alarm.lasts());
         match alarm {
-            Alarm::DatabaseBehindStore => alarms::raise_case(&session, alarm.as_str(), detail, lasting).await,
+            Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRefused => {
+                alarms::raise_case(&session, alarm.as_str(), detail, lasting).await
+            }
             _ => alarms::raise(&session, alarm.as_str(), detail, lasting).await,
         }
     };

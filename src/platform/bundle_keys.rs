@@ -15,7 +15,10 @@ const MAX_HANDLES: usize = 20;
 const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
 
 /// `bundleKeys` of `GET /vps/fleet`: for each key who trusts it and who does not, and whose host has not reported.
-pub fn summary(rows: &[FleetRow], configured: &TrustedKeys) -> Value {
+///
+/// `sequence` is `BUNDLE_KEYS_SEQUENCE`: a host with a later set shows that it was forgotten when a release raised it, and new
+/// hosts begin with the set before.
+pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Value {
     // One that boots has the keys of its user-data, and reports them when it runs.
     let booted: Vec<&FleetRow> =
         rows.iter().filter(|row| !matches!(row.status.as_str(), "provisioning" | "recovering")).collect();
@@ -28,12 +31,21 @@ pub fn summary(rows: &[FleetRow], configured: &TrustedKeys) -> Value {
         .collect();
     let silent: Vec<&str> =
         booted.iter().filter(|row| row.bundle_keys.is_none()).map(|row| row.handle.as_str()).collect();
+    let ahead: Vec<(&str, i64)> = booted
+        .iter()
+        .filter_map(|row| Some((row.handle.as_str(), row.bundle_keys.as_ref()?.0)))
+        .filter(|(_, reported)| *reported > i64::from(sequence))
+        .collect();
     let own = configured.ids();
     let keys: Vec<Value> = listed(&own, &reporting).iter().map(|id| entry(id, &own, &reporting)).collect();
     json!({
         "keys": keys,
         "notReporting": silent.len(),
         "notReportingHandles": silent.iter().take(MAX_HANDLES).collect::<Vec<_>>(),
+        "sequence": sequence,
+        "highestSequence": ahead.iter().map(|(_, reported)| *reported).max(),
+        "ahead": ahead.len(),
+        "aheadHandles": ahead.iter().take(MAX_HANDLES).map(|(handle, _)| handle).collect::<Vec<_>>(),
     })
 }
 
@@ -95,7 +107,7 @@ mod tests {
             row("dan", None),
             boots,
         ];
-        let seen = summary(&rows, &configured);
+        let seen = summary(&rows, &configured, 1);
         let expected = json!({
             "keys": [
                 {"keyId": old, "isConfigured": true, "trusting": 3, "trustingHandles": ["ada", "bob", "cy"],
@@ -107,14 +119,22 @@ mod tests {
             ],
             "notReporting": 1,
             "notReportingHandles": ["dan"],
+            "sequence": 1, "highestSequence": null, "ahead": 0, "aheadHandles": [],
         });
         assert_eq!(seen, expected);
     }
 
     #[test]
+    fn hosts_with_a_later_key_set_than_configured_are_named() {
+        let seen = summary(&[row("ada", Some(&[OLD])), row("bob", None)], &TrustedKeys::default(), 0);
+        let found = ["sequence", "highestSequence", "ahead", "aheadHandles"].map(|name| seen[name].clone());
+        assert_eq!(found, [json!(0), json!(1), json!(1), json!(["ada"])]);
+    }
+
+    #[test]
     fn keys_and_handles_of_a_hostile_fleet_are_bounded() {
         let rows: Vec<FleetRow> = (0..200).map(|n| row("ada", Some(&[&format!("{n:016x}")]))).collect();
-        let seen = summary(&rows, &TrustedKeys::default());
+        let seen = summary(&rows, &TrustedKeys::default(), 0);
         let keys = seen["keys"].as_array().unwrap();
         assert_eq!(keys.len(), MAX_LISTED_KEYS);
         assert_eq!(keys[0]["notTrusting"], 199);

@@ -6,10 +6,12 @@
 //! other's work for as long as they run side by side.
 //!
 //! The invariant: at every moment each running process opens what every other one has written. A process that would not is
-//! refused at its start ([`admission`]).
+//! refused at its start ([`admission`]). The store names the current key as well ([`mark`]): a database that is restored together with
+//! the settings of its day says nothing of a later change.
 
 pub mod admission;
 mod fences;
+pub mod mark;
 pub mod need;
 
 use std::sync::Arc;
@@ -61,6 +63,8 @@ pub enum ChangeError {
     },
     #[error("the fence of slot {0} was changed by others too often")]
     Contended(String),
+    #[error(transparent)]
+    Mark(#[from] mark::MarkError),
     #[error(transparent)]
     Injected(#[from] Injected),
 }
@@ -168,6 +172,8 @@ async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     if !need.is_empty() {
         return Ok(());
     }
+    // Without it, a process that has the current key alone would be refused.
+    mark::write(&platform.bucket, &own.ids).await?;
     let tx = db::begin(&mut session).await?;
     // No process with another current key starts before this ends.
     db::lock(&tx, KEYS_LOCK).await?;

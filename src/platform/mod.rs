@@ -51,6 +51,7 @@ use self::db::platform_keys::ProcessKeys;
 use self::db::{Db, DbError};
 use self::host_store::HostStore;
 use self::key_change::admission::AdmissionError;
+use self::key_change::mark::{self, MarkError};
 use self::keys::{KeyError, Seal};
 use self::process_clock::ProcessClock;
 use self::rate_budget::SharedBudget;
@@ -132,7 +133,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let (host_db, report_db) = (pool(config.connections.hosts)?, pool(config.connections.reports)?);
     let seal = || Seal::of(&config.keys);
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
-    let process = admit(&db, &config, &mint).await?;
+    let process = admit(&db, &bucket, &config, &mint).await?;
+    log_start(&process, &api.url);
     let keys = keys::load(&db, &seal(), config.timing.keys.overlap).await.map_err(|error| match error {
         KeyError::Db(_) => Failure::new(Exit::Unavailable, error),
         KeyError::Sealed { .. } | KeyError::Damaged { .. } => Failure::new(Exit::Config, error),
@@ -183,6 +185,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, fresh, stop.clone()));
     tasks.spawn(key_change::run(platform.clone(), change_seal));
+    tasks.spawn(mark::keep(platform.clone()));
     tasks.spawn(process_clock::run(platform.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
@@ -222,16 +225,47 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
 }
 
 /// Notes this process among those that run, if it may run beside them with its platform keys.
-async fn admit(db: &Db, config: &PlatformConfig, mint: &TokenMint) -> Result<ProcessKeys, Failure> {
+async fn admit(
+    db: &Db,
+    bucket: &Bucket,
+    config: &PlatformConfig,
+    mint: &TokenMint,
+) -> Result<ProcessKeys, Failure> {
     let (process, seal) = (key_change::process(config.keys.ids(), &config.timing), Seal::of(&config.keys));
+    // Before the database is written to: keys of an earlier day must leave it as it is.
+    let has_answered = unless_refused(mark::check(bucket, &process.ids).await.map(drop))?;
     let silence = config.timing.keys.max_silence;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
-        Ok(()) => Ok(process),
+        Ok(()) => {}
         Err(error @ (AdmissionError::Db(_) | AdmissionError::Key(KeyError::Db(_)))) => {
-            Err(Failure::new(Exit::Unavailable, error))
+            return Err(Failure::new(Exit::Unavailable, error));
         }
-        Err(error) => Err(Failure::new(Exit::Config, error)),
+        Err(error) => return Err(Failure::new(Exit::Config, error)),
     }
+    if has_answered {
+        unless_refused(mark::write(bucket, &process.ids).await)?;
+    }
+    Ok(process)
+}
+
+/// Refuses keys that are not those of now; otherwise whether the store has answered. One that does not may be well: the look
+/// at it is repeated while the process runs ([`mark::keep`]).
+fn unless_refused(noted: Result<(), MarkError>) -> Result<bool, Failure> {
+    match noted {
+        Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
+        Err(error) => {
+            tracing::warn!(error = %crate::chain::chain(&error), "it is not known whether PLATFORM_KEY is the current one");
+            Ok(false)
+        }
+        Ok(()) => Ok(true),
+    }
+}
+
+/// By this line an operator finds the process that `svcctl doctor platform` names.
+fn log_start(process: &ProcessKeys, api: &str) {
+    let ProcessKeys { process, ids, .. } = process;
+    let previous = ids.previous.as_ref().map(tracing::field::display);
+    tracing::info!(%process, api, key = %ids.current, previous, "this platform process has its keys in force");
 }
 
 /// A process with another platform key need not wait until this one's row has expired.

@@ -21,6 +21,9 @@ pub struct PlatformKeys {
 pub struct KeyId(String);
 
 impl KeyId {
+    /// The length of its text.
+    pub const CHARS: usize = 2 * ID_BYTES;
+
     pub fn of(key: &SecretSlice<u8>) -> Self {
         let key = hmac::Key::new(hmac::HMAC_SHA256, key.expose_secret());
         let mac = hmac::sign(&key, b"svc platform key id");

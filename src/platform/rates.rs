@@ -28,6 +28,9 @@ const CREDENTIALS_BURST: u32 = 20;
 /// A fleet of 6,000 machines behind one address, once a minute after a restart of the platform.
 const ADDRESS_CHECKS_PER_SECOND: u32 = 100;
 const BURST_SECONDS: u32 = 10;
+/// Refused tokens of hosts that are told of: enough for a fleet's alarm to stand, and few lines of a log.
+const REFUSED_INTERVAL: Duration = Duration::from_secs(5);
+const REFUSED_BURST: u32 = 20;
 const ACCEPTED_TTL: Duration = Duration::from_secs(600);
 /// Beyond it the accepted tokens are forgotten, and count once more.
 const MAX_ACCEPTED: usize = 32_768;
@@ -64,6 +67,7 @@ pub struct ApiRates {
     hosts: RateLimit<MachineId>,
     credentials: RateLimit<MachineId>,
     addresses: RateLimit<IpAddr>,
+    refused_hosts: RateLimit<()>,
     trusted_proxies: Networks,
     accepted: Mutex<HashMap<Vec<u8>, Instant>>,
 }
@@ -79,6 +83,7 @@ impl ApiRates {
             credentials,
             operators: RateLimit::new(config.operator_rate, BURST_SECONDS),
             addresses: RateLimit::new(config.check_rate, BURST_SECONDS),
+            refused_hosts: RateLimit::every(REFUSED_INTERVAL, REFUSED_BURST),
             trusted_proxies: config.trusted_proxies.clone(),
             accepted: Mutex::default(),
         }
@@ -140,6 +145,11 @@ impl ApiRates {
     pub fn admit_credentials(&self, machine: MachineId) -> Result<(), Problem> {
         let cause = "This host asks for credentials too often.";
         self.credentials.check(&machine).map_err(|wait| too_many(cause, wait))
+    }
+
+    /// Whether one more refused token of a host is told of.
+    pub fn admit_refused_host(&self) -> bool {
+        self.refused_hosts.check(&()).is_ok()
     }
 
     fn accepted(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Instant>> {

@@ -53,5 +53,6 @@ pub mod stack;
 mod token_rotation;
 mod undelete;
 mod unreachable;
+mod unverified_fence;
 mod usage;
 mod ways_back;

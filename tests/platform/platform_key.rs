@@ -6,19 +6,23 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
+use kit::pg::copy::Copy;
+use kit::s3::{Fault, Rule};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use reqwest::Method;
 use secrecy::SecretSlice;
 use serde_json::{Value, json};
+use svc::machine::id::MachineId;
+use svc::platform::key_change::mark;
 use svc::platform::keys::{Seal, SealedWith};
 use svc::platform::platform_key::KeyId;
-use svc::platform::tokens::TokenMint;
+use svc::platform::tokens::{Generation, Purpose, TokenMint};
 use svc::store::key::SlotPrefix;
 use tokio_postgres::Client;
 
 use super::internal_host::host;
-use super::stack::{Answer, Guest, Process, SECRET, Stack, beat_of};
+use super::stack::{Answer, BUCKET, Guest, Process, SECRET, Stack, beat_of};
 
 const OLD: u8 = 7;
 const NEW: u8 = 8;
@@ -79,7 +83,7 @@ async fn doctor(stack: &Stack, process: &Process, current: u8, previous: Option<
     let all = report["findings"].as_array().unwrap().iter();
     let found: Vec<String> = all
         .filter(|one| one["check"] == "platform-key")
-        .map(|one| format!("{}: {}", one["level"], one["what"]))
+        .map(|one| format!("{}: {}\n  {}", one["level"], one["what"], one["next"]))
         .collect();
     found.join("\n")
 }
@@ -107,6 +111,13 @@ fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
     let slot = SlotPrefix::new(&user.parse().unwrap(), &"primary".parse().unwrap());
     let (machine, proof) = pointer.fence_machine_id.zip(pointer.fence_proof).unwrap();
     TokenMint::new(&key(byte)).has_signed_fence(&slot, pointer.fence_epoch, machine, &proof)
+}
+
+/// The id of the process that runs with this key.
+async fn running_process(stack: &Stack, byte: u8) -> String {
+    let client = stack.database.connect().await.unwrap();
+    let sql = "SELECT process_id::text FROM platform_processes WHERE key_id = $1";
+    client.query_one(sql, &[&KeyId::of(&key(byte)).as_str()]).await.unwrap().get(0)
 }
 
 async fn beat(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
@@ -201,6 +212,15 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
     let (old, new) = (started(&stack, OLD, Some(NEW), &[]), started(&stack, NEW, Some(OLD), &[]));
     let prepared = doctor(&stack, &old, OLD, Some(NEW)).await;
     assert!(prepared.contains("running process"), "{prepared}");
+    let half = doctor(&stack, &new, NEW, Some(OLD)).await;
+    assert!(half.contains("restart the processes that have the other key as PLATFORM_KEY"), "{half}");
+    let process = running_process(&stack, OLD).await;
+    let started = |line: &&str| line.contains(&process) && line.contains(&old.base);
+    assert!(
+        half.contains(&process) && stack.log().lines().any(|line| started(&line)),
+        "{half}\n{}",
+        stack.log()
+    );
     let before = sealed(&client).await;
     let mut guests = Vec::new();
     for (user, made_by, other) in [("user_1", &old, &new), ("user_2", &new, &old)] {
@@ -247,6 +267,7 @@ async fn process_that_another_could_not_work_with_is_refused() {
     assert!(said.contains("a platform process with other keys is running"), "{said}");
     // What it was refused for is not begun: the running one starts again alone.
     stop(running).await;
+    assert!(stack.store.remove(BUCKET, mark::PLACE), "the note of the current key is in the store");
     let said = refused(&stack, NEW, Some(NEW + 1)).await;
     assert!(said.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{said}");
     drop(started(&stack, OLD, None, &[]));
@@ -306,4 +327,93 @@ async fn change_survives_a_kill_at_every_point() {
         kills.push(survives_a_kill_at(point));
     }
     stream::iter(kills).buffer_unordered(3).collect::<Vec<()>>().await;
+}
+
+/// Database and settings of a day before the change agree with each other: the store alone is newer.
+#[tokio::test(flavor = "multi_thread")]
+async fn server_restored_with_its_settings_is_refused() {
+    let stack = Stack::start().await;
+    let client = stack.database.connect().await.unwrap();
+    let copy = Copy::of(&client).await.unwrap();
+    let process = started(&stack, OLD, None, &[]);
+    let mut guest = stack.running(&process, "user_1").await;
+    stop(process).await;
+    copy.save(&client).await.unwrap();
+    let process = started(&stack, NEW, Some(OLD), &[]);
+    changed(&stack, &process, &client, &mut guest).await;
+    stop(process).await;
+    stop(started(&stack, NEW, None, &[])).await;
+
+    assert!(copy.restore(&client).await.unwrap());
+    let (then, now) = (KeyId::of(&key(OLD)), KeyId::of(&key(NEW)));
+    let said = refused(&stack, OLD, None).await;
+    assert!(said.contains(now.as_str()) && said.contains("as PLATFORM_KEY_PREVIOUS"), "{said}");
+    assert!(refused(&stack, OLD, Some(NEW + 1)).await.contains(now.as_str()));
+    let process = started(&stack, NEW, Some(OLD), &[]);
+    let told = doctor(&stack, &process, OLD, None).await;
+    assert!(told.starts_with("\"problem\"") && told.contains(now.as_str()), "{told}");
+    assert!(told.contains(then.as_str()), "{told}");
+    assert_eq!(beat(&stack, &process, &guest).await.status, 200, "with both keys, its host is accepted");
+}
+
+/// A store that does not answer at the start delays the refusal.
+#[tokio::test(flavor = "multi_thread")]
+async fn key_of_then_ends_once_the_store_answers() {
+    let stack = Stack::start().await;
+    stop(started(&stack, NEW, None, &[])).await;
+    let client = stack.database.connect().await.unwrap();
+    client.batch_execute("TRUNCATE platform_keys; DELETE FROM signing_keys").await.unwrap();
+    stack.store.fault(Rule::new(Fault::Status(503)).key("platform-key.json").always());
+    let mut process = started(&stack, OLD, None, &[]);
+    stack.store.heal();
+    let ended = tokio::time::timeout(Duration::from_secs(30), process.end()).await;
+    assert!(!ended.expect("it ends by itself").success());
+    let note = stack.store.read(BUCKET, mark::PLACE).unwrap();
+    let note: Value = serde_json::from_slice(&note).unwrap();
+    assert_eq!(note["keyId"], KeyId::of(&key(NEW)).as_str(), "it is not written over");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_previous_key_is_a_problem_for_the_doctor() {
+    let stack = Stack::start().await;
+    stop(started(&stack, OLD, None, &[])).await;
+    let process = started(&stack, NEW, Some(OLD), &[]);
+    let told = doctor(&stack, &process, NEW, Some(NEW + 1)).await;
+    assert!(told.starts_with("\"problem\"") && told.contains("cannot be opened"), "{told}");
+    assert!(told.contains("will not start"), "{told}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn host_that_is_refused_for_its_token_is_told_of() {
+    let stack = Stack::start().await;
+    let process = started(&stack, OLD, None, &[]);
+    let guest = stack.running(&process, "user_1").await;
+    let machine: MachineId = guest.machine.parse().unwrap();
+    let token = |byte: u8, generation: u32| {
+        let mint = TokenMint::new(&key(byte));
+        let token = mint.token(machine, Purpose::Upgrade, Generation(generation));
+        secrecy::ExposeSecret::expose_secret(&token).to_owned()
+    };
+    let told = || stack.log().matches("no platform key in force has made it").count();
+    let with = |upgrade_token: String| Guest { upgrade_token, ..guest.clone() };
+    // One that the platform made itself, and that has ended.
+    client_sets_generation(&stack, 3).await;
+    assert_eq!(beat(&stack, &process, &with(token(OLD, 2))).await.status, 401);
+    assert_eq!(told(), 0, "{}", stack.log());
+    for _ in 0..60 {
+        assert_eq!(beat(&stack, &process, &with(token(NEW, 4))).await.status, 401);
+    }
+    assert!((1..=40).contains(&told()), "{} lines", told());
+    assert!(!stack.log().contains(&token(NEW, 4)));
+    let fleet = stack.get(&process, "/vps/fleet").await.body;
+    let alarms = fleet["alarms"].as_array().unwrap();
+    let alarm = alarms.iter().find(|alarm| alarm["alarm"] == "host_tokens_refused");
+    let alarm = alarm.unwrap_or_else(|| panic!("{fleet}"));
+    assert!(alarm["detail"].to_string().contains(&guest.machine), "{alarm}");
+}
+
+async fn client_sets_generation(stack: &Stack, generation: i32) {
+    let client = stack.database.connect().await.unwrap();
+    let sql = "UPDATE user_machines SET upgrade_token_generation = $1";
+    client.execute(sql, &[&generation]).await.unwrap();
 }

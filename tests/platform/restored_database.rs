@@ -14,16 +14,16 @@ use super::stack::{Guest, Process, SECRET, Stack, beat_of, provision_body, regis
 const BACKUP: &str = "/_svc/internal/backup";
 
 /// A stack whose database can be put back.
-struct Restorable {
-    stack: Stack,
-    process: Option<Process>,
+pub(super) struct Restorable {
+    pub stack: Stack,
+    pub process: Option<Process>,
     client: Client,
     copy: Copy,
-    settings: Vec<(&'static str, &'static str)>,
+    pub settings: Vec<(&'static str, &'static str)>,
 }
 
 impl Restorable {
-    async fn start(settings: &[(&'static str, &'static str)]) -> Self {
+    pub async fn start(settings: &[(&'static str, &'static str)]) -> Self {
         let stack = Stack::start().await;
         let client = stack.database.connect().await.unwrap();
         let copy = Copy::of(&client).await.unwrap();
@@ -31,16 +31,16 @@ impl Restorable {
         Self { stack, process, client, copy, settings: settings.to_vec() }
     }
 
-    fn process(&self) -> &Process {
+    pub fn process(&self) -> &Process {
         self.process.as_ref().unwrap()
     }
 
-    async fn save(&self) {
+    pub async fn save(&self) {
         self.copy.save(&self.client).await.unwrap();
     }
 
     /// Stops the platform, restores the copy and starts the platform again; these settings come on top of the first ones.
-    async fn restore(&mut self, settings: &[(&'static str, &'static str)]) {
+    pub async fn restore(&mut self, settings: &[(&'static str, &'static str)]) {
         if let Some(mut process) = self.process.take() {
             process.kill();
             process.killed().await;
@@ -50,15 +50,15 @@ impl Restorable {
         self.process = Some(self.stack.platform_with(&settings));
     }
 
-    async fn record(&self, machine: &str) -> Value {
+    pub async fn record(&self, machine: &str) -> Value {
         self.stack.get(self.process(), &format!("/vps/{machine}")).await.body
     }
 
-    fn power(&self, machine: &str) -> Option<Power> {
+    pub fn power(&self, machine: &str) -> Option<Power> {
         self.stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
     }
 
-    async fn becomes(&self, machine: &str, status: &str) -> Value {
+    pub async fn becomes(&self, machine: &str, status: &str) -> Value {
         let is = || async {
             let found = self.record(machine).await;
             (found["status"] == status && found["retiredAt"].is_null() && found["deletedAt"].is_null())
@@ -67,14 +67,14 @@ impl Restorable {
         self.stack.eventually(status, is).await
     }
 
-    async fn abandon(&self, operation: &str) {
+    pub async fn abandon(&self, operation: &str) {
         let request = self.stack.request(self.process(), Method::POST, &format!("{operation}/abandon"));
         let abandoned = self.stack.send(request.bearer_auth(SECRET)).await;
         assert_eq!(abandoned.status, 200, "{abandoned:?}");
     }
 
     /// Waits until a deletion asks because the database is behind the store.
-    async fn asks(&self, operation: &str) {
+    pub async fn asks(&self, operation: &str) {
         let asks = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
@@ -83,17 +83,17 @@ impl Restorable {
         assert_eq!(asks["question"]["code"], "database_behind_store", "{asks}");
     }
 
-    async fn asked_for_backup(&self, host: &Host) {
+    pub async fn asked_for_backup(&self, host: &Host) {
         let asked = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
         self.stack.eventually("the last backup is requested", asked).await;
     }
 
-    async fn fenced_at(&self, epoch: u64) {
+    pub async fn fenced_at(&self, epoch: u64) {
         let fenced = || async { (self.stack.pointer("user_1")["fenceEpoch"] == epoch).then_some(()) };
         self.stack.eventually("the fence", fenced).await;
     }
 
-    async fn beat(&self, guest: &Guest, epoch: u64, more: Value) -> Value {
+    pub async fn beat(&self, guest: &Guest, epoch: u64, more: Value) -> Value {
         let mut beat = beat_of(guest);
         beat["epoch"] = json!(epoch);
         if !more.is_null() {
@@ -103,7 +103,7 @@ impl Restorable {
     }
 
     /// Sends heartbeats under this epoch until the machine runs.
-    async fn runs(&self, guest: &Guest, epoch: u64) {
+    pub async fn runs(&self, guest: &Guest, epoch: u64) {
         let runs = || async {
             self.beat(guest, epoch, Value::Null).await;
             (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
@@ -111,7 +111,7 @@ impl Restorable {
         self.stack.eventually("it runs", runs).await;
     }
 
-    async fn shown_in_fleet(&self, what: &str) {
+    pub async fn shown_in_fleet(&self, what: &str) {
         let shown = || async {
             let fleet = self.stack.get(self.process(), "/vps/fleet").await.body.to_string();
             fleet.contains(what).then_some(())
@@ -120,7 +120,7 @@ impl Restorable {
     }
 }
 
-fn id(answer: &Value, name: &str) -> String {
+pub(super) fn id(answer: &Value, name: &str) -> String {
     answer[name].as_str().unwrap_or_else(|| panic!("no {name}: {answer}")).to_owned()
 }
 

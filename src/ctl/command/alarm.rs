@@ -11,12 +11,14 @@ use crate::ctl::out::Out;
 use crate::ctl::show::fleet::{Alarm, Fleet, released};
 
 /// These hold nothing back: the platform refuses their release, so there is nothing to confirm.
-const INFORMING: [&str; 5] = [
+const INFORMING: [&str; 7] = [
     "provider_unauthorized",
     "provider_limit",
     "provider_capacity",
     "unknown_operations",
     "database_behind_store",
+    "unverified_fence",
+    "host_tokens_refused",
 ];
 
 pub async fn run(api: &Api, command: AlarmCommand, out: &Out) -> Result<(), Failure> {

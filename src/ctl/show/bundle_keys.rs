@@ -14,6 +14,14 @@ pub struct BundleKeys {
     keys: Vec<Key>,
     not_reporting: u64,
     not_reporting_handles: Vec<String>,
+    /// `BUNDLE_KEYS_SEQUENCE`, and the hosts whose key set has a later number; a platform of an older release does not say it.
+    #[serde(default)]
+    sequence: u64,
+    highest_sequence: Option<u64>,
+    #[serde(default)]
+    ahead: u64,
+    #[serde(default)]
+    ahead_handles: Vec<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -43,7 +51,28 @@ fn verb(count: u64, one: &'static str, many: &'static str) -> &'static str {
 impl BundleKeys {
     /// Where hosts and platform do not trust the same keys.
     pub fn findings(&self, findings: Findings) -> Findings {
-        self.keys.iter().fold(findings, |findings, key| key.findings(findings))
+        let findings = self.keys.iter().fold(findings, |findings, key| key.findings(findings));
+        match self.behind() {
+            Some((what, next)) => findings.warning(what, next),
+            None => findings,
+        }
+    }
+
+    /// That `BUNDLE_KEYS_SEQUENCE` was forgotten, and what to do.
+    fn behind(&self) -> Option<(String, String)> {
+        let highest = self.highest_sequence?;
+        let who = machines(self.ahead, &self.ahead_handles);
+        let what = format!(
+            "BUNDLE_KEYS_SEQUENCE is {}, and {who} {} a later key set, up to {highest}: a release of before could bring new \
+             hosts a key that was dropped",
+            self.sequence,
+            verb(self.ahead, "trusts", "trust"),
+        );
+        let next = format!(
+            "set BUNDLE_KEYS_SEQUENCE to {highest} and BUNDLE_PUBLIC_KEYS to that set, and restart svc-platform, unless {} up",
+            verb(self.ahead, "this host made it", "these hosts made it")
+        );
+        Some((what, next))
     }
 }
 
@@ -95,6 +124,9 @@ pub fn show(view: &View, keys: &BundleKeys) -> String {
             "\n{who} {verb} not reported any key\n  next: update to a release that reports them; a silent machine takes none\n"
         ));
     }
+    if let Some((what, next)) = keys.behind() {
+        shown.push_str(&format!("\n{what}\n  next: {next}\n"));
+    }
     shown
 }
 
@@ -118,6 +150,7 @@ mod tests {
                 key("cccccccccccccccc", false, &["bob"], &["ada"], 1),
             ],
             "notReporting": 1, "notReportingHandles": ["cy"],
+            "sequence": 0, "highestSequence": 2, "ahead": 1, "aheadHandles": ["ada"],
         });
         serde_json::from_value(keys).unwrap()
     }
@@ -131,8 +164,19 @@ mod tests {
             [
                 "7 machines (bob, …) do not trust the key bbbbbbbbbbbbbbbb of BUNDLE_PUBLIC_KEYS",
                 "1 machine (bob) still trusts the key cccccccccccccccc, which BUNDLE_PUBLIC_KEYS does not have",
+                "BUNDLE_KEYS_SEQUENCE is 0, and 1 machine (ada) trusts a later key set, up to 2: a release of before could bring \
+                 new hosts a key that was dropped",
             ]
         );
+        assert!(found[2].next.as_ref().unwrap().contains("BUNDLE_KEYS_SEQUENCE to 2"), "{found:?}");
+    }
+
+    #[test]
+    fn older_platform_says_nothing_of_the_sequence() {
+        let older: BundleKeys =
+            serde_json::from_value(json!({"keys": [], "notReporting": 0, "notReportingHandles": []}))
+                .unwrap();
+        assert!(older.findings(Findings::of("fleet")).is_empty());
     }
 
     #[test]

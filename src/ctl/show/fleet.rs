@@ -168,8 +168,8 @@ impl Attention {
         self.ended.as_deref().unwrap_or(&self.status)
     }
 
-    /// What to do first. A handle stands for its active machine alone, so others go by their ids.
-    fn next(&self) -> String {
+    /// What to do first, while these alarms stand. A handle stands for its active machine alone, so others go by their ids.
+    fn next(&self, alarms: &[Alarm]) -> String {
         let machine = self.machine_id.as_ref().filter(|_| self.ended.is_some()).unwrap_or(&self.handle);
         let is_deleted = self.ended.as_deref() == Some("deleted");
         let is_held_back = self.reasons.iter().any(|reason| reason == "snapshot_held");
@@ -177,6 +177,7 @@ impl Attention {
             // It fails because its snapshot is held back.
             Some("backup_failing") if is_held_back => advice("snapshot_held"),
             Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED,
+            Some("heartbeat_silent") if are_hosts_refused(alarms) => REFUSED,
             Some(reason) => advice(reason),
             None => "svcctl status HANDLE",
         };
@@ -184,6 +185,11 @@ impl Attention {
         let slot = args::slot_arguments(&self.idp_user_id, &self.slot);
         advice.replace("HANDLE", machine).replace("OPERATION", operation).replace("USER_SLOT", &slot)
     }
+}
+
+/// Whether the platform refuses hosts that live: silence says nothing of them then.
+fn are_hosts_refused(alarms: &[Alarm]) -> bool {
+    alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }
 
 /// Machines that a report of findings shows by name; `svcctl fleet` has all.
@@ -202,7 +208,7 @@ impl Fleet {
         let named = self.attention.iter().take(MOST_NAMED).fold(findings, |findings, machine| {
             let reasons = machine.reasons.join(", ");
             let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.state());
-            findings.warning(what, machine.next())
+            findings.warning(what, machine.next(&self.alarms))
         });
         let named = match &self.bundle_keys {
             Some(keys) => keys.findings(named),
@@ -252,7 +258,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
             a.idp_user_id.clone().into(),
             a.slot.clone().into(),
             Cell::painted(Some(Colour::Bad), a.reasons.join(", ")),
-            a.next().into(),
+            a.next(&fleet.alarms).into(),
         ]
     };
     let rows: Vec<_> = fleet.attention.iter().map(row).collect();
@@ -292,6 +298,9 @@ fn backups(backups: &Backups) -> Cell {
 
 const UNSAVED_OF_DELETED: &str = "svcctl status HANDLE says what only its server holds; svcctl undelete HANDLE brings it back, \
     unless a later machine of its slot has served; svcctl discard HANDLE --accept-loss deletes it";
+
+const REFUSED: &str = "hosts that live are refused for their tokens (alarm host_tokens_refused): settle that first, then look again \
+    who is silent";
 
 /// What to do first, by reason.
 fn advice(reason: &str) -> &'static str {
@@ -341,6 +350,21 @@ mod tests {
 
     const OTHER: &str = "019a0000-0000-7000-8000-000000000002";
     const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
+
+    #[test]
+    fn silent_machine_is_not_given_up_while_hosts_are_refused() {
+        let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
+            "status": "running", "reasons": ["heartbeat_silent"]});
+        let machine: Attention = serde_json::from_value(machine).unwrap();
+        let alarm = |name: &str| {
+            let alarm =
+                json!({"alarm": name, "since": "T", "detail": {}, "releasedUntil": null, "next": "n"});
+            serde_json::from_value::<Alarm>(alarm).unwrap()
+        };
+        assert!(machine.next(&[alarm("provider_limit")]).contains("recover"));
+        let refused = machine.next(&[alarm("provider_limit"), alarm("host_tokens_refused")]);
+        assert!(!refused.contains("recover") && refused.contains("host_tokens_refused"), "{refused}");
+    }
 
     #[test]
     fn alarms_are_text() {

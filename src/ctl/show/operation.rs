@@ -30,6 +30,7 @@ pub struct Operation {
 
 /// The code of the question about a last backup that the host holds back.
 pub const HELD_BACK: &str = "last_backup_held_back";
+const UNVERIFIED_FENCE: &str = "unverified_fence";
 
 /// What an operation waits for an operator to decide.
 #[derive(Debug, Deserialize)]
@@ -41,7 +42,7 @@ pub struct Question {
 impl Question {
     /// Whether the step that asks may find another answer when it runs again.
     fn may_be_settled(&self) -> bool {
-        self.code.as_ref().is_some_and(|code| code.starts_with("last_backup"))
+        self.code.as_ref().is_some_and(|code| code.starts_with("last_backup") || code == UNVERIFIED_FENCE)
     }
 }
 
@@ -109,12 +110,14 @@ impl Operation {
                      another backup, and asks again if that is held back, too",
                     self.machine_id
                 ),
+                Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
                 _ => "its host is asked for the last backup again".to_owned(),
             };
             format!("`svcctl operation continue {id}`: {what}")
         });
         let what = match code {
             Some("database_behind_store") => "the machine is deleted again",
+            Some(UNVERIFIED_FENCE) => "it goes ahead, whatever machine the fence names",
             Some(HELD_BACK) => {
                 "it goes ahead with the newest snapshot that is not held back; what only the old server holds is lost when \
                  that is deleted"

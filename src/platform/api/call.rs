@@ -13,6 +13,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::access::{self, Access, unauthorized};
+use super::refused_hosts;
 use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::MachineId;
@@ -110,7 +111,11 @@ impl Call {
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
         match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
-            Standing::Refused => Err(unauthorized()),
+            Standing::Refused => {
+                drop(session);
+                refused_hosts::note(platform, &machine, token, claim).await;
+                Err(unauthorized())
+            }
             standing => {
                 platform.rates.accept(token);
                 platform.rates.admit_host(machine.id)?;

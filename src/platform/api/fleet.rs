@@ -36,7 +36,10 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     let rows = db::fleet::all(&session).await?;
     let mut body = fleet::summary(&rows, platform.config.timing.tokens.rotate);
     ended_machines::add_to(&mut body, &db::ended_machines::needing_attention(&session).await?);
-    body["bundleKeys"] = bundle_keys::summary(&rows, &platform.config.hosts.trusted_keys());
+    body["bundleKeys"] = {
+        let hosts = &platform.config.hosts;
+        bundle_keys::summary(&rows, &hosts.trusted_keys(), hosts.bundle_keys_sequence)
+    };
     let open = rollouts::open(&session).await?;
     body["rollout"] = rollouts::summaries(&session, open.as_slice()).await?.pop().into();
     let (overdue, total) = db::operations::overdue(&session, OPERATION_OVERDUE, MAX_LISTED).await?;
@@ -145,5 +148,16 @@ fn bundle_keys_shape() -> Value {
         ],
         &[],
     );
-    object(&[("keys", array(bundle_key)), ("notReporting", count()), ("notReportingHandles", handles())], &[])
+    object(
+        &[
+            ("keys", array(bundle_key)),
+            ("notReporting", count()),
+            ("notReportingHandles", handles()),
+            ("sequence", count()),
+            ("highestSequence", nullable(count())),
+            ("ahead", count()),
+            ("aheadHandles", handles()),
+        ],
+        &[],
+    )
 }

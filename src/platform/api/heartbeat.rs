@@ -212,7 +212,7 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
     }
     let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;
     let holder = match found {
-        Ok(found) => found.filter(|holder| holder.machine == machine.id),
+        Ok(found) => found.holder().filter(|holder| holder.machine == machine.id),
         // The machine may hold its slot: it is not told that it is superseded before the fence is known. The next heartbeat
         // looks again.
         Err(error) => {

@@ -36,6 +36,7 @@ pub mod pointer;
 pub mod power;
 pub mod provision;
 pub mod recover;
+mod refused_hosts;
 pub mod register;
 pub mod resize;
 pub mod restorable;

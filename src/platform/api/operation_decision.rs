@@ -125,9 +125,12 @@ async fn decide(
 /// Accepts what the question says is lost. Where it asks whether an outdated deletion is repeated, that is all that is
 /// confirmed: a last backup that is missing is asked about on its own.
 async fn accept_loss(tx: &Transaction<'_>, was: &OperationRow) -> Result<(), Problem> {
-    let is_of_past =
-        was.question.as_ref().is_some_and(|question| question["code"] == later_holder::BEHIND_STORE);
-    if is_of_past {
+    let asks = |code: &str| was.question.as_ref().is_some_and(|question| question["code"] == code);
+    if asks(later_holder::UNVERIFIED_FENCE) {
+        let options = OperationOptions { disregard_fence: true, ..was.options };
+        return resume(tx, was, options, "the operator disregarded the fence").await;
+    }
+    if asks(later_holder::BEHIND_STORE) {
         resume(tx, was, was.options, "the operator confirmed the deletion").await?;
         return Ok(db::operations::add_fact(tx, was.id, later_holder::CONFIRMED, &json!(true)).await?);
     }

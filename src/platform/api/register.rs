@@ -96,7 +96,8 @@ async fn holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Pro
         return Ok(());
     }
     let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await?;
-    let Some(holder) = found.filter(|holder| holder.machine != machine.id && holder.epoch >= machine.epoch)
+    let Some(holder) =
+        found.holder().filter(|holder| holder.machine != machine.id && holder.epoch >= machine.epoch)
     else {
         return Ok(());
     };

@@ -13,7 +13,7 @@ use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::operations::later_holder::{self, LaterHolder, LookupError};
+use crate::platform::operations::later_holder::{self, Beyond, LaterHolder, LookupError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{SideRecord, Unusable};
 use crate::store::{StoreError, epochs, pointer_io};
@@ -106,7 +106,17 @@ pub async fn ensure_no_forgotten_holder(
         }
         Err(error) => return Err(error.into()),
     };
-    let Some(holder) = found.filter(|holder| !accepted && is_other(holder, current)) else { return Ok(()) };
+    let holder = match found {
+        Beyond::Unverified(named) if !accepted => {
+            let detail = format!(
+                "{} Where the keys are right, the slot's host made the signature up: repeat with `--accept-loss`.",
+                later_holder::unverified(named)
+            );
+            return Err(held_by_another(detail, current));
+        }
+        found => found.holder().filter(|holder| !accepted && is_other(holder, current)),
+    };
+    let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
          from an older copy. What that machine wrote since the newest snapshot is on its server alone, which stays. `svcctl \
@@ -125,11 +135,22 @@ pub async fn ensure_no_forgotten_holder(
 pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     let found = match later_holder::find(platform, &platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
-        Err(LookupError::Store(StoreError::Corrupt { .. })) => None,
+        Err(LookupError::Store(StoreError::Corrupt { .. })) => Beyond::Nothing,
         Err(error) => return Err(error.into()),
     };
-    let Some(holder) = found.filter(|holder| is_other(holder, Some(machine))) else { return Ok(()) };
     let command = if machine.is_active() { "recover" } else { "provision" };
+    let holder = match found {
+        Beyond::Unverified(named) if is_other(&named, Some(machine)) => {
+            let detail = format!(
+                "{} Nothing was changed. Where the keys are right, the slot's host made the signature up: `svcctl {command}` \
+                 with `--accept-loss` makes a new machine from the newest snapshot.",
+                later_holder::unverified(named)
+            );
+            return Err(held_by_another(detail, Some(machine)));
+        }
+        found => found.holder().filter(|holder| is_other(holder, Some(machine))),
+    };
+    let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
         "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
          from an older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` makes a new machine from the newest \

@@ -1,11 +1,15 @@
 //! The platform keys: whether `PLATFORM_KEY_PREVIOUS` is missing, still needed, or can be removed.
 
+use crate::chain::chain;
 use crate::diagnosis::Findings;
 use crate::platform::config::PlatformConfig;
 use crate::platform::db::{Db, DbError, platform_keys};
+use crate::platform::key_change::mark::{self, MarkError, Named};
 use crate::platform::key_change::{self, need::Need};
-use crate::platform::keys::Seal;
+use crate::platform::keys::{self, KeyError, Seal};
+use crate::platform::platform_key::KeyIds;
 use crate::platform::tokens::TokenMint;
+use crate::store::StoreError;
 
 /// What was read of the database.
 struct Seen {
@@ -14,16 +18,52 @@ struct Seen {
     is_previous_used: bool,
     /// How many processes run, and how many have the previous key in force.
     processes: (i64, i64),
+    /// Why a signing key that signs now is opened by neither key, where there are two.
+    unopened: Option<KeyError>,
 }
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::of("platform-key");
-    let seen = match see(config).await {
-        Ok(Some(seen)) => seen,
-        Ok(None) => return findings.skipped("svc-platform of this release has not started yet"),
-        Err(error) => return findings.problem(format!("{error:#}"), "the check `database` says more"),
-    };
     let ids = config.keys.ids();
+    let (findings, noted) = match noted(config, &ids).await {
+        Ok(named) => (findings, Some(named)),
+        Err(MarkError::OtherKey(other)) => return findings.problem(other.to_string(), other.advice()),
+        Err(error @ MarkError::Store(StoreError::Corrupt { .. })) => {
+            let next = format!(
+                "delete {} where PLATFORM_KEY is the key of now; svc-platform will not start",
+                mark::PLACE
+            );
+            return findings.problem(chain(&error), next);
+        }
+        Err(error) => (
+            findings.warning(
+                format!("it is not known whether PLATFORM_KEY is the current one: {}", chain(&error)),
+                "the check `store` says more",
+            ),
+            None,
+        ),
+    };
+    match see(config).await {
+        Ok(Some(seen)) => judge(findings, &ids, &seen, noted),
+        Ok(None) => findings.skipped("svc-platform of this release has not started yet"),
+        Err(error) => findings.problem(format!("{error:#}"), "the check `database` says more"),
+    }
+}
+
+/// Which of the keys the store names as the current one.
+async fn noted(config: &PlatformConfig, ids: &KeyIds) -> Result<Named, MarkError> {
+    match config.store.open() {
+        Ok(bucket) => mark::check(&bucket, ids).await,
+        // The check of the store reports it.
+        Err(_) => Ok(Named::Nothing),
+    }
+}
+
+fn judge(findings: Findings, ids: &KeyIds, seen: &Seen, noted: Option<Named>) -> Findings {
+    if let Some(error) = &seen.unopened {
+        return findings
+            .problem(error.to_string(), "one of the two is a wrong key; svc-platform will not start");
+    }
     let findings = match &ids.previous {
         None if seen.need.is_empty() => findings.ok(format!("{} made all that is stored", ids.current)),
         None => findings.problem(
@@ -38,9 +78,22 @@ pub async fn check(config: &PlatformConfig) -> Findings {
                 ids.current
             ))
         }
+        Some(previous) if seen.need.is_empty() && noted == Some(Named::Previous) => findings.warning(
+            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"),
+            "leave it; a running svc-platform notes the new one once it reaches the store, then run this again",
+        ),
         Some(previous) if seen.need.is_empty() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is not needed any more: it can be dropped"),
             "remove it, and restart svc-platform; keep it as long as copies of the database from before the change",
+        ),
+        Some(previous) if seen.need.has_processes() => findings.warning(
+            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", seen.need),
+            format!(
+                "restart the processes that have the other key as PLATFORM_KEY, with {} as PLATFORM_KEY and {previous} as \
+                 PLATFORM_KEY_PREVIOUS: nothing is made again before that. Each logged its id at its start, with the address \
+                 of its API",
+                ids.current
+            ),
         ),
         Some(previous) => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", seen.need),
@@ -69,6 +122,7 @@ async fn read(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
 ) -> Result<Seen, DbError> {
+    let unopened = unopened(config, client).await?;
     let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let silence = config.timing.keys.max_silence;
@@ -80,5 +134,20 @@ async fn read(
         ),
         None => (false, (0, 0)),
     };
-    Ok(Seen { need, is_previous_used, processes })
+    Ok(Seen { need, is_previous_used, processes, unopened })
+}
+
+/// As `svc-platform` would refuse it at its start. With one key, what is needed names the signing keys.
+async fn unopened(
+    config: &PlatformConfig,
+    client: &impl deadpool_postgres::GenericClient,
+) -> Result<Option<KeyError>, DbError> {
+    if config.keys.previous.is_none() {
+        return Ok(None);
+    }
+    match keys::ensure_opened(client, &Seal::of(&config.keys)).await {
+        Ok(()) => Ok(None),
+        Err(KeyError::Db(error)) => Err(error),
+        Err(error) => Ok(Some(error)),
+    }
 }

@@ -126,6 +126,11 @@ impl Need {
         [signing_keys, machines, fences, processes].iter().all(|named| named.count == 0)
     }
 
+    /// Whether processes with another current key run: nothing is made again before they have this one.
+    pub fn has_processes(&self) -> bool {
+        self.processes.count > 0
+    }
+
     /// The machines that keep a token of another key, and that are not waited for.
     pub fn silent(&self) -> Option<String> {
         (self.silent.count > 0).then(|| list(&[("silent machine", &self.silent)]))

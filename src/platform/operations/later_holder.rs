@@ -1,7 +1,8 @@
 //! Whether the store knows of a later holder of a slot than the database, which may have been restored from an older copy:
 //! then the operations in it are outdated, and must not take a serving machine out of service.
 //!
-//! Invariant: only a fence that the platform has signed proves it. A host can write the pointer, too.
+//! Invariants: only a fence that the platform has signed proves it, since a host can write the pointer, too. A fence that is
+//! signed by no key in force proves nothing, and excludes nothing: an operator decides.
 
 use std::time::Duration;
 
@@ -25,6 +26,8 @@ use crate::store::pointer_io::{self, PointerError};
 
 /// The code of a question, and of an operation that ended, because the database is older than the store.
 pub const BEHIND_STORE: &str = "database_behind_store";
+/// The code of a question because the fence's signature is of no key in force.
+pub const UNVERIFIED_FENCE: &str = "unverified_fence";
 /// Among an operation's facts: an operator confirmed the deletion after the question.
 pub const CONFIRMED: &str = "outdatedDeletionConfirmed";
 
@@ -33,11 +36,36 @@ const LOOK_AGAIN: Duration = Duration::from_secs(2);
 /// Of one look at the pointer: longer, and a store that hangs would hold up what waits for the answer.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The machine that the platform gave the slot to, under an epoch that the database does not know.
+/// A machine that has the slot under an epoch that the database does not know.
 #[derive(Debug, Clone, Copy)]
 pub struct LaterHolder {
     pub machine: MachineId,
     pub epoch: Epoch,
+}
+
+/// What the fence of a slot says beyond the database.
+#[derive(Debug, Clone, Copy)]
+pub enum Beyond {
+    Nothing,
+    /// The platform gave the slot to this machine.
+    Holder(LaterHolder),
+    /// The fence says so, and no key in force verifies its signature: it was made with another platform key, or a host made it
+    /// up.
+    Unverified(LaterHolder),
+}
+
+impl Beyond {
+    /// What is proven.
+    pub fn holder(self) -> Option<LaterHolder> {
+        if let Self::Holder(holder) = self { Some(holder) } else { None }
+    }
+
+    fn any(self) -> Option<LaterHolder> {
+        match self {
+            Self::Nothing => None,
+            Self::Holder(holder) | Self::Unverified(holder) => Some(holder),
+        }
+    }
 }
 
 /// Why it is not known who holds the slot.
@@ -58,8 +86,8 @@ impl From<LookupError> for Problem {
     }
 }
 
-/// The holder that the pointer's fence names, if the database does not know it under that epoch. No session of the database
-/// is held while the store is asked.
+/// What the pointer's fence says of a machine that the database does not know under that epoch. No session of the database is
+/// held while the store is asked.
 ///
 /// # Errors
 /// [`LookupError`]; `Corrupt` where the pointer is not readable.
@@ -68,10 +96,11 @@ pub async fn find(
     db: &Db,
     user: &IdpUserId,
     slot: &Slot,
-) -> Result<Option<LaterHolder>, LookupError> {
-    let prefix = SlotPrefix::new(user, slot);
-    let Some(pointer) = read(platform, &prefix).await? else { return Ok(None) };
-    Ok(of_pointer(platform, db, &prefix, &pointer).await?)
+) -> Result<Beyond, LookupError> {
+    let Some(pointer) = read(platform, &SlotPrefix::new(user, slot)).await? else {
+        return Ok(Beyond::Nothing);
+    };
+    Ok(of_pointer(platform, db, (user, slot), &pointer).await?)
 }
 
 async fn read(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
@@ -83,18 +112,25 @@ async fn read(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>,
 async fn of_pointer(
     platform: &Platform,
     db: &Db,
-    slot: &SlotPrefix,
+    (user, slot): (&IdpUserId, &Slot),
     pointer: &Pointer,
-) -> Result<Option<LaterHolder>, DbError> {
+) -> Result<Beyond, DbError> {
     let signed = pointer.fence_machine_id.zip(pointer.fence_proof.as_ref());
-    let Some((machine, proof)) = signed else { return Ok(None) };
+    let Some((machine, proof)) = signed else { return Ok(Beyond::Nothing) };
     let epoch = pointer.fence_epoch;
-    if !platform.mint.has_signed_fence(slot, epoch, machine, proof) {
-        return Ok(None);
+    let session = db.session().await?;
+    let known = db::machines::get(&session, machine).await?;
+    if known.is_some_and(|known| known.epoch >= epoch) {
+        return Ok(Beyond::Nothing);
     }
-    let known = db::machines::get(&db.session().await?, machine).await?;
-    let is_known = known.is_some_and(|known| known.epoch >= epoch);
-    Ok((!is_known).then_some(LaterHolder { machine, epoch }))
+    let holder = LaterHolder { machine, epoch };
+    if platform.mint.has_signed_fence(&SlotPrefix::new(user, slot), epoch, machine, proof) {
+        return Ok(Beyond::Holder(holder));
+    }
+    // No machine of the slot has had such an epoch: only a host that lies writes it.
+    let highest = db::machines::highest_epoch(&session, user, slot).await?;
+    let is_believed = epoch <= highest.believable();
+    Ok(if is_believed { Beyond::Unverified(holder) } else { Beyond::Nothing })
 }
 
 /// What becomes of an operation where the store knows of a later holder.
@@ -143,6 +179,22 @@ fn decide(kind: OperationKind, of: Subject, holder: LaterHolder) -> Decision {
     }
 }
 
+/// Whether a fence that no key in force verifies holds an operation back until an operator decides. What it names may be a
+/// lie: nothing but the wait follows from it.
+fn is_in_doubt(kind: OperationKind, step: Step, of: Subject, named: LaterHolder) -> bool {
+    let is_other = named.machine != of.machine;
+    match kind {
+        OperationKind::Delete => true,
+        // A fence below its own was known when it was requested. While it boots, nothing is destroyed.
+        OperationKind::Provision | OperationKind::Recover => {
+            step != Step::AwaitRegistration && !of.is_registered && named.epoch >= of.epoch
+        }
+        OperationKind::Reinstate => is_other,
+        OperationKind::PowerOn | OperationKind::Reboot => is_other && named.epoch > of.epoch,
+        OperationKind::RemoveServer | OperationKind::Resize | OperationKind::PowerOff => false,
+    }
+}
+
 /// Whether the step of an operation may stop, switch off, create, fence or delete what a later holder needs. The deletion of
 /// a kept server looks for itself ([`serves_unknown_to_database`]).
 fn is_checked(kind: OperationKind, step: Step) -> bool {
@@ -167,11 +219,11 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
     let found = match find(held.platform, &held.platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
         // The step that needs the pointer reports the damage.
-        Err(LookupError::Store(StoreError::Corrupt { .. })) => None,
+        Err(LookupError::Store(StoreError::Corrupt { .. })) => Beyond::Nothing,
         // A step that waits for long is not failed by a store that is away: the next look, or the registration, checks.
         Err(error) if step == Step::AwaitRegistration => {
             tracing::debug!(error = %chain(&error), "the fence of the slot is not known");
-            None
+            Beyond::Nothing
         }
         Err(error) if step == Step::LastBackup => {
             tracing::info!(error = %chain(&error), "the fence of the slot is not known yet");
@@ -184,16 +236,58 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
         }
         Err(error) => return Err(StepError::transient("the fence of the slot is not known", error)),
     };
-    let Some(holder) = found else { return Ok(None) };
     let subject = Subject {
         machine: machine.id,
         epoch: machine.epoch,
         is_registered: machine.registered_at.is_some(),
         is_deletion_confirmed: held.facts().contains_key(CONFIRMED),
     };
+    match found {
+        Beyond::Nothing => Ok(None),
+        Beyond::Unverified(named) => Ok(ask_in_doubt(held, step, (&machine, subject), named).await),
+        Beyond::Holder(holder) => act(held, (&machine, subject), holder).await,
+    }
+}
+
+/// The question where the fence is signed by no key in force.
+async fn ask_in_doubt(
+    held: &Held<'_>,
+    step: Step,
+    (machine, subject): (&MachineRow, Subject),
+    named: LaterHolder,
+) -> Option<Answer> {
+    if held.operation.options.disregard_fence || !is_in_doubt(held.kind, step, subject, named) {
+        return None;
+    }
+    warn_unverified(held.platform, machine, named).await;
+    let operation = held.operation.id;
+    let detail = format!(
+        "{} Nothing more is done before that is known: with the right keys `svcctl operation continue {operation}` looks \
+         again. Where the keys are right, the slot's host made the signature up, and `svcctl operation continue {operation} \
+         --accept-loss` disregards it.",
+        unverified(named)
+    );
+    Some(Answer::Ask(Question { code: UNVERIFIED_FENCE, detail, facts: held.facts() }))
+}
+
+/// What a fence that no key in force verifies says, and what to look at.
+pub fn unverified(named: LaterHolder) -> String {
+    let LaterHolder { machine, epoch } = named;
+    format!(
+        "The store says that machine {machine} holds the slot under epoch {epoch}, which this database does not know, and no \
+         platform key in force verifies that signature. Is PLATFORM_KEY the key of now, or was an older one restored with the \
+         database? `svcctl doctor platform` compares it with the store."
+    )
+}
+
+async fn act(
+    held: &Held<'_>,
+    (machine, subject): (&MachineRow, Subject),
+    holder: LaterHolder,
+) -> Result<Option<Answer>, StepError> {
     let decision = decide(held.kind, subject, holder);
     if !matches!(decision, Decision::Nothing | Decision::RaiseEpoch) {
-        warn(held.platform, &machine, holder).await;
+        warn(held.platform, machine, holder).await;
     }
     match decision {
         Decision::Nothing => Ok(None),
@@ -233,15 +327,26 @@ pub async fn serves_unknown_to_database(
     platform: &Platform,
     machine: &MachineRow,
 ) -> Result<bool, LookupError> {
-    let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    let Some(pointer) = read(platform, &slot).await? else { return Ok(false) };
-    let holder = of_pointer(platform, &platform.db, &slot, &pointer).await?;
-    let own = holder.filter(|holder| holder.machine == machine.id);
-    if let Some(holder) = own {
-        warn(platform, machine, holder).await;
+    let (user, slot) = (&machine.user, &machine.slot);
+    let Some(pointer) = read(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
+    let beyond = of_pointer(platform, &platform.db, (user, slot), &pointer).await?;
+    let own = beyond.any().filter(|named| named.machine == machine.id);
+    match (beyond, own) {
+        (Beyond::Unverified(_), Some(named)) => warn_unverified(platform, machine, named).await,
+        (_, Some(holder)) => warn(platform, machine, holder).await,
+        (_, None) => {}
     }
     let named = pointer.snapshot.filter(|named| named.machine_id == machine.id);
     Ok(own.is_some() || machine.registered_at.is_none() && named.is_some())
+}
+
+/// Raises the alarm that names the slot whose fence no key in force verifies.
+pub async fn warn_unverified(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
+    let LaterHolder { machine: holder, epoch } = named;
+    let slot = format!("{}/{}", machine.user, machine.slot);
+    tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the fence of the slot");
+    let detail = json!({slot: {"machineId": holder, "epoch": epoch}});
+    alarms::inform(platform, Alarm::UnverifiedFence, &detail).await;
 }
 
 /// Raises the alarm that names the slot.
@@ -290,6 +395,36 @@ mod tests {
             assert_eq!(decide(kind, deleted, holder(other, 6)), Decision::EndOperation);
             assert_eq!(decide(kind, deleted, holder(own, 6)), Decision::Nothing);
         }
+    }
+
+    #[test]
+    fn fence_of_no_key_in_force_makes_operations_wait() {
+        let (own, other) = (MachineId::new(), MachineId::new());
+        let of = |is_registered| Subject {
+            machine: own,
+            epoch: Epoch(5),
+            is_registered,
+            is_deletion_confirmed: true,
+        };
+        let named = |machine, epoch| LaterHolder { machine, epoch: Epoch(epoch) };
+        for (kind, is_registered, named, expected) in [
+            (OperationKind::Delete, true, named(other, 1), true),
+            (OperationKind::Delete, true, named(own, 6), true),
+            (OperationKind::Recover, false, named(other, 5), true),
+            (OperationKind::Provision, false, named(own, 6), true),
+            (OperationKind::Recover, false, named(other, 4), false),
+            (OperationKind::Recover, true, named(other, 6), false),
+            (OperationKind::Reinstate, true, named(other, 1), true),
+            (OperationKind::Reinstate, true, named(own, 6), false),
+            (OperationKind::PowerOn, true, named(other, 6), true),
+            (OperationKind::Reboot, true, named(other, 5), false),
+            (OperationKind::PowerOff, true, named(other, 6), false),
+        ] {
+            let step = Step::Fence;
+            assert_eq!(is_in_doubt(kind, step, of(is_registered), named), expected, "{kind:?} {named:?}");
+        }
+        let boots = is_in_doubt(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
+        assert!(!boots, "an old host must not stop the machine that takes its place");
     }
 
     #[test]

@@ -1,0 +1,114 @@
+//! A fence that no platform key in force verifies: of a key that was restored away, or made up by a host.
+
+use serde_json::{Value, json};
+use svc::platform::key_change::mark;
+
+use super::restored_database::{Restorable, id};
+use super::stack::{BUCKET, provision_body};
+
+const KEY_OF_NOW: &str = "0808080808080808080808080808080808080808080808080808080808080808";
+const KEY_OF_THEN: &str = "0707070707070707070707070707070707070707070707070707070707070707";
+
+impl Restorable {
+    /// Changes the platform's key, saved as it was before.
+    async fn change_key(&mut self) {
+        self.save().await;
+        let mut process = self.process.take().unwrap();
+        process.kill();
+        process.killed().await;
+        let both = [("PLATFORM_KEY", KEY_OF_NOW), ("PLATFORM_KEY_PREVIOUS", KEY_OF_THEN)];
+        self.process = Some(self.stack.platform_with(&[self.settings.clone(), both.to_vec()].concat()));
+    }
+
+    /// Restores database and key of then. What would refuse that key was lost, or was not written yet.
+    async fn restore_with_the_key_of_then(&mut self) {
+        let mut process = self.process.take().unwrap();
+        process.kill();
+        process.killed().await;
+        assert!(self.stack.store.remove(BUCKET, mark::PLACE));
+        self.restore(&[]).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fence_of_a_later_key_is_no_free_slot() {
+    let mut it = Restorable::start(&[]).await;
+    let old = it.stack.running(it.process(), "user_1").await;
+    it.stack.snapshot("user_1");
+    it.change_key().await;
+    let body = json!({"idpUserId": "user_1"});
+    let recovery = it.stack.post(it.process(), "/vps/recover", &body).await.body;
+    let forgotten = id(&recovery, "machineId");
+    it.stack.ended(it.process(), &id(&recovery, "operationId")).await;
+    it.restore_with_the_key_of_then().await;
+
+    let refused = it.stack.post(it.process(), "/vps/recover", &body).await;
+    refused.assert_problem(409, "invalid_state");
+    let detail = refused.body["detail"].as_str().unwrap();
+    assert!(detail.contains("PLATFORM_KEY") && detail.contains(&forgotten), "{detail}");
+    let resize = format!("/vps/{}/resize", old.machine);
+    let refused = it.stack.post(it.process(), &resize, &json!({"serverType": "cpx32"})).await;
+    refused.assert_problem(409, "invalid_state");
+
+    let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
+    let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
+    it.asks_for_the_key(&operation).await;
+    it.shown_in_fleet("unverified_fence").await;
+    assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
+    // Without a decision it looks again, and asks again.
+    assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
+    it.asks_for_the_key(&operation).await;
+    // It may hold the slot, so the machine does not get it back either.
+    let path = format!("{operation}/abandon");
+    it.stack.post(it.process(), &path, &json!({})).await.assert_problem(409, "invalid_state");
+    assert!(it.power(&old.machine).is_some() && it.power(&forgotten).is_some());
+}
+
+impl Restorable {
+    async fn asks_for_the_key(&self, operation: &str) {
+        let asks = || async {
+            let found = self.stack.get(self.process(), operation).await.body;
+            (!found["question"].is_null()).then_some(found)
+        };
+        let asks = self.stack.eventually("the operation asks", asks).await;
+        assert_eq!(asks["question"]["code"], "unverified_fence", "{asks}");
+    }
+}
+
+/// A host can write the pointer: what it makes up costs its own slot an answer of an operator, and nothing more.
+#[tokio::test(flavor = "multi_thread")]
+async fn fence_that_a_host_made_up_locks_no_slot() {
+    let it = Restorable::start(&[("DELETE_GRACE_SECONDS", "0")]).await;
+    let guest = it.stack.running(it.process(), "user_1").await;
+    it.stack.snapshot("user_1");
+    let forge = |epoch: u64| {
+        let mut pointer = it.stack.pointer("user_1");
+        pointer["fenceEpoch"] = json!(epoch);
+        pointer["fenceMachineId"] = json!("019a0000-0000-7000-8000-000000000001");
+        pointer["fenceProof"] = json!("00".repeat(32));
+        pointer["seq"] = json!(pointer["seq"].as_u64().unwrap() + 1);
+        let seq = pointer["seq"].as_u64().unwrap();
+        for key in [format!("pointer-log/{seq:016}.json"), "latest".to_owned()] {
+            it.stack.store.write(BUCKET, &format!("user_1/primary/system/db/{key}"), pointer.to_string());
+        }
+    };
+    forge(7);
+    // It takes nothing over by it, and serves as before.
+    it.beat(&guest, 7, Value::Null).await;
+    assert_eq!(it.record(&guest.machine).await["epoch"], 1);
+    let deleted =
+        it.stack.delete(it.process(), &format!("/vps/{}?acceptLoss=true", guest.machine)).await.body;
+    let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
+    it.asks_for_the_key(&operation).await;
+    let answer =
+        it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    // Another lie does not ask again.
+    forge(9);
+    let gone = || async { it.power(&guest.machine).is_none().then_some(()) };
+    it.stack.eventually("its server is gone", gone).await;
+    // No machine of the slot can have had this one: it is not believed at all.
+    forge(100_000);
+    let made = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
+    assert_eq!(made.status, 202, "{made:?}");
+}
