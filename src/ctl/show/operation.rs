@@ -31,17 +31,23 @@ pub struct Operation {
 /// The code of the question about a last backup that the host holds back.
 pub const HELD_BACK: &str = "last_backup_held_back";
 
+/// The code of the question which snapshot is restored.
+const NEWER_SNAPSHOT: &str = "newer_snapshot";
+
 /// What an operation waits for an operator to decide.
 #[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Question {
     pub code: Option<String>,
     pub detail: String,
+    /// The snapshot that an answer may name.
+    pub snapshot_key: Option<String>,
 }
 
 impl Question {
     /// Whether the step that asks may find another answer when it runs again.
     fn may_be_settled(&self) -> bool {
-        self.code.as_ref().is_some_and(|code| code.starts_with("last_backup"))
+        self.code.as_ref().is_some_and(|code| code.starts_with("last_backup") || code == NEWER_SNAPSHOT)
     }
 }
 
@@ -114,6 +120,7 @@ impl Operation {
             format!("`svcctl operation continue {id}`: {what}")
         });
         let what = match code {
+            Some(NEWER_SNAPSHOT) => "it begins with the latest snapshot; the newer one stays in the store",
             Some("database_behind_store") => "the machine is deleted again",
             Some(HELD_BACK) => {
                 "it goes ahead with the newest snapshot that is not held back; what only the old server holds is lost when \
@@ -121,11 +128,14 @@ impl Operation {
             }
             _ => "it goes ahead, and that data is lost when the old server is deleted",
         };
+        let newer = self.question().and_then(|question| question.snapshot_key.as_ref()).map(|key| {
+            format!("`svcctl operation continue {id} --snapshot {key}`: the new machine begins with the newer snapshot")
+        });
         let others = [
             format!("`svcctl operation continue {id} --accept-loss`: {what}"),
             format!("`svcctl operation abandon {id}`: {back}"),
         ];
-        again.into_iter().chain(others).collect()
+        newer.into_iter().chain(again).chain(others).collect()
     }
 
     /// The question with its answers, each on a line of its own.

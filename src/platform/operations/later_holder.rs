@@ -209,7 +209,12 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
                  {operation} --accept-loss` deletes it again.",
                 machine.id, holder.epoch
             );
-            Ok(Some(Answer::Ask(Question { code: BEHIND_STORE, detail, facts: held.facts() })))
+            Ok(Some(Answer::Ask(Question {
+                code: BEHIND_STORE,
+                detail,
+                snapshot: None,
+                facts: held.facts(),
+            })))
         }
         Decision::FailMachine => {
             let fenced = Fenced { fence: holder.epoch, holder: Some(holder.machine), mine: machine.epoch };
