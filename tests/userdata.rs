@@ -159,6 +159,7 @@ impl Parts {
             last_update: None,
             checks: None,
             restore_snapshot: None,
+            unrestored_snapshot: None,
             last_backup: None,
             proof_kids: Vec::new(),
             replaced_by: None,
@@ -328,4 +329,47 @@ async fn firewall_is_what_nft_takes() {
         }
         assert!(checked.status.success(), "{egress}: {said}\n{rules}");
     }
+}
+
+/// The commands of the README's "Admit the platform alone to :443", on a file in the place of `/etc/nftables.conf`.
+fn admits_by_readme(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
+    let readme = include_str!("../README.md");
+    let section = readme.split("### Admit the platform alone to :443").nth(1).unwrap();
+    let block = section.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
+    let (_, commands) = block.split_once('\n').unwrap();
+    let commands = commands.replace("/etc/", &format!("{}/", dir.display()));
+    let known = "nft() { :; }\nsystemctl() { :; }\nsvcctl() { :; }\n";
+    let script = format!("{known}admit='{admit}'\n{commands}");
+    let ended = Command::new("/bin/sh").arg("-c").arg(script).output()?;
+    Ok((ended.status.success(), String::from_utf8_lossy(&ended.stderr).into_owned()))
+}
+
+#[tokio::test]
+async fn readme_changes_admitted_networks_on_every_machine() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let conf = dir.path().join("nftables.conf");
+    for egress in ["", "203.0.113.0/24", "203.0.113.0/24,2001:db8::/32"] {
+        let parts = Parts { egress: egress.to_owned(), ..Parts::usual() };
+        let document = document(&parts.render().await);
+        let made = file(&document, "/etc/nftables.conf")["content"].as_str().unwrap();
+        std::fs::write(&conf, made)?;
+        for admit in [
+            "ip saddr { 198.51.100.0/24 } tcp dport 443 accept",
+            "ip saddr { 198.51.100.7 } tcp dport 443 accept; ip6 saddr { 2001:db8:1::/48 } tcp dport 443 accept",
+            "ip6 saddr { 2001:db8:2::/48 } tcp dport 443 accept",
+        ] {
+            for _ in 0..2 {
+                assert_eq!(admits_by_readme(dir.path(), admit)?, (true, String::new()), "{egress}: {admit}");
+            }
+            let rules = std::fs::read_to_string(&conf)?;
+            let rule = format!("    tcp dport 22 accept; {admit}");
+            let of_ports: Vec<_> = rules.lines().filter(|line| line.contains("tcp dport")).collect();
+            assert_eq!(of_ports, [rule.as_str()], "{egress}: {rules}");
+        }
+    }
+    std::fs::write(&conf, "table inet own { }\n")?;
+    let (is_done, said) = admits_by_readme(dir.path(), "ip saddr { 198.51.100.7 } tcp dport 443 accept")?;
+    assert!(!is_done && said.contains("nothing was changed"), "{said}");
+    assert_eq!(std::fs::read_to_string(&conf)?, "table inet own { }\n");
+    Ok(())
 }

@@ -28,6 +28,12 @@ pub enum CallError {
         "the platform at {base} cannot be reached: {why}\n  next: does it run there? Check PLATFORM_PUBLIC_URL or --platform-url"
     )]
     Unreachable { base: Url, why: String },
+    /// Connected: something behind it hangs, and what was requested may still be done.
+    #[error(
+        "the platform at {base} is reached, and has not answered within {seconds} s; what was requested may still be done\n  \
+         next: `svcctl doctor platform` on its machine shows which part hangs; --timeout waits longer for one call"
+    )]
+    NoAnswer { base: Url, seconds: u64 },
     #[error(transparent)]
     Refused(#[from] Refusal),
     #[error("the platform's answer to {what} is not what the API promises: {why}")]
@@ -35,12 +41,19 @@ pub enum CallError {
 }
 
 impl CallError {
-    fn is_transient(&self) -> bool {
+    /// Whether the same call can succeed a moment later.
+    pub fn is_transient(&self) -> bool {
         match self {
-            Self::Unreachable { .. } => true,
+            Self::Unreachable { .. } | Self::NoAnswer { .. } => true,
             Self::Refused(refusal) => refusal.is_transient(),
             Self::Unreadable { .. } => false,
         }
+    }
+
+    /// What went wrong, without what to do about it.
+    pub fn brief(&self) -> String {
+        let said = self.to_string();
+        said.split_once("\n  next: ").map_or(said.clone(), |(brief, _)| brief.to_owned())
     }
 
     fn pause(&self) -> Option<Duration> {
@@ -79,6 +92,15 @@ pub struct Api {
     client: reqwest::Client,
     base: Url,
     bearer: HeaderValue,
+    call: Duration,
+}
+
+/// Whether standard error says that a failed call is tried again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Retries {
+    Said,
+    /// The caller says what it waits for.
+    Unsaid,
 }
 
 impl Api {
@@ -88,13 +110,21 @@ impl Api {
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
         bearer.set_sensitive(true);
         let client = client::build(Deadlines { whole: Some(call), idle: call, ..Deadlines::CALL })?;
-        Ok(Self { client, base, bearer })
+        Ok(Self { client, base, bearer, call })
     }
 
     /// # Errors
     /// [`CallError`], after transient failures were tried again.
     pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
-        self.patiently(&Method::GET, &self.url_with(path, query), None).await
+        self.patiently(&Method::GET, &self.url_with(path, query), None, Retries::Said).await
+    }
+
+    /// [`Self::get`] for a caller that repeats it, and says itself what it waits for.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub async fn poll(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
+        self.patiently(&Method::GET, &self.url_with(path, query), None, Retries::Unsaid).await
     }
 
     /// # Errors
@@ -105,7 +135,7 @@ impl Api {
         path: &[&str],
         body: Option<&Value>,
     ) -> Result<Answer, CallError> {
-        self.patiently(&method, &self.url(path), body).await
+        self.patiently(&method, &self.url(path), body, Retries::Said).await
     }
 
     /// [`Self::send`] with a query in place of a body.
@@ -118,7 +148,7 @@ impl Api {
         path: &[&str],
         query: &[(&str, String)],
     ) -> Result<Answer, CallError> {
-        self.patiently(&method, &self.url_with(path, query), None).await
+        self.patiently(&method, &self.url_with(path, query), None, Retries::Said).await
     }
 
     /// One try of a GET, with the status and the body as they came.
@@ -126,14 +156,10 @@ impl Api {
     /// # Errors
     /// [`CallError::Unreachable`].
     pub async fn look(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
-        let unreachable = |error: reqwest::Error| CallError::Unreachable {
-            base: self.base.clone(),
-            why: problem::chain(&error.without_url()),
-        };
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
-        let response = request_id::onward(request).send().await.map_err(unreachable)?;
+        let response = request_id::onward(request).send().await.map_err(|error| self.failed(error))?;
         let status = response.status();
-        Ok((status, response.text().await.map_err(unreachable)?))
+        Ok((status, response.text().await.map_err(|error| self.failed(error))?))
     }
 
     /// The bytes of a file from an offset on, however long they take.
@@ -177,13 +203,29 @@ impl Api {
         url
     }
 
-    async fn patiently(&self, method: &Method, url: &Url, body: Option<&Value>) -> Result<Answer, CallError> {
+    /// Why a call has no answer.
+    fn failed(&self, error: reqwest::Error) -> CallError {
+        let base = self.base.clone();
+        if error.is_timeout() && !error.is_connect() {
+            return CallError::NoAnswer { base, seconds: self.call.as_secs() };
+        }
+        CallError::Unreachable { base, why: problem::chain(&error.without_url()) }
+    }
+
+    async fn patiently(
+        &self,
+        method: &Method,
+        url: &Url,
+        body: Option<&Value>,
+        retries: Retries,
+    ) -> Result<Answer, CallError> {
         let key = (*method != Method::GET).then(|| Uuid::now_v7().to_string());
         let backoff = ExponentialBuilder::default()
             .with_min_delay(Duration::from_millis(200))
             .with_max_delay(Duration::from_secs(3))
             .with_max_times(TRIES - 1)
             .with_jitter();
+        let mut tries = 1;
         (|| self.once(method, url, body, key.as_deref()))
             .retry(backoff)
             .when(CallError::is_transient)
@@ -191,6 +233,16 @@ impl Api {
                 (Some(_), Some(asked)) if asked > LONGEST_PAUSE => None,
                 (Some(planned), Some(asked)) => Some(planned.max(asked)),
                 (planned, _) => planned,
+            })
+            .notify(|error, pause| {
+                tries += 1;
+                if retries == Retries::Said {
+                    eprintln!(
+                        "still waiting: {}; try {tries} of {TRIES} in {:.1} s",
+                        error.brief(),
+                        pause.as_secs_f64()
+                    );
+                }
             })
             .await
     }
@@ -202,10 +254,6 @@ impl Api {
         body: Option<&Value>,
         key: Option<&str>,
     ) -> Result<Answer, CallError> {
-        let unreachable = |error: reqwest::Error| CallError::Unreachable {
-            base: self.base.clone(),
-            why: problem::chain(&error.without_url()),
-        };
         let mut request = self
             .client
             .request(method.clone(), url.clone())
@@ -217,9 +265,9 @@ impl Api {
         if let Some(body) = body {
             request = request.json(body);
         }
-        let response = request_id::onward(request).send().await.map_err(unreachable)?;
+        let response = request_id::onward(request).send().await.map_err(|error| self.failed(error))?;
         let (status, pause) = (response.status(), retry_after(&response));
-        let text = response.text().await.map_err(unreachable)?;
+        let text = response.text().await.map_err(|error| self.failed(error))?;
         let what = format!("{method} {}", url.path());
         match status {
             status if status.is_success() => Ok(Answer { text, what }),

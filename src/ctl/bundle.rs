@@ -4,6 +4,7 @@
 //! manifest that it lacks, or one that holds for longer.
 
 mod companions;
+mod key_sequence;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -65,6 +66,12 @@ pub enum PublishError {
          next: nothing, where hosts can update to it; else sign the same archive for longer (--valid-days)"
     )]
     NoRenewal { version: ImageVersion, why: String },
+    #[error(
+        "its trustedKeys have the sequence {found}, and hosts at sequence {base} take {max} at most; nothing was published\n  next: \
+         sign it with the next sequence (`svcctl bundle keys` shows the one of each machine); where hosts have a higher one than \
+         {base}, set BUNDLE_KEYS_SEQUENCE to it"
+    )]
+    SequenceTooHigh { found: u32, base: u32, max: u32 },
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -226,6 +233,7 @@ async fn publish_for(
     };
     match news {
         News::Published => {
+            key_sequence::check(companions.key_set().as_ref(), key_sequence::of_hosts())?;
             upload(bucket, &archive, &stated, version).await?;
             companions.send(bucket, &subject).await?;
             announce(bucket, &stated, version).await?;

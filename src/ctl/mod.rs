@@ -10,6 +10,7 @@ mod bundle;
 mod command;
 mod confirm;
 mod doctor;
+mod interrupt;
 pub mod local;
 mod out;
 mod progress;

@@ -274,7 +274,7 @@ fn advice(code: &str) -> Option<&'static str> {
 impl From<CallError> for Failure {
     fn from(error: CallError) -> Self {
         let exit = match &error {
-            CallError::Unreachable { .. } => Exit::Unavailable,
+            CallError::Unreachable { .. } | CallError::NoAnswer { .. } => Exit::Unavailable,
             CallError::Refused(refusal) => refusal.exit(),
             CallError::Unreadable { .. } => Exit::Internal,
         };

@@ -6,7 +6,8 @@ use std::time::Duration;
 use anyhow::anyhow;
 use tokio::time::{Instant, sleep};
 
-use super::api::{Answer, Api, CallError};
+use super::api::{Answer, Api};
+use super::interrupt;
 use super::progress::Progress;
 use super::show::boot::BootProgress;
 use super::show::failure::Failure as Failed;
@@ -38,7 +39,9 @@ pub async fn until_settled(
     goal: Goal,
     within: Duration,
 ) -> Result<(Answer, Machine), Failure> {
-    let (answer, machine) = follow(api, machine_id, operation_id, within).await?;
+    let command = command_to_follow(machine_id, operation_id);
+    let followed = follow(api, machine_id, operation_id, within);
+    let (answer, machine) = interrupt::or(&command, followed).await?;
     let operation = operation_of(&machine, operation_id).filter(|_| goal == Goal::Success);
     verdict(api, &machine, operation).await?;
     Ok((answer, machine))
@@ -80,13 +83,12 @@ async fn follow(
 
 /// A machine's record; or the words of a trouble that may pass, because what was accepted goes on meanwhile.
 pub async fn look(api: &Api, machine_id: &str) -> Result<Result<(Answer, Machine), String>, Failure> {
-    match api.get(&["vps", machine_id], &[]).await {
+    match api.poll(&["vps", machine_id], &[]).await {
         Ok(answer) => {
             let machine = answer.read()?;
             Ok(Ok((answer, machine)))
         }
-        Err(error @ CallError::Unreachable { .. }) => Ok(Err(error.to_string())),
-        Err(CallError::Refused(refusal)) if refusal.is_transient() => Ok(Err(refusal.to_string())),
+        Err(error) if error.is_transient() => Ok(Err(error.to_string())),
         Err(error) => Err(error.into()),
     }
 }
@@ -112,9 +114,13 @@ impl Clock {
     }
 }
 
+fn command_to_follow(machine_id: &str, operation_id: Option<&str>) -> String {
+    operation_id
+        .map_or_else(|| format!("svcctl status {machine_id}"), |id| format!("svcctl operation {id} --wait"))
+}
+
 fn not_in_time(machine_id: &str, operation_id: Option<&str>, within: Duration) -> anyhow::Error {
-    let look = operation_id
-        .map_or_else(|| format!("svcctl status {machine_id}"), |id| format!("svcctl operation {id} --wait"));
+    let look = command_to_follow(machine_id, operation_id);
     anyhow!("not ended after {} s; it goes on\n  next: `{look}`", within.as_secs())
 }
 

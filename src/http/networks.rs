@@ -1,5 +1,6 @@
 //! Networks of addresses, as settings list them: CIDRs (RFC 4632) and single addresses, separated by commas.
 
+use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -28,6 +29,15 @@ impl Networks {
         self.0.iter().any(|network| network.contains(&address))
     }
 
+    /// Those that no packet between machines comes from: loopback, multicast, the unspecified address.
+    pub fn unroutable(&self) -> impl Iterator<Item = IpNet> {
+        let is_unroutable = |network: &IpNet| {
+            let address = network.addr();
+            address.is_loopback() || address.is_multicast() || address.is_unspecified()
+        };
+        self.0.iter().copied().filter(is_unroutable)
+    }
+
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -42,6 +52,13 @@ impl Networks {
             }
         }
         (v4, v6)
+    }
+}
+
+impl fmt::Display for Networks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let networks: Vec<_> = self.0.iter().map(ToString::to_string).collect();
+        f.write_str(&networks.join(", "))
     }
 }
 

@@ -3,11 +3,9 @@
 //!
 //! The newest snapshot is what the store's pointer names. What hosts reported is shown only where the store does not say.
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use deadpool_postgres::GenericClient;
-use futures_util::StreamExt;
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
@@ -22,14 +20,12 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{IdpUserId, Slot};
 use crate::store::Bucket;
 use crate::store::key::{self, SlotPrefix};
+use crate::store::newer_snapshot;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 
 /// The store may take this long to say what the newest snapshot is.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Names after the latest snapshot's that are listed, and of those the newest whose records are read.
-const MAX_NEWER_NAMES: usize = 2000;
-const MAX_TRIED: usize = 8;
 
 /// The copies of a slot, as far as the database knows.
 pub struct Copies {
@@ -38,6 +34,8 @@ pub struct Copies {
     live: Option<MachineRow>,
     /// The last machine that has served the slot, also without a server.
     holder: Option<(MachineId, Epoch)>,
+    /// A snapshot of the machine before that one which is newer than what it began with.
+    unrestored: Option<String>,
     kept: Vec<KeptServerRow>,
     reported: Option<NewestSnapshot>,
     now: Timestamp,
@@ -64,7 +62,9 @@ pub async fn of_slot(
     let machines = db::machines::newest_of_slot(client, user, slot).await?;
     let reported = machines.iter().filter_map(reported_by).max_by_key(|newest| newest.taken_at);
     let served = machines.iter().filter(|one| one.registered_at.is_some());
-    let holder = served.max_by_key(|one| one.epoch).map(|one| (one.id, one.epoch));
+    let last = served.max_by_key(|one| one.epoch);
+    let holder = last.map(|one| (one.id, one.epoch));
+    let unrestored = last.and_then(|one| one.unrestored_snapshot.clone());
     Ok(Copies {
         kept: db::kept_servers::of_slot(client, user, slot, &ServerRetention::of(timing)).await?,
         now: db::servers::now(client).await?,
@@ -73,6 +73,7 @@ pub async fn of_slot(
             one.is_active() && one.registered_at.is_some() && one.server_exists()
         }),
         holder,
+        unrestored,
         reported,
         user: user.clone(),
         slot: slot.clone(),
@@ -94,13 +95,7 @@ impl Copies {
         let (newest, problem) = match named {
             Ok(Ok(named)) => {
                 if let Some(holder) = self.holder {
-                    let found = newer_of(bucket, &slot, holder, &named);
-                    newer = tokio::time::timeout_at(deadline, found).await.unwrap_or_else(|_| {
-                        tracing::warn!(
-                            "the store did not list in time what is newer than the latest snapshot"
-                        );
-                        None
-                    });
+                    newer = newer_of(bucket, &slot, holder, &named, deadline).await;
                 }
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
@@ -116,9 +111,11 @@ impl Copies {
             Err(_) => (self.reported.clone(), Some(NO_ANSWER.to_owned())),
         };
         let mut record = self.record(newest.as_ref(), problem.as_deref());
-        record["newerSnapshot"] = newer.map_or(Value::Null, |side| {
-            json!({"takenAt": rfc3339_ms(side.taken_at), "machineId": side.machine_id, "key": side.key})
-        });
+        record["newerSnapshot"] = newer.as_ref().map_or(Value::Null, newer_record);
+        record["unrestoredSnapshot"] = self
+            .unrestored
+            .as_deref()
+            .map_or(Value::Null, |key| json!({"key": key, "takenAt": key::taken_at(key).map(rfc3339_ms)}));
         record
     }
 
@@ -142,34 +139,38 @@ impl Copies {
     }
 }
 
-/// The newest whole snapshot of the machine that serves, or served last, where the pointer names an older one: the host could
-/// not move the pointer, or held the snapshot back. Those of other machines do not count, since what was copied from a replaced
-/// one can still add some. Keys after the pointer's are listed, of which there are usually none.
+/// What `newerSnapshot` says of a snapshot.
+pub fn newer_record(side: &SideRecord) -> Value {
+    json!({"takenAt": rfc3339_ms(side.taken_at), "machineId": side.machine_id, "key": side.key})
+}
+
+/// [`newer_snapshot::find`] up to a deadline; `None` also where the store does not say.
 async fn newer_of(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    (machine, epoch): (MachineId, Epoch),
+    holder: (MachineId, Epoch),
     named: &SnapshotRef,
+    deadline: tokio::time::Instant,
 ) -> Option<SideRecord> {
-    let after = slot.snapshot(&named.key)?;
-    let mut listing = bucket.raw().list_with_offset(Some(&slot.snapshots()), &after).take(MAX_NEWER_NAMES);
-    let mut newer = VecDeque::with_capacity(MAX_TRIED + 1);
-    while let Some(object) = listing.next().await {
-        let name = object.ok()?.location.filename()?.to_owned();
-        let key = format!("system/db/snapshots/{name}");
-        if name.ends_with(".dump") && key::epoch_of(&key) == Some(epoch) {
-            newer.push_front(key);
-            newer.truncate(MAX_TRIED);
+    let found = tokio::time::timeout_at(deadline, newer_snapshot::find(bucket, slot, holder, named)).await;
+    match found {
+        Ok(Ok(newer)) => newer,
+        Ok(Err(error)) => {
+            tracing::warn!(error = %chain(&error), "it is not known what is newer than the latest snapshot");
+            None
+        }
+        Err(_) => {
+            tracing::warn!("the store did not list in time what is newer than the latest snapshot");
+            None
         }
     }
-    for key in newer {
-        if let Ok(side) = snapshot::by_key(bucket, slot, &key).await
-            && side.machine_id == machine
-        {
-            return Some(side);
-        }
-    }
-    None
+}
+
+/// What a recovery of the machine is told of a newer snapshot before it begins.
+pub async fn newer_than(bucket: &Bucket, machine: &MachineRow, named: &SnapshotRef) -> Option<SideRecord> {
+    let slot = SlotPrefix::new(&machine.user, &machine.slot);
+    let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
+    newer_of(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
 }
 
 const NO_ANSWER: &str = "the object store does not answer";

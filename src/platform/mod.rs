@@ -74,6 +74,8 @@ const DRAIN: Duration = Duration::from_secs(25);
 
 /// Bounds the probe at start, so that an unreachable store does not delay it.
 const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// For one read or write of an object, with its retries: shorter than what an operator's client waits for an answer.
+const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The control plane: provisions, recovers and deletes machines, and routes their owners to them.
 #[derive(clap::Parser)]
@@ -121,7 +123,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
         );
     }
-    let bucket = config.store.open().or_exit(Exit::Config)?;
+    let bucket = config.store.open().or_exit(Exit::Config)?.with_call_timeout(STORE_CALL_TIMEOUT);
     refuse_unsafe_store(&bucket).await?;
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
     scrape.keep_up(stop.clone());

@@ -159,17 +159,47 @@ impl Condition {
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
     identified: Option<Identified>,
+    /// For one call with all its tries; `None`: the store's own limits hold.
+    call_timeout: Option<Duration>,
 }
 
 impl Bucket {
     pub fn new(inner: Arc<dyn ObjectStore>) -> Self {
-        Self { inner, identified: None }
+        Self { inner, identified: None, call_timeout: None }
     }
 
     /// The same, and its uploads are known by their ids.
     #[must_use]
     pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
         Self { identified: Some(Identified(store)), ..self }
+    }
+
+    /// The same, with a deadline for each read and write of a whole object, its retries included.
+    #[must_use]
+    pub fn with_call_timeout(self, timeout: Duration) -> Self {
+        Self { call_timeout: Some(timeout), ..self }
+    }
+
+    /// One call, counted, and ended at its deadline.
+    async fn call<T>(
+        &self,
+        name: &'static str,
+        key: &Path,
+        work: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        counted(name, self.bounded(key, work)).await
+    }
+
+    /// Ends the work at the deadline of one call, where there is one.
+    pub(super) async fn bounded<T>(
+        &self,
+        key: &Path,
+        work: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        match self.call_timeout {
+            Some(timeout) => self.within(key, timeout, work).await,
+            None => work.await,
+        }
     }
 
     /// Begins an upload; with its id, where the store has such.
@@ -218,7 +248,7 @@ impl Bucket {
     /// # Errors
     /// [`StoreError`]; absence is `Ok(None)`.
     pub async fn head(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
-        counted("head", self.head_once(key)).await
+        self.call("head", key, self.head_once(key)).await
     }
 
     async fn head_once(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
@@ -256,7 +286,7 @@ impl Bucket {
     /// # Errors
     /// [`StoreError`]; absence is `Ok(None)`, a larger object is `Corrupt`.
     pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
-        counted("get", self.get_once(key, limit)).await
+        self.call("get", key, self.get_once(key, limit)).await
     }
 
     async fn get_once(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
@@ -298,7 +328,8 @@ impl Bucket {
     /// [`StoreError`].
     pub async fn put(&self, key: &Path, body: impl Into<Bytes>) -> Result<(), StoreError> {
         let put = self.inner.put(key, body.into().into());
-        counted("put", async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) }).await
+        self.call("put", key, async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) })
+            .await
     }
 
     /// # Errors
@@ -336,7 +367,8 @@ impl Bucket {
         };
         let options = PutOptions { mode, ..PutOptions::default() };
         let put = self.inner.put_opts(key, body.into().into(), options);
-        counted("put_if", async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) }).await
+        let put = async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) };
+        self.call("put_if", key, put).await
     }
 }
 

@@ -13,7 +13,7 @@ use super::bucket::{Bucket, StoreError};
 use super::key::{self, BUNDLE_FILE};
 use crate::machine::name::ImageVersion;
 
-pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys};
+pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys, max_sequence_after};
 
 /// More than any manifest or signature file has.
 pub const LARGEST_COMPANION: u64 = 64 << 10;

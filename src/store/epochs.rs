@@ -10,8 +10,8 @@ use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
 use crate::machine::epoch::Epoch;
 
-/// Of all requests together: 10,000 snapshots are some twenty pages of a listing.
-const FLOOR_TIMEOUT: Duration = Duration::from_secs(30);
+/// Of all requests together: 10,000 snapshots are some twenty pages of a listing. An operator's client waits longer.
+const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host can write
 /// all three: what is far above `known`, the highest epoch in the database, is not believed. Such a fence is left out, since

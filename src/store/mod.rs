@@ -15,6 +15,7 @@ mod lenient;
 mod local;
 pub mod meta;
 pub mod multipart;
+pub mod newer_snapshot;
 pub mod parallel_probe;
 pub mod pointer;
 pub mod pointer_io;

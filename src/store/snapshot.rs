@@ -253,8 +253,8 @@ async fn holds_any(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreErro
     let prefix = slot.snapshots();
     let records =
         bucket.raw().list(Some(&prefix)).try_filter(|meta| ready(key::is_side_record(&meta.location)));
-    let first = pin!(records).try_next().await;
-    Ok(first.map_err(|error| StoreError::of(&prefix, error))?.is_some())
+    let first = async { pin!(records).try_next().await.map_err(|error| StoreError::of(&prefix, error)) };
+    Ok(bucket.bounded(&prefix, first).await?.is_some())
 }
 
 async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result<SnapshotRef, Unusable> {

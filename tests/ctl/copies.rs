@@ -229,6 +229,75 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
     assert!(!said.contains("svcctl recover"), "{said}");
 }
 
+/// A machine whose server is gone, and which stored a snapshot in an outage that no pointer names.
+async fn lost_after_outage(operator: &Operator) -> (Guest, String) {
+    let guest = operator.running().await;
+    let (old, new) = ("2026-01-02T03:45:03.000Z", "2026-01-02T04:00:15.000Z");
+    for at in [new, old] {
+        operator.stack.snapshot_by(USER, &guest.machine, at);
+    }
+    let server = format!("svc-{}", guest.machine);
+    operator.stack.provider.vanish_server(&server).await.unwrap();
+    let fails = || async {
+        (operator.stack.status(&operator.process, &guest.machine).await == "failed").then_some(())
+    };
+    operator.stack.eventually("it fails", fails).await;
+    (guest, "system/db/snapshots/2026-01-02T04-00-15.000Z-1.dump".to_owned())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn recovery_asks_which_snapshot_where_an_outage_left_newer() {
+    let operator = Operator::start(&[]).await;
+    let (guest, newer) = lost_after_outage(&operator).await;
+    has(&operator.does(0, &["status", HANDLE]).await, &["newer one", &newer]);
+    let said = operator.does(75, &["recover", USER, "--accept-loss", "--yes", "--wait=60"]).await;
+    let restores = |operation: &str| format!("`svcctl operation continue {operation} --snapshot {newer}`");
+    let machine = operator.json(&["status", HANDLE]).await;
+    let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
+    has(&said, &[&format!("note: {newer}"), "the recovery waits for your decision", &restores(&operation)]);
+    has(&said, &["2026-01-02T04:00:15.000Z", "the latest is the snapshot of 2026-01-02T03:45:03.000Z"]);
+
+    let other = "system/db/snapshots/2026-01-02T05-00-00.000Z-1.dump";
+    let said = operator.does(65, &["operation", "continue", &operation, "--snapshot", other]).await;
+    has(&said, &["snapshot_unusable", "the object is missing"]);
+    operator.does(0, &["operation", "continue", &operation, "--snapshot", &newer, "--wait=60"]).await;
+    let shown = operator.does(0, &["operation", &operation]).await;
+    has(
+        &shown,
+        &["the newest copy is the snapshot of 2026-01-02T04:00:15.000Z", "the new machine begins with"],
+    );
+    let server = operator.stack.provider.servers().pop().unwrap();
+    assert!(server.user_data.contains(&newer), "{}", server.user_data);
+    assert_ne!(server.name, format!("svc-{}", guest.machine));
+    let status = operator.does(0, &["status", HANDLE]).await;
+    assert!(!status.contains("unrestored"), "{status}");
+    assert_eq!(operator.stack.pointer(USER)["snapshot"]["takenAt"], "2026-01-02T03:45:03.000Z");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn status_shows_the_newer_snapshot_that_was_not_restored() {
+    let operator = Operator::start(&[]).await;
+    let (_, newer) = lost_after_outage(&operator).await;
+    operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    let machine = operator.json(&["status", HANDLE]).await;
+    let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
+    // Nothing has changed: it asks again.
+    operator.does(75, &["operation", "continue", &operation, "--wait=60"]).await;
+    operator.does(0, &["operation", "continue", &operation, "--accept-loss", "--wait=60"]).await;
+    has(&operator.does(0, &["operation", &operation]).await, &[&newer, "is not restored"]);
+    let status = operator.does(0, &["status", HANDLE]).await;
+    has(
+        &status,
+        &["status       running", "unrestored", "2026-01-02 04:00:15 UTC", &format!("--snapshot {newer}`")],
+    );
+
+    // Lost before its first backup: what was not restored to it is asked about again.
+    let server = operator.stack.provider.servers().pop().unwrap();
+    operator.stack.provider.vanish_server(&server.name).await.unwrap();
+    let said = operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    has(&said, &[&format!("--snapshot {newer}`")]);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_during_a_recovery_names_both_machines_and_asks() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;

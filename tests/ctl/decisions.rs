@@ -351,3 +351,113 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
         ["boot: restore 42 %, 420 B of 1000 B downloaded", "boot: restore 99 %, 990 B of 1000 B downloaded"]
     );
 }
+
+#[tokio::test]
+async fn platform_that_hangs_is_told_from_one_that_is_gone() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let base = format!("http://{}", listener.local_addr().unwrap());
+    let held = tokio::spawn(async move {
+        let mut held = Vec::new();
+        while let Ok((stream, _)) = listener.accept().await {
+            held.push(stream);
+        }
+    });
+    let env = [("PLATFORM_PUBLIC_URL", base.as_str()), ("PLATFORM_SECRET", SECRET)];
+    let output = svcctl(&["list", "--timeout", "1"], &env).await;
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(69), "{said}");
+    assert!(said.contains("is reached, and has not answered within 1 s"), "{said}");
+    assert!(!said.contains("cannot be reached"), "{said}");
+    assert_eq!(said.matches("still waiting: ").count(), 4, "{said}");
+    assert!(said.contains("; try 2 of 5 in "), "{said}");
+    held.abort();
+
+    let gone = [("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"), ("PLATFORM_SECRET", SECRET)];
+    let said = stderr(&svcctl(&["list"], &gone).await);
+    assert!(said.contains("cannot be reached") && said.contains("Check PLATFORM_PUBLIC_URL"), "{said}");
+}
+
+fn issued(name: &str) -> Reply {
+    let at = "2026-01-01T00:00:00.000Z";
+    let operator = json!({"name": name, "scopes": ["read"], "state": "active", "expiresAt": at, "lastUsedAt": null,
+        "createdBy": "operator", "previousTokenExpiresAt": null});
+    Reply::Json(201, json!({"operator": operator, "token": "svco_new"}))
+}
+
+#[tokio::test]
+async fn operator_add_overwrites_no_token_and_loses_none_silently() {
+    let dir = tempfile::tempdir().unwrap();
+    let taken = dir.path().join("ada.token");
+    std::fs::write(&taken, "svco_ada").unwrap();
+    let missing = dir.path().join("none").join("bob.token");
+    // The name of the temporary file would be too long.
+    let long = dir.path().join("b".repeat(240));
+    let add = async |file: &std::path::Path| {
+        let platform = Platform::start([issued("bob")]).await;
+        let file = file.to_str().unwrap().to_owned();
+        let output =
+            platform.svcctl(&["operator", "add", "bob", "--scope", "read", "--token-file", &file]).await;
+        (output.status.code(), stderr(&output), platform.seen().len())
+    };
+    for (file, why) in [(&taken, "is there already"), (&missing, "there is no directory")] {
+        let (code, said, sent) = add(file).await;
+        assert_eq!((code, sent), (Some(65), 0), "{said}");
+        assert!(said.contains(why) && said.contains("nothing was changed"), "{said}");
+    }
+    assert_eq!(std::fs::read_to_string(&taken).unwrap(), "svco_ada");
+    assert!(!missing.parent().unwrap().exists());
+
+    let (code, said, sent) = add(&long).await;
+    assert_eq!((code, sent), (Some(69), 1), "{said}");
+    assert!(
+        said.contains("is lost") && said.contains("next: `svcctl operator rotate bob --token-file FILE`"),
+        "{said}"
+    );
+
+    let platform = Platform::start([issued("ada")]).await;
+    let file = taken.to_str().unwrap();
+    let output = platform.svcctl(&["operator", "rotate", "ada", "--token-file", file]).await;
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(std::fs::read_to_string(&taken).unwrap(), "svco_new\n");
+}
+
+#[tokio::test]
+async fn audit_follow_survives_an_outage_of_the_platform() {
+    let page = |ids: &[&str]| {
+        let entries: Vec<_> = ids
+            .iter()
+            .map(|id| json!({"auditId": id, "at": "2026-01-01T00:00:00.000Z", "action": id, "actor": "ada", "target": "t"}))
+            .collect();
+        Reply::Json(200, json!({"entries": entries, "nextCursor": null}))
+    };
+    let lost = (0..5).map(|_| Reply::Lost);
+    let platform = Platform::start([page(&["a"])].into_iter().chain(lost).chain([page(&["b", "a"])])).await;
+    // The script ends with a 500, which is no outage.
+    let output = platform.svcctl(&["--json", "audit", "--follow"]).await;
+    let (said, shown) = (stderr(&output), String::from_utf8_lossy(&output.stdout).into_owned());
+    assert_eq!(output.status.code(), Some(70), "{said}");
+    assert_eq!(shown.matches("\"auditId\":\"a\"").count(), 1, "{shown}");
+    assert_eq!(shown.matches("\"auditId\":\"b\"").count(), 1, "{shown}: {said}");
+    assert_eq!(said.matches("still following: ").count(), 1, "{said}");
+}
+
+#[tokio::test]
+async fn interrupted_wait_says_that_the_operation_continues() {
+    use std::os::unix::process::ExitStatusExt;
+    let going = || Reply::Json(200, record("recovering", Some(operation("recover", "running", &[]))));
+    let platform = Platform::start([accepted()].into_iter().chain((0..100).map(|_| going()))).await;
+    let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
+    command.args(["svcctl", "recover", "user_1", "--yes", "--wait"]).env_clear();
+    command.envs([("PLATFORM_PUBLIC_URL", platform.base.as_str()), ("PLATFORM_SECRET", SECRET)]);
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    while platform.seen().len() < 3 {
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    let pid = nix::unistd::Pid::from_raw(child.id().unwrap().cast_signed());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();
+    let output = child.wait_with_output().await.unwrap();
+    let said = stderr(&output);
+    assert_eq!(output.status.signal(), Some(2), "{said}");
+    assert!(said.contains("the operation continues"), "{said}");
+    assert!(said.contains(&format!("next: `svcctl operation {OPERATION} --wait`")), "{said}");
+}

@@ -197,3 +197,25 @@ async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
     refused.assert_problem(409, "invalid_state");
     assert!(refused.body["detail"].as_str().unwrap().contains("`svcctl delete "), "{refused:?}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn store_that_hangs_is_a_503_before_a_client_gives_up() {
+    let stack = Stack::start().await;
+    let process = stack.platform();
+    stack.running(&process, "user_1").await;
+    stack.snapshot("user_1");
+    let stalled = stack.store.fault(Rule::new(Fault::Delay(std::time::Duration::from_secs(60))).always());
+    let began = std::time::Instant::now();
+    let recover = json!({"idpUserId": "user_1"});
+    let body = json!({"imageVersion": "v1"});
+    let (recovery, pointer, rollout) = tokio::join!(
+        stack.post(&process, "/vps/recover", &recover),
+        stack.get(&process, "/vps/slots/pointer?idpUserId=user_1"),
+        stack.post(&process, "/vps/deploy", &body),
+    );
+    assert!(began.elapsed() < std::time::Duration::from_secs(15), "{:?}", began.elapsed());
+    for answer in [recovery, pointer, rollout] {
+        answer.assert_problem(503, "store_unavailable");
+    }
+    assert!(stalled.hits() > 0);
+}

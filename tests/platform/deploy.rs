@@ -358,3 +358,24 @@ async fn only_what_hosts_would_take_is_deployed() {
     assert!(answer.body["detail"].as_str().unwrap().contains("BUNDLE_PUBLIC_KEYS"), "{answer:?}");
     answer.assert_problem(409, "conflict");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rollout_to_a_machine_that_is_off_says_so() {
+    let fleet = Fleet::of(1, &[]).await;
+    let (stack, process, guest) = (&fleet.stack, &fleet.process, &fleet.guests[0]);
+    let client = stack.database.connect().await.unwrap();
+    let id: uuid::Uuid = guest.machine.parse().unwrap();
+    let sql = "UPDATE user_machines SET powered_off_at = now() WHERE machine_id = $1";
+    client.execute(sql, &[&id]).await.unwrap();
+    let start = async |handle: &str| {
+        stack.post(process, "/vps/deploy", &json!({"imageVersion": NEXT, "handles": [handle]})).await
+    };
+    let refused = start("h-user-0").await;
+    refused.assert_problem(409, "invalid_state");
+    let detail = refused.body["detail"].as_str().unwrap();
+    assert!(
+        detail.contains("is switched off") && detail.contains("`svcctl power on h-user-0 --wait`"),
+        "{detail}"
+    );
+    start("h-user-9").await.assert_problem(404, "machine_not_found");
+}

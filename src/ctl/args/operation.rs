@@ -34,6 +34,8 @@ pub enum OperationCommand {
 accepted the snapshot that was held back (`svcctl backup accept`).\n\n\
 With --accept-loss the operation goes ahead. The question says since when data is on the old server alone. That data is \
 lost when the old server is deleted; until then the server is kept, switched off.\n\n\
+Where the question is which snapshot the new machine begins with, --snapshot names the newer one, and --accept-loss takes the \
+latest.\n\n\
 Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept-loss --wait"
     )]
     Continue {
@@ -43,6 +45,9 @@ Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept
         /// What no snapshot holds may be lost
         #[arg(long)]
         accept_loss: bool,
+        /// Begin the new machine with this snapshot, where the question is which one is restored
+        #[arg(long, value_name = "KEY", conflicts_with = "accept_loss")]
+        snapshot: Option<String>,
         #[command(flatten)]
         wait: Wait,
     },

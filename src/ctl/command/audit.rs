@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::applet::Failure;
 use crate::clock::rfc3339_ms;
-use crate::ctl::api::Api;
+use crate::ctl::api::{Api, CallError};
 use crate::ctl::args::Audit as Args;
 use crate::ctl::out::{Out, print};
 use crate::ctl::show::View;
@@ -17,6 +17,8 @@ use crate::ctl::show::audit::{self, Entry, Page};
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
 /// An entry has the time at which its transaction began, and appears when that ends: later entries may be there first.
 const MAX_TRANSACTION: SignedDuration = SignedDuration::from_secs(60);
+/// For how long a platform that does not answer is waited for.
+const MAX_OUTAGE: Duration = Duration::from_secs(600);
 const MAX_PAGE: &str = "500";
 /// An entry may appear behind pages that are known: all pages are read again after so many polls.
 const POLLS_FOR_ALL: usize = 10;
@@ -51,7 +53,7 @@ async fn follow(api: &Api, args: &Args, first: Page, out: &Out) -> Result<(), Fa
         }
         tokio::time::sleep(FOLLOW_INTERVAL).await;
         began = Instant::now();
-        entries = appeared(api, args, &mut window, reach).await?;
+        entries = appeared_in_time(api, args, &mut window, reach).await?;
         if reach == Reach::All {
             window.advance(began);
         }
@@ -68,7 +70,7 @@ enum Reach {
 }
 
 /// From when on entries may still appear, and those of it that are known.
-#[derive(Default)]
+#[derive(Default, Clone)]
 struct Window {
     since: Option<Timestamp>,
     seen: HashMap<String, Timestamp>,
@@ -110,12 +112,47 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
     filters.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
 }
 
-/// The new entries of the window, the oldest first.
-async fn appeared(api: &Api, args: &Args, window: &mut Window, reach: Reach) -> Result<Vec<Entry>, Failure> {
+/// The new entries of the window, the oldest first. A platform that does not answer for a while ends nothing; what it
+/// answered in part is read again.
+async fn appeared_in_time(
+    api: &Api,
+    args: &Args,
+    window: &mut Window,
+    reach: Reach,
+) -> Result<Vec<Entry>, Failure> {
+    let began = Instant::now();
+    let mut is_said = false;
+    loop {
+        let mut next = window.clone();
+        match appeared(api, args, &mut next, reach).await {
+            Ok(entries) => {
+                *window = next;
+                if is_said {
+                    eprintln!("following again: the platform answers");
+                }
+                return Ok(entries);
+            }
+            Err(error) if error.is_transient() && began.elapsed() < MAX_OUTAGE => {
+                if !std::mem::replace(&mut is_said, true) {
+                    eprintln!("still following: {}", error.brief());
+                }
+                tokio::time::sleep(FOLLOW_INTERVAL).await;
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+async fn appeared(
+    api: &Api,
+    args: &Args,
+    window: &mut Window,
+    reach: Reach,
+) -> Result<Vec<Entry>, CallError> {
     let mut query = filters(args);
     query.extend(window.since.map(|since| ("since", rfc3339_ms(since))));
     query.push(("limit", MAX_PAGE.to_owned()));
-    let mut page: Page = api.get(&["audit"], &query).await?.read()?;
+    let mut page: Page = api.poll(&["audit"], &query).await?.read()?;
     let mut all = Vec::new();
     loop {
         let mut new = window.take(page.entries, Instant::now());
@@ -125,7 +162,7 @@ async fn appeared(api: &Api, args: &Args, window: &mut Window, reach: Reach) -> 
         let Some(cursor) = page.next_cursor.filter(|_| !is_over) else { return Ok(all) };
         let mut query = query.clone();
         query.push(("cursor", cursor));
-        page = api.get(&["audit"], &query).await?.read()?;
+        page = api.poll(&["audit"], &query).await?.read()?;
     }
 }
 

@@ -15,6 +15,7 @@ use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api};
 use crate::ctl::args::{BackupCommand, Target};
 use crate::ctl::confirm;
+use crate::ctl::interrupt;
 use crate::ctl::out::{Out, print};
 use crate::ctl::progress::Progress;
 use crate::ctl::show::backup::{Backup, Backups, list, one};
@@ -63,7 +64,11 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
                     out.answer(&answer, |_| Ok(format!("asked the host for a drill\n{next}\n")))
                 }
                 Some(seconds) => {
-                    let told = until_drilled(api, id, &before, Duration::from_secs(seconds)).await?;
+                    let told = interrupt::or(
+                        &format!("svcctl status {id}"),
+                        until_drilled(api, id, &before, Duration::from_secs(seconds)),
+                    )
+                    .await?;
                     print(&if out.json { format!("{told}\n") } else { drilled(&told) })?;
                     if told["status"] == "success" {
                         return Ok(());
@@ -95,7 +100,11 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
                         at: time(&told["requestedAt"]),
                     };
                     let within = Duration::from_secs(seconds);
-                    let taken = until_there(api, &asked, within).await?;
+                    let taken = interrupt::or(
+                        &format!("svcctl backup list {}", asked.id),
+                        until_there(api, &asked, within),
+                    )
+                    .await?;
                     print(&if out.json {
                         format!("{}\n", taken.json)
                     } else {

@@ -11,6 +11,7 @@ use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api, CallError};
 use crate::ctl::args::{DeployCommand, Start, Wait, Which};
 use crate::ctl::confirm;
+use crate::ctl::interrupt;
 use crate::ctl::out::Out;
 use crate::ctl::progress::Progress;
 use crate::ctl::show::deploy::{Rollout, Rollouts, list, show};
@@ -92,12 +93,23 @@ async fn say(api: &Api, which: Which, word: &str, out: &Out) -> Result<(), Failu
 }
 
 /// Shows a rollout; with `--wait`, its end, and what happens until then.
-async fn follow(api: &Api, mut answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
-    let mut rollout: Rollout = answer.read()?;
-    let id = rollout.rollout_id.clone();
+async fn follow(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
+    let rollout: Rollout = answer.read()?;
     let Some(seconds) = wait.wait else {
         return out.answer(&answer, |view| Ok(show(view, &rollout)));
     };
+    let command = format!("svcctl deploy status {} --wait", rollout.rollout_id);
+    interrupt::or(&command, until_ended(api, answer, rollout, seconds, out)).await
+}
+
+async fn until_ended(
+    api: &Api,
+    mut answer: Answer,
+    mut rollout: Rollout,
+    seconds: u64,
+    out: &Out,
+) -> Result<(), Failure> {
+    let id = rollout.rollout_id.clone();
     let progress = Progress::start();
     let (mut told, mut clock) = (BTreeSet::new(), Clock::start(Duration::from_secs(seconds)));
     loop {
@@ -117,13 +129,13 @@ async fn follow(api: &Api, mut answer: Answer, wait: Wait, out: &Out) -> Result<
             return Err(Failure::new(Exit::TryAgain, error));
         }
         clock.pause().await;
-        match api.get(&["vps", "deploy", &id], &[]).await {
+        match api.poll(&["vps", "deploy", &id], &[]).await {
             Ok(next) => {
                 rollout = next.read()?;
                 answer = next;
             }
             // What was begun goes on meanwhile.
-            Err(CallError::Unreachable { .. }) => {}
+            Err(CallError::Unreachable { .. } | CallError::NoAnswer { .. }) => {}
             Err(CallError::Refused(refusal)) if refusal.is_transient() => {}
             Err(error) => return Err(error.into()),
         }

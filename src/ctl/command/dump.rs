@@ -154,7 +154,7 @@ impl Taken {
         let path = ["vps", machine, "backups", backup.name()];
         let opened = api.open(&path, self.length()).await;
         let answer = opened.map_err(|error| match error {
-            CallError::Unreachable { .. } => Broken::Theirs(error.into()),
+            CallError::Unreachable { .. } | CallError::NoAnswer { .. } => Broken::Theirs(error.into()),
             error => Broken::Ours(error.into()),
         })?;
         let mut bytes = answer.bytes_stream();

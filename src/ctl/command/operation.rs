@@ -18,8 +18,11 @@ use crate::machine::id::OperationId;
 pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
     match (args.command, args.operation) {
         (Some(OperationCommand::Show { operation, wait }), _) => show(api, operation, wait, out).await,
-        (Some(OperationCommand::Continue { operation, accept_loss, wait }), _) => {
-            let body = if accept_loss { json!({"acceptLoss": true}) } else { json!({}) };
+        (Some(OperationCommand::Continue { operation, accept_loss, snapshot, wait }), _) => {
+            let mut body = if accept_loss { json!({"acceptLoss": true}) } else { json!({}) };
+            if let Some(key) = snapshot {
+                body["snapshotKey"] = key.into();
+            }
             let path = ["vps", "operations", &operation.to_string(), "continue"];
             let answer = api.send(Method::POST, &path, Some(&body)).await?;
             if wait.wait.is_some() {

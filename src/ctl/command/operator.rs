@@ -1,10 +1,12 @@
 //! `svcctl operator`: named operators and their tokens.
 
-use anyhow::Context;
+use std::path::Path;
+
+use anyhow::{Context, anyhow, ensure};
 use http::Method;
 use serde_json::{Value, json};
 
-use crate::applet::Failure;
+use crate::applet::{Exit, Failure, OrExit};
 use crate::ctl::api::{Answer, Api};
 use crate::ctl::args::{OperatorCommand, TokenOptions};
 use crate::ctl::confirm;
@@ -16,15 +18,17 @@ use crate::fsx;
 pub async fn run(api: &Api, command: OperatorCommand, out: &Out) -> Result<(), Failure> {
     match command {
         OperatorCommand::Add { name, scopes, token } => {
+            check_token_file(&token, Existing::Kept).or_exit(Exit::Refused)?;
             let body = json!({"name": name, "scopes": scopes, "ttlSeconds": token.ttl});
             let answer = api.send(Method::POST, &["operators"], Some(&body)).await?;
-            issued(&answer, &token, out)
+            issued(&answer, &token, Existing::Kept, out)
         }
         OperatorCommand::Rotate { name, overlap, token } => {
+            check_token_file(&token, Existing::Replaced).or_exit(Exit::Refused)?;
             let body = json!({"ttlSeconds": token.ttl, "overlapSeconds": overlap});
             let path = ["operators", name.as_str(), "rotate"];
             let answer = api.send(Method::POST, &path, Some(&body)).await?;
-            issued(&answer, &token, out)
+            issued(&answer, &token, Existing::Replaced, out)
         }
         OperatorCommand::List => {
             let answer = api.get(&["operators"], &[]).await?;
@@ -47,19 +51,67 @@ pub async fn run(api: &Api, command: OperatorCommand, out: &Out) -> Result<(), F
     }
 }
 
+/// What becomes of a token file that is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Existing {
+    /// It may hold another operator's token, of which the platform has a hash alone.
+    Kept,
+    Replaced,
+}
+
+/// Refuses a token file that could not be written, before there is a token.
+fn check_token_file(options: &TokenOptions, existing: Existing) -> anyhow::Result<()> {
+    let Some(file) = &options.token_file else { return Ok(()) };
+    let name = file.display();
+    let dir = match file.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    ensure!(
+        dir.is_dir(),
+        "{name}: there is no directory {}; nothing was changed\n  next: make it, then again",
+        dir.display()
+    );
+    ensure!(!file.is_dir(), "{name} is a directory; nothing was changed\n  next: name a file for the token");
+    let is_there = file.symlink_metadata().is_ok();
+    ensure!(
+        existing == Existing::Replaced || !is_there,
+        "{name} is there already, and may hold another operator's token; nothing was changed\n  next: name another file; \
+         `svcctl operator rotate NAME --token-file FILE` replaces the token in one"
+    );
+    let probe = dir.join(format!(".svcctl-{}.tmp", uuid::Uuid::new_v4().simple()));
+    std::fs::File::create_new(&probe)
+        .and_then(|_| std::fs::remove_file(&probe))
+        .with_context(|| format!("no file can be written to {}; nothing was changed", dir.display()))
+}
+
+fn write_token(file: &Path, token: &str, existing: Existing) -> anyhow::Result<()> {
+    let content = format!("{token}\n");
+    match existing {
+        Existing::Replaced => fsx::write_atomic(file, content.as_bytes(), 0o600)?,
+        Existing::Kept => ensure!(
+            fsx::create_atomic(file, content.as_bytes(), 0o600)?,
+            "{} was made by another program meanwhile",
+            file.display()
+        ),
+    }
+    Ok(())
+}
+
 /// Shows a new token, or writes it to its file and shows the rest.
-fn issued(answer: &Answer, options: &TokenOptions, out: &Out) -> Result<(), Failure> {
+fn issued(answer: &Answer, options: &TokenOptions, existing: Existing, out: &Out) -> Result<(), Failure> {
     let Some(file) = &options.token_file else {
         return out.answer(answer, |view| Ok(operator::issued(view, &answer.read::<IssuedToken>()?, None)));
     };
     let issued: IssuedToken = answer.read()?;
     let name = &issued.operator.name;
-    fsx::write_atomic(file, format!("{}\n", issued.token).as_bytes(), 0o600).with_context(|| {
-        format!(
-            "the token of {name} could not be written and is lost\n  next: `svcctl operator rotate {name} --token-file FILE` \
-             makes another one"
-        )
-    })?;
+    if let Err(error) = write_token(file, &issued.token, existing) {
+        let error = anyhow!(
+            "operator {name} has a new token, which could not be written and is lost: {error:#}\n  next: `svcctl operator rotate \
+             {name} --token-file FILE` makes another one"
+        );
+        return Err(Failure::new(Exit::Unavailable, error));
+    }
     if out.json {
         let mut body: Value = answer.read()?;
         body["token"] = Value::Null;

@@ -21,6 +21,8 @@ pub struct Copies {
     pub newest_snapshot: Option<NewestSnapshot>,
     /// A whole snapshot that the pointer does not name.
     pub newer_snapshot: Option<NewerSnapshot>,
+    /// A snapshot of the machine before that is newer than what the slot's machine began with.
+    pub unrestored_snapshot: Option<UnrestoredSnapshot>,
     /// Why the store's newest snapshot is not known, or cannot be restored.
     pub snapshot_problem: Option<String>,
     pub exposed_seconds: Option<u64>,
@@ -38,6 +40,13 @@ pub struct NewestSnapshot {
 #[serde(rename_all = "camelCase")]
 pub struct NewerSnapshot {
     pub taken_at: String,
+    pub key: String,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct UnrestoredSnapshot {
+    pub taken_at: Option<String>,
     pub key: String,
 }
 
@@ -84,6 +93,9 @@ impl Copies {
         rows.push(("snapshot", self.snapshot_cell(view, machine)));
         rows.extend(
             self.newer_snapshot.as_ref().map(|newer| ("newer one", newer_cell(view, newer, machine))),
+        );
+        rows.extend(
+            self.unrestored_snapshot.as_ref().map(|one| ("unrestored", unrestored_cell(view, one, machine))),
         );
         rows.push(("at risk", self.risk_cell()));
         rows
@@ -189,7 +201,16 @@ impl Copies {
             |at| format!("its newest snapshot is of {}", when(view.now, at)),
         );
         let problem = self.snapshot_problem.as_ref();
-        let newest = newest + &problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
+        let newer = self.newer_snapshot.as_ref().map(|newer| {
+            format!(
+                ", and {} of {} is stored and not the latest: if its host cannot make the last backup, a recovery asks which \
+                 of them to restore",
+                newer.key,
+                when(view.now, &newer.taken_at)
+            )
+        });
+        let problem = problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
+        let newest = newest + &problem + &newer.unwrap_or_default();
         match self.exposed_seconds.filter(|_| self.newest_snapshot_at.is_some()) {
             Some(exposed) => format!("{newest}: {} of changes are on its server alone", span(exposed)),
             None => newest,
@@ -229,6 +250,17 @@ fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     Cell::painted(Some(Colour::Moving), line)
 }
 
+/// An operator chose an older one when the machine before was replaced.
+fn unrestored_cell(view: &View, one: &UnrestoredSnapshot, machine: &Machine) -> Cell {
+    let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &one.key);
+    let at = one.taken_at.as_deref().map_or_else(String::new, |at| format!("{}, ", when(view.now, at)));
+    let line = format!(
+        "{at}of the machine before: newer than the snapshot that this one began with; `svcctl recover {user} --slot {slot} \
+         --snapshot {key}` restores it"
+    );
+    Cell::painted(Some(Colour::Moving), line)
+}
+
 /// `43 min of changes that no snapshot has`, of a machine that left its slot then, if that is known.
 pub fn unsaved(view: &View, since: &str, left_at: Option<&str>) -> String {
     let length = left_at.and_then(|left| seconds(since, left)).filter(|length| *length >= 0.0);
@@ -259,6 +291,13 @@ mod tests {
         assert!(
             line.contains("stored and not the latest") && line.contains(&format!("--snapshot {key}`")),
             "{line}"
+        );
+        let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
+            "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
+        let stake = machine::at_stake(&plain(), &with_copies(running(), copies));
+        assert!(
+            stake.contains(&format!("{key} of ")) && stake.contains("asks which of them to restore"),
+            "{stake}"
         );
     }
 }

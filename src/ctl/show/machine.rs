@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::boot::{Boot, BootProgress};
-use super::copies::{Copies, unsaved};
+use super::copies::{Copies, NewerSnapshot, unsaved};
 use super::failure::Failure;
 use super::human::{ago, seconds, size, when};
 use super::operation::{self, Operation};
@@ -119,6 +119,8 @@ pub struct Accepted {
     pub also_deleted: Option<AlsoDeleted>,
     /// Of an undelete: whether it found the deletion undone.
     pub already_undone: Option<bool>,
+    /// Of a recovery: stored, and newer than the one that it restores unless the host takes a last backup.
+    pub newer_snapshot: Option<NewerSnapshot>,
     /// Of a power command.
     pub action: Option<String>,
 }
@@ -173,12 +175,19 @@ impl Discarded {
 }
 
 impl Accepted {
-    /// What a repeated command has to say, which changed nothing.
-    pub fn note(&self) -> Option<&'static str> {
+    /// What a repeated command has to say, which changed nothing; and of a recovery, that there is a newer snapshot.
+    pub fn note(&self) -> Option<String> {
         if self.already_undone == Some(true) {
-            return Some("the deletion had already been undone; nothing was changed");
+            return Some("the deletion had already been undone; nothing was changed".to_owned());
         }
-        self.is_off_already().then_some("it had already been switched off; nothing was changed")
+        if let Some(newer) = &self.newer_snapshot {
+            return Some(format!(
+                "{} of {} is newer than the snapshot to restore: where the host cannot make a last backup and no snapshot was \
+                 named, the recovery asks which one to restore",
+                newer.key, newer.taken_at
+            ));
+        }
+        self.is_off_already().then(|| "it had already been switched off; nothing was changed".to_owned())
     }
 
     /// Whether it was to be switched off and is.

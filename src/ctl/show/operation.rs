@@ -32,17 +32,26 @@ pub struct Operation {
 pub const HELD_BACK: &str = "last_backup_held_back";
 const UNVERIFIED_FENCE: &str = "unverified_fence";
 
+/// The code of the question which snapshot is restored.
+const NEWER_SNAPSHOT: &str = "newer_snapshot";
+
 /// What an operation waits for an operator to decide.
 #[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Question {
     pub code: Option<String>,
     pub detail: String,
+    /// The snapshot that an answer may name.
+    pub snapshot_key: Option<String>,
 }
 
 impl Question {
     /// Whether the step that asks may find another answer when it runs again.
     fn may_be_settled(&self) -> bool {
-        self.code.as_ref().is_some_and(|code| code.starts_with("last_backup") || code == UNVERIFIED_FENCE)
+        let settled_codes = [UNVERIFIED_FENCE, NEWER_SNAPSHOT];
+        self.code
+            .as_deref()
+            .is_some_and(|code| code.starts_with("last_backup") || settled_codes.contains(&code))
     }
 }
 
@@ -116,6 +125,7 @@ impl Operation {
             format!("`svcctl operation continue {id}`: {what}")
         });
         let what = match code {
+            Some(NEWER_SNAPSHOT) => "it begins with the latest snapshot; the newer one stays in the store",
             Some("database_behind_store") => "the machine is deleted again",
             Some(UNVERIFIED_FENCE) => "it goes ahead, whatever machine the fence names",
             Some(HELD_BACK) => {
@@ -124,11 +134,14 @@ impl Operation {
             }
             _ => "it goes ahead, and that data is lost when the old server is deleted",
         };
+        let newer = self.question().and_then(|question| question.snapshot_key.as_ref()).map(|key| {
+            format!("`svcctl operation continue {id} --snapshot {key}`: the new machine begins with the newer snapshot")
+        });
         let others = [
             format!("`svcctl operation continue {id} --accept-loss`: {what}"),
             format!("`svcctl operation abandon {id}`: {back}"),
         ];
-        again.into_iter().chain(others).collect()
+        newer.into_iter().chain(again).chain(others).collect()
     }
 
     /// The question with its answers, each on a line of its own.

@@ -27,10 +27,21 @@ pub enum Rule {
     Memory(#[from] history::MemoryError),
     #[error("{to} needs at least {needed}, and {from} is current")]
     TooFar { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
-    #[error("{to} of {} is older than {from} of {} (--allow-downgrade goes back all the same)", rfc3339_ms(*.made), rfc3339_ms(*.current_made))]
+    #[error("{} (--allow-downgrade goes back all the same)", older(from, to, *.made, *.current_made))]
     Older { from: ImageVersion, to: ImageVersion, made: Timestamp, current_made: Timestamp },
     #[error("{to} comes without {part}, which {from} has: publish a bundle that has it")]
     LostPart { from: ImageVersion, to: ImageVersion, part: &'static str },
+}
+
+/// What decided that a release is older: the times, or between two of one time, the names.
+fn older(from: &ImageVersion, to: &ImageVersion, made: Timestamp, current_made: Timestamp) -> String {
+    let made_at = rfc3339_ms(made);
+    if made == current_made {
+        return format!(
+            "{to} and {from} were made at the same time ({made_at}), and by its name {to} comes before {from}"
+        );
+    }
+    format!("{to} of {made_at} is older than {from} of {}", rfc3339_ms(current_made))
 }
 
 /// Rules of this machine.
@@ -141,6 +152,22 @@ mod tests {
             );
             end(&manifest, "1.10", downgrade).unwrap();
         }
+    }
+
+    #[test]
+    fn older_says_whether_times_or_names_decided() {
+        let said = |version: &str, made: &str, from: &str| {
+            end(&manifest(version, made, None), from, Allowances::default()).unwrap_err().to_string()
+        };
+        let of_one_time = said("r1", "2026-06-01T00:00:00Z", "story-1");
+        assert!(
+            of_one_time.contains("made at the same time")
+                && of_one_time.contains("by its name r1 comes before story-1"),
+            "{of_one_time}"
+        );
+        assert!(
+            said("r1", "2026-05-31T00:00:00Z", "story-1").contains("is older than story-1 of 2026-06-01")
+        );
     }
 
     #[test]

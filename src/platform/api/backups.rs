@@ -29,7 +29,7 @@ use http::Method;
 
 const PAGE: usize = 50;
 const LARGEST_PAGE: usize = 200;
-const DEADLINE: Duration = Duration::from_secs(20);
+const DEADLINE: Duration = Duration::from_secs(10);
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,

@@ -6,6 +6,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
@@ -108,7 +109,7 @@ async fn begin(platform: &Platform, wanted: &Wanted, mutation: &Mutation) -> Res
     let reachable = rollouts::reachable(&tx, wanted.handles.as_deref()).await?;
     for handle in wanted.handles.iter().flatten() {
         if !reachable.iter().any(|(_, of)| of == handle.as_str()) {
-            return Err(fault::machine_not_found(handle.as_str()));
+            return Err(no_target(&tx, handle).await?);
         }
     }
     let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
@@ -130,6 +131,23 @@ async fn begin(platform: &Platform, wanted: &Wanted, mutation: &Mutation) -> Res
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
+}
+
+/// Why a rollout cannot reach the machine of a handle.
+async fn no_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
+    let Some(machine) = db::machines::of_handle(client, handle).await? else {
+        return Ok(fault::machine_not_found(handle.as_str()));
+    };
+    let (state, next) = match machine.powered_off_at {
+        Some(_) => ("switched off", format!("`svcctl power on {handle} --wait` first")),
+        None => (machine.status.as_str(), format!("`svcctl status {handle}` says why")),
+    };
+    let detail = format!(
+        "Machine {handle} is {state}, and a rollout reaches only running machines: {next}, or leave it out. Nothing was changed."
+    );
+    Ok(Problem::new(Code::InvalidState, detail)
+        .with("machineStatus", json!(machine.status))
+        .with("allowed", json!([])))
 }
 
 fn not_found(id: RolloutId) -> Problem {
@@ -265,6 +283,7 @@ pub static START: Endpoint = Endpoint {
         problems: &[
             Code::BundleNotFound,
             Code::MachineNotFound,
+            Code::InvalidState,
             Code::Conflict,
             Code::StoreUnavailable,
             Code::DatabaseUnavailable,

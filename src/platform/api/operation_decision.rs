@@ -2,6 +2,7 @@
 //! does not get on.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
@@ -13,9 +14,9 @@ use serde_json::json;
 use super::call::{Call, path_id};
 use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, told};
 use super::mutation::{Changed, Mutation, Reply};
-use super::{fault, operation, undelete};
+use super::{fault, operation, restorable, undelete};
 use crate::clock::rfc3339_ms;
-use crate::http::openapi::{Operation, Parameter, Place, boolean, fields, named, uuid};
+use crate::http::openapi::{Operation, Parameter, Place, boolean, fields, matching, named, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 use crate::machine::event::Event;
@@ -25,22 +26,29 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, machine_changes};
 use crate::platform::lifecycle::{self, Circumstances};
+use crate::platform::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
 use crate::platform::operations::{OperationKind, OperationOptions, Step, later_holder};
+use crate::store::key::{SlotPrefix, SnapshotKey};
+use crate::store::snapshot;
+
+/// For the record of a snapshot that an operator names.
+const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 const ID: Parameter = Parameter { name: "id", place: Place::Path, schema: uuid, about: "The operation." };
 
-#[derive(Clone, Copy)]
 enum Decision {
     /// The step that asks runs again: what it asked about may have changed.
     Retry,
     AcceptLoss,
+    /// The new machine begins with this snapshot.
+    Restore(SnapshotKey),
     Abandon,
 }
 
 impl Decision {
-    fn action(self) -> &'static str {
+    fn action(&self) -> &'static str {
         match self {
-            Self::Retry | Self::AcceptLoss => "operation.continue",
+            Self::Retry | Self::AcceptLoss | Self::Restore(_) => "operation.continue",
             Self::Abandon => "operation.abandon",
         }
     }
@@ -55,8 +63,17 @@ async fn go_ahead(
     let operator = call.operator(&platform).await?;
     let mut said = call.fields()?;
     let accepts = said.boolean("acceptLoss").unwrap_or(false);
-    let decision = if accepts { Decision::AcceptLoss } else { Decision::Retry };
+    let snapshot: Option<SnapshotKey> = said.optional("snapshotKey");
+    let is_twofold = accepts && snapshot.is_some();
+    let decision = match snapshot {
+        Some(key) => Decision::Restore(key),
+        None if accepts => Decision::AcceptLoss,
+        None => Decision::Retry,
+    };
     let decision = said.finish(Some(decision))?;
+    if is_twofold {
+        return Err(Problem::field("/snapshotKey", "cannot be combined with acceptLoss"));
+    }
     decide(&platform, &Mutation::of(&call, &operator)?, &id, decision).await
 }
 
@@ -91,6 +108,14 @@ async fn decide(
         undelete::ensure_may_return(platform, &machine).await?;
         session = platform.db.session().await?;
     }
+    if let Decision::Restore(key) = &decision {
+        drop(session);
+        let slot = SlotPrefix::new(&machine.user, &machine.slot);
+        let side = snapshot::by_key(&platform.bucket, &slot, key.as_str());
+        let side = tokio::time::timeout(STORE_TIMEOUT, side).await.map_err(|_| fault::store_unavailable())?;
+        restorable::fits(platform, &side.map_err(fault::unusable)?, &machine.server_type).await?;
+        session = platform.db.session().await?;
+    }
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, &format!("user {}", machine.user)).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
@@ -102,12 +127,13 @@ async fn decide(
     if was.has_ended() {
         return Err(invalid(&was, &ended(&was)));
     }
-    match decision {
+    match &decision {
         Decision::Retry => {
             let options = OperationOptions { give_up_backup: false, ..was.options };
             resume(&tx, &was, options, "the operator had the step run again").await?;
         }
         Decision::AcceptLoss => accept_loss(&tx, &was).await?,
+        Decision::Restore(key) => restore(&tx, &was, key).await?,
         Decision::Abandon => give_up(platform, &tx, &machine, &was).await?,
     }
     let now = db::operations::get(&tx, id).await?.ok_or_else(not_found)?;
@@ -134,10 +160,35 @@ async fn accept_loss(tx: &Transaction<'_>, was: &OperationRow) -> Result<(), Pro
         resume(tx, was, was.options, "the operator confirmed the deletion").await?;
         return Ok(db::operations::add_fact(tx, was.id, later_holder::CONFIRMED, &json!(true)).await?);
     }
+    if asks_for_snapshot(was) {
+        resume(tx, was, was.options, "the operator chose the latest snapshot").await?;
+        return Ok(db::operations::add_fact(tx, was.id, ANSWERED, &json!(true)).await?);
+    }
     // Its host may claim for hours that the backup makes progress.
     let give_up_backup = was.question.is_none() && was.step == Step::LastBackup.as_str();
     let options = OperationOptions { accept_loss: true, give_up_backup, ..was.options };
     resume(tx, was, options, "the operator accepted the loss").await
+}
+
+fn asks_for_snapshot(was: &OperationRow) -> bool {
+    was.question.as_ref().is_some_and(|question| question["code"] == NEWER_SNAPSHOT)
+}
+
+/// Sets the snapshot that the new machine begins with, where that is asked.
+async fn restore(tx: &Transaction<'_>, was: &OperationRow, key: &SnapshotKey) -> Result<(), Problem> {
+    if !asks_for_snapshot(was) {
+        let detail = format!(
+            "The {} does not ask which snapshot is restored, and nothing was changed; `svcctl operation abandon {}`, then \
+             `svcctl recover` with `--snapshot`, begins with another one.",
+            was.noun(),
+            was.id
+        );
+        return Err(invalid(was, &detail));
+    }
+    let why = format!("the operator chose the snapshot {}", key.as_str());
+    resume(tx, was, was.options, &why).await?;
+    db::machine_changes::restore_from(tx, was.machine, key.as_str()).await?;
+    Ok(db::operations::add_fact(tx, was.id, ANSWERED, &json!(true)).await?)
 }
 
 /// Has the step that asks run again, with what was decided.
@@ -226,12 +277,22 @@ pub static CONTINUE: Endpoint = Endpoint {
         id: "continueOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/continue",
-        summary: "Runs the step that waits for a decision again. `acceptLoss`: it goes ahead without what it asked for, and at any time during `last_backup`.",
+        summary: "Runs the step that waits for a decision again. `acceptLoss`: it goes ahead without what it asked for, and at any time during `last_backup`. `snapshotKey` answers `newer_snapshot`: the new machine begins with it.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[], &[("acceptLoss", boolean())])),
+        body: Some(|| {
+            fields(&[], &[("acceptLoss", boolean()), ("snapshotKey", matching(SnapshotKey::PATTERN))])
+        }),
         answers: &[told(200, "The operation runs again.", || named("Operation"))],
-        problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
+        problems: &[
+            Code::NotFound,
+            Code::InvalidState,
+            Code::SnapshotUnusable,
+            Code::DiskTooSmall,
+            Code::StoreUnavailable,
+            Code::DatabaseUnavailable,
+            Code::IdempotencyMismatch,
+        ],
     },
     serve: || post(go_ahead),
 };

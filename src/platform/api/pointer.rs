@@ -37,8 +37,8 @@ use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
 use crate::store::pointer_repair::{self, Found, Holder, Inspection, OnRecord, RepairError, Wanted};
 
-/// Of all requests to the store together: a slot's snapshots are listed once.
-const STORE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Of all requests to the store together: a slot's snapshots are listed once. An operator's client waits longer.
+const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 struct Target {
     user: IdpUserId,

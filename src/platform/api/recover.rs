@@ -19,7 +19,7 @@ use super::endpoint::{
 use super::locations::AskedLocations;
 use super::mutation::{self, Changed, Mutation, Reply};
 use super::restorable::EmptyStart;
-use super::{entitlement, fault, provision, restorable};
+use super::{entitlement, fault, provision, restorable, shape};
 use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::machine::epoch::Epoch;
@@ -28,6 +28,7 @@ use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
+use crate::platform::copies;
 use crate::platform::db::machine_row::{Kind, MachineRow};
 use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
@@ -91,6 +92,8 @@ fn asked(call: &Call) -> Result<Asked, Problem> {
 struct Prepared {
     restore: RestoreMode,
     snapshot: Option<String>,
+    /// Stored, and newer than the one that is restored unless the host takes a last backup.
+    newer: Option<SideRecord>,
     image_version: ImageVersion,
     bundle_sha256: String,
     server_type: ServerType,
@@ -117,8 +120,12 @@ async fn prepare(platform: &Platform, asked: &Asked, machine: &MachineRow) -> Re
     let accepted = asked.options.accept_loss;
     restorable::ensure_no_forgotten_holder(platform, whose, Some(machine), accepted).await?;
     let epoch_floor = restorable::epoch_floor(platform, &asked.user, &asked.slot).await?;
+    let newer = match &starts.side {
+        Some(side) => copies::newer_than(&platform.bucket, machine, &side.named()).await,
+        None => None,
+    };
     let (restore, snapshot) = (starts.restore, starts.key);
-    Ok(Prepared { restore, snapshot, image_version, bundle_sha256, server_type, epoch_floor })
+    Ok(Prepared { restore, snapshot, newer, image_version, bundle_sha256, server_type, epoch_floor })
 }
 
 async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Result<Reply, Problem> {
@@ -182,7 +189,11 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     };
     let new = db::machines::get(&tx, filed.machine).await?;
     let new = new.ok_or_else(|| fault::machine_not_found(&filed.machine.to_string()))?;
-    let reply = Reply::new(StatusCode::ACCEPTED, body(machine.id, &new, filed.operation));
+    let mut answer = body(machine.id, &new, filed.operation);
+    if let Some(newer) = &prepared.newer {
+        answer["newerSnapshot"] = copies::newer_record(newer);
+    }
+    let reply = Reply::new(StatusCode::ACCEPTED, answer);
     let target = format!("{}/{}", asked.user, asked.slot);
     let (before, after) = (machine.record(), new.record());
     let changed = Changed { action: "recover", target: &target, before: Some(&before), after: Some(&after) };
@@ -368,7 +379,8 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("epoch", count()),
                     ("operationId", uuid()),
                 ],
-                &[],
+                // Of the request that began the recovery.
+                &[("newerSnapshot", shape::newer_snapshot())],
             )
         })],
         problems: &[

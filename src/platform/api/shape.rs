@@ -270,7 +270,6 @@ fn copies() -> Value {
         ],
         &[],
     );
-    let newer = object(&[("takenAt", time()), ("machineId", uuid()), ("key", text())], &[]);
     object(
         &[
             ("live", nullable(live)),
@@ -278,12 +277,19 @@ fn copies() -> Value {
             ("newestSnapshotAt", nullable(time())),
             ("newestSnapshot", nullable(snapshot)),
             // Whole, and not what the pointer names.
-            ("newerSnapshot", nullable(newer)),
+            ("newerSnapshot", nullable(newer_snapshot())),
+            // Newer than the one that the slot's machine began with, and of the machine before.
+            ("unrestoredSnapshot", nullable(object(&[("key", text()), ("takenAt", nullable(time()))], &[]))),
             ("snapshotProblem", nullable(text())),
             ("exposedSeconds", nullable(count())),
         ],
         &[],
     )
+}
+
+/// A whole snapshot that the pointer does not name.
+pub fn newer_snapshot() -> Value {
+    object(&[("takenAt", time()), ("machineId", uuid()), ("key", text())], &[])
 }
 
 /// A machine's record.
@@ -320,13 +326,14 @@ pub fn operation() -> Value {
             ("repeatedAt", time()),
         ],
     );
+    let question = object(&[("code", text()), ("detail", text())], &[("snapshotKey", text())]);
     object(
         &[
             ("operationId", uuid()),
             ("machineId", uuid()),
             ("kind", text()),
             ("state", one_of(&["running", "waiting", "succeeded", "failed", "cancelled"])),
-            ("question", nullable(object(&[("code", text()), ("detail", text())], &[]))),
+            ("question", nullable(question)),
             ("step", text()),
             ("attempts", count()),
             ("errorCode", nullable(text())),

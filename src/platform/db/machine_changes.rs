@@ -192,6 +192,24 @@ pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> R
     execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
 }
 
+/// Notes a snapshot that is newer than the one which the machine begins with.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn not_restored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET unrestored_snapshot = $2 WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &key]).await.map(drop)
+}
+
+/// Sets the snapshot that a machine which is being made begins with.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn restore_from(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
+    let sql = "UPDATE user_machines SET restore_snapshot = $2 WHERE machine_id = $1";
+    execute(tx, sql, &[&id.0, &key]).await.map(drop)
+}
+
 /// Notes the snapshot that a machine made after its writers had stopped.
 ///
 /// # Errors

@@ -20,7 +20,7 @@ use crate::platform::token_rotation::UpgradeToken;
 
 /// The columns that [`MachineRow::parse`] reads.
 pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, failure_cause, failure_stage, \
-    failure_message, epoch, restore_mode, restore_snapshot, server_type, resize_to, location, image_version, bundle_sha256, \
+    failure_message, epoch, restore_mode, restore_snapshot, unrestored_snapshot, server_type, resize_to, location, image_version, bundle_sha256, \
     provider_server_id, public_ipv4, https_port, tls_spki_sha256, registration_token_hash, \
     registration_expires_at, registration_body_hash, registered_at, upgrade_token_hash, heartbeat_at, health, \
     last_backup, backup_taken_at, last_update, checks, proof_kids, replaced_by, retired_at, deleted_at, create_ordered_at, server_deleted_at, \
@@ -77,6 +77,8 @@ pub struct MachineRow {
     pub restore: RestoreMode,
     /// The snapshot that it was asked to begin with; `None`: the one that the pointer names.
     pub restore_snapshot: Option<String>,
+    /// A snapshot of the machine before it that is newer than what it began with.
+    pub unrestored_snapshot: Option<String>,
     pub server_type: ServerType,
     pub resize_to: Option<ServerType>,
     pub location: Location,
@@ -177,6 +179,7 @@ impl MachineRow {
             epoch: Epoch(number(row, "epoch")?),
             restore: read(row, "restore_mode")?,
             restore_snapshot: row.get("restore_snapshot"),
+            unrestored_snapshot: row.get("unrestored_snapshot"),
             server_type: read(row, "server_type")?,
             resize_to: read_option(row, "resize_to")?,
             location: read(row, "location")?,

@@ -162,6 +162,15 @@ pub async fn newest_of_slot(
     many(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
+/// The machine in a slot with this handle.
+///
+/// # Errors
+/// [`DbError`].
+pub async fn of_handle(client: &impl GenericClient, handle: &Handle) -> Result<Option<MachineRow>, DbError> {
+    let rest = "handle = $1 AND deleted_at IS NULL AND retired_at IS NULL ORDER BY machine_id LIMIT 1";
+    Ok(many(client, rest, &[&handle.as_str()]).await?.pop())
+}
+
 /// Whether a later machine of the slot has registered.
 ///
 /// # Errors

@@ -78,9 +78,9 @@ pub fn settings(config: &PlatformConfig) -> Findings {
         );
     }
     let admitted = if config.hosts.egress.is_empty() {
-        "every address, as PLATFORM_EGRESS_CIDRS is not set"
+        "every address, as PLATFORM_EGRESS_CIDRS is not set".to_owned()
     } else {
-        "PLATFORM_EGRESS_CIDRS alone"
+        format!("PLATFORM_EGRESS_CIDRS alone ({})", config.hosts.egress)
     };
     let version = &config.provisioning.image_version;
     findings.or_ok(format!("complete; new machines get {version}, and admit to :443 {admitted}"))

@@ -99,6 +99,11 @@ impl Held<'_> {
         self.under_lease(Note::Unsaved(machine)).await
     }
 
+    /// Notes, under the lease, a snapshot that is newer than the one which the machine begins with.
+    pub async fn not_restored(&self, key: String) -> Result<(), StepError> {
+        self.under_lease(Note::NotRestored(key)).await
+    }
+
     /// Raises the epoch of the machine to one that the store knows, or above it.
     pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
         self.under_lease(Note::EpochRaised(epoch)).await
@@ -137,6 +142,7 @@ impl Held<'_> {
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
             Note::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
+            Note::NotRestored(key) => db::machine_changes::not_restored(&tx, machine, &key).await?,
             Note::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
             Note::KeptAfterAll(machine) => db::machine_changes::keep_after_all(&tx, machine).await?,
             Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
@@ -215,6 +221,7 @@ enum Note {
     EpochRaised(Epoch),
     KeptAfterAll(MachineId),
     Unsaved(MachineId),
+    NotRestored(String),
 }
 
 /// Tells a machine that its registration has run out; one that has registered meanwhile stays as it is.

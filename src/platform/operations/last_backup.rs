@@ -4,6 +4,7 @@
 //! data is on that server alone. A host that answers and cannot make the snapshot stops the operation until an operator
 //! decides; one that cannot be reached for a bounded time is passed over.
 
+mod passed_over;
 mod progress;
 mod saved_copy;
 
@@ -25,6 +26,8 @@ use crate::platform::db::{self, DbError};
 use crate::store::key::SlotPrefix;
 use crate::store::pointer_io;
 use crate::untrusted_text::bounded;
+pub use passed_over::{ANSWERED, NEWER_SNAPSHOT};
+use passed_over::{Reason, is_answered, pass_over};
 use progress::Progress;
 use saved_copy::HostReport;
 
@@ -34,6 +37,8 @@ const MAX_POLL: Duration = Duration::from_secs(4);
 /// Between two calls to a host that does not answer at all: each takes seconds itself.
 const MAX_SILENT_POLL: Duration = Duration::from_secs(10);
 const MAX_REQUESTS: u32 = 3;
+/// For a read of the pointer.
+const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The code of the question about a snapshot that the host holds back.
 pub const HELD_BACK: &str = "last_backup_held_back";
 /// What the error of a snapshot that was held back names, on hosts of releases that do not say so apart.
@@ -134,12 +139,19 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
         return Ok(answer);
     }
     let (now, options) = (held.now().await?, held.operation.options);
+    if is_answered(held) {
+        let reason = if options.give_up_backup { Reason::GivenUp } else { Reason::Silent };
+        return pass_over(held, &machine, &progress, reason).await;
+    }
     if progress.trouble.is_some() || options.give_up_backup {
         // An operator has answered: a snapshot that was held back may be the latest by now.
         if let Ok(report) = host_report(held, &machine).await
             && let Some(taken_at) = saved_copy::find(held, &machine, &progress, &report, now).await
         {
             return Ok(saved(&machine, taken_at));
+        }
+        if options.accept_loss && progress.trouble.is_none() {
+            return pass_over(held, &machine, &progress, Reason::GivenUp).await;
         }
         if options.accept_loss {
             return Ok(accepted(held, &machine).await);
@@ -176,12 +188,10 @@ async fn needs_none(
     progress: &mut Progress,
 ) -> Result<Option<Answer>, StepError> {
     if machine.power_off_ordered_at.is_some() {
-        return Ok(Some(Answer::done_noting("the earlier machine is out of service already")));
+        return pass_over(held, machine, progress, Reason::OutOfService).await.map(Some);
     }
     if !machine.server_exists() && !held.finds_server_again(machine).await? {
-        let saved = saved_until(held, machine).await;
-        let note = format!("the earlier machine has no server; the newest copy is {saved}");
-        return Ok(Some(Answer::Done { note: Some(note.into()), record: Record::Nothing }));
+        return pass_over(held, machine, progress, Reason::ServerGone).await.map(Some);
     }
     // A deletion of that machine takes it.
     let session = held.platform.db.session().await?;
@@ -305,7 +315,8 @@ fn is_unsupported(status: StatusCode) -> bool {
 /// What the pointer says, or where it cannot be read, what hosts have reported.
 async fn saved_until(held: &Held<'_>, machine: &MachineRow) -> Saved {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
-    match pointer_io::read(&held.platform.bucket, &slot).await {
+    let (bucket, key) = (&held.platform.bucket, slot.pointer());
+    match bucket.within(&key, POINTER_TIMEOUT, pointer_io::read(bucket, &slot)).await {
         Ok(pointer) => {
             let newest = pointer.and_then(|pointer| pointer.value.snapshot).map(|named| named.taken_at);
             newest.map_or(Saved::Nothing(machine.registered_at), Saved::Snapshot)
@@ -357,15 +368,7 @@ async fn unreachable(
         let trouble = "the host sends heartbeats, and the platform cannot call it".to_owned();
         return Ok(ask(held, machine, progress, Trouble::Failed(trouble)).await);
     }
-    if held.operation.options.accept_loss {
-        return Ok(accepted(held, machine).await);
-    }
-    let saved = saved_until(held, machine).await;
-    let note = format!(
-        "the host cannot be reached; its server alone holds what was written since the newest copy, which is {saved}"
-    );
-    let record = Record::Unsaved { machine: machine.id, since: saved.until() };
-    Ok(Answer::Done { note: Some(note.into()), record })
+    pass_over(held, machine, &progress, Reason::Silent).await
 }
 
 /// The operator accepted beforehand, or is asked now.
@@ -375,14 +378,15 @@ async fn ask(held: &Held<'_>, machine: &MachineRow, mut progress: Progress, trou
     }
     let detail = trouble.question(held, machine, &saved_until(held, machine).await);
     progress.trouble = Some(trouble.to_string());
-    Answer::Ask(Question { code: trouble.code(), detail, facts: progress.facts(held) })
+    Answer::Ask(Question { code: trouble.code(), detail, snapshot: None, facts: progress.facts(held) })
 }
 
 /// Continues without a last backup, and records since when data is lost.
 async fn accepted(held: &Held<'_>, machine: &MachineRow) -> Answer {
     let saved = saved_until(held, machine).await;
+    let stored = passed_over::note_unrestored(held, machine).await;
     let note = format!(
-        "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}"
+        "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}{stored}"
     );
     let record = Record::LossAccepted { machine: machine.id, since: saved.until() };
     Answer::Done { note: Some(note.into()), record }

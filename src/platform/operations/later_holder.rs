@@ -267,7 +267,7 @@ async fn ask_in_doubt(
          --accept-loss` disregards it.",
         unverified(named)
     );
-    Some(Answer::Ask(Question { code: UNVERIFIED_FENCE, detail, facts: held.facts() }))
+    Some(Answer::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
 }
 
 /// What a fence that no key in force verifies says, and what to look at.
@@ -303,7 +303,12 @@ async fn act(
                  {operation} --accept-loss` deletes it again.",
                 machine.id, holder.epoch
             );
-            Ok(Some(Answer::Ask(Question { code: BEHIND_STORE, detail, facts: held.facts() })))
+            Ok(Some(Answer::Ask(Question {
+                code: BEHIND_STORE,
+                detail,
+                snapshot: None,
+                facts: held.facts(),
+            })))
         }
         Decision::FailMachine => {
             let fenced = Fenced { fence: holder.epoch, holder: Some(holder.machine), mine: machine.epoch };

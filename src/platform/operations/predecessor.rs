@@ -151,7 +151,8 @@ pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
              gives the slot back to its machine.",
             operation = held.operation.id
         );
-        return Ok(Answer::Ask(Question { code: "replace_first_loses_data", detail, facts: held.facts() }));
+        let code = "replace_first_loses_data";
+        return Ok(Answer::Ask(Question { code, detail, snapshot: None, facts: held.facts() }));
     }
     Ok(if delete::is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
 }

@@ -208,7 +208,10 @@ async fn ask(held: &Held<'_>, step: Step, question: Question) -> Result<(), Step
         "an operation waits for an operator");
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let asked = json!({"code": question.code, "detail": question.detail});
+    let mut asked = json!({"code": question.code, "detail": question.detail});
+    if let Some(key) = &question.snapshot {
+        asked["snapshotKey"] = json!(key);
+    }
     let facts = Value::Object(question.facts);
     if !db::operations::ask(&tx, operation.id, held.owner, &asked, &facts).await? {
         return Err(StepError::Lost);

@@ -45,6 +45,8 @@ pub enum Answer {
 pub struct Question {
     pub code: &'static str,
     pub detail: String,
+    /// The snapshot that an answer may name.
+    pub snapshot: Option<String>,
     /// What the step knows, for when it runs again.
     pub facts: Map<String, Value>,
 }

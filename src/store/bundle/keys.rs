@@ -21,6 +21,11 @@ pub const MAX_KEYS: usize = 16;
 /// A mistyped sequence must not leave a host with one that no later set can exceed.
 const MAX_SEQUENCE_STEP: u32 = 1000;
 
+/// The highest sequence that a host at this one takes.
+pub const fn max_sequence_after(sequence: u32) -> u32 {
+    sequence.saturating_add(MAX_SEQUENCE_STEP)
+}
+
 /// A raw Ed25519 public key.
 #[derive(Clone, PartialEq, Eq)]
 struct PublicKey([u8; 32]);
@@ -178,7 +183,7 @@ impl KeySet {
     /// # Errors
     /// [`KeySetError`].
     pub fn successor(&self, offered: &Self) -> Result<Option<Self>, KeySetError> {
-        let max = self.sequence.saturating_add(MAX_SEQUENCE_STEP);
+        let max = max_sequence_after(self.sequence);
         match offered.sequence {
             // An older release never changes the trusted keys.
             sequence if sequence < self.sequence => Ok(None),

@@ -1,0 +1,47 @@
+//! Whether hosts take the keys that a release brings, before it is published: a version is published once.
+
+use super::PublishError;
+use crate::config::Env;
+use crate::store::bundle::{KeySet, max_sequence_after};
+
+/// The sequence of the keys that hosts trust, where this process is told it.
+pub fn of_hosts() -> u32 {
+    Env::from_process().or("BUNDLE_KEYS_SEQUENCE", 0)
+}
+
+/// Refuses keys that every host would refuse.
+///
+/// # Errors
+/// [`PublishError::SequenceTooHigh`].
+pub fn check(set: Option<&KeySet>, base: u32) -> Result<(), PublishError> {
+    let max = max_sequence_after(base);
+    match set.map(|set| set.sequence).filter(|found| *found > max) {
+        Some(found) => Err(PublishError::SequenceTooHigh { found, base, max }),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kit::bundle::SigningKey;
+
+    use super::*;
+
+    #[test]
+    fn publish_refuses_keys_that_every_host_would_refuse() {
+        let set = |sequence: u32| {
+            let key =
+                SigningKey::from_pem(include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt"))
+                    .unwrap();
+            Some(KeySet { sequence, keys: key.public_key_base64().parse().unwrap() })
+        };
+        for (sequence, base, is_taken) in [(3, 2, true), (1002, 2, true), (1003, 2, false), (5000, 2, false)]
+        {
+            let checked = check(set(sequence).as_ref(), base);
+            assert_eq!(checked.is_ok(), is_taken, "{sequence} after {base}");
+        }
+        let refused = check(set(5000).as_ref(), 2).unwrap_err().to_string();
+        assert!(refused.contains("5000") && refused.contains("1002 at most"), "{refused}");
+        check(None, 0).unwrap();
+    }
+}
