@@ -136,7 +136,7 @@ fn only_the_gateways_user_begins_and_ends_dispatches() -> Result<()> {
     home.begin(ADA)?;
     let tell = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); \
                 s.sendall(sys.argv[2].encode() + b'\\n'); print(s.recv(100))";
-    let runner = svc::host::audit::protocol::Process::of(i32::try_from(std::process::id())?);
+    let runner = svc::host::audit::protocol::Process::from_pid(i32::try_from(std::process::id())?);
     for message in
         [Message::dispatch_end("ada", SeenCalls::default()), Message::dispatch_begin("bob", "bob", runner)]
     {

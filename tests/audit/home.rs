@@ -156,13 +156,13 @@ impl Home {
             return Ok(());
         }
         program.is_told = true;
-        let runner = Process::of(i32::try_from(program.pid())?);
+        let runner = Process::from_pid(i32::try_from(program.pid())?);
         self.tell_watcher(&Message::dispatch_begin(agent.0, agent.0, runner))
     }
 
     /// As the gateway tells it.
     pub fn tell_watcher(&self, message: &Message) -> Result<()> {
-        Ok(protocol::tell(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
+        Ok(protocol::send(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
     }
 
     /// Calls `of` with the process of an agent, which is started where there is none.

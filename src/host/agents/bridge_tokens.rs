@@ -1,5 +1,5 @@
-//! Tokens of agents that run: each is for the bridge of the apps that the owner named for its agent, and for no longer
-//! than its dispatch runs. They are known to this process alone.
+//! Bridge tokens of running agents. A token grants the bridge of the apps that the owner named for the agent, and
+//! expires with its dispatch. Tokens exist only in the memory of this process.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,25 +8,25 @@ use ring::rand::{SecureRandom, SystemRandom};
 use secrecy::{ExposeSecret, SecretString};
 use sha2::{Digest, Sha256};
 
-/// Of a token, in bytes.
-const LENGTH: usize = 32;
+/// Bytes of a token.
+const TOKEN_BYTES: usize = 32;
 
 type TokenDigest = [u8; 32];
 
-/// What a token is for: the bridge of these apps, while this dispatch runs.
+/// The grant of a token: the bridge of these apps, while this dispatch runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BridgeGrant {
     pub dispatch: String,
     pub apps: Arc<[String]>,
 }
 
-/// Which tokens are valid now.
+/// The valid tokens.
 #[derive(Default)]
 pub struct AgentTokens {
     valid: Mutex<HashMap<TokenDigest, BridgeGrant>>,
 }
 
-/// A token, valid until this is dropped.
+/// A token, revoked on drop.
 pub struct AgentToken {
     pub secret: SecretString,
     digest: TokenDigest,
@@ -37,9 +37,9 @@ impl AgentTokens {
     /// A new token for the bridge of `apps`.
     ///
     /// # Errors
-    /// When the system has no random bytes.
+    /// The system has no random bytes.
     pub fn issue(self: &Arc<Self>, dispatch: &str, apps: &[String]) -> anyhow::Result<AgentToken> {
-        let mut bytes = [0; LENGTH];
+        let mut bytes = [0; TOKEN_BYTES];
         SystemRandom::new()
             .fill(&mut bytes)
             .map_err(|_| anyhow::anyhow!("the system has no random bytes"))?;
@@ -51,7 +51,7 @@ impl AgentTokens {
     }
 
     pub fn find(&self, token: &str) -> Option<BridgeGrant> {
-        // What is looked up is a digest: how long that takes says nothing of the token.
+        // Looking up a digest leaks nothing about the token through timing.
         self.lock().get(&digest(token)).cloned()
     }
 
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_ends_with_its_dispatch() {
+    fn token_is_revoked_when_dropped() {
         let all = Arc::new(AgentTokens::default());
         let apps = ["notes".to_owned()];
         let (one, other) = (all.issue("d1", &apps).unwrap(), all.issue("d2", &[]).unwrap());

@@ -1,6 +1,6 @@
-//! What users may spend: set aside before a dispatch starts, counted when it has ended.
+//! Users' budgets: an amount is reserved before a dispatch starts; its cost is recorded when it ends.
 //!
-//! Invariant: what is looked at and what is changed of a user's spending is one step, whoever else asks at the time.
+//! Invariant: checking and changing a user's budget is atomic, also under concurrent requests.
 
 use std::sync::{Arc, PoisonError};
 
@@ -12,14 +12,14 @@ use super::kernel::Kernel;
 use super::owner_config::Settings;
 use crate::clock::rfc3339_ms;
 use crate::host::records::entry::Interaction;
-use crate::host::records::limits::{Period, Spent, is_warning, may_start};
+use crate::host::records::limits::{Period, Spent, check_limits, crosses_warning_threshold};
 use crate::host::records::money::Dollars;
 use crate::http::problem::{Code, Problem};
 
-/// So many users are named where a limit is armed.
-const MOST_NAMED: usize = 5;
+/// Maximum users listed in the message about a changed limit.
+const MAX_LISTED_USERS: usize = 5;
 
-/// What is set aside for a dispatch, until this is dropped.
+/// An amount reserved for a dispatch, released on drop.
 pub struct Reservation {
     kernel: Arc<Kernel>,
     user: String,
@@ -38,38 +38,38 @@ impl Drop for Reservation {
     }
 }
 
-/// A user's limit is near.
+/// A user is close to a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Warning {
+pub struct LimitWarning {
     pub period: Period,
     pub limit: Dollars,
     pub spent: Dollars,
 }
 
-impl Warning {
-    pub fn shown(&self) -> Value {
+impl LimitWarning {
+    pub fn to_json(&self) -> Value {
         json!({ "period": self.period.word(), "limit": self.limit, "spent": self.spent })
     }
 }
 
-/// Why nothing can be set aside.
+/// The limit that prevents a reservation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reached {
+pub struct LimitReached {
     pub period: Period,
     pub limit: Dollars,
     pub spent: Spent,
     pub resets_at: Timestamp,
 }
 
-impl Reached {
-    /// What runs or waits may cost less than is set aside for it: then there may be room.
-    pub fn may_pass(&self) -> bool {
+impl LimitReached {
+    /// Whether a retry may succeed within the period: dispatches in flight may cost less than their reservations.
+    pub fn can_retry_in_period(&self) -> bool {
         self.spent.in_period(self.period) < self.limit
     }
 
     pub fn problem(&self, now: Timestamp) -> Problem {
         let seconds = self.resets_at.as_second().saturating_sub(now.as_second()).max(0);
-        Problem::new(Code::CostLimitReached, self.period.reached())
+        Problem::new(Code::CostLimitReached, self.period.reached_message())
             .retry_after(u64::try_from(seconds).unwrap_or_default() + 1)
             .with("period", self.period.word().into())
             .with("limit", json!(self.limit))
@@ -80,10 +80,10 @@ impl Reached {
 }
 
 impl Kernel {
-    /// What a user has spent in the periods of this time, and what is set aside.
+    /// The amounts that a user has spent in the current periods, and the reserved amount.
     ///
     /// # Errors
-    /// While the records are read.
+    /// The records are still being read.
     pub fn spent(&self, user: &str, settings: &Settings, now: Timestamp) -> Result<Spent, Problem> {
         let reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let reserved = reserved.get(user).copied().unwrap_or_default();
@@ -107,16 +107,16 @@ impl Kernel {
         })
     }
 
-    /// Sets aside what one more dispatch of this user's may cost; nothing for a model that is free of charge.
+    /// Reserves the amount for one more dispatch of this user; zero for a free model.
     ///
     /// # Errors
-    /// While the records are read; inside, the limit that is reached.
+    /// The records are still being read; the inner error is the limit that was reached.
     pub fn reserve(
         self: &Arc<Self>,
         user: &str,
         settings: &Settings,
         is_free: bool,
-    ) -> Result<Result<Reservation, Reached>, Problem> {
+    ) -> Result<Result<Reservation, LimitReached>, Problem> {
         self.reserve_at(Timestamp::now(), user, settings, is_free)
     }
 
@@ -126,17 +126,22 @@ impl Kernel {
         user: &str,
         settings: &Settings,
         is_free: bool,
-    ) -> Result<Result<Reservation, Reached>, Problem> {
+    ) -> Result<Result<Reservation, LimitReached>, Problem> {
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let aside = reserved.get(user).copied().unwrap_or_default();
         let spent = self.spent_beside(user, settings, now, aside)?;
         let amount = if is_free { Dollars::ZERO } else { settings.limits.reservation };
-        if !is_free && let Err(period) = may_start(settings.limits, &spent) {
+        if !is_free && let Err(period) = check_limits(settings.limits, &spent) {
             let resets_at = match period {
                 Period::Daily => settings.calendar.next_day(now),
                 Period::Monthly => settings.calendar.next_month(now),
             };
-            return Ok(Err(Reached { period, limit: settings.limits.of(period), spent, resets_at }));
+            return Ok(Err(LimitReached {
+                period,
+                limit: settings.limits.for_period(period),
+                spent,
+                resets_at,
+            }));
         }
         if amount > Dollars::ZERO {
             *reserved.entry(user.to_owned()).or_default() += amount;
@@ -144,8 +149,13 @@ impl Kernel {
         Ok(Ok(Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }))
     }
 
-    /// Sets the same aside for one that was accepted before, whatever is spent by now.
-    pub fn reserve_again(self: &Arc<Self>, user: &str, settings: &Settings, is_free: bool) -> Reservation {
+    /// Reserves the amount for a dispatch that was accepted before a restart, regardless of the limits.
+    pub fn restore_reservation(
+        self: &Arc<Self>,
+        user: &str,
+        settings: &Settings,
+        is_free: bool,
+    ) -> Reservation {
         let amount = if is_free { Dollars::ZERO } else { settings.limits.reservation };
         let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         if amount > Dollars::ZERO {
@@ -154,11 +164,11 @@ impl Kernel {
         Reservation { kernel: Arc::clone(self), user: user.to_owned(), amount }
     }
 
-    /// A dispatch has ended: it is recorded and counts. The limits that it brought its user near to; `None` where its record
-    /// found no room, so that it counts in this process alone.
-    pub fn record(&self, one: &Interaction) -> Option<Vec<Warning>> {
+    /// Records an ended dispatch. Returns the limits that its user is now close to; `None` if the record was dropped,
+    /// so that its cost counts only in this process.
+    pub fn record(&self, one: &Interaction) -> Option<Vec<LimitWarning>> {
         let settings = self.settings();
-        let _alone = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(book) = self.book() else {
             tracing::error!(id = one.id, "a dispatch ended before the records were read");
             return None;
@@ -167,31 +177,31 @@ impl Kernel {
         let before = self.spent_beside(user, &settings, one.timestamp, Dollars::ZERO).unwrap_or_default();
         let recorded = book.record(settings.calendar.day(one.timestamp), one);
         if let Err(error) = recorded {
-            tracing::warn!(id = one.id, %error, "an interaction had no room");
+            tracing::warn!(id = one.id, %error, "interaction record dropped: queue full");
         }
         let now = self.spent_beside(user, &settings, one.timestamp, Dollars::ZERO).unwrap_or_default();
         let near = |period: &Period| {
-            let limit = settings.limits.of(*period);
-            is_warning(limit, before.in_period(*period), now.in_period(*period))
+            let limit = settings.limits.for_period(*period);
+            crosses_warning_threshold(limit, before.in_period(*period), now.in_period(*period))
         };
-        let warnings = Period::ALL.into_iter().filter(near).map(|period| Warning {
+        let warnings = Period::ALL.into_iter().filter(near).map(|period| LimitWarning {
             period,
-            limit: settings.limits.of(period),
+            limit: settings.limits.for_period(period),
             spent: now.in_period(period),
         });
         let warnings = warnings.inspect(|warning| self.warn(user, warning)).collect();
         recorded.is_ok().then_some(warnings)
     }
 
-    fn warn(&self, user: &str, warning: &Warning) {
-        let Warning { period, limit, spent } = warning;
+    fn warn(&self, user: &str, warning: &LimitWarning) {
+        let LimitWarning { period, limit, spent } = warning;
         let word = period.word();
-        tracing::warn!(user, %limit, %spent, "four fifths of the {word} cost limit are spent");
+        tracing::warn!(user, %limit, %spent, "80% of the {word} cost limit is spent");
         self.note(&format!("{user} has spent {spent} of the {word} cost limit of {limit}"));
     }
 
-    /// Of a limit that is armed: what its period has already.
-    pub(super) fn already(&self, settings: &Settings, period: Period) -> String {
+    /// Describes what already counts towards a changed limit.
+    pub(super) fn describe_spent(&self, settings: &Settings, period: Period) -> String {
         let Ok(book) = self.book() else {
             return "what was spent in its period already counts".to_owned();
         };
@@ -200,9 +210,12 @@ impl Kernel {
         let spent = |user: String| (book.spent(&user, since, today), user);
         let mut spent: Vec<(Dollars, String)> = book.users_since(since).into_iter().map(spent).collect();
         spent.sort_by(|a, b| b.cmp(a));
-        let named: Vec<String> =
-            spent.iter().take(MOST_NAMED).map(|(dollars, user)| format!("{dollars} by {user}")).collect();
-        match (named.is_empty(), spent.len().saturating_sub(MOST_NAMED)) {
+        let named: Vec<String> = spent
+            .iter()
+            .take(MAX_LISTED_USERS)
+            .map(|(dollars, user)| format!("{dollars} by {user}"))
+            .collect();
+        match (named.is_empty(), spent.len().saturating_sub(MAX_LISTED_USERS)) {
             (true, _) => "nothing is spent in its period yet".to_owned(),
             (false, 0) => format!("what was spent in its period already counts: {}", named.join(", ")),
             (false, more) => {
@@ -213,7 +226,7 @@ impl Kernel {
     }
 }
 
-/// The first day of a period that this day is in.
+/// The first day of the period that includes `today`.
 fn first_day(period: Period, today: Date) -> Date {
     match period {
         Period::Daily => today,
@@ -249,7 +262,7 @@ mod tests {
         kernel.record(&one).unwrap();
     }
 
-    /// Whether one more may start at a time; else when the limit begins anew.
+    /// Whether a dispatch may start at this time; the error is the time at which the limit resets.
     fn asked(kernel: &Arc<Kernel>, at: &str) -> Result<(), String> {
         let settings = kernel.settings();
         match kernel.reserve_at(at.parse().unwrap(), "ada", &settings, false).unwrap() {
@@ -259,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_begin_anew_with_the_days_and_months_of_the_owners_clock() {
+    fn limits_reset_by_the_owners_time_zone() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         std::fs::create_dir_all(layout.settings().parent().unwrap()).unwrap();
@@ -267,19 +280,19 @@ mod tests {
         std::fs::write(layout.settings(), limits).unwrap();
         let kernel = Arc::new(Kernel::new(&layout).unwrap());
         assert!(kernel.open());
-        // At home it is the 5th of September, 23:30; the clock goes from midnight to one, so that the next day has 23 hours.
+        // Local time is 5 September, 23:30. The clock jumps from midnight to one, so that the next day has 23 hours.
         spent(&kernel, "2026-09-06T03:30:00.000Z", 100);
         let midnight = "daily 2026-09-06T04:00:00.000Z".to_owned();
         assert_eq!(asked(&kernel, "2026-09-06T03:59:59.999Z"), Err(midnight));
         assert_eq!(asked(&kernel, "2026-09-06T04:00:00.000Z"), Ok(()));
-        // The day ends at 03:00 by then.
+        // After the change, the day ends at 03:00 UTC.
         spent(&kernel, "2026-09-07T02:59:59.000Z", 100);
         assert_eq!(
             asked(&kernel, "2026-09-07T02:59:59.999Z"),
             Err("daily 2026-09-07T03:00:00.000Z".to_owned())
         );
         assert_eq!(asked(&kernel, "2026-09-07T03:00:00.000Z"), Ok(()));
-        // The month, which lasts longer, is what is told; its end is the owner's, too.
+        // The month, which resets later, is reported; it also ends by the owner's time zone.
         spent(&kernel, "2026-10-01T02:30:00.000Z", 300);
         let end = "monthly 2026-10-01T03:00:00.000Z".to_owned();
         assert_eq!(asked(&kernel, "2026-10-01T02:59:59.999Z"), Err(end));

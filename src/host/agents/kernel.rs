@@ -1,7 +1,7 @@
-//! The kernel: what agents do for the owner, what it costs, and the records of it.
+//! The kernel: agent runs, their cost and their records.
 //!
-//! The book of usage is read behind the start, for the port listens before it: until then, whoever needs it is told to
-//! come again.
+//! The usage book is read in the background, since the port listens earlier; until then, its users get a 503 with
+//! `Retry-After`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -13,9 +13,9 @@ use jiff::civil::Date;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
-pub use super::budget::{Reached, Reservation};
+pub use super::budget::{LimitReached, Reservation};
 
-use super::live_settings::Live;
+use super::live_settings::LiveSettings;
 use super::owner_config::Settings;
 use crate::chain::chain;
 use crate::host::records::book::Book;
@@ -27,48 +27,48 @@ use crate::host::records::writer::{Records, Writer};
 use crate::host::system::layout::Layout;
 use crate::http::problem::{Code, Problem};
 
-/// How often `usage.jsonl` gets what it lacks.
-const WRITE_USAGE: Duration = Duration::from_secs(300);
-/// How often it is looked whether a day has begun, and whether the settings have changed.
-const LOOK: Duration = Duration::from_secs(5);
-/// How long a request waits for the book.
-const READING: Duration = Duration::from_secs(2);
-const MOST_LISTENERS: usize = 32;
-/// Records that could not be read are tried again after this.
-const AGAIN: Duration = Duration::from_secs(5);
+/// Interval of writing `usage.jsonl`.
+const USAGE_WRITE_INTERVAL: Duration = Duration::from_secs(300);
+/// Interval of checks for a new day and changed settings.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// Maximum time that a request waits for the book.
+const BOOK_TIMEOUT: Duration = Duration::from_secs(2);
+const MAX_LISTENERS: usize = 32;
+/// Interval of retries to read the records.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 pub struct Kernel {
     layout: Layout,
-    settings: Live,
-    /// One at a time changes the settings.
+    settings: LiveSettings,
+    /// Serializes changes of the settings.
     changing: Arc<Mutex<()>>,
     records: Records,
-    /// `None` once it has ended.
+    /// `None` after [`Self::close`].
     writer: Mutex<Option<Writer>>,
     book: OnceLock<Book>,
-    /// What is set aside for the dispatches that run or wait, by user.
+    /// Reserved amounts of active dispatches, by user.
     pub(super) reserved: Mutex<HashMap<String, Dollars>>,
-    /// Streams of records that may be open at once.
+    /// Limits concurrent streams of records.
     listeners: Arc<Semaphore>,
-    /// Cancelled when the book is there.
+    /// Cancelled when the book is open.
     opened: CancellationToken,
 }
 
 impl Kernel {
     /// # Errors
-    /// When there can be no thread for the records.
+    /// The writer's thread cannot be started.
     pub fn new(layout: &Layout) -> std::io::Result<Self> {
         let writer = Writer::start(layout.logs())?;
         let records = writer.records();
         Ok(Self {
             layout: layout.clone(),
-            settings: Live::new(layout.settings(), layout.good_settings(), records.clone()),
+            settings: LiveSettings::new(layout.settings(), layout.good_settings(), records.clone()),
             changing: Arc::default(),
             records,
             writer: Mutex::new(Some(writer)),
             book: OnceLock::new(),
             reserved: Mutex::default(),
-            listeners: Arc::new(Semaphore::new(MOST_LISTENERS)),
+            listeners: Arc::new(Semaphore::new(MAX_LISTENERS)),
             opened: CancellationToken::new(),
         })
     }
@@ -82,46 +82,46 @@ impl Kernel {
         self.layout.logs()
     }
 
-    /// Held while the owner's settings are changed: one change at a time.
+    /// Held while the owner's settings are changed, so that changes are serialized.
     pub fn settings_lock(&self) -> Arc<Mutex<()>> {
         Arc::clone(&self.changing)
     }
 
-    /// Room for one more stream of records, until the permit is dropped.
+    /// Admits one more stream of records, until the permit is dropped.
     pub fn admit_listener(&self) -> Option<OwnedSemaphorePermit> {
         Arc::clone(&self.listeners).try_acquire_owned().ok()
     }
 
-    /// What is known of the owner's settings now.
+    /// The owner's current settings.
     pub fn settings(&self) -> Arc<Settings> {
-        self.settings.current(|settings, period| self.already(settings, period))
+        self.settings.current(|settings, period| self.describe_spent(settings, period))
     }
 
-    /// A line of `activity.log`. One that has no room is told by its gap.
+    /// Writes a line of `activity.log`. A dropped line is reported as a gap.
     pub fn note(&self, what: &str) {
         let _ = self.records.note(what);
     }
 
-    /// Waits until all that was recorded before is durable; `false` where the disk does not take it in time.
+    /// Waits until all earlier records are durable; `false` on timeout.
     pub fn flush(&self, within: Duration) -> bool {
         self.records.flush(within)
     }
 
-    /// Interactions by their ids, or their batches' ids.
+    /// Finds interactions by their IDs, or their batches' IDs.
     ///
     /// # Errors
-    /// The file system's.
+    /// A file cannot be read.
     pub fn find(&self, ids: &BTreeSet<String>) -> Result<BTreeMap<String, Interaction>, PageError> {
         find::interactions(&self.layout.logs(), ids)
     }
 
-    /// The book, which is waited for where it is just being read.
+    /// The book; waits for it for a short time while it is being read.
     ///
     /// # Errors
-    /// While the records are read for longer.
+    /// The records are still being read after [`BOOK_TIMEOUT`].
     pub async fn ready(&self) -> Result<&Book, Problem> {
-        // Whether it came in time is seen below.
-        let _ = tokio::time::timeout(READING, self.opened.cancelled()).await;
+        // The result below shows whether it was opened in time.
+        let _ = tokio::time::timeout(BOOK_TIMEOUT, self.opened.cancelled()).await;
         self.book()
     }
 
@@ -131,28 +131,28 @@ impl Kernel {
         })
     }
 
-    /// Reads the records, then sees to what happens by the clock, until it is told to end.
-    pub async fn tend(self: Arc<Self>, stop: CancellationToken) {
+    /// Opens the book, then seals and writes it periodically until `stop`.
+    pub async fn maintain(self: Arc<Self>, stop: CancellationToken) {
         while self.book.get().is_none() {
             let kernel = Arc::clone(&self);
             let opened = tokio::task::spawn_blocking(move || kernel.open()).await;
             if !matches!(opened, Ok(true))
-                && stop.run_until_cancelled(tokio::time::sleep(AGAIN)).await.is_none()
+                && stop.run_until_cancelled(tokio::time::sleep(RETRY_INTERVAL)).await.is_none()
             {
                 return;
             }
         }
         let mut written = tokio::time::Instant::now();
         let mut day = self.today();
-        while stop.run_until_cancelled(tokio::time::sleep(LOOK)).await.is_some() {
-            // A limit that is armed is told when it is, not at the next dispatch.
+        while stop.run_until_cancelled(tokio::time::sleep(CHECK_INTERVAL)).await.is_some() {
+            // Reading the settings reports a changed limit now rather than at the next dispatch.
             let today = self.today();
-            if today != day || written.elapsed() >= WRITE_USAGE {
+            if today != day || written.elapsed() >= USAGE_WRITE_INTERVAL {
                 let kernel = Arc::clone(&self);
                 let seal = today != day;
                 let work =
                     move || kernel.book.get().map(|book| if seal { book.seal() } else { book.write() });
-                // A panic in there has been told by its own message.
+                // The panic hook has logged a panic.
                 let _ = tokio::task::spawn_blocking(work).await;
                 (written, day) = (tokio::time::Instant::now(), today);
             }
@@ -172,13 +172,13 @@ impl Kernel {
                 is_first
             }
             Err(error) => {
-                tracing::error!(error = %chain(&error), "the records cannot be read; trying again");
+                tracing::error!(error = %chain(&error), "cannot read the records; retrying");
                 false
             }
         }
     }
 
-    /// All that is recorded is written, for this process ends.
+    /// Seals the book and stops the writer, at shutdown.
     pub fn close(&self) {
         if let Some(book) = self.book.get() {
             book.seal();

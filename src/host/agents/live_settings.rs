@@ -1,103 +1,108 @@
-//! The owner's settings (`host::agents::owner_config`) as they are now: the file is read again when it changes.
+//! The owner's current settings (`host::agents::owner_config`): reads the file again when it changes.
 //!
-//! A broken edit changes nothing: the last good settings hold, over restarts, too, for they are kept beside the machine's
-//! state; and the file's mistake is told until it is mended.
+//! A broken edit changes nothing: the last good settings stay in force, also over restarts, since a copy is kept beside
+//! the machine's state. The mistake is reported until it is fixed.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::owner_config::{Settings, read};
+use super::owner_config::{Settings, read_config_file};
 use crate::chain::chain;
 use crate::fsx;
 use crate::host::records::limits::Period;
 use crate::host::records::money::Dollars;
 use crate::host::records::writer::Records;
 
-/// What tells one content of the file from another without reading it.
-type Stamp = Option<(u64, u64, i64, i64)>;
+/// Identifies a version of the file without reading it.
+type FileStamp = Option<(u64, u64, i64, i64)>;
 
-/// The settings as they are now.
-pub struct Live {
+/// The current settings.
+pub struct LiveSettings {
     path: PathBuf,
-    /// What was last read of it and could be used.
+    /// The last good version of the file.
     good: PathBuf,
     records: Records,
-    known: Mutex<Known>,
+    cached: Mutex<CachedSettings>,
 }
 
-struct Known {
-    stamp: Option<Stamp>,
+struct CachedSettings {
+    stamp: Option<FileStamp>,
     settings: Arc<Settings>,
 }
 
-impl Live {
+impl LiveSettings {
     pub fn new(path: PathBuf, good: PathBuf, records: Records) -> Self {
         let settings = Arc::new(Settings::last_good(&good));
-        Self { path, good, records, known: Mutex::new(Known { stamp: None, settings }) }
+        Self { path, good, records, cached: Mutex::new(CachedSettings { stamp: None, settings }) }
     }
 
-    /// A look at the file costs a microsecond: it is taken each time. `already` says what is spent of a period whose limit
-    /// is another one now.
-    pub fn current(&self, already: impl Fn(&Settings, Period) -> String) -> Arc<Settings> {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let stamp = stamp(&self.path);
-        if known.stamp != Some(stamp) {
-            let settings = Arc::new(self.read(&known.settings, already));
-            known.stamp = Some(stamp);
-            known.settings = settings;
+    /// Checks the file at each call, which costs a microsecond. `describe_spent` describes what counts towards a
+    /// changed limit.
+    pub fn current(&self, describe_spent: impl Fn(&Settings, Period) -> String) -> Arc<Settings> {
+        let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        let stamp = file_stamp(&self.path);
+        if cached.stamp != Some(stamp) {
+            let settings = Arc::new(self.reload(&cached.settings, describe_spent));
+            cached.stamp = Some(stamp);
+            cached.settings = settings;
         }
-        Arc::clone(&known.settings)
+        Arc::clone(&cached.settings)
     }
 
-    fn read(&self, before: &Settings, already: impl Fn(&Settings, Period) -> String) -> Settings {
-        let parsed = match read(&self.path) {
+    fn reload(&self, before: &Settings, describe_spent: impl Fn(&Settings, Period) -> String) -> Settings {
+        let parsed = match read_config_file(&self.path) {
             Ok(Some(text)) => Settings::parse(&text).map(|settings| (settings, text)),
             Ok(None) => Ok((Settings::default(), b"{}".to_vec())),
             Err(error) => Err(chain(&error)),
         };
         match parsed {
             Ok((settings, text)) => {
-                self.tell_changes(before, &settings, already);
+                self.report_changes(before, &settings, describe_spent);
                 if let Err(error) = fsx::write_atomic(&self.good, &text, 0o600) {
-                    tracing::warn!(error = %chain(&error), "the good settings are kept until the next start alone");
+                    tracing::warn!(error = %chain(&error), "cannot save the last good settings");
                 }
                 settings
             }
             Err(mistake) => {
-                self.tell(&format!("system/config.json is not used as it is now: {mistake}"));
+                self.report(&format!("system/config.json is not used as it is now: {mistake}"));
                 Settings { mistake: Some(mistake), ..before.clone() }
             }
         }
     }
 
-    fn tell_changes(&self, before: &Settings, now: &Settings, already: impl Fn(&Settings, Period) -> String) {
+    fn report_changes(
+        &self,
+        before: &Settings,
+        now: &Settings,
+        describe_spent: impl Fn(&Settings, Period) -> String,
+    ) {
         for period in Period::ALL {
-            let (was, is) = (before.limits.of(period), now.limits.of(period));
+            let (was, is) = (before.limits.for_period(period), now.limits.for_period(period));
             if was != is {
                 let word = period.word();
-                self.tell(&match is {
+                self.report(&match is {
                     Dollars::ZERO => format!("there is no {word} cost limit any more"),
-                    _ => format!("the {word} cost limit is {is}; {}", already(now, period)),
+                    _ => format!("the {word} cost limit is {is}; {}", describe_spent(now, period)),
                 });
             }
         }
         if before.time_zone != now.time_zone {
-            self.tell(&format!("days begin by the clock of {}", now.time_zone));
+            self.report(&format!("days begin by the clock of {}", now.time_zone));
         }
         if before.mistake.is_some() {
-            self.tell("system/config.json is used again");
+            self.report("system/config.json is used again");
         }
     }
 
-    fn tell(&self, what: &str) {
+    fn report(&self, what: &str) {
         tracing::info!(what, "the owner's settings");
-        // One that has no room is told by its gap.
+        // A dropped line is reported as a gap.
         let _ = self.records.note(what);
     }
 }
 
-fn stamp(path: &Path) -> Stamp {
+fn file_stamp(path: &Path) -> FileStamp {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
 }
@@ -109,20 +114,20 @@ mod tests {
     use super::*;
     use crate::host::records::writer::Writer;
 
-    fn said(_: &Settings, _: Period) -> String {
+    fn spent_text(_: &Settings, _: Period) -> String {
         "what was spent in its period already counts".to_owned()
     }
 
     #[test]
-    fn a_broken_edit_keeps_the_last_good_settings_and_says_so() {
+    fn broken_edit_keeps_the_last_good_settings() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("config.json");
         let writer = Writer::start(dir.path().join("logs")).unwrap();
         let kept = dir.path().join("kept.json");
-        let live = Live::new(path.clone(), kept.clone(), writer.records());
-        assert_eq!(*live.current(said), Settings::default());
+        let live = LiveSettings::new(path.clone(), kept.clone(), writer.records());
+        assert_eq!(*live.current(spent_text), Settings::default());
         fs::write(&path, r#"{"costLimits": {"daily": 5, "timeZone": "Europe/Berlin"}, "other": 1}"#).unwrap();
-        let good = live.current(said);
+        let good = live.current(spent_text);
         assert_eq!(
             (good.limits.daily, &*good.time_zone),
             (Dollars::from_nanos(5_000_000_000), "Europe/Berlin")
@@ -131,22 +136,23 @@ mod tests {
             [r#"{"costLimits": {"daily": -1}}"#, "{", r#"{"costLimits": {"timeZone": "Mars/Olympus"}}"#]
         {
             fs::write(&path, broken).unwrap();
-            let now = live.current(said);
+            let now = live.current(spent_text);
             assert_eq!(now.limits, good.limits, "{broken}");
             assert!(now.mistake.is_some(), "{broken}");
-            let started_again = Live::new(path.clone(), kept.clone(), writer.records()).current(said);
-            assert_eq!(*started_again, *now, "{broken}");
+            let restarted =
+                LiveSettings::new(path.clone(), kept.clone(), writer.records()).current(spent_text);
+            assert_eq!(*restarted, *now, "{broken}");
         }
         fs::write(&path, r#"{"costLimits": {"daily": 6}}"#).unwrap();
-        assert_eq!(live.current(said).mistake, None);
+        assert_eq!(live.current(spent_text).mistake, None);
         fs::remove_file(&path).unwrap();
-        assert_eq!(*live.current(said), Settings::default());
+        assert_eq!(*live.current(spent_text), Settings::default());
         drop(writer);
-        let told = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
-        for said in
+        let activity = fs::read_to_string(dir.path().join("logs/activity.log")).unwrap();
+        for line in
             ["daily cost limit is $5.00", "no time zone", "used again", "no daily cost limit any more"]
         {
-            assert!(told.contains(said), "{said} in\n{told}");
+            assert!(activity.contains(line), "{line} in\n{activity}");
         }
     }
 }

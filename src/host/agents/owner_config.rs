@@ -1,7 +1,7 @@
-//! `system/config.json`: the owner's settings, as gateway and heartbeat read them.
+//! `system/config.json`: the owner's settings, shared by gateway and heartbeat.
 //!
-//! Both take the file as it is, else what was last good of it, so that they agree on the day; the gateway keeps that beside
-//! the machine's state.
+//! Both use the current file, or else its last good version, so that they agree on the day; the gateway keeps that
+//! version beside the machine's state.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,23 +19,23 @@ use crate::host::records::calendar::Calendar;
 use crate::host::records::limits::Limits;
 use crate::host::records::money::Dollars;
 
-/// More is no file of settings.
-const LARGEST: u64 = 1 << 20;
+/// Maximum bytes of the settings file.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
 
-/// The settings, checked.
+/// The validated settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
     pub calendar: Calendar,
-    /// As it is written; `UTC` where nothing is.
+    /// As written in the file; `UTC` by default.
     pub time_zone: String,
     pub limits: Limits,
     pub agents: AgentSettings,
     pub storage: StorageQuotas,
-    /// Of the file as it is now, where these settings are an earlier one's.
+    /// The mistake of the current file, if these settings are from an earlier version.
     pub mistake: Option<String>,
 }
 
-/// `storage` of `config.json`: how many bytes the tables of an app may take.
+/// `storage` of `config.json`: storage quotas of apps, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct StorageQuotas {
@@ -44,7 +44,7 @@ pub struct StorageQuotas {
 }
 
 impl StorageQuotas {
-    /// The quota of an app by its slug, if the owner has set one for it or for all.
+    /// The quota of an app by its slug, if the owner has set one for it or for all apps.
     pub fn of(&self, slug: &str) -> Option<u64> {
         self.apps.get(slug).copied().or(self.app_bytes)
     }
@@ -84,7 +84,7 @@ impl Default for Settings {
 
 impl Settings {
     /// # Errors
-    /// What is wrong with it, in a sentence that quotes no value.
+    /// The mistake, in a sentence that quotes no value.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
         let file: ConfigFile = serde_json::from_slice(text).map_err(|error| {
             let kind =
@@ -93,17 +93,17 @@ impl Settings {
         })?;
         let CostLimits { daily, monthly, reservation, time_zone } = file.cost_limits;
         let time_zone = time_zone.unwrap_or_else(|| "UTC".to_owned());
-        let calendar = Calendar::of(&time_zone)
+        let calendar = Calendar::for_zone(&time_zone)
             .map_err(|_| "costLimits.timeZone is no time zone; one is written as Europe/Berlin".to_owned())?;
         let reservation = reservation.unwrap_or(Limits::DEFAULT_RESERVATION);
-        let agents = AgentSettings::checked(file.agents, file.dispatch, file.prices)?;
+        let agents = AgentSettings::validate(file.agents, file.dispatch, file.prices)?;
         let limits = Limits { daily, monthly, reservation };
         Ok(Self { calendar, time_zone, limits, agents, storage: file.storage, mistake: None })
     }
 
-    /// The file's; where it is broken, which is said in them, those that were last good.
-    pub fn of(file: &Path, good: &Path) -> Self {
-        let parsed = match read(file) {
+    /// The settings of the file; if it is broken, the last good ones with the mistake.
+    pub fn load(file: &Path, good: &Path) -> Self {
+        let parsed = match read_config_file(file) {
             Ok(Some(text)) => Self::parse(&text),
             Ok(None) => Ok(Self::default()),
             Err(error) => Err(chain(&error)),
@@ -111,18 +111,18 @@ impl Settings {
         parsed.unwrap_or_else(|mistake| Self { mistake: Some(mistake), ..Self::last_good(good) })
     }
 
-    /// Those that were kept when the file could last be used; the default, where none were.
+    /// The last good settings, or the default.
     pub fn last_good(good: &Path) -> Self {
-        let kept = read(good).ok().flatten().and_then(|text| Self::parse(&text).ok());
+        let kept = read_config_file(good).ok().flatten().and_then(|text| Self::parse(&text).ok());
         kept.unwrap_or_default()
     }
 }
 
-/// A file of settings; what is none, or larger than any, is not read.
+/// Reads a file of settings. Fails for other file types and files above [`MAX_CONFIG_BYTES`].
 ///
 /// # Errors
 /// [`FileError`].
-pub fn read(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
+pub fn read_config_file(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     let mut options = File::options();
     let file = match options.read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -130,9 +130,9 @@ pub fn read(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     };
     let mut text = Vec::new();
     let is_file = file.metadata().map_err(FileError::at("look at", path))?.is_file();
-    file.take(LARGEST + 1).read_to_end(&mut text).map_err(FileError::at("read", path))?;
-    if !is_file || text.len() as u64 > LARGEST {
-        let why = io::Error::new(ErrorKind::InvalidInput, "it is no file of settings");
+    file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(FileError::at("read", path))?;
+    if !is_file || text.len() as u64 > MAX_CONFIG_BYTES {
+        let why = io::Error::new(ErrorKind::InvalidInput, "not a regular file of at most 1 MiB");
         return Err(FileError::at("read", path)(why));
     }
     Ok(Some(text))
@@ -143,11 +143,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_broken_file_means_what_was_last_good() {
+    fn broken_file_falls_back_to_the_last_good() {
         let dir = tempfile::tempdir().unwrap();
         let (file, good) = (dir.path().join("config.json"), dir.path().join("good.json"));
         let day = || {
-            let settings = Settings::of(&file, &good);
+            let settings = Settings::load(&file, &good);
             let day = settings.calendar.day("2026-11-20T23:30:00Z".parse().unwrap());
             (day.to_string(), settings.mistake.is_some())
         };
@@ -159,18 +159,18 @@ mod tests {
             std::fs::write(&file, broken).unwrap();
             std::fs::write(&good, zone("Europe/Berlin")).unwrap();
             assert_eq!(day(), ("2026-11-21".to_owned(), true));
-            // What was kept is broken, too: records are kept whatever becomes of it.
+            // If the last good version is broken as well, records still use the default.
             std::fs::write(&good, broken).unwrap();
             assert_eq!(day(), ("2026-11-20".to_owned(), true));
         }
-        // As the gateway has it: without a file there are no settings, whatever there was.
+        // As in the gateway: a removed file means the default settings.
         std::fs::write(&good, zone("Europe/Berlin")).unwrap();
         std::fs::remove_file(&file).unwrap();
         assert_eq!(day(), ("2026-11-20".to_owned(), false));
     }
 
     #[test]
-    fn a_mistake_quotes_nothing() {
+    fn mistake_quotes_no_value() {
         for text in [r#"{"costLimits": {"daily": "hunter2"}}"#, r#"{"costLimits": "hunter2"}"#, "hunter2"] {
             let mistake = Settings::parse(text.as_bytes()).unwrap_err();
             assert!(!mistake.contains("hunter2"), "{mistake}");

@@ -1,8 +1,8 @@
-//! What the gateway and `svc-agent` say to each other over `agent.sock`: frames of a kind, a length and a payload.
+//! The protocol of the gateway and `svc-agent` over `agent.sock`: frames of a kind, a length and a payload.
 //!
-//! The gateway sends an order. The runner says which process it is, and starts the agent when the gateway has told the
-//! watcher. Where the run is to end early, the gateway sends a cancellation; closing the connection cancels, too. The runner
-//! passes on what the agent prints, line by line, and at last says how it ended.
+//! The gateway sends an order. The runner reports its process ID; the gateway registers it with the watcher and sends
+//! the go-ahead, on which the runner starts the agent. A cancellation or a closed connection ends the run early. The
+//! runner forwards the agent's output line by line and finally reports its exit.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,16 +11,16 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use super::adapters::codex_sessions::Used;
-use super::adapters::{Exit, Kind};
+use super::adapters::codex_sessions::SessionUsage;
+use super::adapters::{AdapterKind, Exit};
 
 /// The socket in [`crate::host::system::layout::Layout::owner_sockets`].
 pub const SOCKET: &str = "agent.sock";
-/// The longest line of an agent that is passed on: a tool's input may be a whole file.
-pub const LONGEST_LINE: usize = 8 << 20;
-/// The largest frame: an order with its prompt, or a line.
-const LARGEST: u32 = 16 << 20;
-/// How long an agent that is told to end has before it is killed.
+/// Maximum bytes of a forwarded line; the input of a tool may be a whole file.
+pub const MAX_LINE_BYTES: usize = 8 << 20;
+/// Maximum bytes of a frame: an order with its prompt, or a line.
+const MAX_FRAME_BYTES: u32 = 16 << 20;
+/// Time between SIGTERM and SIGKILL of an agent.
 pub const GRACE: std::time::Duration = std::time::Duration::from_secs(5);
 
 /// One run of an agent.
@@ -28,59 +28,61 @@ pub const GRACE: std::time::Duration = std::time::Duration::from_secs(5);
 #[serde(rename_all = "camelCase")]
 pub struct Order {
     pub version: u32,
-    /// The dispatch's.
+    /// The dispatch's ID.
     pub id: String,
     pub agent_name: String,
-    pub adapter: Kind,
-    /// The program and its first arguments; the adapter adds its own.
+    pub adapter: AdapterKind,
+    /// The program and its first arguments; the adapter appends its own.
     pub command: Vec<String>,
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
-    /// Beside what every run has.
+    /// Additional variables; each run also has the common ones.
     pub environment: BTreeMap<String, String>,
 }
 
 impl Order {
     pub const VERSION: u32 = 2;
-    /// Of a gateway of the release before, while an update is under way: it neither knows [`FromRunner::Ready`] nor says go.
+    /// Version of the previous release's gateway, during an update: it does not know [`FromRunner::Ready`] and sends no
+    /// go-ahead.
     pub const WITHOUT_READY: u32 = 1;
 }
 
-/// How a run ended.
+/// The exit of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Ended {
     pub exit: Exit,
-    /// The end of what it wrote to standard error.
-    pub said: String,
-    /// What the program's own record says that it has used, where it keeps one that is read.
-    #[serde(default)]
-    pub used: Option<Used>,
+    /// The tail of standard error.
+    #[serde(rename = "said")]
+    pub stderr_tail: String,
+    /// The usage from the program's session files, if it has any.
+    #[serde(rename = "used", default)]
+    pub usage: Option<SessionUsage>,
 }
 
-/// What the gateway says.
+/// Frames of the gateway.
 pub enum ToRunner {
     Order(Box<Order>),
-    /// The answer to [`FromRunner::Ready`].
+    /// The go-ahead after [`FromRunner::Ready`].
     Go,
     Cancel,
 }
 
-/// What the runner says.
+/// Frames of the runner.
 #[derive(Debug, PartialEq, Eq)]
 pub enum FromRunner {
-    /// The order is understood. Whatever the agent starts will run below this process.
+    /// The order is valid. The agent and its children will run below this process.
     Ready { pid: u32 },
-    /// The agent's process is there.
+    /// The agent's process has started.
     Started { pid: u32 },
-    /// A line of its standard output, without its end.
+    /// A line of standard output, without its terminator.
     Line(Vec<u8>),
-    /// One that was longer than [`LONGEST_LINE`], and is left out.
+    /// A line longer than [`MAX_LINE_BYTES`], which is skipped.
     LongLine,
-    /// The last frame: nothing of the run is left.
+    /// The last frame of a run: no process of it remains.
     Ended(Ended),
-    /// The last frame, too: there was no run, for this reason.
+    /// The last frame if there was no run: the reason.
     Refused(String),
 }
 
@@ -96,7 +98,7 @@ const REFUSED: u8 = b'R';
 
 impl ToRunner {
     /// # Errors
-    /// The connection's.
+    /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
             Self::Order(order) => write(out, ORDER, &json(order)).await,
@@ -108,21 +110,21 @@ impl ToRunner {
     /// `None` at the end of the connection.
     ///
     /// # Errors
-    /// The connection's; a frame that is none of these.
+    /// The read failed, or the frame is invalid.
     pub async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Self>> {
         let Some((kind, payload)) = read(input).await? else { return Ok(None) };
         match kind {
             ORDER => Ok(Some(Self::Order(parsed(&payload)?))),
             GO => Ok(Some(Self::Go)),
             CANCEL => Ok(Some(Self::Cancel)),
-            _ => Err(strange()),
+            _ => Err(invalid_frame()),
         }
     }
 }
 
 impl FromRunner {
     /// # Errors
-    /// The connection's.
+    /// The write failed.
     pub async fn write(&self, out: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         match self {
             Self::Ready { pid } => write(out, READY, &json(pid)).await,
@@ -137,7 +139,7 @@ impl FromRunner {
     /// `None` at the end of the connection.
     ///
     /// # Errors
-    /// The connection's; a frame that is none of these.
+    /// The read failed, or the frame is invalid.
     pub async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<Self>> {
         let Some((kind, payload)) = read(input).await? else { return Ok(None) };
         Ok(Some(match kind {
@@ -147,26 +149,26 @@ impl FromRunner {
             LONG_LINE => Self::LongLine,
             ENDED => Self::Ended(parsed(&payload)?),
             REFUSED => Self::Refused(String::from_utf8_lossy(&payload).into_owned()),
-            _ => return Err(strange()),
+            _ => return Err(invalid_frame()),
         }))
     }
 }
 
-fn json(of: &impl Serialize) -> Vec<u8> {
-    serde_json::to_vec(of).expect("plain fields are JSON")
+fn json(value: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("plain fields are JSON")
 }
 
 fn parsed<T: DeserializeOwned>(payload: &[u8]) -> io::Result<T> {
-    serde_json::from_slice(payload).map_err(|_| strange())
+    serde_json::from_slice(payload).map_err(|_| invalid_frame())
 }
 
-fn strange() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "a frame of another protocol")
+fn invalid_frame() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "invalid frame")
 }
 
 async fn write(out: &mut (impl AsyncWrite + Unpin), kind: u8, payload: &[u8]) -> io::Result<()> {
-    let length = u32::try_from(payload.len()).ok().filter(|length| *length <= LARGEST);
-    let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "a frame too large"))?;
+    let length = u32::try_from(payload.len()).ok().filter(|length| *length <= MAX_FRAME_BYTES);
+    let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "frame too large"))?;
     let mut head = [kind, 0, 0, 0, 0];
     head[1..].copy_from_slice(&length.to_be_bytes());
     out.write_all(&head).await?;
@@ -181,8 +183,8 @@ async fn read(input: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<(u8, Ve
     }
     input.read_exact(&mut head[1..]).await?;
     let length = u32::from_be_bytes([head[1], head[2], head[3], head[4]]);
-    if length > LARGEST {
-        return Err(strange());
+    if length > MAX_FRAME_BYTES {
+        return Err(invalid_frame());
     }
     let mut payload = vec![0; length as usize];
     input.read_exact(&mut payload).await?;
@@ -194,15 +196,15 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_written_is_read() {
+    async fn frames_round_trip() {
         let frames = [
             FromRunner::Started { pid: 7 },
             FromRunner::Line(b"{\"type\": \"x\"}\xff".to_vec()),
             FromRunner::LongLine,
             FromRunner::Ended(Ended {
                 exit: Exit::Signal(9),
-                said: "no".to_owned(),
-                used: Some(Used::default()),
+                stderr_tail: "no".to_owned(),
+                usage: Some(SessionUsage::default()),
             }),
             FromRunner::Refused("why".to_owned()),
         ];
@@ -218,7 +220,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_none_of_it_is_refused() {
+    async fn read_refuses_invalid_frames() {
         for bytes in [&b"S\0\0\0\x01x"[..], b"?\0\0\0\0", b"L\xff\xff\xff\xff", b"L\0\0\0\x05ab", b"S\0"] {
             assert!(FromRunner::read(&mut &bytes[..]).await.is_err(), "{bytes:?}");
         }

@@ -1,5 +1,5 @@
-//! The audit of the home's files: agents' hooks report tool calls ([`hook`]) to the watcher ([`watcher`]), which writes who
-//! changed which file; [`protocol`] is what the two say to each other.
+//! The audit of the home's files: agents' hooks ([`hook`]) report tool calls to the watcher ([`watcher`]), which
+//! records who changed which file; [`protocol`] is the protocol between them.
 
 pub mod hook;
 pub mod protocol;

@@ -1,6 +1,6 @@
-//! What an agent's hook tells the watcher of the home's files, and where it leaves what it could tell nobody.
+//! The protocol of hooks and the watcher, and the file for messages that could not be delivered.
 //!
-//! One JSON line there, one line back, on `watch.sock`. No content of a file and no output of a tool is ever part of it.
+//! Each side sends one JSON line on `watch.sock`. Messages never contain file contents or tool results.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -14,62 +14,62 @@ use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
 use crate::clock;
-use crate::host::records::entry::Why;
+use crate::host::records::entry::GapReason;
 
 pub const SOCKET: &str = "watch.sock";
-/// A message is no longer.
-pub const LONGEST: u64 = 64 << 10;
-/// What could not be told takes no more than this; who finds it full knows that there is a gap already.
-const MOST_GAPS: u64 = 64 << 10;
-const LOCK_TRIES: u32 = 8;
-/// How long the dispatcher waits for the watcher.
-const OF_DISPATCH: Duration = Duration::from_secs(2);
-/// No process has more above it that is worth asking.
-const MAX_ABOVE: usize = 64;
+/// Maximum bytes of a message.
+pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
+/// Maximum bytes of undelivered messages; a full file already proves a gap.
+const MAX_GAP_BYTES: u64 = 64 << 10;
+const MAX_LOCK_TRIES: u32 = 8;
+/// Timeout of the dispatcher's messages.
+const DISPATCH_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum ancestors of a process that are considered.
+const MAX_ANCESTORS: usize = 64;
 
-/// Tools that change files, by the names of Claude Code and Codex. Of a command, it may be any file.
+/// Tools of Claude Code and Codex that may change any file.
 pub const COMMANDS: [&str; 2] = ["Bash", "apply_patch"];
-/// And those that name the one file that they write.
+/// Tools that change only the file that they name.
 pub const WRITERS: [&str; 4] = ["Write", "Edit", "MultiEdit", "NotebookEdit"];
 
-/// Where a tool call is.
+/// The phase of a tool call or session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Phase {
-    /// It is about to begin.
+    /// The call is about to start.
     Pre,
-    /// It has succeeded.
+    /// The call succeeded.
     Post,
-    /// It has failed, which a command may have done after changing files.
+    /// The call failed; a command may still have changed files.
     Failed,
-    /// The agent, or one below it, has ended its turn: of its calls only those in the background go on.
+    /// A turn of an agent or subagent ended: only its background calls continue.
     TurnEnd,
     SessionEnd,
-    /// The dispatcher's word that what is below `process` is of a dispatch.
+    /// From the dispatcher: the processes below `process` belong to a dispatch.
     DispatchBegin,
-    /// The dispatcher's word that nothing of a dispatch runs any more.
+    /// From the dispatcher: no process of the dispatch remains.
     DispatchEnd,
 }
 
-/// A process, told apart from later ones of its number.
+/// A process, distinguished from later ones with the same ID by its start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     pub pid: i32,
-    /// In clock ticks since the machine booted; 0 where that is not known.
+    /// In clock ticks since boot; 0 if unknown.
     pub started: u64,
 }
 
 impl Process {
-    pub fn of(pid: i32) -> Self {
-        Self { pid, started: Stat::of(pid).map_or(0, |stat| stat.started) }
+    pub fn from_pid(pid: i32) -> Self {
+        Self { pid, started: Stat::from_pid(pid).map_or(0, |stat| stat.started) }
     }
 
-    /// It, its parent, and so on, up to the first of all; empty where it has ended.
-    pub fn with_those_above(pid: i32) -> Vec<Self> {
+    /// The process and its ancestors, up to the init process; empty if it has ended.
+    pub fn with_ancestors(pid: i32) -> Vec<Self> {
         let (mut all, mut next) = (Vec::new(), pid);
         while next > 1
-            && all.len() < MAX_ABOVE
-            && let Some(stat) = Stat::of(next)
+            && all.len() < MAX_ANCESTORS
+            && let Some(stat) = Stat::from_pid(next)
         {
             all.push(Self { pid: next, started: stat.started });
             next = stat.parent;
@@ -77,18 +77,18 @@ impl Process {
         all
     }
 
-    /// Whether it runs. Others' processes may be hidden, but that there is one can always be asked.
-    pub fn is_gone(self) -> bool {
-        let asked = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid), None);
-        if asked == Err(nix::errno::Errno::ESRCH) {
+    /// Whether it has ended. `kill` also finds processes that `/proc` hides.
+    pub fn has_ended(self) -> bool {
+        let probed = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid), None);
+        if probed == Err(nix::errno::Errno::ESRCH) {
             return true;
         }
-        Stat::of(self.pid)
+        Stat::from_pid(self.pid)
             .is_some_and(|stat| stat.is_zombie || (self.started != 0 && stat.started != self.started))
     }
 }
 
-/// What is used of `/proc/PID/stat`.
+/// The used fields of `/proc/PID/stat`.
 struct Stat {
     parent: i32,
     started: u64,
@@ -96,12 +96,12 @@ struct Stat {
 }
 
 impl Stat {
-    fn of(pid: i32) -> Option<Self> {
+    fn from_pid(pid: i32) -> Option<Self> {
         Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
     }
 
     fn parse(stat: &str) -> Option<Self> {
-        // The name stands in brackets and may hold anything.
+        // The name is in parentheses and may contain anything.
         let (_, rest) = stat.rsplit_once(')')?;
         let fields: Vec<&str> = rest.split_whitespace().collect();
         Some(Self {
@@ -125,40 +125,40 @@ pub struct Message {
     pub tool_use_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// The agents' program: `claude-code`, `codex`.
+    /// The agent's program: `claude-code` or `codex`.
     #[serde(default)]
     pub actor: String,
     #[serde(default)]
     pub agent_name: String,
-    /// The agent below the session's own that this is of.
+    /// The subagent that made the call, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub subagent: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cwd: Option<String>,
-    /// The one file that the tool writes.
+    /// The file that the tool writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// What the tool began goes on after its end.
+    /// The call continues in the background after its end.
     #[serde(default)]
     pub is_background: bool,
-    /// Of [`Phase::DispatchBegin`]. Whose call it is that a hook tells of, the kernel says.
+    /// Only for [`Phase::DispatchBegin`]. The process of a hook comes from the kernel instead.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub process: Option<Process>,
-    /// Of [`Phase::DispatchEnd`].
+    /// Only for [`Phase::DispatchEnd`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seen: Option<SeenCalls>,
 }
 
-/// Tool calls of a dispatch that may have changed files, as its agent's own output had them.
+/// Tool calls in the output of a dispatch's agent that may have changed files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SeenCalls {
     pub ids: Vec<String>,
-    /// Beside these, where there are too many for a message.
+    /// Number of further calls, which did not fit.
     pub more: u64,
-    /// Whether the program's hooks have the same ids.
+    /// Whether the program's hooks use the same IDs.
     pub is_by_id: bool,
 }
 
@@ -167,7 +167,7 @@ impl SeenCalls {
     const MAX_ID_BYTES: usize = 40;
 
     pub fn add(&mut self, id: &str) {
-        // What the agent prints is not to make the message longer than it may be.
+        // The agent's output must not make the message too long.
         let is_plain = id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.:".contains(&byte));
         if is_plain && !id.is_empty() && self.ids.len() < Self::MAX_IDS && id.len() <= Self::MAX_ID_BYTES {
             self.ids.push(id.to_owned());
@@ -200,7 +200,7 @@ impl Message {
         }
     }
 
-    /// What the dispatcher tells before an agent is started: all of it will run below this process.
+    /// Sent before an agent starts: all its processes will be below this one.
     pub fn dispatch_begin(dispatch_id: &str, agent_name: &str, runner: Process) -> Self {
         Self {
             dispatch_id: Some(dispatch_id.to_owned()),
@@ -210,17 +210,17 @@ impl Message {
         }
     }
 
-    /// What the dispatcher tells when a dispatch has ended.
+    /// Sent when a dispatch has ended.
     pub fn dispatch_end(dispatch_id: &str, seen: SeenCalls) -> Self {
         Self { dispatch_id: Some(dispatch_id.to_owned()), seen: Some(seen), ..Self::new(Phase::DispatchEnd) }
     }
 }
 
-/// Tells the watcher, and waits until it has seen all that happened before.
+/// Sends a message and waits until the watcher has processed all earlier changes.
 ///
 /// # Errors
-/// When nobody listens, or not in time.
-pub fn tell(socket: &Path, message: &Message, within: Duration) -> io::Result<()> {
+/// The watcher is not reachable, or did not reply in time.
+pub fn send(socket: &Path, message: &Message, within: Duration) -> io::Result<()> {
     let end = Instant::now() + within;
     let left = || {
         let left = end.saturating_duration_since(Instant::now());
@@ -232,68 +232,68 @@ pub fn tell(socket: &Path, message: &Message, within: Duration) -> io::Result<()
     stream.set_write_timeout(left()?)?;
     stream.write_all(&line)?;
     stream.set_read_timeout(left()?)?;
-    let mut answer = Vec::new();
-    BufReader::new(stream).take(LONGEST).read_until(b'\n', &mut answer)?;
-    if answer.ends_with(b"\n") { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    let mut reply = Vec::new();
+    BufReader::new(stream).take(MAX_MESSAGE_BYTES).read_until(b'\n', &mut reply)?;
+    if reply.ends_with(b"\n") { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Tells the watcher what the dispatcher has to say. Without a watcher there is no audit, and nothing to tell.
-pub async fn tell_of_dispatch(socket: &Path, message: Message) {
+/// Sends a message of the dispatcher. Without a watcher there is no audit, so that failures are only logged.
+pub async fn send_from_dispatcher(socket: &Path, message: Message) {
     let (socket, phase) = (socket.to_owned(), message.phase);
-    let told = tokio::task::spawn_blocking(move || tell(&socket, &message, OF_DISPATCH));
-    if let Ok(Err(error)) = told.await {
-        tracing::debug!(%error, ?phase, "svc-watch did not hear of a dispatch");
+    let sent = tokio::task::spawn_blocking(move || send(&socket, &message, DISPATCH_TIMEOUT));
+    if let Ok(Err(error)) = sent.await {
+        tracing::debug!(%error, ?phase, "cannot report a dispatch to svc-watch");
     }
 }
 
-/// A message that nobody got.
+/// A message that could not be delivered.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Untold {
+pub struct UndeliveredHook {
     pub version: u32,
     #[serde(with = "clock::wire")]
     pub at: Timestamp,
-    pub why: Why,
+    pub why: GapReason,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<Message>,
 }
 
-impl Untold {
-    pub fn new(why: Why, message: Option<Message>) -> Self {
+impl UndeliveredHook {
+    pub fn new(why: GapReason, message: Option<Message>) -> Self {
         Self { version: 1, at: clock::now_ms(), why, message }
     }
 
-    /// Leaves it for the watcher.
+    /// Saves it for the watcher.
     ///
     /// # Errors
-    /// The file's.
-    pub fn leave(&self, file: &Path) -> io::Result<()> {
+    /// The file cannot be written or locked.
+    pub fn save(&self, path: &Path) -> io::Result<()> {
         let mut line = serde_json::to_vec(self)?;
         line.push(b'\n');
         let mut options = File::options();
         options.create(true).append(true).mode(0o660).custom_flags(OFlag::O_NOFOLLOW.bits());
-        for _ in 0..LOCK_TRIES {
-            let mut left = options.open(file)?;
-            if left.try_lock().is_err() {
+        for _ in 0..MAX_LOCK_TRIES {
+            let mut file = options.open(path)?;
+            if file.try_lock().is_err() {
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }
-            let meta = left.metadata()?;
-            // One that was just collected has no name any more.
+            let meta = file.metadata()?;
+            // A file that was collected meanwhile has no name.
             if meta.nlink() > 0 {
-                return if meta.len() < MOST_GAPS { left.write_all(&line) } else { Ok(()) };
+                return if meta.len() < MAX_GAP_BYTES { file.write_all(&line) } else { Ok(()) };
             }
         }
         Err(io::ErrorKind::WouldBlock.into())
     }
 
-    /// All that was left, which is then gone. What cannot be read, somebody else put there.
+    /// Reads and removes all saved messages. Invalid lines are ignored: any program of the owner can write to the file.
     pub fn collect(file: &Path) -> Vec<Self> {
         Self::read(file).unwrap_or_default()
     }
 
     fn read(path: &Path) -> io::Result<Vec<Self>> {
-        // The owner's programs may put anything there: a pipe keeps nobody waiting.
+        // `O_NONBLOCK`: a program of the owner could put a FIFO there.
         let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;
         let meta = file.metadata()?;
@@ -301,8 +301,8 @@ impl Untold {
             return Ok(Vec::new());
         }
         let mut text = Vec::new();
-        (&file).take(2 * MOST_GAPS).read_to_end(&mut text)?;
-        // The directory is the group's; the file may be its owner's alone.
+        (&file).take(2 * MAX_GAP_BYTES).read_to_end(&mut text)?;
+        // The group may write to the directory, but perhaps not to the file: remove it rather than truncate it.
         std::fs::remove_file(path)?;
         let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
         Ok(lines.filter_map(|line| serde_json::from_slice(line).ok()).collect())
@@ -314,43 +314,44 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_ids_an_agent_prints_the_message_is_heard() {
+    fn message_stays_within_its_limit_for_any_ids() {
         let mut seen = SeenCalls::default();
         for id in ["\u{1}".repeat(36), "\"".repeat(40), "x".repeat(40), "é".repeat(20), String::new()] {
             (0..2000).for_each(|_| seen.add(&id));
         }
         assert_eq!((seen.ids.len() as u64 + seen.more, seen.ids.len()), (10_000, SeenCalls::MAX_IDS));
         let message = Message::dispatch_end(&"d".repeat(200), seen);
-        assert!((serde_json::to_vec(&message).unwrap().len() as u64) < LONGEST);
+        assert!((serde_json::to_vec(&message).unwrap().len() as u64) < MAX_MESSAGE_BYTES);
     }
 
     #[test]
-    fn what_was_left_is_collected_once_and_takes_a_bounded_place() {
+    fn saved_messages_are_collected_once_and_bounded() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("gaps");
-        assert!(Untold::collect(&file).is_empty());
-        let untold = Untold::new(Why::Unheard, Some(Message::dispatch_end("d", SeenCalls::default())));
+        assert!(UndeliveredHook::collect(&file).is_empty());
+        let undelivered =
+            UndeliveredHook::new(GapReason::Unheard, Some(Message::dispatch_end("d", SeenCalls::default())));
         for _ in 0..2 {
-            untold.leave(&file).unwrap();
+            undelivered.save(&file).unwrap();
         }
-        assert_eq!(Untold::collect(&file), [untold.clone(), untold.clone()]);
-        assert!(Untold::collect(&file).is_empty());
+        assert_eq!(UndeliveredHook::collect(&file), [undelivered.clone(), undelivered.clone()]);
+        assert!(UndeliveredHook::collect(&file).is_empty());
         for _ in 0..1000 {
-            untold.leave(&file).unwrap();
+            undelivered.save(&file).unwrap();
         }
         let bytes = std::fs::metadata(&file).unwrap().len();
-        assert!(bytes < MOST_GAPS + 1000, "{bytes}");
-        assert!(Untold::collect(&file).len() > 100);
+        assert!(bytes < MAX_GAP_BYTES + 1000, "{bytes}");
+        assert!(UndeliveredHook::collect(&file).len() > 100);
         std::os::unix::fs::symlink("/etc/hostname", &file).unwrap();
-        assert!(untold.leave(&file).is_err() && Untold::collect(&file).is_empty());
+        assert!(undelivered.save(&file).is_err() && UndeliveredHook::collect(&file).is_empty());
     }
 
     #[test]
-    fn a_process_is_known_by_its_start() {
-        let own = Process::of(i32::try_from(std::process::id()).unwrap());
-        assert!(own.started > 0 && !own.is_gone());
-        assert!(Process { started: own.started + 1, ..own }.is_gone());
-        assert!(Process { pid: i32::MAX, started: 0 }.is_gone());
+    fn process_is_identified_by_its_start_time() {
+        let own = Process::from_pid(i32::try_from(std::process::id()).unwrap());
+        assert!(own.started > 0 && !own.has_ended());
+        assert!(Process { started: own.started + 1, ..own }.has_ended());
+        assert!(Process { pid: i32::MAX, started: 0 }.has_ended());
         let stat = Stat::parse("7 (a) b) (c) S 3 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 4242 0").unwrap();
         assert_eq!((stat.parent, stat.started), (3, 4242));
     }

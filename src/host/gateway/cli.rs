@@ -9,7 +9,7 @@ use jiff::civil::Date;
 
 use crate::applet::{Exit, Failure, OrExit};
 use crate::host::records::book;
-use crate::host::records::files::Kind;
+use crate::host::records::files::RecordKind;
 use crate::host::records::ledger::{GroupBy, Totals, UsageQuery};
 use crate::host::records::page::{self, PageError, Verdict};
 use crate::host::records::tail::Tail;
@@ -64,7 +64,7 @@ enum Which {
     Backups,
 }
 
-impl From<Which> for Kind {
+impl From<Which> for RecordKind {
     fn from(which: Which) -> Self {
         match which {
             Which::Activity => Self::Activity,
@@ -118,7 +118,7 @@ pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
 /// # Errors
 /// [`Failure`].
 pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
-    let (kind, logs): (Kind, PathBuf) = (args.record.into(), layout.logs());
+    let (kind, logs): (RecordKind, PathBuf) = (args.record.into(), layout.logs());
     // What comes while the last lines are read comes after them.
     let tail = args.follow.then(|| Tail::at_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
     let (mut lines, mut before) = (Vec::new(), None);

@@ -115,8 +115,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
     tokio::spawn(apps::measure_sizes(gateway.clone(), stop.clone()));
     tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
-    let tended = tokio::spawn(gateway.kernel.clone().tend(stop.clone()));
-    tokio::spawn(gateway.dispatcher.clone().tend(stop.clone()));
+    let tended = tokio::spawn(gateway.kernel.clone().maintain(stop.clone()));
+    tokio::spawn(gateway.dispatcher.clone().maintain(stop.clone()));
     tokio::spawn(gateway.writers.clone().watch(gateway.dispatcher.clone(), stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));

@@ -1,8 +1,8 @@
-//! The book of what was spent: the [`Ledger`] in memory, with what lies on the disk.
+//! The usage book: the [`Ledger`] in memory, and its files.
 //!
-//! What counts is the interactions: `usage.jsonl` is written from time to time, and when the book is opened, each day whose
-//! file is there is counted again unless it is sealed. So after any crash totals are the sums of the interactions; days
-//! whose files have had their time come from `usage.jsonl` alone.
+//! The interactions are authoritative. `usage.jsonl` is written periodically; opening the book recounts each day whose
+//! interactions exist, unless the day is sealed. So totals equal the sum of the interactions after any crash; days
+//! whose files have expired come from `usage.jsonl` only.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -23,42 +23,42 @@ use super::ledger::{Ledger, Report, Totals, UsageQuery};
 use super::money::Dollars;
 use super::names::INTERACTIONS;
 use super::seals::{Seal, Seals};
-use super::writer::{Extent, NoRoom, Record, Records};
+use super::writer::{Extent, QueueFull, Record, Records};
 use crate::chain::chain;
 use crate::failpoint;
 use crate::fsx::{self, FileError};
 
-/// How long a disk has to take what is written before days are sealed.
-const DISK: Duration = Duration::from_secs(10);
+/// Timeout of a flush before days are sealed.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 const USAGE: &str = "usage.jsonl";
-/// What is to take its place; of a run that was cut off, where there is one.
+/// The compacted file before it replaces `usage.jsonl`; an interrupted compaction leaves it behind.
 const NEW_USAGE: &str = "usage.jsonl.new";
-/// So many lines that say nothing any more are let be.
-const MOST_SPENT_LINES: u64 = 20_000;
-/// A longer line is none of ours.
-const LONGEST_LINE: u64 = 8 << 20;
-const PIECE: usize = 256 << 10;
+/// Maximum obsolete lines before `usage.jsonl` is compacted.
+const MAX_OBSOLETE_LINES: u64 = 20_000;
+/// Longer lines are invalid.
+const MAX_LINE_BYTES: u64 = 8 << 20;
+const CHUNK_BYTES: usize = 256 << 10;
 
-/// The places of a compaction where a test can stop it.
+/// Fail points of a compaction.
 pub const POINTS: &[&str] = &["usage.begin", "usage.written", "usage.replaced"];
 
-/// The ledger, its record, and where both are written.
+/// The ledger and its files.
 pub struct Book {
     ledger: Mutex<Ledger>,
     records: Records,
     logs: PathBuf,
     seals: PathBuf,
-    /// One at a time writes usage; how many lines of it there are.
+    /// Serializes writes of usage; the number of lines in `usage.jsonl`.
     writing: Mutex<u64>,
-    /// Days of which an interaction found no room: their files say less than was counted.
+    /// Days with dropped interactions: more was counted than their files have.
     refused: Mutex<BTreeSet<Date>>,
 }
 
 impl Book {
-    /// Reads what is there. `seals` is a file of ours, beside no record.
+    /// Opens the book. `seals` is a file outside the records' directory.
     ///
     /// # Errors
-    /// [`FileError`], where a record is there and cannot be read.
+    /// [`FileError`] if a record exists and cannot be read.
     pub fn open(records: Records, logs: PathBuf, seals: PathBuf) -> Result<Self, FileError> {
         fsx::remove_if_there(&logs.join(NEW_USAGE))?;
         let (ledger, lines) = read_all(&logs, &seals)?;
@@ -70,13 +70,13 @@ impl Book {
         locked(&self.ledger)
     }
 
-    /// A dispatch has ended: it is recorded, and counts for this day.
+    /// Records an ended dispatch and counts it for this day.
     ///
     /// # Errors
-    /// [`NoRoom`]: it counts all the same, until this process ends.
-    pub fn record(&self, day: Date, one: &Interaction) -> Result<(), NoRoom> {
+    /// [`QueueFull`]: it still counts, until this process ends.
+    pub fn record(&self, day: Date, one: &Interaction) -> Result<(), QueueFull> {
         let totals = Totals::one(one.cost, one.tokens_in, one.tokens_out);
-        // Under one lock: no line of usage is written between the two.
+        // One lock for both, so that no usage line is written in between.
         let mut ledger = self.lock();
         let accepted = self.records.append(Record::Interactions(day), one);
         ledger.count(day, &one.sender_id, &one.model, &totals);
@@ -86,8 +86,8 @@ impl Book {
         accepted
     }
 
-    pub fn report(&self, asked: &UsageQuery) -> Report {
-        self.lock().report(asked)
+    pub fn report(&self, query: &UsageQuery) -> Report {
+        self.lock().report(query)
     }
 
     pub fn spent(&self, user: &str, start: Date, end: Date) -> Dollars {
@@ -98,56 +98,56 @@ impl Book {
         self.lock().users_since(start).into_iter().map(str::to_owned).collect()
     }
 
-    /// Writes to `usage.jsonl` what it lacks; where most of its lines say nothing any more, it is written anew.
+    /// Appends missing lines to `usage.jsonl`; compacts it if most of its lines are obsolete.
     pub fn write(&self) {
         let mut lines = locked(&self.writing);
         self.write_lines(&mut lines);
         let keys = self.lock().keys() as u64;
-        if *lines > 2 * keys + MOST_SPENT_LINES {
+        if *lines > 2 * keys + MAX_OBSOLETE_LINES {
             self.compact_lines(&mut lines);
         }
     }
 
-    /// Writes `usage.jsonl` anew, with one line for each key.
+    /// Rewrites `usage.jsonl` with one line per key.
     pub fn compact(&self) {
         self.compact_lines(&mut locked(&self.writing));
     }
 
-    /// `false` where not all of it found room; the rest is written the next time.
+    /// Returns `false` if the queue is full; the remaining lines are written next time.
     fn write_lines(&self, lines: &mut u64) -> bool {
         let mut ledger = self.lock();
         let (mut written, mut has_room) = (0, true);
         for line in ledger.lines() {
             has_room = self.records.append(Record::Usage, &line).is_ok();
             if !has_room {
-                tracing::warn!("a line of usage.jsonl had no room; it is written later");
+                tracing::warn!("a line of usage.jsonl is delayed: queue full");
                 break;
             }
             written += 1;
         }
-        ledger.written(written);
+        ledger.mark_written(written);
         *lines += written as u64;
         has_room
     }
 
     fn compact_lines(&self, lines: &mut u64) {
-        match self.anew(lines) {
+        match self.rewrite(lines) {
             Ok(Some(now)) => {
-                tracing::info!(before = *lines, now, "usage.jsonl is written anew");
+                tracing::info!(before = *lines, now, "usage.jsonl compacted");
                 *lines = now;
             }
-            Ok(None) => tracing::debug!("usage.jsonl is written anew another time"),
+            Ok(None) => tracing::debug!("compaction of usage.jsonl postponed"),
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "usage.jsonl could not be written anew; it stays as it is");
+                tracing::warn!(error = %chain(&error), "cannot compact usage.jsonl; it is unchanged");
             }
         }
     }
 
-    /// How many lines it has then; `None` where there was something in the way. Nobody else has lines for it meanwhile, and
-    /// it stays what it is until all of the new one is durable.
-    fn anew(&self, lines: &mut u64) -> Result<Option<u64>, FileError> {
+    /// Returns the new number of lines, or `None` if the compaction was postponed. The caller prevents concurrent
+    /// lines, and the file is only replaced once the new one is durable.
+    fn rewrite(&self, lines: &mut u64) -> Result<Option<u64>, FileError> {
         let (path, new) = (self.logs.join(USAGE), self.logs.join(NEW_USAGE));
-        if !self.write_lines(lines) || !self.records.flush(DISK) {
+        if !self.write_lines(lines) || !self.records.flush(FLUSH_TIMEOUT) {
             return Ok(None);
         }
         let Some((file, _)) = files::open(&path).map_err(FileError::at("read", &path))? else {
@@ -158,14 +158,14 @@ impl Book {
             failpoint::pass("usage.begin").map_err(io::Error::other)?;
             let written = self.write_all(&new)?;
             failpoint::pass("usage.written").map_err(io::Error::other)?;
-            let is_put = self.records.replace(Record::Usage, new.clone(), was)?;
+            let is_replaced = self.records.replace(Record::Usage, new.clone(), was)?;
             failpoint::pass("usage.replaced").map_err(io::Error::other)?;
-            Ok(is_put.then_some(written))
+            Ok(is_replaced.then_some(written))
         };
         write().map_err(FileError::at("write", &new))
     }
 
-    /// All that is known, a day at a time.
+    /// Writes the whole ledger, one day at a time.
     fn write_all(&self, path: &Path) -> io::Result<u64> {
         let mut options = OpenOptions::new();
         options.create(true).write(true).truncate(true).mode(0o640).custom_flags(OFlag::O_NOFOLLOW.bits());
@@ -178,7 +178,7 @@ impl Book {
                 text.push(b'\n');
                 written += 1;
             }
-            if text.len() > PIECE {
+            if text.len() > CHUNK_BYTES {
                 file.write_all(&text)?;
                 text.clear();
             }
@@ -188,26 +188,26 @@ impl Book {
         Ok(written)
     }
 
-    /// Writes all of it and seals the days that are there. What a disk refuses, and what is counted meanwhile, is counted
-    /// again at the next start.
+    /// Writes all usage and seals complete days. Days with dropped or concurrent interactions are recounted at the next
+    /// start.
     pub fn seal(&self) {
         let mut lines = locked(&self.writing);
-        if !self.write_lines(&mut lines) || !self.records.flush(DISK) {
+        if !self.write_lines(&mut lines) || !self.records.flush(FLUSH_TIMEOUT) {
             return;
         }
         let lengths = days(&self.logs);
         let ledger = self.lock();
         let (unwritten, refused) = (ledger.unwritten_days(), locked(&self.refused).clone());
         let sealed = lengths.map(|days| {
-            let whole =
+            let complete =
                 days.into_iter().filter(|(day, _)| !unwritten.contains(day) && !refused.contains(day));
-            Seals::of(
-                whole.map(|(day, files)| (day, Seal { length: length(&files), totals: ledger.day(day) })),
+            Seals::new(
+                complete.map(|(day, files)| (day, Seal { length: length(&files), totals: ledger.day(day) })),
             )
         });
         drop(ledger);
         if let Err(error) = sealed.and_then(|seals| seals.write(&self.seals)) {
-            tracing::warn!(error = %chain(&error), "days could not be sealed; they are counted again");
+            tracing::warn!(error = %chain(&error), "cannot seal days; they are counted again at the next start");
         }
     }
 }
@@ -220,21 +220,21 @@ fn length(files: &Files) -> u64 {
     files.iter().map(|(_, length)| length).sum()
 }
 
-/// What was spent, by what is on the disk.
+/// Reads the ledger from the files.
 ///
 /// # Errors
-/// [`FileError`], where a record is there and cannot be read.
+/// [`FileError`] if a record exists and cannot be read.
 pub fn read(logs: &Path, seals: &Path) -> Result<Ledger, FileError> {
     read_all(logs, seals).map(|(ledger, _)| ledger)
 }
 
-/// With how many lines `usage.jsonl` has.
+/// Also returns the number of lines in `usage.jsonl`.
 fn read_all(logs: &Path, seals: &Path) -> Result<(Ledger, u64), FileError> {
     let (mut ledger, mut lines) = (Ledger::default(), 0);
     each_line(&logs.join(USAGE), |line| {
         lines += 1;
         if let Ok(line) = serde_json::from_slice(line) {
-            ledger.settle(&line);
+            ledger.apply_line(&line);
         }
     })?;
     let sealed = Seals::read(seals);
@@ -242,24 +242,24 @@ fn read_all(logs: &Path, seals: &Path) -> Result<(Ledger, u64), FileError> {
         if sealed.holds(day, &Seal { length: length(&files), totals: ledger.day(day) }) {
             continue;
         }
-        let (mut counted, mut are_there) = (ledger.recount(day), true);
+        let (mut recount, mut are_there) = (ledger.begin_recount(day), true);
         for (path, _) in &files {
             are_there &= each_line(path, |line| {
                 if let Ok(one) = serde_json::from_slice::<Counted<'_>>(line) {
-                    ledger.counted(&mut counted, &one.sender_id, &one.model, &one.totals());
+                    ledger.add_to_recount(&mut recount, &one.sender_id, &one.model, &one.totals());
                 }
             })?;
         }
-        // A file may have had its time just now: then the day is what usage.jsonl says.
+        // A file may have expired just now: then usage.jsonl is authoritative.
         if are_there {
-            ledger.recounted(counted);
+            ledger.finish_recount(recount);
         }
     }
     ledger.trim();
     Ok((ledger, lines))
 }
 
-/// What is read of an interaction to count it.
+/// The fields of an interaction that are counted.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Counted<'a> {
@@ -280,7 +280,7 @@ impl Counted<'_> {
 
 type Files = Vec<(PathBuf, u64)>;
 
-/// The files of interactions, by their days, with their lengths.
+/// The files of interactions and their lengths, by day.
 fn days(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
     let mut days: std::collections::BTreeMap<Date, Files> = std::collections::BTreeMap::new();
     let entries = match std::fs::read_dir(logs) {
@@ -301,24 +301,23 @@ fn days(logs: &Path) -> Result<Vec<(Date, Files)>, FileError> {
     Ok(days.into_iter().collect())
 }
 
-/// Each line; those that are none of ours, such as gaps and what a crash tore, are for the caller to tell. `false` where
-/// there is no file.
-fn each_line(path: &Path, mut of: impl FnMut(&[u8])) -> Result<bool, FileError> {
+/// Calls `handle` for each line, also for gaps and invalid lines. Returns `false` if the file does not exist.
+fn each_line(path: &Path, mut handle: impl FnMut(&[u8])) -> Result<bool, FileError> {
     let Some((file, _)) = files::open(path).map_err(FileError::at("read", path))? else { return Ok(false) };
-    let mut reader = BufReader::with_capacity(PIECE, file);
+    let mut reader = BufReader::with_capacity(CHUNK_BYTES, file);
     let mut line = Vec::new();
     while next_line(&mut reader, &mut line).map_err(FileError::at("read", path))? {
-        of(&line);
+        handle(&line);
     }
     Ok(true)
 }
 
-/// The next line; of one that is too long, its end. `false` where there is none.
+/// Reads the next line, or the end of one that is too long. `false` at the end of the file.
 fn next_line(reader: &mut BufReader<File>, line: &mut Vec<u8>) -> io::Result<bool> {
     loop {
         line.clear();
-        let read = reader.by_ref().take(LONGEST_LINE).read_until(b'\n', line)?;
-        if (read as u64) < LONGEST_LINE || line.ends_with(b"\n") {
+        let read = reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)?;
+        if (read as u64) < MAX_LINE_BYTES || line.ends_with(b"\n") {
             return Ok(read > 0);
         }
     }

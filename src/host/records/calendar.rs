@@ -1,10 +1,10 @@
-//! Which day it is by the clock of a time zone, the owner's; when the next day, and the next month, begin.
+//! Days and months in the owner's time zone.
 
 use jiff::Timestamp;
 use jiff::civil::Date;
 use jiff::tz::TimeZone;
 
-/// Days begin by this zone's clock.
+/// Days of this time zone.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Calendar(TimeZone);
 
@@ -14,8 +14,8 @@ impl Calendar {
     }
 
     /// # Errors
-    /// Where there is no such zone.
-    pub fn of(zone: &str) -> Result<Self, jiff::Error> {
+    /// The time zone is unknown.
+    pub fn for_zone(zone: &str) -> Result<Self, jiff::Error> {
         TimeZone::get(zone).map(Self)
     }
 
@@ -23,18 +23,18 @@ impl Calendar {
         at.to_zoned(self.0.clone()).date()
     }
 
-    /// The first instant of a day; where the clock jumps over its midnight, the first that there is.
+    /// The first instant of a day, also if the clock skips midnight.
     pub fn start(&self, day: Date) -> Timestamp {
-        // A day that no clock can show is none that anybody waits for.
+        // A day outside the supported range: nothing waits for it.
         day.to_zoned(self.0.clone()).map_or(Timestamp::MAX, |start| start.timestamp())
     }
 
-    /// When the day after the one of this time begins.
+    /// The start of the next day.
     pub fn next_day(&self, at: Timestamp) -> Timestamp {
         self.day(at).tomorrow().map_or(Timestamp::MAX, |day| self.start(day))
     }
 
-    /// When the month after the one of this time begins.
+    /// The start of the next month.
     pub fn next_month(&self, at: Timestamp) -> Timestamp {
         let next = self.day(at).last_of_month().tomorrow();
         next.map_or(Timestamp::MAX, |day| self.start(day))
@@ -48,9 +48,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn days_and_months_begin_where_the_clock_does() {
+    fn days_and_months_start_by_local_time() {
         let next = |zone: &str, at: &str| {
-            let (calendar, at) = (Calendar::of(zone).unwrap(), at.parse().unwrap());
+            let (calendar, at) = (Calendar::for_zone(zone).unwrap(), at.parse().unwrap());
             (calendar.next_day(at).to_string(), calendar.next_month(at).to_string())
         };
         // A day of 23 hours, one of 25, a leap day, the end of a year.
@@ -62,24 +62,24 @@ mod tests {
         ] {
             assert_eq!(next(zone, at), (day.to_owned(), month.to_owned()), "{zone} {at}");
         }
-        // There is no midnight on the day on which summer time begins in Lebanon, or did.
-        let beirut = Calendar::of("Asia/Beirut").unwrap();
+        // In Lebanon, summer time used to start at midnight, which the clock skipped.
+        let beirut = Calendar::for_zone("Asia/Beirut").unwrap();
         assert_eq!(beirut.start("2024-03-31".parse().unwrap()).to_string(), "2024-03-30T22:00:00Z");
         assert_eq!(beirut.day("2024-03-30T22:00:00Z".parse().unwrap()).to_string(), "2024-03-31");
     }
 
     proptest! {
-        /// In any zone, whatever its clock does: a day begins where the one before ends, and limits are reset after now.
+        /// In any zone, a day starts where the previous one ends, and limits reset in the future.
         #[test]
-        fn days_and_months_meet(
+        fn days_and_months_are_contiguous(
             zone in prop::sample::select(vec![
                 "UTC", "Europe/Berlin", "America/Santiago", "Asia/Beirut", "Africa/Cairo", "America/Havana", "Australia/Lord_Howe",
                 "Asia/Kathmandu", "Pacific/Apia", "America/St_Johns", "Atlantic/Azores",
             ]),
-            // Since 2012: until then clocks in St. John's went back over midnight, and a day came twice.
+            // Since 2012: before, clocks in St. John's went back over midnight, so that a day occurred twice.
             second in 1_325_376_000_i64..2_400_000_000,
         ) {
-            let (calendar, at) = (Calendar::of(zone).unwrap(), Timestamp::from_second(second).unwrap());
+            let (calendar, at) = (Calendar::for_zone(zone).unwrap(), Timestamp::from_second(second).unwrap());
             let day = calendar.day(at);
             let before = |at: Timestamp| calendar.day(at.checked_sub(jiff::SignedDuration::from_nanos(1)).unwrap());
             let begins = calendar.start(day);

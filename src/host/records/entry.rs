@@ -1,4 +1,4 @@
-//! What a line of a record says: the specification's part 2, and an `id` and a `version` beside it.
+//! Lines of the records, as in part 2 of the specification, with an additional `id` and `version`.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 use super::money::Dollars;
 use crate::clock;
 
-/// A dispatch that has ended: a line of `interactions-{date}.jsonl`.
+/// An ended dispatch: a line of `interactions-{date}.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Interaction {
     pub version: u32,
-    /// The dispatch's own, or the one that its caller gave.
+    /// The dispatch's ID, generated or chosen by its caller.
     pub id: String,
-    /// When it ended: the day that it counts for is this one's.
+    /// The end of the dispatch; it counts for the day of this time.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
-    /// The user or channel that it was for.
+    /// The user or channel that sent it.
     pub sender_id: String,
     pub conversation_id: String,
     pub model: String,
@@ -28,7 +28,7 @@ pub struct Interaction {
     pub tools: Vec<Tool>,
     pub status: Status,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub error: Option<Failed>,
+    pub error: Option<DispatchError>,
     pub batch: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch_id: Option<String>,
@@ -45,21 +45,21 @@ pub enum Status {
     Error,
 }
 
-/// A tool that an agent used. What the tool answered is nowhere.
+/// A tool call of an agent, without its result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Tool {
     pub name: String,
     pub duration_ms: u64,
-    /// The beginning of its input, without secrets.
+    /// The start of its input, without secrets.
     pub input_preview: String,
     pub status: Status,
 }
 
-/// Why a dispatch failed.
+/// The error of a failed dispatch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Failed {
+pub struct DispatchError {
     pub name: String,
     pub message: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -70,23 +70,23 @@ pub struct Failed {
     pub turn: Option<u64>,
 }
 
-/// A change of a file in the home: a line of `audit.jsonl`.
+/// A file change in the home: a line of `audit.jsonl`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AuditEntry {
     pub version: u32,
-    /// When it was noticed: for a command, its end.
+    /// The time of detection: for a command, its end.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub op: Op,
-    /// From the home's root.
+    /// Relative to the home.
     pub path: String,
-    /// The name is no text: in `path`, `\\xNN` is a byte, and `\\\\` a backslash.
+    /// The name is not UTF-8: in `path`, `\\xNN` is a byte and `\\\\` a backslash.
     #[serde(default, skip_serializing_if = "is_false")]
     pub escaped: bool,
-    /// Of the file as it is now; 0 for a folder, and for what is gone.
+    /// Current size of the file; 0 for folders and deleted files.
     pub size_bytes: u64,
-    /// The agents' program, or the part of the system.
+    /// The agent's program, or a part of the system.
     pub actor: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_name: Option<String>,
@@ -94,7 +94,7 @@ pub struct AuditEntry {
     pub dispatch_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool: Option<String>,
-    /// Several agents were at work, and it was one of them: `actor` and `agent_name` have all of their names.
+    /// One of several agents made the change: `actor` and `agent_name` list all of them.
     #[serde(default, skip_serializing_if = "is_false")]
     pub ambiguous: bool,
 }
@@ -102,7 +102,7 @@ pub struct AuditEntry {
 impl AuditEntry {
     pub const VERSION: u32 = 1;
 
-    /// A path, which is bytes, as it is written, and whether it had to be escaped for that.
+    /// Encodes a path, and returns whether it was escaped.
     pub fn path(bytes: &[u8]) -> (String, bool) {
         if let Ok(path) = std::str::from_utf8(bytes) {
             return (path.to_owned(), false);
@@ -126,13 +126,12 @@ pub enum Op {
     Mkdir,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde wants it")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde requires this signature")]
 fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// Lines that had no room, or tool calls that nobody saw: a line of any JSON record. Whoever reads a record looks for
-/// `gap` first.
+/// Dropped lines or unseen tool calls: a line of any JSON record. Readers check for `gap` first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GapLine {
     pub version: u32,
@@ -144,37 +143,37 @@ pub struct GapLine {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Gap {
-    /// How many lines.
+    /// Number of lines or calls.
     pub lost: u64,
-    /// When the first of them had no room.
+    /// Time of the first of them.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// Of the audit: why tool calls were not seen. Lines that had no room say nothing.
+    /// Only in the audit: why tool calls were not seen. Absent for dropped lines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub why: Option<Why>,
+    pub why: Option<GapReason>,
 }
 
 /// Why changes of tool calls may be missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Why {
-    /// The hook found nobody to tell.
+pub enum GapReason {
+    /// The hook could not reach the watcher.
     Unheard,
-    /// The answer did not come in time, and the hook let go.
+    /// The watcher did not reply in time.
     Late,
-    /// What the hook was given could not be read, or was too large.
+    /// The hook's input was invalid or too large.
     Unreadable,
-    /// The watcher began anew while tools were running.
+    /// The watcher restarted while tools were running.
     Restarted,
-    /// The end of a tool call whose beginning was not seen.
+    /// The end of a tool call whose start was not seen.
     Unpaired,
-    /// More tool calls at once than are kept.
+    /// Too many concurrent tool calls.
     Crowded,
-    /// The agent's own output had them, and no hook told of them.
+    /// Calls in the agent's output that no hook reported.
     Unseen,
-    /// A hook spoke for another process's call, or for a dispatch, and was not believed.
+    /// A hook reported another process's call, or a dispatch, and was rejected.
     Forged,
-    /// The end of a tool call whose teller was gone before it could be looked at.
+    /// The end of a tool call whose reporting process had already ended.
     Unproven,
 }
 
@@ -185,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_has_the_specifications_names() {
+    fn lines_use_the_specifications_names() {
         let line = json!({
             "version": 1, "id": "01", "timestamp": "2026-11-22T01:02:03.456Z", "senderId": "user_1", "conversationId": "c",
             "model": "m", "agentName": "coder", "tokensIn": 10, "tokensOut": 20, "cost": 0.0125, "durationMs": 7,
@@ -205,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_is_no_text_is_written_so_that_it_can_be_read_back() {
+    fn non_utf8_path_is_escaped_reversibly() {
         assert_eq!(AuditEntry::path("ä\\n\n".as_bytes()), ("ä\\n\n".to_owned(), false));
         assert_eq!(AuditEntry::path(b"a\\b/\xff\xc3c"), ("a\\\\b/\\xff\\xc3c".to_owned(), true));
     }

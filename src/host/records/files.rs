@@ -1,6 +1,6 @@
-//! The files of a record, in the order of their days, and places in them.
+//! The files of a record by day, and positions in them.
 //!
-//! A place names its file by inode and birth: a rotation renames the file, and the place stays good.
+//! A position identifies its file by inode and birth time, so that it stays valid when a rotation renames the file.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
@@ -16,9 +16,9 @@ use nix::fcntl::OFlag;
 use super::names::{self, ACTIVITY, AUDIT, INTERACTIONS};
 use crate::fsx::FileError;
 
-/// A record that can be read back.
+/// A readable record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum RecordKind {
     Interactions,
     Audit,
     Activity,
@@ -26,8 +26,8 @@ pub enum Kind {
     Backups,
 }
 
-impl Kind {
-    /// The file that is written now, where it has one name on all days.
+impl RecordKind {
+    /// The current file, if its name does not depend on the day.
     fn current(self) -> Option<String> {
         match self {
             Self::Interactions => None,
@@ -47,7 +47,7 @@ impl Kind {
         }
     }
 
-    /// All its files, the oldest first.
+    /// All files, oldest first.
     ///
     /// # Errors
     /// [`FileError`].
@@ -60,8 +60,10 @@ impl Kind {
             };
             for entry in entries {
                 let entry = entry.map_err(FileError::at("read", logs))?;
-                if let Some(place) = entry.file_name().to_str().and_then(|name| record.day_and_number(name)) {
-                    dated.push((place, entry.path()));
+                if let Some(position) =
+                    entry.file_name().to_str().and_then(|name| record.day_and_number(name))
+                {
+                    dated.push((position, entry.path()));
                 }
             }
             dated.sort();
@@ -71,11 +73,11 @@ impl Kind {
     }
 }
 
-/// Which file it is, whatever its name. An inode is given to another file once its own is deleted; that one is born later.
+/// Identifies a file regardless of its name. A reused inode has a later birth time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileId {
     inode: u64,
-    /// In nanoseconds; 0 where the file system does not say.
+    /// In nanoseconds; 0 if the file system does not report it.
     born: u64,
 }
 
@@ -87,20 +89,20 @@ impl FileId {
     }
 }
 
-/// Between two lines of a file.
+/// A position between two lines of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct LinePosition {
     pub file: FileId,
     pub offset: u64,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for LinePosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}-{}-{}", self.file.inode, self.file.born, self.offset)
     }
 }
 
-impl FromStr for Place {
+impl FromStr for LinePosition {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -109,23 +111,23 @@ impl FromStr for Place {
             number.filter(|number| number.to_string() == part)
         });
         let mut number = || numbers.next().flatten().ok_or("must be a cursor or an id that was given before");
-        let place = Self { file: FileId { inode: number()?, born: number()? }, offset: number()? };
+        let position = Self { file: FileId { inode: number()?, born: number()? }, offset: number()? };
         if numbers.next().is_some() {
             Err("must be a cursor or an id that was given before")
         } else {
-            Ok(place)
+            Ok(position)
         }
     }
 }
 
-/// How far a record was followed: in the file of the last line, and in another one that got lines, too.
+/// The position of a reader: in the file of the last line, and in another file that also grew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Places {
-    pub last: Place,
-    pub other: Option<Place>,
+pub struct TailPosition {
+    pub last: LinePosition,
+    pub other: Option<LinePosition>,
 }
 
-impl fmt::Display for Places {
+impl fmt::Display for TailPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.other {
             Some(other) => write!(f, "{}_{other}", self.last),
@@ -134,7 +136,7 @@ impl fmt::Display for Places {
     }
 }
 
-impl FromStr for Places {
+impl FromStr for TailPosition {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -145,16 +147,16 @@ impl FromStr for Places {
     }
 }
 
-/// A file that is read; `None` where there is none by this name any more, or something else.
+/// Opens a regular file; `None` if there is none by this name.
 ///
 /// # Errors
-/// The file's.
+/// The file cannot be opened.
 pub fn open(path: &Path) -> io::Result<Option<(File, FileId)>> {
     let mut options = OpenOptions::new();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
     let file = match opened {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        // A link, or a socket, that somebody has put there.
+        // A link or socket that another program created.
         Err(error)
             if [Errno::ELOOP as i32, Errno::ENXIO as i32].map(Some).contains(&error.raw_os_error()) =>
         {

@@ -1,30 +1,30 @@
-//! Interactions by their ids: whether a dispatch has been recorded already.
+//! Finds interactions by ID, to detect dispatches that are already recorded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::entry::Interaction;
-use super::files::Kind;
+use super::files::RecordKind;
 use super::page::{self, PageError, Verdict};
 
-/// So many pages are looked through, the newest first: a day or two of a busy machine.
-const MOST_PAGES: usize = 8;
-/// Lines of a page.
-const LINES: usize = 1000;
+/// Maximum pages searched, newest first: a day or two on a busy machine.
+const MAX_PAGES: usize = 8;
+/// Maximum lines per page.
+const MAX_LINES: usize = 1000;
 
-/// Those of these ids that are among the newest interactions, by id. One of a batch is found by the batch's id, too.
+/// The newest interactions with these IDs or batch IDs, by ID.
 ///
 /// # Errors
 /// [`PageError::File`].
 pub fn interactions(logs: &Path, ids: &BTreeSet<String>) -> Result<BTreeMap<String, Interaction>, PageError> {
     let mut found = BTreeMap::new();
     let mut cursor = None;
-    for _ in 0..MOST_PAGES {
-        // An id stands in its line as it is: it has no character that JSON writes in another way.
-        let may_be = |line: &str| ids.iter().any(|id| line.contains(&**id));
-        let judge = |line: &str| if may_be(line) { Verdict::Take } else { Verdict::Leave };
-        let page = match page::newest(Kind::Interactions, logs, cursor, LINES, judge) {
-            // Rotated away meanwhile, and with it all that is older.
+    for _ in 0..MAX_PAGES {
+        // IDs have no characters that JSON escapes.
+        let may_match = |line: &str| ids.iter().any(|id| line.contains(&**id));
+        let judge = |line: &str| if may_match(line) { Verdict::Take } else { Verdict::Skip };
+        let page = match page::newest(RecordKind::Interactions, logs, cursor, MAX_LINES, judge) {
+            // Rotated away meanwhile, as is everything older.
             Err(PageError::Gone) => break,
             page => page?,
         };

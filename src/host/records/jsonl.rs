@@ -1,8 +1,8 @@
-//! Records of one JSON object a line: how one is appended.
+//! Appends to records of one JSON object per line.
 //!
-//! A line is written whole by one write, to the file that has the name now: each append opens it anew. That is the rule
-//! for every writer of a record that is rotated: the rotation renames the file, so what is written through a descriptor
-//! that was opened before is in the renamed file and not lost, and what comes after goes by the name to a new one.
+//! Each append opens the file by name and writes the whole line in one call. All writers of rotated records must do so:
+//! a rotation renames the file, so that a write through an older descriptor goes to the renamed file and is not lost,
+//! and later writes go to a new file.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -11,11 +11,11 @@ use std::path::Path;
 
 use crate::fsx::FileError;
 
-/// Appends one line by one write. A tail that a crash tore is dropped first, or closed where it is a whole line. The
-/// caller sees to it that nobody else appends meanwhile.
+/// Appends one line in one write. A torn last line is removed first; a complete one without a line end gets it. The
+/// caller must prevent concurrent appends.
 ///
 /// # Errors
-/// [`FileError`]; also where the name is a link, which somebody else has put there.
+/// [`FileError`]; also if the name is a link.
 pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     let dir = path.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
@@ -32,24 +32,24 @@ pub fn append_line(path: &Path, line: &[u8]) -> Result<(), FileError> {
     append().map_err(FileError::at("append to", path))
 }
 
-/// What must come before the next line: nothing, or the line end that a whole last line lacks. A torn one is cut off.
+/// Returns the text to write before the next line: empty, or a missing line end. Truncates a torn line.
 ///
 /// # Errors
-/// The file's.
+/// The file cannot be read or truncated.
 pub fn repair(file: &mut File) -> std::io::Result<&'static [u8]> {
-    const LONGEST_LINE: u64 = 1 << 20;
+    const MAX_LINE_BYTES: u64 = 1 << 20;
     let length = file.metadata()?.len();
-    let from = length.saturating_sub(LONGEST_LINE);
+    let from = length.saturating_sub(MAX_LINE_BYTES);
     file.seek(SeekFrom::Start(from))?;
     let mut end = Vec::new();
-    file.take(LONGEST_LINE).read_to_end(&mut end)?;
+    file.take(MAX_LINE_BYTES).read_to_end(&mut end)?;
     let whole = end.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
     let tail = &end[whole..];
     if tail.is_empty() {
         return Ok(b"");
     }
     if whole == 0 && from > 0 {
-        // A line that is longer than any of ours: what comes next is kept apart from it.
+        // An overlong line of another program: separate the next line from it.
         return Ok(b"\n");
     }
     if serde_json::from_slice::<serde::de::IgnoredAny>(tail).is_ok() {
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_is_not_followed() {
+    fn append_refuses_links() {
         let dir = tempfile::tempdir().unwrap();
         let (victim, link) = (dir.path().join("victim"), dir.path().join("storage.jsonl"));
         std::fs::write(&victim, "A=1\n").unwrap();
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_tail_is_repaired_and_no_whole_line_is_lost() {
+    fn append_repairs_a_torn_tail() {
         assert_eq!(after(""), "{\"n\":2}\n");
         assert_eq!(after("{\"n\":1}\n"), "{\"n\":1}\n{\"n\":2}\n");
         assert_eq!(after("{\"n\":1}"), "{\"n\":1}\n{\"n\":2}\n");

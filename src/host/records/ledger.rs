@@ -1,4 +1,4 @@
-//! What was spent, by day, user and model: pure. A line of `usage.jsonl` says it of one key; the last line of a key wins.
+//! Usage by day, user and model: pure. A line of `usage.jsonl` has the totals of one key; the last line of a key wins.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -10,60 +10,60 @@ use serde::{Deserialize, Serialize, Serializer};
 use super::money::Dollars;
 pub use crate::http::usage::{GroupBy, UsageQuery};
 
-/// A user or a model; names are many times the same.
+/// Index of an interned user or model name.
 type Name = u32;
 
-/// Whose dispatches, by which model.
+/// A user and a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Who {
+struct UsageKey {
     user: Name,
     model: Name,
 }
 
-/// One key of a day.
+/// The totals of a key on one day.
 #[derive(Debug, Clone, Copy)]
-struct Of {
-    who: Who,
+struct KeyTotals {
+    key: UsageKey,
     totals: Totals,
 }
 
-/// The keys of a day in their order, side by side: years of them are looked through in milliseconds.
+/// A day's keys, sorted and contiguous, so that years are scanned in milliseconds.
 #[derive(Debug, Default)]
 struct Day {
-    all: Vec<Of>,
+    all: Vec<KeyTotals>,
     /// Interactions counted.
     counted: u64,
 }
 
 impl Day {
-    fn of(&mut self, who: Who) -> &mut Totals {
-        // Lines of a file come in order, mostly.
+    fn entry(&mut self, key: UsageKey) -> &mut Totals {
+        // Lines of a file are mostly sorted.
         let at = match self.all.last() {
-            Some(last) if last.who >= who => self.all.binary_search_by_key(&who, |of| of.who),
+            Some(last) if last.key >= key => self.all.binary_search_by_key(&key, |one| one.key),
             _ => Err(self.all.len()),
         };
         let at = at.unwrap_or_else(|at| {
-            self.all.insert(at, Of { who, totals: Totals::default() });
+            self.all.insert(at, KeyTotals { key, totals: Totals::default() });
             at
         });
         &mut self.all[at].totals
     }
 
-    fn totals(&self, who: Who) -> Totals {
-        let found = self.all.binary_search_by_key(&who, |of| of.who);
+    fn totals(&self, key: UsageKey) -> Totals {
+        let found = self.all.binary_search_by_key(&key, |one| one.key);
         found.map_or_else(|_| Totals::default(), |at| self.all[at].totals)
     }
 
-    /// Those of a user, or all.
-    fn those(&self, user: Option<Name>) -> &[Of] {
+    /// The keys of a user, or all.
+    fn keys_of(&self, user: Option<Name>) -> &[KeyTotals] {
         let Some(user) = user else { return &self.all };
-        let from = self.all.partition_point(|of| of.who.user < user);
-        let length = self.all[from..].partition_point(|of| of.who.user == user);
+        let from = self.all.partition_point(|one| one.key.user < user);
+        let length = self.all[from..].partition_point(|one| one.key.user == user);
         &self.all[from..from + length]
     }
 }
 
-/// What is summed up.
+/// Sums of dispatches.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Totals {
@@ -74,7 +74,7 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// Of one dispatch.
+    /// The totals of one dispatch.
     pub fn one(cost: Dollars, tokens_in: u64, tokens_out: u64) -> Self {
         Self { cost, tokens_in, tokens_out, dispatches: 1 }
     }
@@ -101,7 +101,7 @@ pub struct UsageLine<'a> {
     pub tokens_in: u64,
     pub tokens_out: u64,
     pub dispatches: u64,
-    /// How many interactions of the day were counted when this was written, whosever they are.
+    /// Interactions of the day, of all users, that were counted when this line was written.
     pub seq: u64,
 }
 
@@ -114,11 +114,11 @@ impl UsageLine<'_> {
     }
 }
 
-/// One group of a report.
+/// A group of a report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Entry {
-    /// The day, or the first day of the week or month; of a model's or a user's, the first on which there was a dispatch.
+    /// The day, or the first day of the week or month; for a model or user, the day of its first dispatch.
     pub date: Date,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
@@ -128,7 +128,7 @@ pub struct Entry {
     pub totals: Totals,
 }
 
-/// Groups in the order of their days, or names, and the sum of all.
+/// Groups, ordered by day or name, and the sum of all.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
     #[serde(flatten, serialize_with = "as_total")]
@@ -136,7 +136,7 @@ pub struct Report {
     pub entries: Vec<Entry>,
 }
 
-/// The specification's names of the sums of all.
+/// Serializes the total with the specification's names.
 fn as_total<S: Serializer>(total: &Totals, out: S) -> Result<S::Ok, S::Error> {
     let mut sums = out.serialize_map(None)?;
     sums.serialize_entry("totalCost", &total.cost)?;
@@ -146,25 +146,25 @@ fn as_total<S: Serializer>(total: &Totals, out: S) -> Result<S::Ok, S::Error> {
     sums.end()
 }
 
-/// All that is known to have been spent.
+/// All known usage.
 #[derive(Debug, Default)]
 pub struct Ledger {
     names: Vec<String>,
     by_name: HashMap<String, Name>,
     days: BTreeMap<Date, Day>,
-    /// What no line of `usage.jsonl` says yet.
-    unwritten: BTreeSet<(Date, Who)>,
+    /// Keys that `usage.jsonl` lacks.
+    unwritten: BTreeSet<(Date, UsageKey)>,
 }
 
-/// A day that is counted anew.
+/// A day being recounted.
 pub struct Recount {
     date: Date,
-    found: BTreeMap<Who, Totals>,
+    found: BTreeMap<UsageKey, Totals>,
     counted: u64,
 }
 
 impl Ledger {
-    fn name(&mut self, text: &str) -> Name {
+    fn intern(&mut self, text: &str) -> Name {
         if let Some(name) = self.by_name.get(text) {
             return *name;
         }
@@ -174,89 +174,89 @@ impl Ledger {
         name
     }
 
-    fn who(&mut self, user: &str, model: &str) -> Who {
-        Who { user: self.name(user), model: self.name(model) }
+    fn key(&mut self, user: &str, model: &str) -> UsageKey {
+        UsageKey { user: self.intern(user), model: self.intern(model) }
     }
 
-    fn known(&self, name: Name) -> &str {
+    fn name(&self, name: Name) -> &str {
         &self.names[name as usize]
     }
 
-    /// A dispatch has ended.
+    /// Counts an ended dispatch.
     pub fn count(&mut self, date: Date, user: &str, model: &str, one: &Totals) {
-        let who = self.who(user, model);
+        let key = self.key(user, model);
         let day = self.days.entry(date).or_default();
-        day.of(who).add(one);
+        day.entry(key).add(one);
         day.counted += one.dispatches;
-        self.unwritten.insert((date, who));
+        self.unwritten.insert((date, key));
     }
 
-    /// What a line of `usage.jsonl` says; lines come in their order.
-    pub fn settle(&mut self, line: &UsageLine<'_>) {
-        let who = self.who(&line.user_id, &line.model);
+    /// Applies a line of `usage.jsonl`; lines must come in file order.
+    pub fn apply_line(&mut self, line: &UsageLine<'_>) {
+        let key = self.key(&line.user_id, &line.model);
         let day = self.days.entry(line.date).or_default();
-        *day.of(who) = line.totals();
+        *day.entry(key) = line.totals();
         day.counted = line.seq.max(day.counted);
-        self.unwritten.remove(&(line.date, who));
+        self.unwritten.remove(&(line.date, key));
     }
 
-    /// Begins to count a day anew.
-    pub fn recount(&self, date: Date) -> Recount {
+    /// Starts a recount of a day.
+    pub fn begin_recount(&self, date: Date) -> Recount {
         Recount { date, found: BTreeMap::new(), counted: 0 }
     }
 
-    /// An interaction of a day that is counted anew.
-    pub fn counted(&mut self, day: &mut Recount, user: &str, model: &str, one: &Totals) {
-        day.found.entry(self.who(user, model)).or_default().add(one);
+    /// Adds an interaction to a recount.
+    pub fn add_to_recount(&mut self, day: &mut Recount, user: &str, model: &str, one: &Totals) {
+        day.found.entry(self.key(user, model)).or_default().add(one);
         day.counted += one.dispatches;
     }
 
-    /// The day is what was counted, whatever was known of it before.
-    pub fn recounted(&mut self, day: Recount) {
+    /// Replaces the day by its recount.
+    pub fn finish_recount(&mut self, day: Recount) {
         let Recount { date, mut found, counted } = day;
         let before = self.days.entry(date).or_default();
-        for of in &before.all {
-            // A key that nobody counts any more says so, for its lines are still there.
-            found.entry(of.who).or_default();
+        for one in &before.all {
+            // A key without interactions becomes zero, since it still has lines.
+            found.entry(one.key).or_default();
         }
         before.counted = counted;
-        for (who, totals) in found {
-            // One that is new has no line, whatever it says.
-            let is_new = before.all.binary_search_by_key(&who, |of| of.who).is_err();
-            let of = before.of(who);
-            if is_new || *of != totals {
-                *of = totals;
-                self.unwritten.insert((date, who));
+        for (key, totals) in found {
+            // A new key has no line, whatever its totals.
+            let is_new = before.all.binary_search_by_key(&key, |one| one.key).is_err();
+            let entry = before.entry(key);
+            if is_new || *entry != totals {
+                *entry = totals;
+                self.unwritten.insert((date, key));
             }
         }
     }
 
-    /// Lets go of memory that reading took.
+    /// Frees excess memory after reading.
     pub fn trim(&mut self) {
         self.days.values_mut().for_each(|day| day.all.shrink_to_fit());
     }
 
-    /// All of a day.
+    /// The totals of a day.
     pub fn day(&self, date: Date) -> Totals {
         let mut sum = Totals::default();
-        self.days.get(&date).into_iter().flat_map(|day| &day.all).for_each(|of| sum.add(&of.totals));
+        self.days.get(&date).into_iter().flat_map(|day| &day.all).for_each(|one| sum.add(&one.totals));
         sum
     }
 
     fn range(&self, start: Option<Date>, end: Option<Date>) -> impl Iterator<Item = (&Date, &Day)> {
         let (from, to) = (start.unwrap_or(Date::MIN), end.unwrap_or(Date::MAX));
-        // The other way round there is nothing, and a range of it would panic.
+        // An inverted range would panic.
         (from <= to).then(|| self.days.range(from..=to)).into_iter().flatten()
     }
 
-    /// Days of which `usage.jsonl` lacks something.
+    /// Days with keys that `usage.jsonl` lacks.
     pub fn unwritten_days(&self) -> BTreeSet<Date> {
         self.unwritten.iter().map(|(date, _)| *date).collect()
     }
 
-    fn line(&self, date: Date, who: Who, totals: Totals, seq: u64) -> UsageLine<'_> {
+    fn line(&self, date: Date, key: UsageKey, totals: Totals, seq: u64) -> UsageLine<'_> {
         let Totals { cost, tokens_in, tokens_out, dispatches } = totals;
-        let (user_id, model) = (self.known(who.user).into(), self.known(who.model).into());
+        let (user_id, model) = (self.name(key.user).into(), self.name(key.model).into());
         UsageLine {
             version: UsageLine::VERSION,
             date,
@@ -270,17 +270,17 @@ impl Ledger {
         }
     }
 
-    /// The lines that `usage.jsonl` lacks. Those that are written are told to [`Ledger::written`].
+    /// The lines that `usage.jsonl` lacks. Report written ones to [`Ledger::mark_written`].
     pub fn lines(&self) -> impl Iterator<Item = UsageLine<'_>> {
-        self.unwritten.iter().map(|(date, who)| {
+        self.unwritten.iter().map(|(date, key)| {
             let day = self.days.get(date);
-            let (totals, seq) = day.map(|day| (day.totals(*who), day.counted)).unwrap_or_default();
-            self.line(*date, *who, totals, seq)
+            let (totals, seq) = day.map(|day| (day.totals(*key), day.counted)).unwrap_or_default();
+            self.line(*date, *key, totals, seq)
         })
     }
 
-    /// Of [`Ledger::lines`] the first so many are written.
-    pub fn written(&mut self, lines: usize) {
+    /// Marks the first `lines` of [`Ledger::lines`] as written.
+    pub fn mark_written(&mut self, lines: usize) {
         for _ in 0..lines {
             self.unwritten.pop_first();
         }
@@ -291,68 +291,68 @@ impl Ledger {
         self.days.keys().copied().collect()
     }
 
-    /// Lines that say all of a day.
+    /// The lines of a whole day.
     pub fn lines_of(&self, date: Date) -> impl Iterator<Item = UsageLine<'_>> {
         let day = self.days.get(&date);
         day.into_iter().flat_map(move |day| {
-            let all = day.all.iter().filter(|of| of.totals != Totals::default());
-            all.map(move |of| self.line(date, of.who, of.totals, day.counted))
+            let all = day.all.iter().filter(|one| one.totals != Totals::default());
+            all.map(move |one| self.line(date, one.key, one.totals, day.counted))
         })
     }
 
-    /// Keys that there is something of.
+    /// The number of keys.
     pub fn keys(&self) -> usize {
         self.days.values().map(|day| day.all.len()).sum()
     }
 
-    /// What a user spent from one day to another.
+    /// The amount that a user spent in these days, both inclusive.
     pub fn spent(&self, user: &str, start: Date, end: Date) -> Dollars {
         let Some(user) = self.by_name.get(user) else { return Dollars::ZERO };
         let days = self.range(Some(start), Some(end));
-        days.flat_map(|(_, day)| day.those(Some(*user))).map(|of| of.totals.cost).sum()
+        days.flat_map(|(_, day)| day.keys_of(Some(*user))).map(|one| one.totals.cost).sum()
     }
 
-    /// Who spent something on or after this day.
+    /// Users with dispatches on or after this day.
     pub fn users_since(&self, start: Date) -> BTreeSet<&str> {
         let all = self.range(Some(start), None).flat_map(|(_, day)| &day.all);
-        all.filter(|of| of.totals.dispatches > 0).map(|of| self.known(of.who.user)).collect()
+        all.filter(|one| one.totals.dispatches > 0).map(|one| self.name(one.key.user)).collect()
     }
 
-    pub fn report(&self, asked: &UsageQuery) -> Report {
-        let wanted = asked.user_id.as_deref().map(|user| self.by_name.get(user).copied());
-        // Nobody has heard of this user.
-        let Some(wanted) = wanted.map_or(Some(None), |user| user.map(Some)) else { return Report::default() };
-        let days = self.range(asked.start, asked.end).map(|(date, day)| (*date, day.those(wanted)));
-        match asked.group_by {
+    pub fn report(&self, query: &UsageQuery) -> Report {
+        let user = query.user_id.as_deref().map(|user| self.by_name.get(user).copied());
+        // An unknown user has no usage.
+        let Some(user) = user.map_or(Some(None), |user| user.map(Some)) else { return Report::default() };
+        let days = self.range(query.start, query.end).map(|(date, day)| (*date, day.keys_of(user)));
+        match query.group_by {
             GroupBy::Day => by_periods(days, |date| date),
             GroupBy::Week => by_periods(days, monday),
             GroupBy::Month => by_periods(days, Date::first_of_month),
-            GroupBy::Model => self.by_names(days, |who| who.model, |name| (Some(name), None)),
-            GroupBy::User => self.by_names(days, |who| who.user, |name| (None, Some(name))),
+            GroupBy::Model => self.by_names(days, |key| key.model, |name| (Some(name), None)),
+            GroupBy::User => self.by_names(days, |key| key.user, |name| (None, Some(name))),
         }
     }
 
     fn by_names<'a>(
         &self,
-        days: impl Iterator<Item = (Date, &'a [Of])>,
-        of_whom: impl Fn(Who) -> Name,
-        named: impl Fn(String) -> (Option<String>, Option<String>),
+        days: impl Iterator<Item = (Date, &'a [KeyTotals])>,
+        group_of: impl Fn(UsageKey) -> Name,
+        labels: impl Fn(String) -> (Option<String>, Option<String>),
     ) -> Report {
         let mut total = Totals::default();
-        // By number: a name has one, and there are not many.
+        // Indexed by name: names are dense and few.
         let mut groups: Vec<Option<(Date, Totals)>> = vec![None; self.names.len()];
         for (date, all) in days {
-            for of in all.iter().filter(|of| of.totals.dispatches > 0) {
-                // Days come in their order: the first of a group is its first.
-                let group = &mut groups[of_whom(of.who) as usize];
-                group.get_or_insert_with(|| (date, Totals::default())).1.add(&of.totals);
+            for one in all.iter().filter(|one| one.totals.dispatches > 0) {
+                // Days are sorted: the first date of a group is its earliest.
+                let group = &mut groups[group_of(one.key) as usize];
+                group.get_or_insert_with(|| (date, Totals::default())).1.add(&one.totals);
             }
         }
         let found = self.names.iter().zip(groups).filter_map(|(name, group)| Some((name, group?)));
         let mut entries: Vec<Entry> = found
             .map(|(name, (date, totals))| {
                 total.add(&totals);
-                let (model, user_id) = named(name.clone());
+                let (model, user_id) = labels(name.clone());
                 Entry { date, model, user_id, totals }
             })
             .collect();
@@ -361,17 +361,20 @@ impl Ledger {
     }
 }
 
-/// Days come in their order, and so do the periods that they are in.
-fn by_periods<'a>(days: impl Iterator<Item = (Date, &'a [Of])>, begins: impl Fn(Date) -> Date) -> Report {
+/// Groups by period; days are sorted, and so are their periods.
+fn by_periods<'a>(
+    days: impl Iterator<Item = (Date, &'a [KeyTotals])>,
+    start_of_period: impl Fn(Date) -> Date,
+) -> Report {
     let mut report = Report::default();
     for (date, all) in days {
         let mut of_day = Totals::default();
-        all.iter().for_each(|of| of_day.add(&of.totals));
+        all.iter().for_each(|one| of_day.add(&one.totals));
         if of_day.dispatches == 0 {
             continue;
         }
         report.total.add(&of_day);
-        let period = begins(date);
+        let period = start_of_period(date);
         match report.entries.last_mut() {
             Some(entry) if entry.date == period => entry.totals.add(&of_day),
             _ => report.entries.push(Entry { date: period, model: None, user_id: None, totals: of_day }),

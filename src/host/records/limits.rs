@@ -1,27 +1,26 @@
-//! Cost limits: whether a dispatch may start, and when somebody is to be warned. Pure.
+//! Cost limits: whether a dispatch may start, and when to warn. Pure.
 //!
-//! A dispatch starts while what its user has spent, and what is set aside for that user's running dispatches, is less than
-//! the limit; then something is set aside for it, too. So a limit is passed by one dispatch's reservation at most, and by what
-//! dispatches cost beyond theirs.
+//! A dispatch starts while the user's spending plus reservations are below the limit; then an amount is reserved for
+//! it. So a limit is exceeded by at most one reservation, plus the cost of dispatches beyond their reservations.
 
 use serde::Serialize;
 
 use super::money::Dollars;
 
-/// `costLimits` of `config.json`; 0 is no limit.
+/// `costLimits` of `config.json`; 0 means no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     pub daily: Dollars,
     pub monthly: Dollars,
-    /// What is set aside for a dispatch while it runs.
+    /// The amount reserved for a dispatch while it runs.
     pub reservation: Dollars,
 }
 
 impl Limits {
-    /// A dispatch of a coding agent seldom costs more.
+    /// Few dispatches of coding agents cost more.
     pub const DEFAULT_RESERVATION: Dollars = Dollars::from_nanos(500_000_000);
 
-    pub fn of(self, period: Period) -> Dollars {
+    pub fn for_period(self, period: Period) -> Dollars {
         match period {
             Period::Daily => self.daily,
             Period::Monthly => self.monthly,
@@ -52,8 +51,8 @@ impl Period {
         }
     }
 
-    /// The specification's words.
-    pub fn reached(self) -> &'static str {
+    /// The specification's message.
+    pub fn reached_message(self) -> &'static str {
         match self {
             Self::Daily => "Daily cost limit reached.",
             Self::Monthly => "Monthly cost limit reached.",
@@ -61,7 +60,7 @@ impl Period {
     }
 }
 
-/// What one user has spent in the periods of now, and what is set aside for the dispatches that run.
+/// A user's spending in the current periods, and the amount reserved for running dispatches.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Spent {
     pub today: Dollars,
@@ -78,13 +77,13 @@ impl Spent {
     }
 }
 
-/// Whether one more dispatch may start.
+/// Checks whether another dispatch may start.
 ///
 /// # Errors
-/// The period whose limit is reached; of both, the month, which lasts longer.
-pub fn may_start(limits: Limits, spent: &Spent) -> Result<(), Period> {
+/// The period whose limit is reached; if both are, the month, which lasts longer.
+pub fn check_limits(limits: Limits, spent: &Spent) -> Result<(), Period> {
     let is_reached = |period: &Period| {
-        let limit = limits.of(*period);
+        let limit = limits.for_period(*period);
         limit > Dollars::ZERO && spent.in_period(*period) + spent.reserved >= limit
     };
     match Period::ALL.into_iter().rev().find(is_reached) {
@@ -93,10 +92,10 @@ pub fn may_start(limits: Limits, spent: &Spent) -> Result<(), Period> {
     }
 }
 
-/// Whether spending has come to four fifths of a limit: from less before to that or more now.
-pub fn is_warning(limit: Dollars, before: Dollars, now: Dollars) -> bool {
-    let line = limit.scaled(4, 5);
-    limit > Dollars::ZERO && before < line && now >= line
+/// Whether spending has just reached 80% of a limit.
+pub fn crosses_warning_threshold(limit: Dollars, before: Dollars, now: Dollars) -> bool {
+    let threshold = limit.scaled(4, 5);
+    limit > Dollars::ZERO && before < threshold && now >= threshold
 }
 
 #[cfg(test)]
@@ -114,45 +113,45 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_a_limit_where_it_is_zero() {
+    fn zero_means_no_limit() {
         let spent = Spent { today: dollars(1 << 40), this_month: dollars(1 << 40), reserved: dollars(1) };
-        assert_eq!(may_start(limits(0, 0), &spent), Ok(()));
-        assert_eq!(may_start(limits(1, 0), &spent), Err(Period::Daily));
-        assert_eq!(may_start(limits(0, 1), &spent), Err(Period::Monthly));
-        assert_eq!(may_start(limits(1, 1), &spent), Err(Period::Monthly));
+        assert_eq!(check_limits(limits(0, 0), &spent), Ok(()));
+        assert_eq!(check_limits(limits(1, 0), &spent), Err(Period::Daily));
+        assert_eq!(check_limits(limits(0, 1), &spent), Err(Period::Monthly));
+        assert_eq!(check_limits(limits(1, 1), &spent), Err(Period::Monthly));
     }
 
     #[test]
-    fn what_is_set_aside_counts() {
+    fn reservations_count() {
         let spent = |today, reserved| Spent {
             today: dollars(today),
             reserved: dollars(reserved),
             ..Spent::default()
         };
-        assert_eq!(may_start(limits(500, 0), &spent(449, 50)), Ok(()));
-        assert_eq!(may_start(limits(500, 0), &spent(450, 50)), Err(Period::Daily));
+        assert_eq!(check_limits(limits(500, 0), &spent(449, 50)), Ok(()));
+        assert_eq!(check_limits(limits(500, 0), &spent(450, 50)), Err(Period::Daily));
     }
 
     #[test]
-    fn a_warning_comes_once() {
+    fn warning_is_given_once() {
         let limit = dollars(1000);
-        assert!(is_warning(limit, dollars(799), dollars(800)));
-        assert!(is_warning(limit, dollars(0), dollars(2000)));
-        assert!(!is_warning(limit, dollars(800), dollars(900)));
-        assert!(!is_warning(limit, dollars(1), dollars(799)));
-        assert!(!is_warning(Dollars::ZERO, dollars(1), dollars(799)));
+        assert!(crosses_warning_threshold(limit, dollars(799), dollars(800)));
+        assert!(crosses_warning_threshold(limit, dollars(0), dollars(2000)));
+        assert!(!crosses_warning_threshold(limit, dollars(800), dollars(900)));
+        assert!(!crosses_warning_threshold(limit, dollars(1), dollars(799)));
+        assert!(!crosses_warning_threshold(Dollars::ZERO, dollars(1), dollars(799)));
     }
 
     proptest! {
-        /// Whatever starts and ends in whatever order: dispatches that cost no more than was set aside pass the limit by less
+        /// In any order of starts and ends, dispatches that cost at most their reservation exceed the limit by less
         /// than one reservation.
         #[test]
-        fn a_limit_is_passed_by_a_reservation_at_most(costs in prop::collection::vec((0_u64..=50, any::<bool>()), 0..200)) {
+        fn limit_is_exceeded_by_one_reservation_at_most(costs in prop::collection::vec((0_u64..=50, any::<bool>()), 0..200)) {
             let limits = limits(500, 0);
             let mut spent = Spent::default();
             let mut running: Vec<Dollars> = Vec::new();
             for (cost, ends) in costs {
-                if may_start(limits, &spent).is_ok() {
+                if check_limits(limits, &spent).is_ok() {
                     running.push(dollars(cost));
                     spent.reserved += limits.reservation;
                 }

@@ -1,7 +1,7 @@
-//! The kernel's records: what was dispatched, what it cost, which files were changed.
+//! The kernel's records: dispatches, their cost, and file changes.
 //!
-//! Here is their form and how they are written, counted and read; who lets a dispatch happen is the gateway's matter.
-//! The records are JSON, one object a line, in the owner's `system/logs`. Their days are those of `costLimits.timeZone`.
+//! This module defines their format and writes, counts and reads them; the gateway enforces the limits. Records are
+//! JSON, one object per line, in the owner's `system/logs`. Their days are those of `costLimits.timeZone`.
 
 pub mod book;
 pub mod calendar;

@@ -1,4 +1,4 @@
-//! Money: dollars, counted in billionths, so that sums are exact in any order.
+//! Amounts of dollars in billionths, so that sums are exact in any order.
 
 use std::fmt;
 use std::iter::Sum;
@@ -7,17 +7,17 @@ use std::ops::{Add, AddAssign};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 const NANOS: f64 = 1e9;
-/// A number of dollars up to this has all its billionths in a 64-bit count, and more is no price of anything here.
-const MOST_DOLLARS: f64 = 1e9;
+/// Amounts up to this fit in 64 bits with all billionths; no price here is higher.
+const MAX_DOLLARS: f64 = 1e9;
 
-/// An amount that is not negative. In JSON it is a number of dollars.
+/// A non-negative amount; in JSON, a number of dollars.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Dollars(u64);
 
-/// A number that is no amount.
+/// A number that is not a valid amount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be a number of dollars from 0 to 1000000000")]
-pub struct NoAmount;
+pub struct InvalidAmount;
 
 impl Dollars {
     pub const ZERO: Self = Self(0);
@@ -30,19 +30,23 @@ impl Dollars {
         self.0
     }
 
-    /// The nearest amount.
+    /// Rounds to the nearest amount.
     ///
     /// # Errors
-    /// [`NoAmount`]: negative, not finite, or beyond all reason.
-    pub fn from_f64(dollars: f64) -> Result<Self, NoAmount> {
-        if !(0.0..=MOST_DOLLARS).contains(&dollars) {
-            return Err(NoAmount);
+    /// [`InvalidAmount`]: negative, not finite, or above the maximum.
+    pub fn from_f64(dollars: f64) -> Result<Self, InvalidAmount> {
+        if !(0.0..=MAX_DOLLARS).contains(&dollars) {
+            return Err(InvalidAmount);
         }
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it was looked at")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "the range is checked above"
+        )]
         Ok(Self((dollars * NANOS).round() as u64))
     }
 
-    /// For JSON and for a person; 15 digits are the amount's own.
+    /// For JSON and display; exact to 15 digits.
     pub fn as_f64(self) -> f64 {
         self.0 as f64 / NANOS
     }
@@ -79,7 +83,7 @@ impl Sum for Dollars {
 }
 
 impl fmt::Display for Dollars {
-    /// `$12.30`; with more digits where the amount has them.
+    /// `$12.30`; with more digits if necessary.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (whole, nanos) = (self.0 / 1_000_000_000, self.0 % 1_000_000_000);
         let digits = format!("{nanos:09}");
@@ -115,7 +119,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn amounts_are_shown_with_at_least_their_cents() {
+    fn amounts_show_at_least_their_cents() {
         for (nanos, shown) in
             [(0, "$0.00"), (12_300_000_000, "$12.30"), (1_234, "$0.000001234"), (500_000_000, "$0.50")]
         {
@@ -124,9 +128,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_amount_is_refused() {
+    fn invalid_amounts_are_refused() {
         for wrong in [-0.01, f64::NAN, f64::INFINITY, 1e10] {
-            assert_eq!(Dollars::from_f64(wrong), Err(NoAmount), "{wrong}");
+            assert_eq!(Dollars::from_f64(wrong), Err(InvalidAmount), "{wrong}");
         }
         for text in ["-1", "\"1\"", "null", "1e300"] {
             assert!(serde_json::from_str::<Dollars>(text).is_err(), "{text}");
@@ -134,8 +138,8 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_rounded_to_the_nearest() {
-        // 1,234 tokens at $3 for a million.
+    fn scaled_rounds_to_nearest() {
+        // 1,234 tokens at $3 per million.
         assert_eq!(
             Dollars::from_nanos(3_000_000_000).scaled(1234, 1_000_000),
             Dollars::from_nanos(3_702_000)
@@ -145,7 +149,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(nanos in 0_u64..1_000_000_000_000_000) {
+        fn amounts_round_trip_through_json(nanos in 0_u64..1_000_000_000_000_000) {
             let amount = Dollars::from_nanos(nanos);
             let text = serde_json::to_string(&amount).unwrap();
             prop_assert_eq!(serde_json::from_str::<Dollars>(&text).unwrap(), amount, "{}", text);

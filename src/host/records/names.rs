@@ -1,8 +1,8 @@
-//! Names of dated records: `audit-2026-11-20.jsonl`; `audit-2026-11-20.2.jsonl` where the first name was taken.
+//! File names of dated records: `audit-2026-11-20.jsonl`, or `audit-2026-11-20.2.jsonl` if the first name was taken.
 
 use jiff::civil::Date;
 
-/// A record that is kept by days.
+/// A record with files by day.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
     pub stem: &'static str,
@@ -11,11 +11,11 @@ pub struct Record {
 
 pub const ACTIVITY: Record = Record { stem: "activity", extension: "log" };
 pub const AUDIT: Record = Record { stem: "audit", extension: "jsonl" };
-/// Its writers name each day's file themselves.
+/// Written directly to each day's file.
 pub const INTERACTIONS: Record = Record { stem: "interactions", extension: "jsonl" };
 
 impl Record {
-    /// The file that is written now.
+    /// The current file.
     pub fn current(self) -> String {
         format!("{}.{}", self.stem, self.extension)
     }
@@ -26,12 +26,12 @@ impl Record {
         if n == 1 { format!("{stem}-{day}.{extension}") } else { format!("{stem}-{day}.{n}.{extension}") }
     }
 
-    /// The day in a name of this record's; `None` for any other name.
+    /// The day in a file name of this record; `None` for other names.
     pub fn day(self, name: &str) -> Option<Date> {
         self.day_and_number(name).map(|(day, _)| day)
     }
 
-    /// The day, and which of its files it is.
+    /// The day, and the number of the file within it.
     pub fn day_and_number(self, name: &str) -> Option<(Date, u32)> {
         let middle = name.strip_prefix(self.stem)?.strip_prefix('-')?;
         let middle = middle.strip_suffix(self.extension)?.strip_suffix('.')?;
@@ -54,7 +54,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_name_that_was_given_is_read_back(days in 0_i32..60_000, n in 1_u32..2000) {
+        fn dated_name_round_trips(days in 0_i32..60_000, n in 1_u32..2000) {
             let day = Date::constant(1990, 1, 1).checked_add(jiff::Span::new().days(days)).unwrap();
             for record in [ACTIVITY, AUDIT, INTERACTIONS] {
                 prop_assert_eq!(record.day_and_number(&record.dated(day, n)), Some((day, n)));

@@ -1,58 +1,58 @@
-//! Pages of a record, the newest lines first, over all its files.
+//! Pages of a record over all its files, newest lines first.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::files::{self, FileId, Kind, Place};
+use super::files::{self, FileId, LinePosition, RecordKind};
 use crate::fsx::FileError;
 
-const PIECE: u64 = 64 << 10;
-/// A longer line is none of ours.
-const LONGEST_LINE: usize = 8 << 20;
-/// So much is read for one page at most: a filter that finds little gives a short page and a cursor to go on.
-const MOST_READ: u64 = 16 << 20;
+const CHUNK_BYTES: u64 = 64 << 10;
+/// Longer lines are invalid.
+const MAX_LINE_BYTES: usize = 8 << 20;
+/// Maximum bytes read per page: a filter with few matches gets a short page and a cursor.
+const MAX_READ_BYTES: u64 = 16 << 20;
 
-/// What becomes of a line.
+/// The decision about a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     Take,
-    Leave,
-    /// It, and all that is older, is not asked for.
-    Enough,
+    Skip,
+    /// Ends the search: this line and all older ones are not wanted.
+    Stop,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub struct Page {
     pub lines: Vec<String>,
-    /// Where the next page begins; `None` where there is nothing older.
-    pub next: Option<Place>,
+    /// The cursor of the next page; `None` if there are no older lines.
+    pub next: Option<LinePosition>,
 }
 
-/// Why there is no page.
+/// Why a page could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum PageError {
-    #[error("the record that the cursor names is not there any more")]
+    #[error("the record that the cursor names no longer exists")]
     Gone,
     #[error(transparent)]
     File(#[from] FileError),
 }
 
-/// At most `limit` lines, from `before` on backwards.
+/// Reads at most `limit` lines, backwards from `before`.
 ///
 /// # Errors
 /// [`PageError`].
 pub fn newest(
-    kind: Kind,
+    kind: RecordKind,
     logs: &Path,
-    before: Option<Place>,
+    before: Option<LinePosition>,
     limit: usize,
     mut judge: impl FnMut(&str) -> Verdict,
 ) -> Result<Page, PageError> {
     let mut files: Vec<PathBuf> = kind.files(logs)?;
     let mut lines = Vec::new();
-    let mut left = MOST_READ;
+    let mut left = MAX_READ_BYTES;
     let mut from = before;
     while let Some(path) = files.pop() {
         let failed = FileError::at("read", &path);
@@ -60,21 +60,21 @@ pub fn newest(
         from = None;
         loop {
             let (offset, is_enough) = match back.step(&mut left).map_err(FileError::at("read", &path))? {
-                Step::Begin => break,
-                Step::Tired(offset) => (offset, true),
+                Step::Start => break,
+                Step::LimitReached(offset) => (offset, true),
                 Step::Line(offset, line) => {
                     let line = String::from_utf8_lossy(&line);
                     match judge(&line) {
                         Verdict::Take => lines.push(line.into_owned()),
-                        Verdict::Leave => {}
-                        Verdict::Enough => return Ok(Page { lines, next: None }),
+                        Verdict::Skip => {}
+                        Verdict::Stop => return Ok(Page { lines, next: None }),
                     }
                     (offset, lines.len() == limit)
                 }
             };
             if is_enough {
                 let is_last = offset == 0 && files.is_empty();
-                let next = (!is_last).then_some(Place { file: back.id, offset });
+                let next = (!is_last).then_some(LinePosition { file: back.id, offset });
                 return Ok(Page { lines, next });
             }
         }
@@ -85,39 +85,39 @@ pub fn newest(
     Ok(Page { lines, next: None })
 }
 
-/// The whole lines of a file, from an offset backwards.
+/// Reads the lines of a file backwards from an offset.
 struct Backwards {
     file: File,
     id: FileId,
-    /// Where `text` begins in the file.
+    /// The offset of `text` in the file.
     at: u64,
-    /// What is read and not given out: nothing, or something that ends with a line's end.
+    /// Text that is read but not yet returned: empty, or ending with a line end.
     text: Vec<u8>,
-    /// So much at its end has no other line's end in it.
+    /// Number of bytes at its end without another line end.
     searched: usize,
-    /// What stands before `at` is the rest of a line that is not given out.
+    /// The text before `at` is the rest of a skipped line.
     skips: bool,
 }
 
 enum Step {
-    /// A line, and where it begins.
+    /// A line, and its offset.
     Line(u64, Vec<u8>),
-    /// There is nothing before.
-    Begin,
-    /// So much was read that it is to be gone on from here another time.
-    Tired(u64),
+    /// The start of the file.
+    Start,
+    /// The read limit is reached; continue from this offset.
+    LimitReached(u64),
 }
 
 impl Backwards {
-    /// `None` where the file is not that of the place, or not as long any more.
-    fn open(path: &Path, from: Option<Place>) -> io::Result<Option<Self>> {
+    /// `None` if the file is not that of the position, or is shorter than it.
+    fn open(path: &Path, from: Option<LinePosition>) -> io::Result<Option<Self>> {
         let Some((file, id)) = files::open(path)? else { return Ok(None) };
         let length = file.metadata()?.len();
-        if from.is_some_and(|place| place.file != id || place.offset > length) {
+        if from.is_some_and(|position| position.file != id || position.offset > length) {
             return Ok(None);
         }
-        let at = from.map_or(length, |place| place.offset);
-        // What has no end yet is being written, or torn, or was longer than one page reads.
+        let at = from.map_or(length, |position| position.offset);
+        // A line without an end is being written, torn, or too long for a page.
         let mut last = [b'\n'];
         if at > 0 {
             file.read_exact_at(&mut last, at - 1)?;
@@ -125,9 +125,9 @@ impl Backwards {
         Ok(Some(Self { file, id, at, text: Vec::new(), searched: 0, skips: last != [b'\n'] }))
     }
 
-    /// One piece more in front, as large as what is there: a long line is copied a few times, and not for each piece.
+    /// Reads one more chunk, as large as the current text, so that a long line is copied only a few times.
     fn read(&mut self, left: &mut u64) -> io::Result<()> {
-        let size = PIECE.max(self.text.len() as u64).min(self.at);
+        let size = CHUNK_BYTES.max(self.text.len() as u64).min(self.at);
         let mut piece = vec![0; usize::try_from(size).unwrap_or_default()];
         self.file.read_exact_at(&mut piece, self.at - size)?;
         self.at -= size;
@@ -148,23 +148,23 @@ impl Backwards {
             if !self.skips && !self.text.is_empty() {
                 let unsearched = self.text.len() - self.searched.max(1);
                 let before = self.text[..unsearched].iter().rposition(|&byte| byte == b'\n').map(|at| at + 1);
-                if let Some(begins) = before.or((self.at == 0).then_some(0)) {
-                    let mut line = self.text.split_off(begins);
+                if let Some(start) = before.or((self.at == 0).then_some(0)) {
+                    let mut line = self.text.split_off(start);
                     line.pop();
                     self.searched = 0;
-                    return Ok(Step::Line(self.at + begins as u64, line));
+                    return Ok(Step::Line(self.at + start as u64, line));
                 }
-                if self.text.len() > LONGEST_LINE {
+                if self.text.len() > MAX_LINE_BYTES {
                     self.text.clear();
                     self.skips = true;
                 }
             }
             if self.at == 0 {
-                return Ok(Step::Begin);
+                return Ok(Step::Start);
             }
             if *left == 0 {
-                // A line that was begun is read again.
-                return Ok(Step::Tired(self.at + self.text.len() as u64));
+                // The partly read line is read again by the next page.
+                return Ok(Step::LimitReached(self.at + self.text.len() as u64));
             }
             self.read(left)?;
         }
@@ -179,7 +179,7 @@ mod tests {
 
     use super::*;
 
-    fn all(kind: Kind, logs: &Path, limit: usize) -> Vec<String> {
+    fn all(kind: RecordKind, logs: &Path, limit: usize) -> Vec<String> {
         let (mut lines, mut before) = (Vec::new(), None);
         loop {
             let page = newest(kind, logs, before, limit, |_| Verdict::Take).unwrap();
@@ -193,9 +193,9 @@ mod tests {
     }
 
     proptest! {
-        /// However the lines lie in files, and however long they are: pages give each once, the newest first.
+        /// For any distribution of lines over files and any lengths, pages return each line once, newest first.
         #[test]
-        fn pages_give_each_line_once(
+        fn pages_return_each_line_once(
             files in prop::collection::vec(prop::collection::vec(0_usize..70_000, 0..6), 1..4),
             limit in 1_usize..5,
             torn in any::<bool>(),
@@ -218,84 +218,84 @@ mod tests {
                 fs::write(dir.path().join(name), text).unwrap();
             }
             expected.reverse();
-            prop_assert_eq!(all(Kind::Audit, dir.path(), limit), expected);
+            prop_assert_eq!(all(RecordKind::Audit, dir.path(), limit), expected);
         }
     }
 
     #[test]
-    fn a_cursor_holds_over_a_rotation_and_not_over_a_deletion() {
+    fn cursor_survives_rotation_but_not_deletion() {
         let dir = tempfile::tempdir().unwrap();
         let current = dir.path().join("audit.jsonl");
         fs::write(&current, "1\n2\n3\n").unwrap();
-        let page = newest(Kind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap();
+        let page = newest(RecordKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap();
         let renamed = dir.path().join("audit-2026-11-21.jsonl");
         fs::rename(&current, &renamed).unwrap();
         fs::write(&current, "4\n").unwrap();
         let cursor = page.next.unwrap().to_string().parse().unwrap();
-        let next = newest(Kind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take).unwrap();
+        let next = newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take).unwrap();
         assert_eq!(
             (page.lines, next),
             (vec!["3".to_owned()], Page { lines: vec!["2".into(), "1".into()], next: None })
         );
         fs::remove_file(renamed).unwrap();
-        let gone = newest(Kind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
+        let gone = newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
         assert!(matches!(gone, Err(PageError::Gone)));
         for wrong in ["", "1", "1-2", "1-2-", "-1-2", "01-2-3", "1-2-3-4", "a-b-c"] {
-            assert!(wrong.parse::<Place>().is_err(), "{wrong}");
+            assert!(wrong.parse::<LinePosition>().is_err(), "{wrong}");
         }
     }
 
     #[test]
-    fn what_is_older_than_asked_ends_it_and_little_that_fits_gives_a_cursor() {
+    fn stop_ends_the_search_and_few_matches_give_a_cursor() {
         let dir = tempfile::tempdir().unwrap();
         let line = "x".repeat(1 << 20);
         fs::write(dir.path().join("backup.jsonl"), format!("{line}\n").repeat(20)).unwrap();
-        let page = newest(Kind::Backups, dir.path(), None, 5, |_| Verdict::Leave).unwrap();
+        let page = newest(RecordKind::Backups, dir.path(), None, 5, |_| Verdict::Skip).unwrap();
         assert!(page.lines.is_empty() && page.next.is_some());
-        let page = newest(Kind::Backups, dir.path(), page.next, 5, |_| Verdict::Leave).unwrap();
+        let page = newest(RecordKind::Backups, dir.path(), page.next, 5, |_| Verdict::Skip).unwrap();
         assert_eq!(page.next, None);
-        let page = newest(Kind::Backups, dir.path(), None, 5, |_| Verdict::Enough).unwrap();
+        let page = newest(RecordKind::Backups, dir.path(), None, 5, |_| Verdict::Stop).unwrap();
         assert_eq!(page, Page { lines: Vec::new(), next: None });
         assert_eq!(
-            newest(Kind::Interactions, dir.path(), None, 5, |_| Verdict::Take).unwrap().lines.len(),
+            newest(RecordKind::Interactions, dir.path(), None, 5, |_| Verdict::Take).unwrap().lines.len(),
             0
         );
     }
 
     #[test]
-    fn a_cursor_beyond_the_end_or_of_a_file_that_came_later_is_gone() {
+    fn cursor_of_a_truncated_or_newer_file_is_gone() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
         fs::write(&path, "1\n2\n3\n").unwrap();
-        let cursor = newest(Kind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap().next.unwrap();
-        let of = |cursor| newest(Kind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
+        let cursor = newest(RecordKind::Audit, dir.path(), None, 1, |_| Verdict::Take).unwrap().next.unwrap();
+        let of = |cursor| newest(RecordKind::Audit, dir.path(), Some(cursor), 5, |_| Verdict::Take);
         assert_eq!(of(cursor).unwrap().lines, ["2", "1"]);
         fs::write(&path, "1\n").unwrap();
         assert!(matches!(of(cursor), Err(PageError::Gone)), "the file is shorter");
-        // The inode alone says nothing: it may be another file's by now.
+        // The inode is not enough: another file may have it now.
         fs::write(&path, "4\n5\n6\n").unwrap();
         let text = cursor.to_string();
         let mut numbers = text.split('-');
         let (inode, born) = (numbers.next().unwrap(), numbers.next().unwrap().parse::<u64>().unwrap());
-        assert!(born > 0, "this file system tells births");
+        assert!(born > 0, "this file system reports birth times");
         let earlier = format!("{inode}-{}-4", born - 1).parse().unwrap();
         assert!(matches!(of(earlier), Err(PageError::Gone)));
     }
 
     #[test]
-    fn no_page_reads_more_than_its_share_however_long_a_line_is() {
+    fn page_reads_a_bounded_amount_for_any_line() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("audit.jsonl");
-        // 200 MiB without a line's end, almost none of it on the disk; then a long line, then what nobody has ended.
+        // 200 MiB without a line end, in a sparse file; then a long line, then an unfinished one.
         fs::write(&path, "first\n").unwrap();
         let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
         file.set_len(200 << 20).unwrap();
-        let long = "x".repeat(LONGEST_LINE - 10);
+        let long = "x".repeat(MAX_LINE_BYTES - 10);
         std::io::Write::write_all(&mut file, format!("\nsecond\n{long}\nlast\nhalf").as_bytes()).unwrap();
         file.set_len(file.metadata().unwrap().len() + (50 << 20)).unwrap();
         let (mut found, mut before, mut pages) = (Vec::new(), None, 0);
         loop {
-            let page = newest(Kind::Audit, dir.path(), before, 100, |_| Verdict::Take).unwrap();
+            let page = newest(RecordKind::Audit, dir.path(), before, 100, |_| Verdict::Take).unwrap();
             found.extend(page.lines.iter().map(|line| (line.len(), line.chars().next())));
             (before, pages) = (page.next, pages + 1);
             if before.is_none() {

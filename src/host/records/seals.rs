@@ -1,7 +1,7 @@
-//! Days whose interactions are in `usage.jsonl`, all of them: they need not be counted again.
+//! Seals of days whose interactions are completely in `usage.jsonl`, so that they need not be recounted.
 //!
-//! A day's file only grows: as long as it has the length that it had when it was counted, its lines are those. A seal holds
-//! only beside the sum that it was made for: where lines of `usage.jsonl` are gone, the day is counted again.
+//! A day's files only grow: if their length is unchanged since they were counted, so are their lines. A seal is only
+//! valid with the totals that it was made for: if lines of `usage.jsonl` are lost, the day is recounted.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::ledger::Totals;
 use crate::fsx::{self, FileError};
 
-/// Days, as they were when all that is in their files was written to `usage.jsonl`.
+/// Sealed days.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seals {
     days: BTreeMap<Date, Seal>,
@@ -20,18 +20,20 @@ pub struct Seals {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seal {
-    /// Of the day's files, in bytes.
+    /// Total length of the day's files, in bytes.
     pub length: u64,
     pub totals: Totals,
 }
 
 impl Seals {
-    /// What cannot be read is none: the days are counted again.
+    /// Reads the seals. An unreadable file counts as empty: the days are recounted.
     pub fn read(file: &Path) -> Self {
         let text = fsx::read_if_there(file).ok().flatten();
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }
 
+    /// Writes the seals.
+    ///
     /// # Errors
     /// [`FileError`].
     pub fn write(&self, file: &Path) -> Result<(), FileError> {
@@ -42,8 +44,8 @@ impl Seals {
         self.days.get(&day) == Some(seal)
     }
 
-    /// These and no others.
-    pub fn of(days: impl IntoIterator<Item = (Date, Seal)>) -> Self {
+    /// Exactly these days.
+    pub fn new(days: impl IntoIterator<Item = (Date, Seal)>) -> Self {
         Self { days: days.into_iter().collect() }
     }
 }

@@ -1,10 +1,10 @@
-//! The one writer of the kernel's records. Whoever has a line puts it into memory and goes on; a thread brings what is
-//! there to the disk, and another makes it durable.
+//! The writer of the kernel's records. Callers append lines to a queue in memory; one thread writes them to the disk,
+//! and another syncs the files.
 //!
-//! What is accepted is written in order: it is lost only with the process, and then it is at most [`FLUSH`] old. The memory
-//! is bounded. A line that has no room is refused, counted, and told by a gap in its record where the next one goes.
-//! Files are opened by their names for each write (`host::records::jsonl`), so that rotation and deletion under its feet lose
-//! nothing; a disk that is full is tried again until it is not.
+//! Accepted lines are written in order and at most [`FLUSH_INTERVAL`] later; only a crash of the process loses them
+//! before. The queue is bounded: a line that does not fit is refused and counted, and a gap in its record reports it.
+//! Files are opened by name for each write (`host::records::jsonl`), so that concurrent rotation and deletion lose
+//! nothing; writes to a full disk are retried until they succeed.
 
 mod file;
 mod queue;
@@ -24,52 +24,51 @@ use jiff::civil::Date;
 use serde::Serialize;
 
 pub use self::file::Extent;
-use self::file::{Appended, Form};
-use self::queue::{Replacement, Thread, Waiting};
-use self::sync::{Durably, Syncer, Unsynced};
+use self::file::{AppendFile, LineFormat};
+use self::queue::{RecordQueue, Replacement, Thread};
+use self::sync::{SyncFn, Syncer, Unsynced};
 use super::names::{ACTIVITY, AUDIT, INTERACTIONS};
 use crate::chain::chain;
 use crate::clock;
 
-/// The longest that an accepted line waits for a disk that takes it.
-pub const FLUSH: Duration = Duration::from_millis(50);
-/// So much is written at once, without waiting for [`FLUSH`].
-const ENOUGH: usize = 256 << 10;
-/// What is accepted and not written yet has at most this many bytes.
-pub const MOST_BYTES: usize = 16 << 20;
-/// So often the thread looks again by itself before it sleeps until it is woken: to wake it takes longer than to accept a line.
-const LOOKS: u32 = 20;
-/// A disk that refused is asked again after this.
-const AGAIN: Duration = Duration::from_millis(500);
-/// How long is waited for a file to be put in a record's place.
-const PUT: Duration = Duration::from_secs(30);
-/// What was written is made durable this often.
-const SYNC: Duration = Duration::from_secs(5);
+/// Maximum delay of an accepted line, unless the disk fails.
+pub const FLUSH_INTERVAL: Duration = Duration::from_millis(50);
+/// Queued bytes that are written immediately, without waiting for [`FLUSH_INTERVAL`].
+const BATCH_BYTES: usize = 256 << 10;
+/// Maximum bytes that are accepted and not yet written.
+pub const MAX_QUEUED_BYTES: usize = 16 << 20;
+/// Empty intervals after which the thread sleeps until it is woken: waking it takes longer than accepting a line.
+const MAX_IDLE_INTERVALS: u32 = 20;
+/// Retry interval after a failed write.
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
+/// Timeout of replacing a record's file.
+const REPLACE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Interval of syncing written files.
+const SYNC_INTERVAL: Duration = Duration::from_secs(5);
 
-/// A record that this writer writes.
+/// A record of this writer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Record {
-    /// Of the day that a line counts for.
+    /// Of the day for which a line counts.
     Interactions(Date),
     Audit,
-    /// Plain text; the others are JSON.
+    /// Plain text; the other records are JSON.
     Activity,
-    /// The last: what it counts is written before it.
+    /// Last: usage is written after the interactions that it counts.
     Usage,
 }
 
 impl Record {
-    /// So much of it is accepted and not written at most. What anybody may bring about by the thousand leaves room for what
-    /// is paid for.
-    fn share(self) -> usize {
+    /// Maximum queued bytes of this record. Records that any program can flood leave room for those that are billed.
+    fn max_queued_bytes(self) -> usize {
         match self {
-            Self::Audit | Self::Activity => MOST_BYTES / 4,
-            Self::Interactions(_) | Self::Usage => MOST_BYTES,
+            Self::Audit | Self::Activity => MAX_QUEUED_BYTES / 4,
+            Self::Interactions(_) | Self::Usage => MAX_QUEUED_BYTES,
         }
     }
 
-    fn form(self) -> Form {
-        if self == Self::Activity { Form::Text } else { Form::Json }
+    fn form(self) -> LineFormat {
+        if self == Self::Activity { LineFormat::Text } else { LineFormat::Json }
     }
 
     fn file_name(self) -> String {
@@ -82,35 +81,35 @@ impl Record {
     }
 }
 
-/// The line found no room. What was lost is told where the next line goes.
+/// The line was refused. A gap before the next line reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the records' memory is full: the disk does not take them")]
-pub struct NoRoom;
+#[error("record queue full: the disk accepts no writes")]
+pub struct QueueFull;
 
 struct Shared {
     logs: PathBuf,
-    waiting: Mutex<Waiting>,
+    queue: Mutex<RecordQueue>,
     wake: Condvar,
     flushed: Condvar,
-    /// The disk refuses.
+    /// The last write failed.
     is_stuck: AtomicBool,
     syncer: Syncer,
 }
 
-/// What the thread takes at once.
-struct Taken {
+/// The work of one round of the thread.
+struct Batch {
     lines: Vec<(Record, Vec<Vec<u8>>)>,
-    /// A flush that is waited for.
-    asked: Option<u64>,
+    /// A requested flush.
+    flush: Option<u64>,
     replacement: Option<Replacement>,
     stop: bool,
 }
 
-/// A handle to append by; cheap to clone.
+/// A handle for appending; cheap to clone.
 #[derive(Clone)]
 pub struct Records(Arc<Shared>);
 
-/// The threads. Dropped, they end after the last line is written and durable, or given up.
+/// The threads. On drop, they end after a last attempt to write and sync all lines.
 pub struct Writer {
     records: Records,
     writes: Option<JoinHandle<()>>,
@@ -121,15 +120,15 @@ impl Writer {
     /// Starts the threads; files are in `logs`.
     ///
     /// # Errors
-    /// When there can be no thread.
+    /// A thread cannot be started.
     pub fn start(logs: PathBuf) -> std::io::Result<Self> {
         Self::begin(logs, Box::new(File::sync_data))
     }
 
-    fn begin(logs: PathBuf, durably: Durably) -> std::io::Result<Self> {
+    fn begin(logs: PathBuf, sync: SyncFn) -> std::io::Result<Self> {
         let shared = Shared {
             logs,
-            waiting: Mutex::default(),
+            queue: Mutex::default(),
             wake: Condvar::new(),
             flushed: Condvar::new(),
             is_stuck: AtomicBool::new(false),
@@ -140,7 +139,7 @@ impl Writer {
         let thread = |name: &str| std::thread::Builder::new().name(name.to_owned());
         let work = records.clone();
         writer.syncs = Some(thread("records-sync").spawn(move || {
-            work.0.syncer.work(&durably, |flush| work.0.done(flush));
+            work.0.syncer.work(&sync, |flush| work.0.finish_flush(flush));
         })?);
         writer.writes = Some(thread("records").spawn(move || records.0.write())?);
         Ok(writer)
@@ -156,7 +155,7 @@ impl Drop for Writer {
         let shared = &self.records.0;
         shared.lock().stop = true;
         shared.wake.notify_all();
-        // A panic in a thread has been told by its own message.
+        // The panic hook has logged a panic of a thread.
         if let Some(writes) = self.writes.take() {
             let _ = writes.join();
         }
@@ -170,15 +169,15 @@ impl Drop for Writer {
 }
 
 impl Records {
-    /// Accepts a line of JSON. Never waits for the disk.
+    /// Queues a line of JSON. Never waits for the disk.
     ///
     /// # Errors
-    /// [`NoRoom`].
-    pub fn append(&self, record: Record, entry: &impl Serialize) -> Result<(), NoRoom> {
+    /// [`QueueFull`].
+    pub fn append(&self, record: Record, entry: &impl Serialize) -> Result<(), QueueFull> {
         thread_local! {
             static LINE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
-        // It is made a text before anybody is kept waiting.
+        // Serialize before taking the lock.
         LINE.with_borrow_mut(|line| {
             line.clear();
             serde_json::to_writer(&mut *line, entry).expect("records are JSON");
@@ -187,16 +186,16 @@ impl Records {
         })
     }
 
-    /// Accepts a line of `activity.log`: what happened, after the time.
+    /// Queues a line of `activity.log`, with the current time.
     ///
     /// # Errors
-    /// [`NoRoom`].
-    pub fn note(&self, what: &str) -> Result<(), NoRoom> {
+    /// [`QueueFull`].
+    pub fn note(&self, what: &str) -> Result<(), QueueFull> {
         let what: String = what.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         self.accept(Record::Activity, format!("{} {what}\n", clock::rfc3339_ms(Timestamp::now())).as_bytes())
     }
 
-    fn accept(&self, record: Record, line: &[u8]) -> Result<(), NoRoom> {
+    fn accept(&self, record: Record, line: &[u8]) -> Result<(), QueueFull> {
         let wakes = self.0.lock().accept(record, line)?;
         if wakes {
             self.0.wake.notify_one();
@@ -204,86 +203,86 @@ impl Records {
         Ok(())
     }
 
-    /// Puts a file, which is durable, in a record's place between two of its lines, where the record is still what it was:
-    /// whoever made it holds off those that have lines for it. `false` where something came all the same.
-    ///
+    /// Replaces a record's file by a durable one, between two of its lines, if the record is unchanged; the caller
+    /// prevents concurrent lines. `false` if the record has changed nevertheless.
     /// # Errors
+    /// The rename failed; the record is unchanged.
     /// The files'; the record is then what it was.
     pub fn replace(&self, record: Record, by: PathBuf, was: Extent) -> std::io::Result<bool> {
-        let (answer, answered) = mpsc::sync_channel(1);
+        let (reply, replied) = mpsc::sync_channel(1);
         {
-            let mut waiting = self.0.lock();
-            if waiting.stop || waiting.replacement.is_some() {
+            let mut queue = self.0.lock();
+            if queue.stop || queue.replacement.is_some() {
                 return Ok(false);
             }
-            waiting.replacement = Some(Replacement { record, by, was, answer });
+            queue.replacement = Some(Replacement { record, by, was, reply });
         }
         self.0.wake.notify_one();
-        // A disk that takes longer puts it there later, or finds that something came.
-        answered.recv_timeout(PUT).unwrap_or(Ok(false))
+        // On a slow disk, the replacement happens later or finds a changed record.
+        replied.recv_timeout(REPLACE_TIMEOUT).unwrap_or(Ok(false))
     }
 
-    /// Waits until all that was accepted before is on the disk, and durable; `false` where the disk does not take it in
-    /// time.
+    /// Waits until all earlier lines are durable; `false` on timeout.
     pub fn flush(&self, within: Duration) -> bool {
-        let mut waiting = self.0.lock();
-        waiting.flushes_asked += 1;
-        let mine = waiting.flushes_asked;
+        let mut queue = self.0.lock();
+        queue.flushes_requested += 1;
+        let mine = queue.flushes_requested;
         self.0.wake.notify_one();
         let end = Instant::now() + within;
-        while waiting.flushes_done < mine {
+        while queue.flushes_done < mine {
             let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() || waiting.thread == Thread::Ended {
+            if left.is_zero() || queue.thread == Thread::Ended {
                 return false;
             }
-            waiting = self.0.flushed.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue = self.0.flushed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }
 
-    /// The disk refuses lines at the moment.
+    /// Whether the last write failed.
     pub fn is_stuck(&self) -> bool {
         self.0.is_stuck.load(Ordering::Relaxed)
     }
 
-    /// Bytes that are accepted and not written yet.
+    /// Bytes that are accepted and not yet written.
     pub fn waiting_bytes(&self) -> usize {
         self.0.lock().bytes()
     }
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, RecordQueue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The thread's work.
+    /// The loop of the writing thread.
     fn write(&self) {
-        let mut files: Vec<(Record, Appended)> = Vec::new();
-        let mut handed = Instant::now();
+        let mut files: Vec<(Record, AppendFile)> = Vec::new();
+        let mut synced_at = Instant::now();
         loop {
             let is_dirty = files.iter().any(|(_, file)| file.is_dirty());
-            let Taken { lines, asked, replacement, stop } = self.take(is_dirty.then(|| handed + SYNC));
+            let Batch { lines, flush, replacement, stop } =
+                self.take_batch(is_dirty.then(|| synced_at + SYNC_INTERVAL));
             for (record, pieces) in lines {
                 let file = file_of(&mut files, record, &self.logs);
-                pieces.into_iter().for_each(|piece| file.take(piece));
+                pieces.into_iter().for_each(|piece| file.push(piece));
             }
             files.sort_by_key(|(record, _)| *record);
-            let written = self.bring(&mut files, stop);
+            let written = self.write_files(&mut files, stop);
             self.give_back(&mut files);
-            let directory = replacement.and_then(|replacement| self.put(replacement, &mut files));
-            let asked = asked.filter(|_| written);
-            if stop || asked.is_some() || handed.elapsed() >= SYNC {
+            let directory = replacement.and_then(|replacement| self.replace_file(replacement, &mut files));
+            let flush = flush.filter(|_| written);
+            if stop || flush.is_some() || synced_at.elapsed() >= SYNC_INTERVAL {
                 let mut unsynced: Vec<Unsynced> =
-                    files.iter_mut().flat_map(|(_, file)| file.unsynced()).collect();
+                    files.iter_mut().flat_map(|(_, file)| file.take_unsynced()).collect();
                 unsynced.extend(directory);
-                self.syncer.hand(unsynced, asked);
-                handed = Instant::now();
+                self.syncer.enqueue(unsynced, flush);
+                synced_at = Instant::now();
             } else if let Some(directory) = directory {
-                self.syncer.hand(vec![directory], None);
+                self.syncer.enqueue(vec![directory], None);
             }
-            if let Some(asked) = asked {
-                self.lock().flushes_written = asked;
+            if let Some(flush) = flush {
+                self.lock().flushes_written = flush;
             }
             files.retain(|(_, file)| file.left() > 0 || file.is_dirty());
             if stop {
@@ -295,80 +294,80 @@ impl Shared {
         }
     }
 
-    /// A flush is durable.
-    fn done(&self, flush: u64) {
-        let mut waiting = self.lock();
-        waiting.flushes_done = waiting.flushes_done.max(flush);
+    /// Marks a flush as durable.
+    fn finish_flush(&self, flush: u64) {
+        let mut queue = self.lock();
+        queue.flushes_done = queue.flushes_done.max(flush);
         self.flushed.notify_all();
     }
 
-    /// Waits for lines, lets them gather, and takes them; at the latest when something is to be synced.
-    fn take(&self, sync_at: Option<Instant>) -> Taken {
-        let mut waiting = self.gathered(self.lock(), sync_at);
-        waiting.thread = Thread::Writing;
-        let lines = waiting.take();
-        let asked = (waiting.flushes_asked > waiting.flushes_written).then_some(waiting.flushes_asked);
-        Taken { lines, asked, replacement: waiting.replacement.take(), stop: waiting.stop }
+    /// Waits for a batch of lines and takes it; returns at `sync_at` at the latest.
+    fn take_batch(&self, sync_at: Option<Instant>) -> Batch {
+        let mut queue = self.wait_for_work(self.lock(), sync_at);
+        queue.thread = Thread::Writing;
+        let lines = queue.take();
+        let flush = (queue.flushes_requested > queue.flushes_written).then_some(queue.flushes_requested);
+        Batch { lines, flush, replacement: queue.replacement.take(), stop: queue.stop }
     }
 
-    fn gathered<'a>(
+    fn wait_for_work<'a>(
         &self,
-        mut waiting: MutexGuard<'a, Waiting>,
+        mut queue: MutexGuard<'a, RecordQueue>,
         sync_at: Option<Instant>,
-    ) -> MutexGuard<'a, Waiting> {
+    ) -> MutexGuard<'a, RecordQueue> {
         let is_due = || sync_at.is_some_and(|at| Instant::now() >= at);
-        let mut looks = 0;
+        let mut idle_intervals = 0;
         loop {
-            waiting.thread = Thread::Looking;
-            // What was accepted since the last look is at most this old then.
-            let end = Instant::now() + FLUSH;
-            while !waiting.is_enough() && !waiting.asks() {
+            queue.thread = Thread::Polling;
+            // Limits the age of lines that were accepted since the last interval.
+            let end = Instant::now() + FLUSH_INTERVAL;
+            while !queue.is_enough() && !queue.has_request() {
                 let left = end.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     break;
                 }
-                waiting = self.wake.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
+                queue = self.wake.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
             }
-            if waiting.has_work() || is_due() {
-                return waiting;
+            if queue.has_work() || is_due() {
+                return queue;
             }
-            looks += 1;
-            if looks < LOOKS {
+            idle_intervals += 1;
+            if idle_intervals < MAX_IDLE_INTERVALS {
                 continue;
             }
-            waiting.thread = Thread::Asleep;
-            while waiting.thread == Thread::Asleep && !waiting.has_work() && !is_due() {
-                waiting = match sync_at {
+            queue.thread = Thread::Asleep;
+            while queue.thread == Thread::Asleep && !queue.has_work() && !is_due() {
+                queue = match sync_at {
                     Some(at) => {
                         let left = at.saturating_duration_since(Instant::now());
-                        self.wake.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0
+                        self.wake.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0
                     }
-                    None => self.wake.wait(waiting).unwrap_or_else(PoisonError::into_inner),
+                    None => self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner),
                 };
             }
-            looks = 0;
+            idle_intervals = 0;
         }
     }
 
-    /// Puts a file in a record's place; the directory, which is then to be made durable.
-    fn put(&self, replacement: Replacement, files: &mut [(Record, Appended)]) -> Option<Unsynced> {
-        let Replacement { record, by, was, answer } = replacement;
+    /// Replaces a record's file; returns the directory, which must be synced then.
+    fn replace_file(&self, replacement: Replacement, files: &mut [(Record, AppendFile)]) -> Option<Unsynced> {
+        let Replacement { record, by, was, reply } = replacement;
         let is_behind = files.iter().any(|(of, file)| *of == record && file.left() > 0);
         let path = self.logs.join(record.file_name());
-        let put = if is_behind { Ok(false) } else { file::replace(&path, &by, was) };
-        let is_put = matches!(put, Ok(true));
-        // Whoever asked may have gone.
-        let _ = answer.send(put);
-        let directory = File::open(&self.logs).ok().filter(|_| is_put)?;
+        let replaced = if is_behind { Ok(false) } else { file::replace(&path, &by, was) };
+        let is_replaced = matches!(replaced, Ok(true));
+        // The caller may have timed out.
+        let _ = reply.send(replaced);
+        let directory = File::open(&self.logs).ok().filter(|_| is_replaced)?;
         let inode = directory.metadata().ok()?.ino();
         Some(Unsynced::new(self.logs.clone(), inode, Arc::new(directory)))
     }
 
-    /// Writes what there is, and says once where that ends or begins to go wrong.
-    fn bring(&self, files: &mut [(Record, Appended)], stop: bool) -> bool {
+    /// Writes all files; logs when writes start and stop failing.
+    fn write_files(&self, files: &mut [(Record, AppendFile)], stop: bool) -> bool {
         let (mut failed, mut is_behind) = (None, false);
         for (record, file) in files.iter_mut() {
-            // What usage counts is on the disk before it.
+            // Interactions must be on the disk before the usage that counts them.
             if *record == Record::Usage && is_behind {
                 continue;
             }
@@ -384,32 +383,32 @@ impl Shared {
             return true;
         };
         if !self.is_stuck.swap(true, Ordering::Relaxed) {
-            tracing::error!(error = %chain(&error), "records cannot be written; they wait in memory");
+            tracing::error!(error = %chain(&error), "records cannot be written; they are queued in memory");
         }
         if stop {
             let bytes: usize = files.iter().map(|(_, file)| file.left()).sum();
-            tracing::error!(bytes, "records that the disk did not take are lost");
+            tracing::error!(bytes, "records lost at shutdown: the disk accepts no writes");
         }
         false
     }
 
-    fn give_back(&self, files: &mut [(Record, Appended)]) {
+    fn give_back(&self, files: &mut [(Record, AppendFile)]) {
         let left = files.iter().map(|(record, file)| (*record, file.left())).filter(|(_, left)| *left > 0);
         let left = left.collect();
-        let pieces = files.iter_mut().flat_map(|(_, file)| file.finished());
+        let pieces = files.iter_mut().flat_map(|(_, file)| file.take_finished());
         self.lock().give_back(left, pieces);
     }
 
     fn pause(&self) {
-        let idle = |waiting: &mut Waiting| waiting.is_empty() && !waiting.stop;
-        let waited = self.wake.wait_timeout_while(self.lock(), AGAIN, idle);
+        let idle = |queue: &mut RecordQueue| queue.is_empty() && !queue.stop;
+        let waited = self.wake.wait_timeout_while(self.lock(), RETRY_INTERVAL, idle);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-fn file_of<'a>(files: &'a mut Vec<(Record, Appended)>, record: Record, logs: &Path) -> &'a mut Appended {
+fn file_of<'a>(files: &'a mut Vec<(Record, AppendFile)>, record: Record, logs: &Path) -> &'a mut AppendFile {
     let at = files.iter().position(|(of, _)| *of == record).unwrap_or_else(|| {
-        files.push((record, Appended::new(logs.join(record.file_name()), record.form())));
+        files.push((record, AppendFile::new(logs.join(record.file_name()), record.form())));
         files.len() - 1
     });
     &mut files[at].1

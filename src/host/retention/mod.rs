@@ -62,7 +62,7 @@ async fn check(layout: Layout) -> Result<(), Failure> {
     std::fs::create_dir_all(&logs)
         .map_err(FileError::at("create directory", &logs))
         .or_exit(Exit::Internal)?;
-    let settings = Settings::of(&layout.settings(), &layout.good_settings());
+    let settings = Settings::load(&layout.settings(), &layout.good_settings());
     if let Some(mistake) = &settings.mistake {
         tracing::warn!(mistake, "system/config.json is not used as it is now");
     }

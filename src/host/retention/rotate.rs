@@ -220,7 +220,7 @@ mod tests {
             ("America/Santiago", "2026-04-05T03:59:59Z", "2026-04-05T04:00:00Z", "2026-04-04"),
             ("UTC", "2028-02-29T23:59:59Z", "2028-03-01T00:00:00Z", "2028-02-29"),
         ] {
-            let calendar = Calendar::of(zone).unwrap();
+            let calendar = Calendar::for_zone(zone).unwrap();
             let (last, first): (Timestamp, Timestamp) = (last.parse().unwrap(), first.parse().unwrap());
             let dir = tempfile::tempdir().unwrap();
             written(&dir.path().join("audit.jsonl"), &line(last, 1), last);

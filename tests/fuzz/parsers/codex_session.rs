@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use svc::host::agents::adapters::codex_sessions;
-use svc::host::agents::adapters::codex_sessions::Used;
+use svc::host::agents::adapters::codex_sessions::SessionUsage;
 
 use super::Target;
 
@@ -37,7 +37,7 @@ fn sessions() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-fn used(bytes: &[u8]) -> Option<Used> {
+fn used(bytes: &[u8]) -> Option<SessionUsage> {
     thread_local! {
         static SESSIONS: (tempfile::TempDir, PathBuf) = {
             let dir = tempfile::tempdir().expect("a directory");
@@ -48,7 +48,7 @@ fn used(bytes: &[u8]) -> Option<Used> {
     }
     SESSIONS.with(|(sessions, file)| {
         fs::write(file, bytes).expect("written");
-        codex_sessions::used(sessions.path(), THREAD, Timestamp::UNIX_EPOCH)
+        codex_sessions::read_usage(sessions.path(), THREAD, Timestamp::UNIX_EPOCH)
     })
 }
 

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use svc::host::gateway::bridge_fuzzing::{read_event_id, write_event_id};
-use svc::host::records::files::Places;
+use svc::host::records::files::TailPosition;
 
 use super::Target;
 
@@ -26,7 +26,7 @@ fn ids() -> impl Strategy<Value = Vec<u8>> {
 
 fn holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
-    if let Ok(places) = text.parse::<Places>()
+    if let Ok(places) = text.parse::<TailPosition>()
         && places.to_string() != text
     {
         return Err(format!("{text:?} is the place {places}"));
@@ -68,7 +68,7 @@ fn accepts(bytes: &[u8]) -> Result<(), String> {
     let readers = [
         read_event_id(None, text, EPOCH).is_some(),
         read_event_id(Some("notes"), text, EPOCH).is_some_and(|(epoch, _)| epoch == EPOCH),
-        text.parse::<Places>().is_ok(),
+        text.parse::<TailPosition>().is_ok(),
     ];
     if readers.iter().filter(|is_read| **is_read).count() == 1 {
         Ok(())

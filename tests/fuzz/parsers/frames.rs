@@ -3,11 +3,11 @@
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use svc::host::agents::adapters::{Exit, Kind, Outcome};
+use svc::host::agents::adapters::{AdapterKind, Exit, Outcome};
 use svc::host::agents::protocol::{Ended, FromRunner, ToRunner};
 use svc::host::audit::hook;
 use svc::host::audit::protocol::Message;
-use svc::host::records::entry::Failed;
+use svc::host::records::entry::DispatchError;
 
 use super::Target;
 use super::objects::wait;
@@ -109,8 +109,8 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
         "\\PC{0,20}".prop_map(FromRunner::Refused),
         any::<i32>().prop_map(|code| FromRunner::Ended(Ended {
             exit: Exit::Code(code),
-            said: "no".to_owned(),
-            used: None
+            stderr_tail: "no".to_owned(),
+            usage: None
         })),
     ];
     prop::collection::vec(frame, 1..6).prop_map(|frames| {
@@ -181,7 +181,7 @@ pub fn agent_output() -> Target {
     }
 }
 
-const KINDS: [Kind; 3] = [Kind::ClaudeCode, Kind::Codex, Kind::JsonLines];
+const KINDS: [AdapterKind; 3] = [AdapterKind::ClaudeCode, AdapterKind::Codex, AdapterKind::JsonLines];
 
 /// As programs printed it, cut to some lines.
 fn outputs() -> impl Strategy<Value = Vec<u8>> {
@@ -189,12 +189,12 @@ fn outputs() -> impl Strategy<Value = Vec<u8>> {
         .prop_map(|(text, lines)| text.lines().take(lines).collect::<Vec<_>>().join("\n").into_bytes())
 }
 
-fn played(kind: Kind, bytes: &[u8]) -> Outcome {
+fn played(kind: AdapterKind, bytes: &[u8]) -> Outcome {
     let mut adapter = kind.adapter();
     for (at_ms, line) in (0..).zip(String::from_utf8_lossy(bytes).lines()) {
-        drop(adapter.line(at_ms, line));
+        drop(adapter.parse_line(at_ms, line));
     }
-    adapter.ended(u64::MAX, Exit::Code(0), "words on standard error")
+    adapter.finish(u64::MAX, Exit::Code(0), "words on standard error")
 }
 
 /// Of what a record keeps of a run.
@@ -211,7 +211,7 @@ fn bounded(outcome: &Outcome) -> Result<(), String> {
         within("a tool's name", Some(&tool.name), 201)?;
         within("a tool's input", Some(&tool.input_preview), 201)?;
     }
-    if let Some(Failed { name, message, stack, tool, .. }) = &outcome.error {
+    if let Some(DispatchError { name, message, stack, tool, .. }) = &outcome.error {
         within("an error's name", Some(name), 201)?;
         within("an error's message", Some(message), 2001)?;
         within("an error's stack", stack.as_deref(), 4001)?;

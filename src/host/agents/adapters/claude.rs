@@ -1,8 +1,8 @@
-//! Claude Code, as `claude -p --output-format stream-json --verbose` tells of its run. What it tells, and when, is in
-//! `tests/agents/README.md`, with the recordings that this is tested by.
+//! Claude Code: parses the output of `claude -p --output-format stream-json --verbose`. Its format is documented in
+//! `tests/agents/README.md`, with the recordings that test this adapter.
 //!
-//! Its `total_cost_usd` goes on over resumed conversations: what this run cost is the sum of `model_usage_since_last_result`
-//! over its results, of which there are several where something ran in the background.
+//! `total_cost_usd` accumulates over resumed conversations. The cost of a run is therefore the sum of
+//! `model_usage_since_last_result` over its results; background work causes several results.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +10,8 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::run::Run;
-use super::{Adapter, Event, Exit, LONGEST_MESSAGE, Outcome, silent, told};
-use crate::host::records::entry::{Failed, Status};
+use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
+use crate::host::records::entry::{DispatchError, Status};
 use crate::host::records::money::Dollars;
 
 #[derive(Deserialize)]
@@ -28,7 +28,7 @@ struct Line {
     message: Option<Message>,
     #[serde(default)]
     parent_tool_use_id: Option<String>,
-    // Of a result.
+    // Fields of a result.
     #[serde(default)]
     is_error: bool,
     #[serde(default)]
@@ -55,7 +55,7 @@ struct Message {
     usage: Option<Usage>,
 }
 
-/// A count that some gateways leave out, or write as null.
+/// A count that some gateways omit or write as null.
 type Count = Option<u64>;
 
 fn sum(counts: [Count; 3]) -> u64 {
@@ -113,46 +113,46 @@ enum Block {
 /// A run of Claude Code.
 #[derive(Default)]
 pub struct Claude {
-    /// With tokens and cost of its results.
+    /// Includes the tokens and cost of its results.
     run: Run,
-    result: Option<Ended>,
-    /// Of messages of the model since the last result: all that is known of a run that is cut off. An answer's own tokens are
-    /// not told before its end.
-    asked: BTreeMap<String, u64>,
+    turn_end: Option<TurnEnd>,
+    /// Input tokens per model message since the last result: all that is known of an interrupted run. Output tokens are
+    /// only reported at the end.
+    input_tokens: BTreeMap<String, u64>,
 }
 
-struct Ended {
-    error: Option<Failed>,
+struct TurnEnd {
+    error: Option<DispatchError>,
 }
 
 impl Adapter for Claude {
-    fn line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
+    fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let Ok(line) = serde_json::from_str::<Line>(line) else { return Vec::new() };
         match (&*line.kind, line.subtype.as_deref()) {
             ("system", Some("init")) => self.init(line),
             ("assistant" | "user", _) => self.message(at_ms, line),
             ("result", _) => {
-                self.end_of_turns(line);
+                self.result(line);
                 Vec::new()
             }
             _ => Vec::new(),
         }
     }
 
-    fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome {
-        let cut_off = self.run.tools.close(at_ms);
-        let error = match (self.result.take(), exit) {
-            (Some(Ended { error: None }), Exit::Code(0)) => None,
-            (Some(Ended { error: Some(error) }), _) => Some(error),
-            _ => Some(Failed { tool: cut_off, ..silent(exit, said) }),
+    fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
+        let interrupted_tool = self.run.tools.close(at_ms);
+        let error = match (self.turn_end.take(), exit) {
+            (Some(TurnEnd { error: None }), Exit::Code(0)) => None,
+            (Some(TurnEnd { error: Some(error) }), _) => Some(error),
+            _ => Some(DispatchError { tool: interrupted_tool, ..exit_failure(exit, stderr_tail) }),
         };
-        self.run.count(self.asked.values().fold(0, |all, one| all.saturating_add(*one)), 0);
+        self.run.add_tokens(self.input_tokens.values().fold(0, |all, one| all.saturating_add(*one)), 0);
         self.run.outcome(error)
     }
 }
 
 impl Claude {
-    /// It comes again where the model is woken by something that ran in the background.
+    /// Repeated when background work wakes the model.
     fn init(&mut self, line: Line) -> Vec<Event> {
         let is_first = self.run.conversation_id.is_none();
         self.run.conversation_id = line.session_id.or(self.run.conversation_id.take());
@@ -162,20 +162,22 @@ impl Claude {
     }
 
     fn message(&mut self, at_ms: u64, line: Line) -> Vec<Event> {
-        let (Some(message), is_agents) = (line.message, line.kind == "assistant") else { return Vec::new() };
-        // Each block has a line of its own; those of one message have its id.
-        if let (true, Some(id), Some(usage)) = (is_agents, message.id, message.usage) {
-            self.asked.insert(id, usage.tokens_in());
+        let (Some(message), is_assistant) = (line.message, line.kind == "assistant") else {
+            return Vec::new();
+        };
+        // Each block has its own line; blocks of one message share its ID.
+        if let (true, Some(id), Some(usage)) = (is_assistant, message.id, message.usage) {
+            self.input_tokens.insert(id, usage.tokens_in());
         }
         let Value::Array(blocks) = message.content else { return Vec::new() };
         let mut events = Vec::new();
         for block in blocks {
             events.extend(match serde_json::from_value(block).unwrap_or(Block::Other) {
-                Block::Text { text } if is_agents && line.parent_tool_use_id.is_none() => {
+                Block::Text { text } if is_assistant && line.parent_tool_use_id.is_none() => {
                     self.run.text = Some(text.clone());
                     Some(Event::Text { text })
                 }
-                Block::ToolUse { id, name, input } if is_agents => {
+                Block::ToolUse { id, name, input } if is_assistant => {
                     self.run.tools.start(at_ms, &id, &name, &input)
                 }
                 Block::ToolResult { tool_use_id, is_error } => {
@@ -188,9 +190,9 @@ impl Claude {
         events
     }
 
-    fn end_of_turns(&mut self, line: Line) {
-        self.asked.clear();
-        // A run that came to nothing says so without an init.
+    fn result(&mut self, line: Line) {
+        self.input_tokens.clear();
+        // A run that failed at its start has no init line.
         self.run.conversation_id = self.run.conversation_id.take().or(line.session_id);
         let cost = match line.model_usage_since_last_result {
             Some(models) => {
@@ -200,31 +202,31 @@ impl Claude {
                         usage.cache_read_input_tokens,
                         usage.cache_creation_input_tokens,
                     ]);
-                    self.run.count(tokens_in, usage.output_tokens.unwrap_or_default());
+                    self.run.add_tokens(tokens_in, usage.output_tokens.unwrap_or_default());
                 }
                 models.values().map(|usage| dollars(usage.cost_usd.unwrap_or_default())).sum()
             }
-            // Earlier releases tell the whole conversation's, again with each result.
+            // Earlier releases report the cost of the whole conversation with each result.
             None => {
                 let usage = line.usage.unwrap_or_default();
-                self.run.count(usage.tokens_in(), usage.output_tokens.unwrap_or_default());
-                let whole = dollars(line.total_cost_usd.unwrap_or_default());
-                whole.saturating_sub(self.run.cost.unwrap_or_default())
+                self.run.add_tokens(usage.tokens_in(), usage.output_tokens.unwrap_or_default());
+                let total = dollars(line.total_cost_usd.unwrap_or_default());
+                total.saturating_sub(self.run.cost.unwrap_or_default())
             }
         };
-        self.run.pay(cost);
+        self.run.add_cost(cost);
         let subtype = line.subtype.unwrap_or_default();
         let text = line.result.filter(|text| !text.is_empty());
         let error = (line.is_error || subtype != "success").then(|| {
-            let said =
+            let errors =
                 line.errors.iter().map(|error| error.as_str().map_or(error.to_string(), str::to_owned));
             let message =
-                text.clone().or_else(|| said.reduce(|all, one| all + "; " + &one)).unwrap_or_default();
-            // The subtype of a failed call of the model is a success.
+                text.clone().or_else(|| errors.reduce(|all, one| all + "; " + &one)).unwrap_or_default();
+            // A failed model call has the subtype "success".
             let name = if subtype == "success" { "ApiError".to_owned() } else { subtype };
-            Failed {
+            DispatchError {
                 name,
-                message: told(&message, LONGEST_MESSAGE),
+                message: scrub_and_truncate(&message, MAX_MESSAGE_CHARS),
                 stack: None,
                 tool: None,
                 turn: line.num_turns,
@@ -233,13 +235,13 @@ impl Claude {
         if error.is_none() {
             self.run.text = text.or(self.run.text.take());
         }
-        // Of several results, one that failed stays failed.
-        let earlier = self.result.take().and_then(|ended| ended.error);
-        self.result = Some(Ended { error: error.or(earlier) });
+        // If any result failed, the run failed.
+        let earlier = self.turn_end.take().and_then(|end| end.error);
+        self.turn_end = Some(TurnEnd { error: error.or(earlier) });
     }
 }
 
-/// A number that is no amount is none.
+/// An invalid amount counts as zero.
 fn dollars(number: f64) -> Dollars {
     Dollars::from_f64(number).unwrap_or_default()
 }
@@ -248,8 +250,8 @@ fn dollars(number: f64) -> Dollars {
 mod tests {
     use super::*;
 
-    fn played(name: &str) -> (Vec<Event>, Outcome) {
-        super::super::tests::played("claude", name, &mut Claude::default())
+    fn replay(name: &str) -> (Vec<Event>, Outcome) {
+        super::super::tests::replay("claude", name, &mut Claude::default())
     }
 
     fn names(outcome: &Outcome) -> Vec<(&str, Status)> {
@@ -257,8 +259,8 @@ mod tests {
     }
 
     #[test]
-    fn a_run_with_good_and_bad_tools_is_told_whole() {
-        let (events, outcome) = played("basic");
+    fn run_reports_succeeded_and_failed_tools() {
+        let (events, outcome) = replay("basic");
         let (good, bad) = (Status::Success, Status::Error);
         assert_eq!(
             names(&outcome),
@@ -282,12 +284,12 @@ mod tests {
         assert_eq!(ends, 7);
         assert!(
             !format!("{events:?}{outcome:?}").contains("File created successfully"),
-            "no answer of a tool is told"
+            "tool results are not reported"
         );
     }
 
     #[test]
-    fn what_failed_says_why_whatever_its_exit_code() {
+    fn failures_report_their_reason_for_any_exit_code() {
         for (name, error, message) in [
             ("err500", "ApiError", "500"),
             ("refusal_stop", "ApiError", ""),
@@ -297,7 +299,7 @@ mod tests {
             ("sigterm", "ExitCode", "143"),
             ("resume_missing", "error_during_execution", ""),
         ] {
-            let (_, outcome) = played(name);
+            let (_, outcome) = replay(name);
             let failed = outcome.error.unwrap_or_else(|| panic!("{name} did not fail"));
             assert_eq!((&*failed.name, outcome.status), (error, Status::Error), "{name}: {failed:?}");
             assert!(failed.message.contains(message), "{name}: {failed:?}");
@@ -305,23 +307,23 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_is_cut_off_names_its_tool_and_counts_what_it_asked() {
-        let (_, outcome) = played("sigterm");
+    fn interrupted_run_names_its_tool_and_counts_input() {
+        let (_, outcome) = replay("sigterm");
         assert_eq!(outcome.error.unwrap().tool.as_deref(), Some("Bash"));
         assert!(outcome.tokens_in > 0 && outcome.cost.is_none(), "{} {:?}", outcome.tokens_in, outcome.cost);
     }
 
-    /// The second run's own cost, and not the first's as well.
+    /// The second run's cost excludes the first's.
     #[test]
-    fn a_resumed_conversation_costs_what_the_run_did() {
-        let (first, resumed) = (played("session_id").1, played("resume").1);
+    fn resumed_conversation_costs_only_the_run() {
+        let (first, resumed) = (replay("session_id").1, replay("resume").1);
         assert_eq!(first.conversation_id, resumed.conversation_id);
         assert_eq!((first.cost, first.tokens_in), (resumed.cost, resumed.tokens_in));
     }
 
     #[test]
-    fn subagents_and_what_runs_in_the_background_count() {
-        let (_, outcome) = played("agent_fg");
+    fn subagents_and_background_work_count() {
+        let (_, outcome) = replay("agent_fg");
         assert!(
             names(&outcome).iter().any(|(name, _)| ["Agent", "Task"].contains(name)),
             "{:?}",
@@ -333,7 +335,7 @@ mod tests {
             names(&outcome)
         );
         for name in ["bash_bg", "agent", "parallel", "no_allow", "model_unknown", "bash_cd"] {
-            let (_, outcome) = played(name);
+            let (_, outcome) = replay(name);
             assert_eq!(outcome.status, Status::Success, "{name}: {:?}", outcome.error);
             assert!(outcome.cost > Some(Dollars::ZERO), "{name}");
         }

@@ -1,19 +1,19 @@
-//! Codex, as `codex exec --json` tells of its run. What it tells, and when, is in `tests/agents/README.md`, with the
-//! recordings that this is tested by.
+//! Codex: parses the output of `codex exec --json`. Its format is documented in `tests/agents/README.md`, with the
+//! recordings that test this adapter.
 //!
-//! It names no model and no price, its usage is that of the whole thread with all runs before, and what its subagents use,
-//! or a run that is cut off, it does not tell: [`super::codex_sessions`] has all that. A conversation that is a thread of its is
-//! gone on with; by any other name each run is a thread of its own.
+//! The output has neither model nor price, its usage covers all earlier runs of the thread, and it omits the usage of
+//! subagents and of interrupted runs; [`super::codex_sessions`] reads those. A conversation ID that is a known thread
+//! is resumed; with any other ID, each run starts a new thread.
 //!
-//! Where that cannot be read, what was printed counts: of a thread that is gone on with rather too much than nothing.
+//! If the session files cannot be read, the printed usage counts, which is too high for a resumed thread.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::codex_sessions::Used;
+use super::codex_sessions::SessionUsage;
 use super::run::Run;
-use super::{Adapter, Event, Exit, LONGEST_MESSAGE, Outcome, silent, told};
-use crate::host::records::entry::{Failed, Status};
+use super::{Adapter, Event, Exit, MAX_MESSAGE_CHARS, Outcome, exit_failure, scrub_and_truncate};
+use crate::host::records::entry::{DispatchError, Status};
 
 #[derive(Deserialize)]
 #[serde(tag = "type")]
@@ -36,12 +36,12 @@ enum Line {
 struct Item {
     id: String,
     #[serde(flatten)]
-    kind: Kind,
+    kind: ItemKind,
 }
 
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-enum Kind {
+enum ItemKind {
     AgentMessage {
         text: String,
     },
@@ -68,7 +68,7 @@ enum Kind {
 #[serde(default)]
 struct Usage {
     input_tokens: u64,
-    /// Of the input.
+    /// Part of `input_tokens`.
     cached_input_tokens: u64,
     output_tokens: u64,
 }
@@ -83,11 +83,11 @@ struct Message {
 pub struct Codex {
     run: Run,
     is_done: bool,
-    failed: Option<Failed>,
+    failed: Option<DispatchError>,
 }
 
 impl Adapter for Codex {
-    fn line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
+    fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let event = match serde_json::from_str(line).unwrap_or(Line::Other) {
             Line::Thread { thread_id } => {
                 self.run.conversation_id = Some(thread_id.clone());
@@ -96,14 +96,14 @@ impl Adapter for Codex {
             Line::ItemStarted { item } => self.started(at_ms, &item),
             Line::ItemCompleted { item } => return self.completed(at_ms, item),
             Line::TurnCompleted { usage } => {
-                self.run.count(usage.input_tokens, usage.output_tokens);
+                self.run.add_tokens(usage.input_tokens, usage.output_tokens);
                 self.run.tokens_cached = usage.cached_input_tokens;
                 self.is_done = true;
                 None
             }
             Line::TurnFailed { error } => {
-                let message = told(&error.message, LONGEST_MESSAGE);
-                self.failed = Some(Failed {
+                let message = scrub_and_truncate(&error.message, MAX_MESSAGE_CHARS);
+                self.failed = Some(DispatchError {
                     name: "TurnFailed".to_owned(),
                     message,
                     stack: None,
@@ -117,25 +117,25 @@ impl Adapter for Codex {
         event.into_iter().collect()
     }
 
-    fn used(&mut self, used: Used) {
-        (self.run.tokens_in, self.run.tokens_out) = (used.tokens_in, used.tokens_out);
-        self.run.tokens_cached = used.tokens_cached;
-        self.run.model = used.model;
+    fn set_usage(&mut self, usage: SessionUsage) {
+        (self.run.tokens_in, self.run.tokens_out) = (usage.tokens_in, usage.tokens_out);
+        self.run.tokens_cached = usage.tokens_cached;
+        self.run.model = usage.model;
     }
 
-    fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome {
-        let cut_off = self.run.tools.close(at_ms);
+    fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
+        let interrupted_tool = self.run.tools.close(at_ms);
         let error = match (self.failed.take(), exit) {
             (None, Exit::Code(0)) if self.is_done => None,
             (Some(failed), _) => Some(failed),
-            _ => Some(Failed { tool: cut_off, ..silent(exit, said) }),
+            _ => Some(DispatchError { tool: interrupted_tool, ..exit_failure(exit, stderr_tail) }),
         };
         self.run.outcome(error)
     }
 }
 
-/// The thread, where a line says that one has begun.
-pub fn thread(line: &[u8]) -> Option<String> {
+/// The thread ID, if the line reports a started thread.
+pub fn parse_thread_id(line: &[u8]) -> Option<String> {
     match serde_json::from_slice(line) {
         Ok(Line::Thread { thread_id }) => Some(thread_id),
         _ => None,
@@ -145,48 +145,50 @@ pub fn thread(line: &[u8]) -> Option<String> {
 impl Codex {
     fn started(&mut self, at_ms: u64, item: &Item) -> Option<Event> {
         let (name, input) = match &item.kind {
-            Kind::CommandExecution { command, .. } => ("Bash", json!({ "command": unwrapped(command) })),
-            Kind::FileChange { changes, .. } => ("apply_patch", json!({ "changes": changes })),
-            Kind::CollabToolCall { tool, .. } => (&**tool, Value::Null),
-            Kind::AgentMessage { .. } | Kind::Other => return None,
+            ItemKind::CommandExecution { command, .. } => {
+                ("Bash", json!({ "command": unwrap_shell(command) }))
+            }
+            ItemKind::FileChange { changes, .. } => ("apply_patch", json!({ "changes": changes })),
+            ItemKind::CollabToolCall { tool, .. } => (&**tool, Value::Null),
+            ItemKind::AgentMessage { .. } | ItemKind::Other => return None,
         };
         self.run.tools.start(at_ms, &item.id, name, &input)
     }
 
     fn completed(&mut self, at_ms: u64, item: Item) -> Vec<Event> {
-        // One that is told of when it is over alone has begun then.
+        // Some items are only reported when they are completed.
         let begun = self.started(at_ms, &item);
         let ended = match item.kind {
-            Kind::AgentMessage { text } => {
+            ItemKind::AgentMessage { text } => {
                 self.run.text = Some(text.clone());
                 Some(Event::Text { text })
             }
-            Kind::CommandExecution { status, .. }
-            | Kind::FileChange { status, .. }
-            | Kind::CollabToolCall { status, .. } => {
+            ItemKind::CommandExecution { status, .. }
+            | ItemKind::FileChange { status, .. }
+            | ItemKind::CollabToolCall { status, .. } => {
                 let status = if status == "completed" { Status::Success } else { Status::Error };
                 self.run.tools.end(at_ms, &item.id, status)
             }
-            Kind::Other => None,
+            ItemKind::Other => None,
         };
         begun.into_iter().chain(ended).collect()
     }
 }
 
-/// The command, without the shell that Codex runs it by.
-fn unwrapped(command: &str) -> &str {
+/// The command, without the shell wrapper of Codex.
+fn unwrap_shell(command: &str) -> &str {
     let inner = command.strip_prefix("/bin/bash -lc '").and_then(|rest| rest.strip_suffix('\''));
     inner.unwrap_or(command)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::played;
+    use super::super::tests::replay;
     use super::*;
 
     #[test]
-    fn a_run_is_told_whole() {
-        let (events, outcome) = played("codex", "basic", &mut Codex::default());
+    fn run_reports_tools_usage_and_text() {
+        let (events, outcome) = replay("codex", "basic", &mut Codex::default());
         let tools: Vec<(&str, Status)> =
             outcome.tools.iter().map(|tool| (&*tool.name, tool.status)).collect();
         let (patch, good) = ("apply_patch", Status::Success);
@@ -206,23 +208,29 @@ mod tests {
         assert_eq!((outcome.tokens_in, outcome.tokens_out, outcome.cost), (48_000, 1600, None));
         assert_eq!(outcome.tokens_cached, 40_000);
         assert_eq!((outcome.status, outcome.text.as_deref()), (Status::Success, Some("All done.")));
-        assert!(!format!("{events:?}{outcome:?}").contains("three"), "no answer of a tool is told");
+        assert!(!format!("{events:?}{outcome:?}").contains("three"), "tool results are not reported");
     }
 
     #[test]
-    fn its_own_record_counts_more_than_its_output() {
+    fn session_usage_overrides_printed_usage() {
         let mut codex = Codex::default();
         let line = r#"{"type":"thread.started","thread_id":"t-1"}"#;
-        codex.line(0, line);
-        assert_eq!((thread(line.as_bytes()).as_deref(), thread(b"{}")), (Some("t-1"), None));
-        codex.line(1, r#"{"type":"turn.completed","usage":{"input_tokens":54000,"output_tokens":1800}}"#);
-        codex.used(Used {
+        codex.parse_line(0, line);
+        assert_eq!(
+            (parse_thread_id(line.as_bytes()).as_deref(), parse_thread_id(b"{}")),
+            (Some("t-1"), None)
+        );
+        codex.parse_line(
+            1,
+            r#"{"type":"turn.completed","usage":{"input_tokens":54000,"output_tokens":1800}}"#,
+        );
+        codex.set_usage(SessionUsage {
             model: Some("gpt-5.5".to_owned()),
             tokens_in: 6000,
             tokens_out: 200,
             tokens_cached: 5000,
         });
-        let outcome = codex.ended(2, Exit::Code(0), "");
+        let outcome = codex.finish(2, Exit::Code(0), "");
         assert_eq!(outcome.tokens_cached, 5000);
         assert_eq!(
             (outcome.tokens_in, outcome.tokens_out, outcome.model.as_deref()),
@@ -231,11 +239,11 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_says_why() {
-        let (_, outcome) = played("codex", "err500", &mut Codex::default());
+    fn failures_report_their_reason() {
+        let (_, outcome) = replay("codex", "err500", &mut Codex::default());
         let failed = outcome.error.unwrap();
         assert!(failed.name == "TurnFailed" && failed.message.contains("high demand"), "{failed:?}");
-        let (_, outcome) = played("codex", "sigterm", &mut Codex::default());
+        let (_, outcome) = replay("codex", "sigterm", &mut Codex::default());
         let failed = outcome.error.unwrap();
         assert_eq!((&*failed.name, failed.tool.as_deref()), ("Signal", Some("Bash")), "{failed:?}");
     }

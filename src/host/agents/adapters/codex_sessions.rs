@@ -1,8 +1,8 @@
-//! What Codex keeps of its threads: `sessions/YYYY/MM/DD/rollout-TIME-THREAD.jsonl` below its home, as of 0.169
+//! Session files of Codex: `sessions/YYYY/MM/DD/rollout-TIME-THREAD.jsonl` in its home directory, as of 0.169
 //! (`tests/agents/README.md`).
 //!
-//! Its output says what a thread has used when a turn ends well, and nothing of its subagents' threads nor of its model.
-//! Here is what each call of the model used, also of a run that was cut off.
+//! The output of Codex reports a thread's usage only when a turn succeeds, without its model or its subagents. The
+//! session files have the usage of each model call, also of interrupted runs.
 
 use std::fs::{DirEntry, File};
 use std::io::{BufRead, BufReader, Read};
@@ -13,20 +13,20 @@ use jiff::Timestamp;
 use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 
-/// So many files are looked at, and so much of one.
-const MOST_FILES: usize = 100_000;
-const LARGEST: u64 = 256 << 20;
-/// Lines of the kinds that are read have some hundred bytes, the first one some ten thousand.
+/// Maximum files read, and bytes of each.
+const MAX_FILES: usize = 100_000;
+const MAX_FILE_BYTES: u64 = 256 << 20;
+/// Relevant lines have a few hundred bytes, the first about ten thousand.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
-/// What a run has used, subagents included.
+/// The usage of a run, including its subagents.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Used {
+pub struct SessionUsage {
     pub model: Option<String>,
     pub tokens_in: u64,
     pub tokens_out: u64,
-    /// Of the input: what the model's service had already.
+    /// Input tokens that the model's service had cached; part of `tokens_in`.
     pub tokens_cached: u64,
 }
 
@@ -37,11 +37,11 @@ struct Line<T> {
     payload: T,
 }
 
-/// The first line of a thread.
+/// The first line of a session file.
 #[derive(Deserialize)]
 struct Meta {
     id: String,
-    /// The thread that began it all: of a subagent's, its first parent.
+    /// The root thread: for a subagent, the thread of the run.
     session_id: Option<String>,
 }
 
@@ -50,7 +50,7 @@ struct Context {
     model: Option<String>,
 }
 
-/// One call of the model, written as soon as it is over.
+/// The usage of one model call, written when it ends.
 #[derive(Deserialize)]
 struct Record {
     thread_id: String,
@@ -65,7 +65,7 @@ struct Tokens {
     cached_input_tokens: u64,
 }
 
-impl Used {
+impl SessionUsage {
     fn add(&mut self, tokens: &Tokens) {
         self.tokens_in = self.tokens_in.saturating_add(tokens.input_tokens);
         self.tokens_out = self.tokens_out.saturating_add(tokens.output_tokens);
@@ -73,25 +73,25 @@ impl Used {
     }
 }
 
-/// What a thread and those below it have used since a time; `None` where nothing tells.
-pub fn used(sessions: &Path, thread: &str, since: Timestamp) -> Option<Used> {
-    let (mut all, mut is_told) = (Used::default(), false);
-    for file in rollouts(sessions) {
-        let is_its_own = is_of(&file, thread);
+/// The usage of a thread and its subagents since a time; `None` if no usage is recorded.
+pub fn read_usage(sessions: &Path, thread: &str, since: Timestamp) -> Option<SessionUsage> {
+    let (mut all, mut has_usage) = (SessionUsage::default(), false);
+    for file in session_files(sessions) {
+        let is_own_file = is_file_of(&file, thread);
         let modified = || Timestamp::try_from(file.metadata().ok()?.modified().ok()?).ok();
-        if is_its_own || modified().is_some_and(|modified| modified >= since) {
-            is_told |= read(&file.path(), thread, since, &mut all) == Some(true);
+        if is_own_file || modified().is_some_and(|modified| modified >= since) {
+            has_usage |= add_usage(&file.path(), thread, since, &mut all) == Some(true);
         }
     }
-    is_told.then_some(all)
+    has_usage.then_some(all)
 }
 
-/// Whether there is such a thread, which can be gone on with.
-pub fn has(sessions: &Path, thread: &str) -> bool {
-    uuid::Uuid::try_parse(thread).is_ok() && rollouts(sessions).any(|file| is_of(&file, thread))
+/// Whether the thread exists and can be resumed.
+pub fn has_thread(sessions: &Path, thread: &str) -> bool {
+    uuid::Uuid::try_parse(thread).is_ok() && session_files(sessions).any(|file| is_file_of(&file, thread))
 }
 
-fn is_of(file: &DirEntry, thread: &str) -> bool {
+fn is_file_of(file: &DirEntry, thread: &str) -> bool {
     file.file_name().to_str().is_some_and(|name| {
         name.strip_suffix(".jsonl")
             .and_then(|name| name.strip_suffix(thread))
@@ -99,53 +99,53 @@ fn is_of(file: &DirEntry, thread: &str) -> bool {
     })
 }
 
-/// All threads: by years, months, and days.
-fn rollouts(sessions: &Path) -> impl Iterator<Item = DirEntry> {
+/// All session files, from directories of years, months and days.
+fn session_files(sessions: &Path) -> impl Iterator<Item = DirEntry> {
     let inner = |dir: PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten();
     let years = inner(sessions.to_owned());
     let months = years.flat_map(move |year| inner(year.path()));
     let days = months.flat_map(move |month| inner(month.path()));
-    days.flat_map(move |day| inner(day.path())).take(MOST_FILES)
+    days.flat_map(move |day| inner(day.path())).take(MAX_FILES)
 }
 
-/// Adds what one thread has used since a time, if it is one of this session; whether it tells of any.
-fn read(path: &Path, session: &str, since: Timestamp, all: &mut Used) -> Option<bool> {
-    let mut lines = BufReader::new(open(path)?.take(LARGEST));
+/// Adds the usage of one file since a time, if it belongs to the session. Returns whether it has any.
+fn add_usage(path: &Path, session: &str, since: Timestamp, all: &mut SessionUsage) -> Option<bool> {
+    let mut lines = BufReader::new(open_regular(path)?.take(MAX_FILE_BYTES));
     let mut line = Vec::new();
     next_line(&mut lines, &mut line).ok()?;
     let meta = serde_json::from_slice::<Line<Meta>>(&line).ok()?.payload;
     if meta.id != session && meta.session_id.as_deref() != Some(session) {
         return None;
     }
-    let mut is_told = false;
+    let mut has_usage = false;
     loop {
         if !next_line(&mut lines, &mut line).ok()? {
-            return Some(is_told);
+            return Some(has_usage);
         }
-        // Most lines are long, and of something else.
-        if begins_with(&line, b"\"token_usage_record\"") {
+        // Most lines are long and irrelevant: check the type before parsing.
+        if has_type(&line, b"\"token_usage_record\"") {
             let Ok(Line { timestamp, payload }) = serde_json::from_slice::<Line<Record>>(&line) else {
                 continue;
             };
-            // A thread that begins as a copy of another has the other's records, too.
+            // A forked thread also has the records of its origin.
             if payload.thread_id == meta.id && timestamp.is_none_or(|at| at >= since) {
                 all.add(&payload.usage);
-                is_told = true;
+                has_usage = true;
             }
-        } else if meta.id == session && begins_with(&line, b"\"turn_context\"") {
+        } else if meta.id == session && has_type(&line, b"\"turn_context\"") {
             let context = serde_json::from_slice::<Line<Context>>(&line).ok();
             all.model = context.and_then(|context| context.payload.model).or(all.model.take());
         }
     }
 }
 
-/// A regular file; the agent can put a FIFO there, which would never open.
-fn open(path: &Path) -> Option<File> {
+/// Opens a regular file only: the agent could create a FIFO, which would block forever.
+fn open_regular(path: &Path) -> Option<File> {
     let file = File::options().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path).ok()?;
     file.metadata().ok()?.is_file().then_some(file)
 }
 
-/// The next line, as far as [`MAX_LINE_BYTES`]; a longer one is cut, so that it is no JSON. `false` at the end.
+/// Reads the next line, up to [`MAX_LINE_BYTES`]; a longer line is truncated and thus invalid JSON. `false` at the end.
 fn next_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bool> {
     line.clear();
     let read = lines.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', line)?;
@@ -155,8 +155,8 @@ fn next_line(lines: &mut impl BufRead, line: &mut Vec<u8>) -> std::io::Result<bo
     Ok(read > 0)
 }
 
-/// Whether its type, which stands at its beginning, is this.
-fn begins_with(line: &[u8], kind: &[u8]) -> bool {
+/// Whether the line has this type, which is written near its start.
+fn has_type(line: &[u8], kind: &[u8]) -> bool {
     line[..line.len().min(200)].windows(kind.len()).any(|part| part == kind)
 }
 
@@ -184,7 +184,7 @@ mod tests {
         )
     }
 
-    /// Would count, if it were not longer than any line of its kind.
+    /// Would count if it were not too long.
     fn long_line() -> String {
         let call = call("03:00:02.500", THREAD, 5000, 5000);
         let padding = "x".repeat(usize::try_from(MAX_LINE_BYTES).unwrap());
@@ -192,13 +192,13 @@ mod tests {
     }
 
     #[test]
-    fn a_run_has_used_what_its_threads_have_since_it_began() {
+    fn usage_covers_all_threads_since_the_start() {
         let dir = tempfile::tempdir().unwrap();
         let sessions = dir.path().join("sessions");
         let since: Timestamp = "2026-11-22T03:00:00Z".parse().unwrap();
-        assert_eq!(used(&sessions, THREAD, since), None);
+        assert_eq!(read_usage(&sessions, THREAD, since), None);
         let context = "{\"timestamp\":\"2026-11-22T02:50:12.000Z\",\"type\":\"turn_context\",\"payload\":{\"model\":\"gpt-5.5\"}}\n";
-        // A thread that is gone on with, in the folder of its first day.
+        // A resumed thread is in the directory of its first day.
         write(
             &sessions.join("2026/11/21"),
             &format!("rollout-2026-11-21T02-50-12-{THREAD}.jsonl"),
@@ -230,15 +230,20 @@ mod tests {
         write(&day, "something else", &["x".to_owned()]);
         nix::unistd::mkfifo(&day.join(format!("fifo-{THREAD}.jsonl")), nix::sys::stat::Mode::S_IRWXU)
             .unwrap();
-        let expected =
-            Used { model: Some("gpt-5.5".to_owned()), tokens_in: 731, tokens_out: 84, tokens_cached: 4 };
-        assert_eq!(used(&sessions, THREAD, since), Some(expected));
-        assert_eq!(used(&sessions, THREAD, "2026-11-22T03:10:00Z".parse().unwrap()), None, "nothing since");
-        assert!(has(&sessions, THREAD) && has(&sessions, other));
+        let expected = SessionUsage {
+            model: Some("gpt-5.5".to_owned()),
+            tokens_in: 731,
+            tokens_out: 84,
+            tokens_cached: 4,
+        };
+        assert_eq!(read_usage(&sessions, THREAD, since), Some(expected));
+        let later = "2026-11-22T03:10:00Z".parse().unwrap();
+        assert_eq!(read_usage(&sessions, THREAD, later), None, "no usage since then");
+        assert!(has_thread(&sessions, THREAD) && has_thread(&sessions, other));
         assert!(
-            !has(&sessions, "46c0-7e12-862a-5371ec4ee03f")
-                && !has(&sessions, "")
-                && !has(&sessions, "telegram:7")
+            !has_thread(&sessions, "46c0-7e12-862a-5371ec4ee03f")
+                && !has_thread(&sessions, "")
+                && !has_thread(&sessions, "telegram:7")
         );
     }
 }

@@ -1,8 +1,8 @@
-//! Coding agents' programs, by what they print: pure.
+//! Adapters: parse the output of coding agents' programs. Pure.
 //!
-//! An [`Adapter`] is told each line of a run's output and how the run ended. It says what is worth telling while the run
-//! goes on, and at the end what the record has: tools, tokens, cost, and why it failed. A line that it does not know is
-//! left out: programs say more with each release.
+//! An [`Adapter`] receives each line of a run's output and finally its exit status. It returns events during the run,
+//! and the outcome at the end: tools, tokens, cost and error. Unknown lines are ignored, since new releases of the
+//! programs add more.
 
 mod claude;
 pub mod codex;
@@ -20,27 +20,27 @@ pub use claude::Claude;
 pub use codex::Codex;
 pub use plain::Plain;
 
-use self::codex_sessions::Used;
-use crate::host::records::entry::{Failed, Status, Tool};
+use self::codex_sessions::SessionUsage;
+use crate::host::records::entry::{DispatchError, Status, Tool};
 use crate::host::records::money::Dollars;
 
-/// Longer messages and stacks are cut off.
-const LONGEST_MESSAGE: usize = 2000;
-const LONGEST_STACK: usize = 4000;
-/// Of a model's name, or a conversation's.
-const LONGEST_WORD: usize = 200;
+/// Longer messages and stacks are truncated.
+const MAX_MESSAGE_CHARS: usize = 2000;
+const MAX_STACK_CHARS: usize = 4000;
+/// Maximum characters of a model's name or a conversation ID.
+const MAX_ID_CHARS: usize = 200;
 
-/// What happens in a run, for whoever looks on.
+/// An event of a run, for its listeners.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "type")]
 pub enum Event {
-    /// The agent is there, and has a conversation that can be gone on with.
+    /// The agent has started; its conversation can be resumed.
     #[serde(rename_all = "camelCase")]
     Started {
         conversation_id: Option<String>,
         model: Option<String>,
     },
-    /// Something that the agent says.
+    /// Text of the agent.
     Text {
         text: String,
     },
@@ -57,7 +57,7 @@ pub enum Event {
     },
 }
 
-/// How the process ended.
+/// The exit status of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Exit {
@@ -65,51 +65,52 @@ pub enum Exit {
     Signal(i32),
 }
 
-/// What was done, and what it cost, as far as the program said.
+/// The outcome of a run, as reported by the program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
     pub conversation_id: Option<String>,
     pub model: Option<String>,
     pub tokens_in: u64,
     pub tokens_out: u64,
-    /// Of the input: what the model's service had already.
+    /// Input tokens that the model's service had cached; part of `tokens_in`.
     pub tokens_cached: u64,
-    /// `None` where the program names no price.
+    /// `None` if the program reports no cost.
     pub cost: Option<Dollars>,
     pub tools: Vec<Tool>,
     pub status: Status,
-    pub error: Option<Failed>,
-    /// What the agent said last.
+    pub error: Option<DispatchError>,
+    /// The agent's final text.
     pub text: Option<String>,
 }
 
-/// One run.
+/// Parses one run.
 pub trait Adapter: Send {
-    /// A line of standard output, `at_ms` after the start.
-    fn line(&mut self, at_ms: u64, line: &str) -> Vec<Event>;
+    /// Parses a line of standard output, `at_ms` after the start.
+    fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event>;
 
-    /// What its own record says that it has used, which counts more than what it printed. Before [`Adapter::ended`].
-    fn used(&mut self, _used: Used) {}
+    /// Sets the usage from the program's session files, which overrides the printed one. Call before
+    /// [`Adapter::finish`].
+    fn set_usage(&mut self, _usage: SessionUsage) {}
 
-    /// The process has ended; `said` is the end of what it wrote to standard error.
-    fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome;
+    /// Ends the run after the process has exited.
+    fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome;
 }
 
-/// The adapters by the names that a configuration gives them.
+/// The adapters, by their names in the configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum AdapterKind {
     /// Claude Code: `claude -p --output-format stream-json --verbose`.
     ClaudeCode,
     /// Codex: `codex exec --json`.
     Codex,
-    /// Our own protocol of JSON lines: see [`Plain`].
+    /// The project's own protocol of JSON lines: see [`Plain`].
     JsonLines,
 }
 
-impl Kind {
-    /// Whether tool calls have the same ids in the program's output as in its hooks.
-    pub fn has_ids_of_hooks(self) -> bool {
+impl AdapterKind {
+    /// Whether tool calls have the same IDs in the program's output and in its hooks.
+    pub fn has_hook_ids(self) -> bool {
         self == Self::ClaudeCode
     }
 
@@ -122,20 +123,22 @@ impl Kind {
     }
 }
 
-/// At most `longest` characters of it, without secrets.
-fn told(text: &str, longest: usize) -> String {
-    preview::cut(&preview::scrubbed(text), longest)
+/// At most `max` characters, without secrets.
+fn scrub_and_truncate(text: &str, max: usize) -> String {
+    preview::truncate(&preview::scrub(text), max)
 }
 
-/// Why a run failed that said nothing of it by itself.
-fn silent(exit: Exit, said: &str) -> Failed {
+/// The error of a run that reported none itself.
+fn exit_failure(exit: Exit, stderr_tail: &str) -> DispatchError {
     let (name, message) = match exit {
         Exit::Code(0) => ("NoResult", "the agent ended without a result".to_owned()),
         Exit::Code(code) => ("ExitCode", format!("the agent ended with exit code {code}")),
         Exit::Signal(signal) => ("Signal", format!("the agent was ended by signal {signal}")),
     };
-    let stack = Some(said.trim()).filter(|said| !said.is_empty()).map(|said| told(said, LONGEST_STACK));
-    Failed { name: name.to_owned(), message, stack, tool: None, turn: None }
+    let stack = Some(stderr_tail.trim())
+        .filter(|text| !text.is_empty())
+        .map(|text| scrub_and_truncate(text, MAX_STACK_CHARS));
+    DispatchError { name: name.to_owned(), message, stack, tool: None, turn: None }
 }
 
 #[cfg(test)]
@@ -144,15 +147,15 @@ mod tests {
 
     use super::*;
 
-    /// A recording, told to an adapter.
-    pub fn played(program: &str, name: &str, adapter: &mut dyn Adapter) -> (Vec<Event>, Outcome) {
+    /// Feeds a recording to an adapter.
+    pub fn replay(program: &str, name: &str, adapter: &mut dyn Adapter) -> (Vec<Event>, Outcome) {
         let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/agents/recordings").join(program);
         let stdout = std::fs::read_to_string(dir.join(format!("{name}.stdout.jsonl"))).unwrap();
         let exit = std::fs::read_to_string(dir.join(format!("{name}.exit"))).unwrap();
         let code: i32 = exit.lines().next().unwrap().trim().parse().unwrap();
         let exit = if code < 0 { Exit::Signal(-code) } else { Exit::Code(code) };
-        let events = stdout.lines().zip(0..).flat_map(|(line, n)| adapter.line(n, line)).collect();
+        let events = stdout.lines().zip(0..).flat_map(|(line, n)| adapter.parse_line(n, line)).collect();
         let lines = stdout.lines().count() as u64;
-        (events, adapter.ended(lines, exit, "words on standard error"))
+        (events, adapter.finish(lines, exit, "words on standard error"))
     }
 }

@@ -1,23 +1,25 @@
-//! Our own protocol, for agents that have none: one JSON object a line.
+//! The project's own protocol for agents without one: one JSON object per line.
 //!
-//! The program reads one line, `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`, the
-//! last two `null` where nobody named any; then its input ends. It writes:
+//! The program reads one line, `{"type": "prompt", "version": 1, "prompt", "agentName", "model", "conversationId"}`,
+//! the last two possibly `null`; then its input ends. It writes:
 //!
 //! | line | |
 //! |---|---|
-//! | `{"type": "started", "conversationId"?, "model"?}` | at the beginning |
-//! | `{"type": "text", "text"}` | something said |
-//! | `{"type": "tool", "id", "name", "input"}` | a tool begins |
-//! | `{"type": "toolResult", "id", "status": "success" or "error"}` | and ends |
-//! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | is added up; `cost` in dollars |
-//! | `{"type": "result", "status", "text"?, "error"?: {"name"?, "message", "stack"?, "tool"?, "turn"?}}` | the last |
+//! | `{"type": "started", "conversationId"?, "model"?}` | first |
+//! | `{"type": "text", "text"}` | text of the agent |
+//! | `{"type": "tool", "id", "name", "input"}` | a tool starts |
+//! | `{"type": "toolResult", "id", "status": "success" or "error"}` | the tool ends |
+//! | `{"type": "usage", "tokensIn", "tokensOut", "cost"?}` | added up; `cost` in dollars |
+//! | `{"type": "result", "status", "text"?, "error"?: {"name"?, "message", "stack"?, "tool"?, "turn"?}}` | last |
 
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::run::Run;
-use super::{Adapter, Event, Exit, LONGEST_MESSAGE, LONGEST_STACK, Outcome, silent, told};
-use crate::host::records::entry::{Failed, Status};
+use super::{
+    Adapter, Event, Exit, MAX_MESSAGE_CHARS, MAX_STACK_CHARS, Outcome, exit_failure, scrub_and_truncate,
+};
+use crate::host::records::entry::{DispatchError, Status};
 use crate::host::records::money::Dollars;
 
 #[derive(Deserialize)]
@@ -50,12 +52,12 @@ enum Line {
     Result {
         status: Status,
         text: Option<String>,
-        error: Option<Said>,
+        error: Option<ErrorFields>,
     },
 }
 
 #[derive(Deserialize)]
-struct Said {
+struct ErrorFields {
     name: Option<String>,
     message: String,
     stack: Option<String>,
@@ -63,27 +65,27 @@ struct Said {
     turn: Option<u64>,
 }
 
-impl From<Said> for Failed {
-    fn from(said: Said) -> Self {
+impl From<ErrorFields> for DispatchError {
+    fn from(error: ErrorFields) -> Self {
         Self {
-            name: told(said.name.as_deref().unwrap_or("Error"), 100),
-            message: told(&said.message, LONGEST_MESSAGE),
-            stack: said.stack.map(|stack| told(&stack, LONGEST_STACK)),
-            tool: said.tool.map(|tool| told(&tool, 100)),
-            turn: said.turn,
+            name: scrub_and_truncate(error.name.as_deref().unwrap_or("Error"), 100),
+            message: scrub_and_truncate(&error.message, MAX_MESSAGE_CHARS),
+            stack: error.stack.map(|stack| scrub_and_truncate(&stack, MAX_STACK_CHARS)),
+            tool: error.tool.map(|tool| scrub_and_truncate(&tool, 100)),
+            turn: error.turn,
         }
     }
 }
 
-/// A run of an agent that speaks this protocol.
+/// A run of an agent with this protocol.
 #[derive(Default)]
 pub struct Plain {
     run: Run,
-    result: Option<(Status, Option<Failed>)>,
+    result: Option<(Status, Option<DispatchError>)>,
 }
 
 impl Adapter for Plain {
-    fn line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
+    fn parse_line(&mut self, at_ms: u64, line: &str) -> Vec<Event> {
         let Ok(line) = serde_json::from_str(line) else { return Vec::new() };
         let event = match line {
             Line::Started { conversation_id, model } => {
@@ -97,27 +99,29 @@ impl Adapter for Plain {
             Line::Tool { id, name, input } => self.run.tools.start(at_ms, &id, &name, &input),
             Line::ToolResult { id, status } => self.run.tools.end(at_ms, &id, status),
             Line::Usage { tokens_in, tokens_out, cost } => {
-                self.run.count(tokens_in, tokens_out);
+                self.run.add_tokens(tokens_in, tokens_out);
                 if let Some(cost) = cost {
-                    self.run.pay(cost);
+                    self.run.add_cost(cost);
                 }
                 None
             }
             Line::Result { status, text, error } => {
                 self.run.text = text.or(self.run.text.take());
-                self.result = Some((status, error.map(Failed::from)));
+                self.result = Some((status, error.map(DispatchError::from)));
                 None
             }
         };
         event.into_iter().collect()
     }
 
-    fn ended(&mut self, at_ms: u64, exit: Exit, said: &str) -> Outcome {
-        let cut_off = self.run.tools.close(at_ms);
+    fn finish(&mut self, at_ms: u64, exit: Exit, stderr_tail: &str) -> Outcome {
+        let interrupted_tool = self.run.tools.close(at_ms);
         let error = match (self.result.take(), exit) {
             (Some((Status::Success, _)), Exit::Code(0)) => None,
-            (Some((Status::Error, error)), _) => Some(error.unwrap_or_else(|| silent(exit, said))),
-            _ => Some(Failed { tool: cut_off, ..silent(exit, said) }),
+            (Some((Status::Error, error)), _) => {
+                Some(error.unwrap_or_else(|| exit_failure(exit, stderr_tail)))
+            }
+            _ => Some(DispatchError { tool: interrupted_tool, ..exit_failure(exit, stderr_tail) }),
         };
         self.run.outcome(error)
     }
@@ -129,13 +133,13 @@ mod tests {
 
     fn run(lines: &[&str], exit: Exit) -> (Vec<Event>, Outcome) {
         let mut plain = Plain::default();
-        let events = lines.iter().zip(0..).flat_map(|(line, n)| plain.line(n * 10, line)).collect();
-        let outcome = plain.ended(lines.len() as u64 * 10, exit, "hunter2: password=hunter2hunter2");
+        let events = lines.iter().zip(0..).flat_map(|(line, n)| plain.parse_line(n * 10, line)).collect();
+        let outcome = plain.finish(lines.len() as u64 * 10, exit, "hunter2: password=hunter2hunter2");
         (events, outcome)
     }
 
     #[test]
-    fn a_run_is_told_and_summed_up() {
+    fn run_reports_events_and_totals() {
         let (events, outcome) = run(
             &[
                 r#"{"type":"started","conversationId":"c1","model":"m1"}"#,
@@ -163,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_good_end_it_has_failed() {
+    fn run_fails_without_a_successful_end() {
         let tool = r#"{"type":"tool","id":"1","name":"Bash","input":{"command":"sleep 9"}}"#;
         for (lines, exit, name) in [
             (vec![], Exit::Code(0), "NoResult"),

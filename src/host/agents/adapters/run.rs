@@ -1,11 +1,11 @@
-//! What every adapter gathers of a run.
+//! State that every adapter collects about a run.
 
 use super::tools::Tools;
-use super::{LONGEST_WORD, Outcome, told};
-use crate::host::records::entry::{Failed, Status};
+use super::{MAX_ID_CHARS, Outcome, scrub_and_truncate};
+use crate::host::records::entry::{DispatchError, Status};
 use crate::host::records::money::Dollars;
 
-/// A run, as far as its program has told of it.
+/// A run, as reported by its program so far.
 #[derive(Debug, Default)]
 pub struct Run {
     pub conversation_id: Option<String>,
@@ -19,21 +19,21 @@ pub struct Run {
 }
 
 impl Run {
-    pub fn count(&mut self, tokens_in: u64, tokens_out: u64) {
+    pub fn add_tokens(&mut self, tokens_in: u64, tokens_out: u64) {
         self.tokens_in = self.tokens_in.saturating_add(tokens_in);
         self.tokens_out = self.tokens_out.saturating_add(tokens_out);
     }
 
-    pub fn pay(&mut self, cost: Dollars) {
+    pub fn add_cost(&mut self, cost: Dollars) {
         self.cost = Some(self.cost.unwrap_or_default() + cost);
     }
 
-    /// The run is over, with an error or without.
-    pub fn outcome(&mut self, error: Option<Failed>) -> Outcome {
+    /// Ends the run.
+    pub fn outcome(&mut self, error: Option<DispatchError>) -> Outcome {
         let run = std::mem::take(self);
         Outcome {
-            conversation_id: run.conversation_id.map(|id| told(&id, LONGEST_WORD)),
-            model: run.model.map(|model| told(&model, LONGEST_WORD)),
+            conversation_id: run.conversation_id.map(|id| scrub_and_truncate(&id, MAX_ID_CHARS)),
+            model: run.model.map(|model| scrub_and_truncate(&model, MAX_ID_CHARS)),
             tokens_in: run.tokens_in,
             tokens_out: run.tokens_out,
             tokens_cached: run.tokens_cached,

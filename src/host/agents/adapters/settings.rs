@@ -1,43 +1,43 @@
-//! What the owner's `system/config.json` says of agents: which there are, how many run at once, and what models cost.
+//! Agents in the owner's `system/config.json`: programs, concurrency and model prices.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::Deserialize;
 
-use super::{Kind, Outcome};
+use super::{AdapterKind, Outcome};
 use crate::host::records::money::Dollars;
 
-/// The agent that is there where the settings name none: Claude Code of the release, which may change the owner's files
-/// and asks for nothing else.
+/// The default agent if the settings name none: the release's Claude Code, which may edit the owner's files without
+/// confirmation and has no other permissions.
 const DEFAULT_NAME: &str = "claude";
 const DEFAULT_COMMAND: [&str; 3] = ["claude", "--permission-mode", "acceptEdits"];
 const DEFAULT_CONCURRENCY: usize = 4;
-const MOST_CONCURRENCY: usize = 64;
+const MAX_CONCURRENCY: usize = 64;
 pub const DEFAULT_DEADLINE_SECONDS: u64 = 3600;
-pub const LONGEST_DEADLINE_SECONDS: u64 = 86_400;
-/// The longest name of an agent.
-pub const LONGEST_NAME: usize = 64;
+pub const MAX_DEADLINE_SECONDS: u64 = 86_400;
+/// Maximum characters of an agent's name.
+pub const MAX_AGENT_NAME_CHARS: usize = 64;
 
-/// Of apps that one agent may use.
+/// Maximum apps per agent.
 const MAX_APPS: usize = 64;
 const MAX_SLUG_BYTES: usize = 64;
 
-/// An agent's program and how it is run.
+/// An agent's program and its options.
 #[derive(Clone, PartialEq)]
 pub struct Agent {
-    pub adapter: Kind,
+    pub adapter: AdapterKind,
     pub command: Vec<String>,
-    /// Where a dispatch names none.
+    /// The default for dispatches without a model.
     pub model: Option<String>,
     pub deadline_seconds: u64,
     pub environment: BTreeMap<String, String>,
-    /// Slugs of the apps whose tables it may use by the bridge.
+    /// Slugs of the apps whose tables it may use through the bridge.
     pub apps: Vec<String>,
 }
 
 impl fmt::Debug for Agent {
-    /// Without its environment: there are keys in it.
+    /// Omits the environment, which contains keys.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Agent")
             .field("adapter", &self.adapter)
@@ -46,20 +46,20 @@ impl fmt::Debug for Agent {
     }
 }
 
-/// Of a million tokens.
+/// Price per million tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Price {
     pub input: Dollars,
     pub output: Dollars,
-    /// Of input that the model's service had already; as other input, where it has no price of its own.
+    /// Price of input that the model's service had cached; the price of other input by default.
     #[serde(default)]
     pub cached_input: Option<Dollars>,
 }
 
 impl Price {
-    /// To the nearest billionth of a dollar.
-    fn of(self, outcome: &Outcome) -> Dollars {
+    /// Rounded to the nearest billionth of a dollar.
+    fn cost(self, outcome: &Outcome) -> Dollars {
         const MILLION: u64 = 1_000_000;
         let cached = outcome.tokens_cached.min(outcome.tokens_in);
         self.input.scaled(outcome.tokens_in - cached, MILLION)
@@ -78,7 +78,7 @@ impl Price {
 pub struct AgentSettings {
     pub agents: BTreeMap<String, Agent>,
     pub default_agent: String,
-    /// Agents that run at once.
+    /// Maximum agents that run concurrently.
     pub concurrency: usize,
     pub prices: BTreeMap<String, Price>,
 }
@@ -86,7 +86,7 @@ pub struct AgentSettings {
 impl Default for AgentSettings {
     fn default() -> Self {
         let agent = Agent {
-            adapter: Kind::ClaudeCode,
+            adapter: AdapterKind::ClaudeCode,
             command: DEFAULT_COMMAND.map(str::to_owned).into(),
             model: None,
             deadline_seconds: DEFAULT_DEADLINE_SECONDS,
@@ -104,13 +104,13 @@ impl Default for AgentSettings {
 
 impl AgentSettings {
     /// # Errors
-    /// What is wrong with the file, in a sentence that quotes no value.
-    pub fn checked(
+    /// The mistake in the file, in a sentence that quotes no value.
+    pub fn validate(
         agents: BTreeMap<String, AgentFile>,
         dispatch: DispatchFile,
         prices: BTreeMap<String, Price>,
     ) -> Result<Self, String> {
-        let named = agents.into_iter().map(|(name, agent)| Ok((name.clone(), agent.checked(&name)?)));
+        let named = agents.into_iter().map(|(name, agent)| Ok((name.clone(), agent.validate(&name)?)));
         let mut agents = named.collect::<Result<BTreeMap<_, _>, String>>()?;
         if agents.is_empty() {
             agents = Self::default().agents;
@@ -121,31 +121,31 @@ impl AgentSettings {
             None => agents.keys().next().cloned().unwrap_or_default(),
         };
         let concurrency = dispatch.concurrency.unwrap_or(DEFAULT_CONCURRENCY);
-        if !(1..=MOST_CONCURRENCY).contains(&concurrency) {
-            return Err(format!("dispatch.concurrency must be a number from 1 to {MOST_CONCURRENCY}"));
+        if !(1..=MAX_CONCURRENCY).contains(&concurrency) {
+            return Err(format!("dispatch.concurrency must be a number from 1 to {MAX_CONCURRENCY}"));
         }
         Ok(Self { agents, default_agent, concurrency, prices })
     }
 
-    /// Free of charge: its dispatches are held back by no limit.
+    /// Whether the model is free of charge, so that no cost limit applies.
     pub fn is_free(&self, model: Option<&str>) -> bool {
         model.and_then(|model| self.prices.get(model)).is_some_and(|price| price.is_free())
     }
 
-    /// What a run cost: what its program says, else its tokens by the table, where the model has the name that the program
-    /// gives it, or the one that was asked for; `None` where none is known.
-    pub fn cost(&self, outcome: &Outcome, asked: Option<&str>) -> Option<Dollars> {
+    /// The cost of a run: as reported by its program, else by the price table for the reported or the requested model;
+    /// `None` if neither is known.
+    pub fn cost(&self, outcome: &Outcome, requested: Option<&str>) -> Option<Dollars> {
         let price = |model: Option<&str>| self.prices.get(model?);
-        let priced = || Some(price(outcome.model.as_deref()).or_else(|| price(asked))?.of(outcome));
+        let priced = || Some(price(outcome.model.as_deref()).or_else(|| price(requested))?.cost(outcome));
         outcome.cost.or_else(priced)
     }
 }
 
-/// An agent as the file has it.
+/// An agent, as written in the file.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentFile {
-    adapter: Kind,
+    adapter: AdapterKind,
     command: Vec<String>,
     model: Option<String>,
     deadline_seconds: Option<u64>,
@@ -155,7 +155,7 @@ pub struct AgentFile {
     apps: Vec<String>,
 }
 
-/// `dispatch`, as the file has it.
+/// `dispatch`, as written in the file.
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
 pub struct DispatchFile {
@@ -164,9 +164,12 @@ pub struct DispatchFile {
 }
 
 impl AgentFile {
-    fn checked(self, name: &str) -> Result<Agent, String> {
-        if name.is_empty() || name.chars().count() > LONGEST_NAME || name.chars().any(char::is_control) {
-            return Err(format!("agents: a name must have 1 to {LONGEST_NAME} characters"));
+    fn validate(self, name: &str) -> Result<Agent, String> {
+        if name.is_empty()
+            || name.chars().count() > MAX_AGENT_NAME_CHARS
+            || name.chars().any(char::is_control)
+        {
+            return Err(format!("agents: a name must have 1 to {MAX_AGENT_NAME_CHARS} characters"));
         }
         let wrong = |what: &str| Err(format!("agents.{name}.{what}"));
         if self.command.first().is_none_or(String::is_empty)
@@ -179,8 +182,8 @@ impl AgentFile {
             return wrong("environment has a name or a value that no environment can hold");
         }
         let deadline_seconds = self.deadline_seconds.unwrap_or(DEFAULT_DEADLINE_SECONDS);
-        if !(1..=LONGEST_DEADLINE_SECONDS).contains(&deadline_seconds) {
-            return wrong(&format!("deadlineSeconds must be a number from 1 to {LONGEST_DEADLINE_SECONDS}"));
+        if !(1..=MAX_DEADLINE_SECONDS).contains(&deadline_seconds) {
+            return wrong(&format!("deadlineSeconds must be a number from 1 to {MAX_DEADLINE_SECONDS}"));
         }
         let is_slug =
             |app: &String| !app.is_empty() && app.len() <= MAX_SLUG_BYTES && !app.contains(char::is_control);
@@ -205,26 +208,26 @@ mod tests {
     use super::*;
     use crate::host::agents::owner_config::Settings;
 
-    fn checked(file: &Value) -> Result<AgentSettings, String> {
+    fn parse(file: &Value) -> Result<AgentSettings, String> {
         Settings::parse(file.to_string().as_bytes()).map(|settings| settings.agents)
     }
 
     #[test]
-    fn without_settings_there_is_an_agent() {
-        let settings = checked(&json!({"costLimits": {"daily": 1}})).unwrap();
+    fn settings_without_agents_use_the_default() {
+        let settings = parse(&json!({"costLimits": {"daily": 1}})).unwrap();
         assert_eq!(settings, AgentSettings::default());
         assert_eq!(settings.agents[&settings.default_agent].command[0], "claude");
     }
 
     #[test]
-    fn what_no_agent_can_be_is_said() {
+    fn invalid_agents_are_refused() {
         let agent = |more: Value| {
             let mut agent = json!({"adapter": "json-lines", "command": ["x"]});
             agent.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
             json!({"agents": {"a": agent}})
         };
         assert!(
-            checked(&agent(json!({"deadlineSeconds": 5, "environment": {"A": "b=c"}, "apps": ["notes"]})))
+            parse(&agent(json!({"deadlineSeconds": 5, "environment": {"A": "b=c"}, "apps": ["notes"]})))
                 .is_ok()
         );
         for wrong in [
@@ -239,17 +242,16 @@ mod tests {
             json!({"dispatch": {"concurrency": 0}}),
             json!({"prices": {"m": {"input": -1, "output": 0}}}),
         ] {
-            assert!(checked(&wrong).is_err(), "{wrong}");
+            assert!(parse(&wrong).is_err(), "{wrong}");
         }
     }
 
     #[test]
-    fn tokens_have_their_price() {
-        let settings = checked(
-            &json!({"prices": {"m": {"input": 1.25, "output": 10}, "free": {"input": 0, "output": 0},
-                "c": {"input": 1.25, "output": 10, "cachedInput": 0.125}}}),
-        )
-        .unwrap();
+    fn cost_uses_the_price_of_the_model() {
+        let settings =
+            parse(&json!({"prices": {"m": {"input": 1.25, "output": 10}, "free": {"input": 0, "output": 0},
+                "c": {"input": 1.25, "output": 10, "cachedInput": 0.125}}}))
+            .unwrap();
         let mut outcome = Outcome {
             conversation_id: None,
             model: None,

@@ -1,18 +1,18 @@
-//! The tools of a run, from their start to their end.
+//! The tool calls of a run.
 
 use serde_json::Value;
 
-use super::{Event, preview, told};
+use super::{Event, preview, scrub_and_truncate};
 use crate::host::records::entry::{Status, Tool};
 
-/// More tools of one run are counted by the last of these, so that a record's line has its bounds.
-const MOST_TOOLS: usize = 2000;
+/// Maximum tool calls recorded per run, which bounds the line of its record; more are ignored.
+const MAX_TOOLS: usize = 2000;
 
-const LONGEST_NAME: usize = 100;
-/// Ids of Claude Code and Codex have some 30 characters. What is longer is compared by its beginning.
+const MAX_NAME_CHARS: usize = 100;
+/// IDs of Claude Code and Codex have about 30 characters. Longer IDs are compared by their start.
 const MAX_ID_CHARS: usize = 200;
 
-/// In the order of their starts.
+/// In the order in which they started.
 #[derive(Debug, Default)]
 pub struct Tools {
     all: Vec<Tool>,
@@ -28,22 +28,22 @@ struct Running {
 
 impl Tools {
     pub fn start(&mut self, at_ms: u64, id: &str, name: &str, input: &Value) -> Option<Event> {
-        let (id, name) = (preview::cut(id, MAX_ID_CHARS), told(name, LONGEST_NAME));
-        if self.all.len() == MOST_TOOLS || self.running.iter().any(|running| running.id == id) {
+        let (id, name) = (preview::truncate(id, MAX_ID_CHARS), scrub_and_truncate(name, MAX_NAME_CHARS));
+        if self.all.len() == MAX_TOOLS || self.running.iter().any(|running| running.id == id) {
             return None;
         }
-        let input_preview = preview::of_input(input);
+        let input_preview = preview::preview_input(input);
         let event =
             Event::ToolStarted { id: id.clone(), name: name.clone(), input_preview: input_preview.clone() };
         self.running.push(Running { id, at: self.all.len(), since_ms: at_ms });
-        // One that never ends has not succeeded.
+        // A tool that never ends has not succeeded.
         let tool = Tool { name, duration_ms: 0, input_preview, status: Status::Error };
         self.all.push(tool);
         Some(event)
     }
 
     pub fn end(&mut self, at_ms: u64, id: &str, status: Status) -> Option<Event> {
-        let id = preview::cut(id, MAX_ID_CHARS);
+        let id = preview::truncate(id, MAX_ID_CHARS);
         let at = self.running.iter().position(|running| running.id == id)?;
         let running = self.running.swap_remove(at);
         let tool = &mut self.all[running.at];
@@ -52,16 +52,16 @@ impl Tools {
         Some(Event::ToolEnded { id, name: tool.name.clone(), status })
     }
 
-    /// The run is over; whatever still ran was cut off then. The name of the tool that it was cut off in: one that still ran,
-    /// or the last, where that one failed.
+    /// Ends all running tools at the end of the run. Returns the tool during which the run was interrupted: one that
+    /// was running, or else the last one if it failed.
     pub fn close(&mut self, at_ms: u64) -> Option<String> {
         let running = self.running.iter().map(|running| running.at).max();
         let last = self.all.len().checked_sub(1).filter(|at| self.all[*at].status == Status::Error);
-        let cut_off = running.or(last);
+        let interrupted = running.or(last);
         for running in self.running.drain(..) {
             self.all[running.at].duration_ms = at_ms.saturating_sub(running.since_ms);
         }
-        cut_off.map(|at| self.all[at].name.clone())
+        interrupted.map(|at| self.all[at].name.clone())
     }
 
     pub fn into_all(self) -> Vec<Tool> {
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_bound_what_an_agent_calls_its_tools() {
+    fn events_bound_ids_and_names_of_tools() {
         let (id, name) = ("i".repeat(1 << 20), "n".repeat(1 << 20));
         let mut tools = Tools::default();
         let Some(Event::ToolStarted { id: shown, name: named, .. }) =
@@ -82,7 +82,7 @@ mod tests {
         else {
             panic!("a tool starts");
         };
-        assert!(shown.len() <= MAX_ID_CHARS + 3 && named.len() <= LONGEST_NAME + 3, "{}", shown.len());
+        assert!(shown.len() <= MAX_ID_CHARS + 3 && named.len() <= MAX_NAME_CHARS + 3, "{}", shown.len());
         let Some(Event::ToolEnded { id: ended, .. }) = tools.end(5, &id, Status::Success) else {
             panic!("the same tool ends");
         };

@@ -1,150 +1,157 @@
-//! How a request becomes dispatches that wait: its id, its place below the limits, its room, and the journal.
+//! Accepts requests: checks the ID, the cost limits and the queue's capacity, and writes the dispatches to the journal.
 //!
-//! Once it is known, it is brought into the queue whatever becomes of the caller.
+//! Once a dispatch is registered, it is queued even if the caller disconnects.
 
 use std::sync::Arc;
 
 use jiff::Timestamp;
 
-use super::dispatcher::{Dispatcher, Found};
-use super::journal::{Kept, Place};
-use super::request::{Asked, DispatchId, Entry};
+use super::dispatcher::{DispatchTarget, Dispatcher};
+use super::journal::{BatchPosition, JournalEntry};
+use super::request::{DispatchId, DispatchRequest, Entry};
 use super::state::{Batch, Dispatch};
 use crate::clock;
-use crate::host::agents::kernel::{Reached, Reservation};
+use crate::host::agents::kernel::{LimitReached, Reservation};
 use crate::http::problem::{Code, Problem};
 use crate::metrics::DISPATCHES;
 
-/// Dispatches that wait at most, those of one sender, and bytes of their prompts.
-const MOST_QUEUED: usize = 500;
-const MOST_QUEUED_OF_ONE: usize = 200;
-const MOST_QUEUED_BYTES: usize = 64 << 20;
+/// Maximum queued dispatches: in total, per sender, and bytes of their prompts.
+const MAX_QUEUED: usize = 500;
+const MAX_QUEUED_PER_SENDER: usize = 200;
+const MAX_QUEUED_BYTES: usize = 64 << 20;
 
 impl Dispatcher {
     /// # Errors
-    /// 503 while records are read, and when the gateway ends; 429 where a limit is reached or too many wait; 422 where the
-    /// id is another request's.
-    pub async fn accept(self: &Arc<Self>, asked: Asked) -> Result<Found, Problem> {
+    /// 503 while the records are read, and at shutdown; 429 when a limit is reached or the queue is full; 422 when the
+    /// ID belongs to another request.
+    pub async fn accept(self: &Arc<Self>, request: DispatchRequest) -> Result<DispatchTarget, Problem> {
         self.ready().await?;
-        if let Some(id) = &asked.id
+        if let Some(id) = &request.id
             && let Some(found) = self.find(id).await?
         {
-            return same(found, &asked).await;
+            return check_same_request(found, &request).await;
         }
         self.refuse_while_paused()?;
         let settings = self.kernel.settings();
-        let is_free = settings.agents.is_free(asked.entries[0].model.as_deref());
-        let reserved = self.kernel.reserve(&asked.sender_id, &settings, is_free)?;
-        let reservation = reserved.map_err(|reached| refused(&asked.sender_id, &reached))?;
-        let id = asked.id.clone().unwrap_or_else(DispatchId::generate);
-        let (found, all) = made(&id, &asked, reservation);
-        let known = self.enter(&id, &found, &all, &asked.sender_id)?;
-        if let Some(known) = known {
-            return same(known, &asked).await;
+        let is_free = settings.agents.is_free(request.entries[0].model.as_deref());
+        let reserved = self.kernel.reserve(&request.sender_id, &settings, is_free)?;
+        let reservation = reserved.map_err(|reached| refuse(&request.sender_id, &reached))?;
+        let id = request.id.clone().unwrap_or_else(DispatchId::generate);
+        let (found, all) = build_dispatches(&id, &request, reservation);
+        let existing = self.register(&id, &found, &all, &request.sender_id)?;
+        if let Some(existing) = existing {
+            return check_same_request(existing, &request).await;
         }
-        // In a task of its own: a caller that hangs up would leave it half-way.
-        let (dispatcher, sender) = (Arc::clone(self), asked.sender_id.clone());
+        // In a separate task: a caller that disconnects must not leave it half done.
+        let (dispatcher, sender) = (Arc::clone(self), request.sender_id.clone());
         let entered = self.runs.spawn(async move {
-            dispatcher.keep(all.iter().map(|one| one.kept.clone()).collect()).await;
-            dispatcher.line_up(&sender, all);
+            dispatcher.write_journal(all.iter().map(|one| one.accepted.clone()).collect()).await;
+            dispatcher.enqueue(&sender, all);
         });
         entered.await.map_err(|error| Problem::internal(&error))?;
         Ok(found)
     }
 
-    /// It is known from now on; what was known by this id already comes back.
-    fn enter(
+    /// Registers the dispatches; returns the existing target if the ID is already registered.
+    fn register(
         &self,
         id: &DispatchId,
-        found: &Found,
+        found: &DispatchTarget,
         all: &[Arc<Dispatch>],
         sender: &str,
-    ) -> Result<Option<Found>, Problem> {
-        let mut known = self.lock();
-        if let Some(found) = known.all.get(id.as_str()) {
+    ) -> Result<Option<DispatchTarget>, Problem> {
+        let mut table = self.lock();
+        if let Some(found) = table.all.get(id.as_str()) {
             return Ok(Some(found.clone()));
         }
-        let (mut count, mut of_one, mut bytes) = (all.len(), all.len(), 0);
-        for waiting in known.queue.iter().chain(&known.arriving) {
+        let (mut count, mut of_sender, mut bytes) = (all.len(), all.len(), 0);
+        for waiting in table.queue.iter().chain(&table.arriving) {
             count += 1;
-            of_one += usize::from(waiting.kept.sender_id == sender);
-            bytes += waiting.kept.entry.prompt.len();
+            of_sender += usize::from(waiting.accepted.sender_id == sender);
+            bytes += waiting.accepted.entry.prompt.len();
         }
-        if count > MOST_QUEUED || of_one > MOST_QUEUED_OF_ONE || bytes > MOST_QUEUED_BYTES {
-            let detail = "Too many dispatches wait already; ask again when some have ended.";
+        if count > MAX_QUEUED || of_sender > MAX_QUEUED_PER_SENDER || bytes > MAX_QUEUED_BYTES {
+            let detail = "Too many dispatches are queued; retry when some have ended.";
             return Err(Problem::new(Code::RateLimited, detail).retry_after(10));
         }
-        known.all.insert(id.to_string(), found.clone());
+        table.all.insert(id.to_string(), found.clone());
         for one in all {
-            known.all.insert(one.id().to_owned(), Found::One(Arc::clone(one)));
+            table.all.insert(one.id().to_owned(), DispatchTarget::One(Arc::clone(one)));
         }
-        known.arriving.extend(all.iter().cloned());
+        table.arriving.extend(all.iter().cloned());
         Ok(None)
     }
 
-    /// They are in the journal, and wait.
-    fn line_up(self: &Arc<Self>, sender: &str, all: Vec<Arc<Dispatch>>) {
-        let mut known = self.lock();
-        known.arriving.retain(|one| !all.iter().any(|other| Arc::ptr_eq(one, other)));
+    /// Moves journaled dispatches to the queue.
+    fn enqueue(self: &Arc<Self>, sender: &str, all: Vec<Arc<Dispatch>>) {
+        let mut table = self.lock();
+        table.arriving.retain(|one| !all.iter().any(|other| Arc::ptr_eq(one, other)));
         for one in all {
-            one.is_kept.cancel();
+            one.is_journaled.cancel();
             if let Some(batch) = &one.batch {
-                batch.is_kept.cancel();
+                batch.is_journaled.cancel();
             }
-            known.queue.push(sender, one);
+            table.queue.push(sender, one);
         }
-        drop(known);
-        self.go_on();
+        drop(table);
+        self.start_ready();
     }
 }
 
-fn made(id: &DispatchId, asked: &Asked, reservation: Reservation) -> (Found, Vec<Arc<Dispatch>>) {
+fn build_dispatches(
+    id: &DispatchId,
+    request: &DispatchRequest,
+    reservation: Reservation,
+) -> (DispatchTarget, Vec<Arc<Dispatch>>) {
     let accepted_at = clock::now_ms();
-    let kept = |id: String, entry: &Entry, batch: Option<Place>| Kept {
-        version: Kept::VERSION,
+    let accepted = |id: String, entry: &Entry, batch: Option<BatchPosition>| JournalEntry {
+        version: JournalEntry::VERSION,
         id,
-        sender_id: asked.sender_id.clone(),
+        sender_id: request.sender_id.clone(),
         entry: entry.clone(),
         batch,
-        fingerprint: asked.fingerprint.clone(),
+        fingerprint: request.fingerprint.clone(),
         accepted_at,
         started_at: None,
         ended: None,
     };
-    if !asked.is_batch {
-        let one = Dispatch::new(kept(id.to_string(), &asked.entries[0], None), None, Some(reservation));
-        return (Found::One(Arc::clone(&one)), vec![one]);
+    if !request.is_batch {
+        let one = Dispatch::new(accepted(id.to_string(), &request.entries[0], None), None, Some(reservation));
+        return (DispatchTarget::One(Arc::clone(&one)), vec![one]);
     }
-    let of = asked.entries.len();
-    let ids = (0..of).map(|index| id.of_entry(index)).collect();
-    let batch = Batch::new(id.to_string(), asked.fingerprint.clone(), ids, of);
-    // Only the first has its place for certain; the others wait until theirs is known.
+    let size = request.entries.len();
+    let ids = (0..size).map(|index| id.of_entry(index)).collect();
+    let batch = Batch::new(id.to_string(), request.fingerprint.clone(), ids, size);
+    // Only the first has a reservation; the others wait for theirs in the queue.
     let mut reservation = Some(reservation);
     let entry = |(index, entry)| {
-        let place = Place { id: id.to_string(), index, of };
+        let position = BatchPosition { id: id.to_string(), index, size };
         Dispatch::new(
-            kept(id.of_entry(index), entry, Some(place)),
+            accepted(id.of_entry(index), entry, Some(position)),
             Some(Arc::clone(&batch)),
             reservation.take(),
         )
     };
-    let all = asked.entries.iter().enumerate().map(entry).collect();
-    (Found::Batch(batch), all)
+    let all = request.entries.iter().enumerate().map(entry).collect();
+    (DispatchTarget::Batch(batch), all)
 }
 
-fn refused(sender: &str, reached: &Reached) -> Problem {
-    tracing::info!(sender, period = reached.period.word(), "a dispatch is refused: a cost limit is reached");
+fn refuse(sender: &str, reached: &LimitReached) -> Problem {
+    tracing::info!(sender, period = reached.period.word(), "dispatch refused: cost limit reached");
     DISPATCHES.add_one(["limited"]);
     reached.problem(Timestamp::now())
 }
 
-/// The same request again, once it is certain that it is not forgotten.
-async fn same(found: Found, asked: &Asked) -> Result<Found, Problem> {
-    // Of one that is known by its record alone, the request is not.
-    if !found.fingerprint().is_empty() && found.fingerprint() != asked.fingerprint {
-        let detail = "This id is another dispatch's; a new one needs an id of its own.";
+/// Answers a repeated request, once the original is in the journal.
+async fn check_same_request(
+    found: DispatchTarget,
+    request: &DispatchRequest,
+) -> Result<DispatchTarget, Problem> {
+    // A dispatch restored from its record has no fingerprint.
+    if !found.fingerprint().is_empty() && found.fingerprint() != request.fingerprint {
+        let detail = "This id belongs to another dispatch; use a new one.";
         return Err(Problem::new(Code::IdempotencyMismatch, detail));
     }
-    found.kept().await;
+    found.wait_until_journaled().await;
     Ok(found)
 }

@@ -1,7 +1,7 @@
-//! Which dispatches there are, who is next, and what becomes of them when this process ends, well or not.
+//! The table of dispatches: looks them up, starts the next ones, and ends them at shutdown.
 //!
-//! Invariants: what is accepted is in the journal until its record is durable; an id means one dispatch; no more run at
-//! once than the settings say; what one of them may cost is set aside before it starts.
+//! Invariants: an accepted dispatch is in the journal until its record is durable; an ID names one dispatch; at most
+//! the configured number run concurrently; the cost of each is reserved before it starts.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::path::PathBuf;
@@ -11,16 +11,16 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::event_log::Log;
-use super::journal::{Journal, Kept, Of};
+use super::event_log::EventLog;
+use super::journal::{Journal, JournalEntry, JournalFile};
 use super::queue::{Queue, Turn};
-use super::recover::recorded;
+use super::recover::from_record;
 use super::request::DispatchId;
-use super::run::{self, Surroundings};
-use super::state::{Batch, Dispatch, End, Phase};
+use super::run::{self, RunContext};
+use super::state::{Batch, Dispatch, DispatchResult, Phase};
 use crate::clock;
 use crate::host::agents::bridge_tokens::AgentTokens;
-use crate::host::agents::kernel::{Kernel, Reached};
+use crate::host::agents::kernel::{Kernel, LimitReached};
 use crate::host::agents::owner_config::Settings;
 use crate::host::agents::protocol;
 use crate::host::audit::protocol as audit_protocol;
@@ -31,26 +31,27 @@ use crate::host::system::layout::{BRIDGE_SOCKET, Layout};
 use crate::http::problem::{Code, Problem};
 use crate::metrics::{DISPATCHES, DISPATCHES_QUEUED, DISPATCHES_RUNNING};
 
-/// Dispatches that are over and can still be asked for with their text and events.
-const MOST_ENDED: usize = 1000;
-const MOST_ENDED_BYTES: usize = 32 << 20;
-/// So many times of these are there where a full disk takes no record: of what is not durable an id would be new again.
-const MOST_UNSAFE: usize = 8;
-/// How often the journal is rid of what is durable, and it is looked whether a limit has gone.
-pub(super) const LOOK: Duration = Duration::from_secs(1);
-/// How long runs have to end when the gateway does.
-const ENDING: Duration = Duration::from_secs(25);
+/// Maximum ended dispatches kept in memory with their text and events.
+const MAX_ENDED: usize = 1000;
+const MAX_ENDED_BYTES: usize = 32 << 20;
+/// Multiple of those limits that applies while a full disk takes no records: the ID of a dispatch that is not durable
+/// must stay known.
+const MAX_NOT_DURABLE_FACTOR: usize = 8;
+/// Interval of pruning the journal and of retrying to start queued dispatches.
+pub(super) const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
+/// Timeout of ending the runs at shutdown.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// What an id means.
+/// The dispatch or batch that an ID names.
 #[derive(Clone)]
-pub enum Found {
+pub enum DispatchTarget {
     One(Arc<Dispatch>),
     Batch(Arc<Batch>),
-    /// A batch that is known by its records alone.
+    /// A batch restored from its records.
     Recorded(Arc<Batch>, Vec<Arc<Dispatch>>),
 }
 
-impl Found {
+impl DispatchTarget {
     pub fn id(&self) -> &str {
         match self {
             Self::One(one) => one.id(),
@@ -58,64 +59,64 @@ impl Found {
         }
     }
 
-    pub fn log(&self) -> &Log {
+    pub fn log(&self) -> &EventLog {
         match self {
             Self::One(one) => &one.log,
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.log,
         }
     }
 
-    /// Waits until the journal has it.
-    pub async fn kept(&self) {
+    /// Waits until it is in the journal.
+    pub async fn wait_until_journaled(&self) {
         match self {
-            Self::One(one) => one.is_kept.cancelled().await,
-            Self::Batch(batch) => batch.is_kept.cancelled().await,
+            Self::One(one) => one.is_journaled.cancelled().await,
+            Self::Batch(batch) => batch.is_journaled.cancelled().await,
             Self::Recorded(..) => {}
         }
     }
 
     pub fn fingerprint(&self) -> &str {
         match self {
-            Self::One(one) => &one.kept.fingerprint,
+            Self::One(one) => &one.accepted.fingerprint,
             Self::Batch(batch) | Self::Recorded(batch, _) => &batch.fingerprint,
         }
     }
 }
 
-/// All that is known, behind one lock.
+/// The state behind the dispatcher's lock.
 #[derive(Default)]
-pub(super) struct Known {
-    pub(super) all: HashMap<String, Found>,
-    /// On their way to the journal, and then to the queue.
+pub(super) struct DispatchTable {
+    pub(super) all: HashMap<String, DispatchTarget>,
+    /// Being written to the journal; queued afterwards.
     pub(super) arriving: Vec<Arc<Dispatch>>,
     pub(super) queue: Queue<Arc<Dispatch>>,
-    /// Those that run: in a conversation one at a time, or two would each begin it, or go on with it.
+    /// A conversation has at most one running dispatch; two would both start or resume it.
     running: Vec<Arc<Dispatch>>,
-    /// Cancelled while writers are stopped: nothing starts, and what runs is ended.
+    /// Cancelled while writers are stopped: nothing starts, and running dispatches are ended.
     pause: CancellationToken,
-    /// Those that are over, the oldest first.
+    /// Ended dispatches, oldest first.
     ended: VecDeque<Arc<Dispatch>>,
     ended_bytes: usize,
-    /// Recorded, and in the journal until that is durable.
-    pub(super) recorded: Vec<Of>,
+    /// Recorded, but still in the journal until the record is durable.
+    pub(super) recorded: Vec<JournalFile>,
 }
 
 pub struct Dispatcher {
     pub(super) kernel: Arc<Kernel>,
     agent_tokens: Arc<AgentTokens>,
-    /// Where agents use the bridge.
+    /// The bridge socket for agents.
     bridge: PathBuf,
     pub(super) journal: Journal,
     socket: PathBuf,
-    /// Where svc-watch listens.
+    /// The socket of svc-watch.
     pub(super) watcher: PathBuf,
-    known: Mutex<Known>,
+    table: Mutex<DispatchTable>,
     pub(super) runs: TaskTracker,
-    /// The gateway ends: nothing is started any more, and what runs is told to end.
+    /// Cancelled at shutdown: nothing starts, and running dispatches are ended.
     stop: CancellationToken,
-    /// All that ran has ended: nothing is told any more.
+    /// Cancelled when all runs have ended: event streams end.
     pub closed: CancellationToken,
-    /// What an earlier process left is known.
+    /// Cancelled when the dispatches of the previous process are restored.
     pub(super) recovered: CancellationToken,
 }
 
@@ -128,7 +129,7 @@ impl Dispatcher {
             journal: Journal::new(layout.dispatches()),
             socket: layout.owner_sockets().join(protocol::SOCKET),
             watcher: layout.watch_sockets().join(audit_protocol::SOCKET),
-            known: Mutex::default(),
+            table: Mutex::default(),
             runs: TaskTracker::new(),
             stop: CancellationToken::new(),
             closed: CancellationToken::new(),
@@ -136,80 +137,80 @@ impl Dispatcher {
         })
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> MutexGuard<'_, DispatchTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// # Errors
-    /// While records are read, and when the gateway ends.
+    /// The records are still being read, or the gateway is shutting down.
     pub async fn ready(&self) -> Result<(), Problem> {
         self.kernel.ready().await?;
-        let come_again =
-            || Problem::new(Code::Unavailable, "Dispatches are not taken at the moment.").retry_after(2);
-        let recovered = tokio::time::timeout(LOOK, self.recovered.cancelled()).await;
+        let unavailable =
+            || Problem::new(Code::Unavailable, "Dispatches are not accepted at the moment.").retry_after(2);
+        let recovered = tokio::time::timeout(MAINTENANCE_INTERVAL, self.recovered.cancelled()).await;
         if recovered.is_err() || self.stop.is_cancelled() {
-            return Err(come_again());
+            return Err(unavailable());
         }
         Ok(())
     }
 
-    /// What this id means: in memory, else by the record of the last days.
+    /// Looks up an ID, in memory and then in the records of the last days.
     ///
     /// # Errors
-    /// The records', logged.
-    pub async fn find(&self, id: &DispatchId) -> Result<Option<Found>, Problem> {
+    /// The records cannot be read; logged.
+    pub async fn find(&self, id: &DispatchId) -> Result<Option<DispatchTarget>, Problem> {
         if let Some(found) = self.lock().all.get(id.as_str()).cloned() {
             return Ok(Some(found));
         }
         let (kernel, ids) = (Arc::clone(&self.kernel), BTreeSet::from([id.to_string()]));
         let found = blocking(move || kernel.find(&ids)).await?;
         if let Some(one) = found.get(id.as_str()) {
-            return Ok(Some(Found::One(recorded(one.clone(), None))));
+            return Ok(Some(DispatchTarget::One(from_record(one.clone(), None))));
         }
         Ok((!found.is_empty()).then(|| {
             let mut entries: Vec<Interaction> = found.into_values().collect();
-            entries.sort_by_key(|one| super::recover::index(&one.id));
+            entries.sort_by_key(|one| super::recover::entry_index(&one.id));
             let ids: Vec<String> = entries.iter().map(|one| one.id.clone()).collect();
             let batch = Batch::new(id.to_string(), String::new(), ids, entries.len());
-            let again = |one| recorded(one, Some(Arc::clone(&batch)));
-            let entries = entries.into_iter().map(again).collect();
-            Found::Recorded(batch, entries)
+            let restore = |one| from_record(one, Some(Arc::clone(&batch)));
+            let entries = entries.into_iter().map(restore).collect();
+            DispatchTarget::Recorded(batch, entries)
         }))
     }
 
-    /// The dispatches that it means, in their order.
-    pub fn entries(&self, found: &Found) -> Vec<Arc<Dispatch>> {
+    /// The dispatches of a target, in order.
+    pub fn entries(&self, found: &DispatchTarget) -> Vec<Arc<Dispatch>> {
         match found {
-            Found::One(one) => vec![Arc::clone(one)],
-            Found::Batch(batch) => batch.entries.iter().filter_map(|id| self.entry(id)).collect(),
-            Found::Recorded(_, entries) => entries.clone(),
+            DispatchTarget::One(one) => vec![Arc::clone(one)],
+            DispatchTarget::Batch(batch) => batch.entries.iter().filter_map(|id| self.entry(id)).collect(),
+            DispatchTarget::Recorded(_, entries) => entries.clone(),
         }
     }
 
     fn entry(&self, id: &str) -> Option<Arc<Dispatch>> {
         match self.lock().all.get(id) {
-            Some(Found::One(one)) => Some(Arc::clone(one)),
+            Some(DispatchTarget::One(one)) => Some(Arc::clone(one)),
             _ => None,
         }
     }
 
-    /// All that wait, run, or are remembered; the newest first.
+    /// All queued, running and retained dispatches, newest first.
     pub fn list(&self) -> Vec<Arc<Dispatch>> {
-        let known = self.lock();
-        let mut all: Vec<Arc<Dispatch>> = known
+        let table = self.lock();
+        let mut all: Vec<Arc<Dispatch>> = table
             .all
             .values()
             .filter_map(|found| match found {
-                Found::One(one) => Some(Arc::clone(one)),
-                Found::Batch(_) | Found::Recorded(..) => None,
+                DispatchTarget::One(one) => Some(Arc::clone(one)),
+                DispatchTarget::Batch(_) | DispatchTarget::Recorded(..) => None,
             })
             .collect();
-        all.sort_by(|a, b| (b.kept.accepted_at, b.id()).cmp(&(a.kept.accepted_at, a.id())));
+        all.sort_by(|a, b| (b.accepted.accepted_at, b.id()).cmp(&(a.accepted.accepted_at, a.id())));
         all
     }
 
-    /// Ends it, wherever it is; one that waits has ended when this returns.
-    pub async fn cancel(self: &Arc<Self>, found: &Found) {
+    /// Cancels it in any phase; queued dispatches have ended when this returns.
+    pub async fn cancel(self: &Arc<Self>, found: &DispatchTarget) {
         let mut ending = Vec::new();
         for one in self.entries(found) {
             one.cancel.cancel();
@@ -223,49 +224,49 @@ impl Dispatcher {
             }
         }
         for ended in ending {
-            // A panic in it has been told by its own message.
+            // The panic hook has logged a panic.
             let _ = ended.await;
         }
     }
 
-    /// Starts whoever may go.
-    pub(super) fn go_on(self: &Arc<Self>) {
+    /// Starts the dispatches that may run now.
+    pub(super) fn start_ready(self: &Arc<Self>) {
         while let Some(one) = self.next() {
             let dispatcher = Arc::clone(self);
             self.runs.spawn(async move {
-                let (runs, running) = (Arc::clone(&dispatcher), Arc::clone(&one));
-                if tokio::spawn(async move { runs.run(&running).await }).await.is_err() {
-                    // Its panic has been told by its own message.
+                let (runner, running) = (Arc::clone(&dispatcher), Arc::clone(&one));
+                if tokio::spawn(async move { runner.run(&running).await }).await.is_err() {
+                    // The panic hook has logged the panic.
                     let interaction = run::without_run(&one, "Internal", "the gateway failed at it");
                     dispatcher.end(&one, interaction, None).await;
                 }
-                let mut known = dispatcher.lock();
-                known.running.retain(|other| !Arc::ptr_eq(other, &one));
-                drop(known);
-                dispatcher.go_on();
+                let mut table = dispatcher.lock();
+                table.running.retain(|other| !Arc::ptr_eq(other, &one));
+                drop(table);
+                dispatcher.start_ready();
             });
         }
-        let known = self.lock();
-        DISPATCHES_RUNNING.set([], known.running.len() as f64);
-        DISPATCHES_QUEUED.set([], known.queue.len() as f64);
+        let table = self.lock();
+        DISPATCHES_RUNNING.set([], table.running.len() as f64);
+        DISPATCHES_QUEUED.set([], table.queue.len() as f64);
     }
 
     fn next(self: &Arc<Self>) -> Option<Arc<Dispatch>> {
         let settings = self.kernel.settings();
-        let mut known = self.lock();
+        let mut table = self.lock();
         if self.stop.is_cancelled()
-            || known.pause.is_cancelled()
-            || known.running.len() >= settings.agents.concurrency
+            || table.pause.is_cancelled()
+            || table.running.len() >= settings.agents.concurrency
         {
             return None;
         }
-        let Known { queue, running, .. } = &mut *known;
-        let is_silent = |one: &Dispatch| !running.iter().any(|other| other.is_in_conversation_of(one));
+        let DispatchTable { queue, running, .. } = &mut *table;
+        let is_idle = |one: &Dispatch| !running.iter().any(|other| other.is_in_conversation_of(one));
         let turn = |one: &Arc<Dispatch>| {
-            if is_silent(one) { self.turn(one, &settings) } else { Turn::Wait }
+            if is_idle(one) { self.turn(one, &settings) } else { Turn::Wait }
         };
-        let one = queue.pop(turn, |one| one.has_reservation() && is_silent(one))?;
-        known.running.push(Arc::clone(&one));
+        let one = queue.pop(turn, |one| one.has_reservation() && is_idle(one))?;
+        table.running.push(Arc::clone(&one));
         Some(one)
     }
 
@@ -273,15 +274,15 @@ impl Dispatcher {
         if one.has_reservation() {
             return Turn::Take;
         }
-        let is_free = settings.agents.is_free(one.kept.entry.model.as_deref());
-        match self.kernel.reserve(&one.kept.sender_id, settings, is_free) {
+        let is_free = settings.agents.is_free(one.accepted.entry.model.as_deref());
+        match self.kernel.reserve(&one.accepted.sender_id, settings, is_free) {
             Ok(Ok(reservation)) => {
-                one.set_aside(reservation);
+                one.set_reservation(reservation);
                 Turn::Take
             }
-            // Others of this user's run: what they do not spend may be enough.
-            Ok(Err(reached)) if reached.may_pass() => Turn::Wait,
-            // It is told so where it would run.
+            // Other dispatches of this user are in flight and may cost less than reserved.
+            Ok(Err(reached)) if reached.can_retry_in_period() => Turn::Wait,
+            // `run` refuses it.
             Ok(Err(_)) => Turn::Take,
             Err(_) => Turn::Wait,
         }
@@ -290,27 +291,30 @@ impl Dispatcher {
     async fn run(&self, one: &Arc<Dispatch>) {
         let settings = self.kernel.settings();
         if !one.has_reservation() {
-            let refused = self.kernel.reserve(&one.kept.sender_id, &settings, false);
+            let refused = self.kernel.reserve(&one.accepted.sender_id, &settings, false);
             match refused {
-                Ok(Ok(reservation)) => one.set_aside(reservation),
-                Ok(Err(reached)) => return self.refused(one, &reached),
-                // The book is there: nothing was accepted before.
+                Ok(Ok(reservation)) => one.set_reservation(reservation),
+                Ok(Err(reached)) => return self.refuse(one, &reached),
+                // Unreachable: nothing is accepted before the book is open.
                 Err(_) => {}
             }
         }
         let started_at = clock::now_ms();
-        one.begin(started_at);
-        one.tell("running", &one.shown());
-        if !self.keep(vec![Kept { started_at: Some(started_at), ..one.kept.clone() }]).await {
-            let (journal, kept) = (self.journal.clone(), one.kept.clone());
-            let marked = tokio::task::spawn_blocking(move || journal.mark_begun(&kept)).await;
+        one.mark_running(started_at);
+        one.publish("running", &one.to_json());
+        if !self
+            .write_journal(vec![JournalEntry { started_at: Some(started_at), ..one.accepted.clone() }])
+            .await
+        {
+            let (journal, accepted) = (self.journal.clone(), one.accepted.clone());
+            let marked = tokio::task::spawn_blocking(move || journal.mark_begun(&accepted)).await;
             if !marked.unwrap_or_default() {
                 let message = "the disk has no room to note that its agent is started, so nothing ran: make room \
                                first, for instance in the terminal";
                 return self.end(one, run::without_run(one, "NoRoom", message), None).await;
             }
         }
-        let around = Surroundings {
+        let context = RunContext {
             kernel: &self.kernel,
             socket: &self.socket,
             agent_tokens: &self.agent_tokens,
@@ -320,78 +324,79 @@ impl Dispatcher {
             pause: &self.pause_token(),
             settings: &settings.agents,
         };
-        let (interaction, text) = run::run(&around, one).await;
+        let (interaction, text) = run::run(&context, one).await;
         self.end(one, interaction, text).await;
     }
 
-    /// Tool calls that its agent left open are over. Without a watcher there are none.
-    async fn tell_watcher(&self, one: &Dispatch) {
-        audit_protocol::tell_of_dispatch(&self.watcher, Message::dispatch_end(one.id(), one.take_seen()))
+    /// Closes tool calls that the agent left open. Does nothing without a watcher.
+    async fn end_for_watcher(&self, one: &Dispatch) {
+        audit_protocol::send_from_dispatcher(&self.watcher, Message::dispatch_end(one.id(), one.take_seen()))
             .await;
     }
 
-    /// Its turn came, and the limit had been reached: there is no interaction, as with any dispatch that is refused.
-    fn refused(&self, one: &Arc<Dispatch>, reached: &Reached) {
+    /// Ends a dispatch whose limit was reached before its turn. Like any refused dispatch, it has no interaction.
+    fn refuse(&self, one: &Arc<Dispatch>, reached: &LimitReached) {
         DISPATCHES.add_one(["limited"]);
-        let refused = Some(reached.period.reached());
-        one.end(End { phase: Phase::Refused, interaction: None, text: None, refused });
-        one.make_safe();
-        self.journal.remove(&Of::One(one.id().to_owned()));
-        self.remember(one);
+        let refused = Some(reached.period.reached_message());
+        one.end(DispatchResult { phase: Phase::Refused, interaction: None, text: None, refused });
+        one.mark_durable();
+        self.journal.remove(&JournalFile::One(one.id().to_owned()));
+        self.retain_ended(one);
     }
 
     async fn end(&self, one: &Arc<Dispatch>, interaction: Interaction, text: Option<String>) {
-        self.keep(vec![Kept { ended: Some(interaction.clone()), ..one.kept.clone() }]).await;
-        self.tell_watcher(one).await;
+        self.write_journal(vec![JournalEntry { ended: Some(interaction.clone()), ..one.accepted.clone() }])
+            .await;
+        self.end_for_watcher(one).await;
         match self.kernel.record(&interaction) {
             Some(warnings) => {
-                warnings.iter().for_each(|warning| one.tell("warning", &warning.shown()));
-                self.lock().recorded.push(Of::One(one.id().to_owned()));
+                warnings.iter().for_each(|warning| one.publish("warning", &warning.to_json()));
+                self.lock().recorded.push(JournalFile::One(one.id().to_owned()));
             }
-            // The journal has it whole, for the next start.
-            None => tracing::warn!(id = one.id(), "a dispatch stays in the journal"),
+            // The journal keeps it for the next start.
+            None => tracing::warn!(id = one.id(), "a dispatch stays in the journal: its record was dropped"),
         }
         let phase = interaction.status.into();
         DISPATCHES.add_one([if phase == Phase::Success { "success" } else { "error" }]);
-        one.end(End { phase, interaction: Some(interaction), text, refused: None });
-        self.remember(one);
+        one.end(DispatchResult { phase, interaction: Some(interaction), text, refused: None });
+        self.retain_ended(one);
     }
 
-    /// For whoever asks later; the oldest are forgotten.
-    pub(super) fn remember(&self, one: &Arc<Dispatch>) {
-        let mut known = self.lock();
+    /// Keeps an ended dispatch for later requests, and evicts the oldest.
+    pub(super) fn retain_ended(&self, one: &Arc<Dispatch>) {
+        let mut table = self.lock();
         if let Some(batch) = one.batch.as_ref().filter(|batch| batch.is_over()) {
-            known.recorded.push(Of::Batch(batch.id.clone()));
+            table.recorded.push(JournalFile::Batch(batch.id.clone()));
         }
-        known.ended_bytes += one.bytes();
-        known.ended.push_back(Arc::clone(one));
-        let is_more = |known: &Known, times: usize| {
-            known.ended.len() > MOST_ENDED * times || known.ended_bytes > MOST_ENDED_BYTES * times
+        table.ended_bytes += one.bytes();
+        table.ended.push_back(Arc::clone(one));
+        let is_over_limit = |table: &DispatchTable, factor: usize| {
+            table.ended.len() > MAX_ENDED * factor || table.ended_bytes > MAX_ENDED_BYTES * factor
         };
-        while is_more(&known, 1) {
-            let is_far_more = is_more(&known, MOST_UNSAFE);
-            // What a batch has come to is told until all of it is over.
-            let may_go = |one: &Arc<Dispatch>| {
-                one.batch.as_ref().is_none_or(|batch| batch.is_over()) && (one.is_safe() || is_far_more)
+        while is_over_limit(&table, 1) {
+            let is_far_over = is_over_limit(&table, MAX_NOT_DURABLE_FACTOR);
+            // The entries of a batch are kept until all of them have ended.
+            let can_evict = |one: &Arc<Dispatch>| {
+                one.batch.as_ref().is_none_or(|batch| batch.is_over()) && (one.is_durable() || is_far_over)
             };
-            let Some(at) = known.ended.iter().position(may_go) else { break };
-            let Some(oldest) = known.ended.remove(at) else { break };
-            known.ended_bytes = known.ended_bytes.saturating_sub(oldest.bytes());
-            known.all.remove(oldest.id());
+            let Some(at) = table.ended.iter().position(can_evict) else { break };
+            let Some(oldest) = table.ended.remove(at) else { break };
+            table.ended_bytes = table.ended_bytes.saturating_sub(oldest.bytes());
+            table.all.remove(oldest.id());
             if let Some(batch) = &oldest.batch
-                && !batch.entries.iter().any(|id| known.all.contains_key(id))
+                && !batch.entries.iter().any(|id| table.all.contains_key(id))
             {
-                known.all.remove(&batch.id);
+                table.all.remove(&batch.id);
             }
         }
     }
 
-    /// A disk that is full is no reason to take no dispatch: one may be what makes room on it.
-    pub(super) async fn keep(&self, all: Vec<Kept>) -> bool {
+    /// A failed write does not refuse the dispatch: it may be the one that frees disk space.
+    pub(super) async fn write_journal(&self, all: Vec<JournalEntry>) -> bool {
         let journal = self.journal.clone();
         let written = blocking(move || journal.write(&all)).await;
         if written.is_err() {
-            tracing::warn!("a dispatch is not in the journal: after a crash it would be forgotten");
+            tracing::warn!("cannot write a dispatch to the journal; a crash would lose it");
         }
         written.is_ok()
     }
@@ -400,20 +405,20 @@ impl Dispatcher {
         self.lock().pause.clone()
     }
 
-    /// Ends and records what runs; what waits stays in the queue. New dispatches are refused until [`Self::resume`].
+    /// Ends and records running dispatches; queued ones stay queued. New ones are refused until [`Self::resume`].
     pub fn pause(&self) {
         self.lock().pause.cancel();
     }
 
-    /// Starts again what waits.
+    /// Starts queued dispatches again.
     pub fn resume(self: &Arc<Self>) {
-        let mut known = self.lock();
-        if !known.pause.is_cancelled() {
+        let mut table = self.lock();
+        if !table.pause.is_cancelled() {
             return;
         }
-        known.pause = CancellationToken::new();
-        drop(known);
-        self.go_on();
+        table.pause = CancellationToken::new();
+        drop(table);
+        self.start_ready();
     }
 
     /// # Errors
@@ -426,19 +431,19 @@ impl Dispatcher {
         Err(Problem::new(Code::Unavailable, detail).retry_after(15))
     }
 
-    /// How many run, or are being recorded.
+    /// The number of dispatches that run or are being recorded.
     pub fn running(&self) -> usize {
         self.lock().running.len()
     }
 
-    /// Nothing is started any more; what runs is ended and recorded.
+    /// Shuts down: starts nothing more, and ends and records running dispatches.
     pub async fn close(&self) {
         self.stop.cancel();
         self.runs.close();
-        if tokio::time::timeout(ENDING, self.runs.wait()).await.is_err() {
+        if tokio::time::timeout(SHUTDOWN_TIMEOUT, self.runs.wait()).await.is_err() {
             tracing::warn!("dispatches did not end in time; they are recorded at the next start");
         }
         self.closed.cancel();
-        self.tidy().await;
+        self.prune_journal().await;
     }
 }

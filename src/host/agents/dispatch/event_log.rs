@@ -1,4 +1,4 @@
-//! What happened in a dispatch, for whoever looks on, now or later: events in their order, within bounds.
+//! The events of a dispatch, in order and bounded, for current and later listeners.
 
 use std::collections::VecDeque;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -8,89 +8,89 @@ use jiff::Timestamp;
 use serde_json::Value;
 use tokio::sync::watch;
 
-/// So much of one is kept; earlier events go first.
-const MOST_BYTES: usize = 1 << 20;
+/// Maximum bytes of the events kept; the oldest are dropped first.
+const MAX_BYTES: usize = 1 << 20;
 
-/// Where this process begins to number events: above all that an earlier one has given out.
+/// First event number of this process: above all numbers of earlier processes.
 static BASE: LazyLock<u64> =
     LazyLock::new(|| u64::try_from(Timestamp::now().as_millisecond()).unwrap_or_default() * 1000);
 
 /// The events of a dispatch, or of a batch.
-pub struct Log {
-    kept: Mutex<Kept>,
-    grown: watch::Sender<u64>,
+pub struct EventLog {
+    buffer: Mutex<Buffer>,
+    latest: watch::Sender<u64>,
 }
 
-struct Kept {
-    /// The number of the first that is kept.
+struct Buffer {
+    /// The number of the first event kept.
     first: u64,
     events: VecDeque<Bytes>,
     bytes: usize,
     is_over: bool,
 }
 
-/// What is read of it at once.
-pub struct Read {
+/// Events read from a log.
+pub struct ReadEvents {
     pub events: Vec<Bytes>,
-    /// Events that are not kept any more, before these.
+    /// Number of earlier events that were dropped.
     pub missed: u64,
-    /// The number of the next.
+    /// The number of the next event.
     pub next: u64,
-    /// Nothing comes after these.
+    /// No more events follow.
     pub is_over: bool,
 }
 
-impl Default for Log {
+impl Default for EventLog {
     fn default() -> Self {
-        let kept = Kept { first: *BASE, events: VecDeque::new(), bytes: 0, is_over: false };
-        Self { kept: Mutex::new(kept), grown: watch::Sender::new(0) }
+        let buffer = Buffer { first: *BASE, events: VecDeque::new(), bytes: 0, is_over: false };
+        Self { buffer: Mutex::new(buffer), latest: watch::Sender::new(0) }
     }
 }
 
-impl Log {
-    fn lock(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+impl EventLog {
+    fn lock(&self) -> MutexGuard<'_, Buffer> {
+        self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An event of a kind; the last one says so.
+    /// Appends an event; `is_last` closes the log.
     pub fn push(&self, kind: &str, data: &Value, is_last: bool) {
-        let mut kept = self.lock();
-        if kept.is_over {
+        let mut buffer = self.lock();
+        if buffer.is_over {
             return;
         }
-        let number = kept.first + kept.events.len() as u64;
+        let number = buffer.first + buffer.events.len() as u64;
         let event = Bytes::from(format!("id: {number}\nevent: {kind}\ndata: {data}\n\n"));
-        kept.bytes += event.len();
-        kept.events.push_back(event);
-        while kept.bytes > MOST_BYTES && kept.events.len() > 1 {
-            let gone = kept.events.pop_front().map_or(0, |event| event.len());
-            kept.bytes -= gone;
-            kept.first += 1;
+        buffer.bytes += event.len();
+        buffer.events.push_back(event);
+        while buffer.bytes > MAX_BYTES && buffer.events.len() > 1 {
+            let dropped = buffer.events.pop_front().map_or(0, |event| event.len());
+            buffer.bytes -= dropped;
+            buffer.first += 1;
         }
-        kept.is_over = is_last;
-        drop(kept);
-        self.grown.send_replace(number + 1);
+        buffer.is_over = is_last;
+        drop(buffer);
+        self.latest.send_replace(number + 1);
     }
 
-    /// Events from this number on. One below all of this process is of an earlier one, and one above is nobody's: then all
-    /// is told again.
-    pub fn read(&self, from: u64) -> Read {
-        let kept = self.lock();
-        let next = kept.first + kept.events.len() as u64;
+    /// Reads events from this number on. A number outside this process's range was given by an earlier process: then
+    /// all events are read.
+    pub fn read(&self, from: u64) -> ReadEvents {
+        let buffer = self.lock();
+        let next = buffer.first + buffer.events.len() as u64;
         let from = if (*BASE..=next).contains(&from) { from } else { *BASE };
-        let start = from.max(kept.first);
-        let skipped = usize::try_from(start - kept.first).unwrap_or(usize::MAX);
-        Read {
-            events: kept.events.iter().skip(skipped).cloned().collect(),
+        let start = from.max(buffer.first);
+        let skipped = usize::try_from(start - buffer.first).unwrap_or(usize::MAX);
+        ReadEvents {
+            events: buffer.events.iter().skip(skipped).cloned().collect(),
             missed: start - from,
             next,
-            is_over: kept.is_over,
+            is_over: buffer.is_over,
         }
     }
 
-    /// Told of each event.
+    /// Notifies of each event.
     pub fn watch(&self) -> watch::Receiver<u64> {
-        self.grown.subscribe()
+        self.latest.subscribe()
     }
 
     pub fn bytes(&self) -> usize {
@@ -105,8 +105,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_late_listener_hears_all_that_is_kept() {
-        let log = Log::default();
+    fn late_listener_reads_all_kept_events() {
+        let log = EventLog::default();
         log.push("text", &json!({"text": "a"}), false);
         log.push("result", &json!({}), true);
         log.push("text", &json!({"text": "after the end"}), false);
@@ -114,20 +114,20 @@ mod tests {
         assert_eq!((read.events.len(), read.missed, read.next, read.is_over), (2, 0, *BASE + 2, true));
         assert_eq!(read.events[0], format!("id: {}\nevent: text\ndata: {{\"text\":\"a\"}}\n\n", *BASE));
         assert_eq!(log.read(*BASE + 1).events.len(), 1);
-        for another_life in [1, *BASE - 1, *BASE + 57] {
-            assert_eq!(log.read(another_life).events.len(), 2);
+        for other_process in [1, *BASE - 1, *BASE + 57] {
+            assert_eq!(log.read(other_process).events.len(), 2);
         }
     }
 
     #[test]
-    fn what_is_too_much_is_told_as_missed() {
-        let log = Log::default();
-        let text = "x".repeat(MOST_BYTES / 4);
+    fn dropped_events_are_counted_as_missed() {
+        let log = EventLog::default();
+        let text = "x".repeat(MAX_BYTES / 4);
         for _ in 0..10 {
             log.push("text", &json!({"text": text}), false);
         }
         let read = log.read(*BASE + 2);
-        assert!(log.bytes() <= MOST_BYTES);
+        assert!(log.bytes() <= MAX_BYTES);
         assert_eq!((read.missed + read.events.len() as u64, read.next), (8, *BASE + 10));
     }
 }

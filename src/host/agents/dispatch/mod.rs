@@ -1,9 +1,9 @@
-//! Dispatches: prompts for the owner's coding agents, run one beside the other within bounds, told as they go on, and
+//! Dispatches: prompts for the owner's coding agents. They run concurrently within limits, stream their events, and are
 //! recorded.
 //!
-//! The [`Dispatcher`] accepts a [`request`], queues it (`queue.rs`, pure), and keeps it in the journal until its record is
-//! durable. `svc-agent` runs it as the owner's user (`run.rs` is the gateway's side of that). Its events are in an
-//! [`event_log`], which any number of clients read.
+//! The [`Dispatcher`] accepts a [`request`], queues it (`queue.rs`, pure), and keeps it in the journal until its record
+//! is durable. `svc-agent` runs it as the owner's user (`run.rs` is the gateway's side). Its events are in an
+//! [`event_log`], which any number of clients can read.
 
 mod accept;
 mod dispatcher;
@@ -15,4 +15,4 @@ pub mod request;
 mod run;
 pub mod state;
 
-pub use dispatcher::{Dispatcher, Found};
+pub use dispatcher::{DispatchTarget, Dispatcher};

@@ -1,21 +1,20 @@
-//! Who is next: pure. Each sender has a queue of its own, and they take turns, so that one who asks for much keeps nobody
-//! else waiting.
+//! The queue: pure. Each sender has its own queue, and senders take turns, so that no sender starves the others.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// What becomes of whoever is next of a sender.
+/// Decision about the first dispatch of a sender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
     Take,
-    /// Not now: it, and those of its sender behind it, keep their places.
+    /// Not now: it and those behind it keep their positions.
     Wait,
 }
 
-/// Those who wait, by sender.
+/// The waiting dispatches, by sender.
 #[derive(Debug)]
 pub struct Queue<T> {
     waiting: BTreeMap<String, VecDeque<T>>,
-    /// Senders of whom somebody waits; the first is next.
+    /// Senders with waiting dispatches; the first is next.
     turns: VecDeque<String>,
     length: usize,
 }
@@ -40,14 +39,14 @@ impl<T> Queue<T> {
         self.length += 1;
     }
 
-    /// The next that may go, and the turn passes on. Of one sender the first goes first, but where it waits, those behind
-    /// it that have what they need already are not kept waiting by it: it may be them that it waits for.
-    pub fn pop(&mut self, mut judge: impl FnMut(&T) -> Turn, is_set: impl Fn(&T) -> bool) -> Option<T> {
+    /// Takes the next dispatch that can run, and moves its sender to the end. A sender's first goes first; if it must
+    /// wait, the first one behind it that already has its reservation passes it: it may be waiting for that one to end.
+    pub fn pop(&mut self, mut decide: impl FnMut(&T) -> Turn, is_reserved: impl Fn(&T) -> bool) -> Option<T> {
         for at in 0..self.turns.len() {
             let queue = self.waiting.get_mut(&self.turns[at])?;
-            let first = queue.front().filter(|first| judge(first) == Turn::Take).map(|_| 0);
+            let first = queue.front().filter(|first| decide(first) == Turn::Take).map(|_| 0);
             let found = first.or_else(|| {
-                queue.iter().enumerate().skip(1).find(|(_, one)| is_set(one)).map(|(index, _)| index)
+                queue.iter().enumerate().skip(1).find(|(_, one)| is_reserved(one)).map(|(index, _)| index)
             });
             let Some(index) = found else { continue };
             let one = queue.remove(index);
@@ -69,10 +68,10 @@ impl<T> Queue<T> {
         self.waiting.values().flatten()
     }
 
-    /// Takes out the first that is meant.
-    pub fn remove(&mut self, is_meant: impl Fn(&T) -> bool) -> Option<T> {
+    /// Removes the first match.
+    pub fn remove(&mut self, is_match: impl Fn(&T) -> bool) -> Option<T> {
         let (sender, at) = self.waiting.iter().find_map(|(sender, queue)| {
-            let at = queue.iter().position(&is_meant)?;
+            let at = queue.iter().position(&is_match)?;
             Some((sender.clone(), at))
         })?;
         let queue = self.waiting.get_mut(&sender)?;
@@ -110,9 +109,9 @@ mod tests {
         assert_eq!((queue.len(), queue.iter().count()), (0, 0));
     }
 
-    /// The first waits for what the second has.
+    /// The first waits for the second's reservation.
     #[test]
-    fn whoever_has_its_place_passes_a_first_that_waits() {
+    fn reserved_dispatch_passes_a_waiting_first() {
         let mut queue = Queue::default();
         for number in 0..3 {
             queue.push("a", number);
@@ -123,9 +122,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever comes finds at most one of each other sender before its own first.
+        /// A new sender waits for at most one dispatch of each other sender.
         #[test]
-        fn nobody_waits_for_a_senders_second(many in 1_usize..50, others in 1_usize..10) {
+        fn senders_are_served_round_robin(many in 1_usize..50, others in 1_usize..10) {
             let mut queue = Queue::default();
             for number in 0..many {
                 queue.push("greedy", ("greedy".to_owned(), number));

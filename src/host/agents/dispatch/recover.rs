@@ -1,5 +1,5 @@
-//! What an earlier process left: dispatches that waited wait on, those that ran are recorded; and the journal is rid of
-//! what is durable.
+//! Restores the dispatches of the previous process: queues those that waited, records those that ran, and prunes the
+//! journal.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -8,11 +8,11 @@ use std::sync::Arc;
 use jiff::Timestamp;
 use tokio_util::sync::CancellationToken;
 
-use super::dispatcher::{Dispatcher, Found, LOOK};
-use super::journal::{Kept, Of, Place};
+use super::dispatcher::{DispatchTarget, Dispatcher, MAINTENANCE_INTERVAL};
+use super::journal::{BatchPosition, JournalEntry, JournalFile};
 use super::request::Entry;
 use super::run;
-use super::state::{Batch, Dispatch, End};
+use super::state::{Batch, Dispatch, DispatchResult};
 use crate::chain::chain;
 use crate::fsx::FileError;
 use crate::host::audit::protocol;
@@ -20,12 +20,12 @@ use crate::host::audit::protocol::{Message, SeenCalls};
 use crate::host::records::entry::Interaction;
 use crate::host::system::blocking::blocking;
 
-/// How long a disk has to make records durable.
-const DISK: std::time::Duration = std::time::Duration::from_secs(10);
+/// Timeout of making records durable.
+const FLUSH_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
 
 impl Dispatcher {
-    /// Takes up what an earlier process left, then sees to the journal and to whoever waits, until it is told to end.
-    pub async fn tend(self: Arc<Self>, stop: CancellationToken) {
+    /// Restores the previous process's dispatches, then prunes the journal and starts queued ones until `stop`.
+    pub async fn maintain(self: Arc<Self>, stop: CancellationToken) {
         while self.kernel.ready().await.is_err() {
             if stop.is_cancelled() {
                 return;
@@ -36,7 +36,7 @@ impl Dispatcher {
             let left = journal.read()?;
             let ids: BTreeSet<String> = left
                 .iter()
-                .flat_map(|kept| [Some(&kept.id), kept.batch.as_ref().map(|b| &b.id)])
+                .flat_map(|accepted| [Some(&accepted.id), accepted.batch.as_ref().map(|b| &b.id)])
                 .flatten()
                 .cloned()
                 .collect();
@@ -45,150 +45,157 @@ impl Dispatcher {
         });
         match left.await {
             Ok((left, Ok(found))) => {
-                tokio::spawn(end_for_watcher(self.watcher.clone(), begun(&left)));
-                self.take_up(left, &found);
+                tokio::spawn(end_for_watcher(self.watcher.clone(), started_ids(&left)));
+                self.restore(left, &found);
             }
-            // Which of them are recorded is not known: they are not recorded twice, and are looked at again next time.
+            // It is unknown which of them are recorded: they stay, so that none is recorded twice, until the next
+            // start.
             Ok((left, Err(error))) => {
-                tracing::error!(left = left.len(), error = %chain(&error), "what an earlier process left stays");
+                tracing::error!(left = left.len(), error = %chain(&error), "cannot restore dispatches; they stay in the journal");
             }
-            Err(_) => tracing::error!("the journal of dispatches cannot be read; what it has stays"),
+            Err(_) => tracing::error!("cannot read the journal of dispatches; its files stay"),
         }
         self.recovered.cancel();
-        self.go_on();
-        while stop.run_until_cancelled(tokio::time::sleep(LOOK)).await.is_some() {
-            self.tidy().await;
-            self.go_on();
+        self.start_ready();
+        while stop.run_until_cancelled(tokio::time::sleep(MAINTENANCE_INTERVAL)).await.is_some() {
+            self.prune_journal().await;
+            self.start_ready();
         }
     }
 
-    fn take_up(self: &Arc<Self>, left: Vec<Kept>, found: &BTreeMap<String, Interaction>) {
-        let (recorded, left): (Vec<Kept>, Vec<Kept>) =
-            left.into_iter().partition(|kept| found.contains_key(&kept.id));
-        let batches = self.batches_again(&left, found);
-        for kept in recorded {
-            self.journal.remove(&Of::One(kept.id));
-            if let Some(place) = kept.batch.filter(|place| !batches.contains_key(&place.id)) {
-                self.journal.remove(&Of::Batch(place.id));
+    fn restore(self: &Arc<Self>, left: Vec<JournalEntry>, found: &BTreeMap<String, Interaction>) {
+        let (recorded, left): (Vec<JournalEntry>, Vec<JournalEntry>) =
+            left.into_iter().partition(|accepted| found.contains_key(&accepted.id));
+        let batches = self.restore_batches(&left, found);
+        for accepted in recorded {
+            self.journal.remove(&JournalFile::One(accepted.id));
+            if let Some(position) = accepted.batch.filter(|position| !batches.contains_key(&position.id)) {
+                self.journal.remove(&JournalFile::Batch(position.id));
             }
         }
         let settings = self.kernel.settings();
-        for kept in left {
-            let batch = kept.batch.as_ref().and_then(|place| batches.get(&place.id).cloned());
-            let is_first = kept.batch.as_ref().is_none_or(|place| place.index == 0);
-            let is_free = settings.agents.is_free(kept.entry.model.as_deref());
-            // It was accepted: what is spent meanwhile is no reason against it.
-            let waits = kept.started_at.is_none() && kept.ended.is_none();
-            let reservation =
-                (waits && is_first).then(|| self.kernel.reserve_again(&kept.sender_id, &settings, is_free));
-            let (started_at, ended) = (kept.started_at, kept.ended.clone());
-            let one = Dispatch::new(Kept { started_at: None, ended: None, ..kept }, batch, reservation);
-            one.is_kept.cancel();
-            self.lock().all.insert(one.id().to_owned(), Found::One(Arc::clone(&one)));
+        for accepted in left {
+            let batch = accepted.batch.as_ref().and_then(|position| batches.get(&position.id).cloned());
+            let is_first = accepted.batch.as_ref().is_none_or(|position| position.index == 0);
+            let is_free = settings.agents.is_free(accepted.entry.model.as_deref());
+            // It was accepted: the current limits do not apply.
+            let waits = accepted.started_at.is_none() && accepted.ended.is_none();
+            let reservation = (waits && is_first)
+                .then(|| self.kernel.restore_reservation(&accepted.sender_id, &settings, is_free));
+            let (started_at, ended) = (accepted.started_at, accepted.ended.clone());
+            let one =
+                Dispatch::new(JournalEntry { started_at: None, ended: None, ..accepted }, batch, reservation);
+            one.is_journaled.cancel();
+            self.lock().all.insert(one.id().to_owned(), DispatchTarget::One(Arc::clone(&one)));
             let interaction = match (ended, started_at) {
                 (Some(ended), _) => ended,
                 (None, Some(_)) => {
                     let message = "it was cut off: the gateway was killed, or the machine lost its power";
-                    let duration_ms = run::since(started_at, Timestamp::now());
+                    let duration_ms = run::elapsed_ms(started_at, Timestamp::now());
                     Interaction { duration_ms, ..run::without_run(&one, "Interrupted", message) }
                 }
                 (None, None) => {
                     self.kernel.note(&format!("dispatch {}: it waits on, after a new start", one.id()));
-                    self.lock().queue.push(&one.kept.sender_id, Arc::clone(&one));
+                    self.lock().queue.push(&one.accepted.sender_id, Arc::clone(&one));
                     continue;
                 }
             };
             self.kernel.note(&format!("dispatch {}: recorded after a new start", one.id()));
             if self.kernel.record(&interaction).is_some() {
-                self.lock().recorded.push(Of::One(one.id().to_owned()));
+                self.lock().recorded.push(JournalFile::One(one.id().to_owned()));
             }
             let phase = interaction.status.into();
-            one.end(End { phase, interaction: Some(interaction), text: None, refused: None });
-            self.remember(&one);
+            one.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
+            self.retain_ended(&one);
         }
     }
 
-    /// The batches of entries that are left; those of their entries that are recorded have ended.
-    fn batches_again(
+    /// Restores the batches of remaining entries; their recorded entries have ended.
+    fn restore_batches(
         &self,
-        left: &[Kept],
+        left: &[JournalEntry],
         found: &BTreeMap<String, Interaction>,
     ) -> HashMap<String, Arc<Batch>> {
         let mut batches: HashMap<String, Arc<Batch>> = HashMap::new();
-        for (place, kept) in left.iter().filter_map(|kept| Some((kept.batch.as_ref()?, kept))) {
-            if batches.contains_key(&place.id) {
+        for (position, accepted) in
+            left.iter().filter_map(|accepted| Some((accepted.batch.as_ref()?, accepted)))
+        {
+            if batches.contains_key(&position.id) {
                 continue;
             }
-            let ids: Vec<String> = (0..place.of).map(|index| format!("{}.{index}", place.id)).collect();
+            let ids: Vec<String> =
+                (0..position.size).map(|index| format!("{}.{index}", position.id)).collect();
             let ended: Vec<&Interaction> = ids.iter().filter_map(|id| found.get(id)).collect();
-            let of_it = |kept: &&Kept| kept.batch.as_ref().is_some_and(|other| other.id == place.id);
-            let count = ended.len() + left.iter().filter(of_it).count();
-            let batch = Batch::new(place.id.clone(), kept.fingerprint.clone(), ids, count);
-            batch.is_kept.cancel();
-            batches.insert(place.id.clone(), Arc::clone(&batch));
-            self.lock().all.insert(place.id.clone(), Found::Batch(Arc::clone(&batch)));
+            let is_in_batch = |accepted: &&JournalEntry| {
+                accepted.batch.as_ref().is_some_and(|other| other.id == position.id)
+            };
+            let count = ended.len() + left.iter().filter(is_in_batch).count();
+            let batch = Batch::new(position.id.clone(), accepted.fingerprint.clone(), ids, count);
+            batch.is_journaled.cancel();
+            batches.insert(position.id.clone(), Arc::clone(&batch));
+            self.lock().all.insert(position.id.clone(), DispatchTarget::Batch(Arc::clone(&batch)));
             for one in ended {
-                let one = recorded(one.clone(), Some(Arc::clone(&batch)));
-                self.lock().all.insert(one.id().to_owned(), Found::One(Arc::clone(&one)));
-                self.remember(&one);
+                let one = from_record(one.clone(), Some(Arc::clone(&batch)));
+                self.lock().all.insert(one.id().to_owned(), DispatchTarget::One(Arc::clone(&one)));
+                self.retain_ended(&one);
             }
         }
         batches
     }
 
-    /// Takes out of the journal what is durable elsewhere.
-    pub(super) async fn tidy(&self) {
+    /// Removes durable dispatches from the journal.
+    pub(super) async fn prune_journal(&self) {
         let recorded = std::mem::take(&mut self.lock().recorded);
         if recorded.is_empty() {
             return;
         }
         let (kernel, journal) = (Arc::clone(&self.kernel), self.journal.clone());
         let tidied = tokio::task::spawn_blocking(move || {
-            let is_durable = kernel.flush(DISK);
+            let is_durable = kernel.flush(FLUSH_TIMEOUT);
             if is_durable {
-                recorded.iter().for_each(|of| journal.remove(of));
+                recorded.iter().for_each(|file| journal.remove(file));
             }
             (is_durable, recorded)
         });
         let Ok((is_durable, recorded)) = tidied.await else { return };
-        let mut known = self.lock();
+        let mut table = self.lock();
         if !is_durable {
-            return known.recorded.extend(recorded);
+            return table.recorded.extend(recorded);
         }
-        for of in recorded {
-            if let Of::One(id) = of
-                && let Some(Found::One(one)) = known.all.get(&id)
+        for file in recorded {
+            if let JournalFile::One(id) = file
+                && let Some(DispatchTarget::One(one)) = table.all.get(&id)
             {
-                one.make_safe();
+                one.mark_durable();
             }
         }
     }
 }
 
-/// The dispatches whose agents were started.
-fn begun(left: &[Kept]) -> Vec<String> {
+/// IDs of the dispatches whose agents were started.
+fn started_ids(left: &[JournalEntry]) -> Vec<String> {
     left.iter()
-        .filter(|kept| kept.started_at.is_some() || kept.ended.is_some())
-        .map(|kept| kept.id.clone())
+        .filter(|accepted| accepted.started_at.is_some() || accepted.ended.is_some())
+        .map(|accepted| accepted.id.clone())
         .collect()
 }
 
-/// The process that began them was killed, so that svc-watch still takes their tool calls for open. Which calls their agents'
-/// output had is not known.
-async fn end_for_watcher(watcher: PathBuf, begun: Vec<String>) {
-    for id in begun {
-        protocol::tell_of_dispatch(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;
+/// The process that started them was killed, so that svc-watch still has their tool calls open. The calls in their
+/// agents' output are unknown.
+async fn end_for_watcher(watcher: PathBuf, ids: Vec<String>) {
+    for id in ids {
+        protocol::send_from_dispatcher(&watcher, Message::dispatch_end(&id, SeenCalls::default())).await;
     }
 }
 
-/// A dispatch of which there is the record alone.
-pub(super) fn recorded(one: Interaction, batch: Option<Arc<Batch>>) -> Arc<Dispatch> {
-    let place = one.batch_id.clone().map(|id| {
-        let index = index(&one.id);
-        Place { id, index, of: 0 }
+/// Restores a dispatch from its record.
+pub(super) fn from_record(one: Interaction, batch: Option<Arc<Batch>>) -> Arc<Dispatch> {
+    let position = one.batch_id.clone().map(|id| {
+        let index = entry_index(&one.id);
+        BatchPosition { id, index, size: 0 }
     });
-    let kept = Kept {
-        version: Kept::VERSION,
+    let accepted = JournalEntry {
+        version: JournalEntry::VERSION,
         id: one.id.clone(),
         sender_id: one.sender_id.clone(),
         entry: Entry {
@@ -198,16 +205,16 @@ pub(super) fn recorded(one: Interaction, batch: Option<Arc<Batch>>) -> Arc<Dispa
             prompt: String::new(),
             deadline_seconds: 0,
         },
-        batch: place,
+        batch: position,
         fingerprint: String::new(),
         accepted_at: one.timestamp,
         started_at: None,
         ended: None,
     };
-    Dispatch::ended(one, kept, batch)
+    Dispatch::ended(one, accepted, batch)
 }
 
-/// The number of an entry of a batch, by its id.
-pub(super) fn index(id: &str) -> usize {
+/// The index of a batch entry, from its ID.
+pub(super) fn entry_index(id: &str) -> usize {
     id.rsplit_once('.').and_then(|(_, index)| index.parse().ok()).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! What a caller asks to be dispatched: read, checked, and told from another request of the same id.
+//! Requests for dispatches: parsed, validated, and fingerprinted to detect reused IDs.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,27 +7,29 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::host::agents::adapters::settings::{Agent, AgentSettings, LONGEST_DEADLINE_SECONDS, LONGEST_NAME};
+use crate::host::agents::adapters::settings::{
+    Agent, AgentSettings, MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS,
+};
 use crate::http::fields::Fields;
 
-pub const LONGEST_SENDER: usize = 200;
-pub const LONGEST_CONVERSATION: usize = 200;
-pub const LONGEST_MODEL: usize = 200;
+pub const MAX_SENDER_CHARS: usize = 200;
+pub const MAX_CONVERSATION_CHARS: usize = 200;
+pub const MAX_MODEL_CHARS: usize = 200;
 /// Characters of a prompt.
-pub const LONGEST_PROMPT: usize = 512 << 10;
-pub const LARGEST_BATCH: usize = 100;
-pub const LARGEST_BODY: usize = 2 << 20;
+pub const MAX_PROMPT_CHARS: usize = 512 << 10;
+pub const MAX_BATCH_ENTRIES: usize = 100;
+pub const MAX_BODY_BYTES: usize = 2 << 20;
 
-/// The name of a dispatch, or of a batch: its caller's, or ours.
+/// The ID of a dispatch or batch, chosen by the caller or generated.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct DispatchId(String);
 
 impl DispatchId {
     pub const PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,103}$";
-    const LONGEST: usize = 104;
-    /// Leaves room for the number of an entry.
-    const LONGEST_GIVEN: usize = 100;
+    const MAX_CHARS: usize = 104;
+    /// Leaves room for the index of an entry.
+    const MAX_GIVEN_CHARS: usize = 100;
 
     pub fn generate() -> Self {
         Self(uuid::Uuid::now_v7().to_string())
@@ -37,13 +39,13 @@ impl DispatchId {
         &self.0
     }
 
-    /// It has the form that entries of batches have.
-    fn is_entrys(&self) -> bool {
+    /// Whether it has the form of a batch entry's ID.
+    fn is_entry_id(&self) -> bool {
         let ending = self.0.rsplit_once('.').map(|(_, ending)| ending);
         ending.is_some_and(|ending| !ending.is_empty() && ending.bytes().all(|byte| byte.is_ascii_digit()))
     }
 
-    /// Of one entry of the batch of this id.
+    /// The ID of an entry of this batch.
     pub fn of_entry(&self, index: usize) -> String {
         format!("{}.{index}", self.0)
     }
@@ -53,7 +55,7 @@ impl FromStr for DispatchId {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let fits = text.len() <= Self::LONGEST
+        let fits = text.len() <= Self::MAX_CHARS
             && text.starts_with(|c: char| c.is_ascii_alphanumeric())
             && text.chars().all(|c| c.is_ascii_alphanumeric() || ".-_".contains(c));
         if fits {
@@ -86,49 +88,49 @@ impl fmt::Display for DispatchId {
     }
 }
 
-/// One prompt, for an agent that there is.
+/// One prompt, for an existing agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Entry {
     pub agent_name: String,
-    /// The one that was asked for, else the agent's.
+    /// The requested model, else the agent's.
     pub model: Option<String>,
     pub conversation_id: Option<String>,
     pub prompt: String,
     pub deadline_seconds: u64,
 }
 
-/// A request, whole and checked.
+/// A validated request.
 #[derive(Debug, Clone)]
-pub struct Asked {
+pub struct DispatchRequest {
     pub id: Option<DispatchId>,
     pub sender_id: String,
     pub is_batch: bool,
-    /// One, where it is no batch.
+    /// Exactly one, unless it is a batch.
     pub entries: Vec<Entry>,
-    /// The same for the same request.
+    /// Equal for equal requests.
     pub fingerprint: String,
 }
 
-/// Of an entry and of the whole request, which hold for entries that say nothing else.
+/// Options of an entry, or defaults for all entries of a request.
 #[derive(Serialize)]
-struct Choice {
+struct Options {
     agent_name: Option<String>,
     model: Option<String>,
     conversation_id: Option<String>,
     deadline_seconds: Option<u64>,
 }
 
-impl Choice {
+impl Options {
     fn read(fields: &mut Fields) -> Self {
         let deadline_seconds = fields.optional_number("deadlineSeconds");
-        if deadline_seconds.is_some_and(|seconds| !(1..=LONGEST_DEADLINE_SECONDS).contains(&seconds)) {
-            fields.wrong("deadlineSeconds", format!("must be from 1 to {LONGEST_DEADLINE_SECONDS}"));
+        if deadline_seconds.is_some_and(|seconds| !(1..=MAX_DEADLINE_SECONDS).contains(&seconds)) {
+            fields.wrong("deadlineSeconds", format!("must be from 1 to {MAX_DEADLINE_SECONDS}"));
         }
         Self {
-            agent_name: fields.optional_text("agentName", LONGEST_NAME),
-            model: fields.optional_text("model", LONGEST_MODEL),
-            conversation_id: fields.optional_text("conversationId", LONGEST_CONVERSATION),
+            agent_name: fields.optional_text("agentName", MAX_AGENT_NAME_CHARS),
+            model: fields.optional_text("model", MAX_MODEL_CHARS),
+            conversation_id: fields.optional_text("conversationId", MAX_CONVERSATION_CHARS),
             deadline_seconds,
         }
     }
@@ -164,60 +166,64 @@ impl Choice {
     }
 }
 
-/// The caller may make it shorter.
-fn deadline(asked: Option<u64>, agent: &Agent) -> u64 {
-    asked.map_or(agent.deadline_seconds, |asked| asked.min(agent.deadline_seconds))
+/// The caller can only shorten the agent's deadline.
+fn deadline(requested: Option<u64>, agent: &Agent) -> u64 {
+    requested.map_or(agent.deadline_seconds, |requested| requested.min(agent.deadline_seconds))
 }
 
-impl Asked {
-    /// Reads a request of this principal's; its mistakes are noted in `fields`.
+impl DispatchRequest {
+    /// Parses a request of this principal; adds its mistakes to `fields`.
     pub fn read(fields: &mut Fields, principal: &str, settings: &AgentSettings) -> Option<Self> {
         let id: Option<DispatchId> = fields.optional("id");
-        if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::LONGEST_GIVEN || id.is_entrys()) {
-            let most = DispatchId::LONGEST_GIVEN;
+        if id.as_ref().is_some_and(|id| id.as_str().len() > DispatchId::MAX_GIVEN_CHARS || id.is_entry_id()) {
+            let most = DispatchId::MAX_GIVEN_CHARS;
             fields.wrong(
                 "id",
                 format!("must have at most {most} characters, and no dot before a number at its end"),
             );
         }
-        let sender_id = fields.optional_text("senderId", LONGEST_SENDER);
-        let choice = Choice::read(fields);
+        let sender_id = fields.optional_text("senderId", MAX_SENDER_CHARS);
+        let options = Options::read(fields);
         let (has_prompt, is_batch) = (fields.has("prompt"), fields.has("batch"));
         let entries = match (has_prompt, is_batch) {
             (true, true) => {
                 fields.wrong("batch", "cannot be given beside prompt");
                 None
             }
-            (false, true) => Self::batch(fields, &choice, settings),
+            (false, true) => Self::batch(fields, &options, settings),
             (false, false) => {
                 fields.wrong("prompt", "is required, where there is no batch");
                 fields.wrong("batch", "is required, where there is no prompt");
                 None
             }
             (true, false) => {
-                let prompt = fields.text("prompt", LONGEST_PROMPT)?;
-                let given = choice.with(&prompt);
-                choice.entry(fields, prompt, settings).map(|entry| (vec![entry], given))
+                let prompt = fields.text("prompt", MAX_PROMPT_CHARS)?;
+                let given = options.with(&prompt);
+                options.entry(fields, prompt, settings).map(|entry| (vec![entry], given))
             }
         }?;
         let (entries, given) = entries;
         let sender_id = sender_id.unwrap_or_else(|| principal.to_owned());
-        // As it was asked: what settings add to it may be another when it is asked again.
+        // Only the request's own fields: defaults from the settings may change before a retry.
         let whole = json!({ "senderId": sender_id, "batch": is_batch, "given": given });
         let fingerprint = hex::encode(Sha256::digest(whole.to_string()));
         Some(Self { id, sender_id, is_batch, entries, fingerprint })
     }
 
-    fn batch(fields: &mut Fields, choice: &Choice, settings: &AgentSettings) -> Option<(Vec<Entry>, Value)> {
-        let given = fields.each("batch", 1..=LARGEST_BATCH)?;
-        let (mut entries, mut all) = (Vec::new(), vec![choice.with("")]);
+    fn batch(
+        fields: &mut Fields,
+        options: &Options,
+        settings: &AgentSettings,
+    ) -> Option<(Vec<Entry>, Value)> {
+        let given = fields.each("batch", 1..=MAX_BATCH_ENTRIES)?;
+        let (mut entries, mut all) = (Vec::new(), vec![options.with("")]);
         let count = given.len();
         for mut one in given {
-            let prompt = one.text("prompt", LONGEST_PROMPT);
-            let own = Choice::read(&mut one);
+            let prompt = one.text("prompt", MAX_PROMPT_CHARS);
+            let own = Options::read(&mut one);
             all.push(own.with(prompt.as_deref().unwrap_or_default()));
-            let choice = own.or(choice);
-            entries.extend(prompt.and_then(|prompt| choice.entry(&mut one, prompt, settings)));
+            let options = own.or(options);
+            entries.extend(prompt.and_then(|prompt| options.entry(&mut one, prompt, settings)));
             fields.close(one);
         }
         (entries.len() == count).then_some((entries, Value::Array(all)))
@@ -228,15 +234,15 @@ impl Asked {
 mod tests {
     use super::*;
 
-    fn read(body: Value) -> Result<Asked, String> {
+    fn read(body: Value) -> Result<DispatchRequest, String> {
         let Value::Object(body) = body else { return Err("no object".to_owned()) };
         let mut fields = Fields::of_body(body);
-        let asked = Asked::read(&mut fields, "user_owner", &AgentSettings::default());
-        fields.finish(asked).map_err(|problem| problem.detail)
+        let request = DispatchRequest::read(&mut fields, "user_owner", &AgentSettings::default());
+        fields.finish(request).map_err(|problem| problem.detail)
     }
 
     #[test]
-    fn a_request_is_read_whole() {
+    fn request_is_parsed_with_defaults() {
         let one = read(json!({ "prompt": "do it" })).unwrap();
         assert_eq!((&*one.sender_id, one.is_batch, one.entries.len()), ("user_owner", false, 1));
         assert_eq!((&*one.entries[0].agent_name, one.entries[0].deadline_seconds), ("claude", 3600));
@@ -251,8 +257,8 @@ mod tests {
     }
 
     #[test]
-    fn each_mistake_is_told_where_it_is() {
-        for (body, told) in [
+    fn mistakes_name_their_field() {
+        for (body, expected) in [
             (json!({}), "/prompt: is required"),
             (json!({ "prompt": "" }), "/prompt: must have 1"),
             (json!({ "prompt": "x", "batch": [] }), "/batch: cannot be given beside prompt"),
@@ -269,7 +275,7 @@ mod tests {
             (json!({ "prompt": "x", "other": 1 }), "/other: is not a field"),
         ] {
             let why = read(body.clone()).expect_err("it is wrong");
-            assert!(why.contains(told), "{body}: {why}");
+            assert!(why.contains(expected), "{body}: {why}");
         }
     }
 }

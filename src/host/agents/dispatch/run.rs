@@ -1,4 +1,4 @@
-//! One run of an agent, as the gateway sees it: an order to the runner, what comes back, and what it came to.
+//! The gateway's side of a run: sends the order, follows the agent's output, and builds the interaction.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -22,62 +22,62 @@ use crate::host::agents::kernel::Kernel;
 use crate::host::agents::protocol::{Ended, FromRunner, GRACE, Order, ToRunner};
 use crate::host::audit::protocol;
 use crate::host::audit::protocol::{COMMANDS, Message, Process, WRITERS};
-use crate::host::records::entry::{Failed, Interaction, Status};
+use crate::host::records::entry::{DispatchError, Interaction, Status};
 use crate::host::records::money::Dollars;
 
-/// How long the runner may take to be there and to hear its order.
-const CONNECT: Duration = Duration::from_secs(10);
-/// How long a runner that was told to end may take, beside the agent's grace.
-const ENDING: Duration = Duration::from_secs(15);
-/// The model of a dispatch of which nobody named any.
-const UNKNOWN: &str = "unknown";
-/// The tools by which agents start others.
-const SPAWNS: [&str; 4] = ["Agent", "Task", "spawn_agent", "task"];
+/// Timeout of connecting to the runner, and of one write to it.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout of the runner after a cancellation, in addition to the agent's grace period.
+const END_TIMEOUT: Duration = Duration::from_secs(15);
+/// The recorded model if none is known.
+const UNKNOWN_MODEL: &str = "unknown";
+/// Tools that start subagents.
+const SPAWN_TOOLS: [&str; 4] = ["Agent", "Task", "spawn_agent", "task"];
 
-/// Why a run was ended before its time.
+/// The reason why a run was ended early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Why {
+enum EndReason {
     Cancelled,
     Deadline,
     Stopped,
     Paused,
 }
 
-/// What is needed of the gateway.
-pub struct Surroundings<'a> {
+/// The gateway's resources that a run uses.
+pub struct RunContext<'a> {
     pub kernel: &'a Kernel,
     pub socket: &'a Path,
     pub agent_tokens: &'a Arc<AgentTokens>,
-    /// The socket for agents that use the bridge.
+    /// The bridge socket for agents.
     pub bridge: &'a Path,
-    /// Where svc-watch listens.
+    /// The socket of svc-watch.
     pub watcher: &'a Path,
-    /// The gateway ends.
+    /// Cancelled at shutdown.
     pub stop: &'a CancellationToken,
-    /// The machine's writers are stopped.
+    /// Cancelled when the machine's writers are stopped.
     pub pause: &'a CancellationToken,
     pub settings: &'a AgentSettings,
 }
 
-/// Runs it to its end, whatever that is.
-pub async fn run(around: &Surroundings<'_>, dispatch: &Dispatch) -> (Interaction, Option<String>) {
+/// Runs a dispatch to its end; returns its interaction and final text.
+pub async fn run(context: &RunContext<'_>, dispatch: &Dispatch) -> (Interaction, Option<String>) {
     let begun = Instant::now();
-    let outcome = match around.settings.agents.get(&dispatch.kept.entry.agent_name) {
-        Some(agent) => Run::new(around, dispatch, agent, begun).play(agent).await,
-        None => nothing("NoAgent", "the agent is no longer in system/config.json".to_owned()),
+    let outcome = match context.settings.agents.get(&dispatch.accepted.entry.agent_name) {
+        Some(agent) => Run::new(context, dispatch, agent, begun).execute(agent).await,
+        None => failed_outcome("NoAgent", "the agent is no longer in system/config.json".to_owned()),
     };
-    around.kernel.note(&format!(
+    context.kernel.note(&format!(
         "dispatch {}: {} after {:.1} s",
         dispatch.id(),
         if outcome.status == Status::Success { "success" } else { "error" },
         begun.elapsed().as_secs_f64()
     ));
-    let entry = &dispatch.kept.entry;
+    let entry = &dispatch.accepted.entry;
     let model = outcome.model.clone().or_else(|| entry.model.clone());
-    let cost = around.settings.cost(&outcome, entry.model.as_deref());
+    let cost = context.settings.cost(&outcome, entry.model.as_deref());
     if cost.is_none() && outcome.tokens_in + outcome.tokens_out > 0 {
-        let model = model.as_deref().unwrap_or(UNKNOWN);
-        around.kernel.note(&format!(
+        let model = model.as_deref().unwrap_or(UNKNOWN_MODEL);
+        context.kernel.note(&format!(
             "dispatch {}: system/config.json has no price of {model}; it counts as $0",
             dispatch.id()
         ));
@@ -86,14 +86,14 @@ pub async fn run(around: &Surroundings<'_>, dispatch: &Dispatch) -> (Interaction
     (interaction(dispatch, outcome, model, cost.unwrap_or_default(), begun.elapsed()), text)
 }
 
-/// One that is over without a run.
+/// The interaction of a dispatch that ended without a run.
 pub fn without_run(dispatch: &Dispatch, name: &str, message: &str) -> Interaction {
-    let outcome = nothing(name, message.to_owned());
-    let model = dispatch.kept.entry.model.clone();
+    let outcome = failed_outcome(name, message.to_owned());
+    let model = dispatch.accepted.entry.model.clone();
     interaction(dispatch, outcome, model, Dollars::ZERO, Duration::ZERO)
 }
 
-fn nothing(name: &str, message: String) -> Outcome {
+fn failed_outcome(name: &str, message: String) -> Outcome {
     Outcome {
         conversation_id: None,
         model: None,
@@ -108,8 +108,8 @@ fn nothing(name: &str, message: String) -> Outcome {
     }
 }
 
-fn failed(name: &str, message: String) -> Failed {
-    Failed { name: name.to_owned(), message, stack: None, tool: None, turn: None }
+fn failed(name: &str, message: String) -> DispatchError {
+    DispatchError { name: name.to_owned(), message, stack: None, tool: None, turn: None }
 }
 
 fn interaction(
@@ -119,16 +119,16 @@ fn interaction(
     cost: Dollars,
     took: Duration,
 ) -> Interaction {
-    let kept = &dispatch.kept;
-    let conversation_id = kept.entry.conversation_id.clone().or(outcome.conversation_id);
+    let accepted = &dispatch.accepted;
+    let conversation_id = accepted.entry.conversation_id.clone().or(outcome.conversation_id);
     Interaction {
         version: Interaction::VERSION,
-        id: kept.id.clone(),
+        id: accepted.id.clone(),
         timestamp: clock::now_ms(),
-        sender_id: kept.sender_id.clone(),
-        conversation_id: conversation_id.unwrap_or_else(|| kept.id.clone()),
-        model: model.unwrap_or_else(|| UNKNOWN.to_owned()),
-        agent_name: kept.entry.agent_name.clone(),
+        sender_id: accepted.sender_id.clone(),
+        conversation_id: conversation_id.unwrap_or_else(|| accepted.id.clone()),
+        model: model.unwrap_or_else(|| UNKNOWN_MODEL.to_owned()),
+        agent_name: accepted.entry.agent_name.clone(),
         tokens_in: outcome.tokens_in,
         tokens_out: outcome.tokens_out,
         cost,
@@ -136,96 +136,96 @@ fn interaction(
         tools: outcome.tools,
         status: outcome.status,
         error: outcome.error,
-        batch: kept.batch.is_some(),
-        batch_id: kept.batch.as_ref().map(|batch| batch.id.clone()),
+        batch: accepted.batch.is_some(),
+        batch_id: accepted.batch.as_ref().map(|batch| batch.id.clone()),
     }
 }
 
-/// What the processes below the runner do is this dispatch's, whatever they say.
-async fn tell_watcher(watcher: &Path, dispatch: &Dispatch, runner: u32) {
-    let runner = Process::of(i32::try_from(runner).unwrap_or_default());
-    let begin = Message::dispatch_begin(dispatch.id(), &dispatch.kept.entry.agent_name, runner);
-    protocol::tell_of_dispatch(watcher, begin).await;
+/// Attributes the processes below the runner to this dispatch.
+async fn announce_to_watcher(watcher: &Path, dispatch: &Dispatch, runner: u32) {
+    let runner = Process::from_pid(i32::try_from(runner).unwrap_or_default());
+    let begin = Message::dispatch_begin(dispatch.id(), &dispatch.accepted.entry.agent_name, runner);
+    protocol::send_from_dispatcher(watcher, begin).await;
 }
 
-/// Without one the agent runs, and its requests to the bridge are refused.
-fn token(around: &Surroundings<'_>, dispatch: &Dispatch, agent: &Agent) -> Option<AgentToken> {
+/// Without a token the agent still runs, but its bridge requests are refused.
+fn token(context: &RunContext<'_>, dispatch: &Dispatch, agent: &Agent) -> Option<AgentToken> {
     if agent.apps.is_empty() {
         return None;
     }
-    let issued = around.agent_tokens.issue(dispatch.id(), &agent.apps);
-    issued.map_err(|error| tracing::error!(%error, id = dispatch.id(), "an agent gets no token")).ok()
+    let issued = context.agent_tokens.issue(dispatch.id(), &agent.apps);
+    issued.map_err(|error| tracing::error!(%error, id = dispatch.id(), "cannot issue an agent token")).ok()
 }
 
 struct Run<'a> {
-    around: &'a Surroundings<'a>,
+    context: &'a RunContext<'a>,
     dispatch: &'a Dispatch,
     adapter: Box<dyn Adapter>,
     begun: Instant,
     deadline: Instant,
-    why: Option<Why>,
+    end_reason: Option<EndReason>,
     secrets: Secrets,
     environment: BTreeMap<String, String>,
-    /// Whether the agent's hooks have the ids of its output.
-    is_by_id: bool,
-    /// Of an agent that uses the bridge; it ends with the run.
+    /// Whether the agent's hooks use the same call IDs as its output.
+    has_hook_ids: bool,
+    /// The agent's bridge token, revoked at the end of the run.
     _token: Option<AgentToken>,
 }
 
 impl<'a> Run<'a> {
-    fn new(around: &'a Surroundings<'a>, dispatch: &'a Dispatch, agent: &Agent, begun: Instant) -> Self {
-        let deadline = begun + Duration::from_secs(dispatch.kept.entry.deadline_seconds);
-        let (mut environment, token) = (agent.environment.clone(), token(around, dispatch, agent));
+    fn new(context: &'a RunContext<'a>, dispatch: &'a Dispatch, agent: &Agent, begun: Instant) -> Self {
+        let deadline = begun + Duration::from_secs(dispatch.accepted.entry.deadline_seconds);
+        let (mut environment, token) = (agent.environment.clone(), token(context, dispatch, agent));
         if let Some(token) = &token {
-            let bridge = around.bridge.display().to_string();
+            let bridge = context.bridge.display().to_string();
             environment.insert("SVC_BRIDGE_SOCKET".to_owned(), bridge);
             environment.insert("SVC_BRIDGE_TOKEN".to_owned(), token.secret.expose_secret().to_owned());
         }
-        let (adapter, secrets) = (agent.adapter.adapter(), Secrets::of(&environment));
+        let (adapter, secrets) = (agent.adapter.adapter(), Secrets::from_environment(&environment));
         Self {
-            around,
+            context,
             dispatch,
             adapter,
             begun,
             deadline,
-            why: None,
+            end_reason: None,
             secrets,
             environment,
-            is_by_id: agent.adapter.has_ids_of_hooks(),
+            has_hook_ids: agent.adapter.has_hook_ids(),
             _token: token,
         }
     }
 
     fn order(&self, agent: &Agent) -> ToRunner {
-        let kept = &self.dispatch.kept;
+        let accepted = &self.dispatch.accepted;
         ToRunner::Order(Box::new(Order {
             version: Order::VERSION,
-            id: kept.id.clone(),
-            agent_name: kept.entry.agent_name.clone(),
+            id: accepted.id.clone(),
+            agent_name: accepted.entry.agent_name.clone(),
             adapter: agent.adapter,
             command: agent.command.clone(),
-            model: kept.entry.model.clone(),
-            conversation_id: kept.entry.conversation_id.clone(),
-            prompt: kept.entry.prompt.clone(),
+            model: accepted.entry.model.clone(),
+            conversation_id: accepted.entry.conversation_id.clone(),
+            prompt: accepted.entry.prompt.clone(),
             environment: self.environment.clone(),
         }))
     }
 
-    async fn play(mut self, agent: &Agent) -> Outcome {
+    async fn execute(mut self, agent: &Agent) -> Outcome {
         let early = if self.dispatch.cancel.is_cancelled() {
-            Some(Why::Cancelled)
-        } else if self.around.pause.is_cancelled() {
-            Some(Why::Paused)
+            Some(EndReason::Cancelled)
+        } else if self.context.pause.is_cancelled() {
+            Some(EndReason::Paused)
         } else {
-            self.around.stop.is_cancelled().then_some(Why::Stopped)
+            self.context.stop.is_cancelled().then_some(EndReason::Stopped)
         };
         if let Some(why) = early {
-            return Outcome { error: Some(self.ended_early(why)), ..nothing("", String::new()) };
+            return Outcome { error: Some(self.ended_early(why)), ..failed_outcome("", String::new()) };
         }
         let order = self.order(agent);
-        let within = CONNECT.min(self.deadline.saturating_duration_since(Instant::now()));
+        let within = CONNECT_TIMEOUT.min(self.deadline.saturating_duration_since(Instant::now()));
         let connected = async {
-            let mut connection = UnixStream::connect(self.around.socket).await?;
+            let mut connection = UnixStream::connect(self.context.socket).await?;
             order.write(&mut connection).await?;
             Ok::<_, std::io::Error>(connection.into_split())
         };
@@ -233,46 +233,46 @@ impl<'a> Run<'a> {
             Ok(Ok(halves)) => halves,
             Ok(Err(error)) => {
                 tracing::warn!(%error, "svc-agent cannot be reached");
-                return nothing(
+                return failed_outcome(
                     "NoRunner",
                     "svc-agent cannot be reached: is svc-agent.socket active?".into(),
                 );
             }
-            Err(_) => return nothing("NoRunner", "svc-agent did not take its order in time".into()),
+            Err(_) => return failed_outcome("NoRunner", "svc-agent did not take its order in time".into()),
         };
         let ended = self.follow(from, to).await;
-        let at = self.at();
+        let at = self.elapsed_ms();
         let mut outcome = match ended {
             Ok(mut ended) => {
-                self.secrets.hide(&mut ended.said);
-                if let Some(used) = ended.used {
-                    self.adapter.used(used);
+                self.secrets.redact(&mut ended.stderr_tail);
+                if let Some(usage) = ended.usage {
+                    self.adapter.set_usage(usage);
                 }
-                self.adapter.ended(at, ended.exit, &ended.said)
+                self.adapter.finish(at, ended.exit, &ended.stderr_tail)
             }
             Err(failed) => {
-                // What was told of it until then counts.
-                let told = self.adapter.ended(at, Exit::Signal(9), "");
-                Outcome { status: Status::Error, error: Some(failed), ..told }
+                // Usage and tools reported so far still count.
+                let reported = self.adapter.finish(at, Exit::Signal(9), "");
+                Outcome { status: Status::Error, error: Some(failed), ..reported }
             }
         };
-        if let (Some(why), Status::Error) = (self.why, outcome.status) {
-            let told = outcome.error.take();
-            let (tool, turn) = told.map(|told| (told.tool, told.turn)).unwrap_or_default();
-            outcome.error = Some(Failed { tool, turn, ..self.ended_early(why) });
+        if let (Some(why), Status::Error) = (self.end_reason, outcome.status) {
+            let reported = outcome.error.take();
+            let (tool, turn) = reported.map(|reported| (reported.tool, reported.turn)).unwrap_or_default();
+            outcome.error = Some(DispatchError { tool, turn, ..self.ended_early(why) });
         }
         outcome
     }
 
-    fn ended_early(&self, why: Why) -> Failed {
+    fn ended_early(&self, why: EndReason) -> DispatchError {
         let (name, message) = match why {
-            Why::Cancelled => ("Cancelled", "it was cancelled".to_owned()),
-            Why::Deadline => {
-                let seconds = self.dispatch.kept.entry.deadline_seconds;
+            EndReason::Cancelled => ("Cancelled", "it was cancelled".to_owned()),
+            EndReason::Deadline => {
+                let seconds = self.dispatch.accepted.entry.deadline_seconds;
                 ("DeadlineExceeded", format!("it was ended after {seconds} s, its deadline"))
             }
-            Why::Stopped => ("Interrupted", "it was ended because the gateway ended".to_owned()),
-            Why::Paused => {
+            EndReason::Stopped => ("Interrupted", "it was ended because the gateway ended".to_owned()),
+            EndReason::Paused => {
                 let message =
                     "it was ended because the platform stops this machine's writers for a last backup";
                 ("Interrupted", message.to_owned())
@@ -282,14 +282,18 @@ impl<'a> Run<'a> {
     }
 
     /// Milliseconds since the start.
-    fn at(&self) -> u64 {
+    fn elapsed_ms(&self) -> u64 {
         u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    async fn follow(&mut self, mut from: OwnedReadHalf, mut to: OwnedWriteHalf) -> Result<Ended, Failed> {
-        let gone =
-            || failed("NoRunner", "svc-agent ended without a word: its unit's log says why".to_owned());
-        // Frames are read by a task of their own: a read that is given up half-way would lose its place.
+    async fn follow(
+        &mut self,
+        mut from: OwnedReadHalf,
+        mut to: OwnedWriteHalf,
+    ) -> Result<Ended, DispatchError> {
+        let disconnected =
+            || failed("NoRunner", "svc-agent disconnected without a result: see its unit's log".to_owned());
+        // A separate task reads the frames: cancelling a read half-way would lose the position in the stream.
         let (frames, mut next) = tokio::sync::mpsc::channel(2);
         let reader = tokio::spawn(async move {
             while let Ok(Some(frame)) = FromRunner::read(&mut from).await {
@@ -308,29 +312,29 @@ impl<'a> Run<'a> {
             };
             let why = async {
                 tokio::select! {
-                    () = self.dispatch.cancel.cancelled() => Why::Cancelled,
-                    () = self.around.stop.cancelled() => Why::Stopped,
-                    () = self.around.pause.cancelled() => Why::Paused,
-                    () = tokio::time::sleep_until(self.deadline) => Why::Deadline,
+                    () = self.dispatch.cancel.cancelled() => EndReason::Cancelled,
+                    () = self.context.stop.cancelled() => EndReason::Stopped,
+                    () = self.context.pause.cancelled() => EndReason::Paused,
+                    () = tokio::time::sleep_until(self.deadline) => EndReason::Deadline,
                 }
             };
             tokio::select! {
                 frame = next.recv() => match frame {
                     Some(FromRunner::Ready { pid }) => {
-                        tell_watcher(self.around.watcher, self.dispatch, pid).await;
-                        // One that does not hear it ends by itself.
-                        let _ = tokio::time::timeout(CONNECT, ToRunner::Go.write(&mut to)).await;
+                        announce_to_watcher(self.context.watcher, self.dispatch, pid).await;
+                        // A runner that does not receive it times out.
+                        let _ = tokio::time::timeout(CONNECT_TIMEOUT, ToRunner::Go.write(&mut to)).await;
                     }
                     Some(FromRunner::Ended(ended)) => break Ok(ended),
                     Some(FromRunner::Refused(why)) => break Err(failed("NotStarted", why)),
-                    Some(frame) => self.take(frame),
-                    None => break Err(gone()),
+                    Some(frame) => self.handle_frame(frame),
+                    None => break Err(disconnected()),
                 },
-                why = why, if self.why.is_none() => {
-                    self.why = Some(why);
-                    give_up = Some(Instant::now() + GRACE + ENDING);
-                    // One that does not hear it is given up.
-                    let _ = tokio::time::timeout(CONNECT, ToRunner::Cancel.write(&mut to)).await;
+                why = why, if self.end_reason.is_none() => {
+                    self.end_reason = Some(why);
+                    give_up = Some(Instant::now() + GRACE + END_TIMEOUT);
+                    // A runner that does not receive it is abandoned after the timeout.
+                    let _ = tokio::time::timeout(CONNECT_TIMEOUT, ToRunner::Cancel.write(&mut to)).await;
                 }
                 () = wait_for_end => {
                     break Err(failed("NoRunner", "svc-agent did not end the agent in time".to_owned()));
@@ -341,55 +345,55 @@ impl<'a> Run<'a> {
         ended
     }
 
-    fn take(&mut self, frame: FromRunner) {
+    fn handle_frame(&mut self, frame: FromRunner) {
         match frame {
             FromRunner::Started { pid } => {
-                let entry = &self.dispatch.kept.entry;
-                self.around.kernel.note(&format!(
+                let entry = &self.dispatch.accepted.entry;
+                self.context.kernel.note(&format!(
                     "dispatch {}: {} runs for {} as process {pid}",
                     self.dispatch.id(),
                     entry.agent_name,
-                    self.dispatch.kept.sender_id
+                    self.dispatch.accepted.sender_id
                 ));
             }
             FromRunner::Line(line) => {
                 let line = String::from_utf8_lossy(&line);
-                for event in self.adapter.line(self.at(), &self.secrets.hide_in_line(&line)) {
+                for event in self.adapter.parse_line(self.elapsed_ms(), &self.secrets.redact_line(&line)) {
                     if let Event::Started { conversation_id: Some(conversation), .. } = &event {
-                        self.dispatch.converse(conversation);
+                        self.dispatch.set_conversation(conversation);
                     }
-                    self.tell(&event);
+                    self.publish(&event);
                 }
             }
             FromRunner::LongLine => {
-                // It may have been a call with a whole file in it.
-                self.dispatch.saw("", self.is_by_id);
-                tracing::warn!(id = self.dispatch.id(), "a line of an agent was too long and is left out");
+                // It may have been a tool call that contains a whole file.
+                self.dispatch.add_seen_call("", self.has_hook_ids);
+                tracing::warn!(id = self.dispatch.id(), "skipped a line of an agent: too long");
             }
             FromRunner::Ready { .. } | FromRunner::Ended(_) | FromRunner::Refused(_) => {}
         }
     }
 
-    fn tell(&self, event: &Event) {
+    fn publish(&self, event: &Event) {
         if let Event::ToolStarted { name, .. } = event
-            && SPAWNS.contains(&&**name)
+            && SPAWN_TOOLS.contains(&&**name)
         {
-            let (id, agent) = (self.dispatch.id(), &self.dispatch.kept.entry.agent_name);
-            self.around.kernel.note(&format!("dispatch {id}: {agent} spawned an agent by {name}"));
+            let (id, agent) = (self.dispatch.id(), &self.dispatch.accepted.entry.agent_name);
+            self.context.kernel.note(&format!("dispatch {id}: {agent} spawned an agent by {name}"));
         }
         if let Event::ToolStarted { id, name, .. } = event
             && (COMMANDS.contains(&&**name) || WRITERS.contains(&&**name))
         {
-            self.dispatch.saw(id, self.is_by_id);
+            self.dispatch.add_seen_call(id, self.has_hook_ids);
         }
         let data = serde_json::to_value(event).expect("plain fields are JSON");
         let kind = data["type"].as_str().unwrap_or_default().to_owned();
-        self.dispatch.tell(&kind, &data);
+        self.dispatch.publish(&kind, &data);
     }
 }
 
-/// The time from which a dispatch that is looked at after a crash was cut off.
-pub fn since(started_at: Option<Timestamp>, now: Timestamp) -> u64 {
-    let since = started_at.map_or(0, |at| now.as_millisecond().saturating_sub(at.as_millisecond()));
-    u64::try_from(since).unwrap_or_default()
+/// Milliseconds since the start of an interrupted dispatch; zero if unknown.
+pub fn elapsed_ms(started_at: Option<Timestamp>, now: Timestamp) -> u64 {
+    let elapsed = started_at.map_or(0, |at| now.as_millisecond().saturating_sub(at.as_millisecond()));
+    u64::try_from(elapsed).unwrap_or_default()
 }

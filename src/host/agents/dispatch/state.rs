@@ -1,4 +1,4 @@
-//! One dispatch and one batch, as they are known while they wait and run, and for a while after.
+//! The state of a dispatch and of a batch, in memory.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,21 +7,21 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
-use super::event_log::Log;
-use super::journal::{Kept, Place};
+use super::event_log::EventLog;
+use super::journal::{BatchPosition, JournalEntry};
 use crate::clock::rfc3339_ms;
 use crate::host::agents::kernel::Reservation;
 use crate::host::audit::protocol::SeenCalls;
 use crate::host::records::entry::{Interaction, Status};
 
-/// How far it has come.
+/// The phase of a dispatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     Queued,
     Running,
     Success,
     Error,
-    /// An entry of a batch that found a limit reached when its turn came: it never ran.
+    /// Never ran: an entry of a batch whose cost limit was reached before its turn.
     Refused,
 }
 
@@ -46,54 +46,58 @@ impl From<Status> for Phase {
     }
 }
 
-/// What it came to.
+/// The result of a dispatch.
 #[derive(Debug, Clone)]
-pub struct End {
+pub struct DispatchResult {
     pub phase: Phase,
     pub interaction: Option<Interaction>,
-    /// What the agent said last.
+    /// The agent's final text.
     pub text: Option<String>,
-    /// Why it never ran.
+    /// The reason for [`Phase::Refused`].
     pub refused: Option<&'static str>,
 }
 
 struct State {
     phase: Phase,
     started_at: Option<Timestamp>,
-    /// As its agent names it.
+    /// The agent's conversation ID.
     conversation: Option<String>,
-    end: Option<End>,
-    /// Its tool calls that may have changed files.
+    end: Option<DispatchResult>,
+    /// Tool calls that may have changed files.
     seen: SeenCalls,
-    /// Kept until it is recorded.
+    /// Held until the dispatch is recorded.
     reservation: Option<Reservation>,
 }
 
 /// A dispatch.
 pub struct Dispatch {
-    pub kept: Kept,
-    pub log: Log,
+    pub accepted: JournalEntry,
+    pub log: EventLog,
     pub batch: Option<Arc<Batch>>,
     pub cancel: CancellationToken,
-    /// Cancelled when the journal has it.
-    pub is_kept: CancellationToken,
+    /// Cancelled when the dispatch is in the journal.
+    pub is_journaled: CancellationToken,
     state: Mutex<State>,
-    is_safe: AtomicBool,
+    is_durable: AtomicBool,
 }
 
-/// Dispatches that were asked for together.
+/// Dispatches of one request.
 pub struct Batch {
     pub id: String,
     pub fingerprint: String,
     pub entries: Vec<String>,
-    pub log: Log,
-    /// Cancelled when the journal has it.
-    pub is_kept: CancellationToken,
-    left: AtomicUsize,
+    pub log: EventLog,
+    /// Cancelled when the batch is in the journal.
+    pub is_journaled: CancellationToken,
+    remaining: AtomicUsize,
 }
 
 impl Dispatch {
-    pub fn new(kept: Kept, batch: Option<Arc<Batch>>, reservation: Option<Reservation>) -> Arc<Self> {
+    pub fn new(
+        accepted: JournalEntry,
+        batch: Option<Arc<Batch>>,
+        reservation: Option<Reservation>,
+    ) -> Arc<Self> {
         let state = State {
             phase: Phase::Queued,
             started_at: None,
@@ -103,35 +107,35 @@ impl Dispatch {
             reservation,
         };
         let dispatch = Arc::new(Self {
-            kept,
-            log: Log::default(),
+            accepted,
+            log: EventLog::default(),
             batch,
             cancel: CancellationToken::new(),
-            is_kept: CancellationToken::new(),
+            is_journaled: CancellationToken::new(),
             state: Mutex::new(state),
-            is_safe: AtomicBool::new(false),
+            is_durable: AtomicBool::new(false),
         });
-        dispatch.tell("accepted", &dispatch.shown());
+        dispatch.publish("accepted", &dispatch.to_json());
         dispatch
     }
 
-    /// One that is known by its record alone.
-    pub fn ended(interaction: Interaction, kept: Kept, batch: Option<Arc<Batch>>) -> Arc<Self> {
-        let dispatch = Self::new(kept, batch, None);
-        dispatch.is_kept.cancel();
+    /// A dispatch restored from its record.
+    pub fn ended(interaction: Interaction, accepted: JournalEntry, batch: Option<Arc<Batch>>) -> Arc<Self> {
+        let dispatch = Self::new(accepted, batch, None);
+        dispatch.is_journaled.cancel();
         let phase = interaction.status.into();
-        dispatch.end(End { phase, interaction: Some(interaction), text: None, refused: None });
-        dispatch.make_safe();
+        dispatch.end(DispatchResult { phase, interaction: Some(interaction), text: None, refused: None });
+        dispatch.mark_durable();
         dispatch
     }
 
-    /// Its record is durable, or there is none to come.
-    pub fn make_safe(&self) {
-        self.is_safe.store(true, Ordering::Release);
+    /// Marks its record as durable, or the dispatch as having none.
+    pub fn mark_durable(&self) {
+        self.is_durable.store(true, Ordering::Release);
     }
 
-    pub fn is_safe(&self) -> bool {
-        self.is_safe.load(Ordering::Acquire)
+    pub fn is_durable(&self) -> bool {
+        self.is_durable.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -139,7 +143,7 @@ impl Dispatch {
     }
 
     pub fn id(&self) -> &str {
-        &self.kept.id
+        &self.accepted.id
     }
 
     pub fn phase(&self) -> Phase {
@@ -150,17 +154,17 @@ impl Dispatch {
         self.lock().reservation.is_some()
     }
 
-    pub fn set_aside(&self, reservation: Reservation) {
+    pub fn set_reservation(&self, reservation: Reservation) {
         self.lock().reservation = Some(reservation);
     }
 
-    /// Its agent has a conversation by this name.
-    pub fn converse(&self, conversation: &str) {
+    /// Sets the agent's conversation ID.
+    pub fn set_conversation(&self, conversation: &str) {
         self.lock().conversation = Some(conversation.to_owned());
     }
 
-    /// Its agent's output has a tool call that may change files; `is_by_id` where the program's hooks have the same ids.
-    pub fn saw(&self, call: &str, is_by_id: bool) {
+    /// Adds a tool call that may change files; `is_by_id` if the agent's hooks use the same call IDs.
+    pub fn add_seen_call(&self, call: &str, is_by_id: bool) {
         let mut state = self.lock();
         state.seen.is_by_id = is_by_id;
         state.seen.add(call);
@@ -170,42 +174,42 @@ impl Dispatch {
         std::mem::take(&mut self.lock().seen)
     }
 
-    /// Whether it is in the conversation that another is to be in.
+    /// Whether this dispatch is in the conversation that `other` names.
     pub fn is_in_conversation_of(&self, other: &Self) -> bool {
-        let Some(wanted) = &other.kept.entry.conversation_id else { return false };
-        self.kept.entry.conversation_id.as_ref() == Some(wanted)
+        let Some(wanted) = &other.accepted.entry.conversation_id else { return false };
+        self.accepted.entry.conversation_id.as_ref() == Some(wanted)
             || self.lock().conversation.as_ref() == Some(wanted)
     }
 
-    pub fn begin(&self, at: Timestamp) {
+    pub fn mark_running(&self, at: Timestamp) {
         let mut state = self.lock();
         (state.phase, state.started_at) = (Phase::Running, Some(at));
     }
 
-    /// It is over and recorded; what was set aside for it is free again.
-    pub fn end(&self, end: End) {
+    /// Stores the result of a recorded dispatch and releases its reservation.
+    pub fn end(&self, end: DispatchResult) {
         let mut state = self.lock();
         state.phase = end.phase;
         state.end = Some(end);
         let reservation = state.reservation.take();
         drop(state);
         drop(reservation);
-        self.push("result", &self.shown(), true);
+        self.push("result", &self.to_json(), true);
         if let Some(batch) = &self.batch
-            && batch.left.fetch_sub(1, Ordering::AcqRel) == 1
+            && batch.remaining.fetch_sub(1, Ordering::AcqRel) == 1
         {
             batch.log.push("done", &json!({ "batchId": batch.id, "entries": batch.entries.len() }), true);
         }
     }
 
-    /// An event, for its own listeners and for those of its batch.
-    pub fn tell(&self, kind: &str, data: &Value) {
+    /// Publishes an event to the listeners of the dispatch and of its batch.
+    pub fn publish(&self, kind: &str, data: &Value) {
         self.push(kind, data, false);
     }
 
     fn push(&self, kind: &str, data: &Value, is_last: bool) {
         self.log.push(kind, data, is_last);
-        if let (Some(batch), Some(Place { index, .. })) = (&self.batch, &self.kept.batch) {
+        if let (Some(batch), Some(BatchPosition { index, .. })) = (&self.batch, &self.accepted.batch) {
             let mut data = data.clone();
             if let Value::Object(members) = &mut data {
                 members.insert("index".to_owned(), (*index).into());
@@ -214,21 +218,21 @@ impl Dispatch {
         }
     }
 
-    /// As it is told to its owner.
-    pub fn shown(&self) -> Value {
+    /// The JSON form in the API.
+    pub fn to_json(&self) -> Value {
         let state = self.lock();
         let end = state.end.as_ref();
-        let entry = &self.kept.entry;
+        let entry = &self.accepted.entry;
         let interaction = end.and_then(|end| end.interaction.as_ref());
         json!({
-            "id": self.kept.id,
+            "id": self.accepted.id,
             "status": state.phase.word(),
-            "senderId": self.kept.sender_id,
+            "senderId": self.accepted.sender_id,
             "agentName": entry.agent_name,
             "model": interaction.map(|one| &one.model).or(entry.model.as_ref()),
             "conversationId": interaction.map(|one| &one.conversation_id).or(entry.conversation_id.as_ref()),
-            "batchId": self.kept.batch.as_ref().map(|batch| &batch.id),
-            "acceptedAt": rfc3339_ms(self.kept.accepted_at),
+            "batchId": self.accepted.batch.as_ref().map(|batch| &batch.id),
+            "acceptedAt": rfc3339_ms(self.accepted.accepted_at),
             "startedAt": state.started_at.map(rfc3339_ms),
             "text": end.and_then(|end| end.text.as_ref()),
             "refused": end.and_then(|end| end.refused),
@@ -236,20 +240,21 @@ impl Dispatch {
         })
     }
 
-    /// What is kept of it in memory, about.
+    /// Approximate bytes in memory.
     pub fn bytes(&self) -> usize {
-        self.log.bytes() + self.kept.entry.prompt.len()
+        self.log.bytes() + self.accepted.entry.prompt.len()
     }
 }
 
 impl Batch {
-    /// `left` of its entries are not over yet, as far as this process has to do with them.
-    pub fn new(id: String, fingerprint: String, entries: Vec<String>, left: usize) -> Arc<Self> {
-        let (log, is_kept, left) = (Log::default(), CancellationToken::new(), AtomicUsize::new(left));
-        Arc::new(Self { id, fingerprint, entries, log, is_kept, left })
+    /// `remaining` of its entries have not ended yet.
+    pub fn new(id: String, fingerprint: String, entries: Vec<String>, remaining: usize) -> Arc<Self> {
+        let (log, is_journaled, remaining) =
+            (EventLog::default(), CancellationToken::new(), AtomicUsize::new(remaining));
+        Arc::new(Self { id, fingerprint, entries, log, is_journaled, remaining })
     }
 
     pub fn is_over(&self) -> bool {
-        self.left.load(Ordering::Acquire) == 0
+        self.remaining.load(Ordering::Acquire) == 0
     }
 }

@@ -1,7 +1,7 @@
-//! `svc-agent`: runs one agent for the gateway, as the owner's user, and leaves nothing of it behind.
+//! `svc-agent`: runs one agent for the gateway, as the owner's user, and leaves no process behind.
 //!
-//! A connection is a run. systemd accepts it and starts one instance of the unit for each (`svc-agent@.service`), so that
-//! each has a control group of its own; `--listen` does the same without systemd, with one process for each.
+//! Each connection is one run. systemd accepts it and starts one instance of the unit per run (`svc-agent@.service`),
+//! so that each run has its own control group; `--listen` works without systemd, with one process per run.
 
 mod output;
 pub mod process_tree;
@@ -25,8 +25,8 @@ use crate::host::system::layout::Layout;
 use crate::host::system::{systemd, unix_socket};
 use crate::http::server;
 
-/// Runs at once without systemd, whose socket unit has a bound of its own.
-const MOST_RUNS: usize = 128;
+/// Maximum concurrent runs without systemd, whose socket unit has its own limit.
+const MAX_RUNS: usize = 128;
 
 #[derive(Parser)]
 #[command(
@@ -42,7 +42,7 @@ struct Args {
     listen: bool,
 }
 
-/// The applet.
+/// Entry of the applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args = match applet::parse::<Args>(args) {
         Ok(args) => args,
@@ -53,16 +53,18 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     if args.listen {
         applet::block_on("svc-agent", listen(layout))
     } else {
-        applet::block_on("svc-agent", one(layout))
+        applet::block_on("svc-agent", serve_stdin(layout))
     }
 }
 
-/// The connection on standard input, until its run is over.
-async fn one(layout: Layout) -> Result<(), Failure> {
+/// Serves the connection on standard input until its run has ended.
+async fn serve_stdin(layout: Layout) -> Result<(), Failure> {
     let connection = std::io::stdin().as_fd().try_clone_to_owned().map(UnixStream::from);
     let connection = connection.context("standard input").or_exit(Exit::Usage)?;
     let connected = connection.set_nonblocking(true).and_then(|()| connection.peer_addr().map(drop));
-    connected.context("standard input is no connection; --listen waits for some").or_exit(Exit::Usage)?;
+    connected
+        .context("standard input is not a socket; use --listen to accept connections")
+        .or_exit(Exit::Usage)?;
     let connection = tokio::net::UnixStream::from_std(connection).context("the connection")?;
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     run::serve(&layout, connection, stop).await.context("the run").or_exit(Exit::Unavailable)
@@ -78,16 +80,16 @@ async fn listen(layout: Layout) -> Result<(), Failure> {
     while let Some(accepted) = stop.run_until_cancelled(listener.accept()).await {
         while runs.try_join_next().is_some() {}
         match accepted.and_then(|(connection, _)| connection.into_std()) {
-            Ok(connection) if runs.len() < MOST_RUNS => match start(&program, connection) {
+            Ok(connection) if runs.len() < MAX_RUNS => match start(&program, connection) {
                 Ok(child) => {
                     runs.spawn(wait(child, stop.clone()));
                 }
-                Err(error) => tracing::error!(error = %chain(&error), "a run cannot be started"),
+                Err(error) => tracing::error!(error = %chain(&error), "cannot start a run"),
             },
-            // Its end is closed, and the gateway says that there was no run.
-            Ok(_) => tracing::warn!(MOST_RUNS, "too many runs at once"),
+            // Dropping the connection makes the gateway report that no run took place.
+            Ok(_) => tracing::warn!(MAX_RUNS, "too many concurrent runs"),
             Err(error) => {
-                tracing::warn!(%error, "a connection could not be accepted");
+                tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(std::time::Duration::from_millis(100)).await;
             }
         }
@@ -102,14 +104,14 @@ fn start(program: &Path, connection: UnixStream) -> std::io::Result<tokio::proce
     tokio::process::Command::new(program).arg("svc-agent").stdin(stdin).spawn()
 }
 
-/// A run ends by itself, or is told to.
+/// Waits for a run to end, and terminates it on `stop`.
 async fn wait(mut child: tokio::process::Child, stop: CancellationToken) {
     if stop.run_until_cancelled(child.wait()).await.is_none() {
         if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
-            // One that has ended meanwhile is waited for all the same.
+            // A process that has already ended is no error.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGTERM);
         }
-        // It says how it ended by itself.
+        // The child reports its exit to the gateway.
         let _ = child.wait().await;
     }
 }

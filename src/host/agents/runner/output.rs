@@ -1,23 +1,23 @@
-//! What an agent prints: its lines, within bounds, and the end of what it says on standard error.
+//! The output of an agent: its lines, within bounds, and the tail of its standard error.
 
 use std::collections::VecDeque;
 use std::io;
 
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncRead, AsyncReadExt};
 
-use crate::host::agents::protocol::LONGEST_LINE;
+use crate::host::agents::protocol::MAX_LINE_BYTES;
 
-/// So much of standard error is kept: its end.
-const SAID: usize = 8 << 10;
+/// Bytes kept of standard error, from its end.
+const STDERR_TAIL_BYTES: usize = 8 << 10;
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum Line {
     Whole(Vec<u8>),
-    /// It is read over.
+    /// The line is skipped.
     TooLong,
 }
 
-/// Reads line by line. What was read of a line stays here when a read is given up.
+/// Reads line by line. A partly read line is kept when a read is cancelled.
 #[derive(Default)]
 pub struct Lines {
     line: Vec<u8>,
@@ -25,10 +25,10 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// The next line, without its end; `None` at the end of the output. Can be given up and called again.
+    /// The next line, without its terminator; `None` at the end of the output. Cancel-safe.
     ///
     /// # Errors
-    /// The pipe's.
+    /// The read failed.
     pub async fn next(&mut self, input: &mut (impl AsyncBufRead + Unpin)) -> io::Result<Option<Line>> {
         loop {
             let buffer = input.fill_buf().await?;
@@ -38,7 +38,7 @@ impl Lines {
             }
             let end = buffer.iter().position(|byte| *byte == b'\n');
             let part = &buffer[..end.unwrap_or(buffer.len())];
-            if self.is_too_long || self.line.len() + part.len() > LONGEST_LINE {
+            if self.is_too_long || self.line.len() + part.len() > MAX_LINE_BYTES {
                 self.is_too_long = true;
                 self.line = Vec::new();
             } else {
@@ -58,14 +58,16 @@ impl Lines {
     }
 }
 
-/// The end of what comes, until it ends.
+/// The tail of standard error.
 #[derive(Default)]
-pub struct Said(VecDeque<u8>);
+pub struct StderrTail(VecDeque<u8>);
 
-impl Said {
+impl StderrTail {
+    /// Reads until the end of the stream.
+    ///
     /// # Errors
-    /// The pipe's.
-    pub async fn hear(&mut self, input: &mut (impl AsyncRead + Unpin)) -> io::Result<()> {
+    /// The read failed.
+    pub async fn read_from(&mut self, input: &mut (impl AsyncRead + Unpin)) -> io::Result<()> {
         let mut buffer = [0; 4096];
         loop {
             let read = input.read(&mut buffer).await?;
@@ -73,17 +75,17 @@ impl Said {
                 return Ok(());
             }
             self.0.extend(&buffer[..read]);
-            let excess = self.0.len().saturating_sub(SAID);
+            let excess = self.0.len().saturating_sub(STDERR_TAIL_BYTES);
             self.0.drain(..excess);
         }
     }
 
-    /// Of a line that was cut in two nothing is left, where whole ones follow: it may have been a secret.
-    pub fn text(mut self) -> String {
-        let is_cut = self.0.len() >= SAID;
+    /// A truncated first line is dropped if whole lines follow: it may be part of a secret.
+    pub fn into_text(mut self) -> String {
+        let is_truncated = self.0.len() >= STDERR_TAIL_BYTES;
         let text = String::from_utf8_lossy(self.0.make_contiguous());
         match text.split_once('\n') {
-            Some((_, rest)) if is_cut && !rest.is_empty() => rest.to_owned(),
+            Some((_, rest)) if is_truncated && !rest.is_empty() => rest.to_owned(),
             _ => text.into_owned(),
         }
     }
@@ -103,26 +105,28 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lines_are_whole_whatever_comes_at_once() {
+    async fn lines_are_whole_for_any_read_size() {
         let whole = |text: &str| Line::Whole(text.as_bytes().to_vec());
         for pieces in [1, 2, 3, 100] {
             assert_eq!(lines(b"ab\n\nc", pieces).await, [whole("ab"), whole(""), whole("c")]);
             assert!(lines(b"", pieces).await.is_empty());
         }
-        let mut text = vec![b'x'; LONGEST_LINE + 1];
+        let mut text = vec![b'x'; MAX_LINE_BYTES + 1];
         text.extend_from_slice(b"\nnext\n");
         assert_eq!(lines(&text, 1 << 16).await, [Line::TooLong, whole("next")]);
     }
 
     #[tokio::test]
-    async fn the_end_of_what_is_said_is_kept() {
-        let text = format!("{}the end", "x".repeat(3 * SAID));
-        let mut said = Said::default();
-        said.hear(&mut text.as_bytes()).await.unwrap();
-        let kept = said.text();
-        assert!(kept.len() == SAID && kept.ends_with("the end"));
-        let mut said = Said::default();
-        said.hear(&mut format!("{}\nthe end", "x".repeat(3 * SAID)).as_bytes()).await.unwrap();
-        assert_eq!(said.text(), "the end");
+    async fn stderr_tail_keeps_the_end() {
+        let text = format!("{}the end", "x".repeat(3 * STDERR_TAIL_BYTES));
+        let mut tail = StderrTail::default();
+        tail.read_from(&mut text.as_bytes()).await.unwrap();
+        let kept = tail.into_text();
+        assert!(kept.len() == STDERR_TAIL_BYTES && kept.ends_with("the end"));
+        let mut tail = StderrTail::default();
+        tail.read_from(&mut format!("{}\nthe end", "x".repeat(3 * STDERR_TAIL_BYTES)).as_bytes())
+            .await
+            .unwrap();
+        assert_eq!(tail.into_text(), "the end");
     }
 }

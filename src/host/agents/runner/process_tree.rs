@@ -1,6 +1,6 @@
-//! All processes below this one: found by their parents, ended whole.
+//! The processes below this one: finds them by their parents and kills all of them.
 //!
-//! This process is its descendants' subreaper: whatever an agent starts and leaves, in whatever session, comes to it.
+//! This process is the subreaper of its descendants: orphans become its children, even those in other sessions.
 
 use std::time::Duration;
 
@@ -8,21 +8,20 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid};
 use nix::unistd::Pid;
 
-/// How often what is left is looked for.
-const LOOK: Duration = Duration::from_millis(20);
-/// A process that the kernel holds for longer than this is left to systemd.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Interval of checks for remaining processes.
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// Timeout of the kill; a process that the kernel holds for longer is left to systemd.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// From now on, orphans below this process are its own children.
+/// Makes orphans below this process its own children.
 ///
-/// # Errors
-/// The kernel's.
+/// `prctl` failed.
 pub fn adopt_orphans() -> nix::Result<()> {
     nix::sys::prctl::set_child_subreaper(true)
 }
 
 /// The descendants of a process.
-fn descendants(of: i32) -> Vec<Pid> {
+fn descendants(root: i32) -> Vec<Pid> {
     let mut parents: Vec<(i32, i32)> = Vec::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
@@ -32,28 +31,28 @@ fn descendants(of: i32) -> Vec<Pid> {
             parents.push((pid, parent));
         }
     }
-    let mut found = vec![of];
+    let mut found = vec![root];
     let mut next = 0;
     while next < found.len() {
-        let above = found[next];
-        found.extend(parents.iter().filter(|(_, parent)| *parent == above).map(|(pid, _)| *pid));
+        let parent_pid = found[next];
+        found.extend(parents.iter().filter(|(_, parent)| *parent == parent_pid).map(|(pid, _)| *pid));
         next += 1;
     }
     found.into_iter().skip(1).map(Pid::from_raw).collect()
 }
 
-/// The fourth field; the second is a name in parentheses that may hold anything.
+/// The parent is the fourth field; the second is a name in parentheses that may contain anything.
 fn parent(stat: &str) -> Option<i32> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// Lets go of adopted processes that have ended. The agent's own end is somebody else's to hear.
+/// Reaps adopted processes that have ended, except the agent: the caller waits for it.
 pub fn reap(agent: u32) {
-    let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-    while let Ok(status) = waitid(Id::All, look) {
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+    while let Ok(status) = waitid(Id::All, flags) {
         match status.pid() {
             Some(pid) if u32::try_from(pid.as_raw()) != Ok(agent) => {
-                // It has ended: this takes no time.
+                // It has ended: this does not block.
                 let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
             }
             _ => return,
@@ -61,29 +60,29 @@ pub fn reap(agent: u32) {
     }
 }
 
-/// Kills all that is left below this process and waits until it is gone. Only when nobody else waits for children.
-pub async fn end() {
+/// Kills all processes below this one and waits until they are gone. No other task may wait for children meanwhile.
+pub async fn kill_descendants() {
     let this = Pid::this().as_raw();
-    let until = tokio::time::Instant::now() + PATIENCE;
+    let until = tokio::time::Instant::now() + KILL_TIMEOUT;
     loop {
-        // Those above first would only make orphans faster.
+        // Killing parents first would only create orphans sooner.
         for pid in descendants(this).into_iter().rev() {
-            // One that is gone meanwhile is what is wanted.
+            // A process that has already ended is no error.
             let _ = kill(pid, Signal::SIGKILL);
         }
         loop {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::StillAlive) => break,
                 Ok(_) => {}
-                // No children: nothing is left.
+                // No children remain.
                 Err(_) => return,
             }
         }
         if tokio::time::Instant::now() >= until {
-            tracing::warn!("a process of the run does not end");
+            tracing::warn!("a process of the run does not exit");
             return;
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(CHECK_INTERVAL).await;
     }
 }
 
@@ -92,20 +91,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_parent_is_found_whatever_a_process_calls_itself() {
+    fn parent_parses_any_process_name() {
         assert_eq!(parent("12 (a) b) S 7 12 12 0"), Some(7));
         assert_eq!(parent("12 (sh) R 1"), Some(1));
         assert_eq!(parent("nothing"), None);
     }
 
     #[test]
-    fn children_of_children_are_found() {
+    fn descendants_include_grandchildren() {
         let mut child = std::process::Command::new("sh").args(["-c", "sleep 60 & wait"]).spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let until = std::time::Instant::now() + Duration::from_secs(10);
         while descendants(pid).is_empty() {
-            assert!(std::time::Instant::now() < until, "in vain");
-            std::thread::sleep(LOOK);
+            assert!(std::time::Instant::now() < until, "no descendants before the deadline");
+            std::thread::sleep(CHECK_INTERVAL);
         }
         for below in descendants(pid) {
             kill(below, Signal::SIGKILL).unwrap();

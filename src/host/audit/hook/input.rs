@@ -1,6 +1,6 @@
-//! What an agent's program gives its hook on stdin, as far as it is used: `tests/agents/README.md` has the facts.
+//! The input of a hook on stdin, as far as it is used; `tests/agents/README.md` documents it.
 //!
-//! What a tool was to write and what it answered is passed over where it stands, and goes nowhere.
+//! File contents and tool results are skipped while parsing and never leave the process.
 
 use std::io::{self, Read};
 
@@ -9,11 +9,11 @@ use serde::de::IgnoredAny;
 
 use crate::host::audit::protocol::{COMMANDS, Message, Phase, WRITERS};
 
-/// More is not read.
-const LARGEST: u64 = 4 << 20;
+/// Maximum bytes of a hook's input.
+const MAX_INPUT_BYTES: u64 = 4 << 20;
 
 #[derive(Debug, Deserialize)]
-pub struct Input {
+pub struct HookInput {
     hook_event_name: String,
     #[serde(default)]
     session_id: String,
@@ -26,10 +26,10 @@ pub struct Input {
     #[serde(default)]
     tool_use_id: Option<String>,
     #[serde(default)]
-    tool_input: Option<Either<ToolInput>>,
+    tool_input: Option<Lenient<ToolInput>>,
     #[serde(default)]
-    tool_response: Option<Either<ToolResponse>>,
-    /// Only Codex says it.
+    tool_response: Option<Lenient<ToolResponse>>,
+    /// Only Codex sends it.
     #[serde(default)]
     turn_id: Option<IgnoredAny>,
     #[serde(default)]
@@ -38,15 +38,15 @@ pub struct Input {
     agent_type: Option<String>,
 }
 
-/// An object of ours, or whatever else a program gives in its place.
+/// The expected object, or any other value that a program sends instead.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-enum Either<T> {
+enum Lenient<T> {
     Known(T),
     Other(IgnoredAny),
 }
 
-impl<T> Either<T> {
+impl<T> Lenient<T> {
     fn known(&self) -> Option<&T> {
         match self {
             Self::Known(known) => Some(known),
@@ -68,20 +68,20 @@ struct ToolInput {
 struct ToolResponse {
     #[serde(default)]
     background_task_id: Option<IgnoredAny>,
-    /// A command that took too long goes on in the background.
+    /// A command that timed out continues in the background.
     #[serde(default)]
     timed_out_after_ms: Option<IgnoredAny>,
 }
 
-impl Input {
-    /// `None` for what changes no file.
+impl HookInput {
+    /// Parses the input; `None` for events that change no file.
     ///
     /// # Errors
-    /// When it is no hook's input, or too large.
+    /// The input is invalid or too large.
     pub fn read(from: impl Read) -> io::Result<Option<Self>> {
         let mut text = Vec::new();
-        from.take(LARGEST + 1).read_to_end(&mut text)?;
-        if text.len() as u64 > LARGEST {
+        from.take(MAX_INPUT_BYTES + 1).read_to_end(&mut text)?;
+        if text.len() as u64 > MAX_INPUT_BYTES {
             return Err(io::ErrorKind::FileTooLarge.into());
         }
         let input: Self = serde_json::from_slice(&text)?;
@@ -90,23 +90,23 @@ impl Input {
 
     fn phase(&self) -> Option<Phase> {
         let tool = self.tool_name.as_deref().unwrap_or_default();
-        let is_meant = COMMANDS.contains(&tool) || WRITERS.contains(&tool);
+        let is_audited = COMMANDS.contains(&tool) || WRITERS.contains(&tool);
         match self.hook_event_name.as_str() {
-            "PreToolUse" if is_meant => Some(Phase::Pre),
-            "PostToolUse" if is_meant => Some(Phase::Post),
-            "PostToolUseFailure" if is_meant => Some(Phase::Failed),
+            "PreToolUse" if is_audited => Some(Phase::Pre),
+            "PostToolUse" if is_audited => Some(Phase::Post),
+            "PostToolUseFailure" if is_audited => Some(Phase::Failed),
             "Stop" | "StopFailure" | "SubagentStop" | "Interrupt" => Some(Phase::TurnEnd),
             "SessionEnd" => Some(Phase::SessionEnd),
             _ => None,
         }
     }
 
-    /// What is told of it. `actor` is the program that the hook was installed for.
+    /// The message for the watcher. `actor` is the program that the hook was installed for.
     pub fn message(self, actor: &str) -> Message {
         let mut message = Message::new(self.phase().unwrap_or(Phase::TurnEnd));
         message.actor = self.actor(actor).to_owned();
         let own = if message.actor == "claude-code" { "claude" } else { &message.actor };
-        message.agent_name = said("SVC_AGENT_NAME")
+        message.agent_name = env_var("SVC_AGENT_NAME")
             .or(self.agent_type)
             .filter(|name| !name.is_empty())
             .unwrap_or_else(|| own.to_owned());
@@ -114,15 +114,15 @@ impl Input {
         message.subagent = self.agent_id;
         message.tool_use_id = self.tool_use_id;
         message.cwd = self.cwd;
-        let input = self.tool_input.as_ref().and_then(Either::known);
+        let input = self.tool_input.as_ref().and_then(Lenient::known);
         let is_writer = self.tool_name.as_deref().is_some_and(|tool| WRITERS.contains(&tool));
         message.path = input
             .filter(|_| is_writer)
             .and_then(|input| input.file_path.clone().or_else(|| input.notebook_path.clone()));
         message.tool = self.tool_name;
-        let response = self.tool_response.as_ref().and_then(Either::known);
+        let response = self.tool_response.as_ref().and_then(Lenient::known);
         message.is_background = response
-            .is_some_and(|told| told.background_task_id.is_some() || told.timed_out_after_ms.is_some());
+            .is_some_and(|known| known.background_task_id.is_some() || known.timed_out_after_ms.is_some());
         message
     }
 
@@ -132,7 +132,7 @@ impl Input {
             named
         } else if self.turn_id.is_some() || by_path("/.codex/") {
             "codex"
-        } else if by_path("/.claude/") || said("CLAUDECODE").is_some() {
+        } else if by_path("/.claude/") || env_var("CLAUDECODE").is_some() {
             "claude-code"
         } else {
             "agent"
@@ -140,7 +140,7 @@ impl Input {
     }
 }
 
-fn said(name: &str) -> Option<String> {
+fn env_var(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
@@ -148,14 +148,14 @@ fn said(name: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn told(text: &str) -> Option<Message> {
-        Input::read(text.as_bytes()).unwrap().map(|input| input.message(""))
+    fn parse(text: &str) -> Option<Message> {
+        HookInput::read(text.as_bytes()).unwrap().map(|input| input.message(""))
     }
 
     #[test]
-    fn a_hooks_input_is_what_was_recorded_and_no_content_is_told() {
+    fn recorded_input_becomes_messages_without_content() {
         let recorded = include_str!("../../../../tests/agents/recordings/claude/basic.hooks.jsonl");
-        let messages: Vec<Message> = recorded.lines().filter_map(told).collect();
+        let messages: Vec<Message> = recorded.lines().filter_map(parse).collect();
         let phases: Vec<Phase> = messages.iter().map(|message| message.phase).collect();
         assert!(
             [Phase::Pre, Phase::Post, Phase::Failed].iter().all(|phase| phases.contains(phase)),
@@ -174,32 +174,32 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_on_in_the_background_is_known() {
+    fn background_commands_are_recognised() {
         let recorded = include_str!("../../../../tests/agents/recordings/claude/bash_bg.hooks.jsonl");
-        let messages: Vec<Message> = recorded.lines().filter_map(told).collect();
+        let messages: Vec<Message> = recorded.lines().filter_map(parse).collect();
         let background = messages.iter().filter(|message| message.is_background);
         assert_eq!(background.map(|message| message.phase).collect::<Vec<_>>(), [Phase::Post]);
     }
 
     #[test]
-    fn codex_is_told_apart() {
+    fn codex_is_recognised() {
         let recorded = include_str!("../../../../tests/agents/recordings/codex/basic.hooks.jsonl");
-        let messages: Vec<Message> = recorded.lines().filter_map(told).collect();
+        let messages: Vec<Message> = recorded.lines().filter_map(parse).collect();
         assert!(messages.iter().any(|message| message.tool.as_deref() == Some("apply_patch")));
         assert!(messages.iter().all(|message| message.actor == "codex" && message.path.is_none()));
     }
 
     #[test]
-    fn what_changes_nothing_is_not_told_and_what_is_too_much_or_nothing_is_refused() {
-        assert!(told(r#"{"hook_event_name":"PreToolUse","tool_name":"Read","tool_input":{}}"#).is_none());
-        assert!(told(r#"{"hook_event_name":"SessionStart"}"#).is_none());
-        let odd = told(
+    fn irrelevant_input_is_ignored_and_invalid_refused() {
+        assert!(parse(r#"{"hook_event_name":"PreToolUse","tool_name":"Read","tool_input":{}}"#).is_none());
+        assert!(parse(r#"{"hook_event_name":"SessionStart"}"#).is_none());
+        let odd = parse(
             r#"{"hook_event_name":"PostToolUse","tool_name":"Bash","tool_input":7,"tool_response":[1]}"#,
         );
         assert_eq!(odd.unwrap().phase, Phase::Post);
         for wrong in ["", "{", "[]", "{}"] {
-            assert!(Input::read(wrong.as_bytes()).is_err(), "{wrong}");
+            assert!(HookInput::read(wrong.as_bytes()).is_err(), "{wrong}");
         }
-        assert!(Input::read(io::repeat(b' ')).is_err());
+        assert!(HookInput::read(io::repeat(b' ')).is_err());
     }
 }

@@ -1,6 +1,6 @@
-//! The hook in the settings of the owner's agents, file by file.
+//! Installs the hook in the settings files of the owner's agents.
 //!
-//! A file is written whole, with the mode and the owner that it had. One that cannot be understood is left alone.
+//! A file is replaced atomically and keeps its mode and owner. An invalid file is left unchanged.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -21,7 +21,7 @@ const fn at(event: &'static str) -> Wanted {
     Wanted { event, matcher: None }
 }
 
-/// A program of agents, and where its hooks stand below the home.
+/// A program of agents, and its settings file below the home.
 struct Program {
     actor: &'static str,
     file: &'static str,
@@ -57,7 +57,7 @@ const PROGRAMS: [Program; 2] = [
 
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
-    #[error("{} is no JSON and is left as it is: mend it, and run this again", .path.display())]
+    #[error("{} is no JSON and is left as it is: fix it, and run this again", .path.display())]
     NoJson {
         path: PathBuf,
         #[source]
@@ -73,19 +73,21 @@ pub enum InstallError {
     File(#[from] FileError),
 }
 
-/// Installs the hook that is in `bin` for all programs; one whose settings cannot be used keeps no other from it.
+/// Installs the hook in `bin` for all programs; a failure for one does not prevent the others.
 ///
 /// # Errors
-/// The first program's that it could not be installed for.
+/// The first failure.
 pub fn install(home: &Path, bin: &Path) -> Result<(), InstallError> {
     let hook = bin.join("svc-hook");
     for_all(home, |program, settings| {
-        // Replaced by it, the shell is not taken for the agent: a call is that of the process that runs its hook.
+        // `exec` replaces the shell, so that the hook's parent is the agent's process, which identifies the call.
         let command = format!("exec {} {}", hook.display(), program.actor);
         settings::install(settings, program.wanted, &command)
     })
 }
 
+/// Removes the hook from all programs.
+///
 /// # Errors
 /// As [`install`].
 pub fn uninstall(home: &Path) -> Result<(), InstallError> {
@@ -108,9 +110,9 @@ fn change_file(
     path: &Path,
     change: impl FnOnce(&mut Value) -> Result<bool, Unusable>,
 ) -> Result<(), InstallError> {
-    // The owner may keep it elsewhere.
-    let place = fsx::through_link(path);
-    let text = fsx::read_if_there(&place)?.unwrap_or_default();
+    // The owner may have replaced the file with a link.
+    let target = fsx::through_link(path);
+    let text = fsx::read_if_there(&target)?.unwrap_or_default();
     let is_empty = text.iter().all(u8::is_ascii_whitespace);
     let mut settings = if is_empty {
         json!({})
@@ -123,9 +125,9 @@ fn change_file(
     if !is_changed {
         return Ok(());
     }
-    let mut text = serde_json::to_vec_pretty(&settings).expect("what was JSON is JSON");
+    let mut text = serde_json::to_vec_pretty(&settings).expect("a JSON value serializes");
     text.push(b'\n');
-    write(&place, &text)?;
+    write(&target, &text)?;
     println!("{}: changed", path.display());
     Ok(())
 }
@@ -140,7 +142,7 @@ fn write(path: &Path, text: &[u8]) -> Result<(), FileError> {
         std::os::unix::fs::chown(path, Some(was.uid()), Some(was.gid()))
             .map_err(FileError::at("give back", path))?;
     }
-    // What the process takes off new files.
+    // Restores the bits that the umask removed.
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
         .map_err(FileError::at("set the mode of", path))
 }
@@ -154,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_installed_once_and_taken_out_without_a_trace() {
+    fn install_is_idempotent_and_uninstall_complete() {
         let dir = tempfile::tempdir().unwrap();
         let (home, bin) = (dir.path(), Path::new("/opt/svc/bin"));
         let claude = home.join(".claude/settings.json");
@@ -172,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn mode_owner_and_link_stay_and_what_is_broken_is_left_alone() {
+    fn install_keeps_mode_and_link_and_skips_broken_files() {
         let dir = tempfile::tempdir().unwrap();
         let (home, bin) = (dir.path(), Path::new("/opt/svc/bin"));
         fs::create_dir_all(home.join(".claude")).unwrap();

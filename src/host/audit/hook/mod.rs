@@ -1,8 +1,7 @@
-//! `svc-hook`: what agents' programs run before and after each tool call, and what installs itself there.
+//! `svc-hook`: reports the tool calls of agents to the watcher, and installs itself as a hook of their programs.
 //!
-//! As a hook it tells the watcher where a tool call is, and nothing else: it prints nothing, takes no longer than
-//! `LIMIT`, and always exits with 0, for an agent must not mind that it is there. What it could tell nobody it leaves in
-//! a file for later.
+//! As a hook it prints nothing, ends within [`HOOK_TIMEOUT`] and always exits with 0, so that it never disturbs an
+//! agent. A message that cannot be delivered is saved to a file for the watcher.
 
 mod input;
 mod install;
@@ -14,33 +13,33 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use self::input::Input;
+use self::input::HookInput;
 use super::protocol;
-use super::protocol::{Message, SOCKET, Untold};
+use super::protocol::{Message, SOCKET, UndeliveredHook};
 use crate::applet::{self, Exit, OrExit};
 use crate::failpoint;
-use crate::host::records::entry::Why;
+use crate::host::records::entry::GapReason;
 use crate::host::system::layout::Layout;
 
-/// What the watcher would be sent of a hook's input, as `tests/fuzz` reaches it; `None` for what changes no file.
+/// Parses a hook's input for `tests/fuzz`; `None` for events that change no file.
 ///
 /// # Errors
-/// When it is no hook's input, or too large.
+/// The input is invalid or too large.
 #[cfg(feature = "fuzzing")]
 pub fn read_input(bytes: &[u8]) -> std::io::Result<Option<Message>> {
-    Ok(Input::read(bytes)?.map(|input| input.message("")))
+    Ok(HookInput::read(bytes)?.map(|input| input.message("")))
 }
 
-/// All of it, from its start.
-const LIMIT: Duration = Duration::from_millis(100);
-/// What is kept of it to leave a word where there was no answer.
-const LAST_WORD: Duration = Duration::from_millis(10);
+/// Time limit of the whole hook.
+const HOOK_TIMEOUT: Duration = Duration::from_millis(100);
+/// Part of it that is reserved for saving an undelivered message.
+const SAVE_RESERVE: Duration = Duration::from_millis(10);
 
 #[derive(clap::Parser)]
 #[command(
     name = "svc-hook",
     version = applet::VERSION,
-    about = "The hook of agents' programs that tells svc-watch of their tool calls",
+    about = "The hook of agents' programs that reports their tool calls to svc-watch",
     after_help = "Without a command it is a hook: it reads the hook's JSON on stdin, prints nothing, and exits with 0.\n\nExample: svc-hook install"
 )]
 struct Args {
@@ -50,15 +49,15 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Adds the hook to the settings of Claude Code and Codex, and leaves all else there as it is.
-    Install(Place),
-    /// Takes the hook, and nothing else, out of these settings.
-    Uninstall(Place),
+    /// Add the hook to the settings of Claude Code and Codex, and leave other settings unchanged
+    Install(HomeArgs),
+    /// Remove the hook, and nothing else, from these settings
+    Uninstall(HomeArgs),
 }
 
 #[derive(clap::Args)]
-struct Place {
-    /// The home that has `.claude` and `.codex`; the owner's, where none is said.
+struct HomeArgs {
+    /// Home directory with `.claude` and `.codex` [default: the owner's]
     #[arg(long, value_name = "DIR")]
     home: Option<PathBuf>,
 }
@@ -81,10 +80,10 @@ fn command(args: Vec<OsString>) -> ExitCode {
     };
     let layout = Layout::from_process();
     let done = match args.command {
-        Command::Install(place) => {
-            install::install(&place.home.unwrap_or_else(|| layout.owner()), &layout.link("bin"))
+        Command::Install(args) => {
+            install::install(&args.home.unwrap_or_else(|| layout.owner()), &layout.link("bin"))
         }
-        Command::Uninstall(place) => install::uninstall(&place.home.unwrap_or_else(|| layout.owner())),
+        Command::Uninstall(args) => install::uninstall(&args.home.unwrap_or_else(|| layout.owner())),
     };
     match done.or_exit(Exit::Refused) {
         Ok(()) => ExitCode::SUCCESS,
@@ -92,58 +91,58 @@ fn command(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// What is known of the call so far, for the word that is left where time runs out.
-type SoFar = Arc<Mutex<Option<Message>>>;
+/// The parsed message, shared with the thread that saves it after a timeout.
+type SharedMessage = Arc<Mutex<Option<Message>>>;
 
-/// Tests of what is recorded run on machines that stand still; `hook.patient` waits for these.
-fn limit() -> Duration {
-    if failpoint::pass("hook.patient").is_err() { LIMIT * 300 } else { LIMIT }
+/// Tests on slow machines extend the limit with the fail point `hook.patient`.
+fn time_limit() -> Duration {
+    if failpoint::pass("hook.patient").is_err() { HOOK_TIMEOUT * 300 } else { HOOK_TIMEOUT }
 }
 
-/// All of it happens in a thread that nobody waits for longer than is left.
+/// Runs the hook in a separate thread, so that it can be abandoned on time.
 fn hook(actor: String) {
-    let end = Instant::now() + limit() - LAST_WORD;
+    let end = Instant::now() + time_limit() - SAVE_RESERVE;
     std::panic::set_hook(Box::new(|_| {}));
     let layout = Layout::from_process();
     let gaps = layout.audit_gaps();
-    let so_far = SoFar::default();
+    let shared = SharedMessage::default();
     let (done, ends) = mpsc::channel();
-    let known = Arc::clone(&so_far);
+    let thread_shared = Arc::clone(&shared);
     let started = std::thread::Builder::new().spawn(move || {
-        // Nobody listens any more where it took too long.
-        let _ = done.send(tell(&layout, &actor, end, &known));
+        // The receiver is gone after a timeout.
+        let _ = done.send(report_call(&layout, &actor, end, &thread_shared));
     });
-    let untold = match started {
-        Err(_) => Some(Why::Unheard),
+    let failure = match started {
+        Err(_) => Some(GapReason::Unheard),
         Ok(_) => match ends.recv_timeout(end.saturating_duration_since(Instant::now())) {
-            Ok(untold) => untold,
-            Err(mpsc::RecvTimeoutError::Timeout) => Some(Why::Late),
-            Err(mpsc::RecvTimeoutError::Disconnected) => Some(Why::Unreadable),
+            Ok(failure) => failure,
+            Err(mpsc::RecvTimeoutError::Timeout) => Some(GapReason::Late),
+            Err(mpsc::RecvTimeoutError::Disconnected) => Some(GapReason::Unreadable),
         },
     };
-    if let Some(why) = untold {
-        let message = so_far.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // Where not even this can be written, nobody can be told.
-        let _ = Untold::new(why, message).leave(&gaps);
+    if let Some(why) = failure {
+        let message = shared.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // If this fails as well, there is no way to report it.
+        let _ = UndeliveredHook::new(why, message).save(&gaps);
     }
 }
 
-/// Reads, tells, waits. What it gives is why it came to nothing.
-fn tell(layout: &Layout, actor: &str, end: Instant, so_far: &SoFar) -> Option<Why> {
-    let input = match Input::read(std::io::stdin().lock()) {
+/// Parses the input and sends it to the watcher. Returns the reason of a failure.
+fn report_call(layout: &Layout, actor: &str, end: Instant, shared: &SharedMessage) -> Option<GapReason> {
+    let input = match HookInput::read(std::io::stdin().lock()) {
         Ok(Some(input)) => input,
-        // Of a tool, or a moment, that changes nothing.
+        // An event that changes no file.
         Ok(None) => return None,
-        Err(_) => return Some(Why::Unreadable),
+        Err(_) => return Some(GapReason::Unreadable),
     };
     let message = input.message(actor);
-    *so_far.lock().unwrap_or_else(PoisonError::into_inner) = Some(message.clone());
+    *shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(message.clone());
     let left = end.saturating_duration_since(Instant::now());
-    match protocol::tell(&layout.watch_sockets().join(SOCKET), &message, left) {
+    match protocol::send(&layout.watch_sockets().join(SOCKET), &message, left) {
         Ok(()) => None,
         Err(error) => match error.kind() {
-            std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => Some(Why::Late),
-            _ => Some(Why::Unheard),
+            std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => Some(GapReason::Late),
+            _ => Some(GapReason::Unheard),
         },
     }
 }

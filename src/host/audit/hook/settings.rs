@@ -1,49 +1,49 @@
-//! The `hooks` of an agent's settings, with ours among the owner's: pure.
+//! Edits the `hooks` of an agent's settings: pure.
 //!
-//! Whatever is not ours stays as it is and where it is. Ours are known by the program that they run.
+//! Foreign hooks keep their content and order. Our hook is recognised by its program.
 
 use serde_json::{Map, Value, json};
 
-/// The name of our program, wherever it lies.
+/// Name of the hook's program, in any directory.
 const PROGRAM: &str = "svc-hook";
 
-/// Where a hook is to be: at an event, and for which tools of it.
+/// An event that a hook is wanted for, and the tools that it applies to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
     pub event: &'static str,
     pub matcher: Option<&'static str>,
 }
 
-/// Settings that no hook can be put into.
+/// Settings whose structure does not allow hooks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} is not what it should be: {1} is expected")]
 pub struct Unusable(pub String, pub &'static str);
 
-/// Puts our hook where it is wanted, once, and nowhere else; `true` where that changed something.
+/// Adds our hook for the wanted events, once each, and removes it from all others; `true` if anything changed.
 ///
 /// # Errors
-/// When hooks cannot be told from what is there. Then nothing is changed.
+/// The structure of the hooks is invalid. Then nothing is changed.
 pub fn install(settings: &mut Value, wanted: &[Wanted], command: &str) -> Result<bool, Unusable> {
     check(settings)?;
     let before = settings.clone();
     let all = hooks(settings);
     for (event, groups) in all.iter_mut() {
         if !wanted.iter().any(|wanted| wanted.event == event) {
-            without_ours(groups);
+            remove_ours(groups);
         }
     }
     for wanted in wanted {
         let groups = all.entry(wanted.event).or_insert_with(|| json!([]));
-        place(groups, group(wanted, command));
+        replace_or_append(groups, group(wanted, command));
     }
-    all.retain(|event, groups| !is_empty(groups) || was_there(&before, event));
+    all.retain(|event, groups| !is_empty(groups) || was_empty(&before, event));
     Ok(*settings != before)
 }
 
-/// Takes our hook out; `true` where there was one.
+/// Removes our hook; `true` if there was one.
 ///
 /// # Errors
-/// As above.
+/// As [`install`].
 pub fn uninstall(settings: &mut Value) -> Result<bool, Unusable> {
     check(settings)?;
     if settings.get("hooks").is_none() {
@@ -54,7 +54,7 @@ pub fn uninstall(settings: &mut Value) -> Result<bool, Unusable> {
     let mut emptied = Vec::new();
     for (event, groups) in all.iter_mut() {
         let had = !is_empty(groups);
-        without_ours(groups);
+        remove_ours(groups);
         if had && is_empty(groups) {
             emptied.push(event.clone());
         }
@@ -79,15 +79,15 @@ fn check(settings: &Value) -> Result<(), Unusable> {
     Ok(())
 }
 
-/// The settings' hooks, which were checked to be an object, or are made.
+/// The settings' hooks, created if absent; [`check`] has validated them.
 fn hooks(settings: &mut Value) -> &mut Map<String, Value> {
     if settings.get("hooks").is_none() {
         settings["hooks"] = json!({});
     }
-    settings["hooks"].as_object_mut().expect("was checked")
+    settings["hooks"].as_object_mut().expect("check validated the hooks")
 }
 
-fn was_there(before: &Value, event: &str) -> bool {
+fn was_empty(before: &Value, event: &str) -> bool {
     before["hooks"].get(event).is_some_and(is_empty)
 }
 
@@ -109,13 +109,13 @@ fn is_ours(hook: &Value) -> bool {
     words.next().is_some_and(|program| program.rsplit('/').next() == Some(PROGRAM))
 }
 
-/// A group that has our hook and nothing else.
+/// Whether the group has our hook and no other.
 fn is_only_ours(group: &Value) -> bool {
     group["hooks"].as_array().is_some_and(|hooks| !hooks.is_empty() && hooks.iter().all(is_ours))
 }
 
-/// Where ours is already, it becomes this one; else it comes last.
-fn place(groups: &mut Value, wanted: Value) {
+/// Replaces our existing group in place, or else appends a new one.
+fn replace_or_append(groups: &mut Value, wanted: Value) {
     let first = groups.as_array().and_then(|groups| groups.iter().position(is_only_ours));
     let mut wanted = Some(wanted);
     if let (Some(at), Some(groups)) = (first, groups.as_array_mut())
@@ -123,7 +123,7 @@ fn place(groups: &mut Value, wanted: Value) {
     {
         groups[at] = json!({ "kept": wanted });
     }
-    without_ours(groups);
+    remove_ours(groups);
     let Some(groups) = groups.as_array_mut() else { return };
     match wanted {
         Some(wanted) => groups.push(wanted),
@@ -135,7 +135,7 @@ fn place(groups: &mut Value, wanted: Value) {
     }
 }
 
-fn without_ours(groups: &mut Value) {
+fn remove_ours(groups: &mut Value) {
     let Some(groups) = groups.as_array_mut() else { return };
     groups.retain_mut(|group| {
         let Some(hooks) = group.get_mut("hooks").and_then(Value::as_array_mut) else { return true };

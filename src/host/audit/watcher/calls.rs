@@ -1,13 +1,13 @@
-//! Whose word counts for a tool call. Pure.
+//! Which peers may report on a tool call. Pure.
 
-use super::peer::Speaker;
+use super::peer::Peer;
 use super::windows::Window;
 use crate::host::audit::protocol::{Message, Process};
 
-/// Names of agents and ids are cut here.
-const LONGEST_NAME: usize = 200;
+/// Maximum bytes of agent names and IDs; longer ones are truncated.
+const MAX_NAME_BYTES: usize = 200;
 
-/// A tool call, and the process that makes it: ids are what anybody may say.
+/// A tool call and its process; any program can send any ID.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Call {
     pub session: String,
@@ -16,37 +16,37 @@ pub struct Call {
 }
 
 /// A call that has ended.
-pub struct Done {
+pub struct EndedCall {
     pub call: Call,
-    /// It was told by a process that could be asked, and not by what one had left.
+    /// Reported by a live process rather than by a saved message.
     pub is_live: bool,
 }
 
-/// Whether who tells of a call's end is the process whose call it is.
+/// The peer's authority to report the end of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Right {
+pub enum Authority {
     Proven,
-    /// It has ended since. It is believed, and a gap says so.
+    /// The peer has ended since. It is believed, and recorded as a gap.
     Unproven,
-    /// It is another process's.
+    /// The call belongs to another process.
     None,
 }
 
-/// Whether this teller is heard on this call.
-pub fn right(window: &Window, speaker: &Speaker) -> Right {
-    match (window.process, speaker.caller()) {
-        (None, _) => Right::Proven,
-        (Some(_), None) if !speaker.is_known() => Right::Unproven,
-        (process, caller) if process == caller => Right::Proven,
-        _ => Right::None,
+/// The authority of this peer over this call.
+pub fn authority(window: &Window, peer: &Peer) -> Authority {
+    match (window.process, peer.caller()) {
+        (None, _) => Authority::Proven,
+        (Some(_), None) if !peer.is_known() => Authority::Unproven,
+        (process, caller) if process == caller => Authority::Proven,
+        _ => Authority::None,
     }
 }
 
-/// Names that anybody may give are of a bounded length.
-pub fn bounded(mut message: Message) -> Message {
+/// Truncates names and IDs, which any program can choose.
+pub fn truncate_names(mut message: Message) -> Message {
     let cut = |text: &mut String| {
-        if text.len() > LONGEST_NAME || text.chars().any(char::is_control) {
-            *text = text.chars().filter(|c| !c.is_control()).take(LONGEST_NAME / 4).collect();
+        if text.len() > MAX_NAME_BYTES || text.chars().any(char::is_control) {
+            *text = text.chars().filter(|c| !c.is_control()).take(MAX_NAME_BYTES / 4).collect();
         }
     };
     [&mut message.session_id, &mut message.actor, &mut message.agent_name].into_iter().for_each(cut);

@@ -1,43 +1,43 @@
-//! What has changed since the last look: the net difference of the tree, found by looking only where something was told.
+//! Computes the changes since the last check: the net difference of the tree, reading only names with events.
 //!
-//! A name that was given to something else, and a folder that came from elsewhere, are compared with all that was below
-//! before, by path. What was made and is gone again, or moved and came back, is no change.
+//! A replaced name and a moved folder are compared by path with everything that was below them before. A file that was
+//! created and deleted, or moved away and back, is no change.
 
 use std::collections::HashMap;
 
-use super::tree::{Inode, Kind, Known, Name, Paths, Seen, Tree, below};
+use super::tree::{FileState, Inode, Kind, Name, Paths, Tree, TreeEntry, below};
 use crate::host::records::entry::Op;
 
-/// So many names with something to look at are kept; more are as if all of the tree were to be looked at.
-pub const MOST_NAMES: usize = 200_000;
+/// Maximum names with events; beyond that, the whole tree is checked.
+pub const MAX_NAMES: usize = 200_000;
 
-/// How the tree is looked at. Links are never followed.
-pub trait Sight {
-    /// What these names of a folder stand for; nothing, where the folder is not there any more.
-    fn look(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<Seen>>;
+/// Reads the file system. Links are never followed.
+pub trait FsProbe {
+    /// The current state of these names in a folder; `None` for all if the folder is gone.
+    fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>>;
 
-    /// All that is in a folder. From before that is read, its changes are told.
-    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, Seen)>;
+    /// Lists a folder, and watches it from before it is read.
+    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)>;
 }
 
-/// What was told of a name.
+/// The events of a name since the last check.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Marks {
-    /// It was given or taken: made, deleted, moved.
+    /// The name was created, deleted or moved.
     pub named: bool,
-    /// What it stands for since then was made by this name.
+    /// The current file was created under this name.
     pub made: bool,
-    /// Of what it stands for since then.
+    /// The current file was written.
     pub written: bool,
-    /// The same: times, mode, owner.
+    /// The current file's times, mode or owner changed.
     pub touched: bool,
-    /// What it stood for before that was written, and touched.
+    /// The previous file was written, or its metadata changed.
     pub was_written: bool,
     pub was_touched: bool,
 }
 
 impl Marks {
-    /// What was told next.
+    /// Adds the next event.
     pub fn add(&mut self, next: Self) {
         if !next.named {
             self.written |= next.written;
@@ -50,28 +50,28 @@ impl Marks {
         }
     }
 
-    /// Of what it stood for at first: whether that was written, and touched.
-    fn of_first(self) -> (bool, bool) {
+    /// Whether the first file of this name was written, and touched.
+    fn of_first_file(self) -> (bool, bool) {
         if self.named { (self.was_written, self.was_touched) } else { (self.written, self.touched) }
     }
 }
 
-/// Where to look.
+/// The names to check.
 #[derive(Debug, Default)]
-pub struct Dirt {
+pub struct DirtySet {
     folders: HashMap<Inode, HashMap<Name, Marks>>,
     names: usize,
-    /// Something was not told: everywhere.
+    /// Events were lost: check everything.
     everywhere: bool,
 }
 
-impl Dirt {
+impl DirtySet {
     pub fn mark(&mut self, folder: Inode, name: &[u8], marks: Marks) {
         let names = self.folders.entry(folder).or_default();
         if let Some(known) = names.get_mut(name) {
             return known.add(marks);
         }
-        if self.names >= MOST_NAMES {
+        if self.names >= MAX_NAMES {
             return self.mark_all();
         }
         names.insert(name.into(), marks);
@@ -92,13 +92,13 @@ impl Dirt {
         self.names
     }
 
-    fn of(&self, folder: Inode, path: &[u8]) -> Marks {
+    fn marks(&self, folder: Inode, path: &[u8]) -> Marks {
         let names = self.folders.get(&folder);
         names.and_then(|names| names.get(super::tree::last(path)).copied()).unwrap_or_default()
     }
 }
 
-/// A path that is not what it was.
+/// A changed path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     pub op: Op,
@@ -106,24 +106,24 @@ pub struct Change {
     pub size: u64,
 }
 
-/// What a look came to.
+/// The result of a check.
 #[derive(Debug, Default)]
-pub struct Settled {
-    /// Deletions first, the deepest before those above it; then what was made, folders before what is in them.
+pub struct TreeChanges {
+    /// Deletions first, deepest first; then creations and writes, parents first.
     pub changes: Vec<Change>,
-    /// Folders that are not in the tree any more.
-    pub left: Vec<Inode>,
+    /// Folders that are no longer in the tree.
+    pub removed_folders: Vec<Inode>,
 }
 
-/// Brings the tree up to date.
-pub fn settle(tree: &mut Tree, dirt: &Dirt, sight: &mut impl Sight) -> Settled {
+/// Updates the tree and returns its changes.
+pub fn update_tree(tree: &mut Tree, dirty: &DirtySet, probe: &mut impl FsProbe) -> TreeChanges {
     let (mut before, mut after, mut left) = (Paths::new(), Paths::new(), Vec::new());
-    if dirt.everywhere {
+    if dirty.everywhere {
         let root = tree.root();
         for name in tree.names(root) {
             tree.take(root, &name, name.to_vec(), &mut before, &mut left);
         }
-        Walk { tree, sight, before: &mut before, left: &mut left }.below(
+        Walk { tree, probe, before: &mut before, left: &mut left }.below(
             root,
             Vec::new(),
             &mut |path, known| {
@@ -131,12 +131,12 @@ pub fn settle(tree: &mut Tree, dirt: &Dirt, sight: &mut impl Sight) -> Settled {
             },
         );
     } else {
-        let found = forget(tree, dirt, sight, &mut before, &mut left);
-        for Found { folder, path, name, now } in found {
+        let found = remove_dirty(tree, dirty, probe, &mut before, &mut left);
+        for FoundName { folder, path, name, now } in found {
             let path = below(&path, &name);
-            let mut walk = Walk { tree, sight, before: &mut before, left: &mut left };
+            let mut walk = Walk { tree, probe, before: &mut before, left: &mut left };
             walk.put(folder, name, now);
-            after.insert(path.clone(), Known { seen: now, folder });
+            after.insert(path.clone(), TreeEntry { seen: now, folder });
             if now.kind == Kind::Folder {
                 walk.below(now.inode, path, &mut |path, known| {
                     after.insert(path, known);
@@ -144,48 +144,48 @@ pub fn settle(tree: &mut Tree, dirt: &Dirt, sight: &mut impl Sight) -> Settled {
             }
         }
     }
-    let shared = Shared::of(&before, &after, dirt);
-    let mut changes = compare(&before, &after, dirt, &shared);
-    changes.extend(other_names(tree, sight, &after, &shared));
+    let shared = SharedFiles::of(&before, &after, dirty);
+    let mut changes = compare(&before, &after, dirty, &shared);
+    changes.extend(other_names(tree, probe, &after, &shared));
     changes.sort_by(|one, other| {
         let (is_gone, other_is_gone) = (one.op == Op::Delete, other.op == Op::Delete);
         let by_path = if is_gone { other.path.cmp(&one.path) } else { one.path.cmp(&other.path) };
         other_is_gone.cmp(&is_gone).then(by_path)
     });
     left.retain(|inode| !tree.has(*inode));
-    Settled { changes, left }
+    TreeChanges { changes, removed_folders: left }
 }
 
-/// A name that stands for something, to be put into the tree.
-struct Found {
+/// A name to be added to the tree.
+struct FoundName {
     folder: Inode,
     path: Vec<u8>,
     name: Name,
-    now: Seen,
+    now: FileState,
 }
 
-/// Forgets each name that something was told of, but for folders that are where they were. All is forgotten before
-/// anything is put: what moved is then in one place.
-fn forget(
+/// Removes all dirty names, except unmoved folders. Everything is removed before anything is added, so that a moved
+/// file is in one place only.
+fn remove_dirty(
     tree: &mut Tree,
-    dirt: &Dirt,
-    sight: &mut impl Sight,
-    before: &mut Paths<Known>,
+    dirty: &DirtySet,
+    probe: &mut impl FsProbe,
+    before: &mut Paths<TreeEntry>,
     left: &mut Vec<Inode>,
-) -> Vec<Found> {
+) -> Vec<FoundName> {
     let mut found = Vec::new();
     let mut folders: Vec<(Vec<u8>, Inode)> =
-        dirt.folders.keys().filter_map(|folder| Some((tree.path(*folder)?, *folder))).collect();
-    // Above before below.
+        dirty.folders.keys().filter_map(|folder| Some((tree.path(*folder)?, *folder))).collect();
+    // Parents first.
     folders.sort();
     for (path, folder) in folders {
         if !tree.has(folder) {
-            // It went with a folder above it; where it is now, it is listed anew.
+            // It was moved together with a parent, and is listed again at its new place.
             continue;
         }
-        let Some(marked) = dirt.folders.get(&folder) else { continue };
+        let Some(marked) = dirty.folders.get(&folder) else { continue };
         let names: Vec<Name> = marked.keys().cloned().collect();
-        let seen = sight.look(&path, folder, &names);
+        let seen = probe.probe(&path, folder, &names);
         for (name, now) in names.into_iter().zip(seen) {
             let was = tree.get(folder, &name);
             let is_named = marked.get(&name).is_some_and(|marks| marks.named);
@@ -199,36 +199,36 @@ fn forget(
             }
             tree.take(folder, &name, below(&path, &name), before, left);
             if let Some(now) = now {
-                found.push(Found { folder, path: path.clone(), name, now });
+                found.push(FoundName { folder, path: path.clone(), name, now });
             }
         }
     }
     found
 }
 
-/// Fills a tree of which nothing is known.
-pub fn fill(tree: &mut Tree, sight: &mut impl Sight) {
+/// Fills an empty tree.
+pub fn fill(tree: &mut Tree, probe: &mut impl FsProbe) {
     let (mut before, mut left, root) = (Paths::new(), Vec::new(), tree.root());
-    Walk { tree, sight, before: &mut before, left: &mut left }.below(root, Vec::new(), &mut |_, _| {});
+    Walk { tree, probe, before: &mut before, left: &mut left }.below(root, Vec::new(), &mut |_, _| {});
 }
 
-/// Puts what is found into the tree.
+/// Adds found names to the tree.
 struct Walk<'a, S> {
     tree: &'a mut Tree,
-    sight: &'a mut S,
-    before: &'a mut Paths<Known>,
+    probe: &'a mut S,
+    before: &'a mut Paths<TreeEntry>,
     left: &'a mut Vec<Inode>,
 }
 
-impl<S: Sight> Walk<'_, S> {
-    /// All that is below a folder.
-    fn below(&mut self, folder: Inode, path: Vec<u8>, found: &mut impl FnMut(Vec<u8>, Known)) {
+impl<S: FsProbe> Walk<'_, S> {
+    /// Adds everything below a folder.
+    fn below(&mut self, folder: Inode, path: Vec<u8>, found: &mut impl FnMut(Vec<u8>, TreeEntry)) {
         let mut rest = vec![(folder, path)];
         while let Some((folder, path)) = rest.pop() {
-            for (name, seen) in self.sight.list(&path, folder) {
+            for (name, seen) in self.probe.list(&path, folder) {
                 let path = below(&path, &name);
                 self.put(folder, name, seen);
-                found(path.clone(), Known { seen, folder });
+                found(path.clone(), TreeEntry { seen, folder });
                 if seen.kind == Kind::Folder {
                     rest.push((seen.inode, path));
                 }
@@ -236,10 +236,10 @@ impl<S: Sight> Walk<'_, S> {
         }
     }
 
-    /// A folder that is known elsewhere has just been moved: there it is no more.
-    fn put(&mut self, folder: Inode, name: Name, seen: Seen) {
+    /// Adds a name. A folder that is known elsewhere was moved: it is removed there.
+    fn put(&mut self, folder: Inode, name: Name, seen: FileState) {
         if seen.kind == Kind::Folder
-            && let Some((above, old)) = self.tree.place(seen.inode)
+            && let Some((above, old)) = self.tree.parent(seen.inode)
             && let Some(path) = self.tree.path(seen.inode)
         {
             self.tree.take(above, &old, path, self.before, self.left);
@@ -248,42 +248,47 @@ impl<S: Sight> Walk<'_, S> {
     }
 }
 
-/// Files with several names: what was told of one of them holds for all.
-struct Shared(HashMap<Inode, (bool, bool)>);
+/// Files with several names: events of one name apply to all.
+struct SharedFiles(HashMap<Inode, (bool, bool)>);
 
-impl Shared {
-    fn of(before: &Paths<Known>, after: &Paths<Known>, dirt: &Dirt) -> Self {
-        let is_shared = |known: &&Known| known.seen.is_shared && known.seen.kind == Kind::File;
+impl SharedFiles {
+    fn of(before: &Paths<TreeEntry>, after: &Paths<TreeEntry>, dirty: &DirtySet) -> Self {
+        let is_shared = |known: &&TreeEntry| known.seen.is_shared && known.seen.kind == Kind::File;
         let known = before.values().chain(after.values()).filter(is_shared);
         let mut all: HashMap<Inode, (bool, bool)> =
             known.map(|known| (known.seen.inode, (false, false))).collect();
-        let mut add = |known: &Known, (written, touched): (bool, bool)| {
+        let mut add = |known: &TreeEntry, (written, touched): (bool, bool)| {
             if let Some(all) = all.get_mut(&known.seen.inode) {
                 all.0 |= written;
                 all.1 |= touched;
             }
         };
         for (path, known) in before {
-            add(known, dirt.of(known.folder, path).of_first());
+            add(known, dirty.marks(known.folder, path).of_first_file());
         }
         for (path, known) in after {
-            let marks = dirt.of(known.folder, path);
+            let marks = dirty.marks(known.folder, path);
             add(known, (marks.written, marks.touched));
         }
         Self(all)
     }
 }
 
-fn compare(before: &Paths<Known>, after: &Paths<Known>, dirt: &Dirt, shared: &Shared) -> Vec<Change> {
+fn compare(
+    before: &Paths<TreeEntry>,
+    after: &Paths<TreeEntry>,
+    dirty: &DirtySet,
+    shared: &SharedFiles,
+) -> Vec<Change> {
     let mut changes = Vec::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
         changes.push(Change { op: Op::Delete, path: path.clone(), size: 0 });
     }
     for (path, now) in after {
         let was = before.get(path).map(|was| was.seen);
-        let mut marks = dirt.of(now.folder, path);
+        let mut marks = dirty.marks(now.folder, path);
         if was.is_some_and(|was| was.inode == now.seen.inode) {
-            let (written, touched) = marks.of_first();
+            let (written, touched) = marks.of_first_file();
             marks.written |= written;
             marks.touched |= touched;
         }
@@ -296,8 +301,8 @@ fn compare(before: &Paths<Known>, after: &Paths<Known>, dirt: &Dirt, shared: &Sh
     changes
 }
 
-/// What has become of a path that is there.
-fn change(was: Option<Seen>, now: Seen, marks: Marks, path: &[u8]) -> Option<Change> {
+/// The change of an existing path.
+fn change(was: Option<FileState>, now: FileState, marks: Marks, path: &[u8]) -> Option<Change> {
     let is_other = was.is_none_or(|was| was.kind != now.kind);
     if now.kind == Kind::Folder {
         return is_other.then(|| Change { op: Op::Mkdir, path: path.to_vec(), size: 0 });
@@ -306,32 +311,32 @@ fn change(was: Option<Seen>, now: Seen, marks: Marks, path: &[u8]) -> Option<Cha
     is_written.then(|| Change { op: Op::Write, path: path.to_vec(), size: now.size })
 }
 
-/// Whether what is not a folder was written, or something else put in its place.
-fn is_written(was: Seen, now: Seen, marks: Marks) -> bool {
+/// Whether a file or link was written or replaced.
+fn is_written(was: FileState, now: FileState, marks: Marks) -> bool {
     if was.inode != now.inode {
         return true;
     }
     if marks.named && (was.size, was.mtime) == (now.size, now.mtime) {
-        // It was moved and came back, or was linked again; what was written of this name meanwhile was something else.
+        // It was moved and came back, or was linked again; the write events belong to another file.
         return false;
     }
     if marks.made {
-        // Something else, which has got its number.
+        // A new file that reuses the inode.
         return true;
     }
     if now.kind != Kind::File || (was.size, now.size) == (0, 0) {
         return false;
     }
-    // A file that is mapped is written without a word, and its time tells. One whose times were set was not written.
+    // Writes to a mapping cause no event, but change the mtime. After a touch, the mtime says nothing.
     was.size != now.size || marks.written || (was.mtime != now.mtime && !marks.touched)
 }
 
-/// Other names of files that were written by one of theirs.
+/// Changes of the other names of shared files.
 fn other_names(
     tree: &mut Tree,
-    sight: &mut impl Sight,
-    after: &Paths<Known>,
-    shared: &Shared,
+    probe: &mut impl FsProbe,
+    after: &Paths<TreeEntry>,
+    shared: &SharedFiles,
 ) -> Vec<Change> {
     if shared.0.is_empty() {
         return Vec::new();
@@ -343,8 +348,8 @@ fn other_names(
         if after.contains_key(&full) {
             continue;
         }
-        let now = sight.look(&path, folder, std::slice::from_ref(&name)).pop().flatten();
-        // Where it is something else by now, that is told, too.
+        let now = probe.probe(&path, folder, std::slice::from_ref(&name)).pop().flatten();
+        // If it is another file now, its own events report that.
         let Some(now) = now.filter(|now| now.inode == was.inode) else { continue };
         let (written, touched) = shared.0.get(&now.inode).copied().unwrap_or_default();
         let marks = Marks { written, touched, ..Marks::default() };

@@ -1,11 +1,11 @@
-//! The eye on the home: its folders as they are opened, and what the kernel tells of them by inotify(7).
+//! Watches the home: opens its folders and reads their events by inotify(7).
 //!
-//! The kernel queues what it tells before the call that changed something returns. So all that happened before a moment
-//! has been heard of when the queue was read to its end after it: no more is needed to know where one tool call ends and
-//! the next begins. `notify` is not used here: it asks to be told of each file that is opened, too, by which a search
-//! through the home fills the queue, and it knows folders by their paths, which rename(2) changes.
+//! The kernel queues an event before the system call that caused it returns. Draining the queue therefore yields all
+//! changes before that moment, which separates one tool call from the next. The crate `notify` does not fit: it also
+//! watches opens, so that a search through the home fills the queue, and it identifies folders by path, which rename(2)
+//! changes.
 //!
-//! Folders are opened below the home with no link followed on the way, and never across a mount.
+//! Folders are opened below the home without following links and without crossing mounts.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -17,16 +17,16 @@ use nix::fcntl::{AtFlags, OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat};
 
-use super::diff::{Dirt, Marks, Sight};
-use super::tree::{Inode, Kind, Name, Seen};
+use super::diff::{DirtySet, FsProbe, Marks};
+use super::tree::{FileState, Inode, Kind, Name};
 use crate::fsx::FileError;
 
-/// The folder of records and settings, whose writers note what they do themselves.
-const OWN: &[u8] = b"system";
-/// So much is read of the queue at once, at most: who writes without end keeps nobody waiting.
-const MOST_EVENTS: usize = 200_000;
+/// The folder of records and settings, whose writers record their own changes.
+const SYSTEM_FOLDER: &[u8] = b"system";
+/// Maximum events per drain: a program that writes endlessly must not block the watcher.
+const MAX_EVENTS: usize = 200_000;
 
-const TOLD: AddWatchFlags = AddWatchFlags::IN_CREATE
+const WATCHED_EVENTS: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_DELETE)
     .union(AddWatchFlags::IN_MODIFY)
     .union(AddWatchFlags::IN_ATTRIB)
@@ -35,19 +35,21 @@ const TOLD: AddWatchFlags = AddWatchFlags::IN_CREATE
     .union(AddWatchFlags::IN_MOVED_TO)
     .union(AddWatchFlags::IN_ONLYDIR);
 
-pub struct Eye {
+pub struct HomeWatcher {
     home: OwnedFd,
     root: Inode,
     inotify: Inotify,
     folders: HashMap<WatchDescriptor, Inode>,
     watches: HashMap<Inode, WatchDescriptor>,
-    /// The system gives no more watches.
+    /// The system's limit of watches is reached.
     is_short: bool,
 }
 
-impl Eye {
+impl HomeWatcher {
+    /// Opens the home.
+    ///
     /// # Errors
-    /// When there is no home, or the system watches nothing.
+    /// The home does not exist, or cannot be watched.
     pub fn open(home: &Path) -> Result<Self, FileError> {
         let at = |action: &'static str| move |errno: Errno| FileError::at(action, home)(errno.into());
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
@@ -55,10 +57,11 @@ impl Eye {
         let root = fstat(&folder).map_err(at("look at"))?.st_ino;
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).map_err(at("watch"))?;
         let (folders, watches) = (HashMap::new(), HashMap::new());
-        let eye = Self { home: folder, root, inotify, folders, watches, is_short: false };
-        // A filter of system calls may refuse what all looks are made with, and an audit of nothing looks like peace.
-        eye.opened(b".").map_err(at("look into"))?;
-        Ok(eye)
+        let watcher = Self { home: folder, root, inotify, folders, watches, is_short: false };
+        // Check now that `openat2` is permitted: a seccomp filter could refuse it, and the audit would silently see
+        // nothing.
+        watcher.open_below(b".").map_err(at("look into"))?;
+        Ok(watcher)
     }
 
     pub fn root(&self) -> Inode {
@@ -69,8 +72,8 @@ impl Eye {
         self.is_short
     }
 
-    /// Before everything is listed anew: the system may have watches again.
-    pub fn hope(&mut self) {
+    /// Allows new watches again. Called before a full check.
+    pub fn retry_watches(&mut self) {
         self.is_short = false;
     }
 
@@ -78,37 +81,37 @@ impl Eye {
         self.watches.len()
     }
 
-    /// Reads all that was told so far.
-    pub fn drain(&mut self, dirt: &mut Dirt) {
+    /// Reads all queued events.
+    pub fn drain(&mut self, dirty: &mut DirtySet) {
         let mut read = 0;
-        while read < MOST_EVENTS {
+        while read < MAX_EVENTS {
             let events = match self.inotify.read_events() {
                 Ok(events) if events.is_empty() => return,
                 Ok(events) => events,
                 Err(Errno::EINTR) => continue,
                 Err(Errno::EAGAIN) => return,
                 Err(error) => {
-                    tracing::error!(%error, "inotify cannot be read");
-                    return dirt.mark_all();
+                    tracing::error!(%error, "cannot read inotify events");
+                    return dirty.mark_all();
                 }
             };
             read += events.len();
             for event in events {
                 if event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
-                    dirt.mark_all();
+                    dirty.mark_all();
                 } else if event.mask.contains(AddWatchFlags::IN_IGNORED) {
-                    self.ended(event.wd);
+                    self.remove_watch(event.wd);
                 } else if let (Some(folder), Some(name)) = (self.folders.get(&event.wd), event.name) {
                     let name = name.as_encoded_bytes();
-                    if !(*folder == self.root && name == OWN) {
-                        dirt.mark(*folder, name, marks(event.mask));
+                    if !(*folder == self.root && name == SYSTEM_FOLDER) {
+                        dirty.mark(*folder, name, marks(event.mask));
                     }
                 }
             }
         }
     }
 
-    fn ended(&mut self, watch: WatchDescriptor) {
+    fn remove_watch(&mut self, watch: WatchDescriptor) {
         if let Some(folder) = self.folders.remove(&watch)
             && self.watches.get(&folder) == Some(&watch)
         {
@@ -116,31 +119,31 @@ impl Eye {
         }
     }
 
-    /// Folders that are not in the home any more.
+    /// Stops watching folders that have left the home.
     pub fn forget(&mut self, folders: &[Inode]) {
         for folder in folders {
             if let Some(watch) = self.watches.remove(folder) {
                 self.folders.remove(&watch);
-                // Of a folder that was deleted the kernel has let go by itself.
+                // The kernel has already removed the watch of a deleted folder.
                 let _ = self.inotify.rm_watch(watch);
             }
         }
     }
 
     fn open_folder(&self, path: &[u8], folder: Inode) -> Option<OwnedFd> {
-        match self.opened(if path.is_empty() { b"." } else { path }) {
+        match self.open_below(if path.is_empty() { b"." } else { path }) {
             Ok(opened) => fstat(&opened).is_ok_and(|stat| stat.st_ino == folder).then_some(opened),
-            // It went, or something else has come in its place, or is mounted on it.
+            // It was deleted or replaced, or something is mounted on it.
             Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::EXDEV | Errno::EAGAIN) => None,
             Err(error) => {
                 let path = String::from_utf8_lossy(path);
-                tracing::error!(%error, %path, "a folder cannot be looked into: its changes are not audited");
+                tracing::error!(%error, %path, "cannot open a folder: its changes are not audited");
                 None
             }
         }
     }
 
-    fn opened(&self, path: &[u8]) -> nix::Result<OwnedFd> {
+    fn open_below(&self, path: &[u8]) -> nix::Result<OwnedFd> {
         let how = OpenHow::new()
             .flags(OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
             .resolve(
@@ -153,14 +156,14 @@ impl Eye {
 
     fn watch(&mut self, folder: Inode, opened: &OwnedFd) {
         let path = format!("/proc/self/fd/{}", opened.as_raw_fd());
-        match self.inotify.add_watch(path.as_str(), TOLD) {
+        match self.inotify.add_watch(path.as_str(), WATCHED_EVENTS) {
             Ok(watch) => {
                 self.folders.insert(watch, folder);
                 self.watches.insert(folder, watch);
             }
             Err(error) => {
                 if !self.is_short {
-                    tracing::error!(%error, watches = self.watches.len(), "no more folders can be watched");
+                    tracing::error!(%error, watches = self.watches.len(), "cannot watch more folders");
                 }
                 self.is_short = true;
             }
@@ -168,28 +171,28 @@ impl Eye {
     }
 }
 
-impl AsFd for Eye {
+impl AsFd for HomeWatcher {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.inotify.as_fd()
     }
 }
 
-impl Sight for Eye {
-    fn look(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<Seen>> {
+impl FsProbe for HomeWatcher {
+    fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>> {
         let Some(opened) = self.open_folder(path, folder) else { return vec![None; names.len()] };
-        names.iter().map(|name| seen(&opened, name)).collect()
+        names.iter().map(|name| file_state(&opened, name)).collect()
     }
 
-    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, Seen)> {
+    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)> {
         let Some(opened) = self.open_folder(path, folder) else { return Vec::new() };
         self.watch(folder, &opened);
         let Ok(mut dir) = Dir::from_fd(opened) else { return Vec::new() };
         let names: Vec<Name> =
             dir.iter().flatten().map(|entry| entry.file_name().to_bytes().into()).collect();
-        let is_own = |name: &Name| folder == self.root && &name[..] == OWN;
+        let is_own = |name: &Name| folder == self.root && &name[..] == SYSTEM_FOLDER;
         let is_listed = |name: &Name| !matches!(&name[..], b"." | b"..") && !is_own(name);
         let names = names.into_iter().filter(is_listed);
-        names.filter_map(|name| seen(&dir, &name).map(|seen| (name, seen))).collect()
+        names.filter_map(|name| file_state(&dir, &name).map(|state| (name, state))).collect()
     }
 }
 
@@ -207,7 +210,7 @@ fn marks(mask: AddWatchFlags) -> Marks {
     }
 }
 
-fn seen(folder: &impl AsFd, name: &[u8]) -> Option<Seen> {
+fn file_state(folder: &impl AsFd, name: &[u8]) -> Option<FileState> {
     let stat = fstatat(folder, name, AtFlags::AT_SYMLINK_NOFOLLOW).ok()?;
     let kind = match SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT {
         SFlag::S_IFREG => Kind::File,
@@ -215,7 +218,7 @@ fn seen(folder: &impl AsFd, name: &[u8]) -> Option<Seen> {
         SFlag::S_IFLNK => Kind::Link,
         _ => Kind::Other,
     };
-    Some(Seen {
+    Some(FileState {
         inode: stat.st_ino,
         size: u64::try_from(stat.st_size).unwrap_or_default(),
         mtime: mtime(&stat),

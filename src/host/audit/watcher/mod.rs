@@ -1,7 +1,7 @@
-//! `svc-watch`: the audit of the home's files. What agents' tools change becomes lines of `audit.jsonl`.
+//! `svc-watch`: the audit of the home's files. Records the changes of agents' tools in `audit.jsonl`.
 //!
-//! Here: the command line, the socket on which hooks tell of tool calls, the life as a service. It runs as a user whom
-//! the owner's programs can neither end nor imitate, and reads names and sizes, never contents.
+//! This file has the command line, the socket for hooks, and the service lifecycle. It runs as a user whose processes
+//! the owner's programs can neither kill nor impersonate, and reads names and sizes, never contents.
 
 mod calls;
 pub mod diff;
@@ -31,9 +31,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 
-use self::peer::Speaker;
-use self::thread::{Told, Watcher};
-use super::protocol::{LONGEST, Message, SOCKET};
+use self::peer::Peer;
+use self::thread::{HookRequest, Watcher};
+use super::protocol::{MAX_MESSAGE_BYTES, Message, SOCKET};
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::host::records::writer::Writer;
 use crate::host::system::config::begin_log;
@@ -42,14 +42,14 @@ use crate::host::system::systemd;
 use crate::host::system::unix_socket;
 use crate::host::system::unix_socket::PeerCredentials;
 
-/// Hooks that tell something at once.
-const MOST_AT_ONCE: usize = 128;
-/// A hook says all it has to say within this; it waits for no longer than a tenth of it.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// A look through a home of a million names takes some seconds.
-const STUCK: Duration = Duration::from_secs(20);
+/// Maximum concurrent hook connections.
+const MAX_CONNECTIONS: usize = 128;
+/// Timeout of one hook connection; the hook itself waits for a tenth of it.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum time between two rounds of the thread; a full check of a million names takes some seconds.
+const STUCK_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The places of the watcher where a test can stop it.
+/// Fail points of the watcher.
 pub const POINTS: &[&str] = &["watch.look"];
 
 #[derive(clap::Parser)]
@@ -57,7 +57,7 @@ pub const POINTS: &[&str] = &["watch.look"];
     name = "svc-watch",
     version = applet::VERSION,
     about = "Records what agents' tools change in the owner's home",
-    after_help = "Agents' hooks (svc-hook) tell it when a tool call begins and ends; entries go to system/logs/audit.jsonl."
+    after_help = "Agents' hooks (svc-hook) report the start and end of tool calls; entries go to system/logs/audit.jsonl."
 )]
 struct Args {}
 
@@ -79,33 +79,33 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     unix_socket::ensure_dir(&layout.hook_notes()).or_exit(Exit::Internal)?;
     let writer = Writer::start(layout.logs()).or_exit(Exit::Internal)?;
     let records = writer.records();
-    let of_watcher = layout.clone();
-    let begun = tokio::task::spawn_blocking(move || Watcher::begin(&of_watcher, records));
+    let thread_layout = layout.clone();
+    let begun = tokio::task::spawn_blocking(move || Watcher::begin(&thread_layout, records));
     let watcher = begun.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
-    let Started { teller, alive, thread, ended } = start(watcher).or_exit(Exit::Internal)?;
+    let Started { handle, alive, thread, ended } = start(watcher).or_exit(Exit::Internal)?;
     let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
     systemd::tell(&[NotifyState::Ready]);
-    let is_told_to_end = tokio::select! {
-        () = listen(listener, teller) => false,
-        // Its thread has ended: by a panic, which has told of itself.
+    let is_stopped = tokio::select! {
+        () = listen(listener, handle) => false,
+        // The thread has panicked; the panic hook has logged it.
         _ = ended => false,
         never = feed_watchdog(alive) => match never {},
         _ = term.recv() => true,
         _ = int.recv() => true,
     };
     systemd::tell(&[NotifyState::Stopping]);
-    // The tellers are gone with the listener; hooks that are still being heard hold theirs for a moment.
+    // The listener's handle is dropped; open connections hold theirs until their timeout.
     let ended = tokio::task::spawn_blocking(move || thread.join());
-    // What it did not get to end in time ends with the process.
-    let _ = tokio::time::timeout(PATIENCE * 2, ended).await;
+    // After the timeout, the thread ends with the process.
+    let _ = tokio::time::timeout(CONNECTION_TIMEOUT * 2, ended).await;
     drop(writer);
-    is_told_to_end.then_some(()).ok_or_else(|| anyhow::anyhow!("the watcher has ended by itself").into())
+    is_stopped.then_some(()).ok_or_else(|| anyhow::anyhow!("the watcher's thread ended unexpectedly").into())
 }
 
-/// While the thread comes by.
+/// Feeds the watchdog while the thread makes progress.
 async fn feed_watchdog(alive: Arc<AtomicBool>) -> Infallible {
-    let is_well = async || {
-        let end = tokio::time::Instant::now() + STUCK;
+    let is_alive = async || {
+        let end = tokio::time::Instant::now() + STUCK_TIMEOUT;
         while !alive.swap(false, Ordering::Relaxed) {
             if tokio::time::Instant::now() > end {
                 return false;
@@ -114,94 +114,94 @@ async fn feed_watchdog(alive: Arc<AtomicBool>) -> Infallible {
         }
         true
     };
-    systemd::feed_watchdog(CancellationToken::new(), is_well).await;
-    // Nobody asks.
+    systemd::feed_watchdog(CancellationToken::new(), is_alive).await;
+    // Without a watchdog.
     std::future::pending().await
 }
 
-/// By which the watcher's thread is told something.
+/// Sends messages to the watcher's thread.
 #[derive(Clone)]
-struct Teller {
-    orders: Sender<Told>,
+struct WatcherHandle {
+    requests: Sender<HookRequest>,
     waker: Arc<StdStream>,
 }
 
 struct Started {
-    teller: Teller,
-    /// Set whenever the thread comes by.
+    handle: WatcherHandle,
+    /// Set in each round of the thread.
     alive: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<()>,
-    /// Ends with the thread.
+    /// Resolves when the thread ends.
     ended: oneshot::Receiver<()>,
 }
 
 fn start(watcher: Watcher) -> std::io::Result<Started> {
-    let (orders, told) = channel();
+    let (requests, received) = channel();
     let (waker, woken) = StdStream::pair()?;
     waker.set_nonblocking(true)?;
     woken.set_nonblocking(true)?;
     let (alive, (ends, ended)) = (Arc::new(AtomicBool::new(true)), oneshot::channel());
-    let seen = Arc::clone(&alive);
+    let thread_alive = Arc::clone(&alive);
     let work = move || {
-        watcher.run(&told, &woken, &seen);
+        watcher.run(&received, &woken, &thread_alive);
         drop(ends);
     };
     let thread = std::thread::Builder::new().name("watcher".to_owned()).spawn(work)?;
-    Ok(Started { teller: Teller { orders, waker: Arc::new(waker) }, alive, thread, ended })
+    Ok(Started { handle: WatcherHandle { requests, waker: Arc::new(waker) }, alive, thread, ended })
 }
 
-impl Teller {
-    async fn tell(&self, message: Message, speaker: Speaker) -> bool {
-        let (heard, hears) = oneshot::channel();
-        if self.orders.send(Told { message, speaker, heard }).is_err() {
+impl WatcherHandle {
+    async fn send(&self, message: Message, peer: Peer) -> bool {
+        let (done, is_done) = oneshot::channel();
+        if self.requests.send(HookRequest { message, peer, done }).is_err() {
             return false;
         }
-        // Where it is full, the thread has been woken.
+        // A full socket buffer already wakes the thread.
         let _ = (&*self.waker).write(&[1]);
-        hears.await.is_ok()
+        is_done.await.is_ok()
     }
 }
 
-async fn listen(listener: UnixListener, teller: Teller) {
-    let room = Arc::new(Semaphore::new(MOST_AT_ONCE));
+async fn listen(listener: UnixListener, handle: WatcherHandle) {
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        let Ok(place) = Arc::clone(&room).acquire_owned().await else { return };
+        let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
-                let teller = teller.clone();
+                let handle = handle.clone();
                 tokio::spawn(async move {
-                    // Whoever says nothing is not waited for; whoever let go needs no answer.
-                    let _ = tokio::time::timeout(PATIENCE, hear(stream, teller)).await;
-                    drop(place);
+                    // Silent hooks time out; a hook that disconnected needs no reply.
+                    let _ = tokio::time::timeout(CONNECTION_TIMEOUT, serve_hook(stream, handle)).await;
+                    drop(permit);
                 });
             }
             Err(error) => {
-                tracing::error!(%error, "cannot accept a hook");
+                tracing::error!(%error, "cannot accept a hook's connection");
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
     }
 }
 
-async fn hear(mut stream: UnixStream, teller: Teller) -> std::io::Result<()> {
-    // At once: it may let go and end.
-    let speaker = Speaker::of(PeerCredentials::of(&stream));
+async fn serve_hook(mut stream: UnixStream, handle: WatcherHandle) -> std::io::Result<()> {
+    // Immediately: the hook may disconnect and exit.
+    let peer = Peer::from_credentials(PeerCredentials::of(&stream));
     let mut line = Vec::new();
     let (read, mut write) = stream.split();
-    BufReader::new(read).take(LONGEST).read_until(b'\n', &mut line).await?;
+    BufReader::new(read).take(MAX_MESSAGE_BYTES).read_until(b'\n', &mut line).await?;
     match serde_json::from_slice::<Message>(&line) {
         Ok(message) if message.version == Message::VERSION => {
-            if teller.tell(message, speaker).await {
+            if handle.send(message, peer).await {
                 write.write_all(b"{\"heard\":true}\n").await?;
             }
             Ok(())
         }
         Ok(message) => {
-            tracing::warn!(version = message.version, "a hook of another release");
+            tracing::warn!(version = message.version, "a hook has another protocol version");
             Ok(())
         }
         Err(error) => {
-            tracing::warn!(%error, "a hook that cannot be understood");
+            tracing::warn!(%error, "invalid message of a hook");
             Ok(())
         }
     }

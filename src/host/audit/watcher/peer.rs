@@ -1,32 +1,32 @@
-//! Who told the watcher something: what the kernel says of the process at the other end, and nothing that it sends.
+//! The peer of a hook connection: identified by the kernel, never by what it sends.
 
 use nix::unistd::geteuid;
 
 use crate::host::audit::protocol::Process;
 use crate::host::system::unix_socket::PeerCredentials;
 
-/// The process that connected and those above it, as they were then.
+/// The connected process and its ancestors, at the time of the connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Speaker {
-    /// Root's or the gateway's own user's: the dispatcher's word counts, nobody else's.
+pub struct Peer {
+    /// Runs as root or as the gateway's user: only then it may report dispatches.
     pub is_gateway: bool,
-    /// Itself first, then its parent, and so on. Empty where it had ended before it could be looked at.
+    /// The process first, then its parent, and so on. Empty if it had already ended.
     processes: Vec<Process>,
 }
 
-impl Speaker {
-    pub fn of(credentials: PeerCredentials) -> Self {
+impl Peer {
+    pub fn from_credentials(credentials: PeerCredentials) -> Self {
         let is_own = |uid: u32| uid == 0 || uid == geteuid().as_raw();
-        let processes = credentials.pid.map(Process::with_those_above).unwrap_or_default();
+        let processes = credentials.pid.map(Process::with_ancestors).unwrap_or_default();
         Self { is_gateway: credentials.uid.is_some_and(is_own), processes }
     }
 
-    /// The process that runs the hook: an agent's program runs it as its own child.
+    /// The process that runs the hook: the agent's program, as the hook's parent.
     pub fn caller(&self) -> Option<Process> {
         self.processes.get(1).copied()
     }
 
-    /// Whether it is this process, or was started by it or by something below it.
+    /// Whether this process is `process` or one of its descendants.
     pub fn is_below(&self, process: Process) -> bool {
         self.processes.contains(&process)
     }
@@ -41,15 +41,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_below_its_parents_and_below_nobody_else() {
+    fn peer_is_below_its_ancestors_only() {
         let pid = i32::try_from(std::process::id()).unwrap();
-        let speaker = Speaker::of(PeerCredentials { uid: Some(geteuid().as_raw()), pid: Some(pid) });
-        let parent = Process::of(nix::unistd::getppid().as_raw());
-        assert!(speaker.is_gateway && speaker.is_known());
-        assert_eq!(speaker.caller(), Some(parent));
-        assert!(speaker.is_below(Process::of(pid)) && speaker.is_below(parent));
-        assert!(!speaker.is_below(Process { pid, started: 1 }));
-        let nobody = Speaker::of(PeerCredentials { uid: Some(u32::MAX), pid: Some(i32::MAX) });
-        assert!(!nobody.is_gateway && !nobody.is_known() && nobody.caller().is_none());
+        let peer = Peer::from_credentials(PeerCredentials { uid: Some(geteuid().as_raw()), pid: Some(pid) });
+        let parent = Process::from_pid(nix::unistd::getppid().as_raw());
+        assert!(peer.is_gateway && peer.is_known());
+        assert_eq!(peer.caller(), Some(parent));
+        assert!(peer.is_below(Process::from_pid(pid)) && peer.is_below(parent));
+        assert!(!peer.is_below(Process { pid, started: 1 }));
+        let unknown = Peer::from_credentials(PeerCredentials { uid: Some(u32::MAX), pid: Some(i32::MAX) });
+        assert!(!unknown.is_gateway && !unknown.is_known() && unknown.caller().is_none());
     }
 }

@@ -1,4 +1,4 @@
-//! Which tool calls and dispatches run, on disk: a watcher that begins anew goes on with them.
+//! The state file: running tool calls and dispatches, restored when the watcher restarts.
 
 use std::path::Path;
 
@@ -7,16 +7,16 @@ use serde::{Deserialize, Serialize};
 use super::dispatches::Dispatches;
 use super::windows::Window;
 
-/// What a next life begins with.
+/// The saved state.
 #[derive(Default, Serialize, Deserialize)]
-pub struct Kept {
+pub struct WatcherState {
     pub windows: Vec<Window>,
     pub dispatches: Dispatches,
 }
 
-pub fn restored(state: &Path) -> Kept {
+pub fn load_state(state: &Path) -> WatcherState {
     let text = std::fs::read(state).unwrap_or_default();
     let of_older_release =
-        || serde_json::from_slice(&text).map(|windows| Kept { windows, ..Kept::default() });
+        || serde_json::from_slice(&text).map(|windows| WatcherState { windows, ..WatcherState::default() });
     serde_json::from_slice(&text).or_else(|_| of_older_release()).unwrap_or_default()
 }

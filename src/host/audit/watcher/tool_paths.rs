@@ -1,9 +1,9 @@
-//! Which file of the home a tool means by the path that it was given.
+//! Resolves the path that a tool was given to a file of the home.
 
 use std::path::{Component, Path, PathBuf};
 
-/// The paths below the home that a tool may have written: the name in the folder that it really is in, and, where that
-/// is a link, what it leads to. None for what is outside, or the records' own.
+/// The paths below the home that a tool may have written: the name in its real folder and, if that is a link, its
+/// target. Empty for paths outside the home and in the records' folder.
 pub fn paths(home: &Path, cwd: Option<&str>, path: &str) -> Vec<String> {
     let path = Path::new(cwd.unwrap_or("/")).join(path);
     let mut found = Vec::new();
@@ -24,7 +24,7 @@ fn inside(home: &Path, path: &Path) -> Option<String> {
     Some(text.to_owned())
 }
 
-/// As far as it is there, without links; the rest as it was said.
+/// Resolves the existing part of a path; appends the rest unchanged.
 fn real(path: &Path) -> PathBuf {
     let mut there = path.to_owned();
     let mut rest = Vec::new();
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_is_what_it_leads_to_and_none_outside() {
+    fn paths_resolve_links_and_stay_in_the_home() {
         let dir = tempfile::tempdir().unwrap();
         let root = std::fs::canonicalize(dir.path()).unwrap();
         let home = root.join("home");

@@ -1,11 +1,11 @@
-//! What is known of the home's files: which folder has which names, and what stood behind each when it was last looked at.
+//! The last known state of the home's files: the names in each folder, and the file behind each name.
 //!
-//! Memory alone; nothing here looks at a disk. A folder is known by its inode, so that it stays itself wherever it goes.
+//! In memory only; performs no I/O. Folders are identified by inode, so that they keep their identity when moved.
 
 use std::collections::{BTreeMap, HashMap};
 
 pub type Inode = u64;
-/// Bytes, for a name need not be a text.
+/// Bytes, since a name need not be valid UTF-8.
 pub type Name = Box<[u8]>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,25 +16,25 @@ pub enum Kind {
     Other,
 }
 
-/// What a name stood for.
+/// The state of the file behind a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Seen {
+pub struct FileState {
     pub inode: Inode,
     pub size: u64,
-    /// Nanoseconds.
+    /// In nanoseconds.
     pub mtime: i64,
     pub kind: Kind,
-    /// It has other names.
+    /// The file has other names.
     pub is_shared: bool,
 }
 
 #[derive(Debug)]
 struct Folder {
-    place: Option<(Inode, Name)>,
-    entries: BTreeMap<Name, Seen>,
+    parent: Option<(Inode, Name)>,
+    entries: BTreeMap<Name, FileState>,
 }
 
-/// Paths below the root; the root's own is empty.
+/// Values by path below the root, whose own path is empty.
 pub type Paths<T> = BTreeMap<Vec<u8>, T>;
 
 #[derive(Debug)]
@@ -44,9 +44,9 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// Of which nothing but the root is known.
+    /// An empty tree.
     pub fn new(root: Inode) -> Self {
-        let folder = Folder { place: None, entries: BTreeMap::new() };
+        let folder = Folder { parent: None, entries: BTreeMap::new() };
         Self { root, folders: HashMap::from([(root, folder)]) }
     }
 
@@ -58,12 +58,12 @@ impl Tree {
         self.folders.contains_key(&folder)
     }
 
-    /// How many names are known.
+    /// The number of names.
     pub fn len(&self) -> usize {
         self.folders.values().map(|folder| folder.entries.len()).sum()
     }
 
-    pub fn get(&self, folder: Inode, name: &[u8]) -> Option<Seen> {
+    pub fn get(&self, folder: Inode, name: &[u8]) -> Option<FileState> {
         self.folders.get(&folder)?.entries.get(name).copied()
     }
 
@@ -71,14 +71,14 @@ impl Tree {
         self.folders.get(&folder).map_or_else(Vec::new, |folder| folder.entries.keys().cloned().collect())
     }
 
-    /// Where a folder is.
+    /// The path of a folder.
     pub fn path(&self, folder: Inode) -> Option<Vec<u8>> {
         let mut names = Vec::new();
         let mut at = self.folders.get(&folder)?;
-        while let Some((above, name)) = &at.place {
+        while let Some((above, name)) = &at.parent {
             names.push(name);
             at = self.folders.get(above)?;
-            // Deeper than any path may be: two folders that were each other's in turn, between two looks.
+            // No path is that deep: two folders contained each other in turn, between two checks.
             if names.len() > 4096 {
                 return None;
             }
@@ -90,65 +90,65 @@ impl Tree {
         Some(path)
     }
 
-    /// The folder that a folder is in, and its name there.
-    pub fn place(&self, folder: Inode) -> Option<(Inode, Name)> {
-        self.folders.get(&folder)?.place.clone()
+    /// The parent of a folder, and its name there.
+    pub fn parent(&self, folder: Inode) -> Option<(Inode, Name)> {
+        self.folders.get(&folder)?.parent.clone()
     }
 
-    /// A name, and what it stands for now. A folder begins empty.
-    pub fn put(&mut self, folder: Inode, name: Name, seen: Seen) {
+    /// Adds a name. A new folder is empty.
+    pub fn put(&mut self, folder: Inode, name: Name, seen: FileState) {
         if !self.has(folder) {
             return;
         }
         if seen.kind == Kind::Folder && seen.inode != self.root {
-            let place = Some((folder, name.clone()));
-            self.folders.insert(seen.inode, Folder { place, entries: BTreeMap::new() });
+            let parent = Some((folder, name.clone()));
+            self.folders.insert(seen.inode, Folder { parent, entries: BTreeMap::new() });
         }
         if let Some(folder) = self.folders.get_mut(&folder) {
             folder.entries.insert(name, seen);
         }
     }
 
-    /// The same thing, as it looks now.
-    pub fn refresh(&mut self, folder: Inode, name: &[u8], seen: Seen) {
+    /// Updates the state of an unmoved file.
+    pub fn refresh(&mut self, folder: Inode, name: &[u8], seen: FileState) {
         if let Some(entry) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.get_mut(name)) {
             *entry = seen;
         }
     }
 
-    /// Forgets a name and all below it, which goes to `before` by its path; folders go to `left`, too.
+    /// Removes a name and everything below it into `before`, by path; folders also go to `left`.
     pub fn take(
         &mut self,
         folder: Inode,
         name: &[u8],
         path: Vec<u8>,
-        before: &mut Paths<Known>,
+        before: &mut Paths<TreeEntry>,
         left: &mut Vec<Inode>,
     ) {
         let Some(seen) = self.folders.get_mut(&folder).and_then(|folder| folder.entries.remove(name)) else {
             return;
         };
-        let mut rest = vec![(path, Known { seen, folder })];
+        let mut rest = vec![(path, TreeEntry { seen, folder })];
         while let Some((path, known)) = rest.pop() {
             if known.seen.kind == Kind::Folder && self.is_at(known.seen.inode, known.folder, &path) {
                 left.push(known.seen.inode);
                 let inside = self.folders.remove(&known.seen.inode).map(|folder| folder.entries);
                 for (name, seen) in inside.into_iter().flatten() {
-                    rest.push((below(&path, &name), Known { seen, folder: known.seen.inode }));
+                    rest.push((below(&path, &name), TreeEntry { seen, folder: known.seen.inode }));
                 }
             }
             before.insert(path, known);
         }
     }
 
-    /// Whether the folder of this inode is still the one in that place, and not one that was found elsewhere since.
+    /// Whether the folder is still at this place, rather than found elsewhere since.
     fn is_at(&self, inode: Inode, above: Inode, path: &[u8]) -> bool {
-        let place = self.folders.get(&inode).and_then(|folder| folder.place.as_ref());
-        place.is_some_and(|(of, name)| *of == above && last(path) == &name[..])
+        let parent = self.folders.get(&inode).and_then(|folder| folder.parent.as_ref());
+        parent.is_some_and(|(of, name)| *of == above && last(path) == &name[..])
     }
 
-    /// All names of files that have one of these inodes.
-    pub fn of_inodes(&self, wanted: impl Fn(Inode) -> bool) -> Vec<(Inode, Name, Seen)> {
+    /// All names of files with a matching inode.
+    pub fn of_inodes(&self, wanted: impl Fn(Inode) -> bool) -> Vec<(Inode, Name, FileState)> {
         let mut found = Vec::new();
         for (inode, folder) in &self.folders {
             let files =
@@ -159,14 +159,14 @@ impl Tree {
     }
 }
 
-/// What was known at a path, and in which folder.
+/// A file's state, and its folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Known {
-    pub seen: Seen,
+pub struct TreeEntry {
+    pub seen: FileState,
     pub folder: Inode,
 }
 
-/// The path of a name in a folder.
+/// Joins a folder's path and a name.
 pub fn below(path: &[u8], name: &[u8]) -> Vec<u8> {
     let mut joined = Vec::with_capacity(path.len() + 1 + name.len());
     joined.extend_from_slice(path);
@@ -177,7 +177,7 @@ pub fn below(path: &[u8], name: &[u8]) -> Vec<u8> {
     joined
 }
 
-/// The last name of a path.
+/// The last component of a path.
 pub fn last(path: &[u8]) -> &[u8] {
     path.rsplit(|&byte| byte == b'/').next().unwrap_or_default()
 }

@@ -1,7 +1,7 @@
-//! Whose a change is: which tool calls were running when it happened.
+//! Attributes changes to the tool calls that were running when they happened.
 //!
-//! Pure. A command may change anything, so what happens between its beginning and its end is its. A tool that writes one
-//! file claims that file: what it says of it is believed at its end, and nobody else is held to have done it.
+//! Pure. A command may change anything, so changes between its start and its end are its own. A tool that writes one
+//! file claims that file: its report is believed at its end, and no other call is held responsible.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -10,10 +10,10 @@ use super::diff::Change;
 use crate::host::audit::protocol::Process;
 use crate::host::records::entry::{AuditEntry, Op};
 
-/// So many tool calls are kept at once.
-pub const MOST: usize = 256;
+/// Maximum open tool calls.
+pub const MAX_WINDOWS: usize = 256;
 
-/// Who did something.
+/// The agent that made a change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Agent {
@@ -22,7 +22,7 @@ pub struct Agent {
     pub dispatch: Option<String>,
 }
 
-/// A tool call that has begun.
+/// A running tool call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Window {
@@ -33,7 +33,7 @@ pub struct Window {
     pub subagent: Option<String>,
     pub process: Option<Process>,
     pub opened: Timestamp,
-    /// Paths that the one file it writes may have; none of a command, which may write any.
+    /// Possible paths of the one file that it writes; `None` for a command, which may write any.
     pub claim: Option<Vec<String>>,
     pub is_background: bool,
 }
@@ -53,7 +53,7 @@ fn is_above(folder: &[u8], path: &[u8]) -> bool {
     path.strip_prefix(folder).is_some_and(|rest| rest.starts_with(b"/"))
 }
 
-/// Whose it is, by the commands that were running.
+/// The agents whose commands were running.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Owners {
     agents: Vec<Agent>,
@@ -90,9 +90,9 @@ impl Owners {
     }
 }
 
-/// A change that a tool call claims and has not ended yet.
+/// A claimed change, pending until its call ends.
 #[derive(Debug)]
-struct Held {
+struct PendingChange {
     change: Change,
     owners: Owners,
     at: Timestamp,
@@ -101,13 +101,13 @@ struct Held {
 #[derive(Debug, Default)]
 pub struct Windows {
     open: Vec<Window>,
-    held: Vec<Held>,
+    pending: Vec<PendingChange>,
 }
 
 impl Windows {
-    /// Those that were open in another life of this process.
+    /// Restores the calls that were open before a restart.
     pub fn restored(open: Vec<Window>) -> Self {
-        Self { open, held: Vec::new() }
+        Self { open, pending: Vec::new() }
     }
 
     pub fn all(&self) -> &[Window] {
@@ -118,7 +118,7 @@ impl Windows {
         self.open.is_empty()
     }
 
-    /// Whether some run, and all of them in the background.
+    /// Whether there are open calls and all of them run in the background.
     pub fn is_background(&self) -> bool {
         !self.open.is_empty() && self.open.iter().all(|window| window.is_background)
     }
@@ -131,15 +131,15 @@ impl Windows {
         self.open.iter().find(|window| window.session == session && window.tool_use == tool_use)
     }
 
-    /// A tool call begins. Where there are too many, the oldest is given up.
+    /// Opens a call. Returns the oldest one if it had to be evicted.
     pub fn begin(&mut self, window: Window) -> Option<Window> {
         self.open.retain(|open| !(open.session == window.session && open.tool_use == window.tool_use));
-        let given_up = (self.open.len() >= MOST).then(|| self.open.remove(0));
+        let evicted = (self.open.len() >= MAX_WINDOWS).then(|| self.open.remove(0));
         self.open.push(window);
-        given_up
+        evicted
     }
 
-    /// What happened since the last look, as far as it is known whose it is.
+    /// Attributes the changes since the last check; claimed ones stay pending.
     pub fn attribute(&mut self, changes: Vec<Change>, at: Timestamp) -> Vec<AuditEntry> {
         if self.open.is_empty() {
             return Vec::new();
@@ -148,7 +148,7 @@ impl Windows {
         let mut entries = Vec::new();
         for change in changes {
             if self.open.iter().any(|window| window.claims(&change)) {
-                self.held.push(Held { change, owners: owners.clone(), at });
+                self.pending.push(PendingChange { change, owners: owners.clone(), at });
             } else {
                 entries.extend(owners.entry(&change, at));
             }
@@ -168,13 +168,13 @@ impl Windows {
         Owners { agents, tool: tool.filter(|tool| commands().all(|window| window.tool == *tool)) }
     }
 
-    /// A tool call has succeeded. Of one that wrote a file: what it did, with the path of `paths`, as the tree shows it,
-    /// and where it shows nothing, `otherwise`.
+    /// Ends a successful call. For a tool that wrote a file, returns its changes as the tree shows them, or else
+    /// `fallback`.
     pub fn succeed(
         &mut self,
         session: &str,
         tool_use: &str,
-        otherwise: Option<Change>,
+        fallback: Option<Change>,
         at: Timestamp,
     ) -> Vec<AuditEntry> {
         let Some(place) =
@@ -186,36 +186,36 @@ impl Windows {
         if window.claim.is_none() {
             return Vec::new();
         }
-        let (mut mine, others) = std::mem::take(&mut self.held)
+        let (mut mine, others) = std::mem::take(&mut self.pending)
             .into_iter()
-            .partition::<Vec<_>, _>(|held| window.claims(&held.change));
-        self.held = others;
-        if !mine.iter().any(|held| held.change.op == Op::Write) {
+            .partition::<Vec<_>, _>(|pending| window.claims(&pending.change));
+        self.pending = others;
+        if !mine.iter().any(|pending| pending.change.op == Op::Write) {
             let owners = Owners { agents: Vec::new(), tool: None };
-            mine.extend(otherwise.map(|change| Held { change, owners, at }));
+            mine.extend(fallback.map(|change| PendingChange { change, owners, at }));
         }
         let owner = Owners { agents: vec![window.agent], tool: Some(window.tool) };
         let is_last =
             |at: usize| !mine[at + 1..].iter().any(|later| later.change.path == mine[at].change.path);
         let last = mine.iter().enumerate().filter(|(at, _)| is_last(*at));
-        last.filter_map(|(_, held)| owner.entry(&held.change, held.at)).collect()
+        last.filter_map(|(_, pending)| owner.entry(&pending.change, pending.at)).collect()
     }
 
-    /// A tool call has failed, or is given up with others. What it claimed and has not done was somebody else's.
+    /// Ends failed or abandoned calls. Changes that they claimed but did not make belong to the running commands.
     pub fn end(&mut self, ends: impl Fn(&Window) -> bool) -> Vec<AuditEntry> {
         self.open.retain(|window| !ends(window));
         let open = &self.open;
-        let (kept, free) = std::mem::take(&mut self.held)
+        let (pending, released) = std::mem::take(&mut self.pending)
             .into_iter()
-            .partition::<Vec<_>, _>(|held| open.iter().any(|window| window.claims(&held.change)));
-        self.held = kept;
-        free.into_iter().filter_map(|held| held.owners.entry(&held.change, held.at)).collect()
+            .partition::<Vec<_>, _>(|pending| open.iter().any(|window| window.claims(&pending.change)));
+        self.pending = pending;
+        released.into_iter().filter_map(|one| one.owners.entry(&one.change, one.at)).collect()
     }
 
-    /// What a tool began goes on after its end.
+    /// Marks a call that continues in the background after its end.
     pub fn put_into_background(&mut self, session: &str, tool_use: &str) {
-        let of = |window: &&mut Window| window.session == session && window.tool_use == tool_use;
-        if let Some(window) = self.open.iter_mut().find(of) {
+        let is_call = |window: &&mut Window| window.session == session && window.tool_use == tool_use;
+        if let Some(window) = self.open.iter_mut().find(is_call) {
             window.is_background = true;
         }
     }

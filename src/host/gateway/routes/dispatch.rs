@@ -15,14 +15,14 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::limits::sender;
-use crate::host::agents::adapters::settings::{LONGEST_DEADLINE_SECONDS, LONGEST_NAME};
-use crate::host::agents::dispatch::event_log::Log;
+use crate::host::agents::adapters::settings::{MAX_AGENT_NAME_CHARS, MAX_DEADLINE_SECONDS};
+use crate::host::agents::dispatch::event_log::EventLog;
 use crate::host::agents::dispatch::request::{
-    Asked, DispatchId, LARGEST_BATCH, LARGEST_BODY, LONGEST_CONVERSATION, LONGEST_MODEL, LONGEST_PROMPT,
-    LONGEST_SENDER,
+    DispatchId, DispatchRequest, MAX_BATCH_ENTRIES, MAX_BODY_BYTES, MAX_CONVERSATION_CHARS, MAX_MODEL_CHARS,
+    MAX_PROMPT_CHARS, MAX_SENDER_CHARS,
 };
 use crate::host::agents::dispatch::state::{Dispatch, Phase};
-use crate::host::agents::dispatch::{Dispatcher, Found};
+use crate::host::agents::dispatch::{DispatchTarget, Dispatcher};
 use crate::host::gateway::auth::Caller;
 use crate::host::gateway::body;
 use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
@@ -44,9 +44,9 @@ async fn dispatch(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, LARGEST_BODY).await?;
+    let mut fields = body::fields(&headers, body, MAX_BODY_BYTES).await?;
     let settings = gateway.kernel.settings();
-    let asked = Asked::read(&mut fields, &sender(&gateway, &caller), &settings.agents);
+    let asked = DispatchRequest::read(&mut fields, &sender(&gateway, &caller), &settings.agents);
     let asked = fields.finish(asked)?;
     let found = gateway.dispatcher.accept(asked).await?;
     if wants_json(&headers) {
@@ -65,7 +65,7 @@ fn wants_json(headers: &HeaderMap) -> bool {
 async fn list(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {
     gateway.dispatcher.ready().await?;
     let all = gateway.dispatcher.list();
-    let all: Vec<Value> = all.iter().take(MOST_LISTED).map(|one| one.shown()).collect();
+    let all: Vec<Value> = all.iter().take(MOST_LISTED).map(|one| one.to_json()).collect();
     Ok(Json(json!({ "dispatches": all })))
 }
 
@@ -112,20 +112,20 @@ async fn cancel(
     Ok((StatusCode::ACCEPTED, Json(shown(&gateway.dispatcher, &found))).into_response())
 }
 
-async fn found(gateway: &Gateway, id: &str) -> Result<Found, Problem> {
+async fn found(gateway: &Gateway, id: &str) -> Result<DispatchTarget, Problem> {
     gateway.dispatcher.ready().await?;
     let unknown = || Problem::new(Code::NotFound, "There is no dispatch of this id, or it was long ago.");
     let id: DispatchId = id.parse().map_err(|_| unknown())?;
     gateway.dispatcher.find(&id).await?.ok_or_else(unknown)
 }
 
-fn shown(dispatcher: &Dispatcher, found: &Found) -> Value {
+fn shown(dispatcher: &Dispatcher, found: &DispatchTarget) -> Value {
     let all = dispatcher.entries(found);
     json!({
         "id": found.id(),
-        "batch": !matches!(found, Found::One(_)),
+        "batch": !matches!(found, DispatchTarget::One(_)),
         "status": status(&all),
-        "dispatches": all.iter().map(|one| one.shown()).collect::<Vec<_>>(),
+        "dispatches": all.iter().map(|one| one.to_json()).collect::<Vec<_>>(),
     })
 }
 
@@ -145,7 +145,7 @@ fn status(all: &[Arc<Dispatch>]) -> &'static str {
 }
 
 /// The events from a number on, to the last.
-fn listen(dispatcher: &Arc<Dispatcher>, found: Found, from: u64) -> Response {
+fn listen(dispatcher: &Arc<Dispatcher>, found: DispatchTarget, from: u64) -> Response {
     // What is known by its record alone has no end of its own.
     let state = (found, from, Instant::now() + LONGEST, Arc::clone(dispatcher));
     let greeting = Bytes::from(format!("retry: {RETRY_MS}\n\n"));
@@ -161,13 +161,13 @@ fn listen(dispatcher: &Arc<Dispatcher>, found: Found, from: u64) -> Response {
 }
 
 /// What there is already from a number on, and nothing after it.
-fn rest(log: &Log, from: u64) -> Option<(Bytes, Option<u64>)> {
+fn rest(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
     let events = log.read(from).events.concat();
     (!events.is_empty()).then(|| (Bytes::from(events), None))
 }
 
 /// What there is from a number on, and with which number it goes on; no number after the last.
-async fn next(log: &Log, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
+async fn next(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
     let mut grown = log.watch();
     grown.mark_unchanged();
     let read = log.read(from);
@@ -229,25 +229,22 @@ fn told_all() -> Value {
 fn asked() -> Value {
     let choice = || {
         vec![
-            ("agentName", text_to(LONGEST_NAME)),
-            ("model", text_to(LONGEST_MODEL)),
-            ("conversationId", text_to(LONGEST_CONVERSATION)),
-            (
-                "deadlineSeconds",
-                json!({ "type": "integer", "minimum": 1, "maximum": LONGEST_DEADLINE_SECONDS }),
-            ),
+            ("agentName", text_to(MAX_AGENT_NAME_CHARS)),
+            ("model", text_to(MAX_MODEL_CHARS)),
+            ("conversationId", text_to(MAX_CONVERSATION_CHARS)),
+            ("deadlineSeconds", json!({ "type": "integer", "minimum": 1, "maximum": MAX_DEADLINE_SECONDS })),
         ]
     };
-    let mut batch = array(fields(&[("prompt", text_to(LONGEST_PROMPT))], &choice()));
+    let mut batch = array(fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &choice()));
     batch["minItems"] = 1.into();
-    batch["maxItems"] = LARGEST_BATCH.into();
+    batch["maxItems"] = MAX_BATCH_ENTRIES.into();
     let mut whole = choice();
     whole.extend([
         ("id", matching("^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")),
-        ("senderId", text_to(LONGEST_SENDER)),
+        ("senderId", text_to(MAX_SENDER_CHARS)),
     ]);
     json!({ "oneOf": [
-        fields(&[("prompt", text_to(LONGEST_PROMPT))], &whole),
+        fields(&[("prompt", text_to(MAX_PROMPT_CHARS))], &whole),
         fields(&[("batch", batch)], &whole),
     ] })
 }
@@ -288,7 +285,7 @@ pub static DISPATCH: Endpoint = Endpoint {
             Code::RateLimited,
         ],
     },
-    largest_body: LARGEST_BODY,
+    largest_body: MAX_BODY_BYTES,
     serve: || post(dispatch),
 };
 

@@ -73,7 +73,7 @@ async fn known(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
 }
 
 fn of_period(settings: &Settings, spent: &Spent, period: Period, now: Timestamp) -> Value {
-    let (limit, used) = (settings.limits.of(period), spent.in_period(period));
+    let (limit, used) = (settings.limits.for_period(period), spent.in_period(period));
     let is_limited = limit > Dollars::ZERO;
     let resets_at = match period {
         Period::Daily => settings.calendar.next_day(now),
@@ -139,7 +139,7 @@ fn dollars(fields: &mut Fields, name: &str) -> Option<Dollars> {
 
 fn zone(fields: &mut Fields) -> Option<String> {
     let zone = fields.optional_text("timeZone", LONGEST_ZONE)?;
-    if Calendar::of(&zone).is_err() {
+    if Calendar::for_zone(&zone).is_err() {
         fields.wrong("timeZone", "must be a time zone such as Europe/Berlin");
     }
     Some(zone)
@@ -164,7 +164,7 @@ fn own_change(size_bytes: u64) -> AuditEntry {
 
 /// Changes the file, and keeps what else is in it; its size, and `None` where it is not what settings are written in.
 fn write(file: &std::path::Path, change: &Change) -> Result<Option<u64>, FileError> {
-    let text = owner_config::read(file)?;
+    let text = owner_config::read_config_file(file)?;
     let parsed = text.map_or(Ok(Value::Object(Map::new())), |text| serde_json::from_slice(&text));
     let Ok(Value::Object(mut settings)) = parsed else { return Ok(None) };
     let limits = settings.entry("costLimits").or_insert_with(|| json!({}));

@@ -11,7 +11,7 @@ use jiff::Timestamp;
 use serde::Deserialize;
 
 use crate::host::gateway::state::Gateway;
-use crate::host::records::files::Kind;
+use crate::host::records::files::RecordKind;
 use crate::host::records::page::{self, Verdict};
 use crate::host::snapshots::check_log::{Check, CheckKind, Status};
 use crate::host::system::layout::Layout;
@@ -56,7 +56,7 @@ fn measure_backups(logs: &Path) {
         status: String,
         key: Option<String>,
     }
-    let newest = page::newest(Kind::Backups, logs, None, MOST_FAILURES, |_| Verdict::Take);
+    let newest = page::newest(RecordKind::Backups, logs, None, MOST_FAILURES, |_| Verdict::Take);
     let lines = newest.map(|page| page.lines).unwrap_or_default();
     let runs: Vec<Run> = lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let has_succeeded = |run: &Run| run.status == "success";

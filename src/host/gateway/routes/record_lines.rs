@@ -17,7 +17,7 @@ use crate::chain::chain;
 use crate::host::agents::kernel::Kernel;
 use crate::host::gateway::bridge;
 use crate::host::gateway::events::{self, HEARTBEAT, LONGEST, RETRY_MS};
-use crate::host::records::files::{Kind, Place, Places};
+use crate::host::records::files::{LinePosition, RecordKind, TailPosition};
 use crate::host::records::page::{self, PageError, Verdict};
 use crate::host::records::tail::Tail;
 use crate::http::fields::Fields;
@@ -34,7 +34,7 @@ const OUT_OF_ORDER: i64 = 50;
 
 /// A record and the filters that it has.
 pub struct Shown {
-    pub kind: Kind,
+    pub kind: RecordKind,
     /// The member of an answer that has the lines.
     pub member: &'static str,
     /// Members of a line that a filter of the same name must equal.
@@ -73,7 +73,7 @@ impl Filter {
             && at < since
         {
             let long_before = since.checked_sub(OUT_OF_ORDER.hours()).is_ok_and(|before| at < before);
-            return if long_before { Verdict::Enough } else { Verdict::Leave };
+            return if long_before { Verdict::Stop } else { Verdict::Skip };
         }
         let in_time = self.until.is_none_or(|until| at.is_some_and(|at| at < until));
         let text = |name: &str| entry.get(name).and_then(Value::as_str);
@@ -86,7 +86,7 @@ impl Filter {
         });
         let contains =
             self.contains.as_ref().is_none_or(|part| text("text").is_some_and(|line| line.contains(part)));
-        if in_time && (is_gap || (equal && below && contains)) { Verdict::Take } else { Verdict::Leave }
+        if in_time && (is_gap || (equal && below && contains)) { Verdict::Take } else { Verdict::Skip }
     }
 }
 
@@ -110,14 +110,14 @@ fn entry(shown: &Shown, line: &str) -> Option<Map<String, Value>> {
 pub async fn list(kernel: &Kernel, shown: &'static Shown, query: Option<&str>) -> Result<Response, Problem> {
     let mut query = Fields::of_query(query.unwrap_or_default());
     let limit = query.within("limit", 1..=LARGEST_LIMIT, DEFAULT_LIMIT);
-    let cursor: Option<Place> = query.optional("cursor");
+    let cursor: Option<LinePosition> = query.optional("cursor");
     let filter = Filter::read(&mut query, shown);
     let filter = query.finish(Some(filter))?;
     let logs = kernel.logs();
     let read = tokio::task::spawn_blocking(move || {
         let mut entries = Vec::new();
         let page = page::newest(shown.kind, &logs, cursor, limit, |line| {
-            let Some(entry) = entry(shown, line) else { return Verdict::Leave };
+            let Some(entry) = entry(shown, line) else { return Verdict::Skip };
             let verdict = filter.judge(&entry);
             if verdict == Verdict::Take {
                 entries.push(Value::Object(entry));
@@ -164,7 +164,7 @@ pub async fn follow(
     let gone = || Problem::new(Code::Gone, "What came after this event is not there any more.");
     let tail = tail.ok_or_else(gone)?;
     let now = Instant::now();
-    let greeting = format!("retry: {RETRY_MS}\n{}event: ready\ndata: {{}}\n\n", id(tail.place()));
+    let greeting = format!("retry: {RETRY_MS}\n{}event: ready\ndata: {{}}\n\n", id(tail.position()));
     let listener = Listener {
         tail: Some(tail),
         shown,
@@ -180,14 +180,14 @@ pub async fn follow(
     })))
 }
 
-fn resumed(headers: &HeaderMap) -> Result<Option<Places>, Problem> {
+fn resumed(headers: &HeaderMap) -> Result<Option<TailPosition>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
     let place = value.to_str().ok().and_then(|text| text.parse().ok());
     let wrong = || Problem::field("Last-Event-ID", "must be the id of an event");
     place.map(Some).ok_or_else(wrong)
 }
 
-fn id(place: Option<Places>) -> String {
+fn id(place: Option<TailPosition>) -> String {
     place.map(|place| format!("id: {place}\n")).unwrap_or_default()
 }
 
@@ -220,7 +220,7 @@ impl Listener {
             })
             .await
             .ok()?;
-            let place = tail.place();
+            let place = tail.position();
             self.tail = Some(tail);
             match lines {
                 Ok(lines) => {
@@ -243,7 +243,7 @@ impl Listener {
         }
     }
 
-    fn event(&self, place: Places, line: &str) -> Option<Bytes> {
+    fn event(&self, place: TailPosition, line: &str) -> Option<Bytes> {
         let entry = entry(self.shown, line)?;
         let is_wanted = self.filter.judge(&entry) == Verdict::Take;
         is_wanted.then(|| Bytes::from(format!("{}data: {}\n\n", id(Some(place)), Value::Object(entry))))
@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     const SHOWN: Shown = Shown {
-        kind: Kind::Audit,
+        kind: RecordKind::Audit,
         member: "entries",
         equal: &["op", "agentName"],
         below: Some("path"),
@@ -275,18 +275,18 @@ mod tests {
         for (query, verdict) in [
             ("", Verdict::Take),
             ("op=write", Verdict::Take),
-            ("op=delete", Verdict::Leave),
-            ("op=write&agentName=y", Verdict::Leave),
+            ("op=delete", Verdict::Skip),
+            ("op=write&agentName=y", Verdict::Skip),
             ("path=apps/notes", Verdict::Take),
             ("path=apps/notes/", Verdict::Take),
-            ("path=apps/no", Verdict::Leave),
+            ("path=apps/no", Verdict::Skip),
             ("path=apps/notes/a.txt", Verdict::Take),
             ("path=/", Verdict::Take),
             ("since=2026-11-22T10:00:00Z", Verdict::Take),
-            ("since=2026-11-22T10:00:00.001Z", Verdict::Leave),
-            ("since=2026-11-24T12:00:00.000Z", Verdict::Leave),
-            ("since=2026-11-24T12:00:00.001Z", Verdict::Enough),
-            ("until=2026-11-22T10:00:00Z", Verdict::Leave),
+            ("since=2026-11-22T10:00:00.001Z", Verdict::Skip),
+            ("since=2026-11-24T12:00:00.000Z", Verdict::Skip),
+            ("since=2026-11-24T12:00:00.001Z", Verdict::Stop),
+            ("until=2026-11-22T10:00:00Z", Verdict::Skip),
             ("until=2026-11-22T10:00:00.001Z", Verdict::Take),
         ] {
             assert_eq!(judged(query, &line), verdict, "{query}");
@@ -297,12 +297,13 @@ mod tests {
     fn a_gap_is_always_shown() {
         let line = json!({"timestamp": "2026-11-22T10:00:00.000Z", "gap": {"lost": 1}});
         assert_eq!(judged("op=write&path=a", &line), Verdict::Take);
-        assert_eq!(judged("until=2026-11-22T00:00:00Z", &line), Verdict::Leave);
+        assert_eq!(judged("until=2026-11-22T00:00:00Z", &line), Verdict::Skip);
     }
 
     #[test]
     fn a_line_of_text_is_its_time_and_the_rest() {
-        let shown = Shown { kind: Kind::Activity, member: "entries", equal: &[], below: None, text: true };
+        let shown =
+            Shown { kind: RecordKind::Activity, member: "entries", equal: &[], below: None, text: true };
         let told = Value::Object(entry(&shown, "2026-11-22T10:00:00.000Z a limit was armed").unwrap());
         assert_eq!(told, json!({"timestamp": "2026-11-22T10:00:00.000Z", "text": "a limit was armed"}));
         assert!(entry(&shown, "no time").is_none() && entry(&shown, "").is_none());

@@ -10,7 +10,7 @@ use super::record_lines;
 use super::record_lines::{DEFAULT_LIMIT, LARGEST_LIMIT, LONGEST_FILTER, Shown};
 use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, READERS, told};
 use crate::host::gateway::state::Gateway;
-use crate::host::records::files::Kind;
+use crate::host::records::files::RecordKind;
 use crate::http::openapi::{
     Answer, Content, Operation, Parameter, Place, array, boolean, count, matching, named, nullable, number,
     object, one_of, text, text_to, time,
@@ -103,25 +103,25 @@ macro_rules! record {
 }
 
 static OF_INTERACTIONS: Shown = Shown {
-    kind: Kind::Interactions,
+    kind: RecordKind::Interactions,
     member: "interactions",
     equal: &["id", "senderId", "conversationId", "model", "agentName", "status", "batchId"],
     below: None,
     text: false,
 };
 static OF_AUDIT: Shown = Shown {
-    kind: Kind::Audit,
+    kind: RecordKind::Audit,
     member: "entries",
     equal: &["op", "actor", "agentName"],
     below: Some("path"),
     text: false,
 };
 static OF_ACTIVITY: Shown =
-    Shown { kind: Kind::Activity, member: "lines", equal: &[], below: None, text: true };
+    Shown { kind: RecordKind::Activity, member: "lines", equal: &[], below: None, text: true };
 static OF_STORAGE: Shown =
-    Shown { kind: Kind::Storage, member: "days", equal: &[], below: None, text: false };
+    Shown { kind: RecordKind::Storage, member: "days", equal: &[], below: None, text: false };
 static OF_BACKUPS: Shown =
-    Shown { kind: Kind::Backups, member: "backups", equal: &["status"], below: None, text: false };
+    Shown { kind: RecordKind::Backups, member: "backups", equal: &["status"], below: None, text: false };
 
 record!(
     INTERACTIONS,

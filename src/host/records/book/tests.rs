@@ -1,4 +1,4 @@
-//! The book over its files: closed and opened again, after a crash, and with what is no line.
+//! The book and its files: reopened, after a crash, and with invalid lines.
 
 use std::fs;
 
@@ -8,11 +8,11 @@ use super::*;
 use crate::host::records::entry::Status;
 use crate::host::records::writer::Writer;
 
-struct Place {
+struct TestBook {
     dir: tempfile::TempDir,
 }
 
-impl Place {
+impl TestBook {
     fn new() -> Self {
         Self { dir: tempfile::tempdir().unwrap() }
     }
@@ -62,39 +62,39 @@ fn cost(book: &Book) -> Dollars {
 }
 
 #[test]
-fn a_book_is_opened_as_it_was_closed_and_counts_only_what_is_not_sealed() {
-    let place = Place::new();
-    let (writer, book) = place.open();
+fn reopened_book_recounts_only_unsealed_days() {
+    let test = TestBook::new();
+    let (writer, book) = test.open();
     for n in 0..100 {
         book.record(day(if n < 60 { "2026-11-21" } else { "2026-11-22" }), &interaction(n)).unwrap();
     }
     let before = book.report(&UsageQuery::default());
     book.seal();
     drop((book, writer));
-    assert_eq!(place.read("interactions-2026-11-21.jsonl").lines().count(), 60);
-    let usage = place.read("usage.jsonl");
+    assert_eq!(test.read("interactions-2026-11-21.jsonl").lines().count(), 60);
+    let usage = test.read("usage.jsonl");
     assert_eq!(usage.lines().count(), 12);
 
-    // A sealed day is not read: what somebody put in the place of its lines, as long as they were, is not seen.
-    let path = place.logs().join("interactions-2026-11-21.jsonl");
+    // A sealed day is not read: replacing its lines by others of the same length has no effect.
+    let path = test.logs().join("interactions-2026-11-21.jsonl");
     let length = fs::metadata(&path).unwrap().len();
     fs::write(&path, "x".repeat(usize::try_from(length).unwrap())).unwrap();
-    let (writer, book) = place.open();
+    let (writer, book) = test.open();
     assert_eq!(book.report(&UsageQuery::default()), before);
     book.seal();
     drop((book, writer));
-    assert_eq!(place.read("usage.jsonl"), usage, "nothing new, nothing written");
+    assert_eq!(test.read("usage.jsonl"), usage, "no new lines");
 
-    // Its file has had its time: the day comes from usage.jsonl alone.
+    // The file has expired: the day comes from usage.jsonl only.
     fs::remove_file(&path).unwrap();
-    let (_writer, book) = place.open();
+    let (_writer, book) = test.open();
     assert_eq!(book.report(&UsageQuery::default()), before);
 }
 
 #[test]
-fn what_a_crash_left_is_counted_from_the_interactions() {
-    let place = Place::new();
-    let (writer, book) = place.open();
+fn crashed_book_is_recounted_from_interactions() {
+    let test = TestBook::new();
+    let (writer, book) = test.open();
     for n in 0..10 {
         book.record(day("2026-11-22"), &interaction(n)).unwrap();
     }
@@ -102,13 +102,13 @@ fn what_a_crash_left_is_counted_from_the_interactions() {
     for n in 10..20 {
         book.record(day("2026-11-22"), &interaction(n)).unwrap();
     }
-    // Neither sealed nor written to its end.
+    // Neither sealed nor completely written.
     drop((book, writer));
-    let path = place.logs().join("interactions-2026-11-22.jsonl");
+    let path = test.logs().join("interactions-2026-11-22.jsonl");
     let mut text = fs::read_to_string(&path).unwrap();
     text.push_str("{\"version\":1,\"id\":\"torn");
     fs::write(&path, text).unwrap();
-    let (writer, book) = place.open();
+    let (writer, book) = test.open();
     assert_eq!(cost(&book), (0..20).map(|n| interaction(n).cost).sum());
     assert_eq!(
         book.spent("user_1", day("2026-11-01"), day("2026-11-30")),
@@ -117,52 +117,52 @@ fn what_a_crash_left_is_counted_from_the_interactions() {
     book.record(day("2026-11-22"), &interaction(20)).unwrap();
     book.seal();
     drop((book, writer));
-    assert_eq!(place.read("interactions-2026-11-22.jsonl").lines().count(), 21, "the torn line is gone");
-    // Lines are lost: totals go down with them, and usage.jsonl says so.
-    let kept: String = place.read("interactions-2026-11-22.jsonl").split_inclusive('\n').take(5).collect();
+    assert_eq!(test.read("interactions-2026-11-22.jsonl").lines().count(), 21, "the torn line is gone");
+    // Lost lines reduce the totals, also in usage.jsonl.
+    let kept: String = test.read("interactions-2026-11-22.jsonl").split_inclusive('\n').take(5).collect();
     fs::write(&path, kept).unwrap();
-    let (writer, book) = place.open();
+    let (writer, book) = test.open();
     assert_eq!(cost(&book), (0..5).map(|n| interaction(n).cost).sum());
     book.seal();
     drop((book, writer));
     fs::remove_file(path).unwrap();
-    let (_writer, book) = place.open();
+    let (_writer, book) = test.open();
     assert_eq!(cost(&book), (0..5).map(|n| interaction(n).cost).sum());
 }
 
 #[test]
-fn a_seal_without_its_lines_is_none() {
-    let place = Place::new();
-    let (writer, book) = place.open();
+fn seal_without_usage_lines_is_ignored() {
+    let test = TestBook::new();
+    let (writer, book) = test.open();
     for n in 0..10 {
         book.record(day("2026-11-22"), &interaction(n)).unwrap();
     }
     let before = cost(&book);
     book.seal();
     drop((book, writer));
-    fs::remove_file(place.logs().join("usage.jsonl")).unwrap();
-    let (writer, book) = place.open();
+    fs::remove_file(test.logs().join("usage.jsonl")).unwrap();
+    let (writer, book) = test.open();
     assert_eq!(cost(&book), before);
     book.seal();
     drop((book, writer));
-    assert_eq!(place.read("usage.jsonl").lines().count(), 6);
+    assert_eq!(test.read("usage.jsonl").lines().count(), 6);
 }
 
 #[test]
-fn what_is_no_line_of_its_record_is_left_out() {
-    let place = Place::new();
-    fs::create_dir_all(place.logs()).unwrap();
-    fs::write(place.logs().join("usage.jsonl"), "{}\n[]\nnot json\n{\"version\":1,\"gap\":{}}\n").unwrap();
-    fs::write(place.logs().join("interactions-2026-11-22.jsonl"), "{\"cost\":-1}\n\n").unwrap();
-    fs::create_dir(place.logs().join("interactions-2026-11-23.jsonl")).unwrap();
-    let (_writer, book) = place.open();
+fn invalid_lines_are_ignored() {
+    let test = TestBook::new();
+    fs::create_dir_all(test.logs()).unwrap();
+    fs::write(test.logs().join("usage.jsonl"), "{}\n[]\nnot json\n{\"version\":1,\"gap\":{}}\n").unwrap();
+    fs::write(test.logs().join("interactions-2026-11-22.jsonl"), "{\"cost\":-1}\n\n").unwrap();
+    fs::create_dir(test.logs().join("interactions-2026-11-23.jsonl")).unwrap();
+    let (_writer, book) = test.open();
     assert_eq!(book.report(&UsageQuery::default()), Report::default());
 }
 
 #[test]
-fn usage_with_many_lines_for_few_keys_is_written_anew_and_says_the_same() {
-    let place = Place::new();
-    let (writer, book) = place.open();
+fn compaction_keeps_totals() {
+    let test = TestBook::new();
+    let (writer, book) = test.open();
     for turn in 0..40 {
         for n in 0..6 {
             book.record(day("2026-11-22"), &interaction(turn * 6 + n)).unwrap();
@@ -171,55 +171,55 @@ fn usage_with_many_lines_for_few_keys_is_written_anew_and_says_the_same() {
     }
     let before = book.report(&UsageQuery::default());
     assert!(writer.records().flush(Duration::from_secs(20)));
-    assert_eq!(place.read("usage.jsonl").lines().count(), 240);
+    assert_eq!(test.read("usage.jsonl").lines().count(), 240);
     book.compact();
-    assert_eq!(place.read("usage.jsonl").lines().count(), 6);
-    assert!(!place.logs().join(NEW_USAGE).exists());
+    assert_eq!(test.read("usage.jsonl").lines().count(), 6);
+    assert!(!test.logs().join(NEW_USAGE).exists());
     book.record(day("2026-11-22"), &interaction(0)).unwrap();
     book.seal();
-    assert_eq!(place.read("usage.jsonl").lines().count(), 7);
+    assert_eq!(test.read("usage.jsonl").lines().count(), 7);
     drop((book, writer));
-    // What a run that was cut off left is nothing.
-    fs::write(place.logs().join(NEW_USAGE), "{\"version\":1,\"da").unwrap();
-    fs::remove_file(place.logs().join("interactions-2026-11-22.jsonl")).unwrap();
-    let (_writer, book) = place.open();
+    // The leftover of an interrupted compaction is ignored.
+    fs::write(test.logs().join(NEW_USAGE), "{\"version\":1,\"da").unwrap();
+    fs::remove_file(test.logs().join("interactions-2026-11-22.jsonl")).unwrap();
+    let (_writer, book) = test.open();
     assert_eq!(book.report(&UsageQuery::default()).total.cost, before.total.cost + interaction(0).cost);
-    assert!(!place.logs().join(NEW_USAGE).exists());
+    assert!(!test.logs().join(NEW_USAGE).exists());
 }
 
 #[test]
-fn usage_is_written_anew_by_itself_once_most_of_its_lines_say_nothing() {
-    let place = Place::new();
-    fs::create_dir_all(place.logs()).unwrap();
+fn usage_with_many_obsolete_lines_is_compacted() {
+    let test = TestBook::new();
+    fs::create_dir_all(test.logs()).unwrap();
     let line = r#"{"version":1,"date":"2026-01-02","userId":"u","model":"m","cost":0.5,"tokensIn":1,"tokensOut":1,"dispatches":1,"seq":1}"#;
-    let text = format!("{line}\n").repeat(usize::try_from(MOST_SPENT_LINES).unwrap() + 2);
-    fs::write(place.logs().join("usage.jsonl"), &text).unwrap();
-    let (_writer, book) = place.open();
+    let text = format!("{line}\n").repeat(usize::try_from(MAX_OBSOLETE_LINES).unwrap() + 2);
+    fs::write(test.logs().join("usage.jsonl"), &text).unwrap();
+    let (_writer, book) = test.open();
     book.write();
-    assert_eq!(place.read("usage.jsonl"), text, "there are not more than may be");
+    assert_eq!(test.read("usage.jsonl"), text, "not more than the maximum");
     for _ in 0..3 {
         book.record(day("2026-01-02"), &interaction(1)).unwrap();
         book.write();
     }
-    assert_eq!(place.read("usage.jsonl").lines().count(), 2);
+    assert_eq!(test.read("usage.jsonl").lines().count(), 2);
     let three = Dollars::from_nanos(3 * interaction(1).cost.nanos());
     assert_eq!(cost(&book), Dollars::from_nanos(500_000_000) + three);
 }
 
 #[test]
-fn a_line_without_an_end_is_not_held_in_memory() {
-    let place = Place::new();
-    fs::create_dir_all(place.logs()).unwrap();
-    let path = place.logs().join("interactions-2026-11-22.jsonl");
+fn endless_line_is_not_held_in_memory() {
+    let test = TestBook::new();
+    fs::create_dir_all(test.logs()).unwrap();
+    let path = test.logs().join("interactions-2026-11-22.jsonl");
     let file = fs::File::create(&path).unwrap();
-    // Almost nothing of it is on the disk.
+    // A sparse file.
     file.set_len(100 << 20).unwrap();
     let mut file = fs::OpenOptions::new().append(true).open(&path).unwrap();
     file.write_all(b"\n").unwrap();
     serde_json::to_writer(&file, &interaction(5)).unwrap();
     let mut longest = 0;
     each_line(&path, |line| longest = longest.max(line.len())).unwrap();
-    assert!(longest as u64 <= LONGEST_LINE, "{longest}");
-    let (_writer, book) = place.open();
+    assert!(longest as u64 <= MAX_LINE_BYTES, "{longest}");
+    let (_writer, book) = test.open();
     assert_eq!(cost(&book), interaction(5).cost);
 }

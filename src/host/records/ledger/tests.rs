@@ -20,7 +20,7 @@ fn grouped(ledger: &Ledger, group_by: GroupBy) -> Vec<(String, u64)> {
 }
 
 #[test]
-fn a_report_is_by_days_weeks_months_models_or_users() {
+fn report_groups_by_period_model_or_user() {
     let mut ledger = Ledger::default();
     // A Sunday, a Monday, and the first of a month.
     for (day, user, model) in [
@@ -45,13 +45,13 @@ fn a_report_is_by_days_weeks_months_models_or_users() {
     assert_eq!(grouped(&ledger, GroupBy::Month), pairs(&[("2026-11-01", 3), ("2026-12-01", 1)]));
     assert_eq!(grouped(&ledger, GroupBy::Model), pairs(&[("big", 2), ("small", 2)]));
     assert_eq!(grouped(&ledger, GroupBy::User), pairs(&[("ada", 3), ("bob", 1)]));
-    let asked = UsageQuery {
+    let query = UsageQuery {
         user_id: Some("ada".to_owned()),
         start: Some(date("2026-11-23")),
         end: Some(date("2026-11-30")),
         ..UsageQuery::default()
     };
-    assert_eq!(ledger.report(&asked).total, cents(150));
+    assert_eq!(ledger.report(&query).total, cents(150));
     assert_eq!(
         ledger.report(&UsageQuery { user_id: Some("eve".to_owned()), ..UsageQuery::default() }),
         Report::default()
@@ -69,7 +69,7 @@ fn a_report_is_by_days_weeks_months_models_or_users() {
 }
 
 #[test]
-fn a_line_is_written_once_and_reads_back() {
+fn line_is_written_once_and_reads_back() {
     let mut ledger = Ledger::default();
     ledger.count(date("2026-11-22"), "ada", "big", &cents(1));
     ledger.count(date("2026-11-22"), "ada", "big", &cents(2));
@@ -80,12 +80,12 @@ fn a_line_is_written_once_and_reads_back() {
     );
     let read = serde_json::from_str::<UsageLine<'_>>(&text).unwrap();
     assert_eq!(Some(&read), ledger.lines().next().as_ref());
-    ledger.settle(&read);
+    ledger.apply_line(&read);
     assert_eq!(ledger.lines().count(), 0);
     assert_eq!(ledger.lines_of(date("2026-11-22")).next(), Some(read));
 }
 
-/// What happens: dispatches end, lines are written, and now and then the process dies and begins anew from what is there.
+/// Events: dispatches end, lines are written, and sometimes the process crashes and restarts from its files.
 #[derive(Debug, Clone)]
 enum Event {
     Ended {
@@ -95,9 +95,9 @@ enum Event {
         nanos: u64,
     },
     Written,
-    /// `usage.jsonl` is written anew, with all that is known.
+    /// `usage.jsonl` is rewritten from the ledger.
     Compacted,
-    /// The last lines of `usage.jsonl` are not there after it.
+    /// A crash that loses the last lines.
     Died {
         lines_lost: usize,
         interactions_lost: usize,
@@ -134,7 +134,7 @@ proptest! {
                 }
                 Event::Written => {
                     let lines: Vec<_> = ledger.lines().map(owned).collect();
-                    ledger.written(lines.len());
+                    ledger.mark_written(lines.len());
                     file.extend(lines);
                 }
                 Event::Compacted => {
@@ -144,25 +144,25 @@ proptest! {
                     file.truncate(file.len().saturating_sub(lines_lost));
                     interactions.truncate(interactions.len().saturating_sub(interactions_lost));
                     ledger = Ledger::default();
-                    file.iter().for_each(|line| ledger.settle(line));
+                    file.iter().for_each(|line| ledger.apply_line(line));
                     for n in 0..4 {
                         let of_day = interactions.iter().filter(|(date, ..)| *date == day(n));
-                        let mut counted = ledger.recount(day(n));
-                        of_day.for_each(|(_, user, model, one)| ledger.counted(&mut counted, user, model, one));
-                        ledger.recounted(counted);
+                        let mut recount = ledger.begin_recount(day(n));
+                        of_day.for_each(|(_, user, model, one)| ledger.add_to_recount(&mut recount, user, model, one));
+                        ledger.finish_recount(recount);
                     }
                 }
             }
             let sum = interactions.iter().fold(Totals::default(), |mut sum, (.., one)| { sum.add(one); sum });
             prop_assert_eq!(ledger.report(&UsageQuery::default()).total, sum);
-            // And what would be read, were all lines written now.
+            // The result of writing all lines now and reading them back.
             let mut read = Ledger::default();
             let mut lines = file.clone();
             lines.extend(ledger.lines().map(owned));
-            lines.iter().for_each(|line| read.settle(line));
+            lines.iter().for_each(|line| read.apply_line(line));
             for group_by in [GroupBy::Day, GroupBy::Model, GroupBy::User] {
-                let asked = UsageQuery { group_by, ..UsageQuery::default() };
-                prop_assert_eq!(read.report(&asked), ledger.report(&asked));
+                let query = UsageQuery { group_by, ..UsageQuery::default() };
+                prop_assert_eq!(read.report(&query), ledger.report(&query));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! One file of the writer's: lines that are to be appended, whatever becomes of the file meanwhile.
+//! A file that the writer appends to, even if it is renamed or deleted meanwhile.
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
@@ -13,27 +13,27 @@ use super::sync::Unsynced;
 use crate::fsx::FileError;
 use crate::host::records::jsonl;
 
-/// What a line is, which says what becomes of one that is torn.
+/// The format of lines, which determines how a torn one is repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum LineFormat {
     Json,
     Text,
 }
 
-/// What is to be appended to the file that has this name when it is written.
-pub struct Appended {
+/// Lines to be appended to the file that has this name at the time of the write.
+pub struct AppendFile {
     path: PathBuf,
-    form: Form,
+    form: LineFormat,
     pieces: VecDeque<Vec<u8>>,
     finished: Vec<Vec<u8>>,
     left: usize,
-    /// Of the first piece: bytes that are in a file already.
+    /// Bytes of the first piece that are already written.
     done: usize,
-    /// The file that was last written, and how long it was then: another one, or another length, has another's tail.
+    /// The last written file and its length then: another file or length needs its tail repaired.
     last: Option<Last>,
-    /// What was written to `last` may be lost where the power goes.
+    /// `last` has unsynced writes.
     is_dirty: bool,
-    /// Files that had this name before, with the same.
+    /// Earlier files of this name with unsynced writes.
     left_behind: Vec<Unsynced>,
 }
 
@@ -42,7 +42,7 @@ struct Last {
     extent: Extent,
 }
 
-/// Which file it is, and how long.
+/// A file and its length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     pub inode: u64,
@@ -50,16 +50,18 @@ pub struct Extent {
 }
 
 impl Extent {
+    /// Reads the extent.
+    ///
     /// # Errors
-    /// The file's.
+    /// The file's metadata cannot be read.
     pub fn of(file: &File) -> io::Result<Self> {
         let meta = file.metadata()?;
         Ok(Self { inode: meta.ino(), length: meta.len() })
     }
 }
 
-impl Appended {
-    pub fn new(path: PathBuf, form: Form) -> Self {
+impl AppendFile {
+    pub fn new(path: PathBuf, form: LineFormat) -> Self {
         Self {
             path,
             form,
@@ -73,31 +75,31 @@ impl Appended {
         }
     }
 
-    /// Pieces that are written.
-    pub fn finished(&mut self) -> Vec<Vec<u8>> {
+    /// Takes the pieces that are written.
+    pub fn take_finished(&mut self) -> Vec<Vec<u8>> {
         std::mem::take(&mut self.finished)
     }
 
-    /// Whole lines, to be written after those that are there.
-    pub fn take(&mut self, lines: Vec<u8>) {
+    /// Adds complete lines.
+    pub fn push(&mut self, lines: Vec<u8>) {
         self.left += lines.len();
         self.pieces.push_back(lines);
     }
 
-    /// Bytes that are not written yet.
+    /// Bytes that are not yet written.
     pub fn left(&self) -> usize {
         self.left
     }
 
-    /// Something was written that was not handed over by [`Appended::unsynced`].
+    /// Whether there are writes that [`AppendFile::take_unsynced`] has not returned.
     pub fn is_dirty(&self) -> bool {
         self.is_dirty || !self.left_behind.is_empty()
     }
 
-    /// Writes all of it.
+    /// Writes all pieces.
     ///
     /// # Errors
-    /// [`FileError`]; what is not written stays, and is written by a later call.
+    /// [`FileError`]; the rest is written by a later call.
     pub fn write(&mut self) -> Result<(), FileError> {
         if self.left == 0 {
             return Ok(());
@@ -106,7 +108,7 @@ impl Appended {
     }
 
     fn append(&mut self) -> io::Result<()> {
-        let mut last = self.opened()?;
+        let mut last = self.open()?;
         let end = loop {
             let Some(piece) = self.pieces.front() else { break Ok(()) };
             match (&*last.file).write(&piece[self.done..]) {
@@ -129,8 +131,8 @@ impl Appended {
         end
     }
 
-    /// The file of this name, with a tail to go on from.
-    fn opened(&mut self) -> io::Result<Last> {
+    /// Opens the file of this name and repairs its tail.
+    fn open(&mut self) -> io::Result<Last> {
         if let Some(dir) = self.path.parent() {
             std::fs::create_dir_all(dir)?;
         }
@@ -142,21 +144,21 @@ impl Appended {
             if last.extent == extent {
                 return Ok(last);
             }
-            // What was written is made durable, wherever it went.
+            // Sync the earlier file, wherever it is now.
             self.leave(last);
         }
-        // A line that was begun in another file is written whole here.
-        self.back_to_line();
+        // A line that is partly in another file is written again as a whole.
+        self.rewind_to_line();
         let missing = match self.form {
-            Form::Json => jsonl::repair(&mut file)?,
-            Form::Text => line_end(&file, extent.length)?,
+            LineFormat::Json => jsonl::repair(&mut file)?,
+            LineFormat::Text => line_end(&file, extent.length)?,
         };
         file.write_all(missing)?;
         let extent = Extent::of(&file)?;
         Ok(Last { file: Arc::new(file), extent })
     }
 
-    fn back_to_line(&mut self) {
+    fn rewind_to_line(&mut self) {
         let Some(piece) = self.pieces.front() else { return };
         let begun = piece[..self.done].iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
         self.left += self.done - begun;
@@ -170,8 +172,8 @@ impl Appended {
         }
     }
 
-    /// The files that are to be made durable, for whoever does that. Lets go of them.
-    pub fn unsynced(&mut self) -> Vec<Unsynced> {
+    /// Takes the files that must be synced.
+    pub fn take_unsynced(&mut self) -> Vec<Unsynced> {
         if let Some(last) = self.last.take() {
             let again = (self.left > 0).then(|| Last { file: Arc::clone(&last.file), ..last });
             self.leave(last);
@@ -181,10 +183,10 @@ impl Appended {
     }
 }
 
-/// Puts a file in the place of one that is still what it was; `false` where it is not.
+/// Replaces a file if it is unchanged; otherwise returns `false`.
 ///
 /// # Errors
-/// The files'.
+/// The files cannot be read or renamed.
 pub fn replace(path: &Path, by: &Path, was: Extent) -> io::Result<bool> {
     if Extent::of(&File::open(path)?)? != was {
         return Ok(false);
@@ -193,7 +195,7 @@ pub fn replace(path: &Path, by: &Path, was: Extent) -> io::Result<bool> {
     Ok(true)
 }
 
-/// The line end that a text lacks.
+/// The missing line end of a text, if any.
 fn line_end(file: &File, length: u64) -> io::Result<&'static [u8]> {
     let mut last = [b'\n'];
     if length > 0 {

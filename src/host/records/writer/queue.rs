@@ -1,4 +1,4 @@
-//! What is accepted and not written yet: bounded, each record's lines in their order, in pieces that are used again.
+//! Accepted lines that are not yet written: bounded, in order per record, in reusable pieces of memory.
 
 use std::path::PathBuf;
 use std::sync::mpsc::SyncSender;
@@ -6,14 +6,14 @@ use std::sync::mpsc::SyncSender;
 use jiff::Timestamp;
 
 use super::file::Extent;
-use super::{ENOUGH, MOST_BYTES, NoRoom, Record};
+use super::{BATCH_BYTES, MAX_QUEUED_BYTES, QueueFull, Record};
 use crate::clock;
 use crate::host::records::entry::{Gap, GapLine};
 
-/// Lines lie in pieces of this size, so that no line is copied because others came after it.
-const PIECE: usize = ENOUGH;
-/// So many pieces of memory are kept for lines to come.
-const SPARES: usize = 8;
+/// Size of a piece; lines are never copied again.
+const PIECE_BYTES: usize = BATCH_BYTES;
+/// Maximum free pieces kept for reuse.
+const MAX_SPARE_PIECES: usize = 8;
 
 /// Lines of one record.
 #[derive(Default)]
@@ -21,64 +21,64 @@ struct Queue {
     pieces: Vec<Vec<u8>>,
     bytes: usize,
     lost: u64,
-    /// When the first of those that are lost had no room.
+    /// When the first lost line was refused.
     since: Option<Timestamp>,
 }
 
-/// What the thread does, as far as somebody with a line must know.
+/// The state of the writing thread.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Thread {
-    /// It sleeps until it is woken.
+    /// Sleeps until it is woken.
     #[default]
     Asleep,
-    /// It looks by itself before long; it is woken for [`ENOUGH`].
-    Looking,
+    /// Checks again soon; must only be woken for [`BATCH_BYTES`].
+    Polling,
     Writing,
-    /// It has ended: nobody writes any more.
+    /// Has ended: nothing is written.
     Ended,
 }
 
-/// A file to be put in a record's place.
+/// A replacement of a record's file.
 pub struct Replacement {
     pub record: Record,
     pub by: PathBuf,
-    /// What the record must still be.
+    /// The expected extent of the current file.
     pub was: Extent,
-    pub answer: SyncSender<std::io::Result<bool>>,
+    pub reply: SyncSender<std::io::Result<bool>>,
 }
 
 #[derive(Default)]
-pub struct Waiting {
-    /// Few: they are looked through.
+pub struct RecordQueue {
+    /// Few, so that a linear search suffices.
     queues: Vec<(Record, Queue)>,
     bytes: usize,
-    /// What the thread has taken and not written yet; of which record, where the disk refused it.
+    /// Bytes taken by the thread and not yet written, and those that the disk refused, by record.
     taken: usize,
     refused: Vec<(Record, usize)>,
     spare: Vec<Vec<u8>>,
     pub replacement: Option<Replacement>,
     pub thread: Thread,
     pub stop: bool,
-    pub flushes_asked: u64,
-    /// Up to this one all is written; the disk is asked to keep it.
+    pub flushes_requested: u64,
+    /// All lines before this flush are written; the sync is pending.
     pub flushes_written: u64,
     pub flushes_done: u64,
 }
 
-impl Waiting {
-    /// Accepts a line; `true` where the thread is to be woken for it.
-    pub fn accept(&mut self, record: Record, line: &[u8]) -> Result<bool, NoRoom> {
+impl RecordQueue {
+    /// Queues a line; `true` if the thread must be woken.
+    pub fn accept(&mut self, record: Record, line: &[u8]) -> Result<bool, QueueFull> {
         let refused = self.refused.iter().find(|(of, _)| *of == record).map_or(0, |(_, bytes)| *bytes);
-        let has_room = !self.stop && self.bytes + self.taken + line.len() <= MOST_BYTES;
+        let has_room = !self.stop && self.bytes + self.taken + line.len() <= MAX_QUEUED_BYTES;
         let at = self.queues.iter().position(|(of, _)| *of == record).unwrap_or_else(|| {
             self.queues.push((record, Queue::default()));
             self.queues.len() - 1
         });
         let queue = &mut self.queues[at].1;
-        if !has_room || queue.bytes + refused + line.len() > record.share() {
+        if !has_room || queue.bytes + refused + line.len() > record.max_queued_bytes() {
             queue.lost += 1;
             queue.since.get_or_insert_with(clock::now_ms);
-            return Err(NoRoom);
+            return Err(QueueFull);
         }
         let before = queue.bytes;
         if let Some(gap) = queue.gap(record) {
@@ -89,11 +89,11 @@ impl Waiting {
         self.bytes += grown;
         Ok(match self.thread {
             Thread::Asleep => {
-                // Once is enough.
-                self.thread = Thread::Looking;
+                // Wake it only once.
+                self.thread = Thread::Polling;
                 true
             }
-            Thread::Looking => self.bytes >= ENOUGH && self.bytes - grown < ENOUGH,
+            Thread::Polling => self.bytes >= BATCH_BYTES && self.bytes - grown < BATCH_BYTES,
             Thread::Writing | Thread::Ended => false,
         })
     }
@@ -103,24 +103,24 @@ impl Waiting {
     }
 
     pub fn is_enough(&self) -> bool {
-        self.bytes >= ENOUGH
+        self.bytes >= BATCH_BYTES
     }
 
-    /// Somebody waits for what the thread does next.
-    pub fn asks(&self) -> bool {
-        self.stop || self.replacement.is_some() || self.flushes_asked > self.flushes_written
+    /// Whether a caller waits for the thread.
+    pub fn has_request(&self) -> bool {
+        self.stop || self.replacement.is_some() || self.flushes_requested > self.flushes_written
     }
 
-    /// The thread has something to do.
+    /// Whether the thread has work.
     pub fn has_work(&self) -> bool {
         let has_gap = || self.queues.iter().any(|(_, queue)| queue.since.is_some());
-        self.bytes > 0 || self.taken > 0 || self.asks() || has_gap()
+        self.bytes > 0 || self.taken > 0 || self.has_request() || has_gap()
     }
 
-    /// All that is there, by records.
+    /// Takes all lines, by record.
     pub fn take(&mut self) -> Vec<(Record, Vec<Vec<u8>>)> {
         if self.taken == 0 {
-            // The disk takes what there is: what had no room is told, whether more comes or not.
+            // The disk accepts writes again: report gaps even without further lines.
             for (record, queue) in &mut self.queues {
                 if let Some(gap) = queue.gap(*record) {
                     queue.push(&gap, &mut self.spare);
@@ -132,24 +132,24 @@ impl Waiting {
         self.bytes = 0;
         let queues = self.queues.iter_mut().filter(|(_, queue)| queue.bytes > 0);
         let taken = queues.map(|(record, queue)| (*record, queue.take())).collect();
-        // A record gets its next memory with its next line; of days that are over nothing is kept.
+        // Drop empty queues: days that are over never need theirs again.
         self.queues.retain(|(_, queue)| queue.since.is_some());
         taken
     }
 
-    /// The memory of what is written, and what is not written.
+    /// Returns the unwritten bytes by record, and free pieces for reuse.
     pub fn give_back(&mut self, left: Vec<(Record, usize)>, pieces: impl Iterator<Item = Vec<u8>>) {
         self.taken = left.iter().map(|(_, bytes)| bytes).sum();
         self.refused = left;
         for mut piece in pieces {
-            if self.spare.len() < SPARES && piece.capacity() <= 2 * PIECE {
+            if self.spare.len() < MAX_SPARE_PIECES && piece.capacity() <= 2 * PIECE_BYTES {
                 piece.clear();
                 self.spare.push(piece);
             }
         }
     }
 
-    /// Bytes that are accepted and not written yet.
+    /// Bytes that are accepted and not yet written.
     pub fn bytes(&self) -> usize {
         self.bytes + self.taken
     }
@@ -159,9 +159,10 @@ impl Queue {
     fn push(&mut self, line: &[u8], spare: &mut Vec<Vec<u8>>) {
         self.bytes += line.len();
         match self.pieces.last_mut() {
-            Some(piece) if piece.len() + line.len() <= PIECE => piece.extend_from_slice(line),
+            Some(piece) if piece.len() + line.len() <= PIECE_BYTES => piece.extend_from_slice(line),
             _ => {
-                let mut piece = spare.pop().unwrap_or_else(|| Vec::with_capacity(PIECE.max(line.len())));
+                let mut piece =
+                    spare.pop().unwrap_or_else(|| Vec::with_capacity(PIECE_BYTES.max(line.len())));
                 piece.extend_from_slice(line);
                 self.pieces.push(piece);
             }
@@ -173,7 +174,7 @@ impl Queue {
         std::mem::take(&mut self.pieces)
     }
 
-    /// The line that tells of what had no room.
+    /// The line that reports refused lines.
     fn gap(&mut self, record: Record) -> Option<Vec<u8>> {
         let since = self.since.take()?;
         let lost = std::mem::take(&mut self.lost);

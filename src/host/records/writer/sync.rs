@@ -1,4 +1,4 @@
-//! Makes what was written durable, on a thread of its own: a disk may take seconds for that, and lines are written meanwhile.
+//! Syncs written files on a separate thread: a sync may take seconds, while writing continues.
 
 use std::fs::File;
 use std::io;
@@ -6,45 +6,45 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How a file is made durable.
-pub type Durably = Box<dyn Fn(&File) -> io::Result<()> + Send>;
+/// Syncs a file.
+pub type SyncFn = Box<dyn Fn(&File) -> io::Result<()> + Send>;
 
-/// A disk that refused is asked again after this.
-const AGAIN: Duration = Duration::from_millis(500);
+/// Retry interval after a failed sync.
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A file, or a directory, with something that may be lost where the power goes.
+/// A file or directory with unsynced changes.
 pub struct Unsynced {
     path: PathBuf,
     inode: u64,
     file: Arc<File>,
-    /// That it cannot be made durable was said.
-    is_told: bool,
+    /// The failure was logged.
+    is_logged: bool,
 }
 
 impl Unsynced {
     pub fn new(path: PathBuf, inode: u64, file: Arc<File>) -> Self {
-        Self { path, inode, file, is_told: false }
+        Self { path, inode, file, is_logged: false }
     }
 
-    fn is_durable(&mut self, durably: &Durably) -> bool {
-        let Err(error) = durably(&self.file) else { return true };
-        if !std::mem::replace(&mut self.is_told, true) {
-            tracing::warn!(path = %self.path.display(), %error, "could not sync a record; trying again");
+    fn try_sync(&mut self, sync: &SyncFn) -> bool {
+        let Err(error) = sync(&self.file) else { return true };
+        if !std::mem::replace(&mut self.is_logged, true) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot sync a record; retrying");
         }
         false
     }
 }
 
 #[derive(Default)]
-struct Due {
+struct SyncRequest {
     files: Vec<Unsynced>,
-    /// The flush that is done once all files are durable that were handed over before.
+    /// The flush that is complete once all earlier files are synced.
     flush: Option<u64>,
     stop: bool,
 }
 
-impl Due {
-    /// Of a file that is there already, the handle that was there first is kept: it hears of what went wrong since.
+impl SyncRequest {
+    /// Keeps the oldest handle of each file: it reports errors since it was opened.
     fn add(&mut self, files: Vec<Unsynced>) {
         for file in files {
             if self.files.iter().all(|known| known.inode != file.inode) {
@@ -54,40 +54,40 @@ impl Due {
     }
 }
 
-/// What is handed from the thread that writes to the one that syncs.
+/// The queue from the writing thread to the syncing thread.
 #[derive(Default)]
 pub struct Syncer {
-    due: Mutex<Due>,
+    due: Mutex<SyncRequest>,
     wake: Condvar,
 }
 
 impl Syncer {
-    fn lock(&self) -> MutexGuard<'_, Due> {
+    fn lock(&self) -> MutexGuard<'_, SyncRequest> {
         self.due.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Never waits for the disk.
-    pub fn hand(&self, files: Vec<Unsynced>, flush: Option<u64>) {
+    /// Queues files for a sync. Never waits for the disk.
+    pub fn enqueue(&self, files: Vec<Unsynced>, flush: Option<u64>) {
         let mut due = self.lock();
         due.add(files);
         due.flush = due.flush.max(flush);
         self.wake.notify_one();
     }
 
-    /// Nothing more comes: what there is is tried once more.
+    /// Stops the thread after a last attempt.
     pub fn stop(&self) {
         self.lock().stop = true;
         self.wake.notify_one();
     }
 
-    /// The thread's work. `done` hears of each flush that is durable.
-    pub fn work(&self, durably: &Durably, done: impl Fn(u64)) {
-        let mut failed = Due::default();
+    /// The loop of the syncing thread. Calls `done` for each durable flush.
+    pub fn work(&self, sync: &SyncFn, done: impl Fn(u64)) {
+        let mut failed = SyncRequest::default();
         loop {
             let mut due = self.next(!failed.files.is_empty());
             failed.add(std::mem::take(&mut due.files));
             failed.flush = failed.flush.max(due.flush);
-            failed.files.retain_mut(|unsynced| !unsynced.is_durable(durably));
+            failed.files.retain_mut(|unsynced| !unsynced.try_sync(sync));
             if failed.files.is_empty()
                 && let Some(flush) = failed.flush.take()
             {
@@ -99,17 +99,17 @@ impl Syncer {
         }
     }
 
-    fn next(&self, has_failed: bool) -> Due {
-        let idle = |due: &mut Due| due.files.is_empty() && due.flush.is_none() && !due.stop;
+    fn next(&self, has_failed: bool) -> SyncRequest {
+        let idle = |due: &mut SyncRequest| due.files.is_empty() && due.flush.is_none() && !due.stop;
         let due = self.lock();
         let mut due = if has_failed {
-            // What the disk refuses is not tried without a pause, whatever comes.
-            let waited = self.wake.wait_timeout_while(due, AGAIN, |due| !due.stop);
+            // Pause between retries, even if new requests arrive.
+            let waited = self.wake.wait_timeout_while(due, RETRY_INTERVAL, |due| !due.stop);
             waited.unwrap_or_else(PoisonError::into_inner).0
         } else {
             self.wake.wait_while(due, idle).unwrap_or_else(PoisonError::into_inner)
         };
         let stop = due.stop;
-        Due { stop, ..std::mem::take(&mut *due) }
+        SyncRequest { stop, ..std::mem::take(&mut *due) }
     }
 }

@@ -1,4 +1,4 @@
-//! The writer with files that are renamed, deleted, torn, and not to be written.
+//! The writer with renamed, deleted, torn and unwritable files.
 
 use std::fs;
 use std::path::Path;
@@ -19,7 +19,7 @@ fn numbers(path: &Path) -> Vec<u64> {
 }
 
 #[test]
-fn all_that_is_accepted_is_there_after_a_clean_end_in_order() {
+fn accepted_lines_are_written_in_order_at_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let writer = Writer::start(dir.path().join("logs")).unwrap();
     std::thread::scope(|scope| {
@@ -44,7 +44,7 @@ fn all_that_is_accepted_is_there_after_a_clean_end_in_order() {
 }
 
 #[test]
-fn lines_come_to_the_disk_soon_by_themselves() {
+fn lines_are_written_without_a_flush() {
     let dir = tempfile::tempdir().unwrap();
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let day = "2026-11-22".parse().unwrap();
@@ -58,7 +58,7 @@ fn lines_come_to_the_disk_soon_by_themselves() {
 }
 
 #[test]
-fn a_file_that_is_renamed_or_deleted_under_its_feet_loses_nothing_that_is_written_after() {
+fn renamed_or_deleted_file_loses_no_later_line() {
     let dir = tempfile::tempdir().unwrap();
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
@@ -71,7 +71,7 @@ fn a_file_that_is_renamed_or_deleted_under_its_feet_loses_nothing_that_is_writte
     write(2);
     fs::remove_file(&path).unwrap();
     write(3);
-    // Somebody else's torn line.
+    // A torn line of another program.
     fs::write(&path, "{\"n\":4}\n{\"n\":").unwrap();
     write(5);
     fs::write(&path, "").unwrap();
@@ -82,7 +82,7 @@ fn a_file_that_is_renamed_or_deleted_under_its_feet_loses_nothing_that_is_writte
 }
 
 #[test]
-fn a_text_that_was_torn_is_kept_and_ended() {
+fn torn_text_is_kept_and_terminated() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("activity.log");
     fs::write(&path, "2026-11-22T00:00:00.000Z half a li").unwrap();
@@ -93,9 +93,9 @@ fn a_text_that_was_torn_is_kept_and_ended() {
     assert!(text.starts_with("2026-11-22T00:00:00.000Z half a li\n2"), "{text}");
 }
 
-/// Something is in the record's place that no line goes into: as with a disk that is full, lines wait, then have no room.
+/// A directory blocks the record: as on a full disk, lines are queued, then refused.
 #[test]
-fn what_has_no_room_is_counted_and_told_where_the_next_line_goes() {
+fn refused_lines_are_counted_and_reported_by_a_gap() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     fs::create_dir(&path).unwrap();
@@ -109,8 +109,10 @@ fn what_has_no_room_is_counted_and_told_where_the_next_line_goes() {
     for n in 0..9 {
         records.append(Record::Audit, &json!({"n": n, "text": text})).unwrap_err();
     }
-    assert!(accepted as usize * 10_000 <= MOST_BYTES / 4 && records.waiting_bytes() <= MOST_BYTES / 4);
-    // What is paid for has room all the same.
+    assert!(
+        accepted as usize * 10_000 <= MAX_QUEUED_BYTES / 4 && records.waiting_bytes() <= MAX_QUEUED_BYTES / 4
+    );
+    // Billed records still have room.
     let day: Date = "2026-11-22".parse().unwrap();
     records.append(Record::Interactions(day), &json!({"n": 1})).unwrap();
     records.append(Record::Usage, &json!({"n": 1})).unwrap();
@@ -118,16 +120,16 @@ fn what_has_no_room_is_counted_and_told_where_the_next_line_goes() {
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
     fs::remove_dir(&path).unwrap();
     assert!(records.flush(WAIT) && !records.is_stuck());
-    // Told though nothing more comes.
+    // Reported even without further lines.
     let begun = Instant::now();
     while lines(&path).len() as u64 <= accepted {
-        assert!(begun.elapsed() < WAIT, "the gap is not told");
+        assert!(begun.elapsed() < WAIT, "the gap is not reported");
         std::thread::sleep(Duration::from_millis(1));
     }
     records.append(Record::Audit, &json!({"n": accepted})).unwrap();
     drop(writer);
     records.append(Record::Audit, &json!({"n": 0})).unwrap_err();
-    assert!(!records.flush(WAIT), "nobody writes any more");
+    assert!(!records.flush(WAIT), "the writer has ended");
     let found = lines(&path);
     assert_eq!(found.len() as u64, accepted + 2);
     assert_eq!(found[accepted as usize]["gap"]["lost"], 10);
@@ -136,7 +138,7 @@ fn what_has_no_room_is_counted_and_told_where_the_next_line_goes() {
 }
 
 #[test]
-fn a_record_that_cannot_be_written_keeps_no_other_waiting_but_the_one_that_counts_it() {
+fn blocked_record_delays_only_the_usage_that_counts_it() {
     let dir = tempfile::tempdir().unwrap();
     let day: Date = "2026-11-22".parse().unwrap();
     let blocked = dir.path().join("interactions-2026-11-22.jsonl");
@@ -154,24 +156,24 @@ fn a_record_that_cannot_be_written_keeps_no_other_waiting_but_the_one_that_count
     assert_eq!(numbers(&dir.path().join("usage.jsonl")), [1]);
 }
 
-/// A disk whose syncs wait until they are let go.
+/// A disk whose syncs block until they are released.
 fn slow_disk(logs: &Path) -> (Writer, mpsc::Sender<bool>, mpsc::Receiver<()>) {
-    let (let_go, goes) = mpsc::channel();
+    let (release, released) = mpsc::channel();
     let (begun, begins) = mpsc::channel();
-    let durably: Durably = Box::new(move |file| {
+    let sync: SyncFn = Box::new(move |file| {
         begun.send(()).ok();
-        match goes.recv() {
-            Ok(false) => Err(std::io::Error::other("the disk does not")),
+        match released.recv() {
+            Ok(false) => Err(std::io::Error::other("sync failed")),
             _ => file.sync_data(),
         }
     });
-    (Writer::begin(logs.to_owned(), durably).unwrap(), let_go, begins)
+    (Writer::begin(logs.to_owned(), sync).unwrap(), release, begins)
 }
 
 #[test]
 fn lines_are_written_while_a_sync_hangs() {
     let dir = tempfile::tempdir().unwrap();
-    let (writer, let_go, begins) = slow_disk(dir.path());
+    let (writer, release, begins) = slow_disk(dir.path());
     let (records, path) = (writer.records(), dir.path().join("audit.jsonl"));
     let append = |n: u64| records.append(Record::Audit, &json!({"n": n})).unwrap();
     append(0);
@@ -187,19 +189,19 @@ fn lines_are_written_while_a_sync_hangs() {
     }
     assert!(!records.flush(Duration::from_millis(20)), "the sync still hangs");
     assert!(!records.is_stuck());
-    drop(let_go);
+    drop(release);
     assert!(records.flush(WAIT));
 }
 
 #[test]
-fn what_could_not_be_synced_is_tried_again_and_a_clean_end_waits_for_it() {
+fn failed_sync_is_retried_and_shutdown_waits_for_it() {
     let dir = tempfile::tempdir().unwrap();
-    let (writer, let_go, begins) = slow_disk(dir.path());
+    let (writer, release, begins) = slow_disk(dir.path());
     let records = writer.records();
     records.append(Record::Audit, &json!({"n": 1})).unwrap();
-    let_go.send(false).unwrap();
+    release.send(false).unwrap();
     assert!(!records.flush(Duration::from_millis(200)));
-    let_go.send(true).unwrap();
+    release.send(true).unwrap();
     assert!(records.flush(WAIT));
     assert_eq!(begins.try_iter().count(), 2);
     records.append(Record::Audit, &json!({"n": 2})).unwrap();
@@ -207,12 +209,12 @@ fn what_could_not_be_synced_is_tried_again_and_a_clean_end_waits_for_it() {
     begins.recv_timeout(WAIT).unwrap();
     assert!(!ends.is_finished() && !records.flush(Duration::from_millis(20)));
     assert_eq!(numbers(&dir.path().join("audit.jsonl")), [1, 2]);
-    drop(let_go);
+    drop(release);
     ends.join().unwrap();
 }
 
 #[test]
-fn a_file_is_put_in_a_records_place_only_where_nothing_came_meanwhile() {
+fn file_is_replaced_only_if_unchanged() {
     let dir = tempfile::tempdir().unwrap();
     let writer = Writer::start(dir.path().to_owned()).unwrap();
     let (records, path, by) = (writer.records(), dir.path().join("usage.jsonl"), dir.path().join("new"));
@@ -239,7 +241,7 @@ fn a_file_is_put_in_a_records_place_only_where_nothing_came_meanwhile() {
 }
 
 #[test]
-fn a_disk_that_is_full_is_gone_on_with_where_it_was_and_the_gap_is_told() {
+fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
     let dir = tempfile::tempdir().unwrap();
     let logs = dir.path().join("logs");
     let Some(disk) = kit::disk::SmallDisk::at(logs.clone(), 8).unwrap() else { return };
@@ -250,7 +252,7 @@ fn a_disk_that_is_full_is_gone_on_with_where_it_was_and_the_gap_is_told() {
     while lost < 10 {
         match records.append(Record::Audit, &json!({"n": accepted, "text": text})) {
             Ok(()) => accepted += 1,
-            Err(NoRoom) => lost += 1,
+            Err(QueueFull) => lost += 1,
         }
     }
     let begun = Instant::now();
@@ -259,7 +261,7 @@ fn a_disk_that_is_full_is_gone_on_with_where_it_was_and_the_gap_is_told() {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!records.flush(Duration::from_millis(10)));
-    // What a kill would leave now is repaired by the next writer.
+    // The next writer repairs the state that a kill would leave now.
     let torn = fs::read(&path).unwrap();
     let after = tempfile::tempdir().unwrap();
     fs::write(after.path().join("audit.jsonl"), &torn).unwrap();

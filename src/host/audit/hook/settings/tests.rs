@@ -1,4 +1,4 @@
-//! Settings of all kinds, with our hook put in and taken out.
+//! Installs and uninstalls the hook in settings of all kinds.
 
 use proptest::prelude::*;
 
@@ -13,7 +13,7 @@ fn theirs(command: &str) -> Value {
 }
 
 #[test]
-fn the_owners_hooks_stay_where_they_are() {
+fn foreign_hooks_keep_their_positions() {
     let mixed = json!({ "matcher": "Bash", "hooks": [
         { "type": "command", "command": "mine" }, { "type": "command", "command": "/old/bin/svc-hook", "timeout": 9 } ] });
     let before = json!({ "a": 1, "hooks": {
@@ -38,7 +38,7 @@ fn the_owners_hooks_stay_where_they_are() {
 }
 
 #[test]
-fn what_cannot_be_told_is_not_touched() {
+fn invalid_settings_are_left_unchanged() {
     for wrong in [
         json!([]),
         json!(null),
@@ -67,7 +67,7 @@ fn groups() -> impl Strategy<Value = Value> {
     prop::collection::vec(group, 0..4).prop_map(Value::from)
 }
 
-/// All hooks that are not ours, in their order.
+/// All foreign hooks, in order.
 fn foreign(settings: &Value) -> Vec<(String, Value)> {
     let mut found = Vec::new();
     for (event, groups) in settings["hooks"].as_object().into_iter().flatten() {
@@ -82,7 +82,7 @@ fn foreign(settings: &Value) -> Vec<(String, Value)> {
 
 proptest! {
     #[test]
-    fn whatever_is_there_ours_is_there_once_and_theirs_stay(
+    fn install_adds_ours_once_and_keeps_foreign_hooks(
         all in prop::collection::btree_map("PreToolUse|PostToolUse|Stop|Other", groups(), 0..4)
     ) {
         let before = json!({ "first": true, "hooks": all, "last": 0 });

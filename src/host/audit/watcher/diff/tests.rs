@@ -1,5 +1,5 @@
-//! A file system in memory that tells what inotify(7) tells, changed at random: what is settled is the difference of its
-//! two states, and the tree is what is there.
+//! An in-memory file system with the events of inotify(7), changed at random: the reported changes must be the
+//! difference of its states, and the tree must match it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,11 +13,11 @@ enum Node {
     Folder(BTreeMap<Name, Inode>),
 }
 
-/// Inodes are used again, as soon as may be.
+/// Inodes are reused as soon as possible.
 struct World {
     nodes: BTreeMap<Inode, Node>,
     watched: BTreeSet<Inode>,
-    dirt: Dirt,
+    dirty: DirtySet,
     clock: i64,
 }
 
@@ -26,7 +26,7 @@ const ROOT: Inode = 2;
 impl World {
     fn new() -> Self {
         let nodes = BTreeMap::from([(ROOT, Node::Folder(BTreeMap::new()))]);
-        Self { nodes, watched: BTreeSet::new(), dirt: Dirt::default(), clock: 0 }
+        Self { nodes, watched: BTreeSet::new(), dirty: DirtySet::default(), clock: 0 }
     }
 
     fn names(&self, folder: Inode) -> &BTreeMap<Name, Inode> {
@@ -59,9 +59,9 @@ impl World {
         matches!(self.nodes[&folder], Node::Folder(_)).then_some((folder, name))
     }
 
-    fn tell(&mut self, folder: Inode, name: &[u8], marks: Marks) {
+    fn emit(&mut self, folder: Inode, name: &[u8], marks: Marks) {
         if self.watched.contains(&folder) {
-            self.dirt.mark(folder, name, marks);
+            self.dirty.mark(folder, name, marks);
         }
     }
 
@@ -78,7 +78,7 @@ impl World {
         self.nodes.insert(inode, node);
         self.names_mut(folder).insert(name.into(), inode);
         let written = matches!(self.nodes[&inode], Node::File { .. });
-        self.tell(folder, name, Marks { named: true, made: true, written, ..Marks::default() });
+        self.emit(folder, name, Marks { named: true, made: true, written, ..Marks::default() });
     }
 
     fn write(&mut self, path: &[u8], by_map: bool) {
@@ -87,8 +87,8 @@ impl World {
         match (self.find(path), self.split(path)) {
             (Some(inode), Some((folder, name))) if matches!(self.nodes[&inode], Node::File { .. }) => {
                 self.nodes.insert(inode, node);
-                // A mapped file that is closed is looked at; nothing says that it was written.
-                self.tell(folder, name, Marks { written: !by_map, ..Marks::default() });
+                // Closing a mapped file causes an event, but not a write event.
+                self.emit(folder, name, Marks { written: !by_map, ..Marks::default() });
             }
             (None, Some(_)) => self.make(path, node),
             _ => {}
@@ -102,7 +102,7 @@ impl World {
             if let Some(Node::File { mtime, .. }) = self.nodes.get_mut(&inode) {
                 *mtime = at;
             }
-            self.tell(folder, name, Marks { touched: true, ..Marks::default() });
+            self.emit(folder, name, Marks { touched: true, ..Marks::default() });
         }
     }
 
@@ -114,7 +114,7 @@ impl World {
             }
         }
         self.names_mut(folder).remove(name);
-        self.tell(folder, name, Marks { named: true, ..Marks::default() });
+        self.emit(folder, name, Marks { named: true, ..Marks::default() });
         let links = self.nodes.values().filter(
             |node| matches!(node, Node::Folder(names) if names.values().any(|other| *other == inode)),
         );
@@ -139,29 +139,33 @@ impl World {
         self.names_mut(old).remove(old_name);
         self.names_mut(new).insert(new_name.into(), inode);
         let marks = Marks { named: true, ..Marks::default() };
-        self.tell(old, old_name, marks);
-        self.tell(new, new_name, marks);
+        self.emit(old, old_name, marks);
+        self.emit(new, new_name, marks);
     }
 
     fn link(&mut self, from: &[u8], to: &[u8]) {
         let (Some(inode), Some((folder, name))) = (self.find(from), self.split(to)) else { return };
         if matches!(self.nodes[&inode], Node::File { .. }) && !self.names(folder).contains_key(name) {
             self.names_mut(folder).insert(name.into(), inode);
-            self.tell(folder, name, Marks { named: true, made: true, ..Marks::default() });
+            self.emit(folder, name, Marks { named: true, made: true, ..Marks::default() });
         }
     }
 
-    fn seen(&self, inode: Inode) -> Seen {
+    fn seen(&self, inode: Inode) -> FileState {
         let links = self.nodes.values().map(|node| match node {
             Node::Folder(names) => names.values().filter(|other| **other == inode).count(),
             Node::File { .. } => 0,
         });
         match &self.nodes[&inode] {
-            // All of one size: it is not by that that they are told apart.
-            Node::File { mtime, .. } => {
-                Seen { inode, size: 9, mtime: *mtime, kind: Kind::File, is_shared: links.sum::<usize>() > 1 }
-            }
-            Node::Folder(_) => Seen { inode, size: 0, mtime: 0, kind: Kind::Folder, is_shared: false },
+            // All files have the same size, so that sizes cannot reveal a change.
+            Node::File { mtime, .. } => FileState {
+                inode,
+                size: 9,
+                mtime: *mtime,
+                kind: Kind::File,
+                is_shared: links.sum::<usize>() > 1,
+            },
+            Node::Folder(_) => FileState { inode, size: 0, mtime: 0, kind: Kind::Folder, is_shared: false },
         }
     }
 
@@ -185,8 +189,8 @@ impl World {
     }
 }
 
-impl Sight for World {
-    fn look(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<Seen>> {
+impl FsProbe for World {
+    fn probe(&mut self, path: &[u8], folder: Inode, names: &[Name]) -> Vec<Option<FileState>> {
         if self.find(path) != Some(folder) {
             return vec![None; names.len()];
         }
@@ -194,7 +198,7 @@ impl Sight for World {
         names.iter().map(|name| known.get(name).map(|inode| self.seen(*inode))).collect()
     }
 
-    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, Seen)> {
+    fn list(&mut self, path: &[u8], folder: Inode) -> Vec<(Name, FileState)> {
         if self.find(path) != Some(folder) {
             return Vec::new();
         }
@@ -212,7 +216,7 @@ enum Step {
     Remove(Vec<u8>),
     Rename(Vec<u8>, Vec<u8>),
     Link(Vec<u8>, Vec<u8>),
-    Look,
+    Check,
 }
 
 fn path() -> impl Strategy<Value = Vec<u8>> {
@@ -229,19 +233,19 @@ fn step() -> impl Strategy<Value = Step> {
         3 => path().prop_map(Step::Remove),
         4 => (path(), path()).prop_map(|(from, to)| Step::Rename(from, to)),
         2 => (path(), path()).prop_map(|(from, to)| Step::Link(from, to)),
-        3 => Just(Step::Look),
+        3 => Just(Step::Check),
     ]
 }
 
-/// What must be told, and what was.
-fn look(world: &mut World, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option<u64>>, all: bool) {
-    let mut dirt = std::mem::take(&mut world.dirt);
+/// Checks the reported changes against the expected ones.
+fn check(world: &mut World, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Option<u64>>, all: bool) {
+    let mut dirty = std::mem::take(&mut world.dirty);
     if all {
-        dirt.mark_all();
+        dirty.mark_all();
     }
-    let settled = settle(tree, &dirt, world);
-    for left in &settled.left {
-        world.watched.remove(left);
+    let update = update_tree(tree, &dirty, world);
+    for folder in &update.removed_folders {
+        world.watched.remove(folder);
     }
     let now = world.states();
     let mut expected: BTreeMap<Vec<u8>, Op> = BTreeMap::new();
@@ -250,10 +254,10 @@ fn look(world: &mut World, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Optio
     for (path, content) in now.iter().filter(|(path, content)| before.get(*path) != Some(content)) {
         expected.insert(path.clone(), if content.is_some() { Op::Write } else { Op::Mkdir });
     }
-    let told: BTreeMap<Vec<u8>, Op> =
-        settled.changes.iter().map(|change| (change.path.clone(), change.op)).collect();
-    assert_eq!(told.len(), settled.changes.len(), "each path once");
-    assert_eq!(told, expected);
+    let reported: BTreeMap<Vec<u8>, Op> =
+        update.changes.iter().map(|change| (change.path.clone(), change.op)).collect();
+    assert_eq!(reported.len(), update.changes.len(), "each path once");
+    assert_eq!(reported, expected);
     let mut known = Tree::new(ROOT);
     fill(&mut known, world);
     assert_eq!(tree.len(), known.len());
@@ -263,7 +267,7 @@ fn look(world: &mut World, tree: &mut Tree, before: &mut BTreeMap<Vec<u8>, Optio
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn what_is_told_is_the_difference(steps in prop::collection::vec(step(), 1..40), all in prop::bool::weighted(0.1)) {
+    fn changes_are_the_difference_of_states(steps in prop::collection::vec(step(), 1..40), all in prop::bool::weighted(0.1)) {
         let mut world = World::new();
         let mut tree = Tree::new(ROOT);
         fill(&mut tree, &mut world);
@@ -272,33 +276,33 @@ proptest! {
             match step {
                 Step::Write(path) => world.write(&path, false),
                 Step::Map(path) => world.write(&path, true),
-                // A touch and a mapped write of the same file cannot be told apart.
+                // A touch and a mapped write of the same file look alike.
                 Step::Touch(path) if !all => {
-                    look(&mut world, &mut tree, &mut before, false);
+                    check(&mut world, &mut tree, &mut before, false);
                     world.touch(&path);
-                    look(&mut world, &mut tree, &mut before, false);
+                    check(&mut world, &mut tree, &mut before, false);
                 }
                 Step::Touch(_) => {}
                 Step::Mkdir(path) => world.make(&path, Node::Folder(BTreeMap::new())),
                 Step::Remove(path) => world.remove(&path),
                 Step::Rename(from, to) => world.rename(&from, &to),
-                // A name that is made and deleted between two looks was nobody's.
+                // A link that is created and deleted between two checks leaves no trace.
                 Step::Link(from, to) => {
                     world.link(&from, &to);
-                    look(&mut world, &mut tree, &mut before, all);
+                    check(&mut world, &mut tree, &mut before, all);
                 }
-                Step::Look => look(&mut world, &mut tree, &mut before, all),
+                Step::Check => check(&mut world, &mut tree, &mut before, all),
             }
         }
-        look(&mut world, &mut tree, &mut before, all);
+        check(&mut world, &mut tree, &mut before, all);
     }
 }
 
 #[test]
-fn too_many_names_are_looked_at_as_everywhere() {
-    let mut dirt = Dirt::default();
-    for n in 0..=MOST_NAMES {
-        dirt.mark(1, n.to_string().as_bytes(), Marks::default());
+fn too_many_dirty_names_mark_everything() {
+    let mut dirty = DirtySet::default();
+    for n in 0..=MAX_NAMES {
+        dirty.mark(1, n.to_string().as_bytes(), Marks::default());
     }
-    assert!(dirt.everywhere && dirt.names() == 0 && !dirt.is_clean());
+    assert!(dirty.everywhere && dirty.names() == 0 && !dirty.is_clean());
 }

@@ -1,4 +1,4 @@
-//! Whose a change is, for calls that overlap in all ways.
+//! Attribution of changes to overlapping calls.
 
 use proptest::prelude::*;
 
@@ -34,7 +34,7 @@ fn who(entries: &[AuditEntry]) -> Vec<(String, String, bool)> {
 }
 
 #[test]
-fn a_file_that_a_tool_claims_is_its_and_folders_on_the_way_to_it() {
+fn claimed_file_and_its_new_folders_belong_to_the_tool() {
     let mut windows = Windows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("n/e/w")));
@@ -46,14 +46,14 @@ fn a_file_that_a_tool_claims_is_its_and_folders_on_the_way_to_it() {
     ];
     let now = windows.attribute(changes.to_vec(), NOW);
     assert_eq!(who(&now), [("n/x".to_owned(), "ada".to_owned(), false)]);
-    let told = windows.succeed("bob", "2", Some(change(Op::Write, "n/e/w")), NOW);
-    assert_eq!(told.iter().map(|entry| entry.path.as_str()).collect::<Vec<_>>(), ["n", "n/e", "n/e/w"]);
-    assert!(told.iter().all(|entry| entry.agent_name.as_deref() == Some("bob") && !entry.ambiguous));
+    let entries = windows.succeed("bob", "2", Some(change(Op::Write, "n/e/w")), NOW);
+    assert_eq!(entries.iter().map(|entry| entry.path.as_str()).collect::<Vec<_>>(), ["n", "n/e", "n/e/w"]);
+    assert!(entries.iter().all(|entry| entry.agent_name.as_deref() == Some("bob") && !entry.ambiguous));
     assert!(windows.end(|_| true).is_empty());
 }
 
 #[test]
-fn what_was_claimed_by_a_tool_that_failed_was_somebody_elses() {
+fn failed_tools_claim_reverts_to_running_commands() {
     let mut windows = Windows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("bob", "2", Some("w")));
@@ -67,24 +67,24 @@ fn what_was_claimed_by_a_tool_that_failed_was_somebody_elses() {
 }
 
 #[test]
-fn one_agent_with_several_calls_is_one_and_too_many_calls_give_up_the_oldest() {
+fn several_calls_of_one_agent_are_unambiguous() {
     let mut windows = Windows::default();
     windows.begin(window("ada", "1", None));
     windows.begin(window("ada", "2", None));
-    let told = windows.attribute(vec![change(Op::Delete, "x")], NOW);
-    assert_eq!(who(&told), [("x".to_owned(), "ada".to_owned(), false)]);
-    assert_eq!(told[0].dispatch_id.as_deref(), Some("ada"));
-    for call in 3..=MOST {
+    let entries = windows.attribute(vec![change(Op::Delete, "x")], NOW);
+    assert_eq!(who(&entries), [("x".to_owned(), "ada".to_owned(), false)]);
+    assert_eq!(entries[0].dispatch_id.as_deref(), Some("ada"));
+    for call in 3..=MAX_WINDOWS {
         assert_eq!(windows.begin(window("ada", &call.to_string(), None)), None);
     }
     assert_eq!(windows.begin(window("ada", "more", None)).unwrap().tool_use, "1");
-    assert_eq!(windows.all().len(), MOST);
+    assert_eq!(windows.all().len(), MAX_WINDOWS);
 }
 
 proptest! {
-    /// A change belongs to those whose commands ran, all of them and nobody else, and to none where none ran.
+    /// A change belongs to exactly the agents whose commands ran.
     #[test]
-    fn a_change_is_theirs_whose_commands_ran(steps in prop::collection::vec((0_u8..3, 0_usize..3), 1..60)) {
+    fn change_belongs_to_running_commands(steps in prop::collection::vec((0_u8..3, 0_usize..3), 1..60)) {
         let names = ["ada", "bob", "eve"];
         let mut running = [0_usize; 3];
         let mut windows = Windows::default();
@@ -100,10 +100,10 @@ proptest! {
                     prop_assert!(windows.succeed(names[of], &call, None, NOW).is_empty());
                 }
                 _ => {
-                    let told = windows.attribute(vec![change(Op::Write, "f")], NOW);
+                    let entries = windows.attribute(vec![change(Op::Write, "f")], NOW);
                     let mut expected: Vec<&str> = (0..3).filter(|of| running[*of] > 0).map(|of| names[of]).collect();
-                    prop_assert_eq!(told.len(), usize::from(!expected.is_empty()));
-                    for entry in told {
+                    prop_assert_eq!(entries.len(), usize::from(!expected.is_empty()));
+                    for entry in entries {
                         let mut said: Vec<String> = entry.agent_name.unwrap_or_default().split(", ").map(str::to_owned).collect();
                         said.sort();
                         expected.sort_unstable();
