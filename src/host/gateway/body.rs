@@ -1,4 +1,4 @@
-//! Request bodies: read within a size and a time, and heard out when they are refused.
+//! Request bodies: read within a size and time limit, and drained when the request is refused.
 
 use std::time::Duration;
 
@@ -11,19 +11,19 @@ use serde_json::Value;
 use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem};
 
-/// The longest that a request's body may take to come.
-const READ: Duration = Duration::from_secs(30);
-/// How much of a refused body is heard out, and for how long: a client that is still writing when the connection closes
-/// would not read the refusal.
-const HEARD_OUT: usize = 4 * 1024 * 1024;
-const HEARING: Duration = Duration::from_secs(5);
+/// Timeout of reading a request body.
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
+/// Limits of draining a refused body: a client that is still sending when the connection closes would not read the
+/// refusal.
+const MAX_DRAINED_BYTES: usize = 4 * 1024 * 1024;
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-pub fn too_large(most: usize) -> Problem {
-    Problem::new(Code::RequestTooLarge, format!("A request has at most {most} bytes."))
+pub fn too_large(max_bytes: usize) -> Problem {
+    Problem::new(Code::RequestTooLarge, format!("The request body exceeds {max_bytes} bytes."))
 }
 
 /// # Errors
-/// Where the body is said to be anything else.
+/// The content type is not `application/json`.
 pub fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
     let given = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let essence = given.split(';').next().unwrap_or_default().trim();
@@ -34,52 +34,52 @@ pub fn require_json(headers: &HeaderMap) -> Result<(), Problem> {
 }
 
 /// # Errors
-/// When it is larger than `most`, slow, or cut off.
-pub async fn read(body: Body, most: usize) -> Result<Bytes, Problem> {
+/// The body is larger than `max_bytes`, slow or incomplete.
+pub async fn read(body: Body, max_bytes: usize) -> Result<Bytes, Problem> {
     let mut chunks = body.into_data_stream();
     let reading = async {
         let mut whole = BytesMut::new();
         while let Some(chunk) = chunks.next().await {
-            let chunk = chunk.map_err(|_| Problem::field("", "could not be read to its end"))?;
-            if whole.len() + chunk.len() > most {
-                return Err(too_large(most));
+            let chunk = chunk.map_err(|_| Problem::field("", "could not be read completely"))?;
+            if whole.len() + chunk.len() > max_bytes {
+                return Err(too_large(max_bytes));
             }
             whole.put(chunk);
         }
         Ok(whole.freeze())
     };
-    let slow = || Problem::new(Code::DeadlineExceeded, "The body did not come in time.");
-    let read = tokio::time::timeout(READ, reading).await.unwrap_or_else(|_| Err(slow()));
+    let slow = || Problem::new(Code::DeadlineExceeded, "Timeout reading the request body.");
+    let read = tokio::time::timeout(READ_TIMEOUT, reading).await.unwrap_or_else(|_| Err(slow()));
     if read.is_err() {
-        hear_out(Body::from_stream(chunks)).await;
+        drain(Body::from_stream(chunks)).await;
     }
     read
 }
 
-/// A body that is a JSON object, by its fields.
+/// Reads a body that is a JSON object.
 ///
 /// # Errors
-/// As [`require_json`] and [`read`], and where it is no JSON object.
-pub async fn fields(headers: &HeaderMap, body: Body, most: usize) -> Result<Fields, Problem> {
+/// As [`require_json`] and [`read`], or the body is not a JSON object.
+pub async fn fields(headers: &HeaderMap, body: Body, max_bytes: usize) -> Result<Fields, Problem> {
     require_json(headers)?;
-    match serde_json::from_slice(&read(body, most).await?) {
+    match serde_json::from_slice(&read(body, max_bytes).await?) {
         Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
         _ => Err(Problem::field("", "must be a JSON object")),
     }
 }
 
-/// Takes the rest of a body that is refused, within bounds.
-pub async fn hear_out(body: Body) {
+/// Reads and discards the rest of a refused body, within limits.
+pub async fn drain(body: Body) {
     let mut chunks = body.into_data_stream();
-    let hearing = async {
-        let mut heard = 0;
+    let draining = async {
+        let mut drained = 0;
         while let Some(Ok(chunk)) = chunks.next().await {
-            heard += chunk.len();
-            if heard > HEARD_OUT {
+            drained += chunk.len();
+            if drained > MAX_DRAINED_BYTES {
                 break;
             }
         }
     };
-    // Whoever is slower than that does not get to read the refusal.
-    let _ = tokio::time::timeout(HEARING, hearing).await;
+    // A slower client does not receive the refusal.
+    let _ = tokio::time::timeout(DRAIN_TIMEOUT, draining).await;
 }

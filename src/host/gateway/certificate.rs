@@ -1,7 +1,7 @@
-//! The machine's TLS key and self-signed certificate, made once; the platform pins its key at registration.
+//! The machine's TLS key and self-signed certificate, created once; the platform pins the key at registration.
 //!
-//! The key is written before the certificate, and the pair counts only when the certificate is there: a kill between
-//! the two leaves nothing that was ever shown to anybody.
+//! The key is written before the certificate, and the pair is used only when both exist: a crash between the two writes
+//! leaves no key that was ever used.
 
 use anyhow::Context;
 
@@ -9,19 +9,19 @@ use crate::fsx;
 use crate::host::system::layout::Layout;
 use crate::http::tls::{self, Identity};
 
-/// Reads the machine's certificate, or makes it.
+/// Reads the machine's certificate or creates it.
 ///
 /// # Errors
-/// When the files cannot be read or written.
+/// The files cannot be read or written.
 pub fn open(layout: &Layout) -> anyhow::Result<Identity> {
     if layout.tls_cert().exists() {
         return Identity::read(&layout.tls_cert(), &layout.tls_key())
             .with_context(|| format!("read {} and its key", layout.tls_cert().display()));
     }
-    let made = tls::self_signed(&["svc-host".to_owned()])?;
-    fsx::write_atomic(&layout.tls_key(), made.key_pem.as_bytes(), 0o600)?;
-    fsx::write_atomic(&layout.tls_cert(), made.cert_pem.as_bytes(), 0o600)?;
-    Ok(made)
+    let identity = tls::self_signed(&["svc-host".to_owned()])?;
+    fsx::write_atomic(&layout.tls_key(), identity.key_pem.as_bytes(), 0o600)?;
+    fsx::write_atomic(&layout.tls_cert(), identity.cert_pem.as_bytes(), 0o600)?;
+    Ok(identity)
 }
 
 #[cfg(test)]
@@ -30,7 +30,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn the_key_is_made_once_and_private() {
+    fn open_creates_private_key_once() {
         tls::install_provider();
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
@@ -41,12 +41,12 @@ mod tests {
     }
 
     #[test]
-    fn a_key_without_its_certificate_is_replaced() {
+    fn open_replaces_key_without_certificate() {
         tls::install_provider();
         let root = tempfile::tempdir().unwrap();
         let layout = Layout::new(root.path());
         fsx::write_atomic(&layout.tls_key(), b"half", 0o600).unwrap();
-        let made = open(&layout).unwrap();
-        made.server_config().unwrap();
+        let identity = open(&layout).unwrap();
+        identity.server_config().unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Usage and records in a terminal: read from the files themselves, whether the gateway runs or not.
+//! Prints usage and records in a terminal, reading the files directly, so that the gateway need not run.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -15,15 +15,15 @@ use crate::host::records::page::{self, PageError, Verdict};
 use crate::host::records::tail::Tail;
 use crate::host::system::layout::Layout;
 
-/// How often `logs --follow` looks.
-const LOOK: Duration = Duration::from_millis(200);
+/// Poll interval of `logs --follow`.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 #[derive(clap::Args)]
 pub struct UsageArgs {
-    /// By what it is summed up
+    /// Group totals by this
     #[arg(long, value_enum, default_value_t = GroupBy::Day)]
     by: GroupBy,
-    /// Of this user or channel alone
+    /// Only this user or channel
     #[arg(long, value_name = "ID")]
     user: Option<String>,
     /// The first day, such as 2026-11-01
@@ -32,51 +32,51 @@ pub struct UsageArgs {
     /// The last day
     #[arg(long, value_name = "DAY")]
     until: Option<Date>,
-    /// As GET /api/usage answers
+    /// Print the JSON of GET /api/usage
     #[arg(long)]
     json: bool,
 }
 
 #[derive(clap::Args)]
 pub struct LogsArgs {
-    /// Which record
-    #[arg(value_enum, default_value_t = Which::Activity)]
-    record: Which,
-    /// How many lines of what is there
+    /// Record to print
+    #[arg(value_enum, default_value_t = RecordKind::Activity)]
+    record: RecordKind,
+    /// Number of existing lines to print
     #[arg(short = 'n', long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100_000))]
     lines: u32,
-    /// Go on with what comes
+    /// Keep printing new lines
     #[arg(short, long)]
     follow: bool,
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
-enum Which {
-    /// What happened on the machine
+enum RecordKind {
+    /// Events on the machine
     Activity,
-    /// Dispatches that have ended
+    /// Ended dispatches
     Interactions,
-    /// Changes of files by agents
+    /// Changes to files by agents
     Audit,
     /// Daily measurements of storage
     Storage,
-    /// The runs of the backup
+    /// Backup runs
     Backups,
 }
 
-impl From<Which> for RecordKind {
-    fn from(which: Which) -> Self {
-        match which {
-            Which::Activity => Self::Activity,
-            Which::Interactions => Self::Interactions,
-            Which::Audit => Self::Audit,
-            Which::Storage => Self::Storage,
-            Which::Backups => Self::Backups,
+impl From<RecordKind> for RecordKind {
+    fn from(kind: RecordKind) -> Self {
+        match kind {
+            RecordKind::Activity => Self::Activity,
+            RecordKind::Interactions => Self::Interactions,
+            RecordKind::Audit => Self::Audit,
+            RecordKind::Storage => Self::Storage,
+            RecordKind::Backups => Self::Backups,
         }
     }
 }
 
-/// Prints what was spent.
+/// Prints the usage report.
 ///
 /// # Errors
 /// [`Failure`].
@@ -113,20 +113,20 @@ pub fn usage(layout: &Layout, args: UsageArgs) -> Result<(), Failure> {
     print(&format!("{table}\n")).map(|_| ())
 }
 
-/// Prints the last lines of a record, and those that come.
+/// Prints the last lines of a record and, with `--follow`, new ones.
 ///
 /// # Errors
 /// [`Failure`].
 pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     let (kind, logs): (RecordKind, PathBuf) = (args.record.into(), layout.logs());
-    // What comes while the last lines are read comes after them.
+    // Opened first, so that lines written meanwhile are printed afterwards.
     let tail = args.follow.then(|| Tail::at_end(kind, logs.clone())).transpose().or_exit(Exit::Internal)?;
     let (mut lines, mut before) = (Vec::new(), None);
-    let wanted = args.lines as usize;
-    while lines.len() < wanted {
-        let page = page::newest(kind, &logs, before, wanted - lines.len(), |_| Verdict::Take);
+    let limit = args.lines as usize;
+    while lines.len() < limit {
+        let page = page::newest(kind, &logs, before, limit - lines.len(), |_| Verdict::Take);
         let page = match page {
-            // Its file had its time meanwhile.
+            // The retention removed its file in the meantime.
             Err(PageError::Gone) => break,
             page => page.or_exit(Exit::Internal)?,
         };
@@ -137,7 +137,7 @@ pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
         }
     }
     for line in lines.iter().rev() {
-        if print(&format!("{line}\n"))? == Reader::Gone {
+        if print(&format!("{line}\n"))? == OutputState::Closed {
             return Ok(());
         }
     }
@@ -145,27 +145,27 @@ pub fn logs(layout: &Layout, args: &LogsArgs) -> Result<(), Failure> {
     loop {
         let lines = tail.lines().or_exit(Exit::Internal)?;
         if lines.is_empty() {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         for (_, line) in lines {
-            if print(&format!("{line}\n"))? == Reader::Gone {
+            if print(&format!("{line}\n"))? == OutputState::Closed {
                 return Ok(());
             }
         }
     }
 }
 
-/// Who reads what is printed.
+/// Whether the output is still being read.
 #[derive(PartialEq, Eq)]
-enum Reader {
-    Listens,
-    Gone,
+enum OutputState {
+    Open,
+    Closed,
 }
 
-fn print(text: &str) -> Result<Reader, Failure> {
+fn print(text: &str) -> Result<OutputState, Failure> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(Reader::Gone),
-        written => written.map(|()| Reader::Listens).or_exit(Exit::Internal),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(OutputState::Closed),
+        written => written.map(|()| OutputState::Open).or_exit(Exit::Internal),
     }
 }

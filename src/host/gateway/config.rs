@@ -1,6 +1,6 @@
-//! What the gateway is told: where it listens, who owns the machine, which credentials it knows.
+//! The gateway's configuration: its address, its owner, and the accepted credentials.
 //!
-//! A configuration that would let the dev default answer anywhere but on a developer's own machine does not load.
+//! A configuration that would enable the development default on anything but a developer's machine is rejected.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -14,26 +14,26 @@ use crate::http::jwt::Trust;
 use crate::http::proof::ProofKeys;
 use crate::machine::epoch::Epoch;
 
-/// Of `ADMIN_TOKEN`, as of the platform's secret.
+/// Minimum length of `ADMIN_TOKEN`, equal to that of the platform's secret.
 const MIN_ADMIN_TOKEN_CHARS: usize = 32;
 
-/// The gateway's configuration, whole and checked.
+/// The complete, validated configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub layout: Layout,
     pub listen: SocketAddr,
     pub owner: OwnerConfig,
     pub admin_token: Option<SecretString>,
-    /// Whose bearer tokens stand for the owner, where the machine was told.
+    /// The issuer of the owner's bearer tokens, if configured.
     pub issuer: Option<Trust>,
     pub postgres: tokio_postgres::Config,
-    /// The longest that one statement of an app may run.
+    /// Timeout of one statement of an app.
     pub statement_timeout: Duration,
-    /// How long a change can be resumed from.
+    /// Retention of change events.
     pub changes_keep: Duration,
 }
 
-/// Whose machine this is, as provisioning wrote it, or nobody's on a developer's own.
+/// The provisioned owner of the machine, or the development default.
 #[derive(Debug, Clone)]
 pub enum OwnerConfig {
     Provisioned { identity: Identity, first_keys: ProofKeys },
@@ -42,7 +42,7 @@ pub enum OwnerConfig {
 
 impl Config {
     /// # Errors
-    /// All mistakes at once.
+    /// All configuration errors at once.
     pub fn load(layout: Layout) -> Result<Self, ConfigError> {
         let env = environment(&layout);
         Self::read(env, layout)
@@ -86,7 +86,7 @@ impl Config {
 }
 
 impl Config {
-    /// The machine's epoch; none on a developer's own.
+    /// The machine's epoch; [`Epoch::NONE`] on a developer's machine.
     pub fn epoch(&self) -> Epoch {
         match &self.owner {
             OwnerConfig::Provisioned { identity, .. } => identity.epoch,
@@ -95,20 +95,20 @@ impl Config {
     }
 }
 
-/// None where it is too short to be safe: such a token is ignored, because an owner's machine must start in any case, also
-/// by an update to a release that has this rule.
+/// `None` if the token is too short to be safe. It is ignored rather than rejected, because the machine must start in
+/// any case, also after an update to a release with this rule.
 fn admin_token(env: &mut Env) -> Option<SecretString> {
     let token = env.secret("ADMIN_TOKEN")?;
     let is_long_enough = token.expose_secret().chars().count() >= MIN_ADMIN_TOKEN_CHARS;
     if !is_long_enough {
         tracing::error!(
-            "ADMIN_TOKEN is ignored: it needs at least {MIN_ADMIN_TOKEN_CHARS} characters, as `openssl rand -hex 32` makes"
+            "ADMIN_TOKEN is ignored: it has fewer than {MIN_ADMIN_TOKEN_CHARS} characters; generate one with `openssl rand -hex 32`"
         );
     }
     is_long_enough.then_some(token)
 }
 
-/// All of `IDP_ISSUER` and `IDP_AUDIENCE`, or none.
+/// `IDP_ISSUER` and `IDP_AUDIENCE` are both set, or neither.
 fn issuer(env: &mut Env) -> Option<Trust> {
     if !["IDP_ISSUER", "IDP_AUDIENCE", "IDP_JWKS_URL"].iter().any(|name| env.is_set(name)) {
         return None;
@@ -119,20 +119,20 @@ fn issuer(env: &mut Env) -> Option<Trust> {
         issuer.as_ref().map(|issuer| format!("{}/.well-known/jwks.json", issuer.trim_end_matches('/')));
     let jwks_url = match env.is_set("IDP_JWKS_URL") {
         true => env.optional("IDP_JWKS_URL"),
-        false => derived?.parse().map_err(|why| env.mistake("IDP_ISSUER", why)).ok(),
+        false => derived?.parse().map_err(|error| env.mistake("IDP_ISSUER", error)).ok(),
     };
     let audiences =
         audiences?.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::to_owned).collect();
     Some(Trust { issuer: issuer?, audiences, jwks_url: jwks_url? })
 }
 
-const IDENTITY: [&str; 4] = ["SVC_USER_ID", "SVC_MACHINE_ID", "SVC_HANDLE", "SVC_EPOCH"];
+const IDENTITY_VARIABLES: [&str; 4] = ["SVC_USER_ID", "SVC_MACHINE_ID", "SVC_HANDLE", "SVC_EPOCH"];
 
 fn owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
     let auth = env.flag("GATEWAY_AUTH", Flag::On);
     let production = env.flag("SVC_PRODUCTION", Flag::On);
-    let place = env.text("SVC_ENVIRONMENT").unwrap_or_else(|| "production".to_owned());
-    if !["production", "local", "development"].contains(&place.as_str()) {
+    let environment_name = env.text("SVC_ENVIRONMENT").unwrap_or_else(|| "production".to_owned());
+    if !["production", "local", "development"].contains(&environment_name.as_str()) {
         env.mistake("SVC_ENVIRONMENT", "must be production, development or local");
     }
     if auth.is_on() {
@@ -140,17 +140,17 @@ fn owner(env: &mut Env, listen: SocketAddr) -> Option<OwnerConfig> {
         let first_keys = first_proof_keys(env);
         return Some(OwnerConfig::Provisioned { identity: identity?, first_keys: first_keys? });
     }
-    let mut refuse = |why: &str| env.mistake("GATEWAY_AUTH", format!("cannot be off: {why}"));
+    let mut reject = |reason: &str| env.mistake("GATEWAY_AUTH", format!("cannot be off: {reason}"));
     if production.is_on() {
-        refuse("SVC_PRODUCTION is not false");
+        reject("SVC_PRODUCTION is not false");
     }
-    if place == "production" {
-        refuse("SVC_ENVIRONMENT is not local or development");
+    if environment_name == "production" {
+        reject("SVC_ENVIRONMENT is not local or development");
     }
     if !listen.ip().is_loopback() {
-        refuse("GATEWAY_LISTEN is not a loopback address");
+        reject("GATEWAY_LISTEN is not a loopback address");
     }
-    if let Some(name) = IDENTITY.into_iter().find(|name| env.is_set(name)) {
+    if let Some(name) = IDENTITY_VARIABLES.into_iter().find(|name| env.is_set(name)) {
         env.mistake("GATEWAY_AUTH", format!("cannot be off: an identity is configured ({name})"));
     }
     Some(OwnerConfig::DevDefault)
@@ -185,15 +185,15 @@ mod tests {
     }
 
     #[test]
-    fn a_provisioned_configuration_loads() {
+    fn load_accepts_provisioned_machine() {
         let config = read(&GOOD).unwrap();
-        let OwnerConfig::Provisioned { identity, .. } = config.owner else { panic!("nobody's machine") };
+        let OwnerConfig::Provisioned { identity, .. } = config.owner else { panic!("no owner") };
         assert_eq!(identity.user.as_str(), "user_1");
         assert_eq!(config.listen.port(), 443);
     }
 
     #[test]
-    fn every_mistake_is_named_and_no_value_shown() {
+    fn load_reports_all_errors_without_values() {
         let error = read(&[("GATEWAY_LISTEN", "x"), ("DATABASE_URL", "s3cret")]).unwrap_err().to_string();
         for name in ["GATEWAY_LISTEN", "SVC_USER_ID", "SVC_MACHINE_ID", "SVC_PROOF_KEYS", "DATABASE_URL"] {
             assert!(error.contains(name), "{name} in {error}");
@@ -202,9 +202,9 @@ mod tests {
     }
 
     #[test]
-    fn the_dev_default_needs_every_one_of_its_conditions() {
+    fn dev_default_requires_all_conditions() {
         assert!(matches!(read(&DEV).unwrap().owner, OwnerConfig::DevDefault));
-        assert!(read(&DEV[..1]).is_err(), "auth off alone");
+        assert!(read(&DEV[..1]).is_err(), "only auth is off");
         for change in [
             ("SVC_PRODUCTION", "true"),
             ("SVC_ENVIRONMENT", "production"),
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_is_needed_wherever_auth_is_on() {
+    fn load_requires_owner_if_auth_is_on() {
         let dev_but_auth = with(&DEV, &[("GATEWAY_AUTH", "on")]);
         assert!(read(&dev_but_auth).is_err());
     }

@@ -1,4 +1,4 @@
-//! Answers of server-sent events: their head, and how long one goes on.
+//! Responses of server-sent events: headers and timing.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use bytes::Bytes;
 use futures_util::Stream;
 use http::{HeaderValue, header};
 
-/// A listener hears something at least this often.
-pub const HEARTBEAT: Duration = Duration::from_secs(15);
-/// Then the listener comes again, with a credential that is still good.
-pub const LONGEST: Duration = Duration::from_secs(15 * 60);
-/// How long a listener waits before it comes again.
+/// Maximum interval between two messages to a listener.
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(15);
+/// Maximum duration of a stream; the listener then reconnects with a fresh credential.
+pub const MAX_STREAM_DURATION: Duration = Duration::from_secs(15 * 60);
+/// Delay before a listener reconnects.
 pub const RETRY_MS: u32 = 1000;
 
 pub fn response(events: impl Stream<Item = Result<Bytes, Infallible>> + Send + 'static) -> Response {
@@ -21,7 +21,7 @@ pub fn response(events: impl Stream<Item = Result<Bytes, Infallible>> + Send + '
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    // Proxies that would gather an answer before they pass it on.
+    // Disables buffering in proxies.
     headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
 }

@@ -1,7 +1,8 @@
-//! `svc-gateway`: the machine's HTTPS port. Owner API, bridge, apps, and the way to shell and code server.
+//! `svc-gateway`: the machine's HTTPS port. It serves the owner API, the bridge and apps, and proxies the shell and
+//! code-server.
 //!
-//! It listens at once, without waiting for the database. Invariant: on the public port nothing but the two health
-//! routes is served without a valid proof or token.
+//! It listens immediately, without waiting for the database. Invariant: on the public port only the two health routes
+//! are served without a valid proof or token.
 
 mod apps;
 mod auth;
@@ -49,8 +50,8 @@ use crate::metrics;
 #[command(
     name = "svc-gateway",
     version = applet::VERSION,
-    about = "The machine's HTTPS port: owner API, bridge, apps, and the way to shell and code server",
-    after_help = "It is configured by the environment and /opt/svc/env/*.env below SVC_ROOT; see the README."
+    about = "The machine's HTTPS port: owner API, bridge, apps, and a proxy to the shell and code-server",
+    after_help = "Configured by the environment and /opt/svc/env/*.env below SVC_ROOT; see the README."
 )]
 struct Args {
     #[command(subcommand)]
@@ -59,17 +60,17 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Copy the release's default apps into the owner's, as the owner's user; what the owner changed stays
+    /// Copy the bundled apps into the owner's apps folder, as the owner's user; keeps the owner's changes
     InstallApps,
-    /// Show what dispatches have cost, summed up
+    /// Show the cost of dispatches, aggregated
     #[command(after_help = "Example: svc-gateway usage --by model --since 2026-11-01")]
     Usage(cli::UsageArgs),
-    /// Show the last lines of a record, and follow it
+    /// Show the last lines of a record, and optionally follow it
     #[command(after_help = "Example: svc-gateway logs audit --follow")]
     Logs(cli::LogsArgs),
 }
 
-/// The applet.
+/// Runs the applet.
 pub fn run(args: Vec<OsString>) -> ExitCode {
     let args = match applet::parse::<Args>(args) {
         Ok(args) => args,
@@ -92,21 +93,22 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 
 async fn serve(layout: Layout) -> Result<(), Failure> {
     if layout.superseded().exists() {
-        let why = anyhow!("another machine has taken this one's place ({})", layout.superseded().display());
-        return Err(Failure::new(Exit::Permission, why));
+        let error = anyhow!("another machine has taken this one's place ({})", layout.superseded().display());
+        return Err(Failure::new(Exit::Permission, error));
     }
     let config = Config::load(layout)?;
     let layout = config.layout.clone();
     let identity = certificate::open(&layout).context("the machine's TLS key").or_exit(Exit::Internal)?;
     let tls = identity.server_config().context("the machine's TLS key").or_exit(Exit::Internal)?;
-    // It stays for as long as the machine, and nobody else knows it.
+    // The key is constant for the machine's lifetime and known only to it.
     let change_ids = bridge::IdSecret::derive(identity.key_pem.as_bytes());
-    let bound = TcpListener::bind(config.listen).await;
-    let public = bound.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
-    let trusted = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
-    let trusted = trusted.context("the unix socket").or_exit(Exit::Unavailable)?;
-    let agents = unix_socket::bind(&layout.bridge_sockets(), BRIDGE_SOCKET);
-    let agents = agents.context("the agents' unix socket").or_exit(Exit::Unavailable)?;
+    let listener = TcpListener::bind(config.listen).await;
+    let public =
+        listener.with_context(|| format!("listen on {}", config.listen)).or_exit(Exit::Unavailable)?;
+    let trusted_socket = unix_socket::bind(&layout.gateway_sockets(), "gateway.sock");
+    let trusted_socket = trusted_socket.context("the unix socket").or_exit(Exit::Unavailable)?;
+    let agent_socket = unix_socket::bind(&layout.bridge_sockets(), BRIDGE_SOCKET);
+    let agent_socket = agent_socket.context("the agents' unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
     scrape.keep_up(stop.clone());
@@ -114,18 +116,18 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
     tokio::spawn(apps::measure_sizes(gateway.clone(), stop.clone()));
-    tokio::spawn(bridge::tend(gateway.clone(), stop.clone()));
-    let tended = tokio::spawn(gateway.kernel.clone().maintain(stop.clone()));
+    tokio::spawn(bridge::run_change_feed(gateway.clone(), stop.clone()));
+    let kernel_task = tokio::spawn(gateway.kernel.clone().maintain(stop.clone()));
     tokio::spawn(gateway.dispatcher.clone().maintain(stop.clone()));
     tokio::spawn(gateway.writers.clone().watch(gateway.dispatcher.clone(), stop.clone()));
     tokio::spawn(lifetime::watch_superseded(layout.superseded(), stop.clone()));
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
-    let local = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
-    let local = tokio::spawn(unix_socket::serve(trusted, local, stop.clone()));
-    let of_agents = tokio::spawn(unix_socket::serve(agents, router::bridge(&gateway), stop.clone()));
-    let told = stop.clone();
+    let local_routes = router::router(&gateway, Ingress::Trusted).layer(Extension(scrape));
+    let local_task = tokio::spawn(unix_socket::serve(trusted_socket, local_routes, stop.clone()));
+    let agents_task = tokio::spawn(unix_socket::serve(agent_socket, router::bridge(&gateway), stop.clone()));
+    let stopping = stop.clone();
     tokio::spawn(async move {
-        told.cancelled().await;
+        stopping.cancelled().await;
         systemd::tell(&[NotifyState::Stopping]);
     });
 
@@ -135,22 +137,22 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     systemd::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
     let routes = router::router(&gateway, Ingress::Public);
     let dispatcher = gateway.dispatcher.clone();
-    let told = stop.clone();
-    let dispatched = tokio::spawn(async move {
-        told.cancelled().await;
+    let stopping = stop.clone();
+    let dispatcher_task = tokio::spawn(async move {
+        stopping.cancelled().await;
         dispatcher.close().await;
     });
-    // The router's processes are its clients, and may all have one address.
+    // The platform's router processes are the clients, and may all share one address.
     let limits = Limits::default();
     let limits = Limits { connections_of_address: limits.connections / 4 * 3, ..limits };
     server::serve(public, Some(Arc::new(tls)), routes, limits, stop).await;
-    // Requests are answered; what still runs belongs to nobody.
+    // All requests have been answered; the remaining work has no client.
     apps.abort();
-    local.abort();
-    of_agents.abort();
-    // A panic in one of these has been told by its own message.
-    let _ = dispatched.await;
-    let _ = tended.await;
+    local_task.abort();
+    agents_task.abort();
+    // A panic in one of these tasks has already been logged.
+    let _ = dispatcher_task.await;
+    let _ = kernel_task.await;
     let kernel = gateway.kernel.clone();
     tokio::task::spawn_blocking(move || kernel.close()).await.or_exit(Exit::Internal)?;
     Ok(())

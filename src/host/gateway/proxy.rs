@@ -1,4 +1,4 @@
-//! The ways to the shell and the code server, each behind its unix socket.
+//! Proxies the shell and the code server, each behind its unix socket.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,10 +16,10 @@ use crate::http::problem::{Code, Problem, chain};
 use crate::http::proof;
 use crate::http::proxy::{Dial, Io, Proxy, ProxyError, ProxyLimits};
 
-/// When a page asks again, in seconds.
-const RETRY_AFTER: u64 = 3;
+/// Reload interval of the waiting page, in seconds.
+const RETRY_AFTER_SECONDS: u64 = 3;
 
-/// The machine's own services that the gateway stands before.
+/// The machine's services behind the gateway.
 pub struct Upstreams {
     shell: Proxy,
     code: Proxy,
@@ -41,31 +41,31 @@ impl Dial for Socket {
     }
 }
 
-/// Everything of the owner's that is not the gateway's own.
+/// Proxies all of the owner's requests that no route of the gateway handles.
 pub async fn to_shell(State(gateway): State<Arc<Gateway>>, request: Request) -> Response {
     forward(&gateway.upstreams.shell, "The shell", request).await
 }
 
-/// Everything on the code host but code-server's way to local ports: whatever listens there would share the editor's origin,
-/// and with it its cookies and its terminal.
+/// Proxies requests on the code host, except code-server's proxy to local ports: a local service would share the
+/// editor's origin, and thus its cookies and terminal.
 pub async fn to_code(gateway: &Gateway, request: Request) -> Response {
-    if leads_to_a_port(request.uri().path()) {
-        let detail = "The editor's origin leads to no local port. Make it an app, or forward the port by the terminal.";
+    if is_port_proxy_path(request.uri().path()) {
+        let detail = "The editor's origin does not proxy local ports. Make it an app, or forward the port from the terminal.";
         return Problem::new(Code::Forbidden, detail).into_response();
     }
     forward(&gateway.upstreams.code, "The code server", request).await
 }
 
-/// `/proxy/…` and `/absproxy/…`, however they are written: code-server's router takes no notice of case.
-fn leads_to_a_port(path: &str) -> bool {
+/// Whether a path is `/proxy/…` or `/absproxy/…` in any encoding; code-server's router ignores case.
+fn is_port_proxy_path(path: &str) -> bool {
     let first = path.split('/').find(|part| !part.is_empty()).unwrap_or_default();
     let first = percent_decode(first).unwrap_or_default().to_ascii_lowercase();
     ["proxy", "absproxy"].contains(&first.as_str())
 }
 
 async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response {
-    let page = wants_page(request.headers());
-    // They are for this gateway alone.
+    let is_page = wants_page(request.headers());
+    // These credentials are only for the gateway.
     request.headers_mut().remove(proof::HEADER);
     request.headers_mut().remove(header::AUTHORIZATION);
     match upstream.forward(request).await {
@@ -80,7 +80,10 @@ async fn forward(upstream: &Proxy, name: &str, mut request: Request) -> Response
                 ProxyError::Tunnel => Code::InvalidRequest,
                 _ => Code::UpstreamUnavailable,
             };
-            absent(Problem::new(code, format!("{name} does not answer.")).retry_after(RETRY_AFTER), page)
+            unavailable_response(
+                Problem::new(code, format!("{name} does not answer.")).retry_after(RETRY_AFTER_SECONDS),
+                is_page,
+            )
         }
     }
 }
@@ -90,23 +93,23 @@ fn wants_page(headers: &HeaderMap) -> bool {
     accept.is_some_and(|accept| accept.contains("text/html"))
 }
 
-/// A page for a person, which asks again by itself; a problem for a program.
-fn absent(problem: Problem, page: bool) -> Response {
-    if !page || problem.code.status() != StatusCode::SERVICE_UNAVAILABLE {
+/// A self-reloading page for a browser, or a problem for a program.
+fn unavailable_response(problem: Problem, is_page: bool) -> Response {
+    if !is_page || problem.code.status() != StatusCode::SERVICE_UNAVAILABLE {
         return problem.into_response();
     }
     let text = format!(
         "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-         <meta http-equiv=\"refresh\" content=\"{RETRY_AFTER}\"><title>Starting</title>\
+         <meta http-equiv=\"refresh\" content=\"{RETRY_AFTER_SECONDS}\"><title>Starting</title>\
          <body style=\"font: 1rem/1.5 system-ui; display: grid; place-items: center; min-height: 90vh\">\
-         <main role=\"status\"><h1>One moment</h1><p>{} This page looks again by itself.</p></main>",
+         <main role=\"status\"><h1>One moment</h1><p>{} This page reloads automatically.</p></main>",
         problem.detail
     );
     let mut response = (problem.code.status(), Html(text)).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    headers.insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER));
+    headers.insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS));
     response
 }
 
@@ -115,14 +118,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_way_to_a_port_is_known_however_it_is_written() {
+    fn port_proxy_path_is_found_in_any_encoding() {
         for path in
             ["/proxy/8080/", "/proxy", "//PROXY/1", "/absproxy/3000/x", "/%70roxy/3000/", "/AbsProxy/1"]
         {
-            assert!(leads_to_a_port(path), "{path}");
+            assert!(is_port_proxy_path(path), "{path}");
         }
         for path in ["/", "/proxying", "/stable-abc/proxy/1", "/_static/proxy.js"] {
-            assert!(!leads_to_a_port(path), "{path}");
+            assert!(!is_port_proxy_path(path), "{path}");
         }
     }
 }

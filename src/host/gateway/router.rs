@@ -1,4 +1,4 @@
-//! The gateway's routes, and in which order a request is judged: method and path, size, identity, then the handler.
+//! The gateway's routes. A request is checked in this order: method and path, size, identity; then the handler runs.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use super::auth::{Denied, Identified, Ingress, admit, identify};
-use super::endpoint::{CALLERS, Endpoint, OWN_BODY, OWNERS, routes, told};
+use super::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer, routes};
 use super::routes::{
     backup_progress, dispatch, health, internal, limits, metrics, quiesce, records, side_database, usage,
 };
@@ -21,7 +21,7 @@ use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
-/// Every route of the gateway's own, in the order of the document. What is not among them is the shell's.
+/// All routes of the gateway, in the order of the OpenAPI document. All other paths go to the shell.
 pub static ENDPOINTS: [&Endpoint; 40] = [
     &bridge::QUERY,
     &bridge::SCHEMAS,
@@ -67,23 +67,23 @@ pub static ENDPOINTS: [&Endpoint; 40] = [
 
 const API: Api = Api {
     title: "svc gateway",
-    about: "A machine's own API: the owner's, its apps' bridge, and what the platform asks.",
+    about: "A machine's API: for its owner, for its apps through the bridge, and for the platform.",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &[
-        ("App", apps::told_app),
+        ("App", apps::app_schema_json),
         ("AppSchema", bridge::app_schema),
-        ("ActivityLine", records::told_activity),
-        ("AuditEntry", records::told_audit),
-        ("Backup", records::told_backup),
-        ("Dispatch", dispatch::told_dispatch),
-        ("Interaction", records::told_interaction),
-        ("StorageDay", records::told_storage),
-        ("Limits", limits::told_limits),
-        ("SideDatabase", side_database::told_side),
+        ("ActivityLine", records::activity_schema),
+        ("AuditEntry", records::audit_schema),
+        ("Backup", records::backup_schema),
+        ("Dispatch", dispatch::dispatch_schema),
+        ("Interaction", records::interaction_schema),
+        ("StorageDay", records::storage_schema),
+        ("Limits", limits::limits_schema),
+        ("SideDatabase", side_database::side_database_schema),
     ],
 };
 
-/// The document of all routes.
+/// The OpenAPI document of all routes.
 pub fn description() -> Value {
     openapi::document(&API, ENDPOINTS.iter().map(|endpoint| &endpoint.operation))
 }
@@ -97,14 +97,14 @@ static DESCRIPTION: Endpoint = Endpoint {
         credentials: CALLERS,
         parameters: &[],
         body: None,
-        answers: &[told(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
+        answers: &[json_answer(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(|| async { Json(description()) }),
 };
 
-/// The routes as one listener serves them.
+/// The routes of one listener.
 pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
     let to_shell = middleware::from_fn(|request, next| admit(OWNERS, request, next));
     let shell = Router::new().fallback(proxy::to_shell).layer(to_shell);
@@ -114,12 +114,13 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
             (Listener::Socket, Router::new().route("/metrics", get(metrics::metrics)))
         }
     };
-    let open = routes(&ENDPOINTS, true).method_not_allowed_fallback(wrong_method).layer(Extension(ingress));
+    let open =
+        routes(&ENDPOINTS, true).method_not_allowed_fallback(method_not_allowed).layer(Extension(ingress));
     routes(&ENDPOINTS, false)
-        .route("/_svc/internal/{*path}", axum::routing::any(nothing))
-        .route("/api/{*path}", axum::routing::any(nothing))
+        .route("/_svc/internal/{*path}", axum::routing::any(unknown_route))
+        .route("/api/{*path}", axum::routing::any(unknown_route))
         .fallback_service(shell.with_state(gateway.clone()))
-        .method_not_allowed_fallback(wrong_method)
+        .method_not_allowed_fallback(method_not_allowed)
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
         .layer(Extension(ingress))
         .merge(own)
@@ -128,33 +129,31 @@ pub fn router(gateway: &Arc<Gateway>, ingress: Ingress) -> Router {
         .with_state(gateway.clone())
 }
 
-/// The bridge alone, for agents with a token.
+/// Only the bridge, for agents with a token.
 pub fn bridge(gateway: &Arc<Gateway>) -> Router {
     let endpoints = [&bridge::QUERY, &bridge::SCHEMAS, &bridge::CHANGES, &DESCRIPTION];
     routes(&endpoints, false)
-        .fallback(nothing)
-        .method_not_allowed_fallback(wrong_method)
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(method_not_allowed)
         .layer(middleware::from_fn_with_state(gateway.clone(), identify))
         .layer(Extension(Ingress::Agents))
         .layer(middleware::from_fn_with_state(Listener::Socket, observe::layer))
         .with_state(gateway.clone())
 }
 
-async fn nothing(request: Request) -> Response {
-    // Without a principal a path that is not there looks like any other.
+async fn unknown_route(request: Request) -> Response {
+    // Without a principal, an unknown path is indistinguishable from a known one.
     let refusal = match request.extensions().get::<Result<Identified, Denied>>() {
-        Some(Ok(_)) => {
-            Problem::new(Code::NotFound, "There is no such route; /api/bridge/openapi.json lists them.")
-                .into_response()
-        }
+        Some(Ok(_)) => Problem::new(Code::NotFound, "There is no such route; see /api/bridge/openapi.json.")
+            .into_response(),
         Some(Err(denied)) => denied.into_response(),
         None => Denied::Missing.into_response(),
     };
-    body::hear_out(request.into_body()).await;
+    body::drain(request.into_body()).await;
     refusal
 }
 
-async fn wrong_method(request: Request) -> Problem {
-    body::hear_out(request.into_body()).await;
-    Problem::new(Code::MethodNotAllowed, "This route takes another method; the header Allow names it.")
+async fn method_not_allowed(request: Request) -> Problem {
+    body::drain(request.into_body()).await;
+    Problem::new(Code::MethodNotAllowed, "This route does not allow this method; see the Allow header.")
 }

@@ -1,10 +1,10 @@
-//! What the gateway's handlers share.
+//! The state shared by the gateway's handlers.
 
 use std::sync::Arc;
 
 use super::apps::{GzipCache, Quotas, Registry};
-use super::auth::Seam;
-use super::bridge::{Changes, IdSecret};
+use super::auth::PrincipalResolver;
+use super::bridge::{ChangeFeed, IdSecret};
 use super::config::Config;
 use super::database::Database;
 use super::proxy::Upstreams;
@@ -15,13 +15,13 @@ use crate::host::agents::kernel::Kernel;
 
 /// One running gateway.
 pub struct Gateway {
-    pub seam: Seam,
+    pub principal_resolver: PrincipalResolver,
     pub agent_tokens: Arc<AgentTokens>,
     pub database: Arc<Database>,
     pub apps: Registry,
     pub quotas: Quotas,
     pub gzip_cache: GzipCache,
-    pub changes: Arc<Changes>,
+    pub changes: Arc<ChangeFeed>,
     pub change_ids: IdSecret,
     pub kernel: Arc<Kernel>,
     pub dispatcher: Arc<Dispatcher>,
@@ -32,7 +32,7 @@ pub struct Gateway {
 
 impl Gateway {
     /// # Errors
-    /// When the client for the identity provider's keys, or a thread, cannot be made.
+    /// The HTTP client for the identity provider's keys, or a thread, cannot be created.
     pub fn new(config: Config, change_ids: IdSecret) -> anyhow::Result<Arc<Self>> {
         let kernel = Arc::new(Kernel::new(&config.layout)?);
         let writers = Writers::open(&config.layout)?;
@@ -42,7 +42,7 @@ impl Gateway {
             dispatcher.pause();
         }
         Ok(Arc::new(Self {
-            seam: Seam::new(&config, Arc::clone(&agent_tokens))?,
+            principal_resolver: PrincipalResolver::new(&config, Arc::clone(&agent_tokens))?,
             agent_tokens,
             database: Arc::new(Database::new(&config)),
             apps: Registry::default(),

@@ -1,7 +1,7 @@
-//! Who may write on this machine: everybody, or, while the platform takes a last backup, nobody.
+//! The write gate: admits every write, or none while the platform takes the last backup of this machine.
 //!
-//! Invariant: once `quiescedAt` is set, no request of ours changes the owner's data until writers are resumed. The file
-//! of `host::system::quiesce` decides; a restart of the gateway changes nothing.
+//! Invariant: once `quiescedAt` is set, no request changes the owner's data until writers are resumed. The file of
+//! `host::system::quiesce` is authoritative, so the state survives a restart.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -21,24 +21,24 @@ use crate::host::system::quiesce::Quiesce;
 use crate::http::problem::{Code, Problem};
 use crate::machine::id::OperationId;
 
-/// How often the file is read: the sync agent may have removed it.
+/// Poll interval of the file, which the sync agent may remove.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// How long the database has to name the statements that still run.
+/// Timeout of the query for running statements.
 const SESSIONS_TIMEOUT: Duration = Duration::from_secs(5);
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
-/// When a refused client may try again, in seconds. A recovery takes minutes.
-const RETRY_AFTER: u64 = 15;
+/// Retry delay for refused clients, in seconds. A recovery takes minutes.
+const RETRY_AFTER_SECONDS: u64 = 15;
 
 /// Statements of apps that the server still executes, whether or not their clients wait for them.
 const ACTIVE_SESSIONS: &str = "SELECT count(*) FROM pg_stat_activity \
     WHERE datname = current_database() AND backend_type = 'client backend' \
       AND starts_with(usename, 'app_') AND state <> 'idle'";
 
-/// The gate that every writer passes.
+/// The gate for all writers.
 pub struct Writers {
     layout: Layout,
     state: Mutex<State>,
-    /// One change at a time, so that a poll does not undo a request.
+    /// Serializes changes, so that a poll does not undo a request.
     change: tokio::sync::Mutex<()>,
 }
 
@@ -47,7 +47,7 @@ struct State {
     in_flight: usize,
 }
 
-/// The right to write; the quiesce waits until it is dropped.
+/// A permit to write; quiescing waits until it is dropped.
 pub struct WritePermit(Arc<Writers>);
 
 impl Drop for WritePermit {
@@ -56,7 +56,7 @@ impl Drop for WritePermit {
     }
 }
 
-/// What a quiesce has come to.
+/// The progress of a quiesce.
 pub struct Progress {
     pub quiesce: Quiesce,
     pub running_dispatches: usize,
@@ -64,11 +64,11 @@ pub struct Progress {
 
 impl Writers {
     /// # Errors
-    /// [`FileError`]: a gateway that does not know whether writers are stopped does not start.
+    /// [`FileError`]: the gateway must not start without knowing whether writers are stopped.
     pub fn open(layout: &Layout) -> Result<Arc<Self>, FileError> {
         let quiesce = Quiesce::read(layout)?;
         if let Some(quiesce) = &quiesce {
-            tracing::warn!(operation = %quiesce.operation_id, "writers stay stopped, as before the restart");
+            tracing::warn!(operation = %quiesce.operation_id, "writers remain stopped after the restart");
         }
         let state = Mutex::new(State { quiesce, in_flight: 0 });
         Ok(Arc::new(Self { layout: layout.clone(), state, change: tokio::sync::Mutex::default() }))
@@ -93,11 +93,11 @@ impl Writers {
         Ok(WritePermit(Arc::clone(self)))
     }
 
-    /// Stops all writers for an operation, and says how far that is. Asked again, it goes on with the same quiesce;
-    /// asked for another operation, that one takes over.
+    /// Stops all writers for an operation and returns the progress. Idempotent for the same operation; another
+    /// operation takes over.
     ///
     /// # Errors
-    /// When the state cannot be kept: then nothing is stopped, for a restart would not know of it.
+    /// The state cannot be stored. Nothing is stopped then, because a restart would forget it.
     pub async fn quiesce(&self, gateway: &Gateway, operation: OperationId) -> Result<Progress, Problem> {
         let _change = self.change.lock().await;
         let mut quiesce = self.stop_for(operation).await?;
@@ -105,8 +105,8 @@ impl Writers {
         let running_dispatches = gateway.dispatcher.running();
         if quiesce.quiesced_at.is_none() && running_dispatches == 0 && self.is_idle(gateway).await {
             quiesce.quiesced_at = Some(clock::now_ms());
-            self.keep(&quiesce).await?;
-            tracing::info!(%operation, "no writer is left");
+            self.store(&quiesce).await?;
+            tracing::info!(%operation, "all writers have stopped");
         }
         Ok(Progress { quiesce, running_dispatches })
     }
@@ -119,61 +119,63 @@ impl Writers {
             return Ok(now);
         }
         let quiesce = Quiesce::new(operation);
-        self.keep(&quiesce).await?;
-        tracing::warn!(%operation, "the platform stops the writers of this machine");
+        self.store(&quiesce).await?;
+        tracing::warn!(%operation, "stopping writers at the platform's request");
         Ok(quiesce)
     }
 
-    async fn keep(&self, quiesce: &Quiesce) -> Result<(), Problem> {
+    async fn store(&self, quiesce: &Quiesce) -> Result<(), Problem> {
         let lock = quiesce::lock(&self.layout).await.map_err(|error| Problem::internal(&error))?;
-        let (layout, kept) = (self.layout.clone(), quiesce.clone());
-        blocking(move || kept.write(&layout, &lock)).await?;
+        let (layout, stored) = (self.layout.clone(), quiesce.clone());
+        blocking(move || stored.write(&layout, &lock)).await?;
         self.lock().quiesce = Some(quiesce.clone());
         Ok(())
     }
 
-    /// Whether nobody writes any more: no request, no statement that a client left behind, no copy out of the side
-    /// database. A database that does not answer executes nothing for us.
+    /// Whether all writes have ended: requests, abandoned statements, and copies out of the side database. An
+    /// unreachable database executes nothing.
     async fn is_idle(&self, gateway: &Gateway) -> bool {
         if self.lock().in_flight > 0 {
             return false;
         }
-        // What has ended is on record. A disk that takes no record does not stop a backup.
+        // Flush the records of ended dispatches. A disk failure must not block the backup.
         let kernel = Arc::clone(&gateway.kernel);
-        let flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
-        if !flushed.unwrap_or_default() {
-            tracing::warn!("the records of dispatches are not durable yet");
+        let is_flushed = tokio::task::spawn_blocking(move || kernel.flush(FLUSH_TIMEOUT)).await;
+        if !is_flushed.unwrap_or_default() {
+            tracing::warn!("flushing the records of dispatches failed");
         }
         let layout = self.layout.clone();
-        let side = blocking(move || side_database::State::read(&layout)).await;
-        if !side.is_ok_and(|state| state.is_none_or(|state| state.status != side_database::Status::Copying)) {
+        let copying_state = blocking(move || side_database::State::read(&layout)).await;
+        if !copying_state
+            .is_ok_and(|state| state.is_none_or(|state| state.status != side_database::Status::Copying))
+        {
             return false;
         }
-        let counted = tokio::time::timeout(SESSIONS_TIMEOUT, async {
+        let session_count = tokio::time::timeout(SESSIONS_TIMEOUT, async {
             let client = gateway.database.shared().await.ok()?;
             client.query_one(ACTIVE_SESSIONS, &[]).await.ok()?.try_get::<_, i64>(0).ok()
         });
-        match counted.await {
+        match session_count.await {
             Ok(sessions) => sessions.unwrap_or(0) == 0,
             Err(_) => false,
         }
     }
 
-    /// Lets writers write again.
+    /// Resumes writers.
     ///
     /// # Errors
-    /// 409 when they are stopped for another operation.
+    /// 409 if they are stopped for another operation.
     pub async fn resume(&self, gateway: &Gateway, operation: OperationId) -> Result<(), Problem> {
         let _change = self.change.lock().await;
         let was_resumed = quiesce::resume(&self.layout, operation).await;
         if was_resumed.map_err(|error| Problem::internal(&error))? {
-            self.open_for_all(&gateway.dispatcher);
+            self.reopen(&gateway.dispatcher);
             return Ok(());
         }
         let layout = self.layout.clone();
         match blocking(move || Quiesce::read(&layout)).await? {
             None => {
-                self.open_for_all(&gateway.dispatcher);
+                self.reopen(&gateway.dispatcher);
                 Ok(())
             }
             Some(other) => {
@@ -183,14 +185,14 @@ impl Writers {
         }
     }
 
-    fn open_for_all(&self, dispatcher: &Arc<Dispatcher>) {
+    fn reopen(&self, dispatcher: &Arc<Dispatcher>) {
         if self.lock().quiesce.take().is_some() {
-            tracing::info!("writers may write again");
+            tracing::info!("writers resumed");
         }
         dispatcher.resume();
     }
 
-    /// Obeys the file until `stop`: the sync agent removes it when the platform no longer names the operation.
+    /// Follows the file until `stop`: the sync agent removes it when the platform no longer names the operation.
     pub async fn watch(self: Arc<Self>, dispatcher: Arc<Dispatcher>, stop: CancellationToken) {
         while stop.run_until_cancelled(tokio::time::sleep(POLL_INTERVAL)).await.is_some() {
             if !self.is_quiesced() {
@@ -198,7 +200,7 @@ impl Writers {
             }
             let _change = self.change.lock().await;
             match fsx::is_there(&self.layout.quiesce()) {
-                Ok(false) => self.open_for_all(&dispatcher),
+                Ok(false) => self.reopen(&dispatcher),
                 Ok(true) => {}
                 Err(error) => tracing::warn!(error = %chain(&error), "quiesce.json cannot be read"),
             }
@@ -207,6 +209,6 @@ impl Writers {
 }
 
 fn refusal() -> Problem {
-    let detail = "This machine takes no changes now: a last backup is taken before it is replaced.";
-    Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER)
+    let detail = "This machine accepts no changes: a last backup is being taken before it is replaced.";
+    Problem::new(Code::Unavailable, detail).retry_after(RETRY_AFTER_SECONDS)
 }

@@ -1,7 +1,8 @@
-//! The release's own apps, copied into the owner's apps folder. What the owner changed, made or removed stays as it is.
+//! Copies the release's bundled apps into the owner's apps folder. Apps that the owner changed, created or removed are
+//! left alone.
 //!
-//! A record in the home says which files were copied. An app is replaced whole, by rename, and only while it is
-//! exactly what was copied.
+//! A record in the home lists the copied files. An app is replaced as a whole, by rename, and only if it is exactly
+//! what was copied.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -16,24 +17,24 @@ use crate::applet::{Exit, Failure, OrExit};
 use crate::fsx::{self, FileError};
 use crate::host::system::layout::Layout;
 
-/// The files of one app: path below its folder, SHA-256 of the content.
+/// The files of an app: relative path and SHA-256 of the content.
 type Tree = BTreeMap<String, String>;
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Record {
+struct InstallRecord {
     version: u32,
     apps: BTreeMap<String, Tree>,
 }
 
-impl Default for Record {
+impl Default for InstallRecord {
     fn default() -> Self {
         Self { version: 1, apps: BTreeMap::new() }
     }
 }
 
-/// Why an app of the release was not copied.
+/// A bundled app that was not copied, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Kept {
+pub enum SkippedApp {
     Changed(String),
     Removed(String),
 }
@@ -49,77 +50,77 @@ pub enum BundledError {
 /// `svc-gateway install-apps`.
 ///
 /// # Errors
-/// When files cannot be read or written.
+/// Files cannot be read or written.
 pub fn run(layout: &Layout) -> Result<(), Failure> {
-    install(layout).or_exit(Exit::Internal)?.iter().for_each(tell);
+    install(layout).or_exit(Exit::Internal)?.iter().for_each(log_skipped);
     Ok(())
 }
 
-/// Says which app of the release was not copied.
-pub fn tell(kept: &Kept) {
-    match kept {
-        Kept::Changed(app) => {
-            tracing::info!(%app, "the owner's version stays; the release's is not copied");
+/// Logs a skipped app.
+pub fn log_skipped(skipped: &SkippedApp) {
+    match skipped {
+        SkippedApp::Changed(app) => {
+            tracing::info!(%app, "kept the owner's version; the bundled one is not copied");
         }
-        Kept::Removed(app) => tracing::debug!(%app, "removed by the owner; not copied"),
+        SkippedApp::Removed(app) => tracing::debug!(%app, "removed by the owner; not copied"),
     }
 }
 
-/// Whether this process may write where the apps are, or, where they are not yet, make their folder.
+/// Whether this process may write the apps folder or create it.
 pub fn may_install(layout: &Layout) -> bool {
     let apps = layout.apps();
-    let there = apps.ancestors().find(|dir| dir.exists());
-    there.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
+    let installed = apps.ancestors().find(|dir| dir.exists());
+    installed.is_some_and(|dir| nix::unistd::access(dir, nix::unistd::AccessFlags::W_OK).is_ok())
 }
 
-/// Brings the apps folder up to the release; blocks.
+/// Updates the apps folder to the release; blocks.
 ///
 /// # Errors
-/// When files cannot be read or written.
-pub fn install(layout: &Layout) -> Result<Vec<Kept>, BundledError> {
+/// Files cannot be read or written.
+pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledError> {
     let apps = layout.apps();
     fs::create_dir_all(&apps).map_err(FileError::at("create directory", &apps))?;
     remove_leftovers(&apps);
     let mut record = read_record(&layout.bundled_apps_record())?;
-    let mut kept = Vec::new();
-    for (slug, source) in bundled(&layout.bundled_apps())? {
-        let fresh = tree(&source)?;
-        let place = apps.join(&slug);
+    let mut skipped = Vec::new();
+    for (slug, source) in list_bundled(&layout.bundled_apps())? {
+        let bundled = read_tree(&source)?;
+        let target = apps.join(&slug);
         let copied = record.apps.get(&slug);
-        let there = if place.exists() { Some(tree(&place)?) } else { None };
-        match (there, copied) {
-            (None, Some(_)) => kept.push(Kept::Removed(slug)),
+        let installed = if target.exists() { Some(read_tree(&target)?) } else { None };
+        match (installed, copied) {
+            (None, Some(_)) => skipped.push(SkippedApp::Removed(slug)),
             (None, None) => {
-                copy(&source, &place, &fresh)?;
-                record.apps.insert(slug, fresh);
+                copy(&source, &target, &bundled)?;
+                record.apps.insert(slug, bundled);
             }
-            (Some(there), _) if there == fresh => {
-                record.apps.insert(slug, fresh);
+            (Some(installed), _) if installed == bundled => {
+                record.apps.insert(slug, bundled);
             }
-            (Some(there), Some(copied)) if there == *copied => {
-                copy(&source, &place, &fresh)?;
-                record.apps.insert(slug, fresh);
+            (Some(installed), Some(copied)) if installed == *copied => {
+                copy(&source, &target, &bundled)?;
+                record.apps.insert(slug, bundled);
             }
-            (Some(_), _) => kept.push(Kept::Changed(slug)),
+            (Some(_), _) => skipped.push(SkippedApp::Changed(slug)),
         }
     }
     let text = serde_json::to_vec_pretty(&record)?;
     if fsx::read_if_there(&layout.bundled_apps_record())?.as_deref() != Some(&text) {
         fsx::write_atomic(&layout.bundled_apps_record(), &text, 0o644)?;
     }
-    Ok(kept)
+    Ok(skipped)
 }
 
-/// A record that does not parse counts as none: then every app that differs is taken for the owner's.
-fn read_record(path: &Path) -> Result<Record, BundledError> {
-    let Some(text) = fsx::read_if_there(path)? else { return Ok(Record::default()) };
+/// An invalid record counts as empty: every app that differs is then treated as the owner's.
+fn read_record(path: &Path) -> Result<InstallRecord, BundledError> {
+    let Some(text) = fsx::read_if_there(path)? else { return Ok(InstallRecord::default()) };
     Ok(serde_json::from_slice(&text).unwrap_or_else(|error| {
-        tracing::warn!(path = %path.display(), %error, "record of bundled apps not usable");
-        Record::default()
+        tracing::warn!(path = %path.display(), %error, "invalid record of bundled apps; ignoring it");
+        InstallRecord::default()
     }))
 }
 
-fn bundled(dir: &Path) -> Result<Vec<(String, PathBuf)>, FileError> {
+fn list_bundled(dir: &Path) -> Result<Vec<(String, PathBuf)>, FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -136,7 +137,7 @@ fn bundled(dir: &Path) -> Result<Vec<(String, PathBuf)>, FileError> {
     Ok(found)
 }
 
-fn tree(root: &Path) -> Result<Tree, FileError> {
+fn read_tree(root: &Path) -> Result<Tree, FileError> {
     let mut files = Tree::new();
     let mut open = vec![root.to_owned()];
     while let Some(dir) = open.pop() {
@@ -147,7 +148,7 @@ fn tree(root: &Path) -> Result<Tree, FileError> {
             if kind.is_dir() {
                 open.push(path);
             } else if let Ok(below) = path.strip_prefix(root) {
-                // A link or a device is never ours: its mere name makes the tree differ from what was copied.
+                // Links and devices are never copied, so their presence makes the tree differ from the copied one.
                 let content = if kind.is_file() { digest(&path)? } else { "not a file".to_owned() };
                 files.insert(below.to_string_lossy().into_owned(), content);
             }
@@ -159,13 +160,13 @@ fn tree(root: &Path) -> Result<Tree, FileError> {
 fn digest(path: &Path) -> Result<String, FileError> {
     let mut hash = Sha256::new();
     let mut file = File::open(path).map_err(FileError::at("open", path))?;
-    io::copy(&mut file, &mut Hashing(&mut hash)).map_err(FileError::at("read", path))?;
+    io::copy(&mut file, &mut HashWriter(&mut hash)).map_err(FileError::at("read", path))?;
     Ok(hex::encode(hash.finalize()))
 }
 
-struct Hashing<'a>(&'a mut Sha256);
+struct HashWriter<'a>(&'a mut Sha256);
 
-impl Write for Hashing<'_> {
+impl Write for HashWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.update(bytes);
         Ok(bytes.len())
@@ -176,13 +177,13 @@ impl Write for Hashing<'_> {
     }
 }
 
-/// Copies beside the place, then swaps.
-fn copy(source: &Path, place: &Path, files: &Tree) -> Result<(), FileError> {
-    let beside = |ending: &str| {
-        let name = place.file_name().unwrap_or_default().to_string_lossy();
-        place.with_file_name(format!(".{name}.{}.{ending}", uuid::Uuid::new_v4().simple()))
+/// Copies to a temporary folder, then swaps it in by rename.
+fn copy(source: &Path, target: &Path, files: &Tree) -> Result<(), FileError> {
+    let temporary = |ending: &str| {
+        let name = target.file_name().unwrap_or_default().to_string_lossy();
+        target.with_file_name(format!(".{name}.{}.{ending}", uuid::Uuid::new_v4().simple()))
     };
-    let (new, old) = (beside("new"), beside("old"));
+    let (new, old) = (temporary("new"), temporary("old"));
     for (path, _) in files.iter().filter(|(_, content)| *content != "not a file") {
         let to = new.join(path);
         let dir = to.parent().unwrap_or(&new);
@@ -190,34 +191,34 @@ fn copy(source: &Path, place: &Path, files: &Tree) -> Result<(), FileError> {
         fs::copy(source.join(path), &to).map_err(FileError::at("write", &to))?;
         File::open(&to).and_then(|file| file.sync_all()).map_err(FileError::at("sync", &to))?;
     }
-    if place.exists() {
-        fs::rename(place, &old).map_err(FileError::at("move away", place))?;
+    if target.exists() {
+        fs::rename(target, &old).map_err(FileError::at("move aside", target))?;
     }
-    fs::rename(&new, place).map_err(FileError::at("move in", place))?;
-    // What is left of the old one is swept at the next start.
+    fs::rename(&new, target).map_err(FileError::at("move in", target))?;
+    // Any remainder of the old folder is removed at the next start.
     let _ = fs::remove_dir_all(&old);
-    fsx::sync_dir(place.parent().unwrap_or(place))
+    fsx::sync_dir(target.parent().unwrap_or(target))
 }
 
-/// What a kill in the middle of a copy left. An old app whose new one never came goes back to its place.
+/// Cleans up after an interrupted copy. An old app is restored if its replacement is missing.
 fn remove_leftovers(apps: &Path) {
     let Ok(entries) = fs::read_dir(apps) else { return };
     for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let parts: Vec<&str> = name.split('.').collect();
         let ["", slug, id, ending @ ("new" | "old")] = parts[..] else { continue };
-        // Only what was named here: the owner's own may look alike.
+        // Only names created here; the owner's folders may look similar.
         if id.len() != 32 || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
             continue;
         }
-        let place = apps.join(slug);
-        let done = if ending == "old" && !place.exists() {
-            fs::rename(&path, &place)
+        let target = apps.join(slug);
+        let done = if ending == "old" && !target.exists() {
+            fs::rename(&path, &target)
         } else {
             fs::remove_dir_all(&path)
         };
         if let Err(error) = done {
-            tracing::warn!(path = %path.display(), %error, "leftover of a copy stays");
+            tracing::warn!(path = %path.display(), %error, "removing the remains of an interrupted copy failed");
         }
     }
 }
@@ -226,12 +227,12 @@ fn remove_leftovers(apps: &Path) {
 mod tests {
     use super::*;
 
-    struct Place {
+    struct Fixture {
         _root: tempfile::TempDir,
         layout: Layout,
     }
 
-    impl Place {
+    impl Fixture {
         fn new() -> Self {
             let root = tempfile::tempdir().unwrap();
             let layout = Layout::new(root.path());
@@ -252,67 +253,70 @@ mod tests {
     }
 
     #[test]
-    fn an_untouched_app_follows_the_release() {
-        let place = Place::new();
-        place.bundle("notes/svc.json", "1");
-        place.bundle("notes/dist/old.js", "old");
-        assert_eq!(install(&place.layout).unwrap(), []);
-        assert_eq!(place.read("notes/svc.json").as_deref(), Some("1"));
-        place.bundle("notes/svc.json", "2");
-        fs::remove_file(place.layout.bundled_apps().join("notes/dist/old.js")).unwrap();
-        assert_eq!(install(&place.layout).unwrap(), []);
-        assert_eq!(place.read("notes/svc.json").as_deref(), Some("2"));
-        assert_eq!(place.read("notes/dist/old.js"), None);
+    fn install_updates_unchanged_app() {
+        let target = Fixture::new();
+        target.bundle("notes/svc.json", "1");
+        target.bundle("notes/dist/old.js", "old");
+        assert_eq!(install(&target.layout).unwrap(), []);
+        assert_eq!(target.read("notes/svc.json").as_deref(), Some("1"));
+        target.bundle("notes/svc.json", "2");
+        fs::remove_file(target.layout.bundled_apps().join("notes/dist/old.js")).unwrap();
+        assert_eq!(install(&target.layout).unwrap(), []);
+        assert_eq!(target.read("notes/svc.json").as_deref(), Some("2"));
+        assert_eq!(target.read("notes/dist/old.js"), None);
     }
 
     #[test]
-    fn what_the_owner_changed_made_or_removed_stays() {
-        let place = Place::new();
-        place.bundle("notes/svc.json", "1");
-        place.bundle("gone/svc.json", "1");
-        place.own("mine/svc.json", "mine");
-        place.bundle("mine/svc.json", "1");
-        install(&place.layout).unwrap();
-        place.own("notes/extra.txt", "owner");
-        fs::remove_dir_all(place.layout.apps().join("gone")).unwrap();
+    fn install_keeps_changed_created_and_removed_apps() {
+        let target = Fixture::new();
+        target.bundle("notes/svc.json", "1");
+        target.bundle("gone/svc.json", "1");
+        target.own("mine/svc.json", "mine");
+        target.bundle("mine/svc.json", "1");
+        install(&target.layout).unwrap();
+        target.own("notes/extra.txt", "owner");
+        fs::remove_dir_all(target.layout.apps().join("gone")).unwrap();
         for app in ["notes", "gone", "mine"] {
-            place.bundle(&format!("{app}/svc.json"), "2");
+            target.bundle(&format!("{app}/svc.json"), "2");
         }
-        let kept = install(&place.layout).unwrap();
-        let expected =
-            [Kept::Removed("gone".into()), Kept::Changed("mine".into()), Kept::Changed("notes".into())];
-        assert_eq!(kept, expected);
-        assert_eq!(place.read("notes/svc.json").as_deref(), Some("1"));
-        assert_eq!(place.read("notes/extra.txt").as_deref(), Some("owner"));
-        assert_eq!(place.read("mine/svc.json").as_deref(), Some("mine"));
-        assert_eq!(place.read("gone/svc.json"), None);
+        let skipped = install(&target.layout).unwrap();
+        let expected = [
+            SkippedApp::Removed("gone".into()),
+            SkippedApp::Changed("mine".into()),
+            SkippedApp::Changed("notes".into()),
+        ];
+        assert_eq!(skipped, expected);
+        assert_eq!(target.read("notes/svc.json").as_deref(), Some("1"));
+        assert_eq!(target.read("notes/extra.txt").as_deref(), Some("owner"));
+        assert_eq!(target.read("mine/svc.json").as_deref(), Some("mine"));
+        assert_eq!(target.read("gone/svc.json"), None);
     }
 
     #[test]
-    fn a_kill_between_the_two_renames_is_put_right() {
-        let place = Place::new();
-        place.bundle("notes/svc.json", "1");
-        install(&place.layout).unwrap();
-        let apps = place.layout.apps();
+    fn install_recovers_from_crash_between_renames() {
+        let target = Fixture::new();
+        target.bundle("notes/svc.json", "1");
+        install(&target.layout).unwrap();
+        let apps = target.layout.apps();
         let id = "0123456789abcdef0123456789abcdef";
         fs::rename(apps.join("notes"), apps.join(format!(".notes.{id}.old"))).unwrap();
-        place.own(&format!(".notes.{id}.new/svc.json"), "half");
-        install(&place.layout).unwrap();
-        assert_eq!(place.read("notes/svc.json").as_deref(), Some("1"));
+        target.own(&format!(".notes.{id}.new/svc.json"), "half");
+        install(&target.layout).unwrap();
+        assert_eq!(target.read("notes/svc.json").as_deref(), Some("1"));
         let left: Vec<_> = fs::read_dir(&apps).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert!(left.len() == 2 && left.contains(&"notes".into()), "{left:?}");
     }
 
     #[test]
-    fn what_only_looks_like_a_leftover_stays() {
-        let place = Place::new();
-        place.bundle("notes/svc.json", "1");
+    fn install_keeps_folders_named_like_leftovers() {
+        let target = Fixture::new();
+        target.bundle("notes/svc.json", "1");
         for own in [".notes.2026.old/draft.txt", ".gone.mine.old/svc.json", ".notes.a.new/x"] {
-            place.own(own, "mine");
+            target.own(own, "mine");
         }
-        install(&place.layout).unwrap();
-        assert_eq!(place.read(".notes.2026.old/draft.txt").as_deref(), Some("mine"));
-        assert_eq!(place.read(".gone.mine.old/svc.json").as_deref(), Some("mine"));
-        assert_eq!(place.read(".notes.a.new/x").as_deref(), Some("mine"));
+        install(&target.layout).unwrap();
+        assert_eq!(target.read(".notes.2026.old/draft.txt").as_deref(), Some("mine"));
+        assert_eq!(target.read(".gone.mine.old/svc.json").as_deref(), Some("mine"));
+        assert_eq!(target.read(".notes.a.new/x").as_deref(), Some("mine"));
     }
 }

@@ -1,8 +1,8 @@
-//! Columns and their types: the eleven names a manifest may use, and what each is in PostgreSQL.
+//! Columns and their types: the eleven type names of manifests, and their PostgreSQL types.
 
 use super::name::Name;
 
-/// A column's type, by its name in `svc.json`.
+/// A column type of `svc.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ColumnType {
     Text,
@@ -12,7 +12,7 @@ pub enum ColumnType {
     Numeric,
     Double,
     Date,
-    /// Kept to the millisecond, as times are on the wire: what is read can be sought.
+    /// Stored with milliseconds, as on the wire, so that a value that was read can be queried.
     Timestamptz,
     Jsonb,
     Uuid,
@@ -35,7 +35,7 @@ impl ColumnType {
     ];
 
     /// The name in a manifest, the SQL type, and the catalog's `typname`.
-    fn row(self) -> (&'static str, &'static str, &'static str) {
+    fn names(self) -> (&'static str, &'static str, &'static str) {
         match self {
             Self::Text => ("text", "text", "text"),
             Self::Boolean => ("boolean", "boolean", "bool"),
@@ -52,29 +52,29 @@ impl ColumnType {
     }
 
     pub fn name(self) -> &'static str {
-        self.row().0
+        self.names().0
     }
 
     pub fn sql(self) -> &'static str {
-        self.row().1
+        self.names().1
     }
 
     pub fn by_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// By `pg_type.typname`.
+    /// Finds a type by `pg_type.typname`.
     pub fn by_catalog(typname: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.row().2 == typname)
+        Self::ALL.into_iter().find(|kind| kind.names().2 == typname)
     }
 
-    /// Whether values have an order that a client may ask for.
+    /// Whether clients may order and compare values.
     pub fn is_ordered(self) -> bool {
         self != Self::Jsonb
     }
 }
 
-/// Whether a column comes with every table or was declared by the app.
+/// Whether a column is built into every table or declared by the app.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
     BuiltIn,
@@ -93,7 +93,7 @@ impl Column {
         Self { name, kind, origin: Origin::Declared }
     }
 
-    /// The column that comes with every table under this name, if one does.
+    /// The built-in column of this name.
     pub fn built_in(name: &str) -> Option<Self> {
         let kind = match name {
             "id" => ColumnType::Uuid,
@@ -103,12 +103,12 @@ impl Column {
         Some(Self { name: name.parse().ok()?, kind, origin: Origin::BuiltIn })
     }
 
-    /// Whether a client may write it: of the built-in ones, only the id, and only when it makes a row.
+    /// Whether an insert may set it: of the built-in columns only `id`.
     pub fn is_insertable(&self) -> bool {
         self.origin == Origin::Declared || self.name.as_str() == "id"
     }
 
-    /// Only the built-in ones are declared NOT NULL.
+    /// Built-in columns are NOT NULL.
     pub fn is_nullable(&self) -> bool {
         self.origin == Origin::Declared
     }

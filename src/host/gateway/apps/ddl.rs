@@ -1,7 +1,7 @@
-//! What registering a manifest has to do to a schema, worked out from what is there: additions only.
+//! Plans the registration of a manifest in an existing schema: additions only.
 //!
-//! Pure: no value enters the SQL, and names come from checked [`Name`]s alone. What a manifest asks and is not done is
-//! said in words; nothing is ever dropped or rewritten.
+//! Pure. SQL contains no values, and only names of type [`Name`]. Parts of a manifest that cannot be applied are
+//! reported as text; nothing is ever dropped or rewritten.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,37 +11,37 @@ use super::column::{Column, ColumnType, Origin};
 use super::manifest::Table;
 use super::name::Name;
 
-/// What a schema holds: its tables with their columns' catalog types, and its indexes' names.
+/// The existing contents of a schema: its tables with their columns' catalog types, and the names of its indexes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Found {
+pub struct ExistingSchema {
     pub tables: BTreeMap<String, BTreeMap<String, String>>,
     pub indexes: BTreeSet<String>,
 }
 
 /// One statement to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Change {
-    /// Fails the registration when it fails.
-    Needed(String),
-    /// Rows that are there may forbid it; then it is left, and `otherwise` is said.
-    IfRowsAllow { sql: String, otherwise: String },
+pub enum SchemaChange {
+    /// Its failure fails the registration.
+    Required(String),
+    /// Existing rows may violate it; it is then skipped, and `skip_message` is reported.
+    IfRowsSatisfy { sql: String, skip_message: String },
 }
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Registration {
-    pub changes: Vec<Change>,
+    pub changes: Vec<SchemaChange>,
     pub not_done: Vec<String>,
-    /// The tables as they will be: a column that already had another type keeps it.
+    /// The resulting tables: a column that already has another type keeps it.
     pub tables: Vec<Table>,
 }
 
-/// Plans the registration of `wanted` in `schema`, whose role is named as the schema is.
-pub fn plan(schema: &Name, wanted: &[Table], found: &Found) -> Registration {
+/// Plans the registration of `wanted` in `schema`; the role has the name of the schema.
+pub fn plan(schema: &Name, wanted: &[Table], existing: &ExistingSchema) -> Registration {
     let mut planned = Registration::default();
     for table in wanted {
-        planned.table(schema, table, found);
+        planned.register_table(schema, table, existing);
     }
-    for (name, columns) in &found.tables {
+    for (name, columns) in &existing.tables {
         match wanted.iter().find(|table| table.name.as_str() == name) {
             None => planned.not_done.push(format!("table {name} is no longer declared; it stays as it is")),
             Some(table) => {
@@ -59,74 +59,85 @@ pub fn plan(schema: &Name, wanted: &[Table], found: &Found) -> Registration {
 #[cfg(feature = "fuzzing")]
 pub fn registration_sql(schema: &Name, wanted: &[Table]) -> Vec<String> {
     let text = |change| match change {
-        Change::Needed(sql) | Change::IfRowsAllow { sql, .. } => sql,
+        SchemaChange::Required(sql) | SchemaChange::IfRowsSatisfy { sql, .. } => sql,
     };
-    plan(schema, wanted, &Found::default()).changes.into_iter().map(text).collect()
+    plan(schema, wanted, &ExistingSchema::default()).changes.into_iter().map(text).collect()
 }
 
 impl Registration {
-    fn table(&mut self, schema: &Name, table: &Table, found: &Found) {
-        let place = format!("{}.{}", schema.quoted(), table.name.quoted());
-        match found.tables.get(table.name.as_str()) {
+    fn register_table(&mut self, schema: &Name, table: &Table, existing: &ExistingSchema) {
+        let qualified_name = format!("{}.{}", schema.quoted(), table.name.quoted());
+        match existing.tables.get(table.name.as_str()) {
             None => {
-                let columns: Vec<String> = table.columns.iter().map(definition).collect();
-                self.need(format!("CREATE TABLE {place} ({})", columns.join(", ")));
+                let columns: Vec<String> = table.columns.iter().map(column_definition).collect();
+                self.require(format!("CREATE TABLE {qualified_name} ({})", columns.join(", ")));
                 self.tables.push(table.clone());
             }
-            Some(there) => self.existing(&place, table, there),
+            Some(columns) => self.extend_table(&qualified_name, table, columns),
         }
-        self.need(format!("GRANT SELECT, INSERT, UPDATE, DELETE ON {place} TO {}", schema.quoted()));
+        self.require(format!(
+            "GRANT SELECT, INSERT, UPDATE, DELETE ON {qualified_name} TO {}",
+            schema.quoted()
+        ));
         for columns in &table.indexes {
             let name = index_name("ix", table, columns);
-            let method = if gin(table, columns) { "gin" } else { "btree" };
-            if !found.indexes.contains(&name) {
-                self.need(format!("CREATE INDEX \"{name}\" ON {place} USING {method} ({})", list(columns)));
+            let method = if uses_gin(table, columns) { "gin" } else { "btree" };
+            if !existing.indexes.contains(&name) {
+                self.require(format!(
+                    "CREATE INDEX \"{name}\" ON {qualified_name} USING {method} ({})",
+                    column_list(columns)
+                ));
             }
         }
         for columns in &table.unique {
             let name = index_name("uq", table, columns);
-            if !found.indexes.contains(&name) {
-                let sql = format!("CREATE UNIQUE INDEX \"{name}\" ON {place} ({})", list(columns));
+            if !existing.indexes.contains(&name) {
+                let sql =
+                    format!("CREATE UNIQUE INDEX \"{name}\" ON {qualified_name} ({})", column_list(columns));
                 let over = columns.iter().map(Name::as_str).collect::<Vec<_>>().join(", ");
-                let otherwise =
-                    format!("unique ({over}) of {} is not added: rows that are there conflict", table.name);
-                self.changes.push(Change::IfRowsAllow { sql, otherwise });
+                let skip_message =
+                    format!("unique ({over}) of {} is not added: existing rows violate it", table.name);
+                self.changes.push(SchemaChange::IfRowsSatisfy { sql, skip_message });
             }
         }
     }
 
-    fn existing(&mut self, place: &str, table: &Table, there: &BTreeMap<String, String>) {
-        let mut kept = table.clone();
-        kept.columns.clear();
+    fn extend_table(&mut self, qualified_name: &str, table: &Table, columns: &BTreeMap<String, String>) {
+        let mut result = table.clone();
+        result.columns.clear();
         for column in &table.columns {
-            match there.get(column.name.as_str()) {
+            match columns.get(column.name.as_str()) {
                 None => {
-                    self.need(format!("ALTER TABLE {place} ADD COLUMN {}", definition(column)));
-                    kept.columns.push(column.clone());
+                    self.require(format!(
+                        "ALTER TABLE {qualified_name} ADD COLUMN {}",
+                        column_definition(column)
+                    ));
+                    result.columns.push(column.clone());
                 }
-                Some(typname) => kept.columns.extend(self.as_it_is(table, column, typname)),
+                Some(typname) => result.columns.extend(self.existing_column(table, column, typname)),
             }
         }
-        self.tables.push(kept);
+        self.tables.push(result);
     }
 
-    fn as_it_is(&mut self, table: &Table, column: &Column, typname: &str) -> Option<Column> {
+    fn existing_column(&mut self, table: &Table, column: &Column, typname: &str) -> Option<Column> {
         let kind = ColumnType::by_catalog(typname);
         if kind != Some(column.kind) {
             let (table, name) = (&table.name, &column.name);
-            let asked = column.kind.name();
+            let declared = column.kind.name();
             let has = kind.map_or(typname, |kind| kind.name());
-            self.not_done.push(format!("column {table}.{name} stays {has}; the manifest asks for {asked}"));
+            self.not_done
+                .push(format!("column {table}.{name} stays {has}; the manifest declares {declared}"));
         }
         kind.map(|kind| Column { kind, ..column.clone() })
     }
 
-    fn need(&mut self, sql: String) {
-        self.changes.push(Change::Needed(sql));
+    fn require(&mut self, sql: String) {
+        self.changes.push(SchemaChange::Required(sql));
     }
 }
 
-fn definition(column: &Column) -> String {
+fn column_definition(column: &Column) -> String {
     let (name, kind) = (column.name.quoted(), column.kind.sql());
     match (column.origin, column.name.as_str()) {
         (Origin::Declared, _) => format!("{name} {kind}"),
@@ -135,17 +146,17 @@ fn definition(column: &Column) -> String {
     }
 }
 
-fn list(columns: &[Name]) -> String {
+fn column_list(columns: &[Name]) -> String {
     columns.iter().map(|name| name.quoted().to_string()).collect::<Vec<_>>().join(", ")
 }
 
-/// A jsonb column is sought by containment, which a B-tree cannot serve.
-fn gin(table: &Table, columns: &[Name]) -> bool {
+/// A jsonb column is queried by containment, which a B-tree index does not support.
+fn uses_gin(table: &Table, columns: &[Name]) -> bool {
     let kind = |name: &Name| table.column(name.as_str()).map(|column| column.kind);
     columns.len() == 1 && kind(&columns[0]) == Some(ColumnType::Jsonb)
 }
 
-/// The same name for the same columns at every registration, within PostgreSQL's 63 bytes.
+/// A deterministic name for the columns, within PostgreSQL's 63 bytes.
 fn index_name(prefix: &str, table: &Table, columns: &[Name]) -> String {
     let columns = columns.iter().map(Name::as_str).collect::<Vec<_>>();
     let digest = hex::encode(&Sha256::digest(columns.join(",").as_bytes())[..4]);
@@ -170,24 +181,24 @@ mod tests {
         "app_n".parse().unwrap()
     }
 
-    fn found(columns: &[(&str, &str)]) -> Found {
+    fn existing(columns: &[(&str, &str)]) -> ExistingSchema {
         let built_in = [("id", "uuid"), ("created_at", "timestamptz"), ("updated_at", "timestamptz")];
         let columns = columns.iter().chain(&built_in).map(|(n, t)| ((*n).to_owned(), (*t).to_owned()));
-        Found { tables: [("t".to_owned(), columns.collect())].into(), indexes: BTreeSet::new() }
+        ExistingSchema { tables: [("t".to_owned(), columns.collect())].into(), indexes: BTreeSet::new() }
     }
 
     fn sql(planned: &Registration) -> String {
-        let one = |change: &Change| match change {
-            Change::Needed(sql) | Change::IfRowsAllow { sql, .. } => sql.clone(),
+        let one = |change: &SchemaChange| match change {
+            SchemaChange::Required(sql) | SchemaChange::IfRowsSatisfy { sql, .. } => sql.clone(),
         };
         planned.changes.iter().map(one).collect::<Vec<_>>().join(";\n")
     }
 
     #[test]
-    fn a_new_table_comes_with_its_indexes_and_grants() {
+    fn plan_creates_table_with_indexes_and_grants() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "text", "j": "jsonb" },
             "indexes": ["a", ["j"]], "unique": [["a"]] } }));
-        let planned = plan(&schema(), &wanted, &Found::default());
+        let planned = plan(&schema(), &wanted, &ExistingSchema::default());
         insta::assert_snapshot!(sql(&planned), @r#"
         CREATE TABLE "app_n"."t" ("id" uuid PRIMARY KEY DEFAULT gen_random_uuid(), "a" text, "j" jsonb, "created_at" timestamptz(3) NOT NULL DEFAULT now(), "updated_at" timestamptz(3) NOT NULL DEFAULT now());
         GRANT SELECT, INSERT, UPDATE, DELETE ON "app_n"."t" TO "app_n";
@@ -199,9 +210,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_is_added_to_and_never_taken_away() {
+    fn plan_only_adds_to_existing_tables() {
         let wanted = tables(&json!({ "t": { "columns": { "a": "text", "b": "bigint" } } }));
-        let planned = plan(&schema(), &wanted, &found(&[("a", "int4"), ("old", "text"), ("odd", "xml")]));
+        let planned = plan(&schema(), &wanted, &existing(&[("a", "int4"), ("old", "text"), ("odd", "xml")]));
         let text = sql(&planned);
         assert!(text.contains("ADD COLUMN \"b\" bigint"), "{text}");
         for never in ["DROP", "ALTER COLUMN", "CREATE TABLE", "DELETE FROM"] {
@@ -213,13 +224,13 @@ mod tests {
     }
 
     #[test]
-    fn a_second_registration_only_grants() {
+    fn repeated_plan_only_grants() {
         let wanted =
             tables(&json!({ "t": { "columns": { "a": "text" }, "indexes": ["a"], "unique": ["a"] } }));
-        let mut there = found(&[("a", "text")]);
-        there.indexes =
+        let mut columns = existing(&[("a", "text")]);
+        columns.indexes =
             [("ix"), ("uq")].map(|prefix| index_name(prefix, &wanted[0], &["a".parse().unwrap()])).into();
-        let planned = plan(&schema(), &wanted, &there);
+        let planned = plan(&schema(), &wanted, &columns);
         assert_eq!(planned.changes.len(), 1, "{}", sql(&planned));
         assert!(planned.not_done.is_empty());
     }

@@ -1,4 +1,4 @@
-//! The apps' routes with their descriptions.
+//! The apps' routes and their descriptions.
 
 use axum::routing::get;
 use http::Method;
@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::icon::icon;
 use super::list::list;
 use super::pages::page;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, READERS, VIEWERS, told};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, VIEWERS, json_answer};
 use crate::http::openapi::{
     Answer, Content, Operation, Parameter, Place, array, count, named, nullable, object, one_of, text,
 };
@@ -18,14 +18,14 @@ pub static LIST: Endpoint = Endpoint {
         id: "listApps",
         method: Method::GET,
         path: "/api/apps",
-        summary: "Every app, with what is wrong with it.",
+        summary: "All apps, with their errors.",
         credentials: READERS,
         parameters: &[],
         body: None,
-        answers: &[told(200, "The apps.", || object(&[("apps", array(named("App")))], &[]))],
+        answers: &[json_answer(200, "The apps.", || object(&[("apps", array(named("App")))], &[]))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(list),
 };
 
@@ -34,14 +34,14 @@ pub static ICON: Endpoint = Endpoint {
         id: "getIcon",
         method: Method::GET,
         path: "/icons/{slug}",
-        summary: "An app's icon, or one made from its name.",
+        summary: "An app's icon, or one generated from its name.",
         credentials: READERS,
         parameters: &[SLUG],
         body: None,
         answers: PAGE_ANSWERS,
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(icon),
 };
 
@@ -50,14 +50,14 @@ pub static FOLDER: Endpoint = Endpoint {
         id: "openApp",
         method: Method::GET,
         path: "/apps/{slug}",
-        summary: "Leads to the app's first page.",
+        summary: "Redirects to the app's first page.",
         credentials: VIEWERS,
         parameters: &[SLUG],
         body: None,
         answers: &[Answer { status: 308, about: "To /apps/{slug}/.", content: Content::Nothing }],
         problems: PAGE_PROBLEMS,
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(page),
 };
 
@@ -66,14 +66,14 @@ pub static FRONT: Endpoint = Endpoint {
         id: "getFrontPage",
         method: Method::GET,
         path: "/apps/{slug}/",
-        summary: "The app's first page, in an origin of its own.",
+        summary: "The app's first page, in a separate origin.",
         credentials: VIEWERS,
         parameters: &[SLUG],
         body: None,
         answers: PAGE_ANSWERS,
         problems: PAGE_PROBLEMS,
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(page),
 };
 
@@ -82,7 +82,7 @@ pub static PAGE: Endpoint = Endpoint {
         id: "getPage",
         method: Method::GET,
         path: "/apps/{slug}/{*path}",
-        summary: "A file of the app's build; a path without an ending is the first page.",
+        summary: "A file of the app's build; a path without an extension returns the first page.",
         credentials: VIEWERS,
         parameters: &[
             SLUG,
@@ -90,35 +90,35 @@ pub static PAGE: Endpoint = Endpoint {
                 name: "path",
                 place: Place::Path,
                 schema: text,
-                about: "The rest of the path, slashes and all.",
+                about: "The rest of the path, including slashes.",
             },
         ],
         body: None,
         answers: PAGE_ANSWERS,
         problems: PAGE_PROBLEMS,
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(page),
 };
 
 const SLUG: Parameter = Parameter { name: "slug", place: Place::Path, schema: text, about: "The app." };
-const NOT_MODIFIED: Answer = Answer { status: 304, about: "It is as it was.", content: Content::Nothing };
+const NOT_MODIFIED: Answer = Answer { status: 304, about: "Not modified.", content: Content::Nothing };
 const PAGE_ANSWERS: &[Answer] = &[
     file(200, "The file."),
-    file(206, "The part that `Range` names."),
+    file(206, "The range in `Range`."),
     NOT_MODIFIED,
-    file(412, "It is not the file that `If-Match` names."),
-    file(416, "It has no such part."),
+    file(412, "The file does not match `If-Match`."),
+    file(416, "The range is not satisfiable."),
 ];
 const PAGE_PROBLEMS: &[Code] = &[Code::Forbidden, Code::NotFound, Code::Unavailable];
 
-/// Of whatever media type the file has.
+/// A file of any media type.
 const fn file(status: u16, about: &'static str) -> Answer {
     Answer { status, about, content: Content::Other("*/*") }
 }
 
-/// An app as the list tells it.
-pub fn told_app() -> Value {
+/// The JSON schema of an app in the list.
+pub fn app_schema_json() -> Value {
     object(
         &[("slug", nullable(text())), ("status", one_of(&["ready", "waiting", "error"]))],
         &[

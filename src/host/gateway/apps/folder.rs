@@ -1,4 +1,4 @@
-//! The apps folder as it lies on disk: which folders hold a `svc.json`, and what each of them says.
+//! Scans the apps folder: which folders contain a `svc.json`, and their manifests.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,11 +8,11 @@ use super::name::Slug;
 use crate::beneath::Folder;
 
 const MAX_MANIFEST_BYTES: u64 = 256 * 1024;
-/// Below the home.
-const APPS: &str = "apps";
-const MANIFEST: &str = "svc.json";
+/// Relative to the home.
+const APPS_DIR: &str = "apps";
+const MANIFEST_FILE: &str = "svc.json";
 
-/// One app's folder: its name, and its manifest or what is wrong with it.
+/// An app's folder: its name, and its manifest or the error in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AppFolder {
     pub name: String,
@@ -21,12 +21,13 @@ pub struct AppFolder {
     pub manifest: Result<Manifest, String>,
 }
 
-/// Reads every app's folder in name order. No apps folder is no apps; a broken manifest is that app's alone.
+/// Reads all app folders in name order. Without an apps folder there are no apps; an invalid manifest affects only its
+/// app.
 ///
 /// # Errors
-/// When the apps folder itself cannot be read.
+/// The apps folder cannot be read.
 pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
-    let apps = match Folder::open(home).and_then(|home| home.folder(Path::new(APPS))) {
+    let apps = match Folder::open(home).and_then(|home| home.folder(Path::new(APPS_DIR))) {
         Ok(apps) => apps,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
@@ -34,27 +35,27 @@ pub fn scan(home: &Path) -> io::Result<Vec<AppFolder>> {
     let names = apps.names()?;
     let mut folders: Vec<AppFolder> =
         names.iter().filter_map(|name| app_folder(&apps, name.to_str()?)).collect();
-    refuse_shared_schemas(&mut folders);
+    reject_shared_schemas(&mut folders);
     Ok(folders)
 }
 
-/// `None` for what is no app: a file, or a folder without a manifest.
+/// `None` if it is no app: a file, or a folder without a manifest.
 fn app_folder(apps: &Folder, name: &str) -> Option<AppFolder> {
     if name.starts_with('.') {
         return None;
     }
-    let manifest = match apps.read(&Path::new(name).join(MANIFEST), MAX_MANIFEST_BYTES) {
+    let manifest = match apps.read(&Path::new(name).join(MANIFEST_FILE), MAX_MANIFEST_BYTES) {
         Ok(text) => Manifest::parse(&text).map_err(|error| error.to_string()),
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return None;
         }
-        Err(error) => Err(format!("{MANIFEST}: {error}")),
+        Err(error) => Err(format!("{MANIFEST_FILE}: {error}")),
     };
-    Some(AppFolder { name: name.to_owned(), path: Path::new(APPS).join(name), manifest })
+    Some(AppFolder { name: name.to_owned(), path: Path::new(APPS_DIR).join(name), manifest })
 }
 
-/// Two folders that claim one schema: the one named after the slug has it; otherwise neither.
-fn refuse_shared_schemas(folders: &mut [AppFolder]) {
+/// If two folders claim one schema, the one named after the slug gets it; otherwise neither.
+fn reject_shared_schemas(folders: &mut [AppFolder]) {
     let claims: Vec<(String, Slug)> = folders
         .iter()
         .filter_map(|folder| Some((folder.name.clone(), folder.manifest.as_ref().ok()?.slug.clone())))
@@ -81,12 +82,12 @@ mod tests {
 
     fn write(home: &Path, folder: &str, slug: &str) {
         let text = format!(r#"{{"name":"n","slug":"{slug}","version":"1","runtime":"static"}}"#);
-        let file = home.join(APPS).join(folder).join(MANIFEST);
+        let file = home.join(APPS_DIR).join(folder).join(MANIFEST_FILE);
         crate::fsx::write_atomic(&file, text.as_bytes(), 0o644).unwrap();
     }
 
     #[test]
-    fn a_broken_manifest_is_its_own_app_s_alone() {
+    fn scan_isolates_invalid_manifest() {
         let home = tempfile::tempdir().unwrap();
         assert!(scan(home.path()).unwrap().is_empty());
         write(home.path(), "good", "good");
@@ -99,11 +100,11 @@ mod tests {
     }
 
     #[test]
-    fn manifests_that_are_links_fifos_or_too_large_are_refused() {
+    fn scan_rejects_links_fifos_and_large_manifests() {
         let (home, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         write(home.path(), "good", "good");
         write(outside.path(), "other", "other");
-        let apps = home.path().join(APPS);
+        let apps = home.path().join(APPS_DIR);
         symlink(outside.path().join("apps/other"), apps.join("linked")).unwrap();
         for folder in ["fifo", "large", "link"] {
             fs::create_dir(apps.join(folder)).unwrap();
@@ -112,19 +113,19 @@ mod tests {
         symlink("../good/svc.json", apps.join("link/svc.json")).unwrap();
         fs::write(apps.join("large/svc.json"), vec![b' '; 300 * 1024]).unwrap();
         let found = scan(home.path()).unwrap();
-        let why = |name: &str| {
+        let error = |name: &str| {
             let folder = found.iter().find(|folder| folder.name == name).unwrap();
             folder.manifest.as_ref().unwrap_err().clone()
         };
-        assert!(why("linked").contains("symbolic link"), "{}", why("linked"));
-        assert!(why("link").contains("symbolic link"), "{}", why("link"));
-        assert!(why("fifo").contains("not a regular file"), "{}", why("fifo"));
-        assert!(why("large").contains("larger than 262144 bytes"), "{}", why("large"));
+        assert!(error("linked").contains("symbolic link"), "{}", error("linked"));
+        assert!(error("link").contains("symbolic link"), "{}", error("link"));
+        assert!(error("fifo").contains("not a regular file"), "{}", error("fifo"));
+        assert!(error("large").contains("larger than 262144 bytes"), "{}", error("large"));
         assert_eq!(found.iter().filter(|folder| folder.manifest.is_ok()).count(), 1);
     }
 
     #[test]
-    fn two_apps_never_share_a_schema() {
+    fn scan_rejects_shared_schemas() {
         let home = tempfile::tempdir().unwrap();
         write(home.path(), "one", "one");
         write(home.path(), "copy-of-one", "one");

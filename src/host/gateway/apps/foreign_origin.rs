@@ -1,4 +1,4 @@
-//! An origin that an app names in its manifest: one scheme, host and port, without a path or a pattern.
+//! An origin in an app's manifest: one scheme, host and port, without a path or a pattern.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use url::{Host, Url};
 
 const MAX_CHARS: usize = 255;
 
-/// Safe inside a Content-Security-Policy: it holds no space, quote, comma, semicolon or wildcard.
+/// Safe inside a Content-Security-Policy: it has no space, quote, comma, semicolon or wildcard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ForeignOrigin(String);
 
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_origin_is_one_scheme_host_and_port() {
+    fn parse_normalizes_origins() {
         for (text, origin) in [
             ("https://API.example.com/", "https://api.example.com"),
             ("https://api.example.com:443", "https://api.example.com"),
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_paths_and_other_schemes_are_refused() {
+    fn parse_rejects_patterns_paths_and_other_schemes() {
         for text in [
             "",
             "*",

@@ -1,4 +1,4 @@
-//! `GET /icons/<slug>`: the app's own icon, or one made from its name, always the same. Never an error of ours.
+//! `GET /icons/<slug>`: the app's icon, or a stable one generated from its name. It never fails.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,38 +20,38 @@ pub async fn icon(
     Segments(slug): Segments<String>,
     request: Request,
 ) -> Response {
-    let known = gateway.apps.known();
+    let snapshot = gateway.apps.snapshot();
     let icon =
-        known.folders.get(&slug).and_then(|(folder, manifest)| Some(folder.join(manifest.icon.as_ref()?)));
+        snapshot.folders.get(&slug).and_then(|(folder, manifest)| Some(folder.join(manifest.icon.as_ref()?)));
     let own = match icon {
         Some(icon) => {
             let home = gateway.config.layout.home();
-            tokio::task::spawn_blocking(move || read(&home, &icon)).await.ok().flatten()
+            tokio::task::spawn_blocking(move || read_icon(&home, &icon)).await.ok().flatten()
         }
         None => None,
     };
-    let icon = own.unwrap_or_else(|| StaticFile::in_memory(fallback(&slug), "image/svg+xml"));
+    let icon = own.unwrap_or_else(|| StaticFile::in_memory(generated_icon(&slug), "image/svg+xml"));
     let mut response = respond(&request.into_parts().0, icon, None, Caching::Revalidate);
-    // An SVG is a document when it is opened by itself.
+    // An SVG is a document when it is opened directly.
     let policy = HeaderValue::from_static("default-src 'none'; style-src 'unsafe-inline'; sandbox");
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
 }
 
-/// Reads an icon, by its path relative to the home.
-fn read(home: &Path, icon: &Path) -> Option<StaticFile> {
+/// Reads an icon by its path relative to the home.
+fn read_icon(home: &Path, icon: &Path) -> Option<StaticFile> {
     let kind = media_type(icon);
     if !kind.starts_with("image/") {
         return None;
     }
-    // Resolved from the app's folder, whose owner decides whose files may be read.
+    // Resolved from the app's folder, whose owner determines which files may be read.
     let app = Folder::open(home).ok()?.folder(icon.parent()?).ok()?;
     let content = app.read(Path::new(icon.file_name()?), MAX_ICON_BYTES).ok()?;
     Some(StaticFile::in_memory(content, kind))
 }
 
-/// The first letter on a colour of the name's own.
-fn fallback(slug: &str) -> String {
+/// The first letter on a color derived from the name.
+fn generated_icon(slug: &str) -> String {
     let hue = u32::from(Sha256::digest(slug.as_bytes())[0]) * 360 / 256;
     let letter = slug.chars().find(char::is_ascii_alphanumeric).unwrap_or('?').to_ascii_uppercase();
     format!(
@@ -67,15 +67,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fallback_is_stable_and_holds_nothing_of_the_outside() {
-        assert_eq!(fallback("notes"), fallback("notes"));
-        assert_ne!(fallback("notes"), fallback("tasks"));
-        assert!(!fallback("<script>").contains("<script>"));
-        assert!(fallback("").contains('?'));
+    fn generated_icon_is_stable_and_escaped() {
+        assert_eq!(generated_icon("notes"), generated_icon("notes"));
+        assert_ne!(generated_icon("notes"), generated_icon("tasks"));
+        assert!(!generated_icon("<script>").contains("<script>"));
+        assert!(generated_icon("").contains('?'));
     }
 
     #[test]
-    fn an_icon_outside_of_its_folder_is_not_read() {
+    fn read_icon_rejects_files_outside_app_folder() {
         let home = tempfile::tempdir().unwrap();
         let app = home.path().join("apps/app");
         std::fs::create_dir_all(&app).unwrap();
@@ -84,7 +84,7 @@ mod tests {
         std::fs::write(app.join("icon.svg"), "ok").unwrap();
         std::fs::write(app.join("icon.txt"), "no").unwrap();
         std::fs::write(app.join("large.png"), vec![0; 1024 * 1024 + 1]).unwrap();
-        let read = |name: &str| read(home.path(), &Path::new("apps/app").join(name));
+        let read = |name: &str| read_icon(home.path(), &Path::new("apps/app").join(name));
         for refused in ["link.svg", "icon.txt", "large.png", "../../secret.svg", "none.svg"] {
             assert!(read(refused).is_none(), "{refused}");
         }

@@ -1,4 +1,4 @@
-//! `GET /api/apps`: every app the gateway knows, with what is wrong with it.
+//! `GET /api/apps`: all apps, with their errors.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,43 +9,43 @@ use serde_json::{Value, json};
 
 use super::foreign_origin::ForeignOrigin;
 use super::manifest::Manifest;
-use super::registry::Known;
+use super::registry::AppsSnapshot;
 use crate::host::gateway::state::Gateway;
 
 pub async fn list(State(gateway): State<Arc<Gateway>>) -> Json<Value> {
-    let mut apps = told(&gateway.apps.known());
+    let mut apps = app_list(&gateway.apps.snapshot());
     let quotas = &gateway.kernel.settings().storage;
     for app in &mut apps {
         let Some(slug) = app["slug"].as_str().map(str::to_owned) else { continue };
         app["storage"] = json!({
             "databaseBytes": gateway.quotas.measured(&slug),
-            "quotaBytes": gateway.quotas.of(quotas, &slug),
+            "quotaBytes": gateway.quotas.quota_of(quotas, &slug),
         });
     }
     Json(json!({ "apps": apps }))
 }
 
-/// By slug: what is registered or lies in a folder; then the folders whose app has not even a slug.
-fn told(known: &Known) -> Vec<Value> {
-    let slugs: BTreeSet<&String> = known.apps.keys().chain(known.folders.keys()).collect();
-    let mut told: Vec<Value> = slugs.iter().map(|slug| app(known, slug)).collect();
-    let nameless = known
-        .troubles
+/// Apps that are registered or have a folder, by slug; then folders without a valid slug.
+fn app_list(snapshot: &AppsSnapshot) -> Vec<Value> {
+    let slugs: BTreeSet<&String> = snapshot.apps.keys().chain(snapshot.folders.keys()).collect();
+    let mut list: Vec<Value> = slugs.iter().map(|slug| app_json(snapshot, slug)).collect();
+    let without_slug = snapshot
+        .errors
         .iter()
-        .filter(|(_, trouble)| trouble.slug.as_ref().is_none_or(|slug| !slugs.contains(slug)));
-    told.extend(nameless.map(|(folder, trouble)| {
-        json!({ "slug": trouble.slug, "folder": folder, "status": "error", "error": trouble.why })
+        .filter(|(_, error)| error.slug.as_ref().is_none_or(|slug| !slugs.contains(slug)));
+    list.extend(without_slug.map(|(folder, error)| {
+        json!({ "slug": error.slug, "folder": folder, "status": "error", "error": error.message })
     }));
-    told
+    list
 }
 
-fn app(known: &Known, slug: &str) -> Value {
-    let registered = known.apps.get(slug);
-    let folder = known.folders.get(slug);
-    let trouble = known.troubles.values().find(|trouble| trouble.slug.as_deref() == Some(slug));
+fn app_json(snapshot: &AppsSnapshot, slug: &str) -> Value {
+    let registered = snapshot.apps.get(slug);
+    let folder = snapshot.folders.get(slug);
+    let error = snapshot.errors.values().find(|error| error.slug.as_deref() == Some(slug));
     let manifest: Option<&Manifest> =
         folder.map(|(_, manifest)| manifest).or_else(|| registered.map(|app| &app.manifest));
-    let status = match (trouble, registered) {
+    let status = match (error, registered) {
         (Some(_), _) => "error",
         (None, Some(_)) => "ready",
         (None, None) => "waiting",
@@ -63,7 +63,7 @@ fn app(known: &Known, slug: &str) -> Value {
         "icon": format!("/icons/{slug}"),
         "tables": registered.map_or_else(Vec::new, |app| app.tables.keys().collect()),
         "status": status,
-        "error": trouble.map(|trouble| trouble.why.as_str()),
+        "error": error.map(|error| error.message.as_str()),
         "notDone": registered.map_or(&[][..], |app| app.not_done.as_slice()),
     })
 }

@@ -1,6 +1,6 @@
-//! `svc.json`: read from outside, every mistake named at once, and written back in the one form that the database keeps.
+//! `svc.json`: parsed with all errors reported at once, and serialized in the normalized form that the database stores.
 //!
-//! A [`Manifest`] has been checked: its names are safe, its types known, its indexes name columns that are there.
+//! A [`Manifest`] is validated: its names are safe, its types known, and its indexes name existing columns.
 
 use serde_json::{Map, Value, json};
 
@@ -8,13 +8,13 @@ use super::column::{Column, ColumnType, Origin};
 use super::foreign_origin::ForeignOrigin;
 use super::name::{Name, Slug};
 
-const MOST_TABLES: usize = 100;
-const MOST_COLUMNS: usize = 200;
+const MAX_TABLES: usize = 100;
+const MAX_COLUMNS: usize = 200;
 const MAX_ORIGINS: usize = 20;
-/// PostgreSQL's own limit of columns in an index.
-const MOST_INDEXED: usize = 32;
+/// PostgreSQL's limit of columns in an index.
+const MAX_INDEX_COLUMNS: usize = 32;
 
-/// How an app's pages come to be.
+/// How an app's pages are built or served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Runtime {
     Vite,
@@ -38,11 +38,11 @@ pub struct Manifest {
     pub slug: Slug,
     pub version: String,
     pub runtime: Runtime,
-    /// Where the built pages are, below the app's folder.
+    /// The folder of the built pages, relative to the app's folder.
     pub output: String,
-    /// The icon's path below the app's folder.
+    /// The icon's path, relative to the app's folder.
     pub icon: Option<String>,
-    /// Sites beside its own that the app's pages may load from and send data to.
+    /// Other origins that the app's pages may load from and send data to.
     pub connect: Vec<ForeignOrigin>,
     pub tables: Vec<Table>,
 }
@@ -50,7 +50,7 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
     pub name: Name,
-    /// `id`, the declared ones in their order, `created_at`, `updated_at`.
+    /// `id`, the declared columns in order, `created_at`, `updated_at`.
     pub columns: Vec<Column>,
     pub indexes: Vec<Vec<Name>>,
     pub unique: Vec<Vec<Name>>,
@@ -62,7 +62,7 @@ impl Table {
     }
 }
 
-/// What is wrong with a manifest, one line each.
+/// The errors in a manifest, one line each.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .mistakes.join("; "))]
 pub struct ManifestError {
@@ -71,7 +71,7 @@ pub struct ManifestError {
 
 impl Manifest {
     /// # Errors
-    /// Names every mistake.
+    /// All errors in the manifest.
     pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
         let value = serde_json::from_slice(text)
             .map_err(|error| ManifestError { mistakes: vec![format!("not JSON: {error}")] })?;
@@ -89,7 +89,7 @@ impl Manifest {
         }
     }
 
-    /// The form that [`Self::from_value`] reads back.
+    /// The normalized form, which [`Self::from_value`] parses.
     pub fn to_value(&self) -> Value {
         let tables: Map<String, Value> =
             self.tables.iter().map(|table| (table.name.to_string(), table.to_value())).collect();
@@ -124,31 +124,31 @@ struct Reader {
 }
 
 impl Reader {
-    fn wrong<T>(&mut self, place: &str, why: impl std::fmt::Display) -> Option<T> {
-        self.mistakes.push(format!("{place}: {why}"));
+    fn error<T>(&mut self, path: &str, message: impl std::fmt::Display) -> Option<T> {
+        self.mistakes.push(format!("{path}: {message}"));
         None
     }
 
     fn manifest(&mut self, value: &Value) -> Option<Manifest> {
-        let Some(root) = value.as_object() else { return self.wrong("svc.json", "must be an object") };
+        let Some(root) = value.as_object() else { return self.error("svc.json", "must be an object") };
         let slug = self
             .text(root, "slug")
-            .and_then(|slug| slug.parse().map_err(|why| self.wrong::<()>("slug", why)).ok());
+            .and_then(|slug| slug.parse().map_err(|message| self.error::<()>("slug", message)).ok());
         let runtime = self.text(root, "runtime").and_then(|runtime| match runtime.as_str() {
             "vite" => Some(Runtime::Vite),
             "static" => Some(Runtime::Static),
             "node" => Some(Runtime::Node),
-            other => self.wrong("runtime", format!("unknown {other:?}; vite, static or node")),
+            other => self.error("runtime", format!("unknown {other:?}; must be vite, static or node")),
         });
         let name = self.text(root, "name");
         let version = self.text(root, "version");
         let output = match root.get("build").and_then(|build| build.get("output")) {
             None => Some("dist".to_owned()),
-            Some(output) => self.path("build.output", output),
+            Some(output) => self.relative_path("build.output", output),
         };
         let icon = match root.get("icon") {
             None | Some(Value::Null) => None,
-            Some(icon) => self.path("icon", icon),
+            Some(icon) => self.relative_path("icon", icon),
         };
         let connect = self.origins(root.get("connect"));
         let tables = self.tables(root.get("storage"));
@@ -167,12 +167,12 @@ impl Reader {
     fn text(&mut self, root: &Map<String, Value>, key: &str) -> Option<String> {
         match root.get(key) {
             Some(Value::String(text)) if !text.is_empty() && text.len() <= 200 => Some(text.clone()),
-            Some(_) => self.wrong(key, "must be a text of 1 to 200 bytes"),
-            None => self.wrong(key, "is missing"),
+            Some(_) => self.error(key, "must be a string of 1 to 200 bytes"),
+            None => self.error(key, "is missing"),
         }
     }
 
-    fn path(&mut self, place: &str, value: &Value) -> Option<String> {
+    fn relative_path(&mut self, path: &str, value: &Value) -> Option<String> {
         let inside = |path: &str| {
             !path.is_empty()
                 && path.split('/').all(|part| !["", ".", ".."].contains(&part))
@@ -180,7 +180,7 @@ impl Reader {
         };
         match value.as_str().map(|path| path.trim_start_matches("./").trim_end_matches('/')) {
             Some(path) if inside(path) => Some(path.to_owned()),
-            _ => self.wrong(place, "must be a path below the app's folder"),
+            _ => self.error(path, "must be a path below the app's folder"),
         }
     }
 
@@ -188,14 +188,14 @@ impl Reader {
         let origins = match value {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Array(origins)) => origins,
-            Some(_) => return self.wrong("connect", "must be an array of origins").unwrap_or_default(),
+            Some(_) => return self.error("connect", "must be an array of origins").unwrap_or_default(),
         };
         if origins.len() > MAX_ORIGINS {
-            return self.wrong("connect", format!("more than {MAX_ORIGINS} origins")).unwrap_or_default();
+            return self.error("connect", format!("more than {MAX_ORIGINS} origins")).unwrap_or_default();
         }
         let mut origin = |(at, value): (usize, &Value)| {
             let parsed = value.as_str().unwrap_or_default().parse();
-            parsed.map_err(|why| self.wrong::<()>(&format!("connect[{at}]"), why)).ok()
+            parsed.map_err(|message| self.error::<()>(&format!("connect[{at}]"), message)).ok()
         };
         origins.iter().enumerate().filter_map(&mut origin).collect()
     }
@@ -204,94 +204,94 @@ impl Reader {
         let tables = match storage {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Object(storage)) => {
-                self.only(storage, "storage", &["tables"]);
+                self.reject_unknown(storage, "storage", &["tables"]);
                 storage.get("tables")
             }
-            Some(_) => return self.wrong("storage", "must be an object").unwrap_or_default(),
+            Some(_) => return self.error("storage", "must be an object").unwrap_or_default(),
         };
         let Some(tables) = tables else { return Vec::new() };
         let Some(tables) = tables.as_object() else {
-            return self.wrong("storage.tables", "must be an object").unwrap_or_default();
+            return self.error("storage.tables", "must be an object").unwrap_or_default();
         };
-        if tables.len() > MOST_TABLES {
+        if tables.len() > MAX_TABLES {
             return self
-                .wrong("storage.tables", format!("more than {MOST_TABLES} tables"))
+                .error("storage.tables", format!("more than {MAX_TABLES} tables"))
                 .unwrap_or_default();
         }
         tables.iter().filter_map(|(name, table)| self.table(name, table)).collect()
     }
 
     fn table(&mut self, name: &str, value: &Value) -> Option<Table> {
-        let place = format!("storage.tables.{name}");
-        let name: Option<Name> = name.parse().map_err(|why| self.wrong::<()>(&place, why)).ok();
-        let Some(table) = value.as_object() else { return self.wrong(&place, "must be an object") };
-        self.only(table, &place, &["columns", "indexes", "unique"]);
-        let columns = self.columns(&place, table.get("columns"))?;
+        let path = format!("storage.tables.{name}");
+        let name: Option<Name> = name.parse().map_err(|message| self.error::<()>(&path, message)).ok();
+        let Some(table) = value.as_object() else { return self.error(&path, "must be an object") };
+        self.reject_unknown(table, &path, &["columns", "indexes", "unique"]);
+        let columns = self.columns(&path, table.get("columns"))?;
         let mut table = Table { name: name?, columns, indexes: Vec::new(), unique: Vec::new() };
         let lists = value.as_object()?;
-        table.indexes = self.lists(&table, &format!("{place}.indexes"), lists.get("indexes"));
-        table.unique = self.lists(&table, &format!("{place}.unique"), lists.get("unique"));
+        table.indexes = self.lists(&table, &format!("{path}.indexes"), lists.get("indexes"));
+        table.unique = self.lists(&table, &format!("{path}.unique"), lists.get("unique"));
         for list in &table.unique {
             if list.iter().any(|name| table.column(name.as_str()).is_some_and(|c| !c.kind.is_ordered())) {
-                self.wrong::<()>(&format!("{place}.unique"), "a jsonb column cannot be unique");
+                self.error::<()>(&format!("{path}.unique"), "a jsonb column cannot be unique");
             }
         }
         Some(table)
     }
 
-    fn columns(&mut self, place: &str, value: Option<&Value>) -> Option<Vec<Column>> {
-        let place = format!("{place}.columns");
+    fn columns(&mut self, path: &str, value: Option<&Value>) -> Option<Vec<Column>> {
+        let path = format!("{path}.columns");
         let declared = match value {
             Some(Value::Object(columns)) => columns,
-            Some(_) => return self.wrong(&place, "must be an object"),
-            None => return self.wrong(&place, "is missing"),
+            Some(_) => return self.error(&path, "must be an object"),
+            None => return self.error(&path, "is missing"),
         };
-        if declared.len() > MOST_COLUMNS {
-            return self.wrong(&place, format!("more than {MOST_COLUMNS} columns"));
+        if declared.len() > MAX_COLUMNS {
+            return self.error(&path, format!("more than {MAX_COLUMNS} columns"));
         }
         let mut columns = vec![Column::built_in("id")?];
         for (name, kind) in declared {
-            let place = format!("{place}.{name}");
-            let named: Option<Name> = name.parse().map_err(|why| self.wrong::<()>(&place, why)).ok();
-            let Some(kind) = self.kind(&place, kind) else { continue };
+            let path = format!("{path}.{name}");
+            let parsed: Option<Name> = name.parse().map_err(|message| self.error::<()>(&path, message)).ok();
+            let Some(kind) = self.kind(&path, kind) else { continue };
             match Column::built_in(name) {
                 Some(built_in) if built_in.kind != kind => {
-                    self.wrong::<()>(&place, format!("is built in, as {}", built_in.kind.name()));
+                    self.error::<()>(&path, format!("is built in, with type {}", built_in.kind.name()));
                 }
                 Some(_) => {}
-                None => columns.extend(named.map(|name| Column::declared(name, kind))),
+                None => columns.extend(parsed.map(|name| Column::declared(name, kind))),
             }
         }
         columns.extend([Column::built_in("created_at")?, Column::built_in("updated_at")?]);
         Some(columns)
     }
 
-    fn kind(&mut self, place: &str, value: &Value) -> Option<ColumnType> {
-        let Some(name) = value.as_str() else { return self.wrong(place, "must be the name of a type") };
+    fn kind(&mut self, path: &str, value: &Value) -> Option<ColumnType> {
+        let Some(name) = value.as_str() else { return self.error(path, "must be the name of a type") };
         ColumnType::by_name(name).or_else(|| {
             let known = ColumnType::ALL.map(ColumnType::name).join(", ");
-            self.wrong(place, format!("unknown type {name:?}; known are {known}"))
+            self.error(path, format!("unknown type {name:?}; the types are {known}"))
         })
     }
 
-    /// A list of column lists; a column alone may stand for a list of one.
-    fn lists(&mut self, table: &Table, place: &str, value: Option<&Value>) -> Vec<Vec<Name>> {
+    /// A list of column lists; a bare column name is a list of one.
+    fn lists(&mut self, table: &Table, path: &str, value: Option<&Value>) -> Vec<Vec<Name>> {
         let lists = match value {
             None | Some(Value::Null) => return Vec::new(),
             Some(Value::Array(lists)) => lists,
-            Some(_) => return self.wrong(place, "must be an array").unwrap_or_default(),
+            Some(_) => return self.error(path, "must be an array").unwrap_or_default(),
         };
-        lists.iter().filter_map(|list| self.list(table, place, list)).collect()
+        lists.iter().filter_map(|list| self.list(table, path, list)).collect()
     }
 
-    fn list(&mut self, table: &Table, place: &str, value: &Value) -> Option<Vec<Name>> {
+    fn list(&mut self, table: &Table, path: &str, value: &Value) -> Option<Vec<Name>> {
         let names: Vec<&str> = match value {
             Value::String(name) => vec![name],
             Value::Array(names) => names.iter().filter_map(Value::as_str).collect(),
             _ => Vec::new(),
         };
-        if names.is_empty() || names.len() > MOST_INDEXED {
-            return self.wrong(place, "each entry must be a column or a list of columns");
+        if names.is_empty() || names.len() > MAX_INDEX_COLUMNS {
+            return self.error(path, "each entry must be a column or a list of columns");
         }
         let known: Vec<Name> =
             names.iter().filter_map(|name| table.column(name)).map(|column| column.name.clone()).collect();
@@ -299,12 +299,12 @@ impl Reader {
             return Some(known);
         }
         let missing = names.iter().find(|name| table.column(name).is_none()).unwrap_or(&"");
-        self.wrong(place, format!("there is no column {missing:?}"))
+        self.error(path, format!("there is no column {missing:?}"))
     }
 
-    fn only(&mut self, object: &Map<String, Value>, place: &str, known: &[&str]) {
+    fn reject_unknown(&mut self, object: &Map<String, Value>, path: &str, known: &[&str]) {
         for key in object.keys().filter(|key| !known.contains(&key.as_str())) {
-            self.wrong::<()>(&format!("{place}.{key}"), "is not known");
+            self.error::<()>(&format!("{path}.{key}"), "is unknown");
         }
     }
 }

@@ -21,7 +21,7 @@ pub use bundled::run as install_bundled;
 pub use column::{Column, ColumnType, Origin};
 #[cfg(feature = "fuzzing")]
 pub use ddl::registration_sql;
-pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, told_app};
+pub use describe::{FOLDER, FRONT, ICON, LIST, PAGE, app_schema_json};
 #[cfg(any(test, feature = "fuzzing"))]
 pub use manifest::Manifest;
 pub use manifest::Table;

@@ -1,4 +1,4 @@
-//! Names of apps, tables and columns: checked once, safe in a path, and quoted wherever they enter SQL.
+//! Names of apps, tables and columns: validated once, safe in a path, and quoted wherever they enter SQL.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,16 +19,16 @@ impl Slug {
 }
 
 impl FromStr for Slug {
-    type Err = BadName;
+    type Err = InvalidName;
 
-    fn from_str(text: &str) -> Result<Self, BadName> {
+    fn from_str(text: &str) -> Result<Self, InvalidName> {
         let rest = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-        let fits =
+        let is_valid =
             text.len() <= 41 && text.starts_with(|c: char| c.is_ascii_lowercase()) && text.chars().all(rest);
-        if fits {
+        if is_valid {
             Ok(Self(text.to_owned()))
         } else {
-            Err(BadName("must be 1 to 41 of a-z 0-9 -, beginning with a letter"))
+            Err(InvalidName("must be 1 to 41 characters of a-z 0-9 -, starting with a letter"))
         }
     }
 }
@@ -43,7 +43,7 @@ impl fmt::Display for Slug {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name(String);
 
-/// Columns that PostgreSQL keeps for itself, and the words of our filters.
+/// PostgreSQL's system columns, and the keywords of filters.
 const RESERVED: [&str; 9] = ["tableoid", "ctid", "xmin", "xmax", "cmin", "cmax", "and", "or", "not"];
 
 impl Name {
@@ -51,23 +51,25 @@ impl Name {
         &self.0
     }
 
-    /// As an SQL identifier. The alphabet holds no quote, so there is nothing to escape.
+    /// The name as an SQL identifier. The alphabet has no quote, so nothing needs escaping.
     pub fn quoted(&self) -> Quoted<'_> {
         Quoted(&self.0)
     }
 }
 
 impl FromStr for Name {
-    type Err = BadName;
+    type Err = InvalidName;
 
-    fn from_str(text: &str) -> Result<Self, BadName> {
+    fn from_str(text: &str) -> Result<Self, InvalidName> {
         let first = |c: char| c.is_ascii_alphabetic() || c == '_';
         let rest = |c: char| c.is_ascii_alphanumeric() || c == '_';
         if text.len() > 63 || !text.starts_with(first) || !text.chars().all(rest) {
-            return Err(BadName("must be 1 to 63 of A-Z a-z 0-9 _, beginning with a letter or _"));
+            return Err(InvalidName(
+                "must be 1 to 63 characters of A-Z a-z 0-9 _, starting with a letter or _",
+            ));
         }
         if RESERVED.contains(&text) {
-            return Err(BadName("is a reserved word"));
+            return Err(InvalidName("is a reserved word"));
         }
         Ok(Self(text.to_owned()))
     }
@@ -79,7 +81,7 @@ impl fmt::Display for Name {
     }
 }
 
-/// A name between double quotes.
+/// A name in double quotes.
 #[derive(Debug, Clone, Copy)]
 pub struct Quoted<'a>(&'a str);
 
@@ -89,17 +91,17 @@ impl fmt::Display for Quoted<'_> {
     }
 }
 
-/// A name that does not fit, with the rule that it broke.
+/// An invalid name, with the rule that it violates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct BadName(&'static str);
+pub struct InvalidName(&'static str);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn names_that_could_end_a_quote_or_leave_a_folder_are_refused() {
+    fn parse_rejects_names_unsafe_in_sql_or_paths() {
         for bad in ["", "a\"b", "a b", "a;b", "é", "a\0", "../a", "1a", "a.b", "ctid", "and"] {
             assert!(bad.parse::<Name>().is_err(), "{bad:?}");
             assert!(bad == "ctid" || bad == "and" || bad.parse::<Slug>().is_err(), "{bad:?}");

@@ -1,6 +1,6 @@
-//! `GET /apps/<slug>/…`: an app's built pages, from below its output folder and nowhere else.
+//! `GET /apps/<slug>/…`: an app's built pages, only from below its output folder.
 //!
-//! A document runs in an origin of its own: apps share a host with the owner's session, so none of them may be of it.
+//! Each document runs in an opaque origin: apps share a host with the owner's session and must not have its origin.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata};
@@ -23,15 +23,15 @@ use crate::http::files::{Caching, StaticFile, percent_decode, respond};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 
-/// An origin of its own, and no plug-ins.
+/// Sandboxes documents in an opaque origin, without plug-ins.
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads; \
                        frame-ancestors 'self'; object-src 'none'; base-uri 'none'; form-action 'self'";
-/// A larger file is served as it is: it would be compressed in memory.
+/// Larger files are not compressed, because compression happens in memory.
 const MAX_GZIP_BYTES: u64 = 8 << 20;
-/// Of compressed files that are kept in memory.
+/// Maximum bytes of compressed files in memory.
 const GZIP_CACHE_BYTES: u64 = 16 << 20;
 
-/// Compressed forms of files that were served before, by the file's tag; `None` where compressing saved nothing.
+/// Compressed files by their tag; `None` if compression saved nothing.
 pub struct GzipCache(moka::sync::Cache<HeaderValue, Option<StaticFile>>);
 
 impl Default for GzipCache {
@@ -45,12 +45,12 @@ impl Default for GzipCache {
 }
 
 impl GzipCache {
-    /// The compressed form of a file, where it is worth it. Blocks.
+    /// The compressed file, if compression is worthwhile. Blocks.
     fn get(&self, file: &StaticFile) -> Option<StaticFile> {
         if !file.is_compressible() || file.size() > MAX_GZIP_BYTES {
             return None;
         }
-        // A file that cannot be read now fails again when it is served.
+        // A read error is reported again when the file is served.
         self.0.get_with_by_ref(file.tag(), || file.gzip(Compression::default()).ok().flatten())
     }
 }
@@ -58,20 +58,20 @@ impl GzipCache {
 pub async fn page(
     State(gateway): State<Arc<Gateway>>,
     Extension(caller): Extension<Caller>,
-    // Refused where it is no text; what it leads to is told by the whole of it.
+    // Rejects a path that is not text; the whole path is parsed below.
     _: Segments<BTreeMap<String, String>>,
     request: Request,
 ) -> Response {
     let (request, _) = request.into_parts();
     match find(&gateway, &caller.0, &request.uri).await {
-        Ok(Found::Folder(to)) => Redirect::permanent(&to).into_response(),
-        Ok(Found::File(file, policy)) => serve(&request, *file, policy),
+        Ok(PageTarget::Folder(to)) => Redirect::permanent(&to).into_response(),
+        Ok(PageTarget::File(file, policy)) => serve(&request, *file, policy),
         Err(problem) => problem.into_response(),
     }
 }
 
-enum Found {
-    /// An app's folder without its last slash, by which relative links would miss it.
+enum PageTarget {
+    /// An app's folder without its trailing slash, which relative links need.
     Folder(String),
     File(Box<AppFile>, HeaderValue),
 }
@@ -82,22 +82,22 @@ struct AppFile {
     gzip: Option<StaticFile>,
 }
 
-async fn find(gateway: &Arc<Gateway>, principal: &Principal, uri: &Uri) -> Result<Found, Problem> {
-    let none = || Problem::new(Code::NotFound, "There is no such page.");
+async fn find(gateway: &Arc<Gateway>, principal: &Principal, uri: &Uri) -> Result<PageTarget, Problem> {
+    let not_found = || Problem::new(Code::NotFound, "There is no such page.");
     let below = uri.path().strip_prefix("/apps/").unwrap_or_default();
     let (slug, path) = below.split_once('/').map_or((below, None), |(slug, path)| (slug, Some(path)));
     if let Principal::App { slug: own } = principal
         && own != slug
     {
-        return Err(Problem::new(Code::Forbidden, "An app sees its own pages alone."));
+        return Err(Problem::new(Code::Forbidden, "An app may load only its own pages."));
     }
-    let known = gateway.apps.known();
-    let (folder, manifest) = known.folders.get(slug).ok_or_else(none)?;
-    let Some(path) = path else { return Ok(Found::Folder(format!("/apps/{slug}/"))) };
+    let snapshot = gateway.apps.snapshot();
+    let (folder, manifest) = snapshot.folders.get(slug).ok_or_else(not_found)?;
+    let Some(path) = path else { return Ok(PageTarget::Folder(format!("/apps/{slug}/"))) };
     if manifest.runtime == Runtime::Node {
         return Err(Problem::new(Code::Unavailable, "Apps of runtime node are not served yet."));
     }
-    let path = relative(path).ok_or_else(none)?;
+    let path = safe_path(path).ok_or_else(not_found)?;
     let output = folder.join(&manifest.output);
     let policy = policy(&manifest.connect);
     let gateway = gateway.clone();
@@ -106,13 +106,13 @@ async fn find(gateway: &Arc<Gateway>, principal: &Principal, uri: &Uri) -> Resul
         let (file, meta, name) = open(&folder, &path)?;
         let plain = StaticFile::open(file, &meta, &name);
         let gzip = gateway.gzip_cache.get(&plain);
-        Ok::<_, io::Error>(Found::File(Box::new(AppFile { plain, gzip }), policy))
+        Ok::<_, io::Error>(PageTarget::File(Box::new(AppFile { plain, gzip }), policy))
     });
-    opened.await.ok().and_then(Result::ok).ok_or_else(none)
+    opened.await.ok().and_then(Result::ok).ok_or_else(not_found)
 }
 
-/// A URL's path as a path below a folder; `None` if it could lead anywhere else.
-fn relative(path: &str) -> Option<PathBuf> {
+/// Converts a URL path to a path below a folder; `None` if it could escape.
+fn safe_path(path: &str) -> Option<PathBuf> {
     let decoded = percent_decode(path)?;
     if decoded.contains(['\0', '\\']) {
         return None;
@@ -125,13 +125,13 @@ fn relative(path: &str) -> Option<PathBuf> {
     inside.then_some(path)
 }
 
-/// The path below an app's folder that a request's path names, as `tests/fuzz` reaches it.
+/// The path below an app's folder for a request path, for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn path_in_app(path: &str) -> Option<PathBuf> {
-    relative(path)
+    safe_path(path)
 }
 
-/// Opens the file, or the app's first page for a path that only the app's own router knows.
+/// Opens the file, or the app's first page for a path that only the app's router handles.
 fn open(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     let index = Path::new("index.html");
     let candidates = [
@@ -149,7 +149,7 @@ fn open(output: &Folder, path: &Path) -> io::Result<(File, Metadata, PathBuf)> {
     Err(last)
 }
 
-/// What a page of an app may load and where it may send data: its own host, and the origins of its manifest.
+/// The sources that an app's page may load from and send data to: its own host, and the origins of its manifest.
 fn policy(connect: &[ForeignOrigin]) -> HeaderValue {
     let origins: String = connect.iter().map(|origin| format!(" {origin}")).collect();
     let policy = format!("{SANDBOX}; default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'{origins}");
@@ -161,7 +161,7 @@ fn serve(request: &Parts, file: AppFile, policy: HeaderValue) -> Response {
     let mut set = |name, value| response.headers_mut().insert(name, HeaderValue::from_static(value));
     set(header::ACCESS_CONTROL_ALLOW_ORIGIN, "null");
     set(header::REFERRER_POLICY, "no-referrer");
-    // Of every file: which ones a browser runs as a document is the browser's decision.
+    // Set for every file, because the browser decides which files are documents.
     response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     response
 }
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_stays_below_its_folder() {
+    fn safe_path_rejects_escapes() {
         for bad in [
             "../x",
             "a/../../x",
@@ -186,14 +186,14 @@ mod tests {
             "%zz",
             "%f",
         ] {
-            assert_eq!(relative(bad), None, "{bad}");
+            assert_eq!(safe_path(bad), None, "{bad}");
         }
-        assert_eq!(relative("assets/app%20one.js"), Some("assets/app one.js".into()));
-        assert_eq!(relative(""), Some(PathBuf::new()));
+        assert_eq!(safe_path("assets/app%20one.js"), Some("assets/app one.js".into()));
+        assert_eq!(safe_path(""), Some(PathBuf::new()));
     }
 
     #[test]
-    fn links_are_not_followed_and_a_page_falls_back_to_the_first() {
+    fn open_rejects_links_and_falls_back_to_index() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("dist");
         std::fs::create_dir_all(root.join("sub")).unwrap();

@@ -1,9 +1,10 @@
-//! How much of the disk each app's rows may take.
+//! The storage quotas of the apps' tables.
 //!
-//! The sizes of the apps' schemas are measured while apps write. In between, each write that is sent to the database counts
-//! by an estimate, whatever its end: PostgreSQL frees nothing when a transaction is rolled back. A tenth of the quota in
-//! estimates asks for a measurement. At its quota an app, an agent or a process of the owner's user adds and changes no
-//! rows; the owner does, and rows can always be deleted. Files are not counted: an app writes none.
+//! The sizes of the apps' schemas are measured while apps write. Between measurements each write is counted by an
+//! estimate when it is sent, whatever its outcome: PostgreSQL frees no space when a transaction rolls back. When the
+//! estimates reach a tenth of the quota, a measurement is requested. Above its quota an app, an agent or a process of
+//! the owner's user cannot add or change rows; the owner can, and rows can always be deleted. Files are not counted,
+//! because apps write none.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,31 +24,31 @@ use crate::host::system::app_sizes::AppSize;
 use crate::host::system::layout::Layout;
 use crate::http::problem::{Code, Problem, chain};
 
-/// Between two measurements of a database that is written to.
-const INTERVAL: Duration = Duration::from_secs(30);
-/// At least, also where writes or a refused app ask for one.
+/// Interval of measurements while the database is written to.
+const MEASURE_INTERVAL: Duration = Duration::from_secs(30);
+/// Minimum interval, also for requested measurements.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
-/// Measurements take at most about a tenth of the time.
+/// Limits measurements to about a tenth of the time.
 const MIN_INTERVAL_IN_DURATIONS: u32 = 10;
-/// After a measurement that failed.
+/// Delay after a failed measurement.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(20);
-/// The age of settings that a write is admitted by; only a refusal needs them as they are now.
+/// Maximum age of the settings that admit a write; a refusal always uses current settings.
 const MAX_SETTINGS_AGE: Duration = Duration::from_secs(1);
-/// The part of the disk that is an app's where the settings give no number.
-const DEFAULT_PART_OF_DISK: u64 = 5;
-const MIN_DEFAULT: u64 = 1 << 30;
-/// Indexes and row headers: rows take about so many times the bytes of their request.
-const EXPANSION: u64 = 2;
-/// A row's header and its entries in indexes, beside the bytes of its request.
+/// The divisor of the disk size for the default quota.
+const DEFAULT_DISK_DIVISOR: u64 = 5;
+const MIN_DEFAULT_QUOTA: u64 = 1 << 30;
+/// Estimated ratio of stored bytes to request bytes, for indexes and row headers.
+const STORAGE_FACTOR: u64 = 2;
+/// Estimated bytes of a row's header and index entries.
 const ROW_OVERHEAD_BYTES: u64 = 64;
-/// A changed row is written whole, without its large values; a page of PostgreSQL has 8 KiB.
+/// Bounds of a changed row's size: a row is rewritten without its large values, and a PostgreSQL page has 8 KiB.
 const MIN_ROW_BYTES: u64 = 256;
 const MAX_ROW_BYTES: u64 = 8 << 10;
-/// This part of the quota, written by estimate, asks for a measurement.
-const UNMEASURED_PART: u64 = 10;
+/// Estimates above this fraction of the quota request a measurement.
+const MAX_UNMEASURED_DIVISOR: u64 = 10;
 
-/// Rows that statements changed, also where their transaction is rolled back later.
+/// The number of changed rows, including those rolled back later.
 #[derive(Debug, Default)]
 pub struct ChangedRows(AtomicU64);
 
@@ -57,29 +58,29 @@ impl ChangedRows {
     }
 }
 
-/// The size of a write, as estimated before it is sent.
+/// The size of a write, estimated before it is sent.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteSize {
     pub body_bytes: usize,
-    /// Rows whose values the body has.
+    /// Rows with values in the body.
     pub rows: usize,
-    /// Whether it changes as many rows as a filter matches.
+    /// Whether a filter selects the rows to change.
     pub is_by_filter: bool,
 }
 
-/// A write that is sent to the database: the rows that it changes count when this is dropped, whatever its end.
+/// A write that was sent to the database. Its changed rows are counted on drop, whatever the outcome.
 #[derive(Debug)]
 pub struct SentWrite<'q> {
     quotas: &'q Quotas,
     slug: &'q str,
     quota: u64,
     pub changed: ChangedRows,
-    /// Whether rows may have been changed that no statement reports.
+    /// Whether unreported rows may have been changed.
     is_open: bool,
 }
 
 impl SentWrite<'_> {
-    /// Every statement has reported its rows.
+    /// Marks all changed rows as reported.
     pub fn settle(mut self) {
         self.is_open = false;
     }
@@ -90,23 +91,23 @@ impl Drop for SentWrite<'_> {
         let rows = self.changed.0.load(Ordering::Relaxed);
         self.quotas.count(self.slug, rows.saturating_mul(self.quotas.row_bytes(self.slug)), self.quota);
         if self.is_open {
-            self.quotas.due.notify_one();
+            self.quotas.measure_requested.notify_one();
         }
     }
 }
 
-/// Sizes of the apps' schemas, by slug, and what has been written since they were measured.
+/// Sizes of the apps' schemas by slug, and the estimated writes since they were measured.
 #[derive(Debug)]
 pub struct Quotas {
     /// Bytes.
-    default: u64,
+    default_quota: u64,
     /// `None` until the first measurement.
     measured: RwLock<Option<Arc<BTreeMap<String, AppSize>>>>,
-    /// Bytes by estimate.
+    /// Estimated bytes written, by slug.
     written: Mutex<HashMap<String, u64>>,
-    /// Asks for a measurement now.
-    due: Notify,
-    /// The settings as last loaded: loading them takes a system call, and every write needs them.
+    /// Requests a measurement.
+    measure_requested: Notify,
+    /// The last loaded settings, cached because every write needs them and loading takes a system call.
     settings: Mutex<Option<(Instant, Arc<Settings>)>>,
 }
 
@@ -114,32 +115,32 @@ impl Quotas {
     pub fn new(layout: &Layout) -> Self {
         let disk = fs4::statvfs(layout.home()).map_or(0, |disk| disk.total_space());
         Self {
-            default: (disk / DEFAULT_PART_OF_DISK).max(MIN_DEFAULT),
+            default_quota: (disk / DEFAULT_DISK_DIVISOR).max(MIN_DEFAULT_QUOTA),
             measured: RwLock::default(),
             written: Mutex::default(),
-            due: Notify::new(),
+            measure_requested: Notify::new(),
             settings: Mutex::default(),
         }
     }
 
-    /// Settings of at most [`MAX_SETTINGS_AGE`].
-    fn recent(&self, load: impl FnOnce() -> Arc<Settings>) -> Arc<Settings> {
+    /// Returns settings of at most [`MAX_SETTINGS_AGE`].
+    fn recent_settings(&self, load: impl FnOnce() -> Arc<Settings>) -> Arc<Settings> {
         let now = Instant::now();
-        let mut recent = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*recent {
+        let mut cached = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*cached {
             Some((loaded, settings)) if now.duration_since(*loaded) < MAX_SETTINGS_AGE => {
                 Arc::clone(settings)
             }
-            _ => Arc::clone(&recent.insert((now, load())).1),
+            _ => Arc::clone(&cached.insert((now, load())).1),
         }
     }
 
     /// The quota of an app in bytes.
-    pub fn of(&self, settings: &StorageQuotas, slug: &str) -> u64 {
-        settings.of(slug).unwrap_or(self.default)
+    pub fn quota_of(&self, settings: &StorageQuotas, slug: &str) -> u64 {
+        settings.of(slug).unwrap_or(self.default_quota)
     }
 
-    /// The bytes of an app's tables with their indexes, as last measured; `None` before the first measurement.
+    /// The last measured bytes of an app's tables and indexes; `None` before the first measurement.
     pub fn measured(&self, slug: &str) -> Option<u64> {
         self.size(slug).map(|size| size.bytes)
     }
@@ -149,13 +150,13 @@ impl Quotas {
         measured.as_ref().map(|sizes| sizes.get(slug).copied().unwrap_or_default())
     }
 
-    /// What a changed row of an app writes, about.
+    /// The estimated bytes of a changed row.
     fn row_bytes(&self, slug: &str) -> u64 {
         let size = self.size(slug).unwrap_or_default();
         size.bytes.checked_div(size.rows).unwrap_or(0).clamp(MIN_ROW_BYTES, MAX_ROW_BYTES)
     }
 
-    /// Admits a request that adds or changes rows; `load` gives the owner's settings as they are now.
+    /// Admits a request that adds or changes rows; `load` returns the owner's current settings.
     ///
     /// # Errors
     /// `storage_quota_reached`.
@@ -171,40 +172,40 @@ impl Quotas {
         let Some(measured) = self.measured(slug) else { return Ok(()) };
         let written = self.written().get(slug).copied().unwrap_or(0);
         let used = measured.saturating_add(written);
-        if used < self.of(&self.recent(&load).storage, slug) {
+        if used < self.quota_of(&self.recent_settings(&load).storage, slug) {
             return Ok(());
         }
-        let quota = self.of(&load().storage, slug);
+        let quota = self.quota_of(&load().storage, slug);
         if used < quota {
             return Ok(());
         }
-        self.due.notify_one();
+        self.measure_requested.notify_one();
         let detail = format!(
-            "The tables of {slug} have reached their quota of {quota} bytes: delete rows, or have the owner raise \
+            "The tables of {slug} have reached their quota of {quota} bytes: delete rows, or ask the owner to raise \
              storage.apps.{slug} in system/config.json."
         );
         Err(Problem::new(Code::StorageQuotaReached, detail))
     }
 
-    /// Counts a write that is about to be sent.
+    /// Counts a write before it is sent.
     pub fn send<'q>(
         &'q self,
         load: impl FnOnce() -> Arc<Settings>,
         slug: &'q str,
         size: WriteSize,
     ) -> SentWrite<'q> {
-        let natural = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
-        let rows = natural(size.rows).saturating_mul(ROW_OVERHEAD_BYTES);
-        let bytes = natural(size.body_bytes).saturating_mul(EXPANSION).saturating_add(rows);
-        let quota = self.of(&self.recent(load).storage, slug);
+        let saturating_u64 = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+        let rows = saturating_u64(size.rows).saturating_mul(ROW_OVERHEAD_BYTES);
+        let bytes = saturating_u64(size.body_bytes).saturating_mul(STORAGE_FACTOR).saturating_add(rows);
+        let quota = self.quota_of(&self.recent_settings(load).storage, slug);
         self.count(slug, bytes, quota);
         SentWrite { quotas: self, slug, quota, changed: ChangedRows::default(), is_open: size.is_by_filter }
     }
 
-    /// Adds an estimate, and asks for a measurement where the sum has become too large a part of the quota.
+    /// Adds an estimate, and requests a measurement if the sum exceeds its fraction of the quota.
     fn count(&self, slug: &str, bytes: u64, quota: u64) {
-        if self.add(slug, bytes) >= quota / UNMEASURED_PART {
-            self.due.notify_one();
+        if self.add(slug, bytes) >= quota / MAX_UNMEASURED_DIVISOR {
+            self.measure_requested.notify_one();
         }
     }
 
@@ -223,9 +224,9 @@ impl Quotas {
     }
 
     async fn measure(&self, database: &Database) -> Result<(), DatabaseError> {
-        // What is written from here on may be in the sizes as well: it counts twice until the next measurement.
+        // Writes from here on may already be in the measured sizes; they count twice until the next measurement.
         let before = std::mem::take(&mut *self.written());
-        let sizes = tokio::time::timeout(MEASURE_TIMEOUT, sizes(database)).await;
+        let sizes = tokio::time::timeout(MEASURE_TIMEOUT, measure_sizes(database)).await;
         match sizes.unwrap_or(Err(DatabaseError::Deadline)) {
             Ok(sizes) => {
                 *self.measured.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(sizes));
@@ -240,9 +241,9 @@ impl Quotas {
         }
     }
 
-    /// Returns once a measurement is asked for, not before `earliest`.
-    async fn asked(&self, earliest: Instant) {
-        self.due.notified().await;
+    /// Waits until a measurement is requested, but at least until `earliest`.
+    async fn requested(&self, earliest: Instant) {
+        self.measure_requested.notified().await;
         tokio::time::sleep_until(earliest).await;
     }
 
@@ -252,36 +253,36 @@ impl Quotas {
     }
 }
 
-/// Measures until `stop`.
+/// Measures periodically until `stop`.
 pub async fn measure(gateway: Arc<Gateway>, stop: CancellationToken) {
     let quotas = &gateway.quotas;
-    let mut is_asked = false;
+    let mut is_requested = false;
     let mut earliest = Instant::now();
     loop {
-        let mut wait = INTERVAL;
-        if is_asked || quotas.is_due() {
-            let began = Instant::now();
+        let mut wait = MEASURE_INTERVAL;
+        if is_requested || quotas.is_due() {
+            let started = Instant::now();
             if let Err(error) = quotas.measure(&gateway.database).await {
-                tracing::debug!(error = %chain(&error), "the apps' sizes are not measured; trying again");
+                tracing::debug!(error = %chain(&error), "measuring app sizes failed; retrying");
                 wait = RETRY_INTERVAL;
             }
-            earliest = Instant::now() + pause(began.elapsed());
+            earliest = Instant::now() + min_delay(started.elapsed());
         }
         let next = earliest.max(Instant::now() + wait);
-        is_asked = tokio::select! {
+        is_requested = tokio::select! {
             () = stop.cancelled() => return,
             () = tokio::time::sleep_until(next) => false,
-            () = quotas.asked(earliest) => true,
+            () = quotas.requested(earliest) => true,
         };
     }
 }
 
-/// The least time between two measurements, after one that took `duration`.
-fn pause(duration: Duration) -> Duration {
+/// Minimum delay after a measurement that took `duration`.
+fn min_delay(duration: Duration) -> Duration {
     MIN_INTERVAL.max(duration.saturating_mul(MIN_INTERVAL_IN_DURATIONS))
 }
 
-async fn sizes(database: &Database) -> Result<BTreeMap<String, AppSize>, DatabaseError> {
+async fn measure_sizes(database: &Database) -> Result<BTreeMap<String, AppSize>, DatabaseError> {
     let client = database.connect().await?;
     Ok(app_sizes::measure(&client).await?)
 }
@@ -295,10 +296,10 @@ mod tests {
     fn quotas(bytes: u64, rows: u64) -> Quotas {
         let sizes = BTreeMap::from([("notes".to_owned(), AppSize { bytes, rows })]);
         Quotas {
-            default: QUOTA,
+            default_quota: QUOTA,
             measured: RwLock::new(Some(Arc::new(sizes))),
             written: Mutex::default(),
-            due: Notify::new(),
+            measure_requested: Notify::new(),
             settings: Mutex::default(),
         }
     }
@@ -312,20 +313,20 @@ mod tests {
         quotas.send(|| settings(QUOTA), "notes", size)
     }
 
-    async fn is_asked(quotas: &Quotas) -> bool {
-        tokio::time::timeout(Duration::from_millis(10), quotas.due.notified()).await.is_ok()
+    async fn is_requested(quotas: &Quotas) -> bool {
+        tokio::time::timeout(Duration::from_millis(10), quotas.measure_requested.notified()).await.is_ok()
     }
 
     #[tokio::test]
-    async fn quota_counts_a_write_that_is_dropped_unanswered() {
+    async fn quota_counts_write_dropped_without_response() {
         let quotas = quotas(0, 0);
         let size = WriteSize { body_bytes: 1000, rows: 1, is_by_filter: false };
         drop(send(&quotas, size));
         assert_eq!(quotas.written()["notes"], 2064);
-        assert!(!is_asked(&quotas).await);
+        assert!(!is_requested(&quotas).await);
         let size = WriteSize { body_bytes: 50_000, ..size };
         drop(send(&quotas, size));
-        assert!(is_asked(&quotas).await, "a tenth of the quota");
+        assert!(is_requested(&quotas).await, "a tenth of the quota");
     }
 
     #[tokio::test]
@@ -339,18 +340,18 @@ mod tests {
             sent.changed.add(7);
             sent.settle();
             assert_eq!(quotas.written()["notes"], 7 * expected);
-            assert!(!is_asked(&quotas).await);
+            assert!(!is_requested(&quotas).await);
             drop(send(&quotas, size));
-            assert!(is_asked(&quotas).await, "nobody knows how many rows it changed");
+            assert!(is_requested(&quotas).await, "the number of changed rows is unknown");
         }
     }
 
     #[test]
-    fn quota_refusal_needs_the_settings_of_now() {
+    fn quota_refusal_uses_current_settings() {
         let quotas = quotas(500, 1);
         let app = Principal::App { slug: "notes".to_owned() };
         assert!(quotas.admit(|| settings(100), &app, "notes").is_err());
-        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "raised a moment ago");
+        assert!(quotas.admit(|| settings(1000), &app, "notes").is_ok(), "quota was just raised");
         let loads = std::cell::Cell::new(0);
         let load = || {
             loads.set(loads.get() + 1);
@@ -359,12 +360,12 @@ mod tests {
         for _ in 0..100 {
             drop(quotas.send(load, "notes", WriteSize { body_bytes: 1, rows: 1, is_by_filter: false }));
         }
-        assert_eq!(loads.get(), 0, "loaded a moment ago");
+        assert_eq!(loads.get(), 0, "settings are cached");
     }
 
     #[test]
-    fn quota_measurements_follow_what_the_last_one_took() {
-        assert_eq!(pause(Duration::from_millis(3)), MIN_INTERVAL);
-        assert_eq!(pause(Duration::from_secs(2)), Duration::from_secs(20));
+    fn quota_measurement_delay_follows_its_duration() {
+        assert_eq!(min_delay(Duration::from_millis(3)), MIN_INTERVAL);
+        assert_eq!(min_delay(Duration::from_secs(2)), Duration::from_secs(20));
     }
 }

@@ -1,6 +1,6 @@
-//! Registration: a manifest's tables made in the database, in one transaction, and the manifest kept there.
+//! Registers a manifest in one transaction: creates its tables and stores the manifest.
 //!
-//! Registering what is registered already only repairs: the role's login and grants, and what somebody removed.
+//! Repeated registration only repairs: the role's login and grants, and whatever was removed.
 
 use std::time::Duration;
 
@@ -9,81 +9,81 @@ use serde_json::Value;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
-use super::ddl::{self, Change, Found};
+use super::ddl::{self, ExistingSchema, SchemaChange};
 use super::manifest::{Manifest, Table};
 use super::name::{Name, Slug};
 use crate::host::gateway::database;
 
-/// What a registration came to.
+/// The result of a registration.
 #[derive(Debug)]
-pub struct Registered {
+pub struct RegistrationResult {
     pub tables: Vec<Table>,
     pub not_done: Vec<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
-    #[error("the schema {0} exists and belongs to no app")]
+    #[error("the schema {0} exists but does not belong to this app")]
     ForeignSchema(Name),
-    #[error("{0} is in the way: it is not a table")]
+    #[error("{0} exists but is not a table")]
     NotATable(String),
-    #[error("register in the database")]
+    #[error("register the app in the database")]
     Database(#[from] tokio_postgres::Error),
 }
 
 impl RegisterError {
-    /// Whether the database went away, rather than refused.
+    /// Whether the database was unreachable, rather than rejected the registration.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Database(error) if error.is_closed() || error.code().is_none())
     }
 }
 
-/// Every manifest that the database keeps.
+/// Loads the manifests stored in the database.
 ///
 /// # Errors
-/// When the database is away.
-pub async fn kept(client: &Client) -> Result<Vec<(String, Value)>, tokio_postgres::Error> {
+/// The database is unreachable.
+pub async fn load_manifests(client: &Client) -> Result<Vec<(String, Value)>, tokio_postgres::Error> {
     let rows = client.query("SELECT slug, manifest FROM svc.apps ORDER BY slug", &[]).await?;
     Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Registers `manifest`; its role logs in with `password` afterwards.
+/// Registers `manifest`; its role can then log in with `password`.
 ///
 /// # Errors
-/// See [`RegisterError`]; then nothing has changed.
+/// See [`RegisterError`]; nothing has changed then.
 pub async fn register(
     client: &mut Client,
     manifest: &Manifest,
     password: &SecretString,
     statement_timeout: Duration,
-) -> Result<Registered, RegisterError> {
+) -> Result<RegistrationResult, RegisterError> {
     let schema = manifest.slug.schema();
     let mut transaction = client.transaction().await?;
     database::lock(&transaction).await?;
     claim(&transaction, &manifest.slug, &schema).await?;
     database::open_login(&transaction, &schema, password, statement_timeout).await?;
     grant(&transaction, &schema).await?;
-    let found = look(&transaction, &schema).await?;
+    let found = inspect_schema(&transaction, &schema).await?;
     let mut planned = ddl::plan(&schema, &manifest.tables, &found);
     for change in std::mem::take(&mut planned.changes) {
         match change {
-            Change::Needed(sql) => transaction.batch_execute(&sql).await?,
-            Change::IfRowsAllow { sql, otherwise } => {
-                if !attempt(&mut transaction, &sql).await? {
-                    planned.not_done.push(otherwise);
+            SchemaChange::Required(sql) => transaction.batch_execute(&sql).await?,
+            SchemaChange::IfRowsSatisfy { sql, skip_message } => {
+                if !try_statement(&mut transaction, &sql).await? {
+                    planned.not_done.push(skip_message);
                 }
             }
         }
     }
-    if database::outbox::watched(&transaction, &schema).await? {
-        database::outbox::watch(&transaction, &schema).await?;
+    if database::outbox::is_watched(&transaction, &schema).await? {
+        database::outbox::create_triggers(&transaction, &schema).await?;
     }
-    keep(&transaction, manifest, &planned.not_done).await?;
+    store_manifest(&transaction, manifest, &planned.not_done).await?;
     transaction.commit().await?;
-    Ok(Registered { tables: planned.tables, not_done: planned.not_done })
+    Ok(RegistrationResult { tables: planned.tables, not_done: planned.not_done })
 }
 
-/// A schema that is there must be this app's.
+/// Creates the schema; an existing one must belong to this app.
 async fn claim(transaction: &Transaction<'_>, slug: &Slug, schema: &Name) -> Result<(), RegisterError> {
     let row = transaction
         .query_one(
@@ -92,8 +92,8 @@ async fn claim(transaction: &Transaction<'_>, slug: &Slug, schema: &Name) -> Res
             &[&schema.quoted().to_string(), &slug.as_str(), &schema.as_str()],
         )
         .await?;
-    let (there, ours): (bool, bool) = (row.get(0), row.get(1));
-    if there && !ours {
+    let (exists, is_own): (bool, bool) = (row.get(0), row.get(1));
+    if exists && !is_own {
         return Err(RegisterError::ForeignSchema(schema.clone()));
     }
     transaction.batch_execute(&format!("CREATE SCHEMA IF NOT EXISTS {}", schema.quoted())).await?;
@@ -111,8 +111,11 @@ async fn grant(transaction: &Transaction<'_>, schema: &Name) -> Result<(), tokio
     transaction.batch_execute(row.get(0)).await
 }
 
-async fn look(transaction: &Transaction<'_>, schema: &Name) -> Result<Found, RegisterError> {
-    let mut found = Found::default();
+async fn inspect_schema(
+    transaction: &Transaction<'_>,
+    schema: &Name,
+) -> Result<ExistingSchema, RegisterError> {
+    let mut found = ExistingSchema::default();
     let columns = transaction
         .query(
             "SELECT c.relname::text, c.relkind::text, a.attname::text, t.typname::text
@@ -129,9 +132,9 @@ async fn look(transaction: &Transaction<'_>, schema: &Name) -> Result<Found, Reg
         if kind != "r" && kind != "p" {
             return Err(RegisterError::NotATable(format!("{schema}.{table}")));
         }
-        let there = found.tables.entry(table).or_default();
+        let exists = found.tables.entry(table).or_default();
         if let (Some(column), Some(kind)) = (row.get::<_, Option<String>>(2), row.get(3)) {
-            there.insert(column, kind);
+            exists.insert(column, kind);
         }
     }
     let indexes = transaction
@@ -141,8 +144,8 @@ async fn look(transaction: &Transaction<'_>, schema: &Name) -> Result<Found, Reg
     Ok(found)
 }
 
-/// Runs a statement that the rows may forbid; whether they allowed it.
-async fn attempt(transaction: &mut Transaction<'_>, sql: &str) -> Result<bool, tokio_postgres::Error> {
+/// Runs a statement that existing rows may violate; returns whether it succeeded.
+async fn try_statement(transaction: &mut Transaction<'_>, sql: &str) -> Result<bool, tokio_postgres::Error> {
     let savepoint = transaction.transaction().await?;
     match savepoint.batch_execute(sql).await {
         Ok(()) => savepoint.commit().await.map(|()| true),
@@ -153,7 +156,7 @@ async fn attempt(transaction: &mut Transaction<'_>, sql: &str) -> Result<bool, t
     }
 }
 
-async fn keep(
+async fn store_manifest(
     transaction: &Transaction<'_>,
     manifest: &Manifest,
     not_done: &[String],

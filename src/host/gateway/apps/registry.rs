@@ -1,6 +1,6 @@
-//! The apps that the gateway knows: what the bridge works from, and what `/api/apps` tells.
+//! The registry of apps, used by the bridge, the pages and `/api/apps`.
 //!
-//! Readers take a snapshot that never changes under them; only the supervisor publishes a new one.
+//! Readers get an immutable snapshot; only the supervisor publishes a new one.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,52 +15,52 @@ use crate::host::gateway::database::Pool;
 pub struct App {
     pub manifest: Manifest,
     pub schema: Name,
-    /// As they are in the database, by name.
+    /// The tables as they exist in the database, by name.
     pub tables: BTreeMap<String, Table>,
     pub pool: Arc<Pool>,
-    /// What the last registration asked for and did not get.
+    /// Parts of the manifest that the last registration could not apply.
     pub not_done: Vec<String>,
 }
 
-/// A folder whose app could not be registered (or not yet), and why.
+/// The error of an app that is not registered.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Trouble {
+pub struct AppError {
     pub slug: Option<String>,
-    pub why: String,
+    pub message: String,
 }
 
 #[derive(Debug, Default, Clone)]
-pub struct Known {
-    /// Whether the apps folder has been read since the start.
+pub struct AppsSnapshot {
+    /// Whether the apps folder has been scanned since the start.
     pub scanned: bool,
-    /// Whether the database told its apps since the start.
+    /// Whether the registered apps have been loaded from the database since the start.
     pub loaded: bool,
     pub apps: BTreeMap<String, Arc<App>>,
-    /// Folders that hold a good manifest, by slug, with their paths relative to the home: what is served of an app.
+    /// Folders with a valid manifest, by slug, with their paths relative to the home. Pages are served from these.
     pub folders: BTreeMap<String, (PathBuf, Manifest)>,
-    /// By the folder's name.
-    pub troubles: BTreeMap<String, Trouble>,
+    /// Errors by folder name.
+    pub errors: BTreeMap<String, AppError>,
 }
 
-impl Known {
-    /// Whether the app has a folder, which the owner removes with the app. Its tables stay in the database.
+impl AppsSnapshot {
+    /// Whether the app has a folder. The owner removes an app by removing its folder; its tables stay in the database.
     pub fn is_installed(&self, slug: &str) -> bool {
         self.folders.contains_key(slug)
-            || self.troubles.values().any(|trouble| trouble.slug.as_deref() == Some(slug))
+            || self.errors.values().any(|error| error.slug.as_deref() == Some(slug))
     }
 }
 
 #[derive(Debug, Default)]
 pub struct Registry {
-    known: RwLock<Arc<Known>>,
+    snapshot: RwLock<Arc<AppsSnapshot>>,
 }
 
 impl Registry {
-    pub fn known(&self) -> Arc<Known> {
-        self.known.read().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn snapshot(&self) -> Arc<AppsSnapshot> {
+        self.snapshot.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    pub fn publish(&self, known: Known) {
-        *self.known.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(known);
+    pub fn publish(&self, snapshot: AppsSnapshot) {
+        *self.snapshot.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(snapshot);
     }
 }

@@ -1,5 +1,5 @@
-//! Keeps the registry true: bundled apps copied, folders read, manifests registered, logins open. One task does it all,
-//! so that no two registrations meet; it never gives up while the gateway runs.
+//! Keeps the registry up to date: copies bundled apps, reads folders, registers manifests, and opens logins. A single
+//! task does all of it, so registrations never run concurrently; it retries for as long as the gateway runs.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use super::folder::{self, AppFolder};
 use super::manifest::Manifest;
 use super::name::Slug;
 use super::register::{self, RegisterError};
-use super::registry::{App, Known, Trouble};
-use super::watch::Watch;
+use super::registry::{App, AppError, AppsSnapshot};
+use super::watch::FolderWatcher;
 use crate::host::gateway::database::{self, Budget, DatabaseError, Pool};
 use crate::host::gateway::state::Gateway;
 use crate::host::snapshots::database_identity;
@@ -24,9 +24,9 @@ use crate::host::snapshots::database_identity::IdentityError;
 use crate::host::system::systemd;
 use crate::http::problem::chain;
 
-const RESCAN: Duration = Duration::from_secs(30);
-const FIRST_RETRY: Duration = Duration::from_millis(200);
-const LONGEST_RETRY: Duration = Duration::from_secs(5);
+const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(200);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Supervises until `stop`.
 pub async fn supervise(gateway: Arc<Gateway>, stop: CancellationToken) {
@@ -35,46 +35,46 @@ pub async fn supervise(gateway: Arc<Gateway>, stop: CancellationToken) {
         passwords: HashMap::new(),
         pools: HashMap::new(),
         budget: None,
-        known: Known::default(),
+        snapshot: AppsSnapshot::default(),
         unreadable: BTreeMap::new(),
     };
     install_bundled(&gateway).await;
-    let mut watch = Watch::new();
-    let mut retry = FIRST_RETRY;
+    let mut watch = FolderWatcher::new();
+    let mut retry_interval = MIN_RETRY_INTERVAL;
     loop {
         watch.follow(&gateway.config.layout.apps());
         let wait = match supervisor.round().await {
             Ok(()) => {
-                retry = FIRST_RETRY;
-                RESCAN
+                retry_interval = MIN_RETRY_INTERVAL;
+                RESCAN_INTERVAL
             }
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "apps are not set up yet; trying again");
-                let wait = retry;
-                retry = (retry * 2).min(LONGEST_RETRY);
+                tracing::warn!(error = %chain(&error), "setting up the apps failed; retrying");
+                let wait = retry_interval;
+                retry_interval = (retry_interval * 2).min(MAX_RETRY_INTERVAL);
                 wait
             }
         };
         tokio::select! {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(wait) => {}
-            () = watch.changed(), if wait == RESCAN => {}
-            () = gateway.database.login_refused.notified() => supervisor.known.loaded = false,
+            () = watch.changed(), if wait == RESCAN_INTERVAL => {}
+            () = gateway.database.login_refused.notified() => supervisor.snapshot.loaded = false,
         }
         supervisor.pools.values().for_each(|pool| pool.close_idle());
     }
 }
 
-/// Where a unit of the owner's user does it, the gateway may not write there, and need not.
+/// When a unit of the owner's user installs the apps, the gateway has no write access and skips this.
 async fn install_bundled(gateway: &Gateway) {
     let layout = gateway.config.layout.clone();
     let installed = tokio::task::spawn_blocking(move || {
         bundled::may_install(&layout).then(|| bundled::install(&layout)).transpose()
     });
     match installed.await {
-        Ok(Ok(kept)) => kept.iter().flatten().for_each(bundled::tell),
-        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "bundled apps not copied"),
-        Err(error) => tracing::warn!(%error, "bundled apps not copied"),
+        Ok(Ok(skipped)) => skipped.iter().flatten().for_each(bundled::log_skipped),
+        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "copying the bundled apps failed"),
+        Err(error) => tracing::warn!(%error, "copying the bundled apps failed"),
     }
 }
 
@@ -83,14 +83,14 @@ struct Supervisor {
     passwords: HashMap<Slug, SecretString>,
     pools: HashMap<Slug, Arc<Pool>>,
     budget: Option<Arc<Budget>>,
-    known: Known,
-    /// Kept manifests that this version cannot read.
-    unreadable: BTreeMap<String, Trouble>,
+    snapshot: AppsSnapshot,
+    /// Stored manifests that this version cannot parse.
+    unreadable: BTreeMap<String, AppError>,
 }
 
 #[derive(Debug, thiserror::Error)]
 enum RoundError {
-    #[error("the database is away")]
+    #[error("database unreachable")]
     Database(#[from] DatabaseError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
@@ -98,7 +98,7 @@ enum RoundError {
     Folder(#[source] std::io::Error),
     #[error("register {slug}")]
     Register { slug: String, source: RegisterError },
-    #[error("no randomness for a password")]
+    #[error("no randomness to generate a password")]
     Random,
 }
 
@@ -109,32 +109,33 @@ impl From<tokio_postgres::Error> for RoundError {
 }
 
 impl Supervisor {
-    /// Folders first, so that pages are served while the database is away; then what the database has to learn.
+    /// Reads folders first, so that pages are served while the database is unreachable; then updates the database.
     async fn round(&mut self) -> Result<(), RoundError> {
         let folders = self.read_folders().await?;
-        if !self.known.loaded {
+        if !self.snapshot.loaded {
             self.publish();
         }
-        let told = self.tell_database(folders).await;
+        let updated = self.update_database(folders).await;
         self.publish();
-        told
+        updated
     }
 
-    async fn tell_database(&mut self, folders: Vec<Manifest>) -> Result<(), RoundError> {
-        let mut news: Vec<Manifest> = folders.into_iter().filter(|m| !self.is_registered(m)).collect();
+    async fn update_database(&mut self, folders: Vec<Manifest>) -> Result<(), RoundError> {
+        let mut new_manifests: Vec<Manifest> =
+            folders.into_iter().filter(|m| !self.is_registered(m)).collect();
         if self.gateway.writers.is_quiesced() {
-            // A new table is a change, too: the next scan after the resume registers it.
-            news.clear();
+            // A new table is a write: the next scan after the resume registers it.
+            new_manifests.clear();
         }
-        if self.known.loaded && news.is_empty() {
+        if self.snapshot.loaded && new_manifests.is_empty() {
             return Ok(());
         }
         let mut client = self.gateway.database.connect().await?;
-        if !self.known.loaded {
+        if !self.snapshot.loaded {
             self.load(&mut client).await?;
         }
-        for manifest in news {
-            // The load may just have registered the same from the database.
+        for manifest in new_manifests {
+            // The load may already have registered the same manifest from the database.
             if !self.is_registered(&manifest) {
                 self.register(&mut client, manifest).await?;
             }
@@ -147,19 +148,19 @@ impl Supervisor {
         let scanned = tokio::task::spawn_blocking(move || folder::scan(&home)).await;
         let folders = scanned.map_err(|error| RoundError::Folder(std::io::Error::other(error)))?;
         let folders = folders.map_err(RoundError::Folder)?;
-        self.known.folders.clear();
-        self.known.troubles.clear();
-        self.known.scanned = true;
+        self.snapshot.folders.clear();
+        self.snapshot.errors.clear();
+        self.snapshot.scanned = true;
         let mut manifests = Vec::new();
         for AppFolder { name, path, manifest } in folders {
             match manifest {
                 Ok(manifest) => {
-                    self.known.folders.insert(manifest.slug.to_string(), (path, manifest.clone()));
+                    self.snapshot.folders.insert(manifest.slug.to_string(), (path, manifest.clone()));
                     manifests.push(manifest);
                 }
-                Err(why) => {
+                Err(message) => {
                     let slug = name.parse::<Slug>().ok().map(|slug| slug.to_string());
-                    self.known.troubles.insert(name, Trouble { slug, why });
+                    self.snapshot.errors.insert(name, AppError { slug, message });
                 }
             }
         }
@@ -167,16 +168,16 @@ impl Supervisor {
     }
 
     fn is_registered(&self, manifest: &Manifest) -> bool {
-        self.known.apps.get(manifest.slug.as_str()).is_some_and(|app| app.manifest == *manifest)
+        self.snapshot.apps.get(manifest.slug.as_str()).is_some_and(|app| app.manifest == *manifest)
     }
 
     fn publish(&self) {
-        let mut known = self.known.clone();
-        known.troubles.extend(self.unreadable.clone());
-        self.gateway.apps.publish(known);
+        let mut snapshot = self.snapshot.clone();
+        snapshot.errors.extend(self.unreadable.clone());
+        self.gateway.apps.publish(snapshot);
     }
 
-    /// Makes the database ready and takes up every app that it keeps, folder or not.
+    /// Prepares the database and registers every app stored in it, with or without a folder.
     async fn load(&mut self, client: &mut Client) -> Result<(), RoundError> {
         database_identity::verify(&self.gateway.config.layout, client).await?;
         database::prepare(client, self.gateway.config.epoch()).await?;
@@ -184,47 +185,47 @@ impl Supervisor {
             let connections = database::connection_budget(client).await?;
             self.budget = Some(Budget::new(connections));
         }
-        self.known.apps.clear();
+        self.snapshot.apps.clear();
         self.unreadable.clear();
-        for (slug, value) in register::kept(client).await? {
+        for (slug, value) in register::load_manifests(client).await? {
             match Manifest::from_value(&value) {
                 Ok(manifest) => self.register(client, manifest).await?,
                 Err(error) => {
-                    tracing::error!(%slug, %error, "the kept manifest is not readable");
-                    let why = format!("the registered manifest is not readable: {error}");
-                    self.unreadable.insert(slug.clone(), Trouble { slug: Some(slug), why });
+                    tracing::error!(%slug, %error, "the stored manifest is invalid");
+                    let message = format!("the stored manifest is invalid: {error}");
+                    self.unreadable.insert(slug.clone(), AppError { slug: Some(slug), message });
                 }
             }
         }
-        self.known.loaded = true;
-        systemd::tell(&[NotifyState::Status(&format!("{} apps registered", self.known.apps.len()))]);
+        self.snapshot.loaded = true;
+        systemd::tell(&[NotifyState::Status(&format!("{} apps registered", self.snapshot.apps.len()))]);
         Ok(())
     }
 
-    /// Registers one app. A refusal is that app's trouble; only a database that went away stops the round.
+    /// Registers one app. A rejection becomes that app's error; only an unreachable database ends the round.
     async fn register(&mut self, client: &mut Client, manifest: Manifest) -> Result<(), RoundError> {
         let slug = manifest.slug.clone();
         let password = self.password(&slug)?;
         let timeout = self.gateway.config.statement_timeout;
         match register::register(client, &manifest, &password, timeout).await {
-            Ok(done) => {
-                done.not_done.iter().for_each(|what| tracing::warn!(app = %slug, "not done: {what}"));
-                tracing::info!(app = %slug, tables = done.tables.len(), "registered");
+            Ok(result) => {
+                result.not_done.iter().for_each(|what| tracing::warn!(app = %slug, "not applied: {what}"));
+                tracing::info!(app = %slug, tables = result.tables.len(), "registered");
                 let tables: BTreeMap<_, _> =
-                    done.tables.into_iter().map(|table| (table.name.to_string(), table)).collect();
+                    result.tables.into_iter().map(|table| (table.name.to_string(), table)).collect();
                 let pool = self.pool(&slug, &password);
                 let schema = slug.schema();
-                let app = App { manifest, schema, tables, pool, not_done: done.not_done };
-                self.known.apps.insert(slug.to_string(), Arc::new(app));
+                let app = App { manifest, schema, tables, pool, not_done: result.not_done };
+                self.snapshot.apps.insert(slug.to_string(), Arc::new(app));
                 Ok(())
             }
             Err(source) if source.is_transient() => {
                 Err(RoundError::Register { slug: slug.to_string(), source })
             }
             Err(error) => {
-                tracing::error!(app = %slug, error = %chain(&error), "not registered");
-                let trouble = Trouble { slug: Some(slug.to_string()), why: chain(&error) };
-                self.known.troubles.insert(slug.to_string(), trouble);
+                tracing::error!(app = %slug, error = %chain(&error), "registration failed");
+                let error = AppError { slug: Some(slug.to_string()), message: chain(&error) };
+                self.snapshot.errors.insert(slug.to_string(), error);
                 Ok(())
             }
         }
@@ -234,15 +235,15 @@ impl Supervisor {
         if let Some(password) = self.passwords.get(slug) {
             return Ok(password.clone());
         }
-        let made = database::fresh_password().map_err(|_| RoundError::Random)?;
-        self.passwords.insert(slug.clone(), made.clone());
-        Ok(made)
+        let password = database::fresh_password().map_err(|_| RoundError::Random)?;
+        self.passwords.insert(slug.clone(), password.clone());
+        Ok(password)
     }
 
     fn pool(&mut self, slug: &Slug, password: &SecretString) -> Arc<Pool> {
         let budget = self.budget.get_or_insert_with(|| Budget::new(1)).clone();
         let database = self.gateway.database.clone();
-        let make = || {
+        let new_pool = || {
             let mut config = database.config().clone();
             if config.get_dbname().is_none()
                 && let Some(user) = config.get_user().map(str::to_owned)
@@ -253,6 +254,6 @@ impl Supervisor {
             config.application_name(format!("svc-app {slug}"));
             Pool::new(database, config, budget)
         };
-        self.pools.entry(slug.clone()).or_insert_with(make).clone()
+        self.pools.entry(slug.clone()).or_insert_with(new_pool).clone()
     }
 }

@@ -1,6 +1,6 @@
-//! The proof keys that this host accepts: those of provisioning, until the sync agent's file replaces them.
+//! The proof keys that this host accepts: the provisioned ones, until the sync agent's file replaces them.
 //!
-//! The file is looked at no more than once a second. A broken file keeps the keys that were good.
+//! The file is checked at most once a second. An invalid file leaves the current keys in place.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::http::proof::ProofKeys;
 
-const LOOK_EACH: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub struct Keyring {
@@ -20,23 +20,23 @@ pub struct Keyring {
 #[derive(Debug)]
 struct State {
     keys: Arc<ProofKeys>,
-    /// Counts the changes, so that what was verified by older keys can be told apart.
+    /// Incremented when the keys change, so that proofs verified with older keys are recognized.
     generation: u64,
-    seen: Option<Mark>,
-    looked: Option<Instant>,
+    last_stamp: Option<FileStamp>,
+    checked_at: Option<Instant>,
 }
 
-/// What changes when a file is replaced.
+/// Metadata that changes when the file is replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Mark {
+struct FileStamp {
     inode: u64,
     seconds: i64,
     nanoseconds: i64,
     size: u64,
 }
 
-impl Mark {
-    fn of(path: &Path) -> Option<Self> {
+impl FileStamp {
+    fn read(path: &Path) -> Option<Self> {
         let meta = std::fs::metadata(path).ok()?;
         Some(Self {
             inode: meta.ino(),
@@ -49,49 +49,49 @@ impl Mark {
 
 impl Keyring {
     pub fn new(first: ProofKeys, file: PathBuf) -> Self {
-        let state = State { keys: Arc::new(first), generation: 0, seen: None, looked: None };
+        let state = State { keys: Arc::new(first), generation: 0, last_stamp: None, checked_at: None };
         Self { file, state: Mutex::new(state) }
     }
 
-    /// The keys of now, and their generation.
+    /// The current keys and their generation.
     pub fn current(&self) -> (Arc<ProofKeys>, u64) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.looked.is_none_or(|at| at.elapsed() >= LOOK_EACH) {
-            state.looked = Some(Instant::now());
-            state.look(&self.file);
+        if state.checked_at.is_none_or(|at| at.elapsed() >= CHECK_INTERVAL) {
+            state.checked_at = Some(Instant::now());
+            state.reload_if_changed(&self.file);
         }
         (state.keys.clone(), state.generation)
     }
 }
 
 impl State {
-    fn look(&mut self, file: &Path) {
-        let mark = Mark::of(file);
-        if mark == self.seen {
+    fn reload_if_changed(&mut self, file: &Path) {
+        let stamp = FileStamp::read(file);
+        if stamp == self.last_stamp {
             return;
         }
-        self.seen = mark;
-        if mark.is_none() {
+        self.last_stamp = stamp;
+        if stamp.is_none() {
             return;
         }
-        match read(file) {
+        match read_keys(file) {
             Ok(keys) if keys != *self.keys => {
                 tracing::info!(kids = ?kids(&keys), "proof keys replaced");
                 self.keys = Arc::new(keys);
                 self.generation += 1;
             }
             Ok(_) => {}
-            Err(why) => {
-                tracing::warn!(file = %file.display(), %why, "proof keys not usable; the last good ones stay");
+            Err(error) => {
+                tracing::warn!(file = %file.display(), %error, "proof keys invalid; keeping the current ones");
             }
         }
     }
 }
 
-fn read(file: &Path) -> Result<ProofKeys, String> {
+fn read_keys(file: &Path) -> Result<ProofKeys, String> {
     let text = std::fs::read(file).map_err(|error| error.to_string())?;
     let keys: ProofKeys = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
-    if keys.keys.is_empty() { Err("it holds no key".to_owned()) } else { Ok(keys) }
+    if keys.keys.is_empty() { Err("the file contains no keys".to_owned()) } else { Ok(keys) }
 }
 
 fn kids(keys: &ProofKeys) -> Vec<&str> {
@@ -107,26 +107,26 @@ mod tests {
         ProofKeys { keys: vec![ProofKey { kid: kid.into(), x: String::new() }] }
     }
 
-    fn look(ring: &Keyring) -> String {
-        ring.state.lock().unwrap().looked = None;
+    fn current_kids(ring: &Keyring) -> String {
+        ring.state.lock().unwrap().checked_at = None;
         kids(&ring.current().0).join(",")
     }
 
     #[test]
-    fn the_file_replaces_the_first_keys_and_a_broken_one_changes_nothing() {
+    fn valid_file_replaces_keys_and_invalid_file_is_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("proof-keys.json");
         let ring = Keyring::new(keys("first"), file.clone());
-        assert_eq!(look(&ring), "first");
+        assert_eq!(current_kids(&ring), "first");
         crate::fsx::write_atomic(&file, &serde_json::to_vec(&keys("second")).unwrap(), 0o600).unwrap();
-        assert_eq!(look(&ring), "second");
+        assert_eq!(current_kids(&ring), "second");
         let generation = ring.current().1;
         for broken in [&b"{"[..], br#"{"keys":[]}"#] {
             crate::fsx::write_atomic(&file, broken, 0o600).unwrap();
-            assert_eq!(look(&ring), "second");
+            assert_eq!(current_kids(&ring), "second");
         }
         assert_eq!(ring.current().1, generation);
         std::fs::remove_file(&file).unwrap();
-        assert_eq!(look(&ring), "second");
+        assert_eq!(current_kids(&ring), "second");
     }
 }

@@ -1,4 +1,4 @@
-//! The seam as middleware: every request is resolved once, and a route says whom it lets in.
+//! Authentication middleware: resolves each request once, and admits it by the route's credentials.
 
 use std::sync::Arc;
 
@@ -14,11 +14,11 @@ use crate::http::openapi::Credential;
 use crate::http::problem::{Code, Problem};
 use crate::http::proof::Route;
 
-/// Who asks, for handlers behind [`admit`].
+/// The authenticated principal, for handlers behind [`admit`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller(pub Principal);
 
-/// Resolves the principal and keeps the outcome for the route to judge. What came for the code host goes there whole,
+/// Resolves the principal and stores the outcome for [`admit`]. A request for the code host is proxied as a whole,
 /// whatever its path.
 pub async fn identify(
     State(gateway): State<Arc<Gateway>>,
@@ -27,8 +27,8 @@ pub async fn identify(
     next: Next,
 ) -> Response {
     let (head, body) = request.into_parts();
-    let outcome = gateway.seam.resolve(&head, ingress, Timestamp::now()).await;
-    let outcome = outcome.and_then(|identified| of_installed_app(&gateway, identified));
+    let outcome = gateway.principal_resolver.resolve(&head, ingress, Timestamp::now()).await;
+    let outcome = outcome.and_then(|identified| require_installed_app(&gateway, identified));
     let mut request = Request::from_parts(head, body);
     if let Ok(Identified { route: Some(Route::Code), .. }) = outcome {
         return proxy::to_code(&gateway, request).await;
@@ -37,18 +37,18 @@ pub async fn identify(
     next.run(request).await
 }
 
-/// An app's token outlives the app by up to an hour; its rights do not.
-fn of_installed_app(gateway: &Gateway, identified: Identified) -> Result<Identified, Denied> {
+/// An app's token can outlive the app by up to an hour; its permissions must not.
+fn require_installed_app(gateway: &Gateway, identified: Identified) -> Result<Identified, Denied> {
     let Principal::App { slug } = &identified.principal else { return Ok(identified) };
-    let known = gateway.apps.known();
+    let snapshot = gateway.apps.snapshot();
     match () {
-        () if known.is_installed(slug) => Ok(identified),
-        () if known.scanned => Err(Denied::NoSuchApp),
-        () => Err(Denied::AppsUnknown),
+        () if snapshot.is_installed(slug) => Ok(identified),
+        () if snapshot.scanned => Err(Denied::AppNotInstalled),
+        () => Err(Denied::AppsNotLoaded),
     }
 }
 
-/// Lets in the principals of these credentials.
+/// Admits the principals of these credentials.
 pub async fn admit(credentials: &[Credential], mut request: Request, next: Next) -> Response {
     let outcome = request.extensions().get::<Result<Identified, Denied>>().cloned();
     let refusal = match outcome.unwrap_or(Err(Denied::Missing)) {
@@ -58,46 +58,53 @@ pub async fn admit(credentials: &[Credential], mut request: Request, next: Next)
         }
         Ok(identified) => {
             let (given, wanted) = (identified.principal.credential().name, names(credentials));
-            let detail = format!("This credential is the {given}'s; this route takes that of {wanted}.");
+            let detail =
+                format!("This route does not accept the credential of {given}; it requires {wanted}.");
             Problem::new(Code::Forbidden, detail).into_response()
         }
         Err(denied) => denied.into_response(),
     };
-    // A client that is still writing would not read the refusal.
-    body::hear_out(request.into_body()).await;
+    // A client that is still sending would not read the refusal.
+    body::drain(request.into_body()).await;
     refusal
 }
 
 fn names(credentials: &[Credential]) -> String {
-    credentials.iter().map(|one| one.name).collect::<Vec<_>>().join(" or ")
+    credentials.iter().map(|credential| credential.name).collect::<Vec<_>>().join(" or ")
 }
 
 impl IntoResponse for Denied {
     fn into_response(self) -> Response {
         let problem = match self {
-            Self::Missing | Self::Bad | Self::Used => {
-                Problem::new(Code::Unauthorized, "A valid proof or token is needed.")
+            Self::Missing | Self::InvalidCredential | Self::Replayed => {
+                Problem::new(Code::Unauthorized, "A valid proof or token is required.")
             }
-            Self::AnotherUser => Problem::new(Code::Forbidden, "This machine belongs to another user."),
-            Self::Stranger => {
-                Problem::new(Code::Forbidden, "This socket is for root and the machine's own two users.")
-            }
+            Self::WrongUser => Problem::new(Code::Forbidden, "This machine belongs to another user."),
+            Self::UntrustedPeer => Problem::new(
+                Code::Forbidden,
+                "This socket accepts only root and the machine's two service users.",
+            ),
             Self::AgentWithoutToken => {
-                let detail = "An agent needs its token: name its apps in system/config.json, and it gets \
+                let detail = "The agent has no token: list its apps in system/config.json, and it receives \
                               SVC_BRIDGE_SOCKET and SVC_BRIDGE_TOKEN.";
                 Problem::new(Code::Unauthorized, detail)
             }
-            Self::NoSuchApp => {
-                Problem::new(Code::Forbidden, "This app is not installed: it has no folder among the apps.")
+            Self::AppNotInstalled => Problem::new(
+                Code::Forbidden,
+                "This app is not installed: the apps folder has no folder for it.",
+            ),
+            Self::AppsNotLoaded => {
+                Problem::new(Code::Unavailable, "The apps are not loaded yet.").retry_after(1)
             }
-            Self::AppsUnknown => {
-                Problem::new(Code::Unavailable, "The apps are not known yet.").retry_after(1)
+            Self::RequestMismatch => Problem::new(Code::Forbidden, "The proof is for another request."),
+            Self::ReplayCacheFull => {
+                Problem::new(Code::Unavailable, "Too many concurrent internal calls.").retry_after(30)
             }
-            Self::AnotherRequest => Problem::new(Code::Forbidden, "The proof is for another request."),
-            Self::Busy => Problem::new(Code::Unavailable, "Too many internal calls at once.").retry_after(30),
-            Self::Unverifiable => {
-                Problem::new(Code::Unavailable, "The token cannot be checked now.").retry_after(5)
-            }
+            Self::KeysUnavailable => Problem::new(
+                Code::Unavailable,
+                "The issuer's keys are unavailable; the token cannot be verified.",
+            )
+            .retry_after(5),
         };
         problem.into_response()
     }

@@ -1,7 +1,7 @@
-//! Who is asking: one seam, [`Principal`], resolved once for each request.
+//! Authentication: resolves the [`Principal`] of each request once.
 //!
-//! A token that is present decides alone: a bad one is refused, and never falls through to a weaker identity. Nothing
-//! a client can write (headers, query, cookies, body) names the owner; only provisioning does.
+//! A presented token is decisive: an invalid one is rejected and never falls back to a weaker identity. The owner is
+//! determined by provisioning, never by anything in the request.
 
 mod keyring;
 mod layer;
@@ -10,43 +10,43 @@ mod replay;
 mod resolve;
 
 pub use layer::{Caller, admit, identify};
-pub use resolve::Seam;
+pub use resolve::PrincipalResolver;
 
 use std::sync::Arc;
 
 use crate::http::proof::Route;
 use crate::machine::name::IdpUserId;
 
-/// In whose name a request acts.
+/// The authenticated caller of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Principal {
     /// The machine's owner.
     Owner { sub: IdpUserId },
-    /// A process of the owner's user on this machine, such as a terminal, without a proof that the owner asks: it reads, and
-    /// uses the bridge, but changes no limit and starts no dispatch.
+    /// A process of the owner's user on this machine, such as a terminal, without a proof of the owner: it may read and
+    /// use the bridge, but not change limits or start dispatches.
     OwnersProcess { sub: IdpUserId },
-    /// An agent that runs for a dispatch: the bridge of these apps, nothing else.
+    /// An agent running for a dispatch: the bridge, limited to these apps.
     Agent { dispatch: String, apps: Arc<[String]> },
-    /// One app, by its slug: its own bridge and pages, nothing else.
+    /// An app, by its slug: its own bridge data and pages.
     App { slug: String },
-    /// The platform itself, on `/_svc/internal/…` and, reading, on `/api/usage`.
+    /// The platform, on `/_svc/internal/…` and read-only on `/api/usage`.
     Platform,
-    /// An operator on this machine, by `ADMIN_TOKEN`.
+    /// An operator with `ADMIN_TOKEN`.
     Admin,
 }
 
-/// By which listener a request came.
+/// The listener that received the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ingress {
-    /// The TLS port: a proof or JWT, or nothing.
+    /// The TLS port: accepts a proof, a JWT or no credential.
     Public,
-    /// The unix socket of the machine's own users; the kernel says which of them it is.
+    /// The unix socket of the machine's own users, who are identified by peer credentials.
     Trusted,
-    /// The unix socket for agents: the token of one, or nothing.
+    /// The unix socket for agents: accepts an agent's token or no credential.
     Agents,
 }
 
-/// A resolved request: the principal, and the platform's route where a proof named one.
+/// The principal of a request, and the platform's route if a proof named one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identified {
     pub principal: Principal,
@@ -59,23 +59,23 @@ pub enum Denied {
     #[error("no credential")]
     Missing,
     #[error("the credential is not valid")]
-    Bad,
+    InvalidCredential,
     #[error("the credential is for another user")]
-    AnotherUser,
-    #[error("a process of this user may not use the socket")]
-    Stranger,
+    WrongUser,
+    #[error("processes of this user may not use the socket")]
+    UntrustedPeer,
     #[error("an agent needs its token")]
     AgentWithoutToken,
     #[error("the app is not installed")]
-    NoSuchApp,
-    #[error("the apps are not known yet")]
-    AppsUnknown,
+    AppNotInstalled,
+    #[error("the apps are not loaded yet")]
+    AppsNotLoaded,
     #[error("the proof is for another request")]
-    AnotherRequest,
+    RequestMismatch,
     #[error("the proof was used before")]
-    Used,
-    #[error("too many internal calls at once")]
-    Busy,
+    Replayed,
+    #[error("too many concurrent internal calls")]
+    ReplayCacheFull,
     #[error("the issuer's keys cannot be fetched")]
-    Unverifiable,
+    KeysUnavailable,
 }

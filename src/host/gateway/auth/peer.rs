@@ -1,5 +1,4 @@
-//! Whose process is behind a connection to one of the machine's own sockets: what the kernel says, and nothing that is
-//! sent.
+//! Identifies the process that connected to one of the machine's own sockets, from kernel data only.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -12,47 +11,47 @@ use crate::host::system::unix_socket::PeerCredentials;
 /// The slice of the units that run agents (`systemd/system/svc-agent@.service`).
 const AGENTS_SLICE: &str = "svcagents.slice";
 
-/// What a process of this machine may be taken for.
+/// The trust class of a local process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// Root's or the gateway's own user's: svcctl, the doctor, the machine's services.
+    /// A process of root or of the gateway's user: svcctl, the doctor, the machine's services.
     Machine,
-    /// The owner's user's: a terminal, the editor, the shell.
+    /// A process of the owner's user: a terminal, the editor, the shell.
     OwnersProcess,
-    /// One that a dispatched agent started, whatever it has become.
+    /// A process started by a dispatched agent, including all descendants.
     Agent,
-    /// Anybody else's.
-    Stranger,
+    /// A process of any other user.
+    Untrusted,
 }
 
-/// By what processes are told apart.
+/// Classifies local processes.
 pub struct Peers {
-    own: u32,
-    /// It belongs to the owner's user, and lies where only root can change that.
+    gateway_uid: u32,
+    /// A directory that belongs to the owner's user, in a place that only root can change.
     owners_dir: PathBuf,
     proc: PathBuf,
 }
 
 impl Peers {
     pub fn new(owners_dir: PathBuf) -> Self {
-        Self { own: geteuid().as_raw(), owners_dir, proc: PathBuf::from("/proc") }
+        Self { gateway_uid: geteuid().as_raw(), owners_dir, proc: PathBuf::from("/proc") }
     }
 
-    /// A connection of which nothing is known is a stranger's.
-    pub fn judge(&self, credentials: Option<PeerCredentials>) -> Peer {
-        let Some(PeerCredentials { uid: Some(uid), pid }) = credentials else { return Peer::Stranger };
-        if uid == 0 || uid == self.own {
+    /// A connection without credentials is untrusted.
+    pub fn classify(&self, credentials: Option<PeerCredentials>) -> Peer {
+        let Some(PeerCredentials { uid: Some(uid), pid }) = credentials else { return Peer::Untrusted };
+        if uid == 0 || uid == self.gateway_uid {
             return Peer::Machine;
         }
         if fs::metadata(&self.owners_dir).is_ok_and(|meta| meta.uid() == uid) {
-            return if self.is_agents(pid) { Peer::Agent } else { Peer::OwnersProcess };
+            return if self.is_agent(pid) { Peer::Agent } else { Peer::OwnersProcess };
         }
-        Peer::Stranger
+        Peer::Untrusted
     }
 
-    /// A process cannot leave its control group. One that has ended since it connected is not asked any more, and counts
-    /// as an agent's, which has fewer rights.
-    fn is_agents(&self, pid: Option<i32>) -> bool {
+    /// A process cannot leave its control group. One that has already exited cannot be checked and counts as an agent,
+    /// which has fewer permissions.
+    fn is_agent(&self, pid: Option<i32>) -> bool {
         let Some(pid) = pid else { return true };
         let groups = fs::read_to_string(self.proc.join(pid.to_string()).join("cgroup"));
         groups.map_or(true, |groups| is_in_agents_slice(&groups))
@@ -70,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processes_are_told_apart_by_user_and_control_group() {
+    fn classify_uses_uid_and_control_group() {
         let dir = tempfile::tempdir().unwrap();
         let owner = fs::metadata(dir.path()).unwrap().uid();
         for (pid, group) in
@@ -79,24 +78,25 @@ mod tests {
             fs::create_dir(dir.path().join(pid.to_string())).unwrap();
             fs::write(dir.path().join(format!("{pid}/cgroup")), format!("{group}\n")).unwrap();
         }
-        // The owner of the directory has the part of the owner's user; the gateway that of another.
-        let peers = Peers { own: owner + 1, owners_dir: dir.path().to_owned(), proc: dir.path().to_owned() };
-        let judge = |uid, pid| peers.judge(Some(PeerCredentials { uid: Some(uid), pid }));
-        assert_eq!(judge(owner + 1, Some(7)), Peer::Machine);
-        assert_eq!(judge(owner + 2, Some(7)), Peer::Stranger);
-        assert_eq!(peers.judge(None), Peer::Stranger);
+        // The owner of the directory plays the owner's user; the gateway is another user.
+        let peers =
+            Peers { gateway_uid: owner + 1, owners_dir: dir.path().to_owned(), proc: dir.path().to_owned() };
+        let classify = |uid, pid| peers.classify(Some(PeerCredentials { uid: Some(uid), pid }));
+        assert_eq!(classify(owner + 1, Some(7)), Peer::Machine);
+        assert_eq!(classify(owner + 2, Some(7)), Peer::Untrusted);
+        assert_eq!(peers.classify(None), Peer::Untrusted);
         if owner == 0 {
-            assert_eq!(judge(0, Some(8)), Peer::Machine);
+            assert_eq!(classify(0, Some(8)), Peer::Machine);
             return;
         }
-        assert_eq!(judge(owner, Some(7)), Peer::OwnersProcess);
+        assert_eq!(classify(owner, Some(7)), Peer::OwnersProcess);
         for agents in [Some(8), Some(9), None] {
-            assert_eq!(judge(owner, agents), Peer::Agent, "{agents:?}");
+            assert_eq!(classify(owner, agents), Peer::Agent, "{agents:?}");
         }
     }
 
     #[test]
-    fn the_slice_is_a_part_of_the_path_and_not_of_a_name() {
+    fn agents_slice_matches_whole_path_component() {
         assert!(is_in_agents_slice("0::/svcagents.slice/svc-agent@3-1.service\n"));
         assert!(is_in_agents_slice("12:pids:/x\n1:name=systemd:/svcagents.slice/a:b\n"));
         assert!(!is_in_agents_slice("0::/system.slice/not-svcagents.slice.service\n"));

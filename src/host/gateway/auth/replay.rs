@@ -1,41 +1,41 @@
-//! Ids of proofs that may be used once, remembered until they expire.
+//! Replay protection: remembers the ids of single-use proofs until they expire.
 //!
-//! Memory is bounded: when the memory is full of ids that still hold, a new one is refused, never forgotten early.
+//! Memory is bounded: when the cache is full of unexpired ids, new ones are rejected; none is evicted early.
 
 use std::collections::HashMap;
 
-/// How many unexpired ids are remembered.
+/// Maximum number of remembered ids.
 const CAPACITY: usize = 8192;
-/// An id longer than this is no id of ours.
-const LONGEST: usize = 128;
+/// Longer ids are rejected; genuine ids are shorter.
+const MAX_ID_BYTES: usize = 128;
 
 #[derive(Debug, Default)]
-pub struct UsedIds {
-    until: HashMap<String, i64>,
+pub struct ReplayCache {
+    expires_at: HashMap<String, i64>,
 }
 
-/// Whether an id was new.
+/// The result of a replay check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Use {
-    First,
-    Again,
+pub enum ReplayCheck {
+    Accepted,
+    Replayed,
     Full,
 }
 
-impl UsedIds {
-    /// Takes `id`, which can be shown until `until`, at `now`; all in Unix seconds.
-    pub fn take(&mut self, id: &str, until: i64, now: i64) -> Use {
-        if id.is_empty() || id.len() > LONGEST || self.until.contains_key(id) {
-            return Use::Again;
+impl ReplayCache {
+    /// Records `id`, which is valid until `until`, at time `now`; both in Unix seconds.
+    pub fn record(&mut self, id: &str, expires_at: i64, now: i64) -> ReplayCheck {
+        if id.is_empty() || id.len() > MAX_ID_BYTES || self.expires_at.contains_key(id) {
+            return ReplayCheck::Replayed;
         }
-        if self.until.len() >= CAPACITY {
-            self.until.retain(|_, until| *until >= now);
-            if self.until.len() >= CAPACITY {
-                return Use::Full;
+        if self.expires_at.len() >= CAPACITY {
+            self.expires_at.retain(|_, expires_at| *expires_at >= now);
+            if self.expires_at.len() >= CAPACITY {
+                return ReplayCheck::Full;
             }
         }
-        self.until.insert(id.to_owned(), until);
-        Use::First
+        self.expires_at.insert(id.to_owned(), expires_at);
+        ReplayCheck::Accepted
     }
 }
 
@@ -44,22 +44,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_counts_once() {
-        let mut used = UsedIds::default();
-        assert_eq!(used.take("a", 10, 0), Use::First);
-        assert_eq!(used.take("a", 10, 0), Use::Again);
-        assert_eq!(used.take("", 10, 0), Use::Again);
-        assert_eq!(used.take(&"x".repeat(129), 10, 0), Use::Again);
+    fn record_accepts_id_once() {
+        let mut cache = ReplayCache::default();
+        assert_eq!(cache.record("a", 10, 0), ReplayCheck::Accepted);
+        assert_eq!(cache.record("a", 10, 0), ReplayCheck::Replayed);
+        assert_eq!(cache.record("", 10, 0), ReplayCheck::Replayed);
+        assert_eq!(cache.record(&"x".repeat(129), 10, 0), ReplayCheck::Replayed);
     }
 
     #[test]
-    fn memory_is_bounded_and_what_still_holds_is_never_forgotten() {
-        let mut used = UsedIds::default();
+    fn full_cache_rejects_new_ids_and_keeps_unexpired() {
+        let mut cache = ReplayCache::default();
         for n in 0..CAPACITY {
-            assert_eq!(used.take(&n.to_string(), 10, 0), Use::First);
+            assert_eq!(cache.record(&n.to_string(), 10, 0), ReplayCheck::Accepted);
         }
-        assert_eq!(used.take("more", 10, 5), Use::Full);
-        assert_eq!(used.take("0", 10, 5), Use::Again);
-        assert_eq!(used.take("more", 30, 11), Use::First, "the expired ones make room");
+        assert_eq!(cache.record("more", 10, 5), ReplayCheck::Full);
+        assert_eq!(cache.record("0", 10, 5), ReplayCheck::Replayed);
+        assert_eq!(cache.record("more", 30, 11), ReplayCheck::Accepted, "expired ids are evicted");
     }
 }

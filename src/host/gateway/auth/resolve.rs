@@ -1,4 +1,4 @@
-//! The seam itself: from a request's head and its listener to a principal.
+//! Resolves the principal from a request's head and its listener.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +12,7 @@ use subtle::ConstantTimeEq;
 
 use super::keyring::Keyring;
 use super::peer::{Peer, Peers};
-use super::replay::{Use, UsedIds};
+use super::replay::{ReplayCache, ReplayCheck};
 use super::{Denied, Identified, Ingress, Principal};
 use crate::host::agents::bridge_tokens::AgentTokens;
 use crate::host::gateway::apps::Slug;
@@ -25,18 +25,18 @@ use crate::http::proof::{self, Claims, LEEWAY_SECONDS, Route};
 use crate::machine::name::IdpUserId;
 use crate::metrics::PROOFS;
 
-/// How many verified proofs are remembered; the platform reuses one for some seconds.
-const REMEMBERED: usize = 4096;
+/// Maximum number of cached verified proofs; the platform reuses a proof for some seconds.
+const MAX_VERIFIED_PROOFS: usize = 4096;
 
-/// Everything that resolving a principal needs.
-pub struct Seam {
+/// Resolves the principal of each request.
+pub struct PrincipalResolver {
     owner: Owner,
     admin_token: Option<SecretString>,
     agent_tokens: Arc<AgentTokens>,
     peers: Peers,
     issuer: Option<Verifier>,
-    used: Mutex<UsedIds>,
-    verified: Mutex<Verified>,
+    replay: Mutex<ReplayCache>,
+    verified: Mutex<VerifiedProofs>,
 }
 
 enum Owner {
@@ -44,16 +44,16 @@ enum Owner {
     DevDefault { sub: IdpUserId },
 }
 
-/// Proofs whose signature was checked, by their text; dropped whole when the keys change or it is full.
+/// Claims of verified proofs by token; cleared when the keys change or the cache is full.
 #[derive(Default)]
-struct Verified {
+struct VerifiedProofs {
     generation: u64,
     claims: HashMap<String, Claims>,
 }
 
-impl Seam {
+impl PrincipalResolver {
     /// # Errors
-    /// When the client for the identity provider's keys cannot be made.
+    /// The HTTP client for the identity provider's keys cannot be created.
     pub fn new(config: &Config, agent_tokens: Arc<AgentTokens>) -> anyhow::Result<Self> {
         let owner = match &config.owner {
             OwnerConfig::Provisioned { identity, first_keys } => Owner::Provisioned {
@@ -76,12 +76,12 @@ impl Seam {
             agent_tokens,
             peers,
             issuer,
-            used: Mutex::default(),
+            replay: Mutex::default(),
             verified: Mutex::default(),
         })
     }
 
-    /// Whose machine this is.
+    /// The owner of this machine.
     pub fn owner(&self) -> &IdpUserId {
         match &self.owner {
             Owner::Provisioned { identity, .. } => &identity.user,
@@ -92,7 +92,7 @@ impl Seam {
     /// The principal of a request.
     ///
     /// # Errors
-    /// [`Denied`]; a present token that is bad is always one of them.
+    /// [`Denied`]; an invalid token is always an error.
     pub async fn resolve(
         &self,
         head: &Parts,
@@ -101,7 +101,7 @@ impl Seam {
     ) -> Result<Identified, Denied> {
         let resolved = self.identify(head, ingress, now).await;
         match &resolved {
-            // Nothing was shown.
+            // No credential was presented.
             Err(Denied::Missing) => {}
             Ok(_)
                 if !head.headers.contains_key(proof::HEADER)
@@ -114,33 +114,35 @@ impl Seam {
 
     async fn identify(&self, head: &Parts, ingress: Ingress, now: Timestamp) -> Result<Identified, Denied> {
         if ingress == Ingress::Agents {
-            return self.agent(&head.headers);
+            return self.authenticate_agent(&head.headers);
         }
-        let proved = match single(&head.headers, proof::HEADER)? {
-            Some(token) => Some(self.proved(token, head, now)?),
+        let proved = match single_header(&head.headers, proof::HEADER)? {
+            Some(token) => Some(self.authenticate_proof(token, head, now)?),
             None => None,
         };
-        match single(&head.headers, header::AUTHORIZATION.as_str())? {
-            Some(credential) => self.bearer(credential, ingress, proved, now).await,
+        match single_header(&head.headers, header::AUTHORIZATION.as_str())? {
+            Some(credential) => self.authenticate_bearer(credential, ingress, proved, now).await,
             None => proved.map_or_else(|| self.without_token(ingress, head), Ok),
         }
     }
 
-    fn proved(&self, token: &str, head: &Parts, now: Timestamp) -> Result<Identified, Denied> {
-        let Owner::Provisioned { identity, keyring } = &self.owner else { return Err(Denied::Bad) };
+    fn authenticate_proof(&self, token: &str, head: &Parts, now: Timestamp) -> Result<Identified, Denied> {
+        let Owner::Provisioned { identity, keyring } = &self.owner else {
+            return Err(Denied::InvalidCredential);
+        };
         let claims = self.verified(token, identity, keyring, now)?;
         if claims.sub != identity.user {
-            return Err(Denied::AnotherUser);
+            return Err(Denied::WrongUser);
         }
         let route = claims.route;
         let principal = match (route, claims.app.as_deref()) {
             (Route::Shell | Route::Code, None) => Principal::Owner { sub: claims.sub },
             (Route::App, Some(app)) if app.parse::<Slug>().is_ok() => Principal::App { slug: app.to_owned() },
             (Route::Internal, None) => {
-                self.once(&claims, head, now)?;
+                self.consume_proof(&claims, head, now)?;
                 Principal::Platform
             }
-            _ => return Err(Denied::Bad),
+            _ => return Err(Denied::InvalidCredential),
         };
         Ok(Identified { principal, route: Some(route) })
     }
@@ -153,20 +155,20 @@ impl Seam {
         now: Timestamp,
     ) -> Result<Claims, Denied> {
         let (keys, generation) = keyring.current();
-        if let Some(claims) = self.remembered(token, generation, now) {
+        if let Some(claims) = self.cached_claims(token, generation, now) {
             return Ok(claims);
         }
-        let claims = keys.verify(token, identity.machine, now).map_err(|why| {
-            tracing::debug!(%why, "proof refused");
-            Denied::Bad
+        let claims = keys.verify(token, identity.machine, now).map_err(|error| {
+            tracing::debug!(%error, "proof rejected");
+            Denied::InvalidCredential
         })?;
         if claims.route != Route::Internal {
-            self.remember(token, generation, &claims);
+            self.cache_claims(token, generation, &claims);
         }
         Ok(claims)
     }
 
-    fn remembered(&self, token: &str, generation: u64, now: Timestamp) -> Option<Claims> {
+    fn cached_claims(&self, token: &str, generation: u64, now: Timestamp) -> Option<Claims> {
         let mut verified = self.verified.lock().unwrap_or_else(PoisonError::into_inner);
         if verified.generation != generation {
             verified.claims.clear();
@@ -175,9 +177,9 @@ impl Seam {
         verified.claims.get(token).filter(|claims| now.as_second() <= claims.exp + LEEWAY_SECONDS).cloned()
     }
 
-    fn remember(&self, token: &str, generation: u64, claims: &Claims) {
+    fn cache_claims(&self, token: &str, generation: u64, claims: &Claims) {
         let mut verified = self.verified.lock().unwrap_or_else(PoisonError::into_inner);
-        if verified.claims.len() >= REMEMBERED {
+        if verified.claims.len() >= MAX_VERIFIED_PROOFS {
             verified.claims.clear();
         }
         if verified.generation == generation {
@@ -185,56 +187,56 @@ impl Seam {
         }
     }
 
-    /// An internal proof names its request, and counts once.
-    fn once(&self, claims: &Claims, head: &Parts, now: Timestamp) -> Result<(), Denied> {
-        let named = claims.method.as_deref() == Some(head.method.as_str())
+    /// An internal proof is bound to its request and valid once.
+    fn consume_proof(&self, claims: &Claims, head: &Parts, now: Timestamp) -> Result<(), Denied> {
+        let matches_request = claims.method.as_deref() == Some(head.method.as_str())
             && claims.path.as_deref() == Some(head.uri.path());
-        if !named {
-            return Err(Denied::AnotherRequest);
+        if !matches_request {
+            return Err(Denied::RequestMismatch);
         }
-        let id = claims.jti.as_deref().ok_or(Denied::Bad)?;
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        match used.take(id, claims.exp + LEEWAY_SECONDS, now.as_second()) {
-            Use::First => Ok(()),
-            Use::Again => Err(Denied::Used),
-            Use::Full => Err(Denied::Busy),
+        let id = claims.jti.as_deref().ok_or(Denied::InvalidCredential)?;
+        let mut replay = self.replay.lock().unwrap_or_else(PoisonError::into_inner);
+        match replay.record(id, claims.exp + LEEWAY_SECONDS, now.as_second()) {
+            ReplayCheck::Accepted => Ok(()),
+            ReplayCheck::Replayed => Err(Denied::Replayed),
+            ReplayCheck::Full => Err(Denied::ReplayCacheFull),
         }
     }
 
-    /// A bearer is the admin token or a token of the issuer; anything else is refused, whatever came beside it. On the
-    /// public port the admin token is no way in by itself: it needs a proof beside it.
-    async fn bearer(
+    /// A bearer token is the admin token or a token of the issuer; anything else is rejected, regardless of other
+    /// credentials. On the public port the admin token needs a proof as well.
+    async fn authenticate_bearer(
         &self,
         credential: &str,
         ingress: Ingress,
-        proved: Option<Identified>,
+        authenticate_proof: Option<Identified>,
         now: Timestamp,
     ) -> Result<Identified, Denied> {
-        let token = strip_bearer(credential).ok_or(Denied::Bad)?;
+        let token = strip_bearer(credential).ok_or(Denied::InvalidCredential)?;
         if self.is_admin(token) {
-            if ingress == Ingress::Public && proved.is_none() {
-                return Err(Denied::Bad);
+            if ingress == Ingress::Public && authenticate_proof.is_none() {
+                return Err(Denied::InvalidCredential);
             }
-            let route = proved.and_then(|proved| proved.route);
+            let route = authenticate_proof.and_then(|authenticate_proof| authenticate_proof.route);
             return Ok(Identified { principal: Principal::Admin, route });
         }
-        let owner = self.issued(token, now).await?;
-        Ok(proved.unwrap_or(owner))
+        let owner = self.authenticate_jwt(token, now).await?;
+        Ok(authenticate_proof.unwrap_or(owner))
     }
 
-    async fn issued(&self, token: &str, now: Timestamp) -> Result<Identified, Denied> {
+    async fn authenticate_jwt(&self, token: &str, now: Timestamp) -> Result<Identified, Denied> {
         let (Some(issuer), Owner::Provisioned { identity, .. }) = (&self.issuer, &self.owner) else {
-            return Err(Denied::Bad);
+            return Err(Denied::InvalidCredential);
         };
-        let subject = issuer.verify(token, now).await.map_err(|why| match why {
-            JwtError::NoKeys => Denied::Unverifiable,
-            why => {
-                tracing::debug!(%why, "token refused");
-                Denied::Bad
+        let subject = issuer.verify(token, now).await.map_err(|error| match error {
+            JwtError::NoKeys => Denied::KeysUnavailable,
+            error => {
+                tracing::debug!(%error, "token rejected");
+                Denied::InvalidCredential
             }
         })?;
         if subject.user != identity.user {
-            return Err(Denied::AnotherUser);
+            return Err(Denied::WrongUser);
         }
         Ok(Identified { principal: Principal::Owner { sub: subject.user }, route: None })
     }
@@ -244,11 +246,12 @@ impl Seam {
         admin.expose_secret().as_bytes().ct_eq(token.as_bytes()).into()
     }
 
-    /// On the agents' socket nothing but the token of one that runs is a credential.
-    fn agent(&self, headers: &HeaderMap) -> Result<Identified, Denied> {
-        let credential = single(headers, header::AUTHORIZATION.as_str())?.ok_or(Denied::AgentWithoutToken)?;
-        let token = strip_bearer(credential).ok_or(Denied::Bad)?;
-        let grant = self.agent_tokens.find(token).ok_or(Denied::Bad)?;
+    /// On the agents' socket the only credential is the token of a running agent.
+    fn authenticate_agent(&self, headers: &HeaderMap) -> Result<Identified, Denied> {
+        let credential =
+            single_header(headers, header::AUTHORIZATION.as_str())?.ok_or(Denied::AgentWithoutToken)?;
+        let token = strip_bearer(credential).ok_or(Denied::InvalidCredential)?;
+        let grant = self.agent_tokens.find(token).ok_or(Denied::InvalidCredential)?;
         let principal = Principal::Agent { dispatch: grant.dispatch, apps: grant.apps };
         Ok(Identified { principal, route: None })
     }
@@ -263,11 +266,11 @@ impl Seam {
                 _,
             ) => {
                 let credentials = head.extensions.get::<ConnectInfo<PeerCredentials>>();
-                match self.peers.judge(credentials.map(|ConnectInfo(credentials)| *credentials)) {
+                match self.peers.classify(credentials.map(|ConnectInfo(credentials)| *credentials)) {
                     Peer::Machine => owner(sub),
                     Peer::OwnersProcess => Principal::OwnersProcess { sub: sub.clone() },
                     Peer::Agent => return Err(Denied::AgentWithoutToken),
-                    Peer::Stranger => return Err(Denied::Stranger),
+                    Peer::Untrusted => return Err(Denied::UntrustedPeer),
                 }
             }
         };
@@ -275,13 +278,13 @@ impl Seam {
     }
 }
 
-/// The one value of a header; several, or one that is not text, is a forgery and not an absence.
-fn single<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Denied> {
+/// The single value of a header. Several values, or one that is not text, are rejected, not treated as absent.
+fn single_header<'a>(headers: &'a HeaderMap, name: &str) -> Result<Option<&'a str>, Denied> {
     let mut values = headers.get_all(name).iter();
     let Some(first) = values.next() else { return Ok(None) };
     match (first.to_str(), values.next()) {
         (Ok(text), None) => Ok(Some(text)),
-        _ => Err(Denied::Bad),
+        _ => Err(Denied::InvalidCredential),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Executes a prepared plan and puts PostgreSQL's JSON into the answer, byte for byte.
+//! Executes a prepared plan and copies PostgreSQL's JSON into the response, byte for byte.
 
 use std::error::Error;
 use std::pin::pin;
@@ -12,40 +12,40 @@ use http::{HeaderValue, StatusCode, header};
 use tokio_postgres::types::{FromSql, Type};
 use tokio_postgres::{Row, RowStream, Statement};
 
-use super::cursor::{Cursor, key};
+use super::cursor::{Cursor, key_text};
 use super::param::Param;
-use super::plan::{Changed, Group, Page, Plan, Target};
-use super::refusal::{self, Asked};
+use super::plan::{ChangePlan, ChangeTarget, FindPlan, InsertGroup, Plan};
+use super::refusal::{self, ErrorContext};
 use super::request::Returning;
 use super::sql::Sql;
 use crate::host::gateway::apps::ChangedRows;
 use crate::host::gateway::database::Connection;
 use crate::http::problem::{Code, Problem};
 
-/// A page ends early when the answer has this many bytes, so that no answer can fill the memory.
-const LARGEST: usize = 8 * 1024 * 1024;
-/// How often an upsert looks again for a row that comes and goes.
-const TRIES: usize = 3;
+/// A page ends early at this size, which bounds the memory of one response.
+const MAX_RESPONSE_BYTES: usize = 8 * 1024 * 1024;
+/// Maximum attempts of an upsert whose row is inserted and deleted concurrently.
+const MAX_UPSERT_ATTEMPTS: usize = 3;
 
-/// What an operation answers: a whole JSON object.
+/// The response of one operation: a complete JSON object.
 #[derive(Debug)]
-pub struct Answer {
+pub struct BridgeResponse {
     pub status: StatusCode,
     pub body: Bytes,
-    /// Whether everything that PostgreSQL had to say was read.
+    /// Whether PostgreSQL's result was read to the end.
     pub is_whole: bool,
 }
 
-impl Answer {
+impl BridgeResponse {
     fn ok(body: impl Into<Bytes>) -> Self {
         Self { status: StatusCode::OK, body: body.into(), is_whole: true }
     }
 
-    fn made(body: impl Into<Bytes>) -> Self {
+    fn created(body: impl Into<Bytes>) -> Self {
         Self { status: StatusCode::CREATED, ..Self::ok(body) }
     }
 
-    /// The answers of a transaction as one.
+    /// Combines the responses of a transaction.
     pub fn all(answers: &[Self]) -> Bytes {
         let size: usize = answers.iter().map(|answer| answer.body.len() + 1).sum();
         let mut body = BytesMut::with_capacity(size + 16);
@@ -56,154 +56,164 @@ impl Answer {
     }
 }
 
-/// How many bytes an answer may still take, and where changed rows count; the operations of a transaction share them.
+/// The bytes that the response may still use and the counter of changed rows. The operations of a transaction share one
+/// budget.
 #[derive(Debug)]
-pub struct Room<'c> {
+pub struct ResponseBudget<'c> {
     bytes: AtomicUsize,
     changed: &'c ChangedRows,
 }
 
-impl<'c> Room<'c> {
+impl<'c> ResponseBudget<'c> {
     pub fn new(changed: &'c ChangedRows) -> Self {
-        Self { bytes: AtomicUsize::new(LARGEST), changed }
+        Self { bytes: AtomicUsize::new(MAX_RESPONSE_BYTES), changed }
     }
 
-    fn is_left(&self) -> bool {
+    fn has_room(&self) -> bool {
         self.bytes.load(Ordering::Relaxed) > 0
     }
 
-    /// Takes all of it, or refuses.
+    /// Reserves all of `bytes` or fails.
     fn claim(&self, bytes: usize) -> Result<(), Problem> {
         if bytes > self.bytes.load(Ordering::Relaxed) {
-            return Err(refusal::too_much());
+            return Err(refusal::response_too_large());
         }
-        self.take(bytes);
+        self.consume(bytes);
         Ok(())
     }
 
-    fn take(&self, bytes: usize) {
-        let left = self.bytes.load(Ordering::Relaxed);
-        self.bytes.store(left.saturating_sub(bytes), Ordering::Relaxed);
+    fn consume(&self, bytes: usize) {
+        let remaining = self.bytes.load(Ordering::Relaxed);
+        self.bytes.store(remaining.saturating_sub(bytes), Ordering::Relaxed);
     }
 }
 
-/// Whether a plan is a transaction by itself or a step of one.
+/// Whether a plan runs alone or as a step of a transaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    ByItself,
+pub enum ExecutionMode {
+    Single,
     InTransaction,
 }
 
-/// A plan and its statements, prepared on a connection.
-pub struct Ready<'p, 't> {
+/// A plan with its statements prepared on a connection.
+pub struct PreparedPlan<'p, 't> {
     plan: &'p Plan<'t>,
     statements: Vec<Statement>,
 }
 
-impl<'p, 't> Ready<'p, 't> {
+impl<'p, 't> PreparedPlan<'p, 't> {
     /// # Errors
-    /// When PostgreSQL refuses a statement.
+    /// PostgreSQL's error, when it rejects a statement.
     pub async fn prepare(connection: &Connection, plan: &'p Plan<'t>) -> Result<Self, Problem> {
-        let asked = Asked::by(plan);
+        let context = ErrorContext::for_plan(plan);
         let mut statements = Vec::with_capacity(1);
         for sql in plan.statements() {
             let types = || sql.params.iter().map(Param::sql_type).collect();
             let statement = connection.statement(&sql.text, types).await;
-            statements.push(statement.map_err(|error| refusal::of_error(&error, asked))?);
+            statements.push(statement.map_err(|error| refusal::from_error(&error, context))?);
         }
         Ok(Self { plan, statements })
     }
 }
 
-/// A connection, and what is asked of it.
+/// A connection and the context for its errors.
 #[derive(Clone, Copy)]
-struct At<'c> {
+struct Executor<'c> {
     connection: &'c Connection,
-    asked: Asked,
+    context: ErrorContext,
 }
 
-/// Runs what is ready. In a transaction everything is sent when this is first polled.
+/// Executes a prepared plan. In a transaction all statements are sent by the first poll.
 ///
 /// # Errors
-/// The refusal as the caller may know it.
+/// The problem to return to the caller.
 pub async fn execute(
     connection: &Connection,
-    ready: Ready<'_, '_>,
-    way: Way,
-    room: &Room<'_>,
-) -> Result<Answer, Problem> {
-    let Ready { plan, statements } = ready;
-    let at = At { connection, asked: Asked::by(plan) };
+    prepared: PreparedPlan<'_, '_>,
+    mode: ExecutionMode,
+    budget: &ResponseBudget<'_>,
+) -> Result<BridgeResponse, Problem> {
+    let PreparedPlan { plan, statements } = prepared;
+    let executor = Executor { connection, context: ErrorContext::for_plan(plan) };
     let answer = match (plan, statements.as_slice()) {
-        (Plan::Made(sql), [statement]) => {
-            let rows = at.rows(statement, sql).await?;
-            let row = rows.first().ok_or_else(refusal::lost)?;
-            Ok(Answer::made(wrapped(at.json_of(row)?)))
+        (Plan::Insert(sql), [statement]) => {
+            let rows = executor.query_rows(statement, sql).await?;
+            let row = rows.first().ok_or_else(refusal::missing_row)?;
+            Ok(BridgeResponse::created(wrap_data(executor.row_json(row)?)))
         }
-        (Plan::ManyMade(groups), statements) => at.many(groups, statements).await,
-        (Plan::Upserted { write, otherwise }, [first, rest @ ..]) => {
-            let otherwise = otherwise.as_ref().zip(rest.first());
-            room.changed.add(1);
-            at.upserted((write, first), otherwise, way).await
+        (Plan::InsertMany(groups), statements) => executor.insert_many(groups, statements).await,
+        (Plan::Upsert { write, fallback }, [first, rest @ ..]) => {
+            let fallback = fallback.as_ref().zip(rest.first());
+            budget.changed.add(1);
+            executor.upsert((write, first), fallback, mode).await
         }
-        (Plan::One(sql), [statement]) => match at.rows(statement, sql).await?.first() {
-            Some(row) => Ok(Answer::ok(wrapped(at.json_of(row)?))),
-            None => Err(absent()),
+        (Plan::Get(sql), [statement]) => match executor.query_rows(statement, sql).await?.first() {
+            Some(row) => Ok(BridgeResponse::ok(wrap_data(executor.row_json(row)?))),
+            None => Err(row_not_found()),
         },
-        (Plan::Number(sql), [statement]) => {
-            let count = at.number(statement, sql).await?;
-            Ok(Answer::ok(wrapped(format!("{{\"count\":{count}}}").as_bytes())))
+        (Plan::Count(sql), [statement]) => {
+            let count = executor.query_number(statement, sql).await?;
+            Ok(BridgeResponse::ok(wrap_data(format!("{{\"count\":{count}}}").as_bytes())))
         }
-        // These take room row by row.
-        (Plan::Page(page), [rows, count @ ..]) => return at.page(page, rows, count.first(), room).await,
-        (Plan::Changed(changed), [statement]) => return at.changed(changed, statement, room).await,
-        _ => Err(refusal::lost()),
+        // These reserve bytes row by row.
+        (Plan::Find(page), [rows, count @ ..]) => {
+            return executor.find_page(page, rows, count.first(), budget).await;
+        }
+        (Plan::Change(changed), [statement]) => {
+            return executor.apply_change(changed, statement, budget).await;
+        }
+        _ => Err(refusal::missing_row()),
     }?;
-    // A single answer has been bounded by its plan; what was written by itself cannot be refused any more.
-    if way == Way::InTransaction {
-        room.claim(answer.body.len())?;
+    // The plan bounds a single response, and a write outside a transaction is already committed.
+    if mode == ExecutionMode::InTransaction {
+        budget.claim(answer.body.len())?;
     }
     Ok(answer)
 }
 
-impl At<'_> {
-    /// The rows in the order in which the request has them.
-    async fn many(self, groups: &[Group], statements: &[Statement]) -> Result<Answer, Problem> {
-        let each = groups.iter().zip(statements).map(|(group, statement)| self.rows(statement, &group.sql));
-        let mut made: Vec<(usize, Row)> = Vec::new();
+impl Executor<'_> {
+    /// Returns the rows in the order of the request.
+    async fn insert_many(
+        self,
+        groups: &[InsertGroup],
+        statements: &[Statement],
+    ) -> Result<BridgeResponse, Problem> {
+        let each =
+            groups.iter().zip(statements).map(|(group, statement)| self.query_rows(statement, &group.sql));
+        let mut created: Vec<(usize, Row)> = Vec::new();
         for (group, rows) in groups.iter().zip(join_all(each).await) {
-            made.extend(group.rows.iter().copied().zip(rows?));
+            created.extend(group.rows.iter().copied().zip(rows?));
         }
-        made.sort_unstable_by_key(|(index, _)| *index);
-        let rows = made.iter().map(|(_, row)| self.json_of(row)).collect::<Result<Vec<_>, _>>()?;
+        created.sort_unstable_by_key(|(index, _)| *index);
+        let rows = created.iter().map(|(_, row)| self.row_json(row)).collect::<Result<Vec<_>, _>>()?;
         let mut body = BytesMut::with_capacity(rows.iter().map(|row| row.len() + 1).sum::<usize>() + 16);
         body.put_slice(b"{\"data\":");
         put_list(&mut body, rows.into_iter());
         body.put_u8(b'}');
-        Ok(Answer::made(body))
+        Ok(BridgeResponse::created(body))
     }
 
-    /// In a transaction the row stays locked by the first statement, so that the second finds it.
-    async fn upserted(
+    /// In a transaction the first statement locks the row, so the second finds it.
+    async fn upsert(
         self,
         write: (&Sql, &Statement),
-        otherwise: Option<(&Sql, &Statement)>,
-        way: Way,
-    ) -> Result<Answer, Problem> {
+        fallback: Option<(&Sql, &Statement)>,
+        mode: ExecutionMode,
+    ) -> Result<BridgeResponse, Problem> {
         let answer = |rows: Vec<Row>| match rows.first() {
-            Some(row) => self.json_of(row).map(|row| Some(Answer::ok(wrapped(row)))),
+            Some(row) => self.row_json(row).map(|row| Some(BridgeResponse::ok(wrap_data(row)))),
             None => Ok(None),
         };
-        let first = || self.rows(write.1, write.0);
-        let Some((sql, statement)) = otherwise else {
-            return answer(first().await?)?.ok_or_else(refusal::lost);
+        let first = || self.query_rows(write.1, write.0);
+        let Some((sql, statement)) = fallback else {
+            return answer(first().await?)?.ok_or_else(refusal::missing_row);
         };
-        let second = || self.rows(statement, sql);
-        if way == Way::InTransaction {
-            let (made, found) = try_join(first(), second()).await?;
-            return answer(made)?.or(answer(found)?).ok_or_else(refusal::overtaken);
+        let second = || self.query_rows(statement, sql);
+        if mode == ExecutionMode::InTransaction {
+            let (created, found) = try_join(first(), second()).await?;
+            return answer(created)?.or(answer(found)?).ok_or_else(refusal::concurrent_change);
         }
-        for _ in 0..TRIES {
+        for _ in 0..MAX_UPSERT_ATTEMPTS {
             if let Some(answer) = answer(first().await?)? {
                 return Ok(answer);
             }
@@ -211,31 +221,31 @@ impl At<'_> {
                 return Ok(answer);
             }
         }
-        Err(refusal::overtaken())
+        Err(refusal::concurrent_change())
     }
 
-    async fn page(
+    async fn find_page(
         self,
-        page: &Page<'_>,
+        page: &FindPlan<'_>,
         rows: &Statement,
         count: Option<&Statement>,
-        room: &Room<'_>,
-    ) -> Result<Answer, Problem> {
-        // Both questions go out before the first answer is read.
+        budget: &ResponseBudget<'_>,
+    ) -> Result<BridgeResponse, Problem> {
+        // Both queries are sent before the first result is read.
         let counted = async {
             match page.count.as_ref().zip(count) {
-                Some((sql, statement)) => self.number(statement, sql).await.map(Some),
+                Some((sql, statement)) => self.query_number(statement, sql).await.map(Some),
                 None => Ok(None),
             }
         };
-        let (mut filled, count) = future::try_join(self.fill(page, rows, room), counted).await?;
+        let (mut filled, count) = future::try_join(self.fill_page(page, rows, budget), counted).await?;
         let body = &mut filled.body;
         body.put_slice(b"],\"nextCursor\":");
         match filled.last {
             Some(keys) => {
                 let cursor = Cursor::new(&page.order, &page.filter, keys).encode();
                 let cursor = cursor.ok_or_else(|| {
-                    Problem::field("/orderBy", "cannot be paged by: a row's value in it is too long")
+                    Problem::field("/orderBy", "cannot be used for paging: a value in it is too long")
                 })?;
                 body.put_u8(b'"');
                 body.put_slice(cursor.as_bytes());
@@ -247,88 +257,96 @@ impl At<'_> {
             body.put_slice(format!(",\"count\":{count}").as_bytes());
         }
         body.put_u8(b'}');
-        Ok(Answer { is_whole: filled.is_whole, ..Answer::ok(filled.body) })
+        Ok(BridgeResponse { is_whole: filled.is_whole, ..BridgeResponse::ok(filled.body) })
     }
 
-    /// Takes rows until the page has its number of them or is large enough; the cursor leads on from either.
-    async fn fill(self, page: &Page<'_>, statement: &Statement, room: &Room<'_>) -> Result<Filled, Problem> {
-        let refused = |error: tokio_postgres::Error| refusal::of_error(&error, self.asked);
-        let mut rows = pin!(self.start(statement, &page.rows).await.map_err(refused)?);
-        let mut filled = Filled { body: BytesMut::with_capacity(4096), last: None, is_whole: true };
+    /// Reads rows until the page has its limit or the byte budget is used; the cursor continues in both cases.
+    async fn fill_page(
+        self,
+        page: &FindPlan<'_>,
+        statement: &Statement,
+        budget: &ResponseBudget<'_>,
+    ) -> Result<PageBuffer, Problem> {
+        let refused = |error: tokio_postgres::Error| refusal::from_error(&error, self.context);
+        let mut rows = pin!(self.send_query(statement, &page.rows).await.map_err(refused)?);
+        let mut filled = PageBuffer { body: BytesMut::with_capacity(4096), last: None, is_whole: true };
         filled.body.put_slice(b"{\"data\":[");
-        let (mut shown, mut last_row) = (0, None::<Row>);
-        let mut more = false;
+        let (mut listed_rows, mut last_row) = (0, None::<Row>);
+        let mut has_more = false;
         while let Some(row) = rows.try_next().await.map_err(refused)? {
-            if more {
+            if has_more {
                 continue;
             }
-            // A page has a row at least, or its cursor would lead nowhere.
-            if shown == page.limit || (shown > 0 && !room.is_left()) {
-                more = true;
-                filled.is_whole = shown == page.limit;
+            // A page has at least one row; otherwise its cursor would not advance.
+            if listed_rows == page.limit || (listed_rows > 0 && !budget.has_room()) {
+                has_more = true;
+                filled.is_whole = listed_rows == page.limit;
                 if filled.is_whole {
                     continue;
                 }
                 break;
             }
-            if shown > 0 {
+            if listed_rows > 0 {
                 filled.body.put_u8(b',');
             }
-            let json = self.json_of(&row)?;
+            let json = self.row_json(&row)?;
             filled.body.put_slice(json);
-            room.take(json.len());
-            shown += 1;
+            budget.consume(json.len());
+            listed_rows += 1;
             last_row = Some(row);
         }
-        let keys =
-            |row: Row| (1..=page.order.keys.len()).map(|index| key(&row, index)).collect::<Result<_, _>>();
-        filled.last = last_row.filter(|_| more).map(keys).transpose().map_err(refused)?;
+        let keys = |row: Row| {
+            (1..=page.order.keys.len()).map(|index| key_text(&row, index)).collect::<Result<_, _>>()
+        };
+        filled.last = last_row.filter(|_| has_more).map(keys).transpose().map_err(refused)?;
         Ok(filled)
     }
 
-    async fn changed(
+    async fn apply_change(
         self,
-        changed: &Changed,
+        changed: &ChangePlan,
         statement: &Statement,
-        room: &Room<'_>,
-    ) -> Result<Answer, Problem> {
-        let refused = |error: tokio_postgres::Error| refusal::of_error(&error, self.asked);
-        let mut stream = pin!(self.start(statement, &changed.sql).await.map_err(refused)?);
-        let column = usize::from(changed.at_most.is_some());
+        budget: &ResponseBudget<'_>,
+    ) -> Result<BridgeResponse, Problem> {
+        let refused = |error: tokio_postgres::Error| refusal::from_error(&error, self.context);
+        let mut stream = pin!(self.send_query(statement, &changed.sql).await.map_err(refused)?);
+        let column = usize::from(changed.max_affected.is_some());
         let (mut matched, mut affected, mut listed) = (0_i64, 0_i64, 0_usize);
         let mut rows = BytesMut::new();
         while let Some(row) = stream.try_next().await.map_err(refused)? {
-            if changed.at_most.is_some() {
+            if changed.max_affected.is_some() {
                 matched = row.try_get(0).map_err(refused)?;
             }
             match changed.returning {
                 Returning::Number => affected = row.try_get(column).map_err(refused)?,
                 Returning::Rows => {
-                    let Some(Raw(json)) = row.try_get::<_, Option<Raw<'_>>>(column).map_err(refused)? else {
+                    let Some(RawJson(json)) =
+                        row.try_get::<_, Option<RawJson<'_>>>(column).map_err(refused)?
+                    else {
                         continue;
                     };
                     affected += 1;
-                    if room.is_left() {
+                    if budget.has_room() {
                         if listed > 0 {
                             rows.put_u8(b',');
                         }
                         rows.put_slice(json);
-                        room.take(json.len());
+                        budget.consume(json.len());
                         listed += 1;
                     }
                 }
             }
         }
-        match changed.at_most {
-            Some(most) if matched > most => return Err(refusal::too_many(most)),
+        match changed.max_affected {
+            Some(max) if matched > max => return Err(refusal::too_many(max)),
             None if changed.returning == Returning::Number => {
                 affected = stream.rows_affected().unwrap_or(0).try_into().unwrap_or(i64::MAX);
             }
             _ => {}
         }
-        room.changed.add(affected.try_into().unwrap_or(0));
-        if affected == 0 && changed.target == Target::Id {
-            return Err(absent());
+        budget.changed.add(affected.try_into().unwrap_or(0));
+        if affected == 0 && changed.target == ChangeTarget::Id {
+            return Err(row_not_found());
         }
         let mut body = BytesMut::with_capacity(rows.len() + 64);
         body.put_slice(format!("{{\"data\":{{\"affected\":{affected}").as_bytes());
@@ -341,47 +359,47 @@ impl At<'_> {
             }
         }
         body.put_slice(b"}}");
-        Ok(Answer::ok(body))
+        Ok(BridgeResponse::ok(body))
     }
 
-    async fn rows(self, statement: &Statement, sql: &Sql) -> Result<Vec<Row>, Problem> {
-        let ran = async { self.start(statement, sql).await?.try_collect().await };
-        ran.await.map_err(|error| refusal::of_error(&error, self.asked))
+    async fn query_rows(self, statement: &Statement, sql: &Sql) -> Result<Vec<Row>, Problem> {
+        let ran = async { self.send_query(statement, sql).await?.try_collect().await };
+        ran.await.map_err(|error| refusal::from_error(&error, self.context))
     }
 
-    /// Sends the statement when it is first polled.
-    async fn start(self, statement: &Statement, sql: &Sql) -> Result<RowStream, tokio_postgres::Error> {
+    /// The statement is sent by the first poll.
+    async fn send_query(self, statement: &Statement, sql: &Sql) -> Result<RowStream, tokio_postgres::Error> {
         self.connection.client.query_raw(statement, &sql.params).await
     }
 
-    async fn number(self, statement: &Statement, sql: &Sql) -> Result<i64, Problem> {
-        let rows = self.rows(statement, sql).await?;
-        let row = rows.first().ok_or_else(refusal::lost)?;
-        row.try_get(0).map_err(|error| refusal::of_error(&error, self.asked))
+    async fn query_number(self, statement: &Statement, sql: &Sql) -> Result<i64, Problem> {
+        let rows = self.query_rows(statement, sql).await?;
+        let row = rows.first().ok_or_else(refusal::missing_row)?;
+        row.try_get(0).map_err(|error| refusal::from_error(&error, self.context))
     }
 
-    fn json_of(self, row: &Row) -> Result<&[u8], Problem> {
-        let raw: Raw<'_> = row.try_get(0).map_err(|error| refusal::of_error(&error, self.asked))?;
+    fn row_json(self, row: &Row) -> Result<&[u8], Problem> {
+        let raw: RawJson<'_> = row.try_get(0).map_err(|error| refusal::from_error(&error, self.context))?;
         Ok(raw.0)
     }
 }
 
-/// The rows of a page, as far as it goes.
-struct Filled {
+/// The rows of a page read up to now.
+struct PageBuffer {
     body: BytesMut,
-    /// The order's values of the last row, if rows come after it.
+    /// The order keys of the last row, if more rows follow.
     last: Option<Vec<Option<String>>>,
     is_whole: bool,
 }
 
-fn absent() -> Problem {
+fn row_not_found() -> Problem {
     Problem::new(Code::NotFound, "There is no row with this id.")
 }
 
-/// The bytes of a `json` value, unparsed.
-struct Raw<'a>(&'a [u8]);
+/// The unparsed bytes of a `json` value.
+struct RawJson<'a>(&'a [u8]);
 
-impl<'a> FromSql<'a> for Raw<'a> {
+impl<'a> FromSql<'a> for RawJson<'a> {
     fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn Error + Sync + Send>> {
         Ok(Self(raw))
     }
@@ -402,7 +420,7 @@ fn put_list<'a>(body: &mut BytesMut, items: impl Iterator<Item = &'a [u8]>) {
     body.put_u8(b']');
 }
 
-fn wrapped(data: &[u8]) -> Bytes {
+fn wrap_data(data: &[u8]) -> Bytes {
     let mut body = BytesMut::with_capacity(data.len() + 10);
     body.put_slice(b"{\"data\":");
     body.put_slice(data);
@@ -410,7 +428,7 @@ fn wrapped(data: &[u8]) -> Bytes {
     body.freeze()
 }
 
-pub fn json(status: StatusCode, body: Bytes) -> Response {
+pub fn json_response(status: StatusCode, body: Bytes) -> Response {
     let mut response = (status, body).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));

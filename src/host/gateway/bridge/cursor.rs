@@ -1,7 +1,7 @@
-//! Where a page ended: the last row's values of the order's columns, as PostgreSQL reads them.
+//! The end of a page: the last row's values of the order columns, in text that PostgreSQL parses.
 //!
-//! It is opaque to clients but no secret: they have seen the row. What comes back is checked and bound like any value.
-//! It goes on only in the order and with the filter that it came from.
+//! A cursor is opaque but not secret: the client has seen the row. A returned cursor is validated and bound like any
+//! value, and is only valid for the order and filter that it was created for.
 
 use std::hash::{DefaultHasher, Hasher};
 
@@ -17,8 +17,8 @@ use super::filter::Filter;
 use super::order::Order;
 use super::sql::Sql;
 
-/// Half of what a request may hold.
-const LONGEST: usize = 512 * 1024;
+/// Half of the maximum request size.
+const MAX_ENCODED_BYTES: usize = 512 * 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -35,18 +35,18 @@ impl Cursor {
         Self { order: order.fingerprint(), filter: filter.to_owned(), keys }
     }
 
-    /// `None` when the values are longer than a request could bring back.
+    /// `None` if the cursor would be too long for a request.
     pub fn encode(&self) -> Option<String> {
         let text = URL_SAFE_NO_PAD.encode(serde_json::to_vec(self).expect("texts are JSON"));
-        (text.len() <= LONGEST).then_some(text)
+        (text.len() <= MAX_ENCODED_BYTES).then_some(text)
     }
 
     /// # Errors
-    /// When it is none of ours, or of another order or filter.
+    /// The text is not a cursor, or belongs to another order or filter.
     pub fn decode(text: &str, order: &Order<'_>, filter: &str) -> Result<Self, &'static str> {
-        let why = "is not a cursor that this server gave";
-        let bytes = if text.len() <= LONGEST { URL_SAFE_NO_PAD.decode(text).ok() } else { None };
-        let cursor: Self = serde_json::from_slice(&bytes.ok_or(why)?).map_err(|_| why)?;
+        let invalid = "is not a cursor of this server";
+        let bytes = if text.len() <= MAX_ENCODED_BYTES { URL_SAFE_NO_PAD.decode(text).ok() } else { None };
+        let cursor: Self = serde_json::from_slice(&bytes.ok_or(invalid)?).map_err(|_| invalid)?;
         if cursor.order != order.fingerprint() {
             return Err("belongs to another orderBy");
         }
@@ -57,12 +57,12 @@ impl Cursor {
             && cursor.keys.iter().zip(&order.keys).all(|(value, (column, _))| {
                 value.as_ref().map_or_else(|| column.is_nullable(), |text| !text.contains('\0'))
             });
-        if fits { Ok(cursor) } else { Err(why) }
+        if fits { Ok(cursor) } else { Err(invalid) }
     }
 }
 
-/// The same for the same filter with the same values, however it was written; empty for none. It only catches mistakes,
-/// so another version may give another one.
+/// A hash that is equal for equal filters with equal values, regardless of their notation; empty for no filter. It only
+/// catches mistakes, so another version may hash differently.
 pub fn fingerprint(filter: &Filter<'_>) -> String {
     if filter.is_empty() {
         return String::new();
@@ -74,7 +74,7 @@ pub fn fingerprint(filter: &Filter<'_>) -> String {
     let mut bytes = BytesMut::new();
     for param in &sql.params {
         bytes.clear();
-        // What PostgreSQL gets is what tells two values apart; a parameter that has no such form never gets there.
+        // The wire form distinguishes values; a parameter that cannot be encoded is never sent.
         if param.to_sql(&param.sql_type(), &mut bytes).is_ok() {
             hasher.write_usize(bytes.len());
             hasher.write(&bytes);
@@ -83,35 +83,36 @@ pub fn fingerprint(filter: &Filter<'_>) -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// A row's value in a text that PostgreSQL reads as exactly that value.
+/// A row's value as text that PostgreSQL parses to exactly that value.
 ///
 /// # Errors
-/// When the row has no such column, or it is of a type that was not asked for.
-pub fn key(row: &Row, index: usize) -> Result<Option<String>, tokio_postgres::Error> {
+/// The column is missing or has an unexpected type.
+pub fn key_text(row: &Row, index: usize) -> Result<Option<String>, tokio_postgres::Error> {
     Ok(match row.columns().get(index).map(tokio_postgres::Column::type_) {
         Some(&Type::INT4) => row.try_get::<_, Option<i32>>(index)?.map(|number| number.to_string()),
         Some(&Type::INT8) => row.try_get::<_, Option<i64>>(index)?.map(|number| number.to_string()),
         Some(&Type::UUID) => row.try_get::<_, Option<Uuid>>(index)?.map(|id| id.to_string()),
-        Some(&Type::TIMESTAMPTZ) => row.try_get::<_, Option<Micros>>(index)?.map(Micros::text),
+        Some(&Type::TIMESTAMPTZ) => row.try_get::<_, Option<PgMicros>>(index)?.map(PgMicros::text),
         _ => row.try_get(index)?,
     })
 }
 
-/// Microseconds since 2000, as PostgreSQL counts time.
+/// Microseconds since 2000-01-01, PostgreSQL's time unit.
 #[derive(Debug, Clone, Copy)]
-struct Micros(i64);
+struct PgMicros(i64);
 
-impl Micros {
-    /// By the number of the Julian day: it has no end before PostgreSQL's own, and no calendar.
+impl PgMicros {
+    /// Written with the Julian day, which covers PostgreSQL's whole range and needs no calendar.
     fn text(self) -> String {
-        const DAY: i64 = 86_400_000_000;
-        /// Of 1 January 2000.
-        const FIRST: i64 = 2_451_545;
+        const MICROS_PER_DAY: i64 = 86_400_000_000;
+        /// The Julian day of 2000-01-01.
+        const JULIAN_DAY_2000: i64 = 2_451_545;
         match self.0 {
             i64::MAX => "infinity".to_owned(),
             i64::MIN => "-infinity".to_owned(),
             micros => {
-                let (day, rest) = (FIRST + micros.div_euclid(DAY), micros.rem_euclid(DAY));
+                let (day, rest) =
+                    (JULIAN_DAY_2000 + micros.div_euclid(MICROS_PER_DAY), micros.rem_euclid(MICROS_PER_DAY));
                 let (seconds, micros) = (rest / 1_000_000, rest % 1_000_000);
                 let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
                 format!("J{day:07} {hour:02}:{minute:02}:{second:02}.{micros:06}+00")
@@ -120,7 +121,7 @@ impl Micros {
     }
 }
 
-impl<'a> FromSql<'a> for Micros {
+impl<'a> FromSql<'a> for PgMicros {
     fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn std::error::Error + Sync + Send>> {
         Ok(Self(i64::from_be_bytes(raw.try_into()?)))
     }
@@ -135,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_time_is_told_by_its_julian_day() {
+    fn time_text_uses_julian_day() {
         for (micros, text) in [
             (0, "J2451545 00:00:00.000000+00"),
             (1, "J2451545 00:00:00.000001+00"),
@@ -144,7 +145,7 @@ mod tests {
             (i64::MAX, "infinity"),
             (i64::MIN, "-infinity"),
         ] {
-            assert_eq!(Micros(micros).text(), text, "{micros}");
+            assert_eq!(PgMicros(micros).text(), text, "{micros}");
         }
     }
 }

@@ -1,20 +1,21 @@
-//! The bridge's routes with their descriptions; what a query may hold is made of the table that requests are read by.
+//! The bridge's routes and their descriptions. The schema of a query is derived from the table that the request parser
+//! uses.
 
 use axum::routing::{get, post};
 use http::Method;
 use serde_json::{Value, json};
 
-use super::request::{ACTIONS, MOST_OPERATIONS, Shape};
+use super::request::{ACTIONS, ActionShape, MAX_OPERATIONS};
 use super::{changes, list_schemas, query};
-use crate::host::gateway::endpoint::{CALLERS, Endpoint, OWN_BODY, told};
+use crate::host::gateway::endpoint::{CALLERS, DEFAULT_MAX_BODY_BYTES, Endpoint, json_answer};
 use crate::http::openapi::{
     Answer, Content, Operation, Parameter, Place, any_text, array, boolean, count, matching, named, nullable,
     object, one_of, text,
 };
 use crate::http::problem::Code;
 
-/// The largest body of a query, in bytes.
-pub const QUERY_BODY: usize = 1024 * 1024;
+/// Maximum body size of a query, in bytes.
+pub const MAX_QUERY_BYTES: usize = 1024 * 1024;
 
 pub static QUERY: Endpoint = Endpoint {
     operation: Operation {
@@ -24,10 +25,10 @@ pub static QUERY: Endpoint = Endpoint {
         summary: "Reads or writes the tables of an app.",
         credentials: CALLERS,
         parameters: &[],
-        body: Some(|| json!({ "oneOf": ACTIONS.iter().map(request).collect::<Vec<_>>() })),
+        body: Some(|| json!({ "oneOf": ACTIONS.iter().map(request_schema).collect::<Vec<_>>() })),
         answers: &[
-            told(200, "What was asked for.", found),
-            told(201, "The row or rows that were made.", made),
+            json_answer(200, "The result.", result_schema),
+            json_answer(201, "The inserted row or rows.", created_schema),
         ],
         problems: &[
             Code::Forbidden,
@@ -39,7 +40,7 @@ pub static QUERY: Endpoint = Endpoint {
             Code::DeadlineExceeded,
         ],
     },
-    largest_body: QUERY_BODY,
+    max_body_bytes: MAX_QUERY_BYTES,
     serve: || post(query),
 };
 
@@ -48,14 +49,16 @@ pub static SCHEMAS: Endpoint = Endpoint {
         id: "listSchemas",
         method: Method::GET,
         path: "/api/bridge/schemas",
-        summary: "The tables and columns of all apps; of an app, its own.",
+        summary: "The tables and columns of all apps; for an app, its own.",
         credentials: CALLERS,
         parameters: &[],
         body: None,
-        answers: &[told(200, "The apps' schemas.", || object(&[("data", array(named("AppSchema")))], &[]))],
+        answers: &[json_answer(200, "The apps' schemas.", || {
+            object(&[("data", array(named("AppSchema")))], &[])
+        })],
         problems: &[Code::Forbidden, Code::NotFound, Code::DatabaseUnavailable, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(list_schemas),
 };
 
@@ -64,20 +67,20 @@ pub static CHANGES: Endpoint = Endpoint {
         id: "listenToChanges",
         method: Method::GET,
         path: "/api/bridge/changes",
-        summary: "A stream of what changes in the tables of one app, or of all.",
+        summary: "A stream of the changes in the tables of one app or of all apps.",
         credentials: CALLERS,
         parameters: &[
             Parameter {
                 name: "app",
                 place: Place::Query,
                 schema: any_text,
-                about: "Only of this app; an app hears of itself alone.",
+                about: "Limits the stream to this app; an app always gets only its own changes.",
             },
             Parameter {
                 name: "Last-Event-ID",
                 place: Place::Header,
                 schema: || matching("^([0-9]+-[0-9]+)?$"),
-                about: "Go on after this event.",
+                about: "Resumes after this event.",
             },
         ],
         body: None,
@@ -94,11 +97,11 @@ pub static CHANGES: Endpoint = Endpoint {
             Code::Unavailable,
         ],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(changes),
 };
 
-/// What one app's schema is told as.
+/// The JSON schema of one app's schema.
 pub fn app_schema() -> Value {
     let column =
         object(&[("column", text()), ("type", text()), ("builtIn", boolean()), ("nullable", boolean())], &[]);
@@ -110,20 +113,20 @@ pub fn app_schema() -> Value {
     object(&[("app", text()), ("name", text()), ("schema", text()), ("tables", array(table))], &[])
 }
 
-fn request(shape: &Shape) -> Value {
+fn request_schema(shape: &ActionShape) -> Value {
     match shape.action {
-        "schemas" => action(shape, &[], &["app"]),
-        "transaction" => action(shape, &["app"], &[]),
-        _ => action(shape, &["app", "table"], &[]),
+        "schemas" => action_schema(shape, &[], &["app"]),
+        "transaction" => action_schema(shape, &["app"], &[]),
+        _ => action_schema(shape, &["app", "table"], &[]),
     }
 }
 
-fn action(shape: &Shape, required: &[&'static str], optional: &[&'static str]) -> Value {
-    let member = |name: &&'static str| (*name, field(name));
-    let mut needed = vec![("action", json!({ "const": shape.action }))];
-    needed.extend(required.iter().chain(shape.required).map(member));
+fn action_schema(shape: &ActionShape, required: &[&'static str], optional: &[&'static str]) -> Value {
+    let member = |name: &&'static str| (*name, field_schema(name));
+    let mut required_members = vec![("action", json!({ "const": shape.action }))];
+    required_members.extend(required.iter().chain(shape.required).map(member));
     let optional: Vec<_> = optional.iter().chain(shape.optional).map(member).collect();
-    let mut schema = object(&needed, &optional);
+    let mut schema = object(&required_members, &optional);
     schema["title"] = shape.action.into();
     if shape.optional.contains(&"id") {
         schema["oneOf"] = json!([{ "required": ["id"] }, { "required": ["filter"] }]);
@@ -131,10 +134,10 @@ fn action(shape: &Shape, required: &[&'static str], optional: &[&'static str]) -
     schema
 }
 
-/// A member of a request; what its values mean for a table is said by the table's schema.
-fn field(name: &str) -> Value {
+/// The JSON schema of a request field; the table's schema defines its values.
+fn field_schema(name: &str) -> Value {
     let row = || json!({ "type": "object", "description": "Values by column." });
-    let bounded = |items: Value, least: usize, most: usize| json!({ "type": "array", "items": items, "minItems": least, "maxItems": most });
+    let bounded = |items: Value, min: usize, max: usize| json!({ "type": "array", "items": items, "minItems": min, "maxItems": max });
     match name {
         "app" | "table" | "after" => text(),
         "data" => row(),
@@ -155,28 +158,28 @@ fn field(name: &str) -> Value {
         "maxAffected" => count(),
         "returning" => boolean(),
         "operations" => {
-            let inside = |shape: &&Shape| !matches!(shape.action, "transaction" | "schemas");
-            let shapes = ACTIONS.iter().filter(inside).map(|shape| action(shape, &["table"], &[]));
-            bounded(json!({ "oneOf": shapes.collect::<Vec<_>>() }), 1, MOST_OPERATIONS)
+            let inside = |shape: &&ActionShape| !matches!(shape.action, "transaction" | "schemas");
+            let shapes = ACTIONS.iter().filter(inside).map(|shape| action_schema(shape, &["table"], &[]));
+            bounded(json!({ "oneOf": shapes.collect::<Vec<_>>() }), 1, MAX_OPERATIONS)
         }
         _ => json!({}),
     }
 }
 
-/// By action: a row, rows with a cursor and perhaps their number, a number, or the answers of a transaction.
-fn found() -> Value {
+/// Depends on the action: a row, rows with a cursor and an optional count, a number, or the responses of a transaction.
+fn result_schema() -> Value {
     object(
         &[("data", json!({ "type": ["object", "array"] }))],
         &[("nextCursor", nullable(text())), ("count", count())],
     )
 }
 
-fn made() -> Value {
+fn created_schema() -> Value {
     object(&[("data", json!({ "type": ["object", "array"] }))], &[])
 }
 
-/// The fields that an action takes, for people.
-pub fn fields_of(shape: &Shape, always: &[&'static str]) -> String {
+/// The fields of an action as text.
+pub fn fields_of(shape: &ActionShape, always: &[&'static str]) -> String {
     let all = ["action"].iter().chain(always).chain(shape.required).chain(shape.optional);
     all.copied().collect::<Vec<_>>().join(", ")
 }
@@ -186,10 +189,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_field_of_every_action_is_described() {
+    fn field_schema_covers_every_action_field() {
         for shape in &ACTIONS {
             for name in shape.required.iter().chain(shape.optional) {
-                assert_ne!(field(name), json!({}), "{name}");
+                assert_ne!(field_schema(name), json!({}), "{name}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! A JSON object as its fields, each value still text: nothing is parsed twice, and no digit of a number is lost.
+//! The fields of a JSON object with unparsed values: nothing is parsed twice, and numbers keep all digits.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -6,22 +6,22 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// More than any object that we look into has; it bounds the search for a name that comes twice.
-const MOST: usize = 256;
+/// Bounds the search for duplicate names; no valid object has more fields.
+const MAX_FIELDS: usize = 256;
 
-/// The fields of an object in their order; a name that comes twice is an error.
+/// The fields of an object in order; a duplicate name is an error.
 #[derive(Debug, Default)]
 pub struct Fields<'a>(pub Vec<(Cow<'a, str>, &'a RawValue)>);
 
 impl<'a> Fields<'a> {
     /// # Errors
-    /// Says in words what is wrong, without quoting any of it.
+    /// A message that quotes nothing of the input.
     pub fn of(raw: &'a RawValue) -> Result<Self, &'static str> {
         if !raw.get().starts_with('{') {
             return Err("must be an object");
         }
         serde_json::from_str(raw.get())
-            .map_err(|_| "must be an object of at most 256 fields, none of them twice")
+            .map_err(|_| "must be an object of at most 256 fields, without duplicates")
     }
 }
 
@@ -43,8 +43,8 @@ impl<'de> Visitor<'de> for FieldsVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
         let mut fields: Vec<(Cow<'de, str>, &'de RawValue)> = Vec::with_capacity(8);
         while let Some(name) = map.next_key_seed(Name)? {
-            if fields.len() == MOST || fields.iter().any(|(known, _)| *known == name) {
-                return Err(serde::de::Error::custom("a name comes twice, or too many names"));
+            if fields.len() == MAX_FIELDS || fields.iter().any(|(known, _)| *known == name) {
+                return Err(serde::de::Error::custom("duplicate name or too many names"));
             }
             fields.push((name, map.next_value()?));
         }
@@ -52,7 +52,7 @@ impl<'de> Visitor<'de> for FieldsVisitor {
     }
 }
 
-/// A field's name, borrowed where it holds no escape.
+/// A field's name, borrowed if it has no escapes.
 struct Name;
 
 impl<'de> DeserializeSeed<'de> for Name {
@@ -79,7 +79,7 @@ impl<'de> Visitor<'de> for Name {
     }
 }
 
-/// The elements of an array, each still text.
+/// The unparsed elements of an array.
 #[derive(Debug)]
 struct Elements<'a>(Vec<&'a RawValue>);
 
@@ -110,7 +110,7 @@ pub fn elements(raw: &RawValue) -> Option<Vec<&RawValue>> {
     raw.get().starts_with('[').then(|| serde_json::from_str::<Elements<'_>>(raw.get()).ok())?.map(|e| e.0)
 }
 
-/// The text of `raw`, if it is a string; borrowed where it holds no escape.
+/// The text of `raw` if it is a string, borrowed if it has no escapes.
 pub fn text(raw: &RawValue) -> Option<Cow<'_, str>> {
     let inner = raw.get().strip_prefix('"')?.strip_suffix('"')?;
     if inner.contains('\\') {
@@ -137,14 +137,14 @@ mod tests {
     }
 
     #[test]
-    fn fields_keep_their_order_and_their_digits() {
+    fn fields_keep_order_and_digits() {
         let fields = Fields::of(raw(r#"{"b": 12345678901234567890123, "\u0061": [1, {"x": 2}]}"#)).unwrap();
         let seen: Vec<_> = fields.0.iter().map(|(name, value)| (name.as_ref(), value.get())).collect();
         assert_eq!(seen, [("b", "12345678901234567890123"), ("a", r#"[1, {"x": 2}]"#)]);
     }
 
     #[test]
-    fn a_name_that_comes_twice_is_refused() {
+    fn duplicate_name_is_rejected() {
         assert!(Fields::of(raw(r#"{"a": 1, "\u0061": 2}"#)).is_err());
         assert!(Fields::of(raw("[]")).is_err());
         let many = |count: usize| {

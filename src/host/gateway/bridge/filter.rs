@@ -1,8 +1,8 @@
 //! The filter grammar: `{col: value}`, `{col: {op: value}}`, `and`, `or`, `not`.
 //!
-//! NULL follows SQL: a comparison with a column that is NULL holds for nobody, so `ne` and `not` leave such rows out;
-//! `isNull` asks for them. A value `null` is short for `isNull`. `in []` holds for no row. `contains` asks a text for a
-//! part of it, letter by letter, and a jsonb for what it contains (`@>`).
+//! NULL follows SQL: a comparison with a NULL column is never true, so `ne` and `not` exclude such rows; `isNull`
+//! selects them. A `null` value is short for `isNull`. `in []` matches no row. `contains` on text is a case-sensitive
+//! substring test, on jsonb it is containment (`@>`).
 
 use serde_json::value::RawValue;
 
@@ -13,44 +13,44 @@ use super::value::{bind, bind_bound};
 use crate::host::gateway::apps::{Column, ColumnType, Table};
 use crate::http::problem::FieldError;
 
-const DEEPEST: usize = 5;
-const MOST_TERMS: usize = 50;
-const MOST_IN: usize = 1000;
-const NOT_NULL: &str = "must not be null; ask with isNull";
+const MAX_DEPTH: usize = 5;
+const MAX_TERMS: usize = 50;
+const MAX_IN_VALUES: usize = 1000;
+const NOT_NULL: &str = "must not be null; use isNull";
 
-/// A checked filter: its columns are the table's, its values have their types.
+/// A validated filter: its columns exist in the table, and its values have the columns' types.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Filter<'t> {
     All(Vec<Filter<'t>>),
     Any(Vec<Filter<'t>>),
     Not(Box<Filter<'t>>),
-    Term(&'t Column, Test),
+    Term(&'t Column, Predicate),
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub enum Test {
+pub enum Predicate {
     /// One of ` = `, ` <> `, ` > `, ` >= `, ` < `, ` <= `, ` LIKE `, ` ILIKE `, ` @> `.
     Operator(&'static str, Param),
     In(Vec<Param>),
-    /// A text that holds another.
-    Holds(String),
+    /// Substring test.
+    Contains(String),
     IsNull,
     IsNotNull,
 }
 
 impl<'t> Filter<'t> {
     /// # Errors
-    /// The place and what is wrong there.
-    pub fn parse(table: &'t Table, raw: &RawValue, place: &str) -> Result<Self, FieldError> {
-        Parser { table, terms: 0 }.object(raw, place, 1)
+    /// The JSON pointer and the error.
+    pub fn parse(table: &'t Table, raw: &RawValue, pointer: &str) -> Result<Self, FieldError> {
+        Parser { table, terms: 0 }.parse_object(raw, pointer, 1)
     }
 
-    /// That `column` has exactly this value, which is not null.
+    /// Matches rows whose `column` equals `value`, which must not be null.
     pub fn equals(column: &'t Column, value: Param) -> Self {
-        Self::Term(column, Test::Operator(" = ", value))
+        Self::Term(column, Predicate::Operator(" = ", value))
     }
 
-    /// Only the filter as a whole can be empty: no part of one is.
+    /// Only the whole filter can be empty, never a part of it.
     pub fn is_empty(&self) -> bool {
         matches!(self, Self::All(parts) if parts.is_empty())
     }
@@ -67,7 +67,7 @@ impl<'t> Filter<'t> {
                 inner.write(sql);
                 sql.push(")");
             }
-            Self::Term(column, test) => test.write(column, sql),
+            Self::Term(column, predicate) => predicate.write(column, sql),
         }
     }
 
@@ -78,7 +78,7 @@ impl<'t> Filter<'t> {
     }
 }
 
-impl Test {
+impl Predicate {
     fn write(&self, column: &Column, sql: &mut Sql) {
         match self {
             Self::Operator(operator, param) => {
@@ -87,7 +87,7 @@ impl Test {
             Self::In(values) => {
                 sql.column(column).push(" = ANY (").bind_many(column.kind, values.clone()).push(")");
             }
-            Self::Holds(part) => {
+            Self::Contains(part) => {
                 sql.push("strpos(").column(column).push(", ").placeholder(Param::Text(part.clone()));
                 sql.push(") > 0");
             }
@@ -107,149 +107,177 @@ struct Parser<'t> {
 }
 
 impl<'t> Parser<'t> {
-    fn object(&mut self, raw: &RawValue, place: &str, depth: usize) -> Result<Filter<'t>, FieldError> {
-        if depth > DEEPEST {
-            return Err(wrong(place, format!("is nested deeper than {DEEPEST}")));
+    fn parse_object(
+        &mut self,
+        raw: &RawValue,
+        pointer: &str,
+        depth: usize,
+    ) -> Result<Filter<'t>, FieldError> {
+        if depth > MAX_DEPTH {
+            return Err(field_error(pointer, format!("is nested deeper than {MAX_DEPTH}")));
         }
-        let fields = Fields::of(raw).map_err(|why| wrong(place, why))?;
+        let fields = Fields::of(raw).map_err(|message| field_error(pointer, message))?;
         let mut parts = Vec::with_capacity(fields.0.len());
         for (name, value) in &fields.0 {
-            let place = format!("{place}/{}", escaped(name));
+            let pointer = format!("{pointer}/{}", escape_segment(name));
             match name.as_ref() {
-                "and" => parts.push(Filter::All(self.group(value, &place, depth)?)),
-                "or" => parts.push(Filter::Any(self.group(value, &place, depth)?)),
-                "not" => parts.push(Filter::Not(Box::new(self.part(value, &place, depth + 1)?))),
-                name => self.column(name, value, &place, &mut parts)?,
+                "and" => parts.push(Filter::All(self.parse_group(value, &pointer, depth)?)),
+                "or" => parts.push(Filter::Any(self.parse_group(value, &pointer, depth)?)),
+                "not" => parts.push(Filter::Not(Box::new(self.parse_part(value, &pointer, depth + 1)?))),
+                name => self.parse_column(name, value, &pointer, &mut parts)?,
             }
         }
         Ok(if parts.len() == 1 { parts.remove(0) } else { Filter::All(parts) })
     }
 
-    fn group(&mut self, raw: &RawValue, place: &str, depth: usize) -> Result<Vec<Filter<'t>>, FieldError> {
+    fn parse_group(
+        &mut self,
+        raw: &RawValue,
+        pointer: &str,
+        depth: usize,
+    ) -> Result<Vec<Filter<'t>>, FieldError> {
         let parts = elements(raw).filter(|parts| !parts.is_empty());
-        let parts = parts.ok_or_else(|| wrong(place, "must be an array of filters, not empty"))?;
+        let parts = parts.ok_or_else(|| field_error(pointer, "must be an array of filters, not empty"))?;
         parts
             .into_iter()
             .enumerate()
-            .map(|(index, part)| self.part(part, &format!("{place}/{index}"), depth + 1))
+            .map(|(index, part)| self.parse_part(part, &format!("{pointer}/{index}"), depth + 1))
             .collect()
     }
 
-    /// An empty part would hold for every row: in an `or` it would undo the others without a word.
-    fn part(&mut self, raw: &RawValue, place: &str, depth: usize) -> Result<Filter<'t>, FieldError> {
-        let part = self.object(raw, place, depth)?;
-        if part.is_empty() { Err(wrong(place, "must not be empty")) } else { Ok(part) }
+    /// An empty part would match every row: in an `or` it would silently cancel the other parts.
+    fn parse_part(&mut self, raw: &RawValue, pointer: &str, depth: usize) -> Result<Filter<'t>, FieldError> {
+        let part = self.parse_object(raw, pointer, depth)?;
+        if part.is_empty() { Err(field_error(pointer, "must not be empty")) } else { Ok(part) }
     }
 
-    fn column(
+    fn parse_column(
         &mut self,
         name: &str,
         raw: &RawValue,
-        place: &str,
+        pointer: &str,
         parts: &mut Vec<Filter<'t>>,
     ) -> Result<(), FieldError> {
-        let column = self.table.column(name).ok_or_else(|| wrong(place, "is not a column of this table"))?;
+        let column =
+            self.table.column(name).ok_or_else(|| field_error(pointer, "is not a column of this table"))?;
         if !is_object(raw) {
-            parts.push(self.term(column, "eq", raw, place)?);
+            parts.push(self.parse_term(column, "eq", raw, pointer)?);
             return Ok(());
         }
-        let operators = Fields::of(raw).map_err(|why| wrong(place, why))?;
+        let operators = Fields::of(raw).map_err(|message| field_error(pointer, message))?;
         if operators.0.is_empty() {
-            return Err(wrong(place, "must name an operator"));
+            return Err(field_error(pointer, "must name an operator"));
         }
         for (operator, value) in &operators.0 {
-            parts.push(self.term(column, operator, value, &format!("{place}/{}", escaped(operator)))?);
+            parts.push(self.parse_term(
+                column,
+                operator,
+                value,
+                &format!("{pointer}/{}", escape_segment(operator)),
+            )?);
         }
         Ok(())
     }
 
-    fn term(
+    fn parse_term(
         &mut self,
         column: &'t Column,
         operator: &str,
         raw: &RawValue,
-        place: &str,
+        pointer: &str,
     ) -> Result<Filter<'t>, FieldError> {
         self.terms += 1;
-        if self.terms > MOST_TERMS {
-            return Err(wrong(place, format!("is one term too many; a filter has at most {MOST_TERMS}")));
+        if self.terms > MAX_TERMS {
+            return Err(field_error(
+                pointer,
+                format!("exceeds the limit: a filter has at most {MAX_TERMS} terms"),
+            ));
         }
-        let test = test(column.kind, operator, raw).map_err(|why| wrong(place, why))?;
-        Ok(Filter::Term(column, test))
+        let predicate =
+            parse_predicate(column.kind, operator, raw).map_err(|message| field_error(pointer, message))?;
+        Ok(Filter::Term(column, predicate))
     }
 }
 
-fn test(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Test, &'static str> {
+fn parse_predicate(kind: ColumnType, operator: &str, raw: &RawValue) -> Result<Predicate, &'static str> {
     match operator {
-        "eq" if is_null(raw) => Ok(Test::IsNull),
-        "ne" if is_null(raw) => Ok(Test::IsNotNull),
-        "eq" => compare(" = ", kind, raw),
-        "ne" => compare(" <> ", kind, raw),
-        "gt" => ordered(" > ", kind, raw),
-        "gte" => ordered(" >= ", kind, raw),
-        "lt" => ordered(" < ", kind, raw),
-        "lte" => ordered(" <= ", kind, raw),
-        "like" => pattern(" LIKE ", kind, raw),
-        "ilike" => pattern(" ILIKE ", kind, raw),
-        "in" => list(kind, raw),
+        "eq" if is_null(raw) => Ok(Predicate::IsNull),
+        "ne" if is_null(raw) => Ok(Predicate::IsNotNull),
+        "eq" => bind_comparison(" = ", kind, raw),
+        "ne" => bind_comparison(" <> ", kind, raw),
+        "gt" => bind_ordering(" > ", kind, raw),
+        "gte" => bind_ordering(" >= ", kind, raw),
+        "lt" => bind_ordering(" < ", kind, raw),
+        "lte" => bind_ordering(" <= ", kind, raw),
+        "like" => bind_pattern(" LIKE ", kind, raw),
+        "ilike" => bind_pattern(" ILIKE ", kind, raw),
+        "in" => bind_list(kind, raw),
         "isNull" => match raw.get() {
-            "true" => Ok(Test::IsNull),
-            "false" => Ok(Test::IsNotNull),
+            "true" => Ok(Predicate::IsNull),
+            "false" => Ok(Predicate::IsNotNull),
             _ => Err("must be true or false"),
         },
-        "contains" => match (kind, present(kind, raw)?) {
-            (ColumnType::Text, Param::Text(part)) => Ok(Test::Holds(part)),
-            (ColumnType::Jsonb, part) => Ok(Test::Operator(" @> ", part)),
+        "contains" => match (kind, bind_non_null(kind, raw)?) {
+            (ColumnType::Text, Param::Text(part)) => Ok(Predicate::Contains(part)),
+            (ColumnType::Jsonb, part) => Ok(Predicate::Operator(" @> ", part)),
             _ => Err("is for columns of type text and jsonb"),
         },
-        _ => Err("is not an operator; known are eq ne gt gte lt lte in like ilike isNull contains"),
+        _ => Err("is not an operator; the operators are eq ne gt gte lt lte in like ilike isNull contains"),
     }
 }
 
-/// A value that is not null.
-fn present(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
+/// Binds a value that must not be null.
+fn bind_non_null(kind: ColumnType, raw: &RawValue) -> Result<Param, &'static str> {
     if is_null(raw) { Err(NOT_NULL) } else { bind(kind, raw) }
 }
 
-fn compare(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<Test, &'static str> {
-    Ok(Test::Operator(operator, present(kind, raw)?))
+fn bind_comparison(
+    operator: &'static str,
+    kind: ColumnType,
+    raw: &RawValue,
+) -> Result<Predicate, &'static str> {
+    Ok(Predicate::Operator(operator, bind_non_null(kind, raw)?))
 }
 
-fn ordered(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<Test, &'static str> {
+fn bind_ordering(
+    operator: &'static str,
+    kind: ColumnType,
+    raw: &RawValue,
+) -> Result<Predicate, &'static str> {
     if !kind.is_ordered() {
         return Err("is not for columns of type jsonb");
     }
     if is_null(raw) {
         return Err(NOT_NULL);
     }
-    Ok(Test::Operator(operator, bind_bound(kind, operator.trim(), raw)?))
+    Ok(Predicate::Operator(operator, bind_bound(kind, operator.trim(), raw)?))
 }
 
-fn pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<Test, &'static str> {
+fn bind_pattern(operator: &'static str, kind: ColumnType, raw: &RawValue) -> Result<Predicate, &'static str> {
     if kind != ColumnType::Text {
         return Err("is for columns of type text");
     }
-    match present(kind, raw)? {
-        // PostgreSQL refuses a pattern that ends in its escape; that is a mistake of the client's, said here.
+    match bind_non_null(kind, raw)? {
+        // PostgreSQL rejects a pattern that ends with its escape character; report it as a client error here.
         Param::Text(text) if (text.len() - text.trim_end_matches('\\').len()) % 2 == 1 => {
             Err("must not end with a single backslash")
         }
-        pattern => Ok(Test::Operator(operator, pattern)),
+        pattern => Ok(Predicate::Operator(operator, pattern)),
     }
 }
 
-fn list(kind: ColumnType, raw: &RawValue) -> Result<Test, &'static str> {
-    let values = elements(raw).filter(|values| values.len() <= MOST_IN);
+fn bind_list(kind: ColumnType, raw: &RawValue) -> Result<Predicate, &'static str> {
+    let values = elements(raw).filter(|values| values.len() <= MAX_IN_VALUES);
     let values = values.ok_or("must be an array of at most 1000 values")?;
-    Ok(Test::In(values.into_iter().map(|value| present(kind, value)).collect::<Result<_, _>>()?))
+    Ok(Predicate::In(values.into_iter().map(|value| bind_non_null(kind, value)).collect::<Result<_, _>>()?))
 }
 
-fn wrong(place: &str, why: impl Into<String>) -> FieldError {
-    FieldError { pointer: place.to_owned(), detail: why.into() }
+fn field_error(pointer: &str, message: impl Into<String>) -> FieldError {
+    FieldError { pointer: pointer.to_owned(), detail: message.into() }
 }
 
-/// A name as a segment of a JSON pointer (RFC 6901), cut to what an answer may carry.
-pub fn escaped(name: &str) -> String {
+/// A name as a segment of a JSON pointer (RFC 6901), truncated to 64 characters.
+pub fn escape_segment(name: &str) -> String {
     let mut name: String = name.chars().take(64).collect();
     name = name.replace('~', "~0").replace('/', "~1");
     name

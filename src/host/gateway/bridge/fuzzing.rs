@@ -1,5 +1,5 @@
-//! The bridge's parsers as `tests/fuzz` reaches them: results as plain data, against one table with a column of each type.
-//! Absent from what is shipped.
+//! The bridge's parsers for `tests/fuzz`: results are plain data, against one table with a column of each type. Not in
+//! release builds.
 
 use std::sync::LazyLock;
 
@@ -13,7 +13,7 @@ use super::cursor::{self, Cursor};
 use super::filter::Filter;
 use super::order::Order;
 use super::plan::plan;
-use super::request::{Action, Request};
+use super::request::{Action, BridgeRequest};
 use super::sql::Sql;
 pub use crate::host::gateway::apps::path_in_app;
 use crate::host::gateway::apps::{ColumnType, Manifest, Name, Table, registration_sql};
@@ -27,12 +27,12 @@ static TABLE: LazyLock<Table> = LazyLock::new(|| {
     Manifest::from_value(&manifest).expect("a manifest in order").tables.remove(0)
 });
 
-/// SQL that would be run.
+/// A generated statement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Statement {
     pub text: String,
     pub params: usize,
-    /// Of the parameters, as they would be sent; `None` where one has no such form.
+    /// Encoded size of the parameters; `None` if one cannot be encoded.
     pub sent_bytes: Option<usize>,
 }
 
@@ -49,19 +49,19 @@ pub fn columns() -> Vec<String> {
     TABLE.columns.iter().map(|column| column.name.to_string()).collect()
 }
 
-/// A request that was accepted.
+/// A valid request.
 #[derive(Debug, Clone)]
 pub struct AcceptedRequest {
     pub action: &'static str,
     pub operations: usize,
-    /// Of each operation whose values fit the table.
+    /// The statements of the operations that match the table.
     pub statements: Vec<Statement>,
 }
 
 /// # Errors
-/// What the client is answered.
+/// The message for the client.
 pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
-    let request = Request::parse(body).map_err(|problem| problem.body().to_string())?;
+    let request = BridgeRequest::parse(body).map_err(|problem| problem.body().to_string())?;
     let calls = match &request.action {
         Action::Table(call) => std::slice::from_ref(call),
         Action::Transaction(calls) => calls,
@@ -77,21 +77,21 @@ pub fn read_request(body: &[u8]) -> Result<AcceptedRequest, String> {
     Ok(AcceptedRequest { action: request.action.name(), operations: calls.len(), statements })
 }
 
-/// A filter as it would stand in a statement, and its fingerprint.
+/// A filter's SQL and its fingerprint; `None` if the text is not JSON.
 ///
 /// # Errors
-/// The place and what is wrong there; nothing for what is not JSON at all, which never reaches a filter.
+/// The JSON pointer and the error.
 pub fn read_filter(text: &str) -> Option<Result<(Statement, String), String>> {
     let raw: &RawValue = serde_json::from_str(text).ok()?;
     let filter = Filter::parse(&TABLE, raw, "/filter");
-    Some(filter.map_err(|wrong| format!("{}: {}", wrong.pointer, wrong.detail)).map(|filter| {
+    Some(filter.map_err(|error| format!("{}: {}", error.pointer, error.detail)).map(|filter| {
         let mut sql = Sql::default();
         filter.write(&mut sql);
         (Statement::of(&sql), cursor::fingerprint(&filter))
     }))
 }
 
-/// Orders that cursors are made for: by columns that may be NULL, and by the id alone.
+/// Orders to create cursors for: by nullable columns, and only by the id.
 pub const ORDERS: [&str; 2] = [r#"["c_text",{"column":"c_numeric","direction":"desc"}]"#, "[]"];
 
 fn with_order<T>(index: usize, work: impl FnOnce(&Order<'_>) -> T) -> T {
@@ -99,15 +99,15 @@ fn with_order<T>(index: usize, work: impl FnOnce(&Order<'_>) -> T) -> T {
     work(&Order::parse(&TABLE, Some(raw)).expect("an order of the table"))
 }
 
-/// A cursor of an order of [`ORDERS`] and of a filter by its fingerprint.
+/// Creates a cursor for an order of [`ORDERS`] and a filter's fingerprint.
 pub fn write_cursor(order: usize, filter: &str, keys: Vec<Option<String>>) -> Option<String> {
     with_order(order, |order| Cursor::new(order, filter, keys).encode())
 }
 
-/// Its keys, and the condition that a page after it begins with.
+/// The cursor's keys, and the condition of the page after it.
 ///
 /// # Errors
-/// What the client is answered.
+/// The message for the client.
 pub fn read_cursor(
     order: usize,
     filter: &str,
@@ -130,15 +130,15 @@ pub fn write_event_id(app: Option<&str>, epoch: u32, position: i64) -> String {
     id_form(app).write(EventId { epoch: Epoch(epoch), position })
 }
 
-/// The epoch and the position that an id names.
+/// The epoch and position of an id.
 pub fn read_event_id(app: Option<&str>, text: &str, current: u32) -> Option<(u32, i64)> {
     id_form(app).read(text, Epoch(current)).ok().map(|id| (id.epoch.0, id.position))
 }
 
-/// An app's manifest in the one form that the database keeps, and the SQL that registers it in an empty schema.
+/// An app's manifest in its normalized form, and the SQL that registers it in an empty schema.
 ///
 /// # Errors
-/// Every mistake.
+/// All errors in the manifest.
 pub fn read_manifest(text: &[u8]) -> Result<(Value, Vec<String>), Vec<String>> {
     let manifest = Manifest::parse(text).map_err(|error| error.mistakes)?;
     let sql = registration_sql(&manifest.slug.schema(), &manifest.tables);

@@ -1,4 +1,4 @@
-//! The bridge's routes: whose request it is, whose table it names, and its way to plan and answer.
+//! The handlers of the bridge's routes: they authorize the caller, find the table, plan, execute and respond.
 
 use std::sync::Arc;
 
@@ -9,10 +9,10 @@ use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use serde_json::json;
 
-use super::answer::{self, Answer};
-use super::describe::QUERY_BODY;
+use super::answer::{self, BridgeResponse};
+use super::describe::MAX_QUERY_BYTES;
 use super::plan::{self, Plan};
-use super::request::{Action, Call, Request};
+use super::request::{Action, BridgeRequest, TableCall};
 use super::{refusal, run, schemas};
 use crate::host::gateway::apps::{App, ChangedRows, SentWrite, WriteSize};
 use crate::host::gateway::auth::{Caller, Principal};
@@ -29,10 +29,9 @@ pub async fn query(
 ) -> Response {
     let (head, body) = request.into_parts();
     let mut action = "unreadable";
-    let answered = answer(&gateway, &caller.0, &head.headers, body, &mut action).await;
-    BRIDGE_ACTIONS
-        .add_one([action, answered.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "ok")]);
-    answered.unwrap_or_else(IntoResponse::into_response)
+    let result = handle_query(&gateway, &caller.0, &head.headers, body, &mut action).await;
+    BRIDGE_ACTIONS.add_one([action, result.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "ok")]);
+    result.unwrap_or_else(IntoResponse::into_response)
 }
 
 /// `GET /api/bridge/schemas`.
@@ -40,23 +39,23 @@ pub async fn list_schemas(
     State(gateway): State<Arc<Gateway>>,
     Extension(caller): Extension<Caller>,
 ) -> Response {
-    schemas_of(&gateway, &caller.0, None).unwrap_or_else(IntoResponse::into_response)
+    schemas_response(&gateway, &caller.0, None).unwrap_or_else(IntoResponse::into_response)
 }
 
-async fn answer(
+async fn handle_query(
     gateway: &Gateway,
     principal: &Principal,
     headers: &HeaderMap,
     body: Body,
-    named: &mut &'static str,
+    action_name: &mut &'static str,
 ) -> Result<Response, Problem> {
     body::require_json(headers)?;
-    let body = body::read(body, QUERY_BODY).await?;
-    let Request { app, action } = Request::parse(&body)?;
-    *named = action.name();
+    let body = body::read(body, MAX_QUERY_BYTES).await?;
+    let BridgeRequest { app, action } = BridgeRequest::parse(&body)?;
+    *action_name = action.name();
     let app = app.as_deref();
     let calls = match &action {
-        Action::Schemas => return schemas_of(gateway, principal, app),
+        Action::Schemas => return schemas_response(gateway, principal, app),
         Action::Table(call) => std::slice::from_ref(call),
         Action::Transaction(calls) => calls,
     };
@@ -65,29 +64,32 @@ async fn answer(
     let _permit = gateway.writers.admit()?;
     let app = find_app(gateway, slug)?;
     let is_transaction = matches!(action, Action::Transaction(_));
-    let place = |problem, index| if is_transaction { refusal::at_operation(problem, index) } else { problem };
+    let locate =
+        |problem, index| if is_transaction { refusal::at_operation(problem, index) } else { problem };
     let mut plans = Vec::with_capacity(calls.len());
     for (index, call) in calls.iter().enumerate() {
-        plans.push(planned(&app, call).map_err(|problem| place(problem, index))?);
+        plans.push(plan_call(&app, call).map_err(|problem| locate(problem, index))?);
     }
     if calls.iter().any(|call| call.operation.adds_data()) {
         gateway.quotas.admit(|| gateway.kernel.settings(), principal, slug)?;
     }
-    let sent = sent(gateway, slug, &plans, body.len());
+    let sent = record_write(gateway, slug, &plans, body.len());
     let uncounted = ChangedRows::default();
     let changed = sent.as_ref().map_or(&uncounted, |sent| &sent.changed);
     let limit = gateway.config.statement_timeout;
     let answer = if is_transaction {
-        let ran = run::run_together(&app.pool, plans, limit, changed).await;
-        ran.map(|answers| answer::json(StatusCode::OK, Answer::all(&answers))).map_err(|failed| match failed
-            .index
-        {
-            Some(index) => refusal::at_operation(*failed.problem, index),
-            None => *failed.problem,
-        })
+        let ran = run::run_transaction(&app.pool, plans, limit, changed).await;
+        ran.map(|answers| answer::json_response(StatusCode::OK, BridgeResponse::all(&answers))).map_err(
+            |failed| match failed.index {
+                Some(index) => refusal::at_operation(*failed.problem, index),
+                None => *failed.problem,
+            },
+        )
     } else {
-        let plan = plans.pop().ok_or_else(refusal::lost)?;
-        run::run(&app.pool, plan, limit, changed).await.map(|answer| answer::json(answer.status, answer.body))
+        let plan = plans.pop().ok_or_else(refusal::missing_row)?;
+        run::run(&app.pool, plan, limit, changed)
+            .await
+            .map(|answer| answer::json_response(answer.status, answer.body))
     };
     if answer.is_ok()
         && let Some(sent) = sent
@@ -98,34 +100,34 @@ async fn answer(
     answer
 }
 
-/// Counts what is about to be written, where anything is.
-fn sent<'g>(
+/// Counts a write against the quota before it is sent.
+fn record_write<'g>(
     gateway: &'g Gateway,
     slug: &'g str,
     plans: &[Plan<'_>],
     body_bytes: usize,
 ) -> Option<SentWrite<'g>> {
-    let rows = plans.iter().map(Plan::rows_made).sum();
+    let rows = plans.iter().map(Plan::inserted_rows).sum();
     let is_by_filter = plans.iter().any(Plan::is_by_filter);
     let is_write = plans.iter().any(Plan::is_write);
     let size = WriteSize { body_bytes, rows, is_by_filter };
     is_write.then(|| gateway.quotas.send(|| gateway.kernel.settings(), slug, size))
 }
 
-fn planned<'a>(app: &'a App, call: &Call<'_>) -> Result<Plan<'a>, Problem> {
+fn plan_call<'a>(app: &'a App, call: &TableCall<'_>) -> Result<Plan<'a>, Problem> {
     let table = app.tables.get(&*call.table);
     let table = table.ok_or_else(|| Problem::new(Code::NotFound, "The app has no such table."))?;
-    plan::plan(&app.schema, table, &call.operation).map_err(|wrong| Problem::invalid(&wrong))
+    plan::plan(&app.schema, table, &call.operation).map_err(|errors| Problem::invalid(&errors))
 }
 
-/// An app speaks for itself alone, an agent for the apps that its owner named.
+/// An app may use its own tables, an agent those of the apps that the owner granted.
 pub(super) fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
     match principal {
         Principal::App { slug } if slug != app => {
-            Err(Problem::new(Code::Forbidden, "An app may use its own tables alone."))
+            Err(Problem::new(Code::Forbidden, "An app may use only its own tables."))
         }
         Principal::Agent { apps, .. } if !apps.iter().any(|one| one == app) => {
-            let detail = format!("This agent may use the tables of {} alone.", apps.join(", "));
+            let detail = format!("This agent may use only the tables of {}.", apps.join(", "));
             Err(Problem::new(Code::Forbidden, detail))
         }
         Principal::App { .. }
@@ -138,18 +140,18 @@ pub(super) fn allow(principal: &Principal, app: &str) -> Result<(), Problem> {
 }
 
 pub(super) fn find_app(gateway: &Gateway, slug: &str) -> Result<Arc<App>, Problem> {
-    let known = gateway.apps.known();
-    match known.apps.get(slug) {
+    let snapshot = gateway.apps.snapshot();
+    match snapshot.apps.get(slug) {
         Some(app) => Ok(app.clone()),
-        None if !known.loaded => Err(refusal::unavailable()),
+        None if !snapshot.loaded => Err(refusal::unavailable()),
         None => Err(Problem::new(Code::NotFound, "There is no such app.")),
     }
 }
 
-/// The app that is meant where a request names none; `None` where all are.
+/// The default app when a request names none; `None` means all apps.
 ///
 /// # Errors
-/// For an agent that may use several.
+/// An agent with access to several apps must name one.
 pub(super) fn only_app(principal: &Principal) -> Result<Option<&str>, Problem> {
     match principal {
         Principal::App { slug } => Ok(Some(slug)),
@@ -164,8 +166,12 @@ pub(super) fn only_app(principal: &Principal) -> Result<Option<&str>, Problem> {
     }
 }
 
-/// The owner sees all apps, or the one that is named; an app sees itself.
-fn schemas_of(gateway: &Gateway, principal: &Principal, app: Option<&str>) -> Result<Response, Problem> {
+/// Returns the schemas of all apps or of `app`; an app gets its own.
+fn schemas_response(
+    gateway: &Gateway,
+    principal: &Principal,
+    app: Option<&str>,
+) -> Result<Response, Problem> {
     let only = match app {
         Some(app) => Some(app),
         None => only_app(principal)?,
@@ -173,15 +179,15 @@ fn schemas_of(gateway: &Gateway, principal: &Principal, app: Option<&str>) -> Re
     let data = match only {
         Some(slug) => {
             allow(principal, slug)?;
-            vec![schemas::schema(&*find_app(gateway, slug)?)]
+            vec![schemas::schema_json(&*find_app(gateway, slug)?)]
         }
         None => {
-            let known = gateway.apps.known();
-            if !known.loaded {
+            let snapshot = gateway.apps.snapshot();
+            if !snapshot.loaded {
                 return Err(refusal::unavailable());
             }
-            known.apps.values().map(|app| schemas::schema(app)).collect()
+            snapshot.apps.values().map(|app| schemas::schema_json(app)).collect()
         }
     };
-    Ok(answer::json(StatusCode::OK, Bytes::from(json!({ "data": data }).to_string())))
+    Ok(answer::json_response(StatusCode::OK, Bytes::from(json!({ "data": data }).to_string())))
 }

@@ -1,8 +1,8 @@
-//! The bridge: an app's tables over HTTP, without SQL.
+//! The bridge: HTTP access to an app's tables, without SQL.
 //!
-//! A request is parsed ([`request`]), planned against the app's registered manifest ([`plan`], pure), and run through
-//! the app's own role ([`run`]). No value ever stands in SQL text, no row value in an error or a log line. What changed,
-//! and by whomever, is told by [`changes`].
+//! A request is parsed ([`request`]), planned against the app's registered manifest ([`plan`], pure), and executed with
+//! the app's own role ([`run`]). SQL text never contains a value; errors and log lines never contain row values.
+//! [`changes`] streams every change, including changes made outside the bridge.
 
 mod answer;
 mod changes;
@@ -23,8 +23,8 @@ mod schemas;
 mod sql;
 mod value;
 
-pub use answer::json;
+pub use answer::json_response;
 use changes::changes;
-pub use changes::{Changes, IdSecret, tend};
+pub use changes::{ChangeFeed, IdSecret, run_change_feed};
 pub use describe::{CHANGES, QUERY, SCHEMAS, app_schema};
 use handler::{list_schemas, query};

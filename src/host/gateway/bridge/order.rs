@@ -1,6 +1,6 @@
-//! The order of a `find`, and where in it a page begins.
+//! The order of a `find`, and the position in it after which a page starts.
 //!
-//! The order always ends with `id`, so that no two rows are equal in it and a cursor names one place.
+//! The order always ends with `id`, so that it is total and a cursor denotes one position.
 
 use serde_json::value::RawValue;
 
@@ -10,7 +10,7 @@ use super::sql::Sql;
 use crate::host::gateway::apps::{Column, Table};
 use crate::http::problem::FieldError;
 
-const MOST_KEYS: usize = 8;
+const MAX_KEYS: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
@@ -24,24 +24,25 @@ pub struct Order<'t> {
 }
 
 impl<'t> Order<'t> {
-    /// `orderBy`: an array of `{"column", "direction"?: "asc"|"desc"}` or of bare column names; by `id` without one.
+    /// Parses `orderBy`: an array of `{"column", "direction"?: "asc"|"desc"}` or of column names; the default is `id`.
     ///
     /// # Errors
-    /// The place and what is wrong there.
+    /// The JSON pointer and the error.
     pub fn parse(table: &'t Table, raw: Option<&RawValue>) -> Result<Self, FieldError> {
         let mut keys: Vec<(&Column, Direction)> = Vec::new();
         let entries = match raw {
             None => Vec::new(),
             Some(raw) => elements(raw)
-                .filter(|entries| entries.len() <= MOST_KEYS)
-                .ok_or_else(|| wrong("/orderBy", "must be an array of at most 8 entries"))?,
+                .filter(|entries| entries.len() <= MAX_KEYS)
+                .ok_or_else(|| field_error("/orderBy", "must be an array of at most 8 entries"))?,
         };
         for (index, entry) in entries.into_iter().enumerate() {
-            let place = format!("/orderBy/{index}");
-            let (name, direction) = entry_of(entry, &place)?;
-            let column = table.column(&name).ok_or_else(|| wrong(&place, "is not a column of this table"))?;
+            let pointer = format!("/orderBy/{index}");
+            let (name, direction) = parse_entry(entry, &pointer)?;
+            let column =
+                table.column(&name).ok_or_else(|| field_error(&pointer, "is not a column of this table"))?;
             if !column.kind.is_ordered() {
-                return Err(wrong(&place, "is of type jsonb, which has no order here"));
+                return Err(field_error(&pointer, "is of type jsonb, which cannot be ordered"));
             }
             if keys.iter().all(|(known, _)| *known != column) {
                 keys.push((column, direction));
@@ -56,7 +57,7 @@ impl<'t> Order<'t> {
         Ok(Self { keys })
     }
 
-    /// The order in words, by which a cursor is known to belong to it.
+    /// The order as text; a cursor stores it to identify its order.
     pub fn fingerprint(&self) -> String {
         let key = |(column, direction): &(&Column, Direction)| match direction {
             Direction::Ascending => column.name.to_string(),
@@ -74,7 +75,7 @@ impl<'t> Order<'t> {
         });
     }
 
-    /// The condition that a row comes after the cursor's.
+    /// Writes the condition that a row comes after the cursor.
     pub fn write_after(&self, cursor: &Cursor, sql: &mut Sql) {
         if self.is_plain() {
             self.write_row_comparison(cursor, sql);
@@ -83,7 +84,7 @@ impl<'t> Order<'t> {
         }
     }
 
-    /// One direction and no NULL anywhere: an index serves the comparison of whole rows.
+    /// One direction and no nullable column: an index supports the comparison of whole rows.
     fn is_plain(&self) -> bool {
         let first = self.keys.first().map(|(_, direction)| *direction);
         self.keys.iter().all(|(column, direction)| !column.is_nullable() && Some(*direction) == first)
@@ -101,7 +102,8 @@ impl<'t> Order<'t> {
         sql.push(")");
     }
 
-    /// For each key: equal before it, and past it there. NULL comes last ascending and first descending.
+    /// For each key: equal in the keys before it, and after the cursor in this one. NULL comes last ascending and first
+    /// descending.
     fn write_steps(&self, cursor: &Cursor, sql: &mut Sql) {
         let keys: Vec<_> = self.keys.iter().zip(&cursor.keys).collect();
         sql.push("(");
@@ -142,24 +144,24 @@ fn write_past(column: &Column, direction: Direction, value: Option<&str>, sql: &
     };
 }
 
-fn entry_of(raw: &RawValue, place: &str) -> Result<(String, Direction), FieldError> {
-    let shape = "must be a column or {\"column\", \"direction\"?: \"asc\"|\"desc\"}";
+fn parse_entry(raw: &RawValue, pointer: &str) -> Result<(String, Direction), FieldError> {
+    let expected = "must be a column or {\"column\", \"direction\"?: \"asc\"|\"desc\"}";
     if let Some(name) = text(raw) {
         return Ok((name.into_owned(), Direction::Ascending));
     }
-    let fields = Fields::of(raw).map_err(|_| wrong(place, shape))?;
+    let fields = Fields::of(raw).map_err(|_| field_error(pointer, expected))?;
     let (mut column, mut direction) = (None, Direction::Ascending);
     for (name, value) in &fields.0 {
         match (name.as_ref(), text(value).as_deref()) {
             ("column", Some(name)) => column = Some(name.to_owned()),
             ("direction", Some("asc")) => direction = Direction::Ascending,
             ("direction", Some("desc")) => direction = Direction::Descending,
-            _ => return Err(wrong(place, shape)),
+            _ => return Err(field_error(pointer, expected)),
         }
     }
-    Ok((column.ok_or_else(|| wrong(place, shape))?, direction))
+    Ok((column.ok_or_else(|| field_error(pointer, expected))?, direction))
 }
 
-fn wrong(place: &str, why: &str) -> FieldError {
-    FieldError { pointer: place.to_owned(), detail: why.to_owned() }
+fn field_error(pointer: &str, message: &str) -> FieldError {
+    FieldError { pointer: pointer.to_owned(), detail: message.to_owned() }
 }

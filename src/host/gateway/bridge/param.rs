@@ -1,6 +1,6 @@
-//! A value on its way to PostgreSQL, in the type that its column fixes.
+//! A parameter in the PostgreSQL type of its column.
 //!
-//! Invariant: its `Debug` never shows the value, because the driver logs parameters at level debug.
+//! Invariant: `Debug` never shows the value, because the driver logs parameters at debug level.
 
 use std::error::Error;
 use std::fmt;
@@ -13,7 +13,7 @@ use crate::host::gateway::apps::ColumnType;
 #[derive(Clone, PartialEq)]
 pub enum Param {
     Null(ColumnType),
-    /// Also numbers of type numeric, which travel as text and are cast.
+    /// Also values of type numeric, which are sent as text and cast.
     Text(String),
     Bool(bool),
     Int4(i32),
@@ -21,25 +21,25 @@ pub enum Param {
     Double(f64),
     Date(jiff::civil::Date),
     Timestamp(jiff::Timestamp),
-    /// JSON text, as the client wrote it.
+    /// JSON text as the client sent it.
     Jsonb(String),
     Uuid(uuid::Uuid),
     Bytea(Vec<u8>),
-    /// Values of one column, as an array.
-    Many(ColumnType, Vec<Param>),
+    /// An array of values of one column.
+    Array(ColumnType, Vec<Param>),
 }
 
 impl fmt::Debug for Param {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Null(_) => f.write_str("null"),
-            Self::Many(_, values) => write!(f, "{} values", values.len()),
+            Self::Array(_, values) => write!(f, "{} values", values.len()),
             _ => write!(f, "a {}", self.sql_type()),
         }
     }
 }
 
-/// The type in which values of a column travel.
+/// The wire type of a column's values.
 fn wire_type(kind: ColumnType) -> Type {
     match kind {
         ColumnType::Text | ColumnType::Numeric => Type::TEXT,
@@ -71,7 +71,7 @@ fn array_type(kind: ColumnType) -> Type {
 }
 
 impl Param {
-    /// The type of the placeholder that takes this; it depends on the column alone, never on the value.
+    /// The type of the placeholder. It depends only on the column, never on the value.
     pub fn sql_type(&self) -> Type {
         match self {
             Self::Null(kind) => wire_type(*kind),
@@ -85,7 +85,7 @@ impl Param {
             Self::Jsonb(_) => Type::JSONB,
             Self::Uuid(_) => Type::UUID,
             Self::Bytea(_) => Type::BYTEA,
-            Self::Many(kind, _) => array_type(*kind),
+            Self::Array(kind, _) => array_type(*kind),
         }
     }
 }
@@ -109,7 +109,7 @@ impl ToSql for Param {
             }
             Self::Uuid(value) => value.to_sql(ty, out),
             Self::Bytea(value) => value.to_sql(ty, out),
-            Self::Many(_, values) => values.to_sql(ty, out),
+            Self::Array(_, values) => values.to_sql(ty, out),
         }
     }
 
@@ -125,9 +125,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_parameter_does_not_show_its_value() {
+    fn debug_hides_value() {
         let text = Param::Text("s3cret".to_owned());
-        let shown = format!("{text:?} {:?}", Param::Many(ColumnType::Text, vec![text.clone()]));
+        let shown = format!("{text:?} {:?}", Param::Array(ColumnType::Text, vec![text.clone()]));
         assert_eq!(shown, "a text 1 values");
     }
 }

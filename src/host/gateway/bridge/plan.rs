@@ -1,4 +1,5 @@
-//! From a request and a table to SQL with typed parameters. Pure; the one place where statements are made.
+//! Plans a request: from an operation and a table to SQL with typed parameters. Pure; the only place that builds
+//! statements.
 
 mod write;
 
@@ -9,46 +10,46 @@ use super::fields::{elements, text};
 use super::filter::Filter;
 use super::order::Order;
 use super::param::Param;
-use super::request::{Count, Find, Operation, Returning};
+use super::request::{CountMode, Find, Operation, Returning};
 use super::sql::Sql;
 use super::value::bind;
 use crate::host::gateway::apps::{Column, ColumnType, Name, Table};
 use crate::http::problem::FieldError;
 
 const DEFAULT_LIMIT: i64 = 100;
-const LARGEST_LIMIT: i64 = 1000;
+const MAX_LIMIT: i64 = 1000;
 
-/// What to run, and how its rows become the answer.
+/// The statements of an operation, and how their rows become the response.
 #[derive(Debug, PartialEq)]
 pub enum Plan<'t> {
-    /// One row was made.
-    Made(Sql),
-    /// Rows were made: a statement for each set of columns that they name.
-    ManyMade(Vec<Group>),
-    /// A row was made, or was there: then `otherwise` reads it where it was to be left as it is.
-    Upserted {
+    /// Inserts one row.
+    Insert(Sql),
+    /// Inserts rows, with one statement for each distinct set of columns.
+    InsertMany(Vec<InsertGroup>),
+    /// Inserts or updates a row. `fallback` reads the existing row when the conflict leaves it unchanged.
+    Upsert {
         write: Sql,
-        otherwise: Option<Sql>,
+        fallback: Option<Sql>,
     },
-    /// One row, or none.
-    One(Sql),
-    /// A number.
-    Number(Sql),
-    Page(Page<'t>),
-    Changed(Changed),
+    /// Reads at most one row.
+    Get(Sql),
+    /// Counts rows.
+    Count(Sql),
+    Find(FindPlan<'t>),
+    Change(ChangePlan),
 }
 
-/// Rows that one statement makes, and which of the request's rows they are.
+/// The rows inserted by one statement, and their indexes in the request.
 #[derive(Debug, PartialEq)]
-pub struct Group {
+pub struct InsertGroup {
     pub sql: Sql,
     pub rows: Vec<usize>,
 }
 
-/// A page of rows: each row of the answer is its JSON, then the order's columns. One row more than `limit` is
-/// asked for: it tells whether there is a next page.
+/// A page of rows: each result row is the JSON and the order columns. The query reads `limit` + 1 rows to detect a next
+/// page.
 #[derive(Debug, PartialEq)]
-pub struct Page<'t> {
+pub struct FindPlan<'t> {
     pub rows: Sql,
     pub count: Option<Sql>,
     pub limit: usize,
@@ -57,115 +58,115 @@ pub struct Page<'t> {
     pub filter: String,
 }
 
-/// An update or a delete.
+/// An update or delete.
 #[derive(Debug, PartialEq)]
-pub struct Changed {
+pub struct ChangePlan {
     pub sql: Sql,
-    pub target: Target,
+    pub target: ChangeTarget,
     pub returning: Returning,
-    /// With a bound, each row of the answer begins with the number of rows that matched, and above the bound nothing was
-    /// changed.
-    pub at_most: Option<i64>,
+    /// With a bound, each result row starts with the number of matched rows, and nothing is changed above the bound.
+    pub max_affected: Option<i64>,
 }
 
-/// What a change of no row means.
+/// The meaning of a change without matching rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Target {
-    /// The row is absent.
+pub enum ChangeTarget {
+    /// The row does not exist: 404.
     Id,
-    /// Nothing matched.
+    /// Success with 0 rows.
     Filter,
 }
 
 impl Plan<'_> {
-    /// In the order in which they are run.
+    /// The statements in execution order.
     pub fn statements(&self) -> Vec<&Sql> {
         match self {
-            Self::Made(sql) | Self::One(sql) | Self::Number(sql) => vec![sql],
-            Self::ManyMade(groups) => groups.iter().map(|group| &group.sql).collect(),
-            Self::Upserted { write, otherwise } => std::iter::once(write).chain(otherwise).collect(),
-            Self::Page(page) => std::iter::once(&page.rows).chain(&page.count).collect(),
-            Self::Changed(changed) => vec![&changed.sql],
+            Self::Insert(sql) | Self::Get(sql) | Self::Count(sql) => vec![sql],
+            Self::InsertMany(groups) => groups.iter().map(|group| &group.sql).collect(),
+            Self::Upsert { write, fallback } => std::iter::once(write).chain(fallback).collect(),
+            Self::Find(page) => std::iter::once(&page.rows).chain(&page.count).collect(),
+            Self::Change(changed) => vec![&changed.sql],
         }
     }
 
     pub fn is_write(&self) -> bool {
-        !matches!(self, Self::One(_) | Self::Number(_) | Self::Page(_))
+        !matches!(self, Self::Get(_) | Self::Count(_) | Self::Find(_))
     }
 
-    /// Rows that it makes of values that the request has.
-    pub fn rows_made(&self) -> usize {
+    /// Number of rows that the request's own values insert.
+    pub fn inserted_rows(&self) -> usize {
         match self {
-            Self::Made(_) | Self::Upserted { .. } => 1,
-            Self::ManyMade(groups) => groups.iter().map(|group| group.rows.len()).sum(),
-            Self::One(_) | Self::Number(_) | Self::Page(_) | Self::Changed(_) => 0,
+            Self::Insert(_) | Self::Upsert { .. } => 1,
+            Self::InsertMany(groups) => groups.iter().map(|group| group.rows.len()).sum(),
+            Self::Get(_) | Self::Count(_) | Self::Find(_) | Self::Change(_) => 0,
         }
     }
 
-    /// Whether it changes as many rows as a filter matches.
+    /// Whether a filter selects the rows to change.
     pub fn is_by_filter(&self) -> bool {
-        matches!(self, Self::Changed(changed) if changed.target == Target::Filter)
+        matches!(self, Self::Change(changed) if changed.target == ChangeTarget::Filter)
     }
 
-    /// Whether one statement does all of it: PostgreSQL then makes all of it true or nothing.
+    /// Whether it is a single statement, which PostgreSQL executes atomically.
     pub fn is_one_statement(&self) -> bool {
-        !matches!(self, Self::ManyMade(groups) if groups.len() > 1)
+        !matches!(self, Self::InsertMany(groups) if groups.len() > 1)
     }
 
-    /// Where in the request the values stand that this writes.
+    /// JSON pointer to the written values in the request.
     pub fn data(&self) -> &'static str {
-        if matches!(self, Self::ManyMade(_)) { "/rows" } else { "/data" }
+        if matches!(self, Self::InsertMany(_)) { "/rows" } else { "/data" }
     }
 }
 
-type Wrong = Vec<FieldError>;
+type FieldErrors = Vec<FieldError>;
 
 /// Plans an operation on `table` of `schema`.
 ///
 /// # Errors
-/// The fields that do not fit the table.
-pub fn plan<'t>(schema: &Name, table: &'t Table, operation: &Operation<'_>) -> Result<Plan<'t>, Wrong> {
-    let place = Place { schema, table };
-    let one = |wrong| vec![wrong];
+/// The fields that do not match the table.
+pub fn plan<'t>(schema: &Name, table: &'t Table, operation: &Operation<'_>) -> Result<Plan<'t>, FieldErrors> {
+    let planner = TablePlanner { schema, table };
+    let single = |error| vec![error];
     match operation {
-        Operation::Insert { data } => place.insert(data),
-        Operation::InsertMany { rows } => place.insert_many(rows),
-        Operation::Upsert { data, on_conflict, resolution } => place.upsert(data, on_conflict, *resolution),
-        Operation::Update { change, data } => place.update(change, data),
-        Operation::Delete { change } => place.delete(change).map_err(one),
-        Operation::Get { id } => place.get(id).map_err(one),
+        Operation::Insert { data } => planner.insert(data),
+        Operation::InsertMany { rows } => planner.insert_many(rows),
+        Operation::Upsert { data, on_conflict, resolution } => planner.upsert(data, on_conflict, *resolution),
+        Operation::Update { change, data } => planner.update(change, data),
+        Operation::Delete { change } => planner.delete(change).map_err(single),
+        Operation::Get { id } => planner.get(id).map_err(single),
         Operation::Count { filter } => {
-            let filter = place.filter(*filter).map_err(one)?;
-            Ok(Plan::Number(place.count(&filter)))
+            let filter = planner.filter(*filter).map_err(single)?;
+            Ok(Plan::Count(planner.count_sql(&filter)))
         }
-        Operation::Find(find) => place.find(find).map_err(one),
+        Operation::Find(find) => planner.find(find).map_err(single),
     }
 }
 
-struct Place<'s, 't> {
+struct TablePlanner<'s, 't> {
     schema: &'s Name,
     table: &'t Table,
 }
 
-impl<'t> Place<'_, 't> {
-    fn name(&self, sql: &mut Sql) {
+impl<'t> TablePlanner<'_, 't> {
+    fn push_table(&self, sql: &mut Sql) {
         sql.name(self.schema).push(".").name(&self.table.name).push(" AS \"t\"");
     }
 
     fn get(&self, id: &RawValue) -> Result<Plan<'t>, FieldError> {
-        let filter = self.by_id(id)?;
+        let filter = self.id_filter(id)?;
         let mut sql = Sql::new("SELECT ");
         sql.row_object(&self.table.columns).push(" FROM ");
-        self.name(&mut sql);
+        self.push_table(&mut sql);
         sql.push(" WHERE ");
         filter.write(&mut sql);
-        Ok(Plan::One(sql))
+        Ok(Plan::Get(sql))
     }
 
-    fn by_id(&self, id: &RawValue) -> Result<Filter<'t>, FieldError> {
-        let column = self.table.column("id").ok_or_else(|| wrong("/id", "is not a column of this table"))?;
-        match bind(ColumnType::Uuid, id).map_err(|why| wrong("/id", why))? {
-            Param::Null(_) => Err(wrong("/id", "must be a UUID")),
+    fn id_filter(&self, id: &RawValue) -> Result<Filter<'t>, FieldError> {
+        let column =
+            self.table.column("id").ok_or_else(|| field_error("/id", "is not a column of this table"))?;
+        match bind(ColumnType::Uuid, id).map_err(|message| field_error("/id", message))? {
+            Param::Null(_) => Err(field_error("/id", "must be a UUID")),
             id => Ok(Filter::equals(column, id)),
         }
     }
@@ -174,9 +175,9 @@ impl<'t> Place<'_, 't> {
         raw.map_or(Ok(Filter::All(Vec::new())), |raw| Filter::parse(self.table, raw, "/filter"))
     }
 
-    fn count(&self, filter: &Filter<'_>) -> Sql {
+    fn count_sql(&self, filter: &Filter<'_>) -> Sql {
         let mut sql = Sql::new("SELECT count(*) FROM ");
-        self.name(&mut sql);
+        self.push_table(&mut sql);
         if !filter.is_empty() {
             sql.push(" WHERE ");
             filter.write(&mut sql);
@@ -188,18 +189,18 @@ impl<'t> Place<'_, 't> {
         let filter = self.filter(find.filter)?;
         let order = Order::parse(self.table, find.order_by)?;
         let columns = self.columns(find.columns)?;
-        let limit = limit(find.limit).map_err(|why| wrong("/limit", why))?;
+        let limit = parse_limit(find.limit).map_err(|message| field_error("/limit", message))?;
         let fingerprint = cursor::fingerprint(&filter);
         let after = find.after.as_deref().map(|text| Cursor::decode(text, &order, &fingerprint)).transpose();
-        let after = after.map_err(|why| wrong("/after", why))?;
-        let count = (find.count == Count::Exact).then(|| self.count(&filter));
-        let rows = self.rows(&columns, &filter, &order, after.as_ref(), limit);
+        let after = after.map_err(|message| field_error("/after", message))?;
+        let count = (find.count == CountMode::Exact).then(|| self.count_sql(&filter));
+        let rows = self.page_sql(&columns, &filter, &order, after.as_ref(), limit);
         let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-        Ok(Plan::Page(Page { rows, count, limit, order, filter: fingerprint }))
+        Ok(Plan::Find(FindPlan { rows, count, limit, order, filter: fingerprint }))
     }
 
-    /// The page is cut out first, and only its rows are made into JSON.
-    fn rows(
+    /// The inner query selects the page, and only its rows are converted to JSON.
+    fn page_sql(
         &self,
         columns: &[&Column],
         filter: &Filter<'_>,
@@ -224,7 +225,7 @@ impl<'t> Place<'_, 't> {
             sql.column(column);
         });
         sql.push(" FROM ");
-        self.name(&mut sql);
+        self.push_table(&mut sql);
         if !filter.is_empty() || after.is_some() {
             sql.push(" WHERE ");
             filter.write(&mut sql);
@@ -236,7 +237,7 @@ impl<'t> Place<'_, 't> {
         sql.push(" ORDER BY ");
         order.write(&mut sql);
         sql.push(" LIMIT ").placeholder(Param::Int8(limit + 1)).push(") AS \"t\"");
-        // A lateral row costs PostgreSQL less than a sub-select for each row.
+        // A lateral join is cheaper in PostgreSQL than a sub-select for each row.
         sql.push(" CROSS JOIN LATERAL ").row_source(columns.iter().copied());
         sql
     }
@@ -244,19 +245,19 @@ impl<'t> Place<'_, 't> {
     fn columns(&self, raw: Option<&RawValue>) -> Result<Vec<&'t Column>, FieldError> {
         match raw {
             None => Ok(self.table.columns.iter().collect()),
-            Some(raw) => self.named(raw, "/columns"),
+            Some(raw) => self.parse_columns(raw, "/columns"),
         }
     }
 
-    /// The columns that an array names, each once.
-    fn named(&self, raw: &RawValue, place: &str) -> Result<Vec<&'t Column>, FieldError> {
+    /// The columns named by an array, without duplicates.
+    fn parse_columns(&self, raw: &RawValue, pointer: &str) -> Result<Vec<&'t Column>, FieldError> {
         let names = elements(raw).filter(|names| !names.is_empty() && names.len() <= 256);
-        let names = names.ok_or_else(|| wrong(place, "must be an array of columns"))?;
+        let names = names.ok_or_else(|| field_error(pointer, "must be an array of columns"))?;
         let mut columns: Vec<&Column> = Vec::with_capacity(names.len());
         for (index, name) in names.into_iter().enumerate() {
             let column = text(name).and_then(|name| self.table.column(&name));
-            let column =
-                column.ok_or_else(|| wrong(format!("{place}/{index}"), "is not a column of this table"))?;
+            let column = column
+                .ok_or_else(|| field_error(format!("{pointer}/{index}"), "is not a column of this table"))?;
             if !columns.contains(&column) {
                 columns.push(column);
             }
@@ -265,13 +266,13 @@ impl<'t> Place<'_, 't> {
     }
 }
 
-fn wrong(pointer: impl Into<String>, detail: &str) -> FieldError {
+fn field_error(pointer: impl Into<String>, detail: &str) -> FieldError {
     FieldError { pointer: pointer.into(), detail: detail.to_owned() }
 }
 
-fn limit(raw: Option<&RawValue>) -> Result<i64, &'static str> {
+fn parse_limit(raw: Option<&RawValue>) -> Result<i64, &'static str> {
     let Some(raw) = raw else { return Ok(DEFAULT_LIMIT) };
-    let limit = raw.get().parse().ok().filter(|limit| (1..=LARGEST_LIMIT).contains(limit));
+    let limit = raw.get().parse().ok().filter(|limit| (1..=MAX_LIMIT).contains(limit));
     limit.ok_or("must be an integer from 1 to 1000")
 }
 

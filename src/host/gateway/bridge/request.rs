@@ -1,5 +1,5 @@
-//! A request's shape: which action, on which table, with which fields. Unknown and missing fields are refused here;
-//! what they mean for a table is the planner's to say.
+//! The shape of a request: its action, table and fields. Unknown and missing fields are rejected here; the planner
+//! checks values against the table.
 
 use std::borrow::Cow;
 
@@ -7,29 +7,29 @@ use serde_json::value::RawValue;
 
 use super::describe::fields_of;
 use super::fields::{Fields, elements, text};
-use super::filter::escaped;
+use super::filter::escape_segment;
 use crate::http::problem::{FieldError, Problem};
 
-pub const MOST_OPERATIONS: usize = 50;
+pub const MAX_OPERATIONS: usize = 50;
 
 /// A request to the bridge.
 #[derive(Debug)]
-pub struct Request<'a> {
-    /// Absent only where the action allows it.
+pub struct BridgeRequest<'a> {
+    /// `None` only where the action allows it.
     pub app: Option<Cow<'a, str>>,
     pub action: Action<'a>,
 }
 
 #[derive(Debug)]
 pub enum Action<'a> {
-    Table(Call<'a>),
-    /// All of them, or nothing.
-    Transaction(Vec<Call<'a>>),
+    Table(TableCall<'a>),
+    /// All operations or none.
+    Transaction(Vec<TableCall<'a>>),
     Schemas,
 }
 
 impl Action<'_> {
-    /// As requests call it.
+    /// The name used in requests.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Transaction(_) => "transaction",
@@ -48,14 +48,14 @@ impl Action<'_> {
     }
 }
 
-/// One operation and the table that it is on.
+/// One operation and its table.
 #[derive(Debug)]
-pub struct Call<'a> {
+pub struct TableCall<'a> {
     pub table: Cow<'a, str>,
     pub operation: Operation<'a>,
 }
 
-/// What to do with one table.
+/// An operation on one table.
 #[derive(Debug)]
 pub enum Operation<'a> {
     Insert { data: &'a RawValue },
@@ -64,8 +64,8 @@ pub enum Operation<'a> {
     Find(Find<'a>),
     Get { id: &'a RawValue },
     Count { filter: Option<&'a RawValue> },
-    Update { change: Change<'a>, data: &'a RawValue },
-    Delete { change: Change<'a> },
+    Update { change: ChangeRequest<'a>, data: &'a RawValue },
+    Delete { change: ChangeRequest<'a> },
 }
 
 impl Operation<'_> {
@@ -78,13 +78,13 @@ impl Operation<'_> {
     }
 }
 
-/// What an upsert does with a row that is there.
+/// What an upsert does with an existing row.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Resolution {
-    /// It takes the values of `data`, and keeps those that `data` does not name.
+    /// Updates the columns that `data` names.
     #[default]
     Merge,
-    /// It stays as it is.
+    /// Leaves the row unchanged.
     Ignore,
 }
 
@@ -95,28 +95,28 @@ pub struct Find<'a> {
     pub order_by: Option<&'a RawValue>,
     pub limit: Option<&'a RawValue>,
     pub after: Option<Cow<'a, str>>,
-    pub count: Count,
+    pub count: CountMode,
 }
 
-/// Whether a `find` also counts all rows of its filter.
+/// Whether a `find` also returns the number of all matching rows.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub enum Count {
+pub enum CountMode {
     #[default]
     No,
     Exact,
 }
 
-/// Which rows an `update` or `delete` is about, and within which bound.
+/// The rows that an `update` or `delete` changes, and the bound on their number.
 #[derive(Debug)]
-pub struct Change<'a> {
-    pub which: Which<'a>,
+pub struct ChangeRequest<'a> {
+    pub rows: RowSelector<'a>,
     pub max_affected: Option<&'a RawValue>,
-    /// Whether the rows are asked for, and not only their number.
+    /// Whether to return the changed rows or only their number.
     pub returning: Returning,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub enum Which<'a> {
+pub enum RowSelector<'a> {
     Id(&'a RawValue),
     Filter(&'a RawValue),
 }
@@ -127,9 +127,9 @@ pub enum Returning {
     Rows,
 }
 
-/// An action and the fields that it takes beside `action`, `app` and, but for `transaction` and `schemas`, `table`.
-/// Inside a transaction an operation takes the same without `app`.
-pub struct Shape {
+/// An action and its fields besides `action`, `app` and `table` (`transaction` and `schemas` have no `table`). Inside a
+/// transaction an operation has the same fields without `app`.
+pub struct ActionShape {
     pub action: &'static str,
     pub required: &'static [&'static str],
     pub optional: &'static [&'static str],
@@ -139,12 +139,12 @@ const fn shape(
     action: &'static str,
     required: &'static [&'static str],
     optional: &'static [&'static str],
-) -> Shape {
-    Shape { action, required, optional }
+) -> ActionShape {
+    ActionShape { action, required, optional }
 }
 
 /// Every action of the bridge.
-pub const ACTIONS: [Shape; 10] = [
+pub const ACTIONS: [ActionShape; 10] = [
     shape("insert", &["data"], &[]),
     shape("insertMany", &["rows"], &[]),
     shape("upsert", &["data", "onConflict"], &["resolution"]),
@@ -157,64 +157,64 @@ pub const ACTIONS: [Shape; 10] = [
     shape("schemas", &[], &[]),
 ];
 
-impl<'a> Request<'a> {
+impl<'a> BridgeRequest<'a> {
     /// # Errors
-    /// A problem that names each field that is wrong.
+    /// A problem that names every invalid field.
     pub fn parse(body: &'a [u8]) -> Result<Self, Problem> {
         let raw: &RawValue = serde_json::from_slice(body).map_err(|error| {
             Problem::field("", format!("is not JSON: line {} column {}", error.line(), error.column()))
         })?;
-        let mut wrong = Vec::new();
-        let request = Reader::open(raw, String::new(), &mut wrong).and_then(|mut reader| reader.request());
+        let mut errors = Vec::new();
+        let request = Reader::open(raw, String::new(), &mut errors).and_then(|mut reader| reader.request());
         match request {
-            Some(request) if wrong.is_empty() => Ok(request),
-            _ => Err(Problem::invalid(&wrong)),
+            Some(request) if errors.is_empty() => Ok(request),
+            _ => Err(Problem::invalid(&errors)),
         }
     }
 }
 
-/// Reads one object; mistakes of all objects of a request gather in one list.
+/// Reads one object; the errors of all objects of a request are collected in one list.
 struct Reader<'a, 'w> {
     fields: Fields<'a>,
-    place: String,
-    wrong: &'w mut Vec<FieldError>,
+    pointer: String,
+    errors: &'w mut Vec<FieldError>,
 }
 
 impl<'a, 'w> Reader<'a, 'w> {
-    fn open(raw: &'a RawValue, place: String, wrong: &'w mut Vec<FieldError>) -> Option<Self> {
+    fn open(raw: &'a RawValue, pointer: String, errors: &'w mut Vec<FieldError>) -> Option<Self> {
         match Fields::of(raw) {
-            Ok(fields) => Some(Self { fields, place, wrong }),
-            Err(why) => {
-                wrong.push(FieldError { pointer: place, detail: why.to_owned() });
+            Ok(fields) => Some(Self { fields, pointer, errors }),
+            Err(reason) => {
+                errors.push(FieldError { pointer: pointer, detail: reason.to_owned() });
                 None
             }
         }
     }
 
-    fn request(&mut self) -> Option<Request<'a>> {
+    fn request(&mut self) -> Option<BridgeRequest<'a>> {
         let shape = self.shape(|_| true)?;
         match shape.action {
             "schemas" => {
-                self.refuse_others(shape, &["app"]);
-                Some(Request { app: self.optional_text("app"), action: Action::Schemas })
+                self.reject_unknown(shape, &["app"]);
+                Some(BridgeRequest { app: self.optional_text("app"), action: Action::Schemas })
             }
             "transaction" => {
-                self.refuse_others(shape, &["app"]);
+                self.reject_unknown(shape, &["app"]);
                 let app = self.required_text("app");
                 let operations = self.operations()?;
-                Some(Request { app: Some(app?), action: Action::Transaction(operations) })
+                Some(BridgeRequest { app: Some(app?), action: Action::Transaction(operations) })
             }
             _ => {
-                self.refuse_others(shape, &["app", "table"]);
+                self.reject_unknown(shape, &["app", "table"]);
                 let app = self.required_text("app");
                 let call = self.call(shape);
-                Some(Request { app: Some(app?), action: Action::Table(call?) })
+                Some(BridgeRequest { app: Some(app?), action: Action::Table(call?) })
             }
         }
     }
 
-    /// The shape of the action that is named, if it is `allowed` here.
-    fn shape(&mut self, allowed: impl Fn(&str) -> bool) -> Option<&'static Shape> {
+    /// The shape of the named action, if `allowed` here.
+    fn shape(&mut self, allowed: impl Fn(&str) -> bool) -> Option<&'static ActionShape> {
         let action = self.required_text("action")?;
         let mut known = ACTIONS.iter().filter(|shape| allowed(shape.action));
         if let Some(shape) = known.clone().find(|shape| shape.action == action) {
@@ -222,30 +222,30 @@ impl<'a, 'w> Reader<'a, 'w> {
         }
         let first = known.next().map_or("", |shape| shape.action);
         let names = known.fold(first.to_owned(), |names, shape| names + ", " + shape.action);
-        self.say("action", format!("is not an action; known here are {names}"))
+        self.error("action", format!("is not an action; the actions are {names}"))
     }
 
-    fn operations(&mut self) -> Option<Vec<Call<'a>>> {
+    fn operations(&mut self) -> Option<Vec<TableCall<'a>>> {
         let raw = self.required("operations")?;
-        let Some(all) = elements(raw).filter(|all| (1..=MOST_OPERATIONS).contains(&all.len())) else {
-            return self.say("operations", format!("must be an array of 1 to {MOST_OPERATIONS} operations"));
+        let Some(all) = elements(raw).filter(|all| (1..=MAX_OPERATIONS).contains(&all.len())) else {
+            return self.error("operations", format!("must be an array of 1 to {MAX_OPERATIONS} operations"));
         };
-        let place = format!("{}/operations", self.place);
+        let pointer = format!("{}/operations", self.pointer);
         let mut calls = Vec::with_capacity(all.len());
         for (index, raw) in all.into_iter().enumerate() {
-            let Some(mut reader) = Reader::open(raw, format!("{place}/{index}"), self.wrong) else {
+            let Some(mut reader) = Reader::open(raw, format!("{pointer}/{index}"), self.errors) else {
                 continue;
             };
             let Some(shape) = reader.shape(|action| !matches!(action, "transaction" | "schemas")) else {
                 continue;
             };
-            reader.refuse_others(shape, &["table"]);
+            reader.reject_unknown(shape, &["table"]);
             calls.extend(reader.call(shape));
         }
         Some(calls)
     }
 
-    fn call(&mut self, shape: &Shape) -> Option<Call<'a>> {
+    fn call(&mut self, shape: &ActionShape) -> Option<TableCall<'a>> {
         let table = self.required_text("table");
         let operation = match shape.action {
             "insert" => self.required("data").map(|data| Operation::Insert { data }),
@@ -260,7 +260,7 @@ impl<'a, 'w> Reader<'a, 'w> {
             "delete" => Some(Operation::Delete { change: self.change()? }),
             _ => Some(Operation::Find(self.find())),
         };
-        Some(Call { table: table?, operation: operation? })
+        Some(TableCall { table: table?, operation: operation? })
     }
 
     fn upsert(&mut self) -> Option<Operation<'a>> {
@@ -268,31 +268,31 @@ impl<'a, 'w> Reader<'a, 'w> {
         let resolution = match self.optional_text("resolution").as_deref() {
             None | Some("merge") => Resolution::Merge,
             Some("ignore") => Resolution::Ignore,
-            Some(_) => self.say("resolution", "must be \"merge\" or \"ignore\"").unwrap_or_default(),
+            Some(_) => self.error("resolution", "must be \"merge\" or \"ignore\"").unwrap_or_default(),
         };
         Some(Operation::Upsert { data: data?, on_conflict: on_conflict?, resolution })
     }
 
-    fn change(&mut self) -> Option<Change<'a>> {
-        let which = match (self.field("id"), self.field("filter")) {
-            (Some(id), None) => Some(Which::Id(id)),
-            (None, Some(filter)) => Some(Which::Filter(filter)),
-            (None, None) => self.say("filter", "is required, or else id"),
-            (Some(_), Some(_)) => self.say("filter", "must not stand beside id"),
+    fn change(&mut self) -> Option<ChangeRequest<'a>> {
+        let rows = match (self.field("id"), self.field("filter")) {
+            (Some(id), None) => Some(RowSelector::Id(id)),
+            (None, Some(filter)) => Some(RowSelector::Filter(filter)),
+            (None, None) => self.error("filter", "is required unless id is given"),
+            (Some(_), Some(_)) => self.error("filter", "must not be combined with id"),
         };
         let returning = match self.field("returning").map(RawValue::get) {
             None | Some("false") => Some(Returning::Number),
             Some("true") => Some(Returning::Rows),
-            Some(_) => self.say("returning", "must be true or false"),
+            Some(_) => self.error("returning", "must be true or false"),
         };
-        Some(Change { which: which?, max_affected: self.field("maxAffected"), returning: returning? })
+        Some(ChangeRequest { rows: rows?, max_affected: self.field("maxAffected"), returning: returning? })
     }
 
     fn find(&mut self) -> Find<'a> {
         let count = match self.optional_text("count").as_deref() {
-            None => Count::No,
-            Some("exact") => Count::Exact,
-            Some(_) => self.say("count", "must be \"exact\"").unwrap_or_default(),
+            None => CountMode::No,
+            Some("exact") => CountMode::Exact,
+            Some(_) => self.error("count", "must be \"exact\"").unwrap_or_default(),
         };
         Find {
             filter: self.field("filter"),
@@ -304,8 +304,8 @@ impl<'a, 'w> Reader<'a, 'w> {
         }
     }
 
-    fn say<T>(&mut self, field: &str, detail: impl Into<String>) -> Option<T> {
-        self.wrong.push(FieldError { pointer: format!("{}/{field}", self.place), detail: detail.into() });
+    fn error<T>(&mut self, field: &str, detail: impl Into<String>) -> Option<T> {
+        self.errors.push(FieldError { pointer: format!("{}/{field}", self.pointer), detail: detail.into() });
         None
     }
 
@@ -314,28 +314,29 @@ impl<'a, 'w> Reader<'a, 'w> {
     }
 
     fn required(&mut self, name: &str) -> Option<&'a RawValue> {
-        self.field(name).or_else(|| self.say(name, "is required"))
+        self.field(name).or_else(|| self.error(name, "is required"))
     }
 
     fn required_text(&mut self, name: &str) -> Option<Cow<'a, str>> {
         let raw = self.required(name)?;
-        text(raw).or_else(|| self.say(name, "must be a string"))
+        text(raw).or_else(|| self.error(name, "must be a string"))
     }
 
     fn optional_text(&mut self, name: &str) -> Option<Cow<'a, str>> {
         let raw = self.field(name)?;
-        text(raw).or_else(|| self.say(name, "must be a string"))
+        text(raw).or_else(|| self.error(name, "must be a string"))
     }
 
-    fn refuse_others(&mut self, shape: &Shape, always: &[&'static str]) {
+    fn reject_unknown(&mut self, shape: &ActionShape, always: &[&'static str]) {
         let known = |name: &str| {
             name == "action"
                 || [always, shape.required, shape.optional].iter().any(|list| list.contains(&name))
         };
         for (name, _) in self.fields.0.iter().filter(|(name, _)| !known(name)) {
-            let pointer = format!("{}/{}", self.place, escaped(name));
-            let detail = format!("is not a field of this action; it takes {}", fields_of(shape, always));
-            self.wrong.push(FieldError { pointer, detail });
+            let pointer = format!("{}/{}", self.pointer, escape_segment(name));
+            let detail =
+                format!("is not a field of this action; its fields are {}", fields_of(shape, always));
+            self.errors.push(FieldError { pointer, detail });
         }
     }
 }
@@ -344,43 +345,48 @@ impl<'a, 'w> Reader<'a, 'w> {
 mod tests {
     use super::*;
 
-    fn mistakes(body: &str) -> String {
-        Request::parse(body.as_bytes()).expect_err(body).detail
+    fn errors_of(body: &str) -> String {
+        BridgeRequest::parse(body.as_bytes()).expect_err(body).detail
     }
 
     #[test]
-    fn a_request_names_its_action_app_and_table() {
+    fn parse_reads_action_app_and_table() {
         let body = br#"{"action":"insert","app":"notes","table":"notes","data":{"title":"x"}}"#;
-        let request = Request::parse(body).unwrap();
+        let request = BridgeRequest::parse(body).unwrap();
         assert_eq!(request.app.as_deref(), Some("notes"));
-        assert!(matches!(request.action, Action::Table(Call { operation: Operation::Insert { .. }, .. })));
+        assert!(matches!(
+            request.action,
+            Action::Table(TableCall { operation: Operation::Insert { .. }, .. })
+        ));
     }
 
     #[test]
-    fn unknown_and_missing_fields_are_named_together() {
-        let text = mistakes(r#"{"action":"get","app":"a","filter":{},"x/y":1}"#);
+    fn parse_reports_unknown_and_missing_fields() {
+        let text = errors_of(r#"{"action":"get","app":"a","filter":{},"x/y":1}"#);
         for part in ["/filter", "/x~1y", "/table", "/id"] {
             assert!(text.contains(part), "{part} in {text}");
         }
-        assert!(mistakes(r#"{"action":"drop"}"#).contains("/action"));
-        assert!(mistakes("{").contains("not JSON"));
-        assert!(mistakes("[]").contains("object"));
-        assert!(mistakes(r#"{"action":"get","action":"find"}"#).contains("twice"));
+        assert!(errors_of(r#"{"action":"drop"}"#).contains("/action"));
+        assert!(errors_of("{").contains("not JSON"));
+        assert!(errors_of("[]").contains("object"));
+        assert!(errors_of(r#"{"action":"get","action":"find"}"#).contains("duplicates"));
     }
 
     #[test]
-    fn a_change_is_by_id_or_by_filter() {
+    fn parse_requires_either_id_or_filter() {
         let of = |more: &str| format!(r#"{{"action":"delete","app":"a","table":"t"{more}}}"#);
-        assert!(mistakes(&of("")).contains("/filter is required") || mistakes(&of("")).contains("/filter:"));
-        assert!(mistakes(&of(r#","id":"x","filter":{}"#)).contains("beside id"));
-        assert!(mistakes(&of(r#","id":"x","returning":1"#)).contains("/returning"));
-        assert!(mistakes(&of(r#","id":"x","data":{}"#)).contains("/data"));
-        assert!(Request::parse(of(r#","id":"x","maxAffected":1"#).as_bytes()).is_ok());
+        assert!(
+            errors_of(&of("")).contains("/filter is required") || errors_of(&of("")).contains("/filter:")
+        );
+        assert!(errors_of(&of(r#","id":"x","filter":{}"#)).contains("combined with id"));
+        assert!(errors_of(&of(r#","id":"x","returning":1"#)).contains("/returning"));
+        assert!(errors_of(&of(r#","id":"x","data":{}"#)).contains("/data"));
+        assert!(BridgeRequest::parse(of(r#","id":"x","maxAffected":1"#).as_bytes()).is_ok());
     }
 
     #[test]
-    fn a_transaction_s_mistakes_are_named_at_their_operation() {
-        let text = mistakes(
+    fn parse_locates_errors_in_transaction_operations() {
+        let text = errors_of(
             r#"{"action":"transaction","app":"a","operations":[
                 {"action":"get","table":"t","id":1}, {"action":"get","table":"t"}, 5,
                 {"action":"transaction","operations":[]}, {"action":"insert","app":"b","table":"t","data":{}}]}"#,
@@ -391,14 +397,14 @@ mod tests {
         let many = vec![r#"{"action":"count","table":"t"}"#; 51].join(",");
         let of =
             |operations: &str| format!(r#"{{"action":"transaction","app":"a","operations":[{operations}]}}"#);
-        assert!(mistakes(&of(&many)).contains("1 to 50"));
-        assert!(mistakes(&of("")).contains("1 to 50"));
+        assert!(errors_of(&of(&many)).contains("1 to 50"));
+        assert!(errors_of(&of("")).contains("1 to 50"));
     }
 
     #[test]
-    fn no_value_is_quoted_back() {
+    fn errors_never_quote_values() {
         for body in [r#"{"action":"s3cret"}"#, r#"{"action":"find","app":5,"table":"t","count":"s3cret"}"#] {
-            assert!(!mistakes(body).contains("s3cret"));
+            assert!(!errors_of(body).contains("s3cret"));
         }
     }
 }

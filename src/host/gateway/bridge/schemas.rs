@@ -1,12 +1,12 @@
-//! The apps' tables and columns, from their registered manifests: what a client can ask of the bridge.
+//! The tables and columns of the apps, from their registered manifests.
 
 use serde_json::{Value, json};
 
 use crate::host::gateway::apps::{App, Column, Name, Origin, Table};
 
-/// One app's schema as it is told.
-pub fn schema(app: &App) -> Value {
-    let tables: Vec<Value> = app.tables.values().map(table).collect();
+/// The schema of one app.
+pub fn schema_json(app: &App) -> Value {
+    let tables: Vec<Value> = app.tables.values().map(table_json).collect();
     json!({
         "app": app.manifest.slug.as_str(),
         "name": app.manifest.name,
@@ -15,20 +15,20 @@ pub fn schema(app: &App) -> Value {
     })
 }
 
-fn table(table: &Table) -> Value {
-    let columns: Vec<Value> = table.columns.iter().map(column).collect();
-    let lists = |lists: &[Vec<Name>]| -> Value {
+fn table_json(table: &Table) -> Value {
+    let columns: Vec<Value> = table.columns.iter().map(column_json).collect();
+    let name_lists = |lists: &[Vec<Name>]| -> Value {
         lists.iter().map(|list| list.iter().map(Name::as_str).collect::<Vec<_>>()).collect()
     };
     json!({
         "table": table.name.as_str(),
         "columns": columns,
-        "indexes": lists(&table.indexes),
-        "unique": lists(&table.unique),
+        "indexes": name_lists(&table.indexes),
+        "unique": name_lists(&table.unique),
     })
 }
 
-fn column(column: &Column) -> Value {
+fn column_json(column: &Column) -> Value {
     json!({
         "column": column.name.as_str(),
         "type": column.kind.name(),

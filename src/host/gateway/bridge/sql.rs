@@ -1,11 +1,11 @@
-//! SQL text with its parameters. The only ways to add to it are fixed text, checked names and numbered placeholders.
+//! SQL text with its parameters. Only fixed text, validated names and numbered placeholders can be added to it.
 
 use std::fmt::Write;
 
 use super::param::Param;
 use crate::host::gateway::apps::{Column, ColumnType, Name};
 
-/// Of a row's JSON: no request writes or reads a larger one.
+/// Maximum size of a row's JSON; no request writes or reads a larger one.
 pub const MAX_ROW_BYTES: usize = 8 * 1024 * 1024;
 
 /// A statement under construction.
@@ -26,16 +26,16 @@ impl Sql {
     }
 
     pub fn name(&mut self, name: &Name) -> &mut Self {
-        write!(self.text, "{}", name.quoted()).expect("a String takes all");
+        write!(self.text, "{}", name.quoted()).expect("writing to a String cannot fail");
         self
     }
 
-    /// `"t"."column"`: every statement calls its table `t`.
+    /// `"t"."column"`; every statement names its table `t`.
     pub fn column(&mut self, column: &Column) -> &mut Self {
         self.push("\"t\".").name(&column.name)
     }
 
-    /// The type without its precision: a cast never rounds what a column holds.
+    /// The type without its precision: a cast never rounds a column's value.
     fn type_name(&mut self, kind: ColumnType) -> &mut Self {
         self.push(if kind == ColumnType::Timestamptz { "timestamptz" } else { kind.sql() })
     }
@@ -49,14 +49,14 @@ impl Sql {
         self
     }
 
-    /// A placeholder for a value that travels as text and is read by PostgreSQL as `kind`.
+    /// A placeholder for a value that is sent as text and parsed by PostgreSQL as `kind`.
     pub fn bind_text(&mut self, kind: ColumnType, text: String) -> &mut Self {
         self.placeholder(Param::Text(text)).push("::text::").type_name(kind)
     }
 
     /// A placeholder for an array of values of a column's type.
     pub fn bind_many(&mut self, kind: ColumnType, values: Vec<Param>) -> &mut Self {
-        self.placeholder(Param::Many(kind, values));
+        self.placeholder(Param::Array(kind, values));
         if kind == ColumnType::Numeric {
             self.push("::text[]::numeric[]");
         }
@@ -65,11 +65,11 @@ impl Sql {
 
     pub fn placeholder(&mut self, param: Param) -> &mut Self {
         self.params.push(param);
-        write!(self.text, "${}", self.params.len()).expect("a String takes all");
+        write!(self.text, "${}", self.params.len()).expect("writing to a String cannot fail");
         self
     }
 
-    /// Separates the items that `each` writes.
+    /// Writes items with a separator.
     pub fn list<T>(
         &mut self,
         items: impl IntoIterator<Item = T>,
@@ -85,10 +85,10 @@ impl Sql {
         self
     }
 
-    /// A column's value in the form in which it travels.
+    /// A column's value in its wire form.
     pub fn wire_value(&mut self, column: &Column) -> &mut Self {
         match column.kind {
-            // Beyond 2^53 a number would lose digits in JavaScript.
+            // Beyond 2^53 a number loses digits in JavaScript.
             ColumnType::Bigint => {
                 self.push("CASE WHEN ").column(column);
                 self.push(" BETWEEN -9007199254740991 AND 9007199254740991 THEN to_json(").column(column);
@@ -99,7 +99,7 @@ impl Sql {
                 self.push("translate(encode(").column(column).push(", 'base64'), E'\\n', '')")
             }
             ColumnType::Timestamptz => {
-                // Infinity has no such form: it travels as PostgreSQL prints it.
+                // Infinity has no RFC 3339 form; it is sent as PostgreSQL prints it.
                 self.push("coalesce(to_char(").column(column);
                 self.push(" AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"'), ");
                 self.column(column).push("::text)")
@@ -119,27 +119,27 @@ impl Sql {
         }
     }
 
-    /// The row as one JSON object, as an expression.
+    /// An expression for the row as one JSON object.
     pub fn row_object<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
         self.push("(SELECT ").row_json().push(" FROM ").row_source(columns).push(")")
     }
 
-    /// The JSON of the row that [`Self::row_source`] gives. A statement that meets a row of more than
-    /// [`MAX_ROW_BYTES`] fails as a whole with SQLSTATE 54000, before the row leaves the server.
+    /// The JSON of the row from [`Self::row_source`]. A row larger than [`MAX_ROW_BYTES`] fails the whole statement
+    /// with SQLSTATE 54000, before the row leaves the server.
     pub fn row_json(&mut self) -> &mut Self {
-        // PostgreSQL refuses to build a text of more than 1 GB before it allocates anything; and an expression over a
-        // column is not evaluated in advance, as a constant one would be.
+        // PostgreSQL rejects a text of more than 1 GB before it allocates anything, and it does not evaluate an
+        // expression over a column in advance, as it would a constant.
         write!(
             self.text,
             "CASE WHEN pg_column_size(\"b\".\"json\") > {MAX_ROW_BYTES} \
              THEN repeat(\"b\".\"json\"::text, 1000)::json ELSE \"b\".\"json\" END"
         )
-        .expect("a String takes all");
+        .expect("writing to a String cannot fail");
         self
     }
 
-    /// The columns in their wire form as one JSON value, as a row source. `"#"` cannot be a column's name: it always means
-    /// the whole row. Without `OFFSET 0` the planner would merge the levels and make the JSON twice.
+    /// A row source with the columns in wire form as one JSON value. `"#"` cannot be a column name, so it always means
+    /// the whole row. Without `OFFSET 0` the planner would merge the levels and build the JSON twice.
     pub fn row_source<'c>(&mut self, columns: impl IntoIterator<Item = &'c Column>) -> &mut Self {
         self.push("(SELECT row_to_json(\"#\") AS \"json\" FROM (SELECT ");
         self.list(columns, ", ", |sql, column| {

@@ -1,4 +1,4 @@
-//! How many connections all apps together may hold, and how an app without one gets one when all are taken.
+//! The connections that all apps may hold together, and how an app without one gets one when all are in use.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -8,59 +8,60 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::pool::Pool;
 
-const ASK_EACH: Duration = Duration::from_millis(50);
+const RETIRE_INTERVAL: Duration = Duration::from_millis(50);
 
-/// The connections that all pools share.
+/// The connection limit shared by all pools.
 pub struct Budget {
-    places: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     pools: Mutex<Vec<Weak<Pool>>>,
 }
 
-/// The right to one connection.
-pub type Place = OwnedSemaphorePermit;
+/// A permit for one connection.
+pub type ConnectionPermit = OwnedSemaphorePermit;
 
 impl Budget {
     pub fn new(connections: usize) -> Arc<Self> {
-        Arc::new(Self { places: Arc::new(Semaphore::new(connections)), pools: Mutex::default() })
+        Arc::new(Self { permits: Arc::new(Semaphore::new(connections)), pools: Mutex::default() })
     }
 
-    /// Makes a pool one of those that may be asked to give a connection back.
-    pub fn join(&self, pool: &Arc<Pool>) {
+    /// Registers a pool, which may be asked to close a connection.
+    pub fn register(&self, pool: &Arc<Pool>) {
         self.pools().push(Arc::downgrade(pool));
     }
 
-    /// A place, if one is free.
-    pub fn spare(&self) -> Option<Place> {
-        self.places.clone().try_acquire_owned().ok()
+    /// A permit, if one is available.
+    pub fn try_acquire(&self) -> Option<ConnectionPermit> {
+        self.permits.clone().try_acquire_owned().ok()
     }
 
-    /// A place; when none is free, the pool that holds the most gives one up. `None` never comes while the gateway runs.
-    pub async fn place(&self) -> Option<Place> {
-        if let Some(place) = self.spare() {
-            return Some(place);
+    /// Waits for a permit; when none is available, the pool with the most spare connections closes one. Never `None`
+    /// while the gateway runs.
+    pub async fn acquire(&self) -> Option<ConnectionPermit> {
+        if let Some(permit) = self.try_acquire() {
+            return Some(permit);
         }
-        let mut waiting = pin!(self.places.clone().acquire_owned());
+        let mut waiting = pin!(self.permits.clone().acquire_owned());
         loop {
             self.retire_one();
-            // Places may be held for connections that are only being made: those can be asked for a little later.
-            if let Ok(place) = tokio::time::timeout(ASK_EACH, &mut waiting).await {
-                return place.ok();
+            // Permits may belong to connections that are still being opened; those can be retired a little later.
+            if let Ok(permit) = tokio::time::timeout(RETIRE_INTERVAL, &mut waiting).await {
+                return permit.ok();
             }
         }
     }
 
     fn retire_one(&self) {
-        let richest = {
+        let candidate = {
             let mut pools = self.pools();
             pools.retain(|pool| pool.strong_count() > 0);
-            // Among equals the one that was used longest ago.
-            let holding = pools.iter().filter_map(Weak::upgrade).map(|pool| (pool.holding(), pool));
-            holding
-                .filter(|(holding, _)| holding.spare > 0)
-                .max_by_key(|(holding, _)| (holding.spare, std::cmp::Reverse(holding.last_used)))
+            // Ties go to the least recently used pool.
+            let usage = pools.iter().filter_map(Weak::upgrade).map(|pool| (pool.usage(), pool));
+            usage
+                .filter(|(usage, _)| usage.spare > 0)
+                .max_by_key(|(usage, _)| (usage.spare, std::cmp::Reverse(usage.last_used)))
                 .map(|(_, pool)| pool)
         };
-        if let Some(pool) = richest {
+        if let Some(pool) = candidate {
             pool.retire_one();
         }
     }

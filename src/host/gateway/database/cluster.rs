@@ -1,6 +1,6 @@
-//! What the database must be before any app may use it: our own schema, and nothing for PUBLIC to misuse.
+//! Prepares the database for apps: creates the `svc` schema, and removes privileges of PUBLIC.
 //!
-//! Every statement can be run again: it is, at each start and after each restore.
+//! Every statement is idempotent: all run at each start and after each restore.
 
 use tokio_postgres::Client;
 
@@ -8,12 +8,12 @@ use super::connect::DatabaseError;
 use super::outbox;
 use crate::machine::epoch::Epoch;
 
-/// Left for the owner's tools, backups and the gateway itself.
-const HEADROOM: usize = 16;
-/// More connections than this serve no machine of our sizes better.
-const MOST: usize = 64;
+/// Connections reserved for the owner's tools, backups and the gateway itself.
+const RESERVED_CONNECTIONS: usize = 16;
+/// Maximum connections of all apps; more do not help on any machine size.
+const MAX_CONNECTIONS: usize = 64;
 
-const OURS: &str = "
+const SCHEMA_SQL: &str = "
     CREATE SCHEMA IF NOT EXISTS svc;
     REVOKE ALL ON SCHEMA svc FROM PUBLIC;
     CREATE TABLE IF NOT EXISTS svc.apps (
@@ -27,9 +27,9 @@ const OURS: &str = "
     REVOKE CREATE ON SCHEMA public FROM PUBLIC;
 ";
 
-/// Statements that take from PUBLIC what no app may have: temporary tables, new schemas, large objects, and other
-/// databases as a way round.
-const REVOCATIONS: &str = "
+/// Revokes from PUBLIC what no app may have: temporary tables, new schemas, large objects, and access to other
+/// databases.
+const REVOKE_STATEMENTS: &str = "
     SELECT format('REVOKE CREATE, TEMPORARY ON DATABASE %I FROM PUBLIC', current_database())
      WHERE has_database_privilege('public', current_database(), 'CREATE, TEMPORARY')
     UNION ALL
@@ -45,32 +45,32 @@ const REVOCATIONS: &str = "
        AND has_function_privilege('public', oid, 'EXECUTE')
 ";
 
-/// Makes the database ready for apps, and the outbox this machine's.
+/// Prepares the database for apps, and the outbox for this machine.
 ///
 /// # Errors
-/// When the database is away or refuses.
+/// The database is unreachable or rejects a statement.
 pub async fn prepare(client: &mut Client, epoch: Epoch) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
     lock(&transaction).await?;
-    transaction.batch_execute(OURS).await?;
-    transaction.batch_execute(outbox::OBJECTS).await?;
+    transaction.batch_execute(SCHEMA_SQL).await?;
+    transaction.batch_execute(outbox::SCHEMA_SQL).await?;
     outbox::adopt(&transaction, epoch).await?;
-    for row in transaction.query(REVOCATIONS, &[]).await? {
+    for row in transaction.query(REVOKE_STATEMENTS, &[]).await? {
         transaction.batch_execute(row.get(0)).await?;
     }
     transaction.commit().await?;
     Ok(())
 }
 
-/// One gateway at a time changes schemas and roles.
+/// Allows only one gateway at a time to change schemas and roles.
 pub async fn lock(transaction: &tokio_postgres::Transaction<'_>) -> Result<(), tokio_postgres::Error> {
     transaction.batch_execute("SELECT pg_advisory_xact_lock(hashtext('svc-gateway'))").await
 }
 
-/// How many connections all apps together may hold.
+/// Maximum number of connections of all apps together.
 ///
 /// # Errors
-/// When the database is away.
+/// The database is unreachable.
 pub async fn connection_budget(client: &Client) -> Result<usize, DatabaseError> {
     let row = client
         .query_one(
@@ -81,5 +81,5 @@ pub async fn connection_budget(client: &Client) -> Result<usize, DatabaseError> 
         )
         .await?;
     let free = usize::try_from(row.get::<_, i32>(0)).unwrap_or(0);
-    Ok(free.saturating_sub(HEADROOM).clamp(1, MOST))
+    Ok(free.saturating_sub(RESERVED_CONNECTIONS).clamp(1, MAX_CONNECTIONS))
 }

@@ -1,4 +1,4 @@
-//! Connecting: within a deadline, and without the libc resolver.
+//! Connects within a deadline and without the libc resolver.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use tokio_postgres::{AsyncMessage, Client, NoTls, SimpleQueryMessage};
 use crate::host::gateway::config::Config;
 use crate::http::resolve;
 
-const CONNECT: Duration = Duration::from_secs(5);
-const PING: Duration = Duration::from_secs(2);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const PING_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The database could not be reached or did not answer.
+/// Errors of connecting to the database or querying it.
 #[derive(Debug, thiserror::Error)]
 pub enum DatabaseError {
     #[error("connect to the database")]
@@ -27,28 +27,28 @@ pub enum DatabaseError {
     Query(#[from] tokio_postgres::Error),
 }
 
-/// How the database is reached as its administrator.
+/// The administrator's access to the database.
 pub struct Database {
     config: tokio_postgres::Config,
-    /// For health questions and the feed of changes: short statements, several under way at once.
+    /// For health checks and the feed of changes: short, pipelined statements.
     shared: Mutex<Option<Arc<Client>>>,
-    /// Told when a role's login was refused: the supervisor sets it up again.
+    /// Notified when a role's login is rejected: the supervisor then sets it up again.
     pub login_refused: Notify,
 }
 
 impl Database {
     pub fn new(config: &Config) -> Self {
         let mut postgres = config.postgres.clone();
-        postgres.application_name("svc-gateway").connect_timeout(CONNECT);
+        postgres.application_name("svc-gateway").connect_timeout(CONNECT_TIMEOUT);
         Self { config: postgres, shared: Mutex::new(None), login_refused: Notify::new() }
     }
 
-    /// The administrator's configuration, as a base for a role's.
+    /// The administrator's configuration, from which a role's is derived.
     pub fn config(&self) -> &tokio_postgres::Config {
         &self.config
     }
 
-    /// A connection of the caller's own; it ends with the client.
+    /// Opens a connection for the caller; it closes when the client is dropped.
     ///
     /// # Errors
     /// See [`DatabaseError`].
@@ -56,13 +56,14 @@ impl Database {
         connect(&self.config).await
     }
 
-    /// A connection that tells `woken` of each notification on `channel`, until it is closed; the client has to be kept.
+    /// Opens a connection that notifies `woken` of each notification on `channel`, until it is closed. The client must
+    /// be kept alive.
     ///
     /// # Errors
     /// See [`DatabaseError`].
     pub async fn listen(&self, channel: &'static str, woken: Arc<Notify>) -> Result<Client, DatabaseError> {
         let config = resolved(&self.config).await?;
-        let connecting = tokio::time::timeout(CONNECT, config.connect(NoTls));
+        let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
         let (client, mut connection) =
             connecting.await.map_err(|_| DatabaseError::Deadline)?.map_err(DatabaseError::Connect)?;
         tokio::spawn(async move {
@@ -77,25 +78,25 @@ impl Database {
         Ok(client)
     }
 
-    /// Where the server is that answers, by its own word; `None` behind a unix socket.
+    /// The server's own address and port; `None` behind a unix socket.
     ///
     /// # Errors
     /// See [`DatabaseError`].
     pub async fn server(&self) -> Result<Option<SocketAddr>, DatabaseError> {
-        let asked = tokio::time::timeout(PING, async {
+        let query = tokio::time::timeout(PING_TIMEOUT, async {
             let client = self.shared().await?;
-            let told = client.simple_query("SELECT host(inet_server_addr()), inet_server_port()").await?;
-            Ok(told.iter().find_map(|message| match message {
+            let messages = client.simple_query("SELECT host(inet_server_addr()), inet_server_port()").await?;
+            Ok(messages.iter().find_map(|message| match message {
                 SimpleQueryMessage::Row(row) => {
                     Some(SocketAddr::new(row.get(0)?.parse().ok()?, row.get(1)?.parse().ok()?))
                 }
                 _ => None,
             }))
         });
-        asked.await.unwrap_or(Err(DatabaseError::Deadline))
+        query.await.unwrap_or(Err(DatabaseError::Deadline))
     }
 
-    /// The connection that everything short shares.
+    /// The connection shared by all short statements.
     ///
     /// # Errors
     /// See [`DatabaseError`].
@@ -110,10 +111,10 @@ impl Database {
     }
 }
 
-/// Connects, with names resolved in Rust.
+/// Connects, resolving names in Rust.
 pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, DatabaseError> {
     let config = resolved(config).await?;
-    let connecting = tokio::time::timeout(CONNECT, config.connect(NoTls));
+    let connecting = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls));
     let (client, connection) =
         connecting.await.map_err(|_| DatabaseError::Deadline)?.map_err(DatabaseError::Connect)?;
     tokio::spawn(async move {
@@ -124,7 +125,7 @@ pub async fn connect(config: &tokio_postgres::Config) -> Result<Client, Database
     Ok(client)
 }
 
-/// Fills in the hosts' addresses. A configuration with a socket among them has no names that need it.
+/// Fills in the hosts' addresses. A configuration with a unix socket needs no resolution.
 async fn resolved(config: &tokio_postgres::Config) -> Result<tokio_postgres::Config, DatabaseError> {
     let mut config = config.clone();
     let names: Vec<String> = config

@@ -1,4 +1,4 @@
-//! One connection of an app's role, and the statements prepared on it.
+//! A connection of an app's role, and its prepared statements.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,95 +8,95 @@ use std::time::Instant;
 use tokio_postgres::types::Type;
 use tokio_postgres::{Client, Statement};
 
-use super::budget::Place;
+use super::budget::ConnectionPermit;
 use super::occupancy::Occupancy;
 
-/// Prepared statements kept on a connection, by their text.
-const STATEMENTS: usize = 200;
-/// How long a busy connection is left alone, however many other apps wait for one.
-const TURN_MS: u64 = 200;
+/// Maximum number of cached prepared statements per connection.
+const MAX_CACHED_STATEMENTS: usize = 200;
+/// Minimum lifetime of a busy connection before another app may claim its permit.
+const MIN_LIFETIME_MS: u64 = 200;
 
 pub struct Connection {
     pub client: Client,
-    /// Its process at the server.
+    /// The process id of its backend.
     pub(super) backend: i32,
-    statements: Mutex<Statements>,
+    statements: Mutex<StatementCache>,
     occupancy: Occupancy,
-    /// Something on it was left unfinished: nobody takes it any more.
-    given_up: AtomicBool,
-    /// When something last began on it while it was idle, or ended.
-    moved_ms: AtomicU64,
+    /// Work on it was left unfinished; it is never leased again.
+    abandoned: AtomicBool,
+    /// When a statement last started while it was idle, or ended.
+    last_activity_ms: AtomicU64,
     opened_ms: u64,
-    _place: Place,
+    _permit: ConnectionPermit,
 }
 
 #[derive(Default)]
-struct Statements {
+struct StatementCache {
     by_text: HashMap<String, Statement>,
     oldest_first: VecDeque<String>,
 }
 
 impl Connection {
-    /// One that its opener uses.
-    pub(super) fn new(client: Client, backend: i32, place: Place) -> Self {
+    /// A connection in use by its opener.
+    pub(super) fn new(client: Client, backend: i32, permit: ConnectionPermit) -> Self {
         Self {
             client,
             backend,
             statements: Mutex::default(),
-            occupancy: Occupancy::of_opener(),
-            given_up: AtomicBool::new(false),
-            moved_ms: AtomicU64::new(now_ms()),
+            occupancy: Occupancy::used_by_opener(),
+            abandoned: AtomicBool::new(false),
+            last_activity_ms: AtomicU64::new(now_ms()),
             opened_ms: now_ms(),
-            _place: place,
+            _permit: permit,
         }
     }
 
-    /// The statement of this text, prepared at its first use.
+    /// Returns the prepared statement for this text, preparing it on first use.
     ///
     /// # Errors
-    /// When PostgreSQL refuses the text.
+    /// PostgreSQL rejects the statement.
     pub async fn statement(
         &self,
         sql: &str,
         types: impl FnOnce() -> Vec<Type>,
     ) -> Result<Statement, tokio_postgres::Error> {
-        let kept = self.kept().by_text.get(sql).cloned();
-        if let Some(statement) = kept {
+        let cached = self.statement_cache().by_text.get(sql).cloned();
+        if let Some(statement) = cached {
             return Ok(statement);
         }
         let statement = self.client.prepare_typed(sql, &types()).await?;
-        let mut kept = self.kept();
-        if kept.by_text.len() >= STATEMENTS
-            && let Some(oldest) = kept.oldest_first.pop_front()
+        let mut cache = self.statement_cache();
+        if cache.by_text.len() >= MAX_CACHED_STATEMENTS
+            && let Some(oldest) = cache.oldest_first.pop_front()
         {
-            kept.by_text.remove(&oldest);
+            cache.by_text.remove(&oldest);
         }
-        if kept.by_text.insert(sql.to_owned(), statement.clone()).is_none() {
-            kept.oldest_first.push_back(sql.to_owned());
+        if cache.by_text.insert(sql.to_owned(), statement.clone()).is_none() {
+            cache.oldest_first.push_back(sql.to_owned());
         }
         Ok(statement)
     }
 
-    pub(super) fn under_way(&self) -> usize {
+    pub(super) fn in_flight(&self) -> usize {
         usize::try_from(self.occupancy.count()).unwrap_or(usize::MAX)
     }
 
-    /// Counts one more; `false` where a transaction has reserved the connection.
+    /// Adds a user; `false` if a transaction has reserved the connection.
     pub(super) fn enter(&self) -> bool {
         let others = self.occupancy.enter();
         if others == Some(0) {
-            self.move_on();
+            self.touch();
         }
         others.is_some()
     }
 
-    /// Counts one less.
+    /// Removes a user.
     pub(super) fn leave(&self) {
-        self.move_on();
+        self.touch();
         self.occupancy.leave();
     }
 
-    /// Reserves it for one transaction; `false` where it is reserved already.
+    /// Reserves it for one transaction; `false` if it is already reserved.
     pub(super) fn reserve(&self) -> bool {
         self.occupancy.reserve()
     }
@@ -109,44 +109,44 @@ impl Connection {
         self.occupancy.is_reserved()
     }
 
-    /// Whether the transaction that reserved it is the only user left.
-    pub(super) fn is_alone(&self) -> bool {
-        self.occupancy.is_alone()
+    /// Whether the transaction that reserved it is its only user.
+    pub(super) fn is_exclusive(&self) -> bool {
+        self.occupancy.is_exclusive()
     }
 
-    /// Whether nobody gave it up before.
-    pub(super) fn give_up(&self) -> bool {
-        !self.given_up.swap(true, Ordering::AcqRel)
+    /// Abandons the connection; `false` if it was already abandoned.
+    pub(super) fn abandon(&self) -> bool {
+        !self.abandoned.swap(true, Ordering::AcqRel)
     }
 
-    /// Whether somebody's statement on it was left unfinished: it is cancelled, and so may be what stands behind it.
-    pub fn is_given_up(&self) -> bool {
-        self.given_up.load(Ordering::Acquire)
+    /// Whether a request left its statement unfinished: it is cancelled, and so may be the statements behind it.
+    pub fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::Acquire)
     }
 
     pub(super) fn is_usable(&self) -> bool {
-        !self.client.is_closed() && !self.is_given_up()
+        !self.client.is_closed() && !self.is_abandoned()
     }
 
-    /// Whether another app may have its place: it is idle, or those that it was opened for had their turn.
+    /// Whether another app may claim its permit: it is idle, or older than the minimum lifetime.
     pub(super) fn has_served(&self) -> bool {
-        self.under_way() == 0 || now_ms().saturating_sub(self.opened_ms) > TURN_MS
+        self.in_flight() == 0 || now_ms().saturating_sub(self.opened_ms) > MIN_LIFETIME_MS
     }
 
-    pub(super) fn moved_ms(&self) -> u64 {
-        self.moved_ms.load(Ordering::Relaxed)
+    pub(super) fn last_activity_ms(&self) -> u64 {
+        self.last_activity_ms.load(Ordering::Relaxed)
     }
 
-    fn move_on(&self) {
-        self.moved_ms.store(now_ms(), Ordering::Relaxed);
+    fn touch(&self) {
+        self.last_activity_ms.store(now_ms(), Ordering::Relaxed);
     }
 
-    fn kept(&self) -> std::sync::MutexGuard<'_, Statements> {
+    fn statement_cache(&self) -> std::sync::MutexGuard<'_, StatementCache> {
         self.statements.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Milliseconds on one clock for all pools.
+/// Milliseconds on a monotonic clock shared by all pools.
 pub(super) fn now_ms() -> u64 {
     static START: LazyLock<Instant> = LazyLock::new(Instant::now);
     u64::try_from(START.elapsed().as_millis()).unwrap_or(u64::MAX)

@@ -1,8 +1,9 @@
-//! A place on a connection, and what becomes of the connection when a request goes away before its answer came.
+//! A slot on a connection, and the cleanup when a request is dropped before its response arrives.
 //!
-//! A request that is dropped cannot call its statement back: PostgreSQL goes on, and whoever stands behind it would wait.
-//! So its connection leaves the pool at once, is cancelled until nothing runs on it, and closed. A cancellation hits
-//! whatever runs, so others' statements on it may end with it; they did nothing then, and are run again elsewhere.
+//! A dropped request cannot stop its statement: PostgreSQL continues to execute it, and statements queued behind it
+//! would wait. Its connection therefore leaves the pool at once, is cancelled until it is idle, and is closed. A
+//! cancellation hits whatever runs, so other requests' statements on the connection may be cancelled too; those had no
+//! effect and are retried on another connection.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,19 +15,19 @@ use super::connect::DatabaseError;
 use super::connection::Connection;
 use super::pool::Pool;
 
-/// How long one cancellation may take, and then the statement to end; how often that is tried.
-const DEADLINE: Duration = Duration::from_secs(2);
-const AGAIN: Duration = Duration::from_millis(50);
-const TRIES: usize = 100;
+/// Timeout of one cancellation, delay until the statement has ended, and maximum number of attempts.
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
+const CANCEL_RETRY_INTERVAL: Duration = Duration::from_millis(50);
+const MAX_CANCEL_ATTEMPTS: usize = 100;
 
-/// A place on a connection, given back when dropped. When that is between [`Self::begin`] and [`Self::settle`], the
-/// connection is given up.
+/// A slot on a connection, returned on drop. A drop between [`Self::begin`] and [`Self::settle`] abandons the
+/// connection.
 pub struct Lease {
     pool: Arc<Pool>,
     connection: Arc<Connection>,
     has_begun: bool,
     has_reserved: bool,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 impl std::ops::Deref for Lease {
@@ -38,54 +39,54 @@ impl std::ops::Deref for Lease {
 }
 
 impl Lease {
-    /// `connection` already counts this one as under way.
-    pub(super) fn new(pool: Arc<Pool>, connection: Arc<Connection>, place: OwnedSemaphorePermit) -> Self {
-        Self { pool, connection, has_begun: false, has_reserved: false, _place: place }
+    /// `connection` already counts this lease as in flight.
+    pub(super) fn new(pool: Arc<Pool>, connection: Arc<Connection>, permit: OwnedSemaphorePermit) -> Self {
+        Self { pool, connection, has_begun: false, has_reserved: false, _permit: permit }
     }
 
-    /// From now on something is under way.
+    /// Marks the start of work on the connection.
     pub fn begin(&mut self) {
         self.has_begun = true;
     }
 
-    /// Every answer on this lease has come, and no transaction is open.
+    /// Marks the work as complete: all results have arrived, and no transaction is open.
     pub fn settle(&mut self) {
         self.has_begun = false;
     }
 
-    /// Keeps others away; `false` when another lease does so already.
+    /// Reserves the connection; `false` when another lease has reserved it.
     pub(super) fn reserve(&mut self) -> bool {
         self.has_reserved = self.connection.reserve();
         self.has_reserved
     }
 
-    pub(super) fn is_alone(&self) -> bool {
-        self.connection.is_alone()
+    pub(super) fn is_exclusive(&self) -> bool {
+        self.connection.is_exclusive()
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
         if self.has_begun
-            && self.pool.give_up(&self.connection)
+            && self.pool.abandon(&self.connection)
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
-            runtime.spawn(end(self.pool.clone(), self.connection.clone()));
+            runtime.spawn(end_connection(self.pool.clone(), self.connection.clone()));
         }
         self.connection.leave();
         if self.has_reserved {
             self.connection.release();
         }
-        self.pool.tell_freed();
+        self.pool.notify_freed();
     }
 }
 
-/// Cancels what runs as long as somebody waits for something behind it, then ends the backend with all that nobody waits
-/// for: until that is gone, it counts.
-async fn end(pool: Arc<Pool>, connection: Arc<Connection>) {
-    for _ in 0..TRIES {
-        let ended = tokio::time::timeout(DEADLINE, async {
-            if connection.under_way() > 0 {
+/// Cancels running statements as long as requests wait behind them, then terminates the backend. Its permit is held
+/// until the backend is gone.
+async fn end_connection(pool: Arc<Pool>, connection: Arc<Connection>) {
+    for _ in 0..MAX_CANCEL_ATTEMPTS {
+        let ended = tokio::time::timeout(CANCEL_TIMEOUT, async {
+            if connection.in_flight() > 0 {
                 let token = connection.client.cancel_token();
                 token.cancel_query(NoTls).await.map_err(DatabaseError::from)
             } else {
@@ -94,12 +95,12 @@ async fn end(pool: Arc<Pool>, connection: Arc<Connection>) {
         });
         match ended.await {
             Ok(Ok(())) => {}
-            Ok(Err(_)) | Err(_) => tracing::warn!("what nobody waits for could not be cancelled"),
+            Ok(Err(_)) | Err(_) => tracing::warn!("cancelling an abandoned statement failed"),
         }
-        tokio::time::sleep(AGAIN).await;
+        tokio::time::sleep(CANCEL_RETRY_INTERVAL).await;
         if connection.client.is_closed() {
             return;
         }
     }
-    tracing::warn!("what nobody waits for does not end");
+    tracing::warn!("an abandoned statement does not end");
 }

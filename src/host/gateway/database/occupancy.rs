@@ -1,6 +1,6 @@
-//! Who uses a connection: how many statements are under way on it, and whether a transaction has reserved it.
+//! The use of a connection: the number of statements in flight, and whether a transaction has reserved it.
 //!
-//! Both are one atomic number, so that no statement can enter a reserved connection.
+//! Both are stored in one atomic integer, so that no statement can enter a reserved connection.
 
 #[cfg(not(test))]
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,23 +14,23 @@ const RESERVED: u32 = 1 << 31;
 pub struct Occupancy(AtomicU32);
 
 impl Occupancy {
-    /// Of a connection that its opener uses.
-    pub fn of_opener() -> Self {
+    /// A connection in use by its opener.
+    pub fn used_by_opener() -> Self {
         Self(AtomicU32::new(1))
     }
 
-    /// Counts one more. Gives how many there were; `None`, and counts nothing, where the connection is reserved.
+    /// Adds a user and returns the previous number; `None`, without a change, if the connection is reserved.
     pub fn enter(&self) -> Option<u32> {
         let more = |state| (state & RESERVED == 0).then_some(state + 1);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).ok()
     }
 
-    /// Counts one less. Gives how many are left.
+    /// Removes a user and returns the number of remaining ones.
     pub fn leave(&self) -> u32 {
         (self.0.fetch_sub(1, Ordering::AcqRel) & !RESERVED) - 1
     }
 
-    /// Keeps further statements out. `false` where the connection is reserved already.
+    /// Keeps further statements out; `false` if the connection is already reserved.
     pub fn reserve(&self) -> bool {
         self.0.fetch_or(RESERVED, Ordering::AcqRel) & RESERVED == 0
     }
@@ -44,13 +44,13 @@ impl Occupancy {
         self.0.load(Ordering::Acquire) & RESERVED != 0
     }
 
-    /// How many are on it.
+    /// The number of users.
     pub fn count(&self) -> u32 {
         self.0.load(Ordering::Acquire) & !RESERVED
     }
 
-    /// Whether it is reserved and the transaction that reserved it is its only user.
-    pub fn is_alone(&self) -> bool {
+    /// Whether the transaction that reserved it is its only user.
+    pub fn is_exclusive(&self) -> bool {
         self.0.load(Ordering::Acquire) == RESERVED | 1
     }
 }
@@ -63,11 +63,11 @@ mod tests {
 
     use super::*;
 
-    /// Every interleaving of a transaction and statements that come meanwhile: none is under way within it.
+    /// Checks every interleaving of a transaction and concurrent statements: none runs within the transaction.
     #[test]
     fn no_statement_enters_a_transaction() {
         loom::model(|| {
-            let occupancy = Arc::new(Occupancy::of_opener());
+            let occupancy = Arc::new(Occupancy::used_by_opener());
             let is_in_transaction = Arc::new(AtomicBool::new(false));
             let statements: Vec<_> = (0..1)
                 .map(|_| {
@@ -81,7 +81,7 @@ mod tests {
                 })
                 .collect();
             assert!(occupancy.reserve());
-            if occupancy.is_alone() {
+            if occupancy.is_exclusive() {
                 is_in_transaction.store(true, Ordering::SeqCst);
                 assert!(occupancy.enter().is_none());
                 is_in_transaction.store(false, Ordering::SeqCst);
@@ -94,9 +94,9 @@ mod tests {
     }
 
     #[test]
-    fn one_of_two_reserves() {
+    fn only_one_of_two_reserves() {
         loom::model(|| {
-            let occupancy = Arc::new(Occupancy::of_opener());
+            let occupancy = Arc::new(Occupancy::used_by_opener());
             let other = {
                 let occupancy = occupancy.clone();
                 thread::spawn(move || occupancy.reserve())

@@ -1,11 +1,11 @@
-//! The outbox of changes: a table that triggers fill, one row for each statement that changed an app's table, whoever
-//! ran it.
+//! The outbox of changes: a table filled by triggers with one row for each statement that changed an app's table, in
+//! any session.
 //!
-//! A watched table pays for it with each write, so an app's tables get their triggers when somebody first listens, and
-//! lose them when nobody did for long. The triggers only notify for sessions other than the app's own role: a NOTIFY makes
-//! commits wait for one another, and the bridge knows what it wrote.
+//! Triggers cost time in each write, so an app's tables get them when a client first listens, and lose them after a
+//! long time without listeners. The triggers notify only for sessions other than the app's own role: NOTIFY serializes
+//! commits, and the bridge knows its own writes.
 //!
-//! Invariant: a position at or above the floor of the feed, and of the app, has missed nothing that came after it.
+//! Invariant: after a position at or above the floors of the feed and of the app, the outbox is complete.
 
 use tokio_postgres::{Client, GenericClient, Transaction};
 
@@ -13,12 +13,12 @@ use super::connect::DatabaseError;
 use crate::host::gateway::apps::Name;
 use crate::machine::epoch::Epoch;
 
-/// The channel that other sessions' changes wake.
+/// The notification channel for changes of other sessions.
 pub const CHANNEL: &str = "svc_changes";
 
-/// `position` of an event is its transaction's id. An array of more ids than this is not kept: the reader is told to look
-/// at the table again.
-pub const OBJECTS: &str = "
+/// The position of an event is its transaction id. Larger id arrays are stored as NULL: the reader then reloads the
+/// table.
+pub const SCHEMA_SQL: &str = "
     CREATE TABLE IF NOT EXISTS svc.watched (
         schema_name text PRIMARY KEY,
         listened_at timestamptz(3) NOT NULL DEFAULT now(),
@@ -61,8 +61,8 @@ pub const OBJECTS: &str = "
     REVOKE ALL ON FUNCTION svc.note_change(), svc.note_truncate() FROM PUBLIC;
 ";
 
-/// Which triggers a schema's tables lack. A table without our `id` is not an app's.
-const MISSING: &str = "
+/// Statements that create a schema's missing triggers. A table without the built-in `id` is not an app's.
+const CREATE_MISSING_TRIGGERS: &str = "
     SELECT format('CREATE TRIGGER %I AFTER %s ON %I.%I %s FOR EACH STATEMENT EXECUTE FUNCTION svc.%I()',
                   k.name, k.event, n.nspname, c.relname, k.referencing, k.function)
       FROM pg_class c
@@ -77,15 +77,15 @@ const MISSING: &str = "
        AND NOT EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = k.name)
      ORDER BY c.relname, k.name";
 
-const PRESENT: &str = "
+const DROP_TRIGGERS: &str = "
     SELECT format('DROP TRIGGER %I ON %I.%I', t.tgname, n.nspname, c.relname)
       FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE n.nspname = $1 AND starts_with(t.tgname, 'svc_changes_')";
 
-/// Makes the feed this machine's: after a restore what is in the outbox was told by another one.
+/// Adopts the feed for this machine: after a restore the outbox contains events of another machine.
 ///
 /// # Errors
-/// The database's.
+/// A database error.
 pub async fn adopt(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(), tokio_postgres::Error> {
     let epoch = i64::from(epoch.0);
     let row = transaction
@@ -112,71 +112,79 @@ pub async fn adopt(transaction: &Transaction<'_>, epoch: Epoch) -> Result<(), to
     Ok(())
 }
 
-/// Whether somebody listens to the app of `schema`.
+/// Whether the tables of `schema` are watched.
 ///
 /// # Errors
-/// The database's.
-pub async fn watched(client: &impl GenericClient, schema: &Name) -> Result<bool, tokio_postgres::Error> {
+/// A database error.
+pub async fn is_watched(client: &impl GenericClient, schema: &Name) -> Result<bool, tokio_postgres::Error> {
     let sql = "SELECT EXISTS (SELECT FROM svc.watched WHERE schema_name = $1)";
     Ok(client.query_one(sql, &[&schema.as_str()]).await?.get(0))
 }
 
-/// Gives every table of `schema` the triggers that it lacks.
+/// Creates the missing triggers of all tables of `schema`.
 ///
 /// # Errors
-/// The database's.
-pub async fn watch(client: &impl GenericClient, schema: &Name) -> Result<(), tokio_postgres::Error> {
-    for row in client.query(MISSING, &[&schema.as_str()]).await? {
+/// A database error.
+pub async fn create_triggers(
+    client: &impl GenericClient,
+    schema: &Name,
+) -> Result<(), tokio_postgres::Error> {
+    for row in client.query(CREATE_MISSING_TRIGGERS, &[&schema.as_str()]).await? {
         client.batch_execute(row.get(0)).await?;
     }
     Ok(())
 }
 
-/// Takes the triggers of a schema away.
+/// Drops the triggers of a schema.
 ///
 /// # Errors
-/// The database's.
-async fn unwatch(client: &impl GenericClient, schema: &str) -> Result<(), tokio_postgres::Error> {
-    for row in client.query(PRESENT, &[&schema]).await? {
+/// A database error.
+async fn drop_triggers(client: &impl GenericClient, schema: &str) -> Result<(), tokio_postgres::Error> {
+    for row in client.query(DROP_TRIGGERS, &[&schema]).await? {
         client.batch_execute(row.get(0)).await?;
     }
     Ok(())
 }
 
-/// Watches an app that nobody listened to before. Its changes are complete from here on.
+/// Starts watching an app. Its changes are complete from here on.
 ///
 /// # Errors
-/// When the database is away, or a long write keeps a table for itself.
-pub async fn begin(client: &mut Client, schema: &Name) -> Result<(), DatabaseError> {
+/// The database is unreachable, or a long write holds a table lock.
+pub async fn start_watching(client: &mut Client, schema: &Name) -> Result<(), DatabaseError> {
     let transaction = client.transaction().await?;
     transaction.batch_execute("SET LOCAL lock_timeout = '2s'").await?;
     super::lock(&transaction).await?;
-    watch(&transaction, schema).await?;
+    create_triggers(&transaction, schema).await?;
     let note = "INSERT INTO svc.watched (schema_name) VALUES ($1)
                 ON CONFLICT (schema_name) DO UPDATE SET listened_at = now()";
     transaction.execute(note, &[&schema.as_str()]).await?;
     transaction.commit().await?;
-    // Whoever wrote without the triggers has ended: making them waited for it.
+    // Creating the triggers waited for all writers that did not fire them.
     let floor = "UPDATE svc.watched SET floor = pg_snapshot_xmin(pg_current_snapshot())::text::bigint - 1
                   WHERE schema_name = $1 AND floor IS NULL";
     client.execute(floor, &[&schema.as_str()]).await?;
     Ok(())
 }
 
-/// How the outbox is kept small.
+/// Retention limits of the outbox.
 #[derive(Debug, Clone, Copy)]
-pub struct Keep {
+pub struct Retention {
     pub seconds: f64,
     pub rows: i64,
-    /// Days without a listener after which an app is watched no more.
+    /// Days without a listener after which an app is no longer watched.
     pub days: i32,
 }
 
-/// Deletes what is too old to be resumed from, and ends watching where nobody listens. `live` are listened to now.
+/// Deletes events that are too old to resume from, and stops watching apps without listeners. `live` are the schemas
+/// with listeners.
 ///
 /// # Errors
-/// The database's.
-pub async fn tidy(client: &mut Client, keep: Keep, live: &[String]) -> Result<(), DatabaseError> {
+/// A database error.
+pub async fn clean_up(
+    client: &mut Client,
+    retention: Retention,
+    live: &[String],
+) -> Result<(), DatabaseError> {
     client
         .execute(
             "WITH edge AS (
@@ -190,7 +198,7 @@ pub async fn tidy(client: &mut Client, keep: Keep, live: &[String]) -> Result<()
              gone AS (DELETE FROM svc.changes c USING edge WHERE c.xid <= edge.xid)
              UPDATE svc.feed SET floor = greatest(floor, edge.xid::text::bigint)
                FROM edge WHERE edge.xid IS NOT NULL",
-            &[&keep.seconds, &keep.rows],
+            &[&retention.seconds, &retention.rows],
         )
         .await?;
     client
@@ -200,18 +208,18 @@ pub async fn tidy(client: &mut Client, keep: Keep, live: &[String]) -> Result<()
             &[&live],
         )
         .await?;
-    let forsaken = client
+    let unwatched = client
         .query(
             "SELECT schema_name FROM svc.watched
               WHERE listened_at < now() - make_interval(days => $1) AND schema_name <> ALL ($2)",
-            &[&keep.days, &live],
+            &[&retention.days, &live],
         )
         .await?;
-    for row in &forsaken {
+    for row in &unwatched {
         let schema: &str = row.get(0);
         let transaction = client.transaction().await?;
         transaction.batch_execute("SET LOCAL lock_timeout = '1s'").await?;
-        unwatch(&transaction, schema).await?;
+        drop_triggers(&transaction, schema).await?;
         transaction.execute("DELETE FROM svc.watched WHERE schema_name = $1", &[&schema]).await?;
         transaction.commit().await?;
     }

@@ -1,8 +1,8 @@
-//! An app's connections. When all are busy, requests share them: PostgreSQL's protocol lets several statements be under
-//! way on one, so a connection that waits for an answer already carries the next question. A transaction has one to itself.
+//! An app's connections. When all are busy, requests share them: PostgreSQL's protocol allows pipelining, so the next
+//! statement can be sent before the previous one has finished. A transaction has a connection exclusively.
 //!
-//! Invariants: all pools together never hold more connections than the budget they share; a connection whose work was
-//! left unfinished is never given to anybody again.
+//! Invariants: all pools together never exceed the shared connection budget; a connection with unfinished work is never
+//! leased again.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,25 +11,25 @@ use std::time::Duration;
 use tokio::sync::{Notify, Semaphore};
 use tokio_postgres::error::SqlState;
 
-use super::budget::{Budget, Place};
+use super::budget::{Budget, ConnectionPermit};
 use super::connect::{Database, DatabaseError, connect};
 use super::connection::{Connection, now_ms};
 use super::lease::Lease;
 use crate::metrics::BRIDGE_WAITS;
 
-/// The most connections of one app.
-const MOST: usize = 16;
-/// Statements that may be under way on a connection before requests wait, when there are as many as may be.
-const DEPTH: usize = 8;
-const WAIT: Duration = Duration::from_secs(5);
-const IDLE: Duration = Duration::from_secs(60);
-/// A connection on which nothing moved for so long has a long statement under way: the next does not stand behind it.
-const SLOW: Duration = Duration::from_millis(100);
+/// Maximum connections of one app.
+const MAX_CONNECTIONS: usize = 16;
+/// Maximum statements in flight per connection, at the maximum number of connections.
+const MAX_PIPELINED: usize = 8;
+const LEASE_TIMEOUT: Duration = Duration::from_secs(5);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// A connection without activity for this long has a long statement in flight; no statement is queued behind it.
+const SLOW_THRESHOLD: Duration = Duration::from_millis(100);
 
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    #[error("no connection came free in time")]
-    Wait,
+    #[error("timeout waiting for a connection")]
+    Timeout,
     #[error(transparent)]
     Database(#[from] DatabaseError),
 }
@@ -38,35 +38,35 @@ pub struct Pool {
     database: Arc<Database>,
     config: tokio_postgres::Config,
     budget: Arc<Budget>,
-    places: Arc<Semaphore>,
-    open: Mutex<Open>,
-    /// Told when a connection may have come free for those that found none.
+    slots: Arc<Semaphore>,
+    open: Mutex<PoolState>,
+    /// Notified when a connection may have become available.
     freed: Notify,
 }
 
 #[derive(Default)]
-struct Open {
+struct PoolState {
     connections: Vec<Arc<Connection>>,
-    /// How many are being opened.
-    coming: usize,
+    /// Number of connections being opened.
+    opening: usize,
 }
 
-/// What the connections of now offer a request.
-enum Choice {
-    Take(Arc<Connection>),
-    /// Another may be opened; counted as coming.
+/// What the open connections offer a request.
+enum Selection {
+    Use(Arc<Connection>),
+    /// Open another connection; it is already counted in `opening`.
     Open(Need),
     Wait,
-    /// A transaction reserved it meanwhile.
-    Again,
+    /// A transaction reserved it in the meantime.
+    Retry,
 }
 
-/// How much another connection is needed.
+/// How urgently another connection is needed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Need {
-    /// There is none: some other app may have to give one up.
+    /// The app has none: another app may have to close one.
     First,
-    /// All are busy.
+    /// All of the app's connections are busy.
     Further,
 }
 
@@ -76,54 +76,54 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// What a pool has.
-pub(super) struct Holding {
-    /// Connections that it could give up.
+/// The use of a pool.
+pub(super) struct PoolUsage {
+    /// Connections that it could close.
     pub spare: usize,
     pub last_used: u64,
 }
 
 impl Pool {
-    /// `config` names the role and its password; `budget` is shared by all pools.
+    /// `config` has the role and its password; all pools share `budget`.
     pub fn new(database: Arc<Database>, config: tokio_postgres::Config, budget: Arc<Budget>) -> Arc<Self> {
         let pool = Arc::new(Self {
             database,
             config,
             budget,
-            places: Arc::new(Semaphore::new(MOST * DEPTH)),
+            slots: Arc::new(Semaphore::new(MAX_CONNECTIONS * MAX_PIPELINED)),
             open: Mutex::default(),
             freed: Notify::new(),
         });
-        pool.budget.join(&pool);
+        pool.budget.register(&pool);
         pool
     }
 
-    /// A place on an idle connection, else on a new one; when there may be no more, on one that others use, too.
+    /// Leases an idle connection, else a new one, else a slot on a busy connection.
     ///
     /// # Errors
-    /// When none came free within five seconds, or the database is away.
+    /// No connection was available within five seconds, or the database is unreachable.
     pub async fn lease(self: &Arc<Self>) -> Result<Lease, PoolError> {
-        let waited = tokio::time::timeout(WAIT, async {
-            let place = self.places.clone().acquire_owned().await.map_err(|_| PoolError::Wait)?;
-            Ok(Lease::new(self.clone(), self.connection().await?, place))
+        let waited = tokio::time::timeout(LEASE_TIMEOUT, async {
+            let slot = self.slots.clone().acquire_owned().await.map_err(|_| PoolError::Timeout)?;
+            Ok(Lease::new(self.clone(), self.connection().await?, slot))
         });
-        waited.await.unwrap_or(Err(PoolError::Wait))
+        waited.await.unwrap_or(Err(PoolError::Timeout))
     }
 
-    /// A connection that nobody else uses until the lease ends: for a transaction.
+    /// Leases a connection exclusively, for a transaction.
     ///
     /// # Errors
     /// As [`Self::lease`].
-    pub async fn lease_alone(self: &Arc<Self>) -> Result<Lease, PoolError> {
-        let waited = tokio::time::timeout(WAIT, async {
+    pub async fn lease_exclusive(self: &Arc<Self>) -> Result<Lease, PoolError> {
+        let waited = tokio::time::timeout(LEASE_TIMEOUT, async {
             loop {
                 let mut lease = self.lease().await?;
-                // Others stay away from now on; those that are there end first.
+                // No further statement enters; those in flight finish first.
                 if lease.reserve() {
                     loop {
                         let mut freed = pin!(self.freed.notified());
                         freed.as_mut().enable();
-                        if lease.is_alone() {
+                        if lease.is_exclusive() {
                             return Ok(lease);
                         }
                         freed.await;
@@ -131,51 +131,51 @@ impl Pool {
                 }
             }
         });
-        waited.await.unwrap_or(Err(PoolError::Wait))
+        waited.await.unwrap_or(Err(PoolError::Timeout))
     }
 
-    /// Open connections, and those of them that have something to do.
+    /// The numbers of open and of busy connections.
     pub fn in_use(&self) -> (usize, usize) {
         let open = &self.open().connections;
-        (open.len(), open.iter().filter(|connection| connection.under_way() > 0).count())
+        (open.len(), open.iter().filter(|connection| connection.in_flight() > 0).count())
     }
 
-    /// Closes connections that nobody used for a while.
+    /// Closes idle connections.
     pub fn close_idle(&self) {
         let now = now_ms();
-        let idle = u64::try_from(IDLE.as_millis()).unwrap_or(u64::MAX);
+        let idle = u64::try_from(IDLE_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
         self.open().connections.retain(|connection| {
-            connection.under_way() > 0 || now.saturating_sub(connection.moved_ms()) < idle
+            connection.in_flight() > 0 || now.saturating_sub(connection.last_activity_ms()) < idle
         });
     }
 
-    pub(super) fn holding(&self) -> Holding {
+    pub(super) fn usage(&self) -> PoolUsage {
         let open = &self.open().connections;
-        let used = open.iter().map(|connection| connection.moved_ms());
+        let used = open.iter().map(|connection| connection.last_activity_ms());
         let spare = open.iter().filter(|connection| connection.has_served());
-        Holding { spare: spare.count(), last_used: used.max().unwrap_or(0) }
+        PoolUsage { spare: spare.count(), last_used: used.max().unwrap_or(0) }
     }
 
-    /// Lets go of the least busy connection; it closes when the statements under way on it have ended.
+    /// Retires the least busy connection; it closes when its statements have finished.
     pub(super) fn retire_one(&self) {
         let open = &mut self.open().connections;
         let spare = (0..open.len()).filter(|&index| open[index].has_served());
-        if let Some(index) = spare.min_by_key(|&index| open[index].under_way()) {
+        if let Some(index) = spare.min_by_key(|&index| open[index].in_flight()) {
             open.swap_remove(index);
         }
     }
 
-    /// Takes a connection out, so that nobody new comes upon it; whether nobody did before.
-    pub(super) fn give_up(&self, connection: &Arc<Connection>) -> bool {
+    /// Removes a connection from the pool and abandons it; `false` if it was already abandoned.
+    pub(super) fn abandon(&self, connection: &Arc<Connection>) -> bool {
         let mut open = self.open();
         open.connections.retain(|known| !Arc::ptr_eq(known, connection));
-        connection.give_up()
+        connection.abandon()
     }
 
-    /// Ends a backend of this pool's role with all that it has still to do.
+    /// Terminates a backend of this pool's role.
     ///
     /// # Errors
-    /// When the database is away.
+    /// The database is unreachable.
     pub(super) async fn terminate(&self, backend: i32) -> Result<(), DatabaseError> {
         let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = $1 AND usename = $2";
         let role = self.config.get_user().unwrap_or_default();
@@ -183,8 +183,8 @@ impl Pool {
         Ok(())
     }
 
-    /// Tells those that wait for a connection.
-    pub(super) fn tell_freed(&self) {
+    /// Wakes the requests that wait for a connection.
+    pub(super) fn notify_freed(&self) {
         self.freed.notify_waiters();
     }
 
@@ -194,20 +194,20 @@ impl Pool {
         loop {
             let mut freed = pin!(self.freed.notified());
             freed.as_mut().enable();
-            match self.choose(may_open) {
-                Choice::Take(connection) => {
-                    Waiting::served(waiting);
+            match self.select(may_open) {
+                Selection::Use(connection) => {
+                    WaitMetric::served(waiting);
                     return Ok(connection);
                 }
-                Choice::Open(need) => match self.another(need).await? {
+                Selection::Open(need) => match self.open_another(need).await? {
                     Some(connection) => {
-                        Waiting::served(waiting);
+                        WaitMetric::served(waiting);
                         return Ok(connection);
                     }
                     None => may_open = false,
                 },
-                Choice::Again => {}
-                Choice::Wait => {
+                Selection::Retry => {}
+                Selection::Wait => {
                     waiting.get_or_insert_default();
                     freed.await;
                     may_open = true;
@@ -216,75 +216,79 @@ impl Pool {
         }
     }
 
-    /// A request stands behind another's statement only where there may be no more connections, and not behind one that
-    /// takes long.
-    fn choose(&self, may_open: bool) -> Choice {
+    /// Chooses a connection. A request is queued behind another statement only if no further connection may be opened,
+    /// and never behind a slow one.
+    fn select(&self, may_open: bool) -> Selection {
         let mut open = self.open();
         open.connections.retain(|connection| connection.is_usable());
         let now = now_ms();
-        let slow = u64::try_from(SLOW.as_millis()).unwrap_or(u64::MAX);
-        // The fewer there may be, the more each takes.
-        let depth = MOST * DEPTH / open.connections.len().max(1);
-        let is_only = open.connections.len() + open.coming == 1;
-        let is_slow = |c: &Connection| !is_only && now.saturating_sub(c.moved_ms()) > slow;
-        let is_full = |c: &Connection| c.under_way() >= depth || is_slow(c);
+        let slow = u64::try_from(SLOW_THRESHOLD.as_millis()).unwrap_or(u64::MAX);
+        // Fewer connections may each carry more statements.
+        let depth = MAX_CONNECTIONS * MAX_PIPELINED / open.connections.len().max(1);
+        let is_only = open.connections.len() + open.opening == 1;
+        let is_slow = |c: &Connection| !is_only && now.saturating_sub(c.last_activity_ms()) > slow;
+        let is_full = |c: &Connection| c.in_flight() >= depth || is_slow(c);
         let least = open.connections.iter().filter(|c| !c.is_reserved()).min_by_key(|c| {
-            let under_way = c.under_way();
-            // Of those that have as much to do, the one on which something ended last.
-            (under_way > 0 && is_full(c), under_way, now.saturating_sub(c.moved_ms()))
+            let in_flight = c.in_flight();
+            // Among equally busy ones, prefer the one with the latest activity.
+            (in_flight > 0 && is_full(c), in_flight, now.saturating_sub(c.last_activity_ms()))
         });
-        let is_idle = least.is_some_and(|c| c.under_way() == 0);
-        // What has just begun cannot be seen to take long yet: with others on their way, nobody stands behind it.
-        if !is_idle && open.coming > 0 && (!may_open || open.connections.len() + open.coming >= MOST) {
-            return Choice::Wait;
+        let is_idle = least.is_some_and(|c| c.in_flight() == 0);
+        // A statement that has just started is not known to be slow yet: while further connections are being opened,
+        // wait for them.
+        if !is_idle
+            && open.opening > 0
+            && (!may_open || open.connections.len() + open.opening >= MAX_CONNECTIONS)
+        {
+            return Selection::Wait;
         }
-        if !is_idle && may_open && open.connections.len() + open.coming < MOST {
-            let is_first = open.connections.is_empty() && open.coming == 0;
-            open.coming += 1;
-            return Choice::Open(if is_first { Need::First } else { Need::Further });
+        if !is_idle && may_open && open.connections.len() + open.opening < MAX_CONNECTIONS {
+            let is_first = open.connections.is_empty() && open.opening == 0;
+            open.opening += 1;
+            return Selection::Open(if is_first { Need::First } else { Need::Further });
         }
         match least {
-            // Counted under the lock, so that two requests do not take the same idle connection.
+            // Entered under the lock, so that two requests do not take the same idle connection.
             Some(least) if is_idle || !is_full(least) => {
                 if least.enter() {
-                    Choice::Take(least.clone())
+                    Selection::Use(least.clone())
                 } else {
-                    Choice::Again
+                    Selection::Retry
                 }
             }
-            _ => Choice::Wait,
+            _ => Selection::Wait,
         }
     }
 
-    /// One more connection, with a place on it taken; none where the budget has no room for it.
-    async fn another(&self, need: Need) -> Result<Option<Arc<Connection>>, PoolError> {
-        let _coming = Coming(self);
-        let place = match need {
-            Need::First => Some(self.budget.place().await.ok_or(PoolError::Wait)?),
-            Need::Further => self.budget.spare(),
+    /// Opens another connection in use by the caller; `None` if the budget is exhausted.
+    async fn open_another(&self, need: Need) -> Result<Option<Arc<Connection>>, PoolError> {
+        let _coming = OpeningGuard(self);
+        let permit = match need {
+            Need::First => Some(self.budget.acquire().await.ok_or(PoolError::Timeout)?),
+            Need::Further => self.budget.try_acquire(),
         };
-        let Some(place) = place else { return Ok(None) };
-        match self.add(place).await {
+        let Some(permit) = permit else { return Ok(None) };
+        match self.connect_with_permit(permit).await {
             Ok(connection) => Ok(Some(connection)),
             Err(error) if need == Need::First => Err(error.into()),
             Err(error) => {
-                tracing::debug!(error = %crate::http::problem::chain(&error), "no further connection");
+                tracing::debug!(error = %crate::http::problem::chain(&error), "opening another connection failed");
                 Ok(None)
             }
         }
     }
 
-    async fn add(&self, place: Place) -> Result<Arc<Connection>, DatabaseError> {
-        let client = connect(&self.config).await.inspect_err(|error| self.tell_if_refused(error))?;
-        let asked = client.query_one("SELECT pg_backend_pid()", &[]);
-        let row = tokio::time::timeout(WAIT, asked).await.map_err(|_| DatabaseError::Deadline)??;
-        let connection = Arc::new(Connection::new(client, row.try_get(0)?, place));
+    async fn connect_with_permit(&self, permit: ConnectionPermit) -> Result<Arc<Connection>, DatabaseError> {
+        let client = connect(&self.config).await.inspect_err(|error| self.report_rejected_login(error))?;
+        let query = client.query_one("SELECT pg_backend_pid()", &[]);
+        let row = tokio::time::timeout(LEASE_TIMEOUT, query).await.map_err(|_| DatabaseError::Deadline)??;
+        let connection = Arc::new(Connection::new(client, row.try_get(0)?, permit));
         self.open().connections.push(connection.clone());
         Ok(connection)
     }
 
-    /// A refused login means that the role's password is not ours any more, as after a restore.
-    fn tell_if_refused(&self, error: &DatabaseError) {
+    /// A rejected login means that the role's password has changed, as after a restore.
+    fn report_rejected_login(&self, error: &DatabaseError) {
         let DatabaseError::Connect(error) = error else { return };
         let refused = [SqlState::INVALID_PASSWORD, SqlState::INVALID_AUTHORIZATION_SPECIFICATION];
         if error.code().is_some_and(|code| refused.contains(code)) {
@@ -292,18 +296,18 @@ impl Pool {
         }
     }
 
-    fn open(&self) -> std::sync::MutexGuard<'_, Open> {
+    fn open(&self) -> std::sync::MutexGuard<'_, PoolState> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A request that found all connections busy; dropped before it was served, it was given up.
+/// Counts a request that had to wait for a connection, as given up unless it was served.
 #[derive(Default)]
-struct Waiting {
+struct WaitMetric {
     served: bool,
 }
 
-impl Waiting {
+impl WaitMetric {
     fn served(waiting: Option<Self>) {
         if let Some(mut waiting) = waiting {
             waiting.served = true;
@@ -311,18 +315,18 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for WaitMetric {
     fn drop(&mut self) {
         BRIDGE_WAITS.add_one([if self.served { "served" } else { "given_up" }]);
     }
 }
 
-/// Counts as coming until this is dropped, as it is when the request goes away.
-struct Coming<'p>(&'p Pool);
+/// Counts a connection as being opened until it is dropped, also when the request is cancelled.
+struct OpeningGuard<'p>(&'p Pool);
 
-impl Drop for Coming<'_> {
+impl Drop for OpeningGuard<'_> {
     fn drop(&mut self) {
-        self.0.open().coming -= 1;
-        self.0.tell_freed();
+        self.0.open().opening -= 1;
+        self.0.notify_freed();
     }
 }

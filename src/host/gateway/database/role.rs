@@ -1,5 +1,5 @@
-//! One login role for each app. Its password is made here at each start, sent only as a SCRAM verifier, and kept in
-//! memory alone: neither a log of statements nor a dump ever holds it.
+//! One login role per app. Its password is generated at each start, sent only as a SCRAM verifier, and kept only in
+//! memory: neither statement logs nor dumps contain it.
 
 use std::time::Duration;
 
@@ -10,31 +10,31 @@ use tokio_postgres::GenericClient;
 
 use crate::host::gateway::apps::Name;
 
-/// A fresh password.
+/// Generates a password.
 ///
 /// # Errors
-/// When the system has no randomness.
+/// The system has no randomness.
 pub fn fresh_password() -> Result<SecretString, ring::error::Unspecified> {
     let mut bytes = [0_u8; 32];
     SystemRandom::new().fill(&mut bytes)?;
     Ok(SecretString::from(hex::encode(bytes)))
 }
 
-/// Makes the role if it is not there (a restore makes it without login), and lets it log in with `password`. The server's
-/// own log does not tell its refusals: their text holds rows. The gateway logs them without.
+/// Creates the role if it is missing (a restore creates it without login), and lets it log in with `password`. The
+/// server's log omits its errors, because their text contains rows; the gateway logs them without text.
 ///
 /// # Errors
-/// When the database is away or refuses.
+/// The database is unreachable or rejects a statement.
 pub async fn open_login(
     client: &impl GenericClient,
     role: &Name,
     password: &SecretString,
     statement_timeout: Duration,
 ) -> Result<(), tokio_postgres::Error> {
-    let found = client.query_opt("SELECT 1 FROM pg_roles WHERE rolname = $1", &[&role.as_str()]).await?;
+    let existing = client.query_opt("SELECT 1 FROM pg_roles WHERE rolname = $1", &[&role.as_str()]).await?;
     let name = role.quoted();
     let mut sql = String::new();
-    if found.is_none() {
+    if existing.is_none() {
         sql.push_str(&format!("CREATE ROLE {name};"));
     }
     let verifier = scram_sha_256(password.expose_secret().as_bytes());

@@ -1,4 +1,4 @@
-//! `GET /_svc/internal/backup`: the backup under way, and how the last one ended.
+//! `GET /_svc/internal/backup`: the running backup, and the result of the last one.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::clock;
 use crate::fsx;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, PLATFORM, told};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::snapshots::backup_progress::BackupProgress;
 use crate::host::system::blocking::blocking;
@@ -22,7 +22,7 @@ use crate::http::openapi::{Operation, boolean, count, object, one_of, text, time
 use crate::http::problem::{Code, Problem};
 use crate::store::key;
 
-/// The end of the last run, as `last-backup.json` has it.
+/// The result of the last run, from `last-backup.json`.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct LastRun {
@@ -34,7 +34,7 @@ struct LastRun {
     held: Option<HeldBack>,
 }
 
-/// A whole snapshot that did not become the latest, because its database has shrunk.
+/// A complete snapshot that was held back from becoming the latest, because its database has shrunk.
 #[derive(Serialize, Deserialize)]
 struct HeldBack {
     latest: String,
@@ -43,7 +43,7 @@ struct HeldBack {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct ShownRun {
+struct LastRunView {
     status: String,
     #[serde(with = "clock::wire")]
     began_at: Timestamp,
@@ -59,29 +59,29 @@ struct ShownRun {
 
 async fn show(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {
     let layout = gateway.config.layout.clone();
-    Ok(Json(blocking(move || shown(&layout)).await?))
+    Ok(Json(blocking(move || backup_status(&layout)).await?))
 }
 
-fn shown(layout: &Layout) -> Result<Value, LockError> {
-    // The lock first: a run that ends meanwhile has then written its end before that is read.
+fn backup_status(layout: &Layout) -> Result<Value, LockError> {
+    // Check the lock first: a run that ends afterwards has already written its result.
     let is_running = Lock::is_held(&layout.backup_lock())?;
-    let mut shown = json!({ "running": is_running });
+    let mut summary = json!({ "running": is_running });
     let progress = BackupProgress::read(layout)?.filter(|_| is_running);
     if let Some(progress) = progress {
-        shown["beganAt"] = clock::rfc3339_ms(progress.began_at).into();
-        shown["stage"] = progress.stage.into();
-        shown["dumpedBytes"] = progress.dumped_bytes.into();
-        shown["uploadedBytes"] = progress.uploaded_bytes.into();
-        shown["updatedAt"] = clock::rfc3339_ms(progress.updated_at).into();
+        summary["beganAt"] = clock::rfc3339_ms(progress.began_at).into();
+        summary["stage"] = progress.stage.into();
+        summary["dumpedBytes"] = progress.dumped_bytes.into();
+        summary["uploadedBytes"] = progress.uploaded_bytes.into();
+        summary["updatedAt"] = clock::rfc3339_ms(progress.updated_at).into();
     }
     let last = fsx::read_if_there(&layout.last_backup())?;
     if let Some(last) = last.and_then(|text| serde_json::from_slice::<LastRun>(&text).ok()) {
         let taken_at = last.key.as_deref().and_then(key::taken_at);
         let LastRun { timestamp, status, key, error, held } = last;
-        let last = ShownRun { status, began_at: timestamp, taken_at, key, error, held };
-        shown["last"] = serde_json::to_value(last).expect("plain fields are JSON");
+        let last = LastRunView { status, began_at: timestamp, taken_at, key, error, held };
+        summary["last"] = serde_json::to_value(last).expect("plain fields are JSON");
     }
-    Ok(shown)
+    Ok(summary)
 }
 
 pub static BACKUP_PROGRESS: Endpoint = Endpoint {
@@ -89,11 +89,11 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
         id: "showBackup",
         method: Method::GET,
         path: "/_svc/internal/backup",
-        summary: "How far the backup under way is, and how the last one ended.",
+        summary: "The progress of the running backup, and the result of the last one.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        answers: &[told(200, "What is known of it.", || {
+        answers: &[json_answer(200, "The progress and the last result.", || {
             let last = object(
                 &[("status", one_of(&["success", "error"])), ("beganAt", time())],
                 &[("takenAt", time()), ("key", text()), ("error", text()), ("held", held())],
@@ -112,7 +112,7 @@ pub static BACKUP_PROGRESS: Endpoint = Endpoint {
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(show),
 };
 
@@ -131,6 +131,6 @@ mod tests {
         let last = json!({"timestamp": "2026-01-02T03:04:05.678Z", "status": "error", "key": null, "error": "shrunk",
             "held": {"latest": "k", "loss": "3 rows instead of 400"}});
         fsx::write_atomic(&layout.last_backup(), last.to_string().as_bytes(), 0o644).unwrap();
-        assert_eq!(shown(&layout).unwrap()["last"]["held"], last["held"]);
+        assert_eq!(backup_status(&layout).unwrap()["last"]["held"], last["held"]);
     }
 }

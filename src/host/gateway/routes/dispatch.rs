@@ -1,4 +1,4 @@
-//! `/api/dispatch`: prompts are handed in, listened to, looked up and cancelled.
+//! `/api/dispatch`: submits, follows, shows and cancels dispatches.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -25,18 +25,18 @@ use crate::host::agents::dispatch::state::{Dispatch, Phase};
 use crate::host::agents::dispatch::{DispatchTarget, Dispatcher};
 use crate::host::gateway::auth::Caller;
 use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
-use crate::host::gateway::events::{self, HEARTBEAT, LONGEST, RETRY_MS};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
+use crate::host::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
 use crate::host::gateway::state::Gateway;
 use crate::http::openapi::{
-    Answer, Content, Operation, Parameter, Place, array, boolean, fields, matching, named, nullable, object,
-    one_of, text, text_to, time,
+    Answer, Content, LinePosition, Operation, Parameter, array, boolean, fields, matching, named, nullable,
+    object, one_of, text, text_to, time,
 };
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
 
-/// So many are listed.
-const MOST_LISTED: usize = 200;
+/// Maximum number of listed dispatches.
+const MAX_LISTED: usize = 200;
 
 async fn dispatch(
     State(gateway): State<Arc<Gateway>>,
@@ -50,12 +50,12 @@ async fn dispatch(
     let asked = fields.finish(asked)?;
     let found = gateway.dispatcher.accept(asked).await?;
     if wants_json(&headers) {
-        return Ok((StatusCode::ACCEPTED, Json(shown(&gateway.dispatcher, &found))).into_response());
+        return Ok((StatusCode::ACCEPTED, Json(dispatch_json(&gateway.dispatcher, &found))).into_response());
     }
-    Ok(listen(&gateway.dispatcher, found, 0))
+    Ok(stream_events(&gateway.dispatcher, found, 0))
 }
 
-/// Who asks for JSON and for no events comes again to see what became of it.
+/// Whether the client accepts JSON but no events; it then polls for the result.
 fn wants_json(headers: &HeaderMap) -> bool {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let accepted: String = accepted.collect::<Vec<_>>().join(",");
@@ -65,7 +65,7 @@ fn wants_json(headers: &HeaderMap) -> bool {
 async fn list(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {
     gateway.dispatcher.ready().await?;
     let all = gateway.dispatcher.list();
-    let all: Vec<Value> = all.iter().take(MOST_LISTED).map(|one| one.to_json()).collect();
+    let all: Vec<Value> = all.iter().take(MAX_LISTED).map(|one| one.to_json()).collect();
     Ok(Json(json!({ "dispatches": all })))
 }
 
@@ -73,8 +73,8 @@ async fn show(
     State(gateway): State<Arc<Gateway>>,
     Segments(id): Segments<String>,
 ) -> Result<Json<Value>, Problem> {
-    let found = found(&gateway, &id).await?;
-    Ok(Json(shown(&gateway.dispatcher, &found)))
+    let found = find_dispatch(&gateway, &id).await?;
+    Ok(Json(dispatch_json(&gateway.dispatcher, &found)))
 }
 
 async fn follow(
@@ -93,44 +93,44 @@ async fn follow(
         }
         None => None,
     };
-    let found = found(&gateway, &id).await?;
+    let found = find_dispatch(&gateway, &id).await?;
     let from = last.map_or(0, |last| last.saturating_add(1));
     let read = found.log().read(from);
     if last.is_some() && read.is_over && read.events.is_empty() {
-        // By which a browser's EventSource comes no more.
+        // 204 stops a browser's EventSource from reconnecting.
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
-    Ok(listen(&gateway.dispatcher, found, from))
+    Ok(stream_events(&gateway.dispatcher, found, from))
 }
 
 async fn cancel(
     State(gateway): State<Arc<Gateway>>,
     Segments(id): Segments<String>,
 ) -> Result<Response, Problem> {
-    let found = found(&gateway, &id).await?;
+    let found = find_dispatch(&gateway, &id).await?;
     gateway.dispatcher.cancel(&found).await;
-    Ok((StatusCode::ACCEPTED, Json(shown(&gateway.dispatcher, &found))).into_response())
+    Ok((StatusCode::ACCEPTED, Json(dispatch_json(&gateway.dispatcher, &found))).into_response())
 }
 
-async fn found(gateway: &Gateway, id: &str) -> Result<DispatchTarget, Problem> {
+async fn find_dispatch(gateway: &Gateway, id: &str) -> Result<DispatchTarget, Problem> {
     gateway.dispatcher.ready().await?;
-    let unknown = || Problem::new(Code::NotFound, "There is no dispatch of this id, or it was long ago.");
+    let unknown = || Problem::new(Code::NotFound, "There is no dispatch with this id, or it has expired.");
     let id: DispatchId = id.parse().map_err(|_| unknown())?;
     gateway.dispatcher.find(&id).await?.ok_or_else(unknown)
 }
 
-fn shown(dispatcher: &Dispatcher, found: &DispatchTarget) -> Value {
+fn dispatch_json(dispatcher: &Dispatcher, found: &DispatchTarget) -> Value {
     let all = dispatcher.entries(found);
     json!({
         "id": found.id(),
         "batch": !matches!(found, DispatchTarget::One(_)),
-        "status": status(&all),
+        "status": overall_status(&all),
         "dispatches": all.iter().map(|one| one.to_json()).collect::<Vec<_>>(),
     })
 }
 
-/// Of all together: over when the last is, and well when all are.
-fn status(all: &[Arc<Dispatch>]) -> &'static str {
+/// The status of a batch: it is over when all entries are, and successful when all are.
+fn overall_status(all: &[Arc<Dispatch>]) -> &'static str {
     let phases: Vec<Phase> = all.iter().map(|one| one.phase()).collect();
     let all_are = |phase| phases.iter().all(|one| *one == phase);
     if all_are(Phase::Queued) {
@@ -144,32 +144,32 @@ fn status(all: &[Arc<Dispatch>]) -> &'static str {
     }
 }
 
-/// The events from a number on, to the last.
-fn listen(dispatcher: &Arc<Dispatcher>, found: DispatchTarget, from: u64) -> Response {
-    // What is known by its record alone has no end of its own.
-    let state = (found, from, Instant::now() + LONGEST, Arc::clone(dispatcher));
+/// Streams the events from a number to the last.
+fn stream_events(dispatcher: &Arc<Dispatcher>, found: DispatchTarget, from: u64) -> Response {
+    // A dispatch known only by its record has no deadline of its own.
+    let state = (found, from, Instant::now() + MAX_STREAM_DURATION, Arc::clone(dispatcher));
     let greeting = Bytes::from(format!("retry: {RETRY_MS}\n\n"));
     let first = stream::iter([Ok::<_, Infallible>(greeting)]);
     let rest = stream::unfold(Some(state), |state| async move {
         let (found, from, end, dispatcher) = state?;
-        // Whoever listens comes again to the next gateway.
-        let next = dispatcher.closed.run_until_cancelled(next(found.log(), from, end)).await;
-        let (chunk, next) = next.unwrap_or_else(|| rest(found.log(), from))?;
+        // On shutdown, the listener reconnects to the next gateway.
+        let next = dispatcher.closed.run_until_cancelled(next_events(found.log(), from, end)).await;
+        let (chunk, next) = next.unwrap_or_else(|| remaining_events(found.log(), from))?;
         Some((Ok(chunk), next.map(|from| (found, from, end, dispatcher))))
     });
     events::response(first.chain(rest))
 }
 
-/// What there is already from a number on, and nothing after it.
-fn rest(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
+/// The existing events from a number on, and nothing after them.
+fn remaining_events(log: &EventLog, from: u64) -> Option<(Bytes, Option<u64>)> {
     let events = log.read(from).events.concat();
     (!events.is_empty()).then(|| (Bytes::from(events), None))
 }
 
-/// What there is from a number on, and with which number it goes on; no number after the last.
-async fn next(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
-    let mut grown = log.watch();
-    grown.mark_unchanged();
+/// The events from a number on, and the number to continue with; `None` after the last.
+async fn next_events(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<u64>)> {
+    let mut growth = log.watch();
+    growth.mark_unchanged();
     let read = log.read(from);
     if !read.events.is_empty() || read.is_over {
         let mut chunk = Vec::new();
@@ -185,16 +185,16 @@ async fn next(log: &EventLog, from: u64, end: Instant) -> Option<(Bytes, Option<
     if Instant::now() >= end {
         return None;
     }
-    let wait = HEARTBEAT.min(end.saturating_duration_since(Instant::now()));
-    match tokio::time::timeout(wait, grown.changed()).await {
+    let wait = HEARTBEAT_INTERVAL.min(end.saturating_duration_since(Instant::now()));
+    match tokio::time::timeout(wait, growth.changed()).await {
         Ok(Ok(())) => Some((Bytes::new(), Some(from))),
-        // Nobody can tell any more.
+        // The log was dropped.
         Ok(Err(_)) => None,
         Err(_) => Some((Bytes::from_static(b": heartbeat\n\n"), Some(from))),
     }
 }
 
-pub fn told_dispatch() -> Value {
+pub fn dispatch_schema() -> Value {
     object(
         &[
             ("id", text()),
@@ -214,7 +214,7 @@ pub fn told_dispatch() -> Value {
     )
 }
 
-fn told_all() -> Value {
+fn response_schema() -> Value {
     object(
         &[
             ("id", text()),
@@ -226,7 +226,7 @@ fn told_all() -> Value {
     )
 }
 
-fn asked() -> Value {
+fn request_schema() -> Value {
     let choice = || {
         vec![
             ("agentName", text_to(MAX_AGENT_NAME_CHARS)),
@@ -251,16 +251,16 @@ fn asked() -> Value {
 
 const EVENTS: Answer = Answer {
     status: 200,
-    about: "Server-sent events: accepted, running, started, text, toolStarted, toolEnded, warning, and at last result, \
-            which has the dispatch whole. Those of a batch have the index of their entry, and done is the last.",
+    about: "Server-sent events: accepted, running, started, text, toolStarted, toolEnded, warning, and finally result, \
+            which has the complete dispatch. Events of a batch have the index of their entry; the last one is done.",
     content: Content::Other("text/event-stream"),
 };
 
 const ID: Parameter = Parameter {
     name: "id",
-    place: Place::Path,
+    place: LinePosition::Path,
     schema: || matching(DispatchId::PATTERN),
-    about: "The id of a dispatch, of a batch, or of an entry of one, which is the batch's with a dot and its index.",
+    about: "The id of a dispatch, a batch, or a batch entry: the batch's id, a dot and the entry's index.",
 };
 
 pub static DISPATCH: Endpoint = Endpoint {
@@ -268,14 +268,18 @@ pub static DISPATCH: Endpoint = Endpoint {
         id: "dispatch",
         method: Method::POST,
         path: "/api/dispatch",
-        summary: "Hands a prompt, or several, to a coding agent of system/config.json, which works in the owner's home. \
-                  The same id again is the same dispatch. It goes on when nobody listens.",
+        summary: "Submits one or several prompts to a coding agent of system/config.json, which works in the owner's \
+                  home. Idempotent by id. The dispatch continues without listeners.",
         credentials: OWNERS,
         parameters: &[],
-        body: Some(asked),
+        body: Some(request_schema),
         answers: &[
             EVENTS,
-            told(202, "Where application/json is accepted and events are not: it is taken.", told_all),
+            json_answer(
+                202,
+                "Accepted; if the client accepts application/json but no events.",
+                response_schema,
+            ),
         ],
         problems: &[
             Code::Forbidden,
@@ -285,7 +289,7 @@ pub static DISPATCH: Endpoint = Endpoint {
             Code::RateLimited,
         ],
     },
-    largest_body: MAX_BODY_BYTES,
+    max_body_bytes: MAX_BODY_BYTES,
     serve: || post(dispatch),
 };
 
@@ -294,14 +298,16 @@ pub static LIST: Endpoint = Endpoint {
         id: "listDispatches",
         method: Method::GET,
         path: "/api/dispatch",
-        summary: "Dispatches that wait, run, or have ended lately, the newest first.",
+        summary: "Queued, running and recently ended dispatches, the newest first.",
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        answers: &[told(200, "At most 200.", || object(&[("dispatches", array(named("Dispatch")))], &[]))],
+        answers: &[json_answer(200, "At most 200.", || {
+            object(&[("dispatches", array(named("Dispatch")))], &[])
+        })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(list),
 };
 
@@ -310,14 +316,14 @@ pub static SHOW: Endpoint = Endpoint {
         id: "showDispatch",
         method: Method::GET,
         path: "/api/dispatch/{id}",
-        summary: "A dispatch or a batch, and what became of it. The agent's text is known for a while.",
+        summary: "A dispatch or a batch, and its result. The agent's text is kept for a limited time.",
         credentials: OWNERS,
         parameters: &[ID],
         body: None,
-        answers: &[told(200, "What is known.", told_all)],
+        answers: &[json_answer(200, "The dispatch.", response_schema)],
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(show),
 };
 
@@ -326,15 +332,15 @@ pub static FOLLOW: Endpoint = Endpoint {
         id: "followDispatch",
         method: Method::GET,
         path: "/api/dispatch/{id}/events",
-        summary: "The events of a dispatch or a batch, from the first on, to the last.",
+        summary: "The events of a dispatch or a batch, from the first to the last.",
         credentials: OWNERS,
         parameters: &[
             ID,
             Parameter {
                 name: "Last-Event-ID",
-                place: Place::Header,
+                place: LinePosition::Header,
                 schema: || matching("^[0-9]{0,18}$"),
-                about: "Go on after this event.",
+                about: "Resumes after this event.",
             },
         ],
         body: None,
@@ -344,7 +350,7 @@ pub static FOLLOW: Endpoint = Endpoint {
         ],
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(follow),
 };
 
@@ -353,13 +359,17 @@ pub static CANCEL: Endpoint = Endpoint {
         id: "cancelDispatch",
         method: Method::DELETE,
         path: "/api/dispatch/{id}",
-        summary: "Ends a dispatch, or all of a batch, wherever it is; what it cost until then counts.",
+        summary: "Cancels a dispatch or a whole batch in any phase; costs up to then count.",
         credentials: OWNERS,
         parameters: &[ID],
         body: None,
-        answers: &[told(202, "It is told to end; one that is over stays as it is.", told_all)],
+        answers: &[json_answer(
+            202,
+            "Cancellation is requested; an ended dispatch is unchanged.",
+            response_schema,
+        )],
         problems: &[Code::Forbidden, Code::Unavailable, Code::NotFound],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || delete(cancel),
 };

@@ -1,4 +1,4 @@
-//! `/livez` and `/readyz`: the two routes that answer anybody.
+//! `/livez` and `/readyz`: the only routes without authentication.
 
 use std::sync::Arc;
 
@@ -10,39 +10,39 @@ use http::{HeaderValue, Method, StatusCode, header};
 use serde_json::{Value, json};
 
 use crate::host::gateway::auth::Ingress;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, told};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::http::openapi::{Operation, object, one_of, text};
 use crate::http::problem::chain;
 
-/// The process runs.
+/// Reports that the process is running.
 pub async fn live() -> Response {
-    answer(StatusCode::OK, &json!({ "status": "live" }))
+    json_response(StatusCode::OK, &json!({ "status": "live" }))
 }
 
-/// The database answers, and the apps that it keeps have been taken up: the bridge can be used.
+/// Reports whether the database answers and its apps are loaded, so that the bridge is usable.
 pub async fn ready(State(gateway): State<Arc<Gateway>>, Extension(ingress): Extension<Ingress>) -> Response {
     let database = gateway.database.server().await;
     if let Err(error) = &database {
         tracing::warn!(error = %chain(error), "not ready");
     }
-    let apps = gateway.apps.known().loaded;
-    let (status, word) = match (&database, apps) {
+    let apps = gateway.apps.snapshot().loaded;
+    let (status, label) = match (&database, apps) {
         (Ok(_), true) => (StatusCode::OK, "ready"),
         _ => (StatusCode::SERVICE_UNAVAILABLE, "unready"),
     };
     let mut body = json!({
-        "status": word,
+        "status": label,
         "database": if database.is_ok() { "ok" } else { "failing" },
         "apps": if apps { "ok" } else { "waiting" },
     });
     if let (Ok(server), Ingress::Trusted) = (&database, ingress) {
         body["server"] = server.map_or_else(|| "socket".to_owned(), |server| server.to_string()).into();
     }
-    answer(status, &body)
+    json_response(status, &body)
 }
 
-fn answer(status: StatusCode, body: &Value) -> Response {
+fn json_response(status: StatusCode, body: &Value) -> Response {
     let mut response = (status, body.to_string()).into_response();
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
@@ -55,14 +55,14 @@ pub static LIVE: Endpoint = Endpoint {
         id: "live",
         method: Method::GET,
         path: "/livez",
-        summary: "Whether the process runs.",
+        summary: "Whether the process is running.",
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[told(200, "It does.", || object(&[("status", one_of(&["live"]))], &[]))],
+        answers: &[json_answer(200, "It is running.", || object(&[("status", one_of(&["live"]))], &[]))],
         problems: &[],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(live),
 };
 
@@ -71,14 +71,17 @@ pub static READY: Endpoint = Endpoint {
         id: "ready",
         method: Method::GET,
         path: "/readyz",
-        summary: "Whether the bridge can be used.",
+        summary: "Whether the bridge is usable.",
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[told(200, "It can.", readiness), told(503, "It cannot now.", readiness)],
+        answers: &[
+            json_answer(200, "It is usable.", readiness),
+            json_answer(503, "It is not usable yet.", readiness),
+        ],
         problems: &[],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(ready),
 };
 
@@ -89,7 +92,7 @@ fn readiness() -> Value {
             ("database", one_of(&["ok", "failing"])),
             ("apps", one_of(&["ok", "waiting"])),
         ],
-        // Of the database, on the unix socket alone: address and port, or `socket`.
+        // The database's address and port, or `socket`; only on the unix socket.
         &[("server", text())],
     )
 }

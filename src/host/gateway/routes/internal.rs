@@ -1,4 +1,4 @@
-//! `/_svc/internal/…`: what the platform asks of this machine. A request becomes a file that a unit consumes.
+//! `/_svc/internal/…`: requests of the platform to this machine. Each becomes a file that a unit consumes.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use serde_json::json;
 use crate::clock::rfc3339_ms;
 use crate::fsx;
 use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, PLATFORM, told};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::system::blocking::blocking;
 use crate::host::update::protocol::Request;
@@ -23,46 +23,46 @@ use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 
-/// `POST /_svc/internal/backup`: asks for a backup soon. Asked again before it ran, it is the same one.
+/// `POST /_svc/internal/backup`: requests a backup. A repeated request before it runs has no further effect.
 pub async fn backup(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
-    ask_for(&gateway, "backup").await
+    write_request(&gateway, "backup").await
 }
 
-/// `POST /_svc/internal/backup-accept`: the snapshot that is held back is to become the latest.
+/// `POST /_svc/internal/backup-accept`: requests that the held-back snapshot becomes the latest.
 pub async fn accept(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
-    ask_for(&gateway, "accept").await
+    write_request(&gateway, "accept").await
 }
 
-/// `POST /_svc/internal/drill`: asks that the latest snapshot is restored on trial soon.
+/// `POST /_svc/internal/drill`: requests a restore drill of the latest snapshot.
 pub async fn drill(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
-    ask_for(&gateway, "drill").await
+    write_request(&gateway, "drill").await
 }
 
-/// Writes the request file of this name.
-async fn ask_for(gateway: &Gateway, what: &'static str) -> Result<Response, Problem> {
-    let path = gateway.config.layout.request(what);
+/// Writes the request file with this name.
+async fn write_request(gateway: &Gateway, name: &'static str) -> Result<Response, Problem> {
+    let path = gateway.config.layout.request(name);
     let requested_at = rfc3339_ms(Timestamp::now());
     let content =
         json!({ "requestedAt": requested_at, "by": "platform", "requestId": request_id::current() })
             .to_string();
     blocking(move || fsx::write_atomic(&path, content.as_bytes(), 0o600)).await?;
-    let body = json!({ "request": what, "requestedAt": requested_at });
+    let body = json!({ "request": name, "requestedAt": requested_at });
     Ok((StatusCode::ACCEPTED, Json(body)).into_response())
 }
 
-/// `POST /_svc/internal/update`: asks for a release soon. The request names it and nothing else: whether it is taken is
-/// decided by the updater, which is root and trusts nobody here.
+/// `POST /_svc/internal/update`: requests an update. The request only names the release; the updater, which runs as
+/// root and trusts no other process, decides whether to install it.
 pub async fn update(
     State(gateway): State<Arc<Gateway>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, OWN_BODY).await?;
+    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let version = fields.required("imageVersion");
     let version: ImageVersion = fields.finish(version)?;
     let request = Request::new(version);
-    let (layout, asked) = (gateway.config.layout.clone(), request.clone());
-    blocking(move || asked.write(&layout)).await?;
+    let (layout, stored) = (gateway.config.layout.clone(), request.clone());
+    blocking(move || stored.write(&layout)).await?;
     let body = json!({
         "request": "update", "imageVersion": request.image_version, "requestedAt": rfc3339_ms(request.requested_at),
     });
@@ -74,11 +74,11 @@ pub static UPDATE: Endpoint = Endpoint {
         id: "askForUpdate",
         method: Method::POST,
         path: "/_svc/internal/update",
-        summary: "Asks for a release soon.",
+        summary: "Requests an update to a release.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: Some(|| fields(&[("imageVersion", matching(ImageVersion::PATTERN))], &[])),
-        answers: &[told(202, "It is asked for.", || {
+        answers: &[json_answer(202, "The request is accepted.", || {
             let version = matching(ImageVersion::PATTERN);
             object(
                 &[("request", one_of(&["update"])), ("imageVersion", version), ("requestedAt", time())],
@@ -87,7 +87,7 @@ pub static UPDATE: Endpoint = Endpoint {
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || post(update),
 };
 
@@ -96,16 +96,16 @@ pub static BACKUP: Endpoint = Endpoint {
         id: "askForBackup",
         method: Method::POST,
         path: "/_svc/internal/backup",
-        summary: "Asks for a backup soon.",
+        summary: "Requests a backup.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        answers: &[told(202, "It is asked for.", || {
+        answers: &[json_answer(202, "The request is accepted.", || {
             object(&[("request", one_of(&["backup"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || post(backup),
 };
 
@@ -114,16 +114,16 @@ pub static ACCEPT: Endpoint = Endpoint {
         id: "acceptBackup",
         method: Method::POST,
         path: "/_svc/internal/backup-accept",
-        summary: "Asks that the snapshot that is held back, because the database has shrunk, becomes the latest.",
+        summary: "Requests that the snapshot held back because the database has shrunk becomes the latest.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        answers: &[told(202, "It is asked for.", || {
+        answers: &[json_answer(202, "The request is accepted.", || {
             object(&[("request", one_of(&["accept"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || post(accept),
 };
 
@@ -132,15 +132,15 @@ pub static DRILL: Endpoint = Endpoint {
         id: "askForDrill",
         method: Method::POST,
         path: "/_svc/internal/drill",
-        summary: "Asks that the latest snapshot is restored on trial soon.",
+        summary: "Requests a restore drill of the latest snapshot.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: None,
-        answers: &[told(202, "It is asked for.", || {
+        answers: &[json_answer(202, "The request is accepted.", || {
             object(&[("request", one_of(&["drill"])), ("requestedAt", time())], &[])
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || post(drill),
 };

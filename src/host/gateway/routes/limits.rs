@@ -1,4 +1,4 @@
-//! `/api/limits`: what may be spent, what is spent of it, and how the owner changes that.
+//! `/api/limits`: the cost limits and their use, and how the owner changes them.
 
 use std::sync::{Arc, PoisonError};
 
@@ -17,7 +17,7 @@ use crate::host::agents::owner_config;
 use crate::host::agents::owner_config::Settings;
 use crate::host::gateway::auth::{Caller, Principal};
 use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, READERS, told};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, READERS, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::records::calendar::Calendar;
 use crate::host::records::entry::{AuditEntry, Op};
@@ -27,13 +27,13 @@ use crate::host::records::writer::Record;
 use crate::host::system::blocking::blocking;
 use crate::http::fields::Fields;
 use crate::http::openapi::{
-    Operation, Parameter, Place, boolean, fields, named, nullable, number, object, text, text_to, time,
+    LinePosition, Operation, Parameter, boolean, fields, named, nullable, number, object, text, text_to, time,
 };
 use crate::http::problem::{Code, Problem};
 use crate::http::usage::MAX_SENDER_CHARS;
 
-/// The longest name of a time zone.
-const LONGEST_ZONE: usize = 64;
+/// Maximum length of a time zone's name.
+const MAX_ZONE_CHARS: usize = 64;
 
 async fn show(
     State(gateway): State<Arc<Gateway>>,
@@ -43,25 +43,25 @@ async fn show(
     let mut query = Fields::of_query(&query.unwrap_or_default());
     let user = query.optional_text("userId", MAX_SENDER_CHARS);
     let user = query.finish(Some(user))?;
-    Ok(Json(known(&gateway.kernel, &user.unwrap_or_else(|| sender(&gateway, &caller))).await?))
+    Ok(Json(limits_json(&gateway.kernel, &user.unwrap_or_else(|| sender(&gateway, &caller))).await?))
 }
 
-/// The name by which a caller's dispatches are counted, where none is given.
+/// The default sender id of a caller's dispatches.
 pub fn sender(gateway: &Gateway, caller: &Principal) -> String {
     match caller {
         Principal::Owner { sub } | Principal::OwnersProcess { sub } => sub.as_str().to_owned(),
         Principal::App { slug } => format!("app:{slug}"),
         Principal::Platform | Principal::Admin | Principal::Agent { .. } => {
-            gateway.seam.owner().as_str().to_owned()
+            gateway.principal_resolver.owner().as_str().to_owned()
         }
     }
 }
 
-async fn known(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
+async fn limits_json(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
     kernel.ready().await?;
     let (settings, now) = (kernel.settings(), Timestamp::now());
     let spent = kernel.spent(user, &settings, now)?;
-    let [daily, monthly] = Period::ALL.map(|period| of_period(&settings, &spent, period, now));
+    let [daily, monthly] = Period::ALL.map(|period| period_json(&settings, &spent, period, now));
     Ok(json!({
         "userId": user,
         "timeZone": settings.time_zone,
@@ -72,7 +72,7 @@ async fn known(kernel: &Kernel, user: &str) -> Result<Value, Problem> {
     }))
 }
 
-fn of_period(settings: &Settings, spent: &Spent, period: Period, now: Timestamp) -> Value {
+fn period_json(settings: &Settings, spent: &Spent, period: Period, now: Timestamp) -> Value {
     let (limit, used) = (settings.limits.for_period(period), spent.in_period(period));
     let is_limited = limit > Dollars::ZERO;
     let resets_at = match period {
@@ -90,8 +90,8 @@ fn of_period(settings: &Settings, spent: &Spent, period: Period, now: Timestamp)
     })
 }
 
-/// What is to be another; the rest stays.
-struct Change {
+/// The limits to change; `None` keeps the current value.
+struct LimitsChange {
     daily: Option<Dollars>,
     monthly: Option<Dollars>,
     reservation: Option<Dollars>,
@@ -104,8 +104,8 @@ async fn set(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, Problem> {
-    let mut fields = body::fields(&headers, body, OWN_BODY).await?;
-    let change = Change {
+    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let change = LimitsChange {
         daily: dollars(&mut fields, "daily"),
         monthly: dollars(&mut fields, "monthly"),
         reservation: dollars(&mut fields, "reservation"),
@@ -114,39 +114,40 @@ async fn set(
     let change = fields.finish(Some(change))?;
     let file = gateway.config.layout.settings();
     let records = gateway.kernel.records().clone();
-    let alone = gateway.kernel.settings_lock();
+    let lock = gateway.kernel.settings_lock();
     let changed = blocking(move || {
-        let _alone = alone.lock().unwrap_or_else(PoisonError::into_inner);
-        let written = write(&file, &change)?;
-        if let Some(size_bytes) = written {
-            // What has no room is told by the writer.
-            let _ = records.append(Record::Audit, &own_change(size_bytes));
+        let _guard = lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let size = write_limits(&file, &change)?;
+        if let Some(size_bytes) = size {
+            // The writer reports a lost record.
+            let _ = records.append(Record::Audit, &audit_entry(size_bytes));
         }
-        Ok::<_, FileError>(written.is_some())
+        Ok::<_, FileError>(size.is_some())
     })
     .await?;
     if !changed {
-        let detail = "system/config.json is no JSON object; mend it, and ask again. Nothing was changed.";
+        let detail =
+            "system/config.json is not a JSON object: correct it and try again. Nothing was changed.";
         return Err(Problem::new(Code::Conflict, detail));
     }
-    Ok(Json(known(&gateway.kernel, &sender(&gateway, &caller)).await?))
+    Ok(Json(limits_json(&gateway.kernel, &sender(&gateway, &caller)).await?))
 }
 
 fn dollars(fields: &mut Fields, name: &str) -> Option<Dollars> {
     let given = fields.decimal(name)?;
-    Dollars::from_f64(given).map_err(|why| fields.wrong(name, why)).ok()
+    Dollars::from_f64(given).map_err(|error| fields.wrong(name, error)).ok()
 }
 
 fn zone(fields: &mut Fields) -> Option<String> {
-    let zone = fields.optional_text("timeZone", LONGEST_ZONE)?;
+    let zone = fields.optional_text("timeZone", MAX_ZONE_CHARS)?;
     if Calendar::for_zone(&zone).is_err() {
         fields.wrong("timeZone", "must be a time zone such as Europe/Berlin");
     }
     Some(zone)
 }
 
-/// The settings are the gateway's, whom nobody watches.
-fn own_change(size_bytes: u64) -> AuditEntry {
+/// The gateway's own change is recorded here, because the file watcher does not see it.
+fn audit_entry(size_bytes: u64) -> AuditEntry {
     AuditEntry {
         version: AuditEntry::VERSION,
         timestamp: now_ms(),
@@ -162,8 +163,8 @@ fn own_change(size_bytes: u64) -> AuditEntry {
     }
 }
 
-/// Changes the file, and keeps what else is in it; its size, and `None` where it is not what settings are written in.
-fn write(file: &std::path::Path, change: &Change) -> Result<Option<u64>, FileError> {
+/// Changes the file and keeps its other contents; returns its size, or `None` if it is not a JSON object.
+fn write_limits(file: &std::path::Path, change: &LimitsChange) -> Result<Option<u64>, FileError> {
     let text = owner_config::read_config_file(file)?;
     let parsed = text.map_or(Ok(Value::Object(Map::new())), |text| serde_json::from_slice(&text));
     let Ok(Value::Object(mut settings)) = parsed else { return Ok(None) };
@@ -179,17 +180,17 @@ fn write(file: &std::path::Path, change: &Change) -> Result<Option<u64>, FileErr
     if let Some(zone) = &change.time_zone {
         limits.insert("timeZone".to_owned(), json!(zone));
     }
-    let mut text = serde_json::to_vec_pretty(&settings).expect("what was JSON is JSON");
+    let mut text = serde_json::to_vec_pretty(&settings).expect("a JSON value can be serialized");
     text.push(b'\n');
     if let Some(dir) = file.parent() {
         std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
     }
-    // The owner's programs may read it.
+    // Readable by the owner's programs.
     fsx::write_atomic(file, &text, 0o640)?;
     Ok(Some(text.len() as u64))
 }
 
-pub fn told_limits() -> Value {
+pub fn limits_schema() -> Value {
     let period = object(
         &[
             ("limit", number()),
@@ -220,19 +221,19 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         id: "showLimits",
         method: Method::GET,
         path: "/api/limits",
-        summary: "What a user may spend in a day and in a month, and what is spent of it. 0 is no limit.",
+        summary: "The daily and monthly cost limits of a user, and their use. 0 means no limit.",
         credentials: READERS,
         parameters: &[Parameter {
             name: "userId",
-            place: Place::Query,
+            place: LinePosition::Query,
             schema: || text_to(MAX_SENDER_CHARS),
-            about: "The user or channel; the owner, where nothing is said.",
+            about: "The user or channel; the default is the owner.",
         }],
         body: None,
-        answers: &[told(200, "The limits.", || named("Limits"))],
+        answers: &[json_answer(200, "The limits.", || named("Limits"))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(show),
 };
 
@@ -241,7 +242,7 @@ pub static SET_LIMITS: Endpoint = Endpoint {
         id: "setLimits",
         method: Method::PUT,
         path: "/api/limits",
-        summary: "Changes the limits, which hold for each user by itself. What is not given stays.",
+        summary: "Changes the limits, which apply to each user separately. Omitted fields keep their values.",
         credentials: OWNERS,
         parameters: &[],
         body: Some(|| {
@@ -252,13 +253,13 @@ pub static SET_LIMITS: Endpoint = Endpoint {
                     ("daily", amount()),
                     ("monthly", amount()),
                     ("reservation", amount()),
-                    ("timeZone", text_to(LONGEST_ZONE)),
+                    ("timeZone", text_to(MAX_ZONE_CHARS)),
                 ],
             )
         }),
-        answers: &[told(200, "The limits as they are now.", || named("Limits"))],
+        answers: &[json_answer(200, "The new limits.", || named("Limits"))],
         problems: &[Code::Forbidden, Code::Unavailable, Code::Conflict],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || put(set),
 };

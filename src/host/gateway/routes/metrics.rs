@@ -1,4 +1,4 @@
-//! `/metrics` of a host, on its unix socket alone: what the gateway has counted, and what it finds when it is asked.
+//! `/metrics` of a host, only on its unix socket: the gateway's counters, and gauges measured on request.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::store::key;
 
 /// `GET /metrics`.
 pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Extension<Scrape>) -> Response {
-    let apps = gateway.apps.known();
+    let apps = gateway.apps.snapshot();
     APPS.set([], apps.apps.len() as f64);
     LISTENERS.set([], gateway.changes.streams() as f64);
     let (open, busy) = apps.apps.values().fold((0, 0), |(open, busy), app| {
@@ -37,26 +37,26 @@ pub async fn metrics(State(gateway): State<Arc<Gateway>>, Extension(scrape): Ext
     RECORDS_STUCK.set([], f64::from(u8::from(records.is_stuck())));
     RECORDS_WAITING.set([], records.waiting_bytes() as f64);
     let layout = gateway.config.layout.clone();
-    // Records are read, and so is /proc.
-    let told = tokio::task::spawn_blocking(move || {
+    // Reads records and /proc, which blocks.
+    let rendered = tokio::task::spawn_blocking(move || {
         measure_backups(&layout.logs());
         measure_checks(&layout);
         scrape.text()
     });
-    match told.await {
+    match rendered.await {
         Ok(text) => ([(header::CONTENT_TYPE, MEDIA_TYPE)], text).into_response(),
         Err(error) => Problem::internal(&error).into_response(),
     }
 }
 
-/// Nothing is said before the first backup.
+/// Sets no metric before the first backup.
 fn measure_backups(logs: &Path) {
     #[derive(Deserialize)]
     struct Run {
         status: String,
         key: Option<String>,
     }
-    let newest = page::newest(RecordKind::Backups, logs, None, MOST_FAILURES, |_| Verdict::Take);
+    let newest = page::newest(RecordKind::Backups, logs, None, MAX_SEARCHED_RUNS, |_| Verdict::Take);
     let lines = newest.map(|page| page.lines).unwrap_or_default();
     let runs: Vec<Run> = lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let has_succeeded = |run: &Run| run.status == "success";
@@ -69,7 +69,7 @@ fn measure_backups(logs: &Path) {
     }
 }
 
-/// Nothing is said of a kind before its first.
+/// Sets no metric of a kind before its first check.
 fn measure_checks(layout: &Layout) {
     for kind in CheckKind::ALL {
         if let Ok(Some(check)) = Check::last(layout, kind) {
@@ -79,5 +79,5 @@ fn measure_checks(layout: &Layout) {
     }
 }
 
-/// How far back a good backup is looked for: hourly ones, ten days.
-const MOST_FAILURES: usize = 240;
+/// Number of runs searched for a successful one: ten days of hourly backups.
+const MAX_SEARCHED_RUNS: usize = 240;

@@ -1,5 +1,5 @@
-//! `/_svc/internal/quiesce` and `/resume`: the platform stops the machine's writers before a last backup, and starts
-//! them again when the operation ends without a successor.
+//! `/_svc/internal/quiesce` and `/resume`: the platform stops the machine's writers before a last backup, and resumes
+//! them if the operation ends without a successor.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::clock::rfc3339_ms;
 use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, PLATFORM, told};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::gateway::writers::Progress;
 use crate::http::openapi::{Operation, count, fields, nullable, object, time, uuid};
@@ -20,7 +20,7 @@ use crate::http::problem::{Code, Problem};
 use crate::machine::id::OperationId;
 
 async fn operation_id(headers: &HeaderMap, body: Body) -> Result<OperationId, Problem> {
-    let mut fields = body::fields(headers, body, OWN_BODY).await?;
+    let mut fields = body::fields(headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let operation = fields.required("operationId");
     fields.finish(operation)
 }
@@ -56,12 +56,12 @@ pub static QUIESCE: Endpoint = Endpoint {
         id: "quiesce",
         method: Method::POST,
         path: "/_svc/internal/quiesce",
-        summary: "Stops all writers for an operation: dispatches end and are recorded, the bridge answers 503. Asked \
-                  again, it says how far that is; the state survives a restart.",
+        summary: "Stops all writers for an operation: dispatches end and are recorded, the bridge answers 503. \
+                  Repeated calls return the progress; the state survives a restart.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: Some(|| fields(&[("operationId", uuid())], &[])),
-        answers: &[told(200, "Writers are stopped once quiescedAt is set.", || {
+        answers: &[json_answer(200, "Writers are stopped once quiescedAt is set.", || {
             object(
                 &[("operationId", uuid()), ("quiescedAt", nullable(time())), ("runningDispatches", count())],
                 &[],
@@ -69,7 +69,7 @@ pub static QUIESCE: Endpoint = Endpoint {
         })],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || post(quiesce),
 };
 
@@ -78,13 +78,13 @@ pub static RESUME: Endpoint = Endpoint {
         id: "resume",
         method: Method::POST,
         path: "/_svc/internal/resume",
-        summary: "Lets writers write again after a quiesce for this operation.",
+        summary: "Resumes writers after a quiesce for this operation.",
         credentials: &[PLATFORM],
         parameters: &[],
         body: Some(|| fields(&[("operationId", uuid())], &[])),
-        answers: &[told(200, "They may write.", || object(&[], &[]))],
+        answers: &[json_answer(200, "Writers are resumed.", || object(&[], &[]))],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || post(resume),
 };

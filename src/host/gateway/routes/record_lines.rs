@@ -1,4 +1,4 @@
-//! The records as they are asked for: pages, the newest lines first, and streams of what comes.
+//! Serves the records: pages with the newest lines first, and streams of new lines.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -16,7 +16,7 @@ use tokio::time::{Duration, Instant};
 use crate::chain::chain;
 use crate::host::agents::kernel::Kernel;
 use crate::host::gateway::bridge;
-use crate::host::gateway::events::{self, HEARTBEAT, LONGEST, RETRY_MS};
+use crate::host::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
 use crate::host::records::files::{LinePosition, RecordKind, TailPosition};
 use crate::host::records::page::{self, PageError, Verdict};
 use crate::host::records::tail::Tail;
@@ -24,30 +24,30 @@ use crate::http::fields::Fields;
 use crate::http::problem::{Code, Problem};
 
 pub const DEFAULT_LIMIT: usize = 50;
-pub const LARGEST_LIMIT: usize = 1000;
-/// The longest text of a filter.
-pub const LONGEST_FILTER: usize = 1024;
-/// How often a stream looks for lines.
-const LOOK: Duration = Duration::from_millis(200);
-/// Clocks may be set back, and days begin by another zone's, 26 hours away: lines that much out of order are still found.
-const OUT_OF_ORDER: i64 = 50;
+pub const MAX_LIMIT: usize = 1000;
+/// Maximum length of a filter's text.
+pub const MAX_FILTER_CHARS: usize = 1024;
+/// Poll interval of a stream.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// Lines may be out of order by up to this many hours: clocks can be set back, and time zones differ by up to 26 hours.
+const MAX_DISORDER_HOURS: i64 = 50;
 
-/// A record and the filters that it has.
-pub struct Shown {
+/// A record and its filters.
+pub struct RecordView {
     pub kind: RecordKind,
-    /// The member of an answer that has the lines.
+    /// The member of a response that has the lines.
     pub member: &'static str,
     /// Members of a line that a filter of the same name must equal.
     pub equal: &'static [&'static str],
-    /// A member that is a path: a filter of its name finds it, and what is below it.
+    /// A member that is a path: a filter of the same name matches it and everything below it.
     pub below: Option<&'static str>,
-    /// Lines are text, found by a part of it: `contains`.
+    /// Lines are text, filtered by substring: `contains`.
     pub text: bool,
 }
 
-/// What a caller wants of a record.
+/// The filters of a request.
 #[derive(Default)]
-struct Filter {
+struct RecordFilter {
     equal: Vec<(&'static str, String)>,
     below: Option<(&'static str, String)>,
     contains: Option<String>,
@@ -55,29 +55,29 @@ struct Filter {
     until: Option<Timestamp>,
 }
 
-impl Filter {
-    fn read(query: &mut Fields, shown: &Shown) -> Self {
-        let mut text = |name| query.optional_text(name, LONGEST_FILTER);
+impl RecordFilter {
+    fn read(query: &mut Fields, view: &RecordView) -> Self {
+        let mut text = |name| query.optional_text(name, MAX_FILTER_CHARS);
         Self {
-            equal: shown.equal.iter().filter_map(|name| Some((*name, text(name)?))).collect(),
-            below: shown.below.and_then(|name| Some((name, text(name)?.trim_end_matches('/').to_owned()))),
-            contains: shown.text.then(|| text("contains")).flatten(),
+            equal: view.equal.iter().filter_map(|name| Some((*name, text(name)?))).collect(),
+            below: view.below.and_then(|name| Some((name, text(name)?.trim_end_matches('/').to_owned()))),
+            contains: view.text.then(|| text("contains")).flatten(),
             since: query.time("since"),
             until: query.time("until"),
         }
     }
 
-    fn judge(&self, entry: &Map<String, Value>) -> Verdict {
+    fn verdict(&self, entry: &Map<String, Value>) -> Verdict {
         let at = entry.get("timestamp").and_then(Value::as_str).and_then(|at| at.parse::<Timestamp>().ok());
         if let (Some(at), Some(since)) = (at, self.since)
             && at < since
         {
-            let long_before = since.checked_sub(OUT_OF_ORDER.hours()).is_ok_and(|before| at < before);
-            return if long_before { Verdict::Stop } else { Verdict::Skip };
+            let is_past_range = since.checked_sub(MAX_DISORDER_HOURS.hours()).is_ok_and(|before| at < before);
+            return if is_past_range { Verdict::Stop } else { Verdict::Skip };
         }
-        let in_time = self.until.is_none_or(|until| at.is_some_and(|at| at < until));
+        let is_in_time = self.until.is_none_or(|until| at.is_some_and(|at| at < until));
         let text = |name: &str| entry.get(name).and_then(Value::as_str);
-        // What was lost may have been what is asked for.
+        // A gap may hide matching lines.
         let is_gap = entry.contains_key("gap");
         let equal = self.equal.iter().all(|(name, wanted)| text(name) == Some(wanted));
         let below = self.below.as_ref().is_none_or(|(name, wanted)| {
@@ -86,13 +86,13 @@ impl Filter {
         });
         let contains =
             self.contains.as_ref().is_none_or(|part| text("text").is_some_and(|line| line.contains(part)));
-        if in_time && (is_gap || (equal && below && contains)) { Verdict::Take } else { Verdict::Skip }
+        if is_in_time && (is_gap || (equal && below && contains)) { Verdict::Take } else { Verdict::Skip }
     }
 }
 
-/// A line as it is shown; `None` for what is no line of its record.
-fn entry(shown: &Shown, line: &str) -> Option<Map<String, Value>> {
-    if !shown.text {
+/// Parses a line; `None` if it is not a line of this record.
+fn parse_line(view: &RecordView, line: &str) -> Option<Map<String, Value>> {
+    if !view.text {
         return match serde_json::from_str(line) {
             Ok(Value::Object(entry)) => Some(entry),
             _ => None,
@@ -103,22 +103,26 @@ fn entry(shown: &Shown, line: &str) -> Option<Map<String, Value>> {
     Some(Map::from_iter([("timestamp".to_owned(), at.into()), ("text".to_owned(), text.into())]))
 }
 
-/// A page of it.
+/// Returns a page of a record.
 ///
 /// # Errors
-/// A filter that is wrong; 410 for a cursor whose lines are gone.
-pub async fn list(kernel: &Kernel, shown: &'static Shown, query: Option<&str>) -> Result<Response, Problem> {
+/// An invalid filter; 410 for a cursor whose lines are gone.
+pub async fn list(
+    kernel: &Kernel,
+    view: &'static RecordView,
+    query: Option<&str>,
+) -> Result<Response, Problem> {
     let mut query = Fields::of_query(query.unwrap_or_default());
-    let limit = query.within("limit", 1..=LARGEST_LIMIT, DEFAULT_LIMIT);
+    let limit = query.within("limit", 1..=MAX_LIMIT, DEFAULT_LIMIT);
     let cursor: Option<LinePosition> = query.optional("cursor");
-    let filter = Filter::read(&mut query, shown);
+    let filter = RecordFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
     let logs = kernel.logs();
     let read = tokio::task::spawn_blocking(move || {
         let mut entries = Vec::new();
-        let page = page::newest(shown.kind, &logs, cursor, limit, |line| {
-            let Some(entry) = entry(shown, line) else { return Verdict::Skip };
-            let verdict = filter.judge(&entry);
+        let page = page::newest(view.kind, &logs, cursor, limit, |line| {
+            let Some(entry) = parse_line(view, line) else { return Verdict::Skip };
+            let verdict = filter.verdict(&entry);
             if verdict == Verdict::Take {
                 entries.push(Value::Object(entry));
             }
@@ -129,49 +133,49 @@ pub async fn list(kernel: &Kernel, shown: &'static Shown, query: Option<&str>) -
     let (entries, next) = match read.await.map_err(|error| Problem::internal(&error))? {
         Ok(read) => read,
         Err(PageError::Gone) => {
-            let detail = "The lines after this cursor are not there any more; ask again without it.";
+            let detail = "The lines after this cursor are no longer available; start again without it.";
             return Err(Problem::new(Code::Gone, detail));
         }
         Err(PageError::File(error)) => return Err(Problem::internal(&error)),
     };
-    let answer = json!({ shown.member: entries, "nextCursor": next.map(|place| place.to_string()) });
-    Ok(bridge::json(StatusCode::OK, Bytes::from(answer.to_string())).into_response())
+    let answer = json!({ view.member: entries, "nextCursor": next.map(|place| place.to_string()) });
+    Ok(bridge::json_response(StatusCode::OK, Bytes::from(answer.to_string())).into_response())
 }
 
-/// What comes, line by line.
+/// Streams new lines of a record.
 ///
 /// # Errors
-/// A filter that is wrong; 410 where what came after `Last-Event-ID` is gone; too many listeners.
+/// An invalid filter; 410 if the lines after `Last-Event-ID` are gone; too many listeners.
 pub async fn follow(
     kernel: &Arc<Kernel>,
-    shown: &'static Shown,
+    view: &'static RecordView,
     headers: &HeaderMap,
     query: Option<&str>,
 ) -> Result<Response, Problem> {
     let mut query = Fields::of_query(query.unwrap_or_default());
-    let filter = Filter::read(&mut query, shown);
+    let filter = RecordFilter::read(&mut query, view);
     let filter = query.finish(Some(filter))?;
-    let resumed = resumed(headers)?;
-    let busy = || Problem::new(Code::Unavailable, "Too many listeners at once.").retry_after(5);
+    let last_event_id = parse_last_event_id(headers)?;
+    let busy = || Problem::new(Code::Unavailable, "Too many open streams.").retry_after(5);
     let permit = kernel.admit_listener().ok_or_else(busy)?;
     let logs = kernel.logs();
-    let opened = tokio::task::spawn_blocking(move || match resumed {
-        Some(place) => Tail::after(shown.kind, logs, place),
-        None => Tail::at_end(shown.kind, logs).map(Some),
+    let opened = tokio::task::spawn_blocking(move || match last_event_id {
+        Some(place) => Tail::after(view.kind, logs, place),
+        None => Tail::at_end(view.kind, logs).map(Some),
     });
     let tail = opened.await.map_err(|error| Problem::internal(&error))?;
     let tail = tail.map_err(|error| Problem::internal(&error))?;
-    let gone = || Problem::new(Code::Gone, "What came after this event is not there any more.");
+    let gone = || Problem::new(Code::Gone, "The events after this one are no longer available.");
     let tail = tail.ok_or_else(gone)?;
     let now = Instant::now();
     let greeting = format!("retry: {RETRY_MS}\n{}event: ready\ndata: {{}}\n\n", id(tail.position()));
     let listener = Listener {
         tail: Some(tail),
-        shown,
+        view,
         filter,
-        ready: VecDeque::from([Bytes::from(greeting)]),
-        heartbeat: now + HEARTBEAT,
-        end: now + LONGEST,
+        queued: VecDeque::from([Bytes::from(greeting)]),
+        next_heartbeat: now + HEARTBEAT_INTERVAL,
+        deadline: now + MAX_STREAM_DURATION,
         _permit: permit,
     };
     Ok(events::response(stream::unfold(listener, |mut listener| async move {
@@ -180,11 +184,11 @@ pub async fn follow(
     })))
 }
 
-fn resumed(headers: &HeaderMap) -> Result<Option<TailPosition>, Problem> {
+fn parse_last_event_id(headers: &HeaderMap) -> Result<Option<TailPosition>, Problem> {
     let Some(value) = headers.get("last-event-id").filter(|value| !value.is_empty()) else { return Ok(None) };
     let place = value.to_str().ok().and_then(|text| text.parse().ok());
-    let wrong = || Problem::field("Last-Event-ID", "must be the id of an event");
-    place.map(Some).ok_or_else(wrong)
+    let invalid = || Problem::field("Last-Event-ID", "must be the id of an event");
+    place.map(Some).ok_or_else(invalid)
 }
 
 fn id(place: Option<TailPosition>) -> String {
@@ -192,25 +196,25 @@ fn id(place: Option<TailPosition>) -> String {
 }
 
 struct Listener {
-    /// `None` while it is read.
+    /// `None` while it is being read.
     tail: Option<Tail>,
-    shown: &'static Shown,
-    filter: Filter,
-    ready: VecDeque<Bytes>,
-    heartbeat: Instant,
-    end: Instant,
+    view: &'static RecordView,
+    filter: RecordFilter,
+    queued: VecDeque<Bytes>,
+    next_heartbeat: Instant,
+    deadline: Instant,
     _permit: OwnedSemaphorePermit,
 }
 
 impl Listener {
     async fn next(&mut self) -> Option<Bytes> {
         loop {
-            if let Some(chunk) = self.ready.pop_front() {
-                self.heartbeat = Instant::now() + HEARTBEAT;
+            if let Some(chunk) = self.queued.pop_front() {
+                self.next_heartbeat = Instant::now() + HEARTBEAT_INTERVAL;
                 return Some(chunk);
             }
             let now = Instant::now();
-            if now >= self.end {
+            if now >= self.deadline {
                 return None;
             }
             let mut tail = self.tail.take()?;
@@ -226,26 +230,26 @@ impl Listener {
                 Ok(lines) => {
                     let events: Vec<Bytes> =
                         lines.iter().filter_map(|(place, line)| self.event(*place, line)).collect();
-                    self.ready.extend(events);
+                    self.queued.extend(events);
                 }
                 Err(error) => {
-                    tracing::warn!(error = %chain(&error), "a record cannot be followed");
+                    tracing::warn!(error = %chain(&error), "following a record failed");
                     return None;
                 }
             }
-            if self.ready.is_empty() {
-                if now >= self.heartbeat {
-                    self.ready.push_back(Bytes::from(format!(": heartbeat\n{}\n", id(place))));
+            if self.queued.is_empty() {
+                if now >= self.next_heartbeat {
+                    self.queued.push_back(Bytes::from(format!(": heartbeat\n{}\n", id(place))));
                 } else {
-                    tokio::time::sleep(LOOK).await;
+                    tokio::time::sleep(POLL_INTERVAL).await;
                 }
             }
         }
     }
 
     fn event(&self, place: TailPosition, line: &str) -> Option<Bytes> {
-        let entry = entry(self.shown, line)?;
-        let is_wanted = self.filter.judge(&entry) == Verdict::Take;
+        let entry = parse_line(self.view, line)?;
+        let is_wanted = self.filter.verdict(&entry) == Verdict::Take;
         is_wanted.then(|| Bytes::from(format!("{}data: {}\n\n", id(Some(place)), Value::Object(entry))))
     }
 }
@@ -254,7 +258,7 @@ impl Listener {
 mod tests {
     use super::*;
 
-    const SHOWN: Shown = Shown {
+    const VIEW: RecordView = RecordView {
         kind: RecordKind::Audit,
         member: "entries",
         equal: &["op", "agentName"],
@@ -262,15 +266,15 @@ mod tests {
         text: false,
     };
 
-    fn judged(query: &str, line: &Value) -> Verdict {
+    fn verdict_of(query: &str, line: &Value) -> Verdict {
         let mut fields = Fields::of_query(query);
-        let filter = Filter::read(&mut fields, &SHOWN);
+        let filter = RecordFilter::read(&mut fields, &VIEW);
         fields.finish(Some(())).unwrap();
-        filter.judge(line.as_object().unwrap())
+        filter.verdict(line.as_object().unwrap())
     }
 
     #[test]
-    fn a_filter_takes_what_is_equal_below_and_in_time() {
+    fn filter_matches_equal_below_and_in_time() {
         let line = json!({"timestamp": "2026-11-22T10:00:00.000Z", "op": "write", "path": "apps/notes/a.txt", "agentName": "x"});
         for (query, verdict) in [
             ("", Verdict::Take),
@@ -289,24 +293,24 @@ mod tests {
             ("until=2026-11-22T10:00:00Z", Verdict::Skip),
             ("until=2026-11-22T10:00:00.001Z", Verdict::Take),
         ] {
-            assert_eq!(judged(query, &line), verdict, "{query}");
+            assert_eq!(verdict_of(query, &line), verdict, "{query}");
         }
     }
 
     #[test]
-    fn a_gap_is_always_shown() {
+    fn filter_keeps_gaps_in_time() {
         let line = json!({"timestamp": "2026-11-22T10:00:00.000Z", "gap": {"lost": 1}});
-        assert_eq!(judged("op=write&path=a", &line), Verdict::Take);
-        assert_eq!(judged("until=2026-11-22T00:00:00Z", &line), Verdict::Skip);
+        assert_eq!(verdict_of("op=write&path=a", &line), Verdict::Take);
+        assert_eq!(verdict_of("until=2026-11-22T00:00:00Z", &line), Verdict::Skip);
     }
 
     #[test]
-    fn a_line_of_text_is_its_time_and_the_rest() {
-        let shown =
-            Shown { kind: RecordKind::Activity, member: "entries", equal: &[], below: None, text: true };
-        let told = Value::Object(entry(&shown, "2026-11-22T10:00:00.000Z a limit was armed").unwrap());
-        assert_eq!(told, json!({"timestamp": "2026-11-22T10:00:00.000Z", "text": "a limit was armed"}));
-        assert!(entry(&shown, "no time").is_none() && entry(&shown, "").is_none());
-        assert!(entry(&SHOWN, "[]").is_none() && entry(&SHOWN, "{").is_none());
+    fn text_line_has_timestamp_and_text() {
+        let view =
+            RecordView { kind: RecordKind::Activity, member: "entries", equal: &[], below: None, text: true };
+        let parsed = Value::Object(parse_line(&view, "2026-11-22T10:00:00.000Z a limit was armed").unwrap());
+        assert_eq!(parsed, json!({"timestamp": "2026-11-22T10:00:00.000Z", "text": "a limit was armed"}));
+        assert!(parse_line(&view, "no time").is_none() && parse_line(&view, "").is_none());
+        assert!(parse_line(&VIEW, "[]").is_none() && parse_line(&VIEW, "{").is_none());
     }
 }

@@ -1,4 +1,4 @@
-//! The routes of the records, and how each of them is described.
+//! The routes of the records and their descriptions.
 
 use axum::extract::{RawQuery, State};
 use axum::routing::get;
@@ -7,57 +7,57 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 use super::record_lines;
-use super::record_lines::{DEFAULT_LIMIT, LARGEST_LIMIT, LONGEST_FILTER, Shown};
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, READERS, told};
+use super::record_lines::{DEFAULT_LIMIT, MAX_FILTER_CHARS, MAX_LIMIT, RecordView};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::records::files::RecordKind;
 use crate::http::openapi::{
-    Answer, Content, Operation, Parameter, Place, array, boolean, count, matching, named, nullable, number,
-    object, one_of, text, text_to, time,
+    Answer, Content, LinePosition, Operation, Parameter, array, boolean, count, matching, named, nullable,
+    number, object, one_of, text, text_to, time,
 };
 use crate::http::problem::Code;
 
 const fn filter(name: &'static str, about: &'static str) -> Parameter {
-    Parameter { name, place: Place::Query, schema: || text_to(LONGEST_FILTER), about }
+    Parameter { name, place: LinePosition::Query, schema: || text_to(MAX_FILTER_CHARS), about }
 }
 
 const SINCE: Parameter =
-    Parameter { name: "since", place: Place::Query, schema: time, about: "Of this time or later." };
+    Parameter { name: "since", place: LinePosition::Query, schema: time, about: "At or after this time." };
 const UNTIL: Parameter =
-    Parameter { name: "until", place: Place::Query, schema: time, about: "Before this time." };
+    Parameter { name: "until", place: LinePosition::Query, schema: time, about: "Before this time." };
 const LIMIT: Parameter = Parameter {
     name: "limit",
-    place: Place::Query,
-    schema: || json!({ "type": "integer", "minimum": 1, "maximum": LARGEST_LIMIT, "default": DEFAULT_LIMIT }),
-    about: "How many.",
+    place: LinePosition::Query,
+    schema: || json!({ "type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT }),
+    about: "Maximum number of lines.",
 };
 const CURSOR: Parameter = Parameter {
     name: "cursor",
-    place: Place::Query,
-    schema: || matching(PLACE),
-    about: "The page after the one whose `nextCursor` this was.",
+    place: LinePosition::Query,
+    schema: || matching(POSITION_PATTERN),
+    about: "The `nextCursor` of the previous page.",
 };
 const AFTER: Parameter = Parameter {
     name: "Last-Event-ID",
-    place: Place::Header,
-    schema: || matching(PLACES),
-    about: "Go on after this event.",
+    place: LinePosition::Header,
+    schema: || matching(POSITIONS_PATTERN),
+    about: "Resumes after this event.",
 };
-const PLACE: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
-/// One or two of them, or none.
-const PLACES: &str =
+const POSITION_PATTERN: &str = "^(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}$";
+/// At most two positions.
+const POSITIONS_PATTERN: &str =
     "^((0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2}(_(0|[1-9][0-9]{0,18})(-(0|[1-9][0-9]{0,18})){2})?)?$";
 
 const EVENTS: Answer = Answer {
     status: 200,
-    about: "Server-sent events, each a line.",
+    about: "Server-sent events, one for each line.",
     content: Content::Other("text/event-stream"),
 };
 
-/// The two routes of a record: its pages, and what comes.
+/// The two routes of a record: its pages and its stream.
 macro_rules! record {
-    ($list:ident, $follow:ident, $shown:expr, $id:literal, $follow_id:literal, $path:literal, $what:literal,
-     [$($filter:expr),*], $member:literal, $line:literal) => {
+    ($list:ident, $follow:ident, $view:expr, $id:literal, $follow_id:literal, $path:literal, $what:literal,
+     [$($filter:expr),*], $member:literal, $line_schema:literal) => {
         pub static $list: Endpoint = Endpoint {
             operation: Operation {
                 id: $id,
@@ -67,15 +67,15 @@ macro_rules! record {
                 credentials: READERS,
                 parameters: &[LIMIT, CURSOR, SINCE, UNTIL $(, $filter)*],
                 body: None,
-                answers: &[told(200, "A page. Few lines with a cursor are what was found so far.", || {
-                    object(&[($member, array(named($line))), ("nextCursor", nullable(text()))], &[])
+                answers: &[json_answer(200, "A page. It may have fewer lines than the limit although there is a next page.", || {
+                    object(&[($member, array(named($line_schema))), ("nextCursor", nullable(text()))], &[])
                 })],
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
             },
-            largest_body: OWN_BODY,
+            max_body_bytes: DEFAULT_MAX_BODY_BYTES,
             serve: || {
                 get(|State(gateway): State<Arc<Gateway>>, RawQuery(query): RawQuery| async move {
-                    record_lines::list(&gateway.kernel, &$shown, query.as_deref()).await
+                    record_lines::list(&gateway.kernel, &$view, query.as_deref()).await
                 })
             },
         };
@@ -85,54 +85,54 @@ macro_rules! record {
                 id: $follow_id,
                 method: Method::GET,
                 path: concat!($path, "/changes"),
-                summary: concat!($what, ", as they come."),
+                summary: concat!($what, ", as a stream."),
                 credentials: READERS,
                 parameters: &[SINCE, UNTIL $(, $filter)*, AFTER],
                 body: None,
                 answers: &[EVENTS],
                 problems: &[Code::Forbidden, Code::Unavailable, Code::Gone],
             },
-            largest_body: OWN_BODY,
+            max_body_bytes: DEFAULT_MAX_BODY_BYTES,
             serve: || {
                 get(|State(gateway): State<Arc<Gateway>>, headers: HeaderMap, RawQuery(query): RawQuery| async move {
-                    record_lines::follow(&gateway.kernel, &$shown, &headers, query.as_deref()).await
+                    record_lines::follow(&gateway.kernel, &$view, &headers, query.as_deref()).await
                 })
             },
         };
     };
 }
 
-static OF_INTERACTIONS: Shown = Shown {
+static INTERACTIONS_VIEW: RecordView = RecordView {
     kind: RecordKind::Interactions,
     member: "interactions",
     equal: &["id", "senderId", "conversationId", "model", "agentName", "status", "batchId"],
     below: None,
     text: false,
 };
-static OF_AUDIT: Shown = Shown {
+static AUDIT_VIEW: RecordView = RecordView {
     kind: RecordKind::Audit,
     member: "entries",
     equal: &["op", "actor", "agentName"],
     below: Some("path"),
     text: false,
 };
-static OF_ACTIVITY: Shown =
-    Shown { kind: RecordKind::Activity, member: "lines", equal: &[], below: None, text: true };
-static OF_STORAGE: Shown =
-    Shown { kind: RecordKind::Storage, member: "days", equal: &[], below: None, text: false };
-static OF_BACKUPS: Shown =
-    Shown { kind: RecordKind::Backups, member: "backups", equal: &["status"], below: None, text: false };
+static ACTIVITY_VIEW: RecordView =
+    RecordView { kind: RecordKind::Activity, member: "lines", equal: &[], below: None, text: true };
+static STORAGE_VIEW: RecordView =
+    RecordView { kind: RecordKind::Storage, member: "days", equal: &[], below: None, text: false };
+static BACKUPS_VIEW: RecordView =
+    RecordView { kind: RecordKind::Backups, member: "backups", equal: &["status"], below: None, text: false };
 
 record!(
     INTERACTIONS,
     FOLLOW_INTERACTIONS,
-    OF_INTERACTIONS,
+    INTERACTIONS_VIEW,
     "listInteractions",
     "followInteractions",
     "/api/interactions",
-    "Dispatches that have ended",
+    "Ended dispatches",
     [
-        filter("id", "The dispatch of this id."),
+        filter("id", "The dispatch with this id."),
         filter("senderId", "Of this user or channel."),
         filter("conversationId", "Of this conversation."),
         filter("model", "By this model."),
@@ -146,16 +146,16 @@ record!(
 record!(
     AUDIT,
     FOLLOW_AUDIT,
-    OF_AUDIT,
+    AUDIT_VIEW,
     "listAudit",
     "followAudit",
     "/api/audit",
-    "Changes of the home's files by agents",
+    "Changes by agents to files in the home",
     [
         filter("op", "write, delete or mkdir."),
         filter("actor", "By this agent or part of the system."),
         filter("agentName", "By this agent."),
-        filter("path", "Of this path, or below it.")
+        filter("path", "This path and everything below it.")
     ],
     "entries",
     "AuditEntry"
@@ -163,19 +163,19 @@ record!(
 record!(
     ACTIVITY,
     FOLLOW_ACTIVITY,
-    OF_ACTIVITY,
+    ACTIVITY_VIEW,
     "listActivity",
     "followActivity",
     "/api/activity",
-    "What happened on the machine",
-    [filter("contains", "With this in its text.")],
+    "Events on the machine",
+    [filter("contains", "Lines that contain this text.")],
     "lines",
     "ActivityLine"
 );
 record!(
     STORAGE,
     FOLLOW_STORAGE,
-    OF_STORAGE,
+    STORAGE_VIEW,
     "listStorage",
     "followStorage",
     "/api/storage",
@@ -187,29 +187,29 @@ record!(
 record!(
     BACKUPS,
     FOLLOW_BACKUPS,
-    OF_BACKUPS,
+    BACKUPS_VIEW,
     "listBackups",
     "followBackups",
     "/api/backups",
-    "The runs of the backup",
+    "Backup runs",
     [filter("status", "success or error.")],
     "backups",
     "Backup"
 );
 
-/// Later releases may say more in a line.
-fn line(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
-    let mut line = object(required, optional);
-    line["additionalProperties"] = true.into();
-    line
+/// Later releases may add members to a line.
+fn line_schema(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
+    let mut line_schema = object(required, optional);
+    line_schema["additionalProperties"] = true.into();
+    line_schema
 }
 
 fn gap() -> Value {
-    line(
+    line_schema(
         &[
             ("version", count()),
             ("timestamp", time()),
-            ("gap", line(&[("lost", count()), ("since", time())], &[("why", text())])),
+            ("gap", line_schema(&[("lost", count()), ("since", time())], &[("why", text())])),
         ],
         &[],
     )
@@ -219,17 +219,17 @@ fn or_gap(entry: &Value) -> Value {
     json!({ "anyOf": [entry, gap()] })
 }
 
-pub fn told_interaction() -> Value {
+pub fn interaction_schema() -> Value {
     let status = || one_of(&["success", "error"]);
-    let tool = line(
+    let tool = line_schema(
         &[("name", text()), ("durationMs", count()), ("inputPreview", text()), ("status", status())],
         &[],
     );
-    let error = line(
+    let error = line_schema(
         &[("name", text()), ("message", text())],
         &[("stack", text()), ("tool", text()), ("turn", count())],
     );
-    or_gap(&line(
+    or_gap(&line_schema(
         &[
             ("version", count()),
             ("id", text()),
@@ -250,8 +250,8 @@ pub fn told_interaction() -> Value {
     ))
 }
 
-pub fn told_audit() -> Value {
-    or_gap(&line(
+pub fn audit_schema() -> Value {
+    or_gap(&line_schema(
         &[
             ("timestamp", time()),
             ("op", one_of(&["write", "delete", "mkdir"])),
@@ -270,12 +270,12 @@ pub fn told_audit() -> Value {
     ))
 }
 
-pub fn told_activity() -> Value {
+pub fn activity_schema() -> Value {
     object(&[("timestamp", time()), ("text", text())], &[])
 }
 
-pub fn told_storage() -> Value {
-    line(
+pub fn storage_schema() -> Value {
+    line_schema(
         &[
             ("timestamp", time()),
             ("date", json!({ "type": "string", "format": "date" })),
@@ -284,13 +284,16 @@ pub fn told_storage() -> Value {
             ("logsBytes", count()),
             ("databaseBytes", count()),
         ],
-        // Of lines of an earlier release there are neither.
+        // Lines of earlier releases lack these.
         &[
             ("diskBytes", count()),
             ("diskFreeBytes", count()),
             (
                 "apps",
-                array(line(&[("slug", text()), ("filesBytes", count()), ("databaseBytes", count())], &[])),
+                array(line_schema(
+                    &[("slug", text()), ("filesBytes", count()), ("databaseBytes", count())],
+                    &[],
+                )),
             ),
             ("unreadable", count()),
         ],
@@ -298,8 +301,8 @@ pub fn told_storage() -> Value {
 }
 
 /// A line of `backup.jsonl`.
-pub fn told_backup() -> Value {
-    line(
+pub fn backup_schema() -> Value {
+    line_schema(
         &[("timestamp", time()), ("status", one_of(&["success", "error"])), ("stage", text())],
         &[
             ("key", nullable(text())),

@@ -1,6 +1,6 @@
-//! `/api/side-database`: the owner looks at an earlier snapshot beside the database, and takes tables back from it.
+//! `/api/side-database`: the owner opens an earlier snapshot beside the database, and copies tables back from it.
 //!
-//! A request becomes a file that a unit consumes; what came of it is in a file that is shown here.
+//! A request becomes a file that a unit consumes; the unit's state file is shown here.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use crate::clock::rfc3339_ms;
 use crate::fsx::FileError;
 use crate::host::gateway::body;
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::snapshots::side_database;
 use crate::host::snapshots::side_database::{Action, Chosen, Copy, MOST_TABLES, Mode, Request, Status};
@@ -30,13 +30,13 @@ use crate::store::key::SnapshotKey;
 /// `GET /api/side-database`
 pub async fn show(State(gateway): State<Arc<Gateway>>) -> Result<Json<Value>, Problem> {
     let layout = gateway.config.layout.clone();
-    let known = blocking(move || known(&layout)).await?;
-    Ok(Json(known))
+    let state = blocking(move || describe_state(&layout)).await?;
+    Ok(Json(state))
 }
 
-/// The state, and what is asked and not done yet.
-fn known(layout: &Layout) -> Result<Value, FileError> {
-    // The request first: it is removed after the state has told of it.
+/// The state, and the pending request.
+fn describe_state(layout: &Layout) -> Result<Value, FileError> {
+    // Read the request first: it is removed after the state reflects it.
     let request = Request::read(layout)?.and_then(Result::ok);
     let state = side_database::State::read(layout)?;
     let pending = request.map(|request| {
@@ -61,33 +61,33 @@ fn known(layout: &Layout) -> Result<Value, FileError> {
     }))
 }
 
-/// `POST /api/side-database`: an earlier snapshot, beside the database, soon.
+/// `POST /api/side-database`: requests an earlier snapshot beside the database.
 pub async fn open(
     State(gateway): State<Arc<Gateway>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, OWN_BODY).await?;
+    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let key: Option<SnapshotKey> = fields.optional("key");
     let at = fields.time("at");
     if key.is_some() && at.is_some() {
-        fields.wrong("at", "cannot be given beside key");
+        fields.wrong("at", "must not be combined with key");
     }
     let chosen = Chosen { key: key.map(|key| key.as_str().to_owned()), at };
     let chosen = fields.finish(Some(chosen))?;
-    ask(&gateway, Action::Open(chosen)).await
+    submit(&gateway, Action::Open(chosen)).await
 }
 
-/// `POST /api/side-database/copy`: rows of its tables, back into the database.
+/// `POST /api/side-database/copy`: copies rows of its tables back into the database.
 pub async fn copy(
     State(gateway): State<Arc<Gateway>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Problem> {
-    let mut fields = body::fields(&headers, body, OWN_BODY).await?;
-    let given = fields.has("tables");
+    let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
+    let has_tables = fields.has("tables");
     let tables = fields.strings("tables", MOST_TABLES);
-    if !given {
+    if !has_tables {
         fields.wrong("tables", "is required");
     } else if tables.is_empty() || tables.iter().any(String::is_empty) {
         fields.wrong("tables", "must name at least one table, each as schema.table");
@@ -95,39 +95,39 @@ pub async fn copy(
     let mode: Option<Mode> = fields.optional("mode");
     let dry_run = fields.boolean("dryRun").unwrap_or(false);
     let backup = fields.boolean("backup").unwrap_or(true);
-    let wanted = Copy { tables, mode: mode.unwrap_or(Mode::Missing), dry_run, backup };
-    let wanted = fields.finish(Some(wanted))?;
+    let copy = Copy { tables, mode: mode.unwrap_or(Mode::Missing), dry_run, backup };
+    let copy = fields.finish(Some(copy))?;
     let layout = gateway.config.layout.clone();
     let state = blocking(move || side_database::State::read(&layout)).await?;
-    let there = state.filter(|state| matches!(state.status, Status::Open | Status::Copying));
-    let Some(state) = there else {
+    let open_state = state.filter(|state| matches!(state.status, Status::Open | Status::Copying));
+    let Some(state) = open_state else {
         let detail = "No side database is open: POST /api/side-database opens one.";
         return Err(Problem::new(Code::InvalidState, detail));
     };
-    let named = |table: &&String| state.tables.iter().any(|known| known.name == **table);
-    if let Some(stranger) = wanted.tables.iter().find(|table| !named(table)) {
+    let is_known = |table: &&String| state.tables.iter().any(|known| known.name == **table);
+    if let Some(unknown) = copy.tables.iter().find(|table| !is_known(table)) {
         let detail =
-            format!("{stranger:?} is not a table of the side database: GET /api/side-database lists them.");
+            format!("{unknown:?} is not a table of the side database: GET /api/side-database lists them.");
         return Err(Problem::new(Code::NotFound, detail));
     }
-    ask(&gateway, Action::Copy(wanted)).await
+    submit(&gateway, Action::Copy(copy)).await
 }
 
-/// `DELETE /api/side-database`: it is not needed any more.
+/// `DELETE /api/side-database`: closes the side database.
 pub async fn close(State(gateway): State<Arc<Gateway>>) -> Result<Response, Problem> {
-    ask(&gateway, Action::Close).await
+    submit(&gateway, Action::Close).await
 }
 
-async fn ask(gateway: &Gateway, action: Action) -> Result<Response, Problem> {
+async fn submit(gateway: &Gateway, action: Action) -> Result<Response, Problem> {
     let layout = gateway.config.layout.clone();
     let request = Request::new(action);
-    let answer = json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
+    let response =
+        json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
     if !blocking(move || request.ask(&layout)).await? {
-        let detail =
-            "Something is asked of the side database already: GET /api/side-database tells when it is done.";
+        let detail = "Another request to the side database is pending: GET /api/side-database shows it.";
         return Err(Problem::new(Code::InvalidState, detail));
     }
-    Ok((StatusCode::ACCEPTED, Json(answer)).into_response())
+    Ok((StatusCode::ACCEPTED, Json(response)).into_response())
 }
 
 fn accepted() -> Value {
@@ -141,14 +141,14 @@ pub static SHOW: Endpoint = Endpoint {
         id: "showSideDatabase",
         method: Method::GET,
         path: "/api/side-database",
-        summary: "The snapshot that lies beside the database, its tables, and how the last copy out of it ended.",
+        summary: "The snapshot open beside the database, its tables, and the result of the last copy.",
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        answers: &[told(200, "What is known.", || named("SideDatabase"))],
+        answers: &[json_answer(200, "The state.", || named("SideDatabase"))],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(show),
 };
 
@@ -157,15 +157,15 @@ pub static OPEN: Endpoint = Endpoint {
         id: "openSideDatabase",
         method: Method::POST,
         path: "/api/side-database",
-        summary: "Loads a snapshot beside the database: the one with this key, else the last one taken at this time or \
-                  before, else the last one.",
+        summary: "Loads a snapshot beside the database: the one with this key, else the last one taken at or before \
+                  this time, else the last one.",
         credentials: OWNERS,
         parameters: &[],
         body: Some(|| fields(&[], &[("key", matching(SnapshotKey::PATTERN)), ("at", time())])),
-        answers: &[told(202, "It is asked for.", accepted)],
+        answers: &[json_answer(202, "The request is accepted.", accepted)],
         problems: PROBLEMS,
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || post(open),
 };
 
@@ -174,8 +174,8 @@ pub static COPY: Endpoint = Endpoint {
         id: "copyFromSideDatabase",
         method: Method::POST,
         path: "/api/side-database/copy",
-        summary: "Copies rows of these tables back. Mode missing: those that are gone; overwrite: those that differ, too; \
-                  replace: the table becomes what it was. A snapshot of what is there is taken first.",
+        summary: "Copies rows of these tables back. Mode missing restores missing rows; overwrite also restores rows \
+                  that differ; replace restores the whole table. A snapshot of the current data is taken first.",
         credentials: OWNERS,
         parameters: &[],
         body: Some(|| {
@@ -185,10 +185,10 @@ pub static COPY: Endpoint = Endpoint {
             let options = [("mode", one_of(&Mode::WORDS)), ("dryRun", boolean()), ("backup", boolean())];
             fields(&[("tables", tables)], &options)
         }),
-        answers: &[told(202, "It is asked for.", accepted)],
+        answers: &[json_answer(202, "The request is accepted.", accepted)],
         problems: &[Code::Forbidden, Code::Unavailable, Code::InvalidState, Code::NotFound],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || post(copy),
 };
 
@@ -201,15 +201,15 @@ pub static CLOSE: Endpoint = Endpoint {
         credentials: OWNERS,
         parameters: &[],
         body: None,
-        answers: &[told(202, "It is asked for.", accepted)],
+        answers: &[json_answer(202, "The request is accepted.", accepted)],
         problems: PROBLEMS,
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || on_delete(close),
 };
 
-/// What is known of the side database.
-pub fn told_side() -> Value {
+/// The JSON schema of the side database's state.
+pub fn side_database_schema() -> Value {
     let copied = object(
         &[
             ("name", text()),

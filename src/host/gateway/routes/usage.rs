@@ -1,4 +1,4 @@
-//! `GET /api/usage`: what was spent, by day, week, month, model or user. The platform reads it, too, for its operators.
+//! `GET /api/usage`: the cost by day, week, month, model or user. The platform also reads it, for its operators.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use axum::extract::{RawQuery, State};
 use axum::routing::get;
 use http::Method;
 
-use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, READERS_AND_PLATFORM, told};
+use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS_AND_PLATFORM, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::records::ledger::{Report, UsageQuery};
 use crate::http::fields::Fields;
@@ -23,7 +23,7 @@ async fn serve(
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
     gateway.kernel.ready().await?;
-    // Years of many users take a moment.
+    // A report over years and many users is slow.
     let kernel = Arc::clone(&gateway.kernel);
     let report = tokio::task::spawn_blocking(move || kernel.book().map(|book| book.report(&query))).await;
     let report = report.map_err(|error| Problem::internal(&error))??;
@@ -35,13 +35,13 @@ pub static USAGE: Endpoint = Endpoint {
         id: "usage",
         method: Method::GET,
         path: "/api/usage",
-        summary: "What dispatches have cost, summed up.",
+        summary: "The cost of dispatches, aggregated.",
         credentials: READERS_AND_PLATFORM,
         parameters: &[usage::USER_ID, usage::START_DATE, usage::END_DATE, usage::GROUP_BY],
         body: None,
-        answers: &[told(200, "The sums.", usage::report)],
+        answers: &[json_answer(200, "The report.", usage::report)],
         problems: &[Code::Forbidden, Code::Unavailable],
     },
-    largest_body: OWN_BODY,
+    max_body_bytes: DEFAULT_MAX_BODY_BYTES,
     serve: || get(serve),
 };

@@ -1,4 +1,4 @@
-//! What a manifest may say, and what of its mistakes is told.
+//! Valid manifests, and the reported errors of invalid ones.
 
 use super::*;
 
@@ -13,14 +13,14 @@ fn notes() -> Value {
     })
 }
 
-fn mistakes(change: impl FnOnce(&mut Value)) -> String {
+fn errors_of(change: impl FnOnce(&mut Value)) -> String {
     let mut value = notes();
     change(&mut value);
-    Manifest::from_value(&value).expect_err("a mistake").to_string()
+    Manifest::from_value(&value).expect_err("an invalid manifest").to_string()
 }
 
 #[test]
-fn a_manifest_reads_back_as_it_is_kept() {
+fn to_value_round_trips() {
     let manifest = Manifest::from_value(&notes()).unwrap();
     assert_eq!(Manifest::from_value(&manifest.to_value()).unwrap(), manifest);
     let names: Vec<_> = manifest.tables[0].columns.iter().map(|c| c.name.as_str()).collect();
@@ -28,7 +28,7 @@ fn a_manifest_reads_back_as_it_is_kept() {
 }
 
 #[test]
-fn foreign_origins_are_named_or_there_are_none() {
+fn connect_is_optional_and_validated() {
     assert_eq!(Manifest::from_value(&notes()).unwrap().connect, []);
     let mut value = notes();
     value["connect"] = json!(["https://api.example.com/", "wss://b.example"]);
@@ -36,20 +36,20 @@ fn foreign_origins_are_named_or_there_are_none() {
     assert_eq!(manifest.to_value()["connect"], json!(["https://api.example.com", "wss://b.example"]));
     assert_eq!(Manifest::from_value(&manifest.to_value()).unwrap(), manifest);
     for bad in [json!("https://a.example"), json!(["*"]), json!([1]), json!(vec!["https://a.example"; 21])] {
-        let text = mistakes(|m| m["connect"] = bad.clone());
+        let text = errors_of(|m| m["connect"] = bad.clone());
         assert!(text.contains("connect"), "{text}");
     }
 }
 
 #[test]
-fn an_unknown_type_is_named() {
-    let text = mistakes(|m| m["storage"]["tables"]["notes"]["columns"]["title"] = json!("txt"));
+fn unknown_type_is_reported() {
+    let text = errors_of(|m| m["storage"]["tables"]["notes"]["columns"]["title"] = json!("txt"));
     assert!(text.contains("columns.title") && text.contains("\"txt\""), "{text}");
 }
 
 #[test]
-fn all_mistakes_are_named_at_once() {
-    let text = mistakes(|m| {
+fn all_errors_are_reported_at_once() {
+    let text = errors_of(|m| {
         m["slug"] = json!("My_Notes");
         m["runtime"] = json!("php");
         m["build"]["output"] = json!("../..");
@@ -64,8 +64,8 @@ fn all_mistakes_are_named_at_once() {
 }
 
 #[test]
-fn built_in_columns_cannot_be_something_else() {
-    let text = mistakes(|m| m["storage"]["tables"]["notes"]["columns"]["id"] = json!("text"));
+fn built_in_columns_keep_their_types() {
+    let text = errors_of(|m| m["storage"]["tables"]["notes"]["columns"]["id"] = json!("text"));
     assert!(text.contains("built in"), "{text}");
     let mut same = notes();
     same["storage"]["tables"]["notes"]["columns"]["created_at"] = json!("timestamptz");

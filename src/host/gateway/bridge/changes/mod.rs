@@ -1,14 +1,15 @@
-//! `GET /api/bridge/changes`: a stream of what changed in the apps' tables, for as long as somebody listens.
+//! `GET /api/bridge/changes`: a stream of the changes in the apps' tables.
 //!
-//! It tells which rows, not what is in them. An event is a transaction, its position the transaction's id, and it is told
-//! only once no transaction with a lower id can still commit: so nothing is told late, and nothing is skipped.
+//! An event names the changed rows, not their contents. It describes one transaction, and its position is the
+//! transaction's id. It is sent only when no transaction with a lower id can still commit, so events are neither late
+//! nor skipped.
 
 mod feed;
 mod position;
 mod read;
 mod stream;
 
-pub use feed::{Changes, tend};
+pub use feed::{ChangeFeed, run_change_feed};
 pub use position::IdSecret;
 #[cfg(feature = "fuzzing")]
 pub use position::{EventId, IdForm};

@@ -1,7 +1,7 @@
-//! An event's id: `<epoch>-<position>`, as its listener knows it.
+//! An event's id: `<epoch>-<position>`, as its listener sees it.
 //!
-//! Positions are those of the whole database: from two of them an app could tell how much others write. So an app gets each
-//! position sealed, for itself alone.
+//! Positions are transaction ids of the whole database, so two of them reveal how much other apps write. An app
+//! therefore gets each position encrypted under its own key.
 
 use std::fmt;
 
@@ -13,19 +13,19 @@ use ring::rand::{SecureRandom, SystemRandom};
 
 use crate::machine::epoch::Epoch;
 
-/// Everything up to this transaction was told, by the machine of this epoch.
+/// The position up to which events were sent, and the epoch of the machine that sent them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EventId {
     pub epoch: Epoch,
     pub position: i64,
 }
 
-/// A text that no event has as its id.
+/// The text is not an event id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("must be the id of an event of this stream")]
-pub struct NotAnId;
+pub struct InvalidEventId;
 
-/// The machine's secret, from which each app's key is made. It stays the same for as long as the epoch does.
+/// The machine's secret, from which each app's key is derived. It is constant within an epoch.
 #[derive(Clone)]
 pub struct IdSecret(hmac::Key);
 
@@ -36,20 +36,20 @@ impl fmt::Debug for IdSecret {
 }
 
 impl IdSecret {
-    /// From something that only this machine knows.
-    pub fn derive(of_machine: &[u8]) -> Self {
-        let key = hmac::Key::new(hmac::HMAC_SHA256, of_machine);
+    /// Derives the secret from a secret of this machine.
+    pub fn derive(machine_secret: &[u8]) -> Self {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, machine_secret);
         let secret = hmac::sign(&key, b"svc: ids of change events");
         Self(hmac::Key::new(hmac::HMAC_SHA256, secret.as_ref()))
     }
 }
 
-/// How ids look to one listener.
+/// The form of ids for one listener.
 #[derive(Debug)]
 pub enum IdForm {
     /// `<epoch>-<position>`, for the owner.
     Plain,
-    /// The position encrypted under the app's own key.
+    /// The position, encrypted under the app's key.
     Sealed(Box<LessSafeKey>),
 }
 
@@ -68,26 +68,26 @@ impl IdForm {
         format!("{}-{position}", id.epoch)
     }
 
-    /// Reads an id that the machine of epoch `current` is shown. What another machine has sealed is only known to be of
-    /// another epoch: its position is given as 0.
+    /// Reads an id presented to the machine of epoch `current`. An id sealed by another machine reveals only its epoch:
+    /// its position is returned as 0.
     ///
     /// # Errors
-    /// [`NotAnId`], also for the id of another app.
-    pub fn read(&self, text: &str, current: Epoch) -> Result<EventId, NotAnId> {
-        let (epoch, position) = text.split_once('-').ok_or(NotAnId)?;
-        let epoch = Epoch(number(epoch)?);
+    /// [`InvalidEventId`], also for the id of another app.
+    pub fn read(&self, text: &str, current: Epoch) -> Result<EventId, InvalidEventId> {
+        let (epoch, position) = text.split_once('-').ok_or(InvalidEventId)?;
+        let epoch = Epoch(parse_digits(epoch)?);
         let position = match self {
-            Self::Plain => number(position)?,
-            Self::Sealed(key) if epoch == current => open(key, position).ok_or(NotAnId)?,
+            Self::Plain => parse_digits(position)?,
+            Self::Sealed(key) if epoch == current => open(key, position).ok_or(InvalidEventId)?,
             Self::Sealed(_) => 0,
         };
         Ok(EventId { epoch, position })
     }
 }
 
-fn number<T: std::str::FromStr>(text: &str) -> Result<T, NotAnId> {
+fn parse_digits<T: std::str::FromStr>(text: &str) -> Result<T, InvalidEventId> {
     let is_number = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    text.parse().ok().filter(|_| is_number).ok_or(NotAnId)
+    text.parse().ok().filter(|_| is_number).ok_or(InvalidEventId)
 }
 
 fn seal(key: &LessSafeKey, position: i64) -> String {
@@ -117,30 +117,30 @@ mod tests {
     const ID: EventId = EventId { epoch: Epoch(3), position: 7421 };
 
     #[test]
-    fn an_id_is_read_as_it_is_written() {
+    fn plain_id_round_trips() {
         assert_eq!(IdForm::Plain.write(ID), "3-7421");
         assert_eq!(IdForm::Plain.read("3-7421", Epoch(3)), Ok(ID));
         for bad in ["", "-", "3", "3-", "-1", "3--1", "+3-1", "3-1x", "3-99999999999999999999", "3-1-1"] {
-            assert_eq!(IdForm::Plain.read(bad, Epoch(3)), Err(NotAnId), "{bad:?}");
+            assert_eq!(IdForm::Plain.read(bad, Epoch(3)), Err(InvalidEventId), "{bad:?}");
         }
     }
 
     #[test]
-    fn an_apps_ids_say_nothing_and_are_its_own() {
+    fn sealed_ids_are_opaque_and_per_app() {
         let secret = IdSecret::derive(b"of the machine");
         let (one, other) = (IdForm::of_app(&secret, "one"), IdForm::of_app(&secret, "other"));
         let (first, second) = (one.write(ID), one.write(ID));
-        assert_ne!(first, second, "not even that nothing has happened");
+        assert_ne!(first, second, "equal positions must be indistinguishable");
         assert!(!first.contains("7421"));
-        // After a restart, too.
+        // The ids stay valid after a restart.
         let again = IdForm::of_app(&IdSecret::derive(b"of the machine"), "one");
         assert_eq!((again.read(&first, Epoch(3)), again.read(&second, Epoch(3))), (Ok(ID), Ok(ID)));
         for bad in [&first[..first.len() - 1], "3-7421", "3-"] {
-            assert_eq!(one.read(bad, Epoch(3)), Err(NotAnId), "{bad}");
+            assert_eq!(one.read(bad, Epoch(3)), Err(InvalidEventId), "{bad}");
         }
         let of_another_machine = EventId { epoch: Epoch(3), position: 0 };
-        assert_eq!(one.read("3-AAAA", Epoch(4)), Ok(of_another_machine), "it is gone, and not wrong");
-        assert_eq!(other.read(&first, Epoch(3)), Err(NotAnId));
-        assert_eq!(IdForm::Plain.read(&first, Epoch(3)), Err(NotAnId));
+        assert_eq!(one.read("3-AAAA", Epoch(4)), Ok(of_another_machine), "gone, not invalid");
+        assert_eq!(other.read(&first, Epoch(3)), Err(InvalidEventId));
+        assert_eq!(IdForm::Plain.read(&first, Epoch(3)), Err(InvalidEventId));
     }
 }

@@ -1,4 +1,4 @@
-//! The grammar of filters, its SQL and its bounds.
+//! Filter grammar, generated SQL and limits.
 
 use super::*;
 use crate::host::gateway::apps::Manifest;
@@ -12,7 +12,7 @@ pub(super) fn table() -> Table {
     Manifest::from_value(&manifest).unwrap().tables.remove(0)
 }
 
-fn written(filter: &str) -> Result<String, String> {
+fn filter_sql(filter: &str) -> Result<String, String> {
     let table = table();
     let raw: &RawValue = serde_json::from_str(filter).unwrap();
     let parsed = Filter::parse(&table, raw, "/filter").map_err(|e| format!("{} {}", e.pointer, e.detail))?;
@@ -22,7 +22,7 @@ fn written(filter: &str) -> Result<String, String> {
 }
 
 #[test]
-fn every_operator_has_its_sql() {
+fn filter_writes_sql_of_every_operator() {
     let cases = [
         ("{}", "TRUE"),
         (r#"{"c_text":"a"}"#, r#""t"."c_text" = $1"#),
@@ -44,12 +44,12 @@ fn every_operator_has_its_sql() {
         ),
     ];
     for (filter, sql) in cases {
-        assert_eq!(written(filter).as_deref(), Ok(sql), "{filter}");
+        assert_eq!(filter_sql(filter).as_deref(), Ok(sql), "{filter}");
     }
 }
 
 #[test]
-fn what_is_no_filter_is_refused_at_its_place() {
+fn invalid_filter_is_rejected_with_pointer() {
     let cases = [
         ("[]", "/filter must"),
         (r#"{"nope":1}"#, "/filter/nope is not a column"),
@@ -70,20 +70,20 @@ fn what_is_no_filter_is_refused_at_its_place() {
         (r#"{"or":[{"c_integer":"s3cret"}]}"#, "/filter/or/0/c_integer must be"),
     ];
     for (filter, part) in cases {
-        let why = written(filter).expect_err(filter);
-        assert!(why.contains(part) && !why.contains("s3cret"), "{filter}: {why}");
+        let error = filter_sql(filter).expect_err(filter);
+        assert!(error.contains(part) && !error.contains("s3cret"), "{filter}: {error}");
     }
 }
 
 #[test]
-fn depth_and_terms_are_bounded() {
+fn filter_bounds_depth_and_terms() {
     let nested = |depth: usize| {
         format!("{}{}{}", r#"{"not":"#.repeat(depth - 1), r#"{"c_integer":1}"#, "}".repeat(depth - 1))
     };
-    assert!(written(&nested(5)).is_ok());
-    assert!(written(&nested(6)).expect_err("too deep").contains("deeper"));
+    assert!(filter_sql(&nested(5)).is_ok());
+    assert!(filter_sql(&nested(6)).expect_err("too deep").contains("deeper"));
     let terms = |count: usize| json!({ "and": vec![json!({ "c_integer": 1 }); count] }).to_string();
-    assert!(written(&terms(50)).is_ok());
-    assert!(written(&terms(51)).expect_err("too many").contains("at most 50"));
-    assert!(written(&json!({ "c_integer": { "in": vec![1; 1001] } }).to_string()).is_err());
+    assert!(filter_sql(&terms(50)).is_ok());
+    assert!(filter_sql(&terms(51)).expect_err("too many").contains("at most 50"));
+    assert!(filter_sql(&json!({ "c_integer": { "in": vec![1; 1001] } }).to_string()).is_err());
 }

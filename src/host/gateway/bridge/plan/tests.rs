@@ -1,9 +1,9 @@
-//! The planner's invariant, over arbitrary requests: a value never gets into the SQL text, and every name in it is one of
-//! the manifest's, quoted.
+//! The planner's invariant over arbitrary requests: SQL text never contains a value, and every name in it is a quoted
+//! name of the manifest.
 
 use super::*;
 use crate::host::gateway::apps::Manifest;
-use crate::host::gateway::bridge::request::{Action, Request};
+use crate::host::gateway::bridge::request::{Action, BridgeRequest};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -17,7 +17,7 @@ fn table() -> Table {
 
 fn planned(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
     let body = request.to_string();
-    let request = Request::parse(body.as_bytes()).map_err(|problem| problem.detail)?;
+    let request = BridgeRequest::parse(body.as_bytes()).map_err(|problem| problem.detail)?;
     let calls = match request.action {
         Action::Table(call) => vec![call],
         Action::Transaction(calls) => calls,
@@ -35,7 +35,7 @@ fn planned(table: &Table, request: &Value) -> Result<Vec<Sql>, String> {
     Ok(statements)
 }
 
-/// Text that cannot be mistaken for a part of our own SQL, between parts that try to leave their quotes.
+/// Text that differs from the planner's own SQL, between fragments that try to escape their quotes.
 fn hostile() -> BoxedStrategy<String> {
     let attack = prop_oneof![
         Just("'; DROP TABLE x; --"),
@@ -93,7 +93,7 @@ fn filter() -> BoxedStrategy<Value> {
     .boxed()
 }
 
-/// Where the place of a change or of an upsert is named, and whether its rows are asked for.
+/// A change or upsert with its selector and optional `returning`.
 fn change() -> BoxedStrategy<Value> {
     let which = prop_oneof![
         filter().prop_map(|filter| json!({ "filter": filter })),
@@ -111,7 +111,7 @@ fn change() -> BoxedStrategy<Value> {
         .boxed()
 }
 
-/// Data that mostly fits, for a look at statements and not only at refusals.
+/// Mostly valid data, so that statements are tested and not only refusals.
 fn data() -> BoxedStrategy<Value> {
     let fitting = (hostile(), any::<i32>(), hostile()).prop_map(|(text, number, deep)| {
         json!({ "c_text": text, "c_integer": number, "c_numeric": number.to_string(), "c_jsonb": { "a": [deep] } })
@@ -183,8 +183,8 @@ fn request() -> BoxedStrategy<Value> {
     .boxed()
 }
 
-/// Everything that the planner may write: its own words, the manifest's names in quotes, placeholders.
-fn is_only_ours(text: &str, table: &Table) -> Result<(), String> {
+/// Checks that SQL has only the planner's words, quoted names of the manifest, and placeholders.
+fn has_only_known_words(text: &str, table: &Table) -> Result<(), String> {
     let mut rest = text;
     let mut outside = String::new();
     while let Some(start) = rest.find('"') {
@@ -193,7 +193,7 @@ fn is_only_ours(text: &str, table: &Table) -> Result<(), String> {
         let name = &rest[start + 1..end];
         let ours = ["t", "#", "b", "json", "hit", "done", "row", "h", "d", "count", "app_n", "things"];
         let known = ours.contains(&name) || table.column(name).is_some();
-        // The quotes inside of to_char's pattern.
+        // The quotes inside to_char's pattern.
         if !known && !["T", "Z"].contains(&name) {
             return Err(format!("an unknown name {name:?}"));
         }
@@ -208,7 +208,7 @@ fn is_only_ours(text: &str, table: &Table) -> Result<(), String> {
     }
 }
 
-/// Runs of digits that are neither placeholders nor parts of words that we wrote.
+/// Digit sequences that are neither placeholders nor parts of the planner's words.
 fn regex_like_numbers(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut before = ' ';
@@ -228,7 +228,7 @@ fn regex_like_numbers(text: &str) -> Vec<String> {
     found
 }
 
-/// Any JSON, with our words in it more often than chance has them.
+/// Arbitrary JSON that uses the request's words more often than chance.
 fn json_of_any_shape() -> BoxedStrategy<Value> {
     let word = || {
         prop_oneof![
@@ -260,12 +260,12 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn no_value_gets_into_the_text_and_every_name_is_the_manifest_s(request in request()) {
+    fn sql_contains_no_values_and_only_manifest_names(request in request()) {
         let table = table();
         if let Ok(statements) = planned(&table, &request) {
             for sql in statements {
-                prop_assert!(is_only_ours(&sql.text, &table).is_ok(), "{}: {}",
-                    is_only_ours(&sql.text, &table).unwrap_err(), sql.text);
+                prop_assert!(has_only_known_words(&sql.text, &table).is_ok(), "{}: {}",
+                    has_only_known_words(&sql.text, &table).unwrap_err(), sql.text);
                 let placeholders = sql.text.matches('$').count();
                 prop_assert_eq!(placeholders, sql.params.len(), "{}", &sql.text);
             }
@@ -273,9 +273,9 @@ proptest! {
     }
 
     #[test]
-    fn no_json_makes_the_planner_panic(text in "[\\[\\]{}\",:a-z0-9\\\\ -]{0,60}", filter in json_of_any_shape()) {
+    fn plan_never_panics(text in "[\\[\\]{}\",:a-z0-9\\\\ -]{0,60}", filter in json_of_any_shape()) {
         let table = table();
-        let _ = Request::parse(text.as_bytes());
+        let _ = BridgeRequest::parse(text.as_bytes());
         for action in ["find", "count", "delete"] {
             let _ = planned(&table, &json!({ "action": action, "app": "n", "table": "things", "filter": filter }));
         }
@@ -288,7 +288,7 @@ proptest! {
     }
 
     #[test]
-    fn the_text_depends_on_the_shape_alone(a in hostile(), b in hostile(), n in any::<i32>(), m in any::<i32>()) {
+    fn sql_depends_only_on_request_shape(a in hostile(), b in hostile(), n in any::<i32>(), m in any::<i32>()) {
         let table = table();
         let of = |text: &str, number: i32| {
             let insert = json!({ "action": "insert", "app": "n", "table": "things",
@@ -302,7 +302,7 @@ proptest! {
 }
 
 #[test]
-fn an_insert_names_its_columns_in_the_table_s_order() {
+fn insert_uses_table_column_order() {
     let table = table();
     let request = json!({ "action": "insert", "app": "n", "table": "things",
         "data": { "c_numeric": "1.5", "c_text": null, "id": "0192d1f0-0000-7000-8000-000000000001" } });
@@ -313,18 +313,18 @@ fn an_insert_names_its_columns_in_the_table_s_order() {
 }
 
 #[test]
-fn every_field_that_does_not_fit_is_named() {
+fn plan_reports_every_invalid_field() {
     let table = table();
     let request = json!({ "action": "insert", "app": "n", "table": "things",
         "data": { "c_integer": "x", "nope": 1, "created_at": "2026-01-01T00:00:00Z", "id": null } });
-    let why = planned(&table, &request).unwrap_err();
+    let error = planned(&table, &request).unwrap_err();
     for part in ["/data/c_integer", "/data/nope", "/data/created_at is set by", "/data/id must not be null"] {
-        assert!(why.contains(part), "{part} in {why}");
+        assert!(error.contains(part), "{part} in {error}");
     }
 }
 
 #[test]
-fn pages_follow_the_order_and_its_cursor() {
+fn find_pages_follow_order_and_cursor() {
     let table = table();
     let find = |order: Value, after: Option<String>| {
         let mut request = json!({ "action": "find", "app": "n", "table": "things", "orderBy": order });
@@ -367,7 +367,7 @@ fn pages_follow_the_order_and_its_cursor() {
 }
 
 #[test]
-fn limits_are_bounded() {
+fn find_bounds_limit() {
     let table = table();
     let with = |limit: Value| {
         planned(&table, &json!({ "action": "find", "app": "n", "table": "things", "limit": limit }))
@@ -379,7 +379,7 @@ fn limits_are_bounded() {
 }
 
 #[test]
-fn a_filter_is_known_again_by_its_values_and_not_by_how_it_is_written() {
+fn filter_fingerprint_depends_on_values_only() {
     let table = table();
     let of = |text: &str| {
         let raw: &RawValue = serde_json::from_str(text).unwrap();
@@ -393,7 +393,7 @@ fn a_filter_is_known_again_by_its_values_and_not_by_how_it_is_written() {
 }
 
 #[test]
-fn rows_of_the_same_columns_are_one_statement() {
+fn insert_many_groups_rows_by_columns() {
     let table = table();
     let request = json!({ "action": "insertMany", "app": "n", "table": "things", "rows": [
         { "c_text": "a", "c_numeric": 1 }, { "c_numeric": 2, "c_text": null }, { "c_text": "c" }] });
@@ -410,7 +410,7 @@ fn rows_of_the_same_columns_are_one_statement() {
 }
 
 #[test]
-fn a_change_never_has_an_empty_filter_and_keeps_its_bound() {
+fn change_requires_filter_and_keeps_bound() {
     let table = table();
     let with = |action: &str, more: Value| {
         let mut request = json!({ "action": action, "app": "n", "table": "things" });
@@ -418,8 +418,8 @@ fn a_change_never_has_an_empty_filter_and_keeps_its_bound() {
         planned(&table, &request).map(|sql| sql[0].text.clone())
     };
     for filter in [json!({}), json!({ "and": [{}] }), json!({ "or": [{ "c_text": "a" }, {}] })] {
-        let why = with("delete", json!({ "filter": filter })).unwrap_err();
-        assert!(why.contains("must not be empty"), "{why}");
+        let error = with("delete", json!({ "filter": filter })).unwrap_err();
+        assert!(error.contains("must not be empty"), "{error}");
     }
     let id = "0192d1f0-0000-7000-8000-0000deadbeef";
     assert_eq!(
@@ -440,7 +440,7 @@ fn a_change_never_has_an_empty_filter_and_keeps_its_bound() {
 }
 
 #[test]
-fn an_upsert_s_key_is_in_its_data() {
+fn upsert_requires_key_in_data() {
     let table = table();
     let with = |key: Value, data: Value| {
         let request =

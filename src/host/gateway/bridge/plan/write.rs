@@ -1,128 +1,129 @@
-//! The statements that change rows. Each changes all that it says or nothing, in one round trip.
+//! The statements that change rows. Each is atomic and needs one round trip.
 
 use serde_json::value::RawValue;
 
-use super::{Changed, Group, Place, Plan, Target, Wrong, wrong};
+use super::{ChangePlan, ChangeTarget, FieldErrors, InsertGroup, Plan, TablePlanner, field_error};
 use crate::host::gateway::apps::{Column, Origin};
 use crate::host::gateway::bridge::fields::{Fields, elements};
-use crate::host::gateway::bridge::filter::{Filter, escaped};
+use crate::host::gateway::bridge::filter::{Filter, escape_segment};
 use crate::host::gateway::bridge::param::Param;
-use crate::host::gateway::bridge::request::{Change, Resolution, Returning, Which};
+use crate::host::gateway::bridge::request::{ChangeRequest, Resolution, Returning, RowSelector};
 use crate::host::gateway::bridge::sql::Sql;
 use crate::host::gateway::bridge::value::{bind, expansion};
 use crate::http::problem::FieldError;
 
-const MOST_ROWS: usize = 1000;
-/// As many rows as a change gives back.
-const MOST_RETURNED: i64 = 1000;
-/// What the rows that an insert gives back may have more than its request: the names of all columns, and digits.
+const MAX_INSERT_ROWS: usize = 1000;
+/// Maximum rows returned by a change.
+const MAX_RETURNED_ROWS: i64 = 1000;
+/// Maximum size by which the response of an insert may exceed its request: all column names, and expanded numbers.
 const MAX_ADDED_BYTES: usize = 4 * 1024 * 1024;
-/// Mistakes that one answer names.
-const MOST_MISTAKES: usize = 20;
+/// Maximum errors in one response.
+const MAX_ERRORS: usize = 20;
 
-/// A row's values in the table's order, so that the order in which a client writes them makes no new statement.
-type Values<'t> = Vec<(&'t Column, Param)>;
+/// A row's values in the table's column order, so that the field order in a request creates no new statement.
+type RowValues<'t> = Vec<(&'t Column, Param)>;
 
-/// Whether values are for a row that is made or for one that is there.
+/// Whether the values belong to a new or an existing row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum For {
+enum RowState {
     New,
     Existing,
 }
 
-enum Verb<'t> {
-    Update(Values<'t>),
+enum ChangeKind<'t> {
+    Update(RowValues<'t>),
     Delete,
 }
 
-impl<'t> Place<'_, 't> {
-    pub(super) fn insert(&self, data: &RawValue) -> Result<Plan<'t>, Wrong> {
-        let values = self.with_id(self.values(data, "/data", For::New)?);
-        let mut sql = self.insertion(values);
+impl<'t> TablePlanner<'_, 't> {
+    pub(super) fn insert(&self, data: &RawValue) -> Result<Plan<'t>, FieldErrors> {
+        let values = self.with_id(self.parse_values(data, "/data", RowState::New)?);
+        let mut sql = self.insert_sql(values);
         sql.push(" RETURNING ").row_object(&self.table.columns);
-        Ok(Plan::Made(sql))
+        Ok(Plan::Insert(sql))
     }
 
-    /// Rows that name the same columns are made by one statement, from an array for each column: a column that a row does
-    /// not name gets its default, as an insert of that row would give it.
-    pub(super) fn insert_many(&self, rows: &RawValue) -> Result<Plan<'t>, Wrong> {
-        let rows = elements(rows).filter(|rows| (1..=MOST_ROWS).contains(&rows.len()));
-        let rows = rows.ok_or_else(|| vec![wrong("/rows", "must be an array of 1 to 1000 objects")])?;
+    /// Rows with the same columns are inserted by one statement, from one array for each column. A column that a row
+    /// does not name gets its default, as in a single insert.
+    pub(super) fn insert_many(&self, rows: &RawValue) -> Result<Plan<'t>, FieldErrors> {
+        let rows = elements(rows).filter(|rows| (1..=MAX_INSERT_ROWS).contains(&rows.len()));
+        let rows = rows.ok_or_else(|| vec![field_error("/rows", "must be an array of 1 to 1000 objects")])?;
         let mut added_bytes = rows.len() * self.names_bytes();
-        let mut gathered: Vec<Gathered<'t>> = Vec::new();
-        let mut mistakes = Vec::new();
+        let mut groups: Vec<RowGroup<'t>> = Vec::new();
+        let mut errors = Vec::new();
         for (index, row) in rows.into_iter().enumerate() {
-            match self.values(row, &format!("/rows/{index}"), For::New) {
+            match self.parse_values(row, &format!("/rows/{index}"), RowState::New) {
                 Ok(values) => {
                     added_bytes +=
                         values.iter().map(|(column, param)| expansion(column.kind, param)).sum::<usize>();
-                    Gathered::add(&mut gathered, index, self.with_id(values));
+                    RowGroup::add(&mut groups, index, self.with_id(values));
                 }
-                Err(wrong) => mistakes.extend(wrong),
+                Err(field_error) => errors.extend(field_error),
             }
             if added_bytes > MAX_ADDED_BYTES {
-                mistakes.push(wrong(
+                errors.push(field_error(
                     "/rows",
-                    "would be answered with more than 4 MiB of names and digits: send fewer rows at a time",
+                    "would add more than 4 MiB of names and digits to the response: send fewer rows",
                 ));
                 break;
             }
-            if mistakes.len() >= MOST_MISTAKES {
+            if errors.len() >= MAX_ERRORS {
                 break;
             }
         }
-        if !mistakes.is_empty() {
-            mistakes.truncate(MOST_MISTAKES);
-            return Err(mistakes);
+        if !errors.is_empty() {
+            errors.truncate(MAX_ERRORS);
+            return Err(errors);
         }
-        let groups = gathered.into_iter().map(|gathered| self.group(gathered)).collect();
-        Ok(Plan::ManyMade(groups))
+        let groups = groups.into_iter().map(|groups| self.group(groups)).collect();
+        Ok(Plan::InsertMany(groups))
     }
 
-    /// About as much as each row of an answer has beside its values.
+    /// The approximate size of a response row without its values.
     fn names_bytes(&self) -> usize {
         self.table.columns.iter().map(|column| column.name.as_str().len() + "\"\":null,".len()).sum()
     }
 
-    fn group(&self, gathered: Gathered<'t>) -> Group {
+    fn group(&self, groups: RowGroup<'t>) -> InsertGroup {
         let mut sql = Sql::new("INSERT INTO ");
-        self.name(&mut sql);
-        sql.push(" (").list(&gathered.columns, ", ", |sql, (column, _)| {
+        self.push_table(&mut sql);
+        sql.push(" (").list(&groups.columns, ", ", |sql, (column, _)| {
             sql.name(&column.name);
         });
-        sql.push(") SELECT * FROM unnest(").list(gathered.columns, ", ", |sql, (column, values)| {
+        sql.push(") SELECT * FROM unnest(").list(groups.columns, ", ", |sql, (column, values)| {
             sql.bind_many(column.kind, values);
         });
         sql.push(") RETURNING ").row_object(&self.table.columns);
-        Group { sql, rows: gathered.rows }
+        InsertGroup { sql, rows: groups.rows }
     }
 
-    /// A row that is there is locked by either resolution, so that `otherwise` finds it in the same transaction.
+    /// Both resolutions lock an existing row, so that `fallback` finds it in the same transaction.
     pub(super) fn upsert(
         &self,
         data: &RawValue,
         on_conflict: &RawValue,
         resolution: Resolution,
-    ) -> Result<Plan<'t>, Wrong> {
-        let target = self.named(on_conflict, "/onConflict").map_err(|wrong| vec![wrong])?;
-        let values = self.values(data, "/data", For::New)?;
+    ) -> Result<Plan<'t>, FieldErrors> {
+        let target =
+            self.parse_columns(on_conflict, "/onConflict").map_err(|field_error| vec![field_error])?;
+        let values = self.parse_values(data, "/data", RowState::New)?;
         let mut key = Vec::with_capacity(target.len());
-        let mut mistakes = Vec::new();
+        let mut errors = Vec::new();
         for column in &target {
-            // NULL conflicts with nothing: the row would be made again each time.
+            // NULL never conflicts: each upsert would insert another row.
             match values.iter().find(|(given, param)| given == column && !matches!(param, Param::Null(_))) {
                 Some((_, param)) => key.push(Filter::equals(column, param.clone())),
-                None => mistakes.push(wrong(
+                None => errors.push(field_error(
                     format!("/data/{}", column.name),
                     "is required, and not null: onConflict names it",
                 )),
             }
         }
-        if !mistakes.is_empty() {
-            return Err(mistakes);
+        if !errors.is_empty() {
+            return Err(errors);
         }
         let given: Vec<&Column> = values.iter().map(|(column, _)| *column).collect();
-        let mut write = self.insertion(self.with_id(values));
+        let mut write = self.insert_sql(self.with_id(values));
         write.push(" ON CONFLICT (").list(&target, ", ", |sql, column| {
             sql.name(&column.name);
         });
@@ -130,8 +131,9 @@ impl<'t> Place<'_, 't> {
         match resolution {
             Resolution::Merge => {
                 write.push("now()");
-                let taken = |column: &&&Column| column.origin == Origin::Declared && !target.contains(column);
-                for column in given.iter().filter(taken) {
+                let is_updated =
+                    |column: &&&Column| column.origin == Origin::Declared && !target.contains(column);
+                for column in given.iter().filter(is_updated) {
                     write.push(", ").name(&column.name).push(" = excluded.").name(&column.name);
                 }
             }
@@ -140,50 +142,54 @@ impl<'t> Place<'_, 't> {
             }
         }
         write.push(" RETURNING ").row_object(&self.table.columns);
-        let otherwise = (resolution == Resolution::Ignore).then(|| {
+        let fallback = (resolution == Resolution::Ignore).then(|| {
             let mut sql = Sql::new("SELECT ");
             sql.row_object(&self.table.columns).push(" FROM ");
-            self.name(&mut sql);
+            self.push_table(&mut sql);
             sql.push(" WHERE ");
             Filter::All(key).write(&mut sql);
             sql
         });
-        Ok(Plan::Upserted { write, otherwise })
+        Ok(Plan::Upsert { write, fallback })
     }
 
-    pub(super) fn update(&self, change: &Change<'_>, data: &RawValue) -> Result<Plan<'t>, Wrong> {
-        let values = self.values(data, "/data", For::Existing)?;
+    pub(super) fn update(
+        &self,
+        change: &ChangeRequest<'_>,
+        data: &RawValue,
+    ) -> Result<Plan<'t>, FieldErrors> {
+        let values = self.parse_values(data, "/data", RowState::Existing)?;
         if values.is_empty() {
-            return Err(vec![wrong("/data", "must name a column")]);
+            return Err(vec![field_error("/data", "must have at least one column")]);
         }
-        self.change(Verb::Update(values), change).map_err(|wrong| vec![wrong])
+        self.plan_change(ChangeKind::Update(values), change).map_err(|field_error| vec![field_error])
     }
 
-    pub(super) fn delete(&self, change: &Change<'_>) -> Result<Plan<'t>, FieldError> {
-        self.change(Verb::Delete, change)
+    pub(super) fn delete(&self, change: &ChangeRequest<'_>) -> Result<Plan<'t>, FieldError> {
+        self.plan_change(ChangeKind::Delete, change)
     }
 
-    fn change(&self, verb: Verb<'t>, change: &Change<'_>) -> Result<Plan<'t>, FieldError> {
-        let (filter, target) = match change.which {
-            Which::Id(id) => (self.by_id(id)?, Target::Id),
-            Which::Filter(raw) => (self.filter(Some(raw))?, Target::Filter),
+    fn plan_change(&self, kind: ChangeKind<'t>, change: &ChangeRequest<'_>) -> Result<Plan<'t>, FieldError> {
+        let (filter, target) = match change.rows {
+            RowSelector::Id(id) => (self.id_filter(id)?, ChangeTarget::Id),
+            RowSelector::Filter(raw) => (self.filter(Some(raw))?, ChangeTarget::Filter),
         };
         if filter.is_empty() {
-            return Err(wrong("/filter", "must not be empty"));
+            return Err(field_error("/filter", "must not be empty"));
         }
         let returning = change.returning;
-        let at_most =
-            bound(change.max_affected, target, returning).map_err(|why| wrong("/maxAffected", why))?;
-        let sql = match at_most {
-            None => self.direct(verb, &filter, returning),
-            Some(most) => self.bounded(verb, &filter, returning, most),
+        let max_affected = parse_bound(change.max_affected, target, returning)
+            .map_err(|message| field_error("/maxAffected", message))?;
+        let sql = match max_affected {
+            None => self.unbounded_sql(kind, &filter, returning),
+            Some(max_affected) => self.bounded_sql(kind, &filter, returning, max_affected),
         };
-        Ok(Plan::Changed(Changed { sql, target, returning, at_most }))
+        Ok(Plan::Change(ChangePlan { sql, target, returning, max_affected }))
     }
 
-    fn direct(&self, verb: Verb<'t>, filter: &Filter<'_>, returning: Returning) -> Sql {
+    fn unbounded_sql(&self, kind: ChangeKind<'t>, filter: &Filter<'_>, returning: Returning) -> Sql {
         let mut sql = Sql::default();
-        self.verb(&mut sql, verb, None);
+        self.push_head(&mut sql, kind, None);
         sql.push(" WHERE ");
         filter.write(&mut sql);
         if returning == Returning::Rows {
@@ -192,17 +198,23 @@ impl<'t> Place<'_, 't> {
         sql
     }
 
-    /// Locks the rows that match, one more than the bound at the most, and changes them only if they are not too many.
-    fn bounded(&self, verb: Verb<'t>, filter: &Filter<'_>, returning: Returning, most: i64) -> Sql {
+    /// Locks the matching rows, at most one more than the bound, and changes them only if they are within it.
+    fn bounded_sql(
+        &self,
+        kind: ChangeKind<'t>,
+        filter: &Filter<'_>,
+        returning: Returning,
+        max_affected: i64,
+    ) -> Sql {
         let mut sql = Sql::new("WITH \"hit\" AS MATERIALIZED (SELECT \"t\".\"id\" FROM ");
-        self.name(&mut sql);
+        self.push_table(&mut sql);
         sql.push(" WHERE ");
         filter.write(&mut sql);
-        sql.push(" LIMIT ").placeholder(Param::Int8(most.saturating_add(1)));
+        sql.push(" LIMIT ").placeholder(Param::Int8(max_affected.saturating_add(1)));
         sql.push(" FOR UPDATE), \"done\" AS (");
-        self.verb(&mut sql, verb, Some("\"hit\""));
+        self.push_head(&mut sql, kind, Some("\"hit\""));
         sql.push(" WHERE \"t\".\"id\" = \"hit\".\"id\" AND (SELECT count(*) FROM \"hit\") <= ");
-        sql.placeholder(Param::Int8(most)).push(" RETURNING ");
+        sql.placeholder(Param::Int8(max_affected)).push(" RETURNING ");
         let hits = "SELECT count(*) FROM \"hit\"";
         match returning {
             Returning::Number => {
@@ -217,34 +229,34 @@ impl<'t> Place<'_, 't> {
         sql
     }
 
-    /// The head of a change; `beside` is what it is joined with.
-    fn verb(&self, sql: &mut Sql, verb: Verb<'t>, beside: Option<&'static str>) {
-        match verb {
-            Verb::Update(values) => {
+    /// The head of an update or delete; `source` is the table that it joins.
+    fn push_head(&self, sql: &mut Sql, kind: ChangeKind<'t>, source: Option<&'static str>) {
+        match kind {
+            ChangeKind::Update(values) => {
                 sql.push("UPDATE ");
-                self.name(sql);
+                self.push_table(sql);
                 sql.push(" SET ").list(values, ", ", |sql, (column, param)| {
                     sql.name(&column.name).push(" = ").bind(column.kind, param);
                 });
                 sql.push(", \"updated_at\" = now()");
-                if let Some(beside) = beside {
-                    sql.push(" FROM ").push(beside);
+                if let Some(source) = source {
+                    sql.push(" FROM ").push(source);
                 }
             }
-            Verb::Delete => {
+            ChangeKind::Delete => {
                 sql.push("DELETE FROM ");
-                self.name(sql);
-                if let Some(beside) = beside {
-                    sql.push(" USING ").push(beside);
+                self.push_table(sql);
+                if let Some(source) = source {
+                    sql.push(" USING ").push(source);
                 }
             }
         }
     }
 
-    /// `INSERT INTO … VALUES …`, to be gone on with.
-    fn insertion(&self, values: Values<'t>) -> Sql {
+    /// `INSERT INTO … VALUES …`, to be extended by the caller.
+    fn insert_sql(&self, values: RowValues<'t>) -> Sql {
         let mut sql = Sql::new("INSERT INTO ");
-        self.name(&mut sql);
+        self.push_table(&mut sql);
         sql.push(" (").list(&values, ", ", |sql, (column, _)| {
             sql.name(&column.name);
         });
@@ -255,64 +267,71 @@ impl<'t> Place<'_, 't> {
         sql
     }
 
-    /// The id comes from here unless the client chose one: in time order, so that the index grows at one end.
-    fn with_id(&self, mut values: Values<'t>) -> Values<'t> {
+    /// Generates an id unless the client sent one. UUIDv7 follows time order, so the index grows at one end.
+    fn with_id(&self, mut values: RowValues<'t>) -> RowValues<'t> {
         if let Some(id) = self.table.column("id").filter(|id| values.iter().all(|(c, _)| c != id)) {
             values.insert(0, (id, Param::Uuid(uuid::Uuid::now_v7())));
         }
         values
     }
 
-    fn values(&self, data: &RawValue, place: &str, purpose: For) -> Result<Values<'t>, Wrong> {
-        let fields = Fields::of(data).map_err(|why| vec![wrong(place, why)])?;
-        let mut mistakes = Vec::new();
+    fn parse_values(
+        &self,
+        data: &RawValue,
+        pointer: &str,
+        state: RowState,
+    ) -> Result<RowValues<'t>, FieldErrors> {
+        let fields = Fields::of(data).map_err(|message| vec![field_error(pointer, message)])?;
+        let mut errors = Vec::new();
         let mut given: Vec<Option<Param>> = vec![None; self.table.columns.len()];
         for (name, raw) in &fields.0 {
-            let mut mistake = |why: &str| mistakes.push(wrong(format!("{place}/{}", escaped(name)), why));
+            let mut reject = |message: &str| {
+                errors.push(field_error(format!("{pointer}/{}", escape_segment(name)), message))
+            };
             let found = self.table.columns.iter().position(|column| column.name.as_str() == name);
             let Some(index) = found else {
-                mistake("is not a column of this table");
+                reject("is not a column of this table");
                 continue;
             };
             let column = &self.table.columns[index];
             if !column.is_insertable() {
-                mistake("is set by the database");
+                reject("is set by the database");
                 continue;
             }
-            if purpose == For::Existing && column.origin == Origin::BuiltIn {
-                mistake("never changes");
+            if state == RowState::Existing && column.origin == Origin::BuiltIn {
+                reject("cannot be changed");
                 continue;
             }
             match bind(column.kind, raw) {
-                Ok(Param::Null(_)) if !column.is_nullable() => mistake("must not be null"),
+                Ok(Param::Null(_)) if !column.is_nullable() => reject("must not be null"),
                 Ok(param) => given[index] = Some(param),
-                Err(why) => mistake(why),
+                Err(message) => reject(message),
             }
         }
-        if !mistakes.is_empty() {
-            mistakes.truncate(MOST_MISTAKES);
-            return Err(mistakes);
+        if !errors.is_empty() {
+            errors.truncate(MAX_ERRORS);
+            return Err(errors);
         }
         Ok(self.table.columns.iter().zip(given).filter_map(|(column, p)| Some((column, p?))).collect())
     }
 }
 
-/// Rows of one set of columns, turned into a list of values for each column.
-struct Gathered<'t> {
+/// Rows with the same columns, as a list of values for each column.
+struct RowGroup<'t> {
     columns: Vec<(&'t Column, Vec<Param>)>,
     rows: Vec<usize>,
 }
 
-impl<'t> Gathered<'t> {
-    fn add(all: &mut Vec<Self>, row: usize, values: Values<'t>) {
-        let same = |gathered: &&mut Self| {
-            gathered.columns.len() == values.len()
-                && gathered.columns.iter().zip(&values).all(|((known, _), (column, _))| known == column)
+impl<'t> RowGroup<'t> {
+    fn add(all: &mut Vec<Self>, row: usize, values: RowValues<'t>) {
+        let same = |groups: &&mut Self| {
+            groups.columns.len() == values.len()
+                && groups.columns.iter().zip(&values).all(|((known, _), (column, _))| known == column)
         };
         match all.iter_mut().find(same) {
-            Some(gathered) => {
-                gathered.rows.push(row);
-                for ((_, list), (_, param)) in gathered.columns.iter_mut().zip(values) {
+            Some(groups) => {
+                groups.rows.push(row);
+                for ((_, list), (_, param)) in groups.columns.iter_mut().zip(values) {
                     list.push(param);
                 }
             }
@@ -324,9 +343,13 @@ impl<'t> Gathered<'t> {
     }
 }
 
-/// How many rows may be changed. One row by its id needs no bound; rows are given back within one always.
-fn bound(raw: Option<&RawValue>, target: Target, returning: Returning) -> Result<Option<i64>, &'static str> {
-    let asked = match raw {
+/// The maximum number of changed rows. A change by id needs no bound; returned rows always have one.
+fn parse_bound(
+    raw: Option<&RawValue>,
+    target: ChangeTarget,
+    returning: Returning,
+) -> Result<Option<i64>, &'static str> {
+    let requested = match raw {
         None => None,
         Some(raw) => {
             let number =
@@ -334,12 +357,12 @@ fn bound(raw: Option<&RawValue>, target: Target, returning: Returning) -> Result
             Some(number.ok_or("must be an integer, and not negative")?)
         }
     };
-    match (target, returning, asked) {
-        (Target::Id, _, None | Some(1..)) => Ok(None),
-        (Target::Filter, Returning::Rows, Some(most)) if most > MOST_RETURNED => {
+    match (target, returning, requested) {
+        (ChangeTarget::Id, _, None | Some(1..)) => Ok(None),
+        (ChangeTarget::Filter, Returning::Rows, Some(max_affected)) if max_affected > MAX_RETURNED_ROWS => {
             Err("must be at most 1000 with returning")
         }
-        (Target::Filter, Returning::Rows, None) => Ok(Some(MOST_RETURNED)),
-        (_, _, asked) => Ok(asked),
+        (ChangeTarget::Filter, Returning::Rows, None) => Ok(Some(MAX_RETURNED_ROWS)),
+        (_, _, requested) => Ok(requested),
     }
 }
