@@ -1,4 +1,4 @@
-//! `svc-update apply`, `rollback` and `resume`: one update at a time; one that is open is finished first.
+//! `svc-update apply`, `rollback` and `resume`. One update runs at a time; an open one is finished first.
 
 use std::time::Duration;
 
@@ -20,10 +20,10 @@ use crate::host::system::root_settings;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 
-/// A request waits for another run: it may be the path unit's, which would only start this one again and again.
+/// A requested run waits for the lock: if it failed instead, the path unit would start it over and over.
 const TURN: Duration = Duration::from_secs(30 * 60);
 
-/// The places of an update where a test can stop it, besides those of a boot.
+/// Fail points of an update, besides those of a boot.
 pub const APPLY_POINTS: &[&str] = &[
     "update.opened",
     "update.believed",
@@ -41,22 +41,22 @@ pub const APPLY_POINTS: &[&str] = &[
     "update.request_done",
 ];
 
-/// Those of the way back.
+/// Fail points of a rollback.
 pub const ROLLBACK_POINTS: &[&str] =
     &["update.reverting", "update.quarantined", "update.reverted", "update.restoring"];
 
-/// Which release is to become current.
+/// The release that a run makes current.
 pub enum Wanted {
     Version(ImageVersion, Allowances),
-    /// What the request file names.
+    /// The release named by the request file.
     Requested,
-    /// The one before.
+    /// The release before the current one.
     Previous,
-    /// Only what is open is finished.
+    /// None: only an open update is finished.
     Nothing,
 }
 
-/// Who waits for the end.
+/// The caller that waits for the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asker {
     Person,
@@ -97,7 +97,7 @@ pub async fn run(layout: Layout, wanted: Wanted) -> Result<(), Failure> {
     let mut ended = match open {
         Some(open) => {
             let id = open.plan.request_id.clone();
-            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "an update that was cut off is finished");
+            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "resuming an interrupted update");
             Some(request_id::under(id, machine.finish(open)).await?)
         }
         None => None,
@@ -126,7 +126,7 @@ async fn lock(layout: &Layout, wanted: &Wanted) -> Result<Lock, Failure> {
     let path = layout.update_state().join("lock");
     let taken = match wanted {
         Wanted::Requested | Wanted::Nothing => Lock::wait(&path, TURN).await,
-        // A run that waits for a snapshot continues when it sees this.
+        // A run that waits for a snapshot continues once it sees this waiver.
         Wanted::Version(version, _) if snapshot::is_waived(layout, version) => Lock::wait(&path, TURN).await,
         _ => Lock::take(&path),
     };
@@ -162,13 +162,14 @@ fn choose(layout: &Layout, wanted: Wanted) -> Result<Option<Choice>, Failure> {
             }
             Found::Rubbish => {
                 request::remove(layout).or_exit(Exit::Internal)?;
-                Err(Failure::new(Exit::Refused, anyhow::anyhow!("the request for an update is not readable")))
+                Err(Failure::new(Exit::Refused, anyhow::anyhow!("the update request file is malformed")))
             }
         },
     }
 }
 
-/// Says how it ended. A unit that served a request has done its work whatever the answer was; the platform hears it.
+/// Reports the outcome. A unit run that served a request succeeds for every outcome but `Failed`: the heartbeat
+/// reports it to the platform.
 fn tell(outcome: &Outcome, asker: Asker) -> Result<(), Failure> {
     let Outcome { version, outcome: end, stage, error, .. } = outcome;
     let error = error.as_deref().unwrap_or_default();
@@ -179,7 +180,7 @@ fn tell(outcome: &Outcome, asker: Asker) -> Result<(), Failure> {
         }
         End::RolledBack => (
             Exit::Refused,
-            format!("{version} was not well ({stage}): {error}; the release before runs again"),
+            format!("{version} failed its checks ({stage}): {error}; the previous release is running again"),
         ),
         End::Refused => (Exit::Refused, format!("{version} is refused ({stage}): {error}")),
         End::Failed => (Exit::Internal, format!("the update to {version} failed ({stage}): {error}")),

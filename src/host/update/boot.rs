@@ -1,9 +1,9 @@
-//! The first release of a machine: the bundle that user-data names, with the digest that user-data states; its units, and
-//! the password of the machine's database.
+//! The first release of a machine: installs the bundle named by user-data, its units, and the password of the
+//! machine's database.
 //!
-//! Nothing is switched before the digest of every byte was right. Each step can be done again, so a run that was
-//! killed anywhere is simply run again. Where a whole release is current, whichever it is, it stays: it gets what it
-//! lacks of links, units and password, and which release comes next is for signed updates alone.
+//! Nothing is switched before the digest of the whole bundle is verified. Each step is idempotent, so an interrupted
+//! run is simply repeated. A complete current release is never replaced here: only its missing links, units and
+//! password are added, and later releases need a signed manifest.
 
 use super::database::{self, DatabaseError};
 use super::download::{DownloadError, Source};
@@ -28,7 +28,7 @@ use crate::host::system::root_settings;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle;
 
-/// The places of a run where a test can stop it.
+/// Fail points of a boot.
 pub const POINTS: &[&str] = &[
     "update.begin",
     "update.downloading",
@@ -45,11 +45,12 @@ pub const POINTS: &[&str] = &[
     "update.password_told",
 ];
 
-/// Why there is no new release. The current one, if any, is as it was.
+/// Reason why there is no new release. The current one, if any, is unchanged.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
-        "the update from {from} to {to} was cut off and is not finished\n  next: `svc-update resume` finishes it; then boot again"
+        "the update from {from} to {to} was interrupted\
+          next: run `svc-update resume`, then boot again"
     )]
     Open { from: ImageVersion, to: ImageVersion },
     #[error(transparent)]
@@ -83,13 +84,13 @@ impl BootError {
 
 struct Settings {
     release: Release,
-    /// `None` in a directory that stands for a machine.
+    /// `None` under a root without a service manager.
     services: Option<Systemctl>,
 }
 
 /// The release to run.
 enum Release {
-    /// The one that is here.
+    /// The installed release.
     Current(ImageVersion),
     First(Bundle),
 }
@@ -129,7 +130,7 @@ impl Settings {
     }
 }
 
-/// Brings the release and makes it current, unless one is.
+/// Fetches the release and makes it current, unless a release is current already.
 ///
 /// # Errors
 /// [`Failure`] with the exit code of the contract.
@@ -142,7 +143,7 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
     let settings = Settings::read(&mut env, &layout);
     let settings = env.finish(settings)?;
     let version = bring(&layout, &settings).await.map_err(|error| Failure::new(error.exit(), error))?;
-    tracing::info!(%version, "the release is current");
+    tracing::info!(%version, "release is current");
     Ok(())
 }
 
@@ -165,8 +166,8 @@ async fn bring(layout: &Layout, settings: &Settings) -> Result<ImageVersion, Boo
     units::install(layout, version)?;
     database::ensure_password(layout)?;
     if let Err(error) = trust::report(layout) {
-        // The machine can boot all the same; the next update says what is wrong.
-        tracing::warn!(error = %chain(&error), "which keys are trusted could not be reported");
+        // Not needed to boot; the next update reports the error.
+        tracing::warn!(error = %chain(&error), "could not report the trusted keys");
     }
     if let Some(services) = &settings.services {
         services.reload().await?;

@@ -1,7 +1,7 @@
-//! The password of the machine's own database: made here, once, and known to this machine alone.
+//! The password of the machine's own database: generated here once, and stored only on this machine.
 //!
-//! Where `DATABASE_URL` is set already there is nothing to do. The container's file is written first, so that a run
-//! that was killed between the two takes the same password again.
+//! A `DATABASE_URL` that is set already is kept. The container's file is written first, so a run interrupted between
+//! the two files reuses the same password.
 
 use std::path::Path;
 
@@ -14,12 +14,12 @@ use crate::fsx::{self, FileError};
 use crate::host::system::config;
 use crate::host::system::layout::Layout;
 
-/// What the container's file calls it; podman takes values as they stand, without quotes.
+/// The variable's name in the container's file. podman takes values literally, without quotes.
 const PASSWORD: &str = "POSTGRES_PASSWORD";
 
 #[derive(Debug, thiserror::Error)]
 pub enum DatabaseError {
-    #[error("the system gives no random bytes")]
+    #[error("the system random number generator failed")]
     Random,
     #[error(transparent)]
     File(#[from] FileError),
@@ -92,7 +92,7 @@ mod tests {
         }
         ensure_password(&layout).unwrap();
         assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);
-        // Killed between the two files: the same password again.
+        // A run interrupted between the two files reuses the password.
         fs::write(layout.host_env(), "SVC_SLOT=\"primary\"\n").unwrap();
         ensure_password(&layout).unwrap();
         assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);

@@ -1,6 +1,6 @@
-//! The archive's bytes in order, however often the connection breaks: resumed by Range under the same ETag.
+//! Downloads a bundle in order. A broken connection is resumed with Range under the same ETag.
 //!
-//! `UPGRADE_TOKEN` goes to the platform's own origin and nowhere else.
+//! `UPGRADE_TOKEN` is sent only to the platform's own origin.
 
 use std::time::Duration;
 
@@ -20,16 +20,16 @@ use crate::host::system::upgrade_token::UpgradeToken;
 use crate::http::client::{self, Deadlines};
 use crate::http::request_id;
 
-/// How long the source may be away, counted from the last byte.
+/// Timeout without progress, counted from the last byte.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-/// Where a bundle is.
+/// The location of a bundle.
 pub struct Source {
     url: Url,
     token: Option<UpgradeToken>,
 }
 
-/// Why the bytes did not all come.
+/// Reason for an incomplete download.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
     #[error("make the HTTP client")]
@@ -48,15 +48,15 @@ pub enum DownloadError {
     },
     #[error("download {url}: {status}")]
     Status { url: String, status: StatusCode },
-    #[error("download {url}: {status}, this machine may not have it")]
+    #[error("download {url}: {status}: access denied for this machine")]
     Refused { url: String, status: StatusCode },
-    #[error("download {url}: it has more than {largest} bytes")]
+    #[error("download {url}: larger than {limit} bytes")]
     TooLarge { url: String, largest: u64 },
-    #[error("download {url}: it was changed while we read it")]
+    #[error("download {url}: the file changed during the download")]
     Changed { url: String },
-    #[error("download {url}: it ended after {at} bytes")]
+    #[error("download {url}: ended after {at} bytes")]
     CutShort { url: String, at: u64 },
-    /// The unpacker wants no more; its error is the one to tell.
+    /// The unpacker stopped reading; its error is reported instead.
     #[error("the archive was refused")]
     Abandoned,
     #[error(transparent)]
@@ -82,10 +82,10 @@ impl Source {
         Self { url, token: own.then_some(platform.upgrade_token) }
     }
 
-    /// All of something small.
+    /// Reads a small file whole.
     ///
     /// # Errors
-    /// [`DownloadError`]; more than `largest` bytes are one.
+    /// [`DownloadError`], for example when the file has more than `limit` bytes.
     pub async fn read(&self, largest: u64) -> Result<Vec<u8>, DownloadError> {
         let download = self.open().await?;
         let url = download.url();
@@ -100,14 +100,14 @@ impl Source {
             }
             Ok(all)
         };
-        // The reader that has enough ends the download, too: its word comes first.
+        // A reader that stops early also ends the download, so its error comes first.
         let (pumped, gathered) = tokio::join!(download.pump(chunks), gather);
         let all = gathered?;
         pumped?;
         Ok(all)
     }
 
-    /// The first answer; from it the length is known.
+    /// Sends the first request; its response gives the length.
     ///
     /// # Errors
     /// [`DownloadError`].
@@ -128,15 +128,15 @@ async fn bear(patience: &mut Patience, error: DownloadError) -> Result<(), Downl
     if !error.is_transient() {
         return Err(error);
     }
-    tracing::warn!(error = %crate::http::problem::chain(&error), "the download broke off");
+    tracing::warn!(error = %crate::http::problem::chain(&error), "download interrupted; retrying");
     patience.pause().await.map_err(|_| error)
 }
 
-/// A download under way.
+/// A download in progress.
 pub struct Download<'a> {
     source: &'a Source,
     client: reqwest::Client,
-    /// Strong; without one a break cannot be resumed.
+    /// A strong ETag; a download without one cannot be resumed.
     etag: Option<String>,
     length: Option<u64>,
     at: u64,
@@ -145,18 +145,18 @@ pub struct Download<'a> {
 
 struct Answer {
     response: reqwest::Response,
-    /// Bytes of the body that we have already: the source does not know Range.
+    /// Leading bytes to discard, because the source ignored Range.
     skip: u64,
 }
 
 impl Download<'_> {
-    /// Of the whole archive, where the source says it.
+    /// The length of the whole bundle, if the source reports it.
     pub fn length(&self) -> Option<u64> {
         self.length
     }
 
     fn url(&self) -> String {
-        // Without query: a signed URL's is a credential.
+        // The query of a signed URL is a credential.
         let mut url = self.source.url.clone();
         url.set_query(None);
         url.to_string()
@@ -204,7 +204,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// What the first boot has brought already is read from where it lies, once.
+    /// Opens a `file:` URL, for a bundle that is already on the machine. It is read once.
     async fn open_file(&mut self) -> Result<(), DownloadError> {
         let unreadable = |source| DownloadError::File { url: self.url(), source };
         let path = self.source.url.to_file_path().unwrap_or_default();
@@ -220,10 +220,10 @@ impl Download<'_> {
         strong_etag(response) != self.etag
     }
 
-    /// Hands every byte on, in order, and answers with their SHA-256.
+    /// Sends every byte to `chunks`, in order, and returns their SHA-256.
     ///
     /// # Errors
-    /// [`DownloadError`]; `Abandoned` when nobody takes the bytes any more.
+    /// [`DownloadError`]; `Abandoned` when the receiver has been dropped.
     pub async fn pump(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
         let mut digest = Sha256::new();
         let mut patience = Patience::new(DEADLINE);
@@ -286,7 +286,7 @@ fn strong_etag(response: &reqwest::Response) -> Option<String> {
     (!etag.starts_with("W/")).then(|| etag.to_owned())
 }
 
-/// The first byte's position in `Content-Range: bytes 5-9/10`.
+/// The first byte position in `Content-Range: bytes 5-9/10`.
 fn range_start(response: &reqwest::Response) -> Option<u64> {
     let range = response.headers().get(header::CONTENT_RANGE)?.to_str().ok()?;
     range.strip_prefix("bytes ")?.split('-').next()?.parse().ok()

@@ -1,4 +1,4 @@
-//! A release onto the machine: downloaded, checked against what was stated of it, unpacked, and whole or not there.
+//! Fetches a release: downloads, verifies and unpacks it. A release is installed whole or not at all.
 
 use std::path::{Path, PathBuf};
 
@@ -12,23 +12,23 @@ use crate::host::system::layout::Layout;
 use crate::host::system::release;
 use crate::machine::name::ImageVersion;
 
-/// An archive unpacks to a few times its size.
+/// Upper bound of the unpacked size, as a multiple of the archive's size.
 const GROWTH: u64 = 5;
-/// Room that is left free.
+/// Disk space that stays free, in bytes.
 const MARGIN: u64 = 64 << 20;
 
-/// Why the release is not there.
+/// Reason why the release was not installed.
 #[derive(Debug, thiserror::Error)]
 pub enum BringError {
     #[error(transparent)]
     Download(#[from] DownloadError),
     #[error(transparent)]
     Unpack(#[from] UnpackError),
-    #[error("the bundle's SHA-256 is {found}, and {expected} was stated")]
+    #[error("bundle SHA-256 mismatch: expected {expected}, found {found}")]
     WrongDigest { expected: String, found: String },
-    #[error("the bundle has {found} bytes, and {expected} were stated")]
+    #[error("bundle size mismatch: expected {expected} bytes, found {found}")]
     WrongSize { expected: u64, found: u64 },
-    #[error("{}: {free} bytes are free and {needed} are needed", .path.display())]
+    #[error("{}: {needed} bytes needed, {free} available", .path.display())]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(transparent)]
     Place(#[from] PlaceError),
@@ -38,16 +38,16 @@ pub enum BringError {
     Injected(#[from] Injected),
 }
 
-/// What was stated of the archive by somebody who is trusted.
+/// Properties of the archive as a trusted source states them.
 pub struct Expected<'a> {
     pub sha256: &'a str,
     pub size_bytes: Option<u64>,
 }
 
-/// Brings the release, unless it is there already.
+/// Fetches the release, unless it is installed already.
 ///
 /// # Errors
-/// [`BringError`]; no release has come then.
+/// [`FetchError`]; no release is installed then.
 pub async fn bring(
     layout: &Layout,
     source: &Source,
@@ -65,7 +65,7 @@ pub async fn bring(
     Err(BringError::WrongDigest { expected: expected.sha256.to_owned(), found })
 }
 
-/// One pass over the archive: hash, inflate, unpack beside; then the digest decides.
+/// Hashes, decompresses and unpacks the archive in one pass into a staging directory, then verifies the digest.
 async fn fetch(
     layout: &Layout,
     source: &Source,
@@ -89,9 +89,10 @@ async fn fetch(
     let into = partial.path().to_owned();
     let unpacking = tokio::task::spawn_blocking(move || unpack::unpack(archive, &into, Limits::BUNDLE));
     let downloaded = download.pump(chunks).await;
-    // A panic in there is no error that we could name: it goes on here.
+    // A panic in the unpacker has no error to report, so it is propagated.
     let unpacked = unpacking.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-    // What the unpacker refused ends the download, too: its word comes first, unless the bytes just stopped coming.
+    // An unpacker that refuses the archive also ends the download, so its error comes first, unless the download
+    // itself failed.
     let found = match (downloaded, unpacked) {
         (Ok(found), Ok(())) => found,
         (Err(error), Ok(())) => return Err(error.into()),

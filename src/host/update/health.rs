@@ -1,6 +1,7 @@
-//! Whether the release that was just started is well: what the service manager says, and what the gateway answers.
+//! Health check of a release after its services were restarted, from unit states and the gateway's probe.
 //!
-//! Starting is not failing. Well is what stays well for a moment, within the deadline.
+//! A unit that is starting has not failed. The release is healthy once it stays healthy for a moment within the
+//! deadline.
 
 use std::time::{Duration, Instant};
 
@@ -8,17 +9,16 @@ use super::services::{Services, ServicesError, UnitState};
 use crate::host::system::probe::Gateway;
 
 pub const GATEWAY: &str = "svc-gateway.service";
-/// Whatever of these runs when an update begins must run when it ends.
+/// Services that must run after an update if they ran before it.
 pub const OTHERS: [&str; 4] =
     ["svc-shell.service", "svc-code.service", "svc-sync-agent.service", "svc-watch.service"];
-/// Between looks.
 const PAUSE: Duration = Duration::from_millis(250);
-/// How long it must stay well, at most; a short deadline makes it shorter.
+/// Time for which the release must stay healthy. A short deadline reduces it.
 const SETTLING: Duration = Duration::from_secs(3);
-/// Ends of a process after which it is no longer called starting.
+/// Restarts after which a unit counts as failed, not starting.
 const MOST_RESTARTS: u32 = 3;
 
-/// What one look shows.
+/// Result of one check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Look {
     Well,
@@ -26,12 +26,12 @@ pub enum Look {
     Failed(String),
 }
 
-/// Whether a gateway answers, asked as the router would.
+/// The gateway probe to use.
 pub enum Door {
-    /// Its certificate is not there yet.
+    /// No certificate exists yet.
     Closed,
     Ready(Gateway),
-    /// It was not ready before the update: to be alive is enough.
+    /// The gateway was not ready before the update, so liveness is enough.
     Alive(Gateway),
 }
 
@@ -45,7 +45,7 @@ impl Door {
     }
 }
 
-/// What the states of the units and the gateway's answer mean together.
+/// Combines the unit states and the gateway's probe result.
 fn judge(units: &[(String, UnitState)], answers: bool) -> Look {
     let mut starting = None;
     for (name, unit) in units {
@@ -55,7 +55,7 @@ fn judge(units: &[(String, UnitState)], answers: bool) -> Look {
         match unit.active.as_str() {
             "active" => {}
             "failed" => return Look::Failed(format!("{name} failed ({})", unit.result)),
-            // Of the others a release may have none, or one that has nothing to do here.
+            // A release may lack any other service, or give it nothing to run.
             "inactive" if name != GATEWAY => {}
             "inactive" => return Look::Failed(format!("{name} does not run ({})", unit.result)),
             other => starting = Some(format!("{name} is {other}")),
@@ -64,7 +64,7 @@ fn judge(units: &[(String, UnitState)], answers: bool) -> Look {
     match starting {
         Some(why) => Look::Starting(why),
         None if answers => Look::Well,
-        None => Look::Starting("the gateway runs and is not ready".to_owned()),
+        None => Look::Starting("the gateway is running but not ready".to_owned()),
     }
 }
 
@@ -76,10 +76,10 @@ async fn look(services: &impl Services, units: &[String], door: &Door) -> Result
     Ok(judge(&states, door.answers().await))
 }
 
-/// Waits until all is well; otherwise says why it is not.
+/// Waits until the release is healthy.
 ///
 /// # Errors
-/// What failed, or what was still starting at the deadline.
+/// The failure, or the unit that was still starting at the deadline.
 pub async fn wait(
     services: &impl Services,
     units: &[String],
@@ -101,7 +101,7 @@ pub async fn wait(
             }
             Look::Failed(why) => return Err(why),
             Look::Starting(why) if Instant::now() >= end => {
-                return Err(format!("not well within {} s: {why}", deadline.as_secs()));
+                return Err(format!("not healthy within {} s: {why}", deadline.as_secs()));
             }
             Look::Starting(_) => well_since = None,
         }

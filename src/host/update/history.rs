@@ -1,4 +1,4 @@
-//! What stays after an update: its outcome, the history, the release before, and releases that are not tried again.
+//! Records kept after an update: its outcome, the history, the previous release and the quarantined releases.
 
 use std::fs;
 use std::io::Write;
@@ -17,9 +17,9 @@ use crate::host::system::release;
 use crate::machine::name::ImageVersion;
 
 const FORMAT: u32 = 1;
-/// Lines of the history that are kept.
+/// Maximum lines in the history.
 const MOST_LINES: usize = 200;
-/// Releases that are kept besides the current one and the one before.
+/// Releases kept in addition to the current and the previous one.
 const MORE_RELEASES: usize = 1;
 
 #[derive(Debug, thiserror::Error)]
@@ -58,7 +58,7 @@ impl Entry {
     }
 }
 
-/// Writes the outcome down. Done already, it changes nothing.
+/// Records the outcome. Idempotent.
 ///
 /// # Errors
 /// [`MemoryError`].
@@ -87,7 +87,7 @@ fn history_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("history.jsonl")
 }
 
-/// Every update that ended here, the oldest first. A line that cannot be read is passed over.
+/// Every update that ended on this machine, oldest first. Unreadable lines are skipped.
 ///
 /// # Errors
 /// [`FileError`].
@@ -101,12 +101,12 @@ pub fn history(layout: &Layout) -> Result<Vec<Entry>, FileError> {
 #[serde(rename_all = "camelCase")]
 struct Known {
     version: u32,
-    /// Current before the current one.
+    /// The release that was current before the current one.
     previous: Option<ImageVersion>,
     quarantined: Vec<Quarantined>,
 }
 
-/// A release that was not well here.
+/// A release that failed its health check here.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Quarantined {
@@ -133,7 +133,7 @@ fn change(layout: &Layout, change: impl FnOnce(&mut Known)) -> Result<(), Memory
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
 
-/// The release that was current before this one, if it is still here.
+/// The release that was current before this one, if it is still installed.
 ///
 /// # Errors
 /// [`MemoryError`].
@@ -176,7 +176,8 @@ pub fn forgive(layout: &Layout, version: &ImageVersion) -> Result<(), MemoryErro
     change(layout, |known| known.quarantined.retain(|other| other.version != *version))
 }
 
-/// Removes old releases: the current one stays, the one before, and the newest of the others that was not quarantined.
+/// Removes old releases. Keeps the current one, the previous one, and the newest other release that is not
+/// quarantined.
 ///
 /// # Errors
 /// [`MemoryError`].
@@ -198,11 +199,11 @@ pub fn prune(layout: &Layout) -> Result<(), MemoryError> {
     others.truncate(others.len() - keep);
     for (_, _, version) in others {
         let dir = layout.release(&version);
-        // Under another name first: what is half removed is no release.
+        // Renamed first, so that a partly removed directory is not taken for a release.
         let gone = layout.releases().join(format!(".{version}.partial-removed"));
         fs::rename(&dir, &gone).map_err(FileError::at("rename", &dir))?;
         fs::remove_dir_all(&gone).map_err(FileError::at("remove", &gone))?;
-        tracing::info!(%version, "an old release is removed");
+        tracing::info!(%version, "removed an old release");
     }
     failpoint::pass("update.pruned")?;
     Ok(())

@@ -1,7 +1,7 @@
-//! The I/O around the pure states: each is written to the journal, then its step is done, then the next is chosen.
+//! Runs the state machine of an update: writes each state to the journal, does its step, and chooses the next state.
 //!
-//! A step can be done again, so a run that was killed anywhere is finished by the next one. No step returns an error of
-//! its own: what goes wrong is an event, and only a journal that cannot be written ends the run.
+//! Every step is idempotent, so the next run finishes an interrupted update. A failed step becomes an event; only a
+//! journal that cannot be written ends the run with an error.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -42,26 +42,26 @@ use crate::machine::name::ImageVersion;
 use crate::store::bundle::{KeySet, LARGEST_COMPANION, Signed, Verified, verify};
 use crate::store::key::BUNDLE_FILE;
 
-/// Of an error in an outcome or in the journal.
+/// Maximum length of an error in an outcome or in the journal.
 pub const MAX_ERROR_CHARS: usize = 400;
 const TARGET: &str = "svc.target";
 const OWN_UNITS: &str = "svc-update.";
 
-/// The machine as an update sees it.
+/// Runs the updates of one machine.
 pub struct Machine<S> {
     pub layout: Layout,
     pub services: S,
-    /// Only a release that must be brought needs it: going back works without.
+    /// Needed only to fetch a release; a rollback works without it.
     pub platform: Result<PlatformLink, ConfigError>,
     pub listen: SocketAddr,
     pub health_deadline: Duration,
-    /// Without one there is nothing to back up.
+    /// A machine without a database needs no snapshot.
     pub has_database: bool,
-    /// How long an update waits for a snapshot, counted from the last progress of a backup.
+    /// Timeout of the wait for a snapshot, counted from the last progress of a backup.
     pub snapshot_deadline: Duration,
 }
 
-/// A step that stops the update.
+/// The failure of a step, which ends the update.
 enum Stop {
     Refused(Trouble),
     Failed(Trouble),
@@ -79,7 +79,7 @@ fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> Stop {
     move |error| Stop::Failed(trouble(stage, &error))
 }
 
-/// What says something of the release refuses it; what says something of this machine or its network is tried again.
+/// An error about the release refuses it; an error of this machine or its network is a failure that may be retried.
 fn not_brought(error: BringError) -> Stop {
     match &error {
         BringError::NoSpace { .. } => failed(Stage::Preflight)(error),
@@ -96,7 +96,7 @@ fn not_brought(error: BringError) -> Stop {
 }
 
 impl<S: Services> Machine<S> {
-    /// Begins an update; nothing is written yet.
+    /// Plans an update; nothing is written yet.
     pub async fn open(&self, aim: Aim, from: ImageVersion, to: ImageVersion, allow: Allowances) -> Journal {
         let mut running = Vec::new();
         for name in OTHERS {
@@ -113,10 +113,10 @@ impl<S: Services> Machine<S> {
         Journal::open(plan, Timestamp::now())
     }
 
-    /// Takes an update to its end.
+    /// Runs an update to its end.
     ///
     /// # Errors
-    /// [`UpdateError`]; the journal says how far it came.
+    /// [`UpdateError`]; the journal keeps the state reached.
     pub async fn finish(&self, mut journal: Journal) -> Result<Outcome, UpdateError> {
         loop {
             let again = journal.take_up();
@@ -138,7 +138,7 @@ impl<S: Services> Machine<S> {
                 tracing::error!(
                     stage = why.stage.as_str(),
                     error = why.error,
-                    "a step of the update stopped it"
+                    "update step failed"
                 );
             }
             journal = journal.after(event);
@@ -191,12 +191,12 @@ impl<S: Services> Machine<S> {
             })
         };
         let signed = Signed { manifest: read(".json").await?, signature: read(".json.sig").await? };
-        // Read now: an update that was finished just before may have brought other keys.
+        // Read only now, because the update that was finished just before may have changed the keys.
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
         verify(&signed, &trusted.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
     }
 
-    /// The keys to trust once the release is well, where it brings others.
+    /// The key set to trust once the release is healthy, if it brings a new one.
     fn next_keys(&self, verified: &Verified) -> Result<Option<KeySet>, Stop> {
         let Some(offered) = &verified.manifest().trusted_keys else { return Ok(None) };
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
@@ -217,7 +217,7 @@ impl<S: Services> Machine<S> {
         fetch::bring(&self.layout, &source, version, &expected).await.map_err(not_brought)
     }
 
-    /// Going back is never held up: neither a rollback, nor the release before by its name.
+    /// A rollback never waits for a snapshot, and neither does an update to the previous release by its version.
     async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), Stop> {
         let goes_back = journal.plan.aim == Aim::Rollback
             || history::previous(&self.layout)
@@ -237,7 +237,7 @@ impl<S: Services> Machine<S> {
         releases::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
     }
 
-    /// An older release reads the token in `host.env` alone.
+    /// An older release reads the token only from `host.env`.
     fn hand_on_token(&self) -> Result<(), fsx::FileError> {
         match &self.platform {
             Ok(platform) => upgrade_token::write_to_host_env(&self.layout, &platform.upgrade_token),
@@ -245,7 +245,7 @@ impl<S: Services> Machine<S> {
         }
     }
 
-    /// Units, then services, then a look whether they are well.
+    /// Installs the units, restarts the services and waits until they are healthy.
     async fn activate(&self, journal: &Journal, version: &ImageVersion) -> Result<(), Stop> {
         failpoint::pass("update.activating").map_err(failed(Stage::Units))?;
         self.stop_what_goes(version).await?;
@@ -255,22 +255,22 @@ impl<S: Services> Machine<S> {
         let names: Vec<String> =
             [GATEWAY.to_owned()].into_iter().chain(journal.plan.running.iter().cloned()).collect();
         for name in &names {
-            // What its end means, the look at all of them says.
+            // The health check below decides whether this is a failure.
             if let Err(error) = self.services.restart(name).await {
-                tracing::warn!(error = %chain(&error), "a service did not come up at once");
+                tracing::warn!(error = %chain(&error), "could not restart a service at once");
             }
         }
         for name in OTHERS.iter().filter(|name| !names.iter().any(|other| other == *name)) {
-            // Whatever else runs by now is of the release before, or of none that stays. Whether it comes up again, and
-            // whether this release has it at all, decides nothing.
+            // Other services may still run the other release. Neither their restart nor their absence decides the
+            // update.
             if let Err(error) = self.services.try_restart(name).await {
-                tracing::warn!(error = %chain(&error), "a service may still be of the other release");
+                tracing::warn!(error = %chain(&error), "a service may still run the other release");
             }
         }
         if self.layout.root().join("etc/systemd/system").join(TARGET).exists() {
-            // What this release adds. Whether it runs decides nothing.
+            // Starts services that are new in this release. They do not decide the update.
             if let Err(error) = self.services.start(TARGET).await {
-                tracing::warn!(error = %chain(&error), "not everything of the release was started");
+                tracing::warn!(error = %chain(&error), "could not start all units of the release");
             }
         }
         failpoint::pass("update.restarted").map_err(failed(Stage::Restart))?;
@@ -284,13 +284,13 @@ impl<S: Services> Machine<S> {
         failpoint::pass("update.well").map_err(failed(Stage::Health))
     }
 
-    /// What runs by a unit that this release has not ends while the unit is still known.
+    /// Stops units that this release does not have, while systemd still knows them.
     async fn stop_what_goes(&self, version: &ImageVersion) -> Result<(), Stop> {
         let lost = units::lost(&self.layout, version).map_err(failed(Stage::Units))?;
-        // Not the unit that this may be the run of.
+        // This process may be a run of one of its own units.
         for unit in lost.iter().filter(|unit| !unit.starts_with(OWN_UNITS)) {
             if let Err(error) = self.services.stop(unit).await {
-                tracing::warn!(error = %chain(&error), "a unit that goes was not stopped");
+                tracing::warn!(error = %chain(&error), "could not stop a removed unit");
             }
         }
         Ok(())
@@ -299,14 +299,14 @@ impl<S: Services> Machine<S> {
     fn revert(&self, journal: &Journal, why: &Trouble) -> Result<(), Stop> {
         failpoint::pass("update.reverting").map_err(failed(Stage::Rollback))?;
         let put_away = history::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
-        // Going back matters more than remembering why.
+        // The rollback matters more than the quarantine record.
         if let Err(error) = put_away {
-            tracing::error!(error = %chain(&error), "the release could not be put away");
+            tracing::error!(error = %chain(&error), "could not quarantine the release");
         }
         failpoint::pass("update.quarantined").map_err(failed(Stage::Rollback))?;
-        // The release before is worth more than the platform's next answer to it.
+        // The rollback matters more than access to the platform.
         if let Err(error) = self.hand_on_token() {
-            tracing::error!(error = %chain(&error), "the token could not be written to host.env");
+            tracing::error!(error = %chain(&error), "could not write the token to host.env");
         }
         releases::switch(&self.layout, &journal.plan.from).map_err(failed(Stage::Rollback))?;
         failpoint::pass("update.reverted").map_err(failed(Stage::Rollback))
@@ -317,7 +317,7 @@ impl<S: Services> Machine<S> {
         self.activate(journal, &journal.plan.from).await
     }
 
-    /// The last state's step: what is to stay is written, then the journal goes.
+    /// The step of the last state: writes the records, then removes the journal.
     fn close(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
         failpoint::pass("update.ended")?;
         match outcome.outcome {
@@ -336,14 +336,14 @@ impl<S: Services> Machine<S> {
             if let MemoryError::Injected(error) = error {
                 return Err(error.into());
             }
-            tracing::warn!(error = %chain(&error), "old releases could not be removed");
+            tracing::warn!(error = %chain(&error), "could not remove old releases");
         }
         request::done(&self.layout, &journal.plan.to)?;
         snapshot::remove_waiver(&self.layout)?;
         failpoint::pass("update.request_done")?;
         fsx::remove_if_there(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;
-        tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "the update has ended");
+        tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "update ended");
         Ok(())
     }
 
@@ -368,7 +368,7 @@ impl<S: Services> Machine<S> {
     }
 }
 
-/// The release that is current.
+/// The current release.
 ///
 /// # Errors
 /// [`UpdateError::NoRelease`].

@@ -1,8 +1,7 @@
-//! `svc-update`: brings a release onto the machine and makes it the current one.
+//! `svc-update`: fetches a release and makes it the current one.
 //!
-//! `boot` trusts the digest that user-data named; every later release comes with a signed manifest. An update is a
-//! journal of states: it is finished by the next run, whatever cut it off, and goes back by itself where the release is
-//! not well.
+//! `boot` trusts the digest named by user-data; every later release needs a signed manifest. An update is a journal
+//! of states: the next run resumes an interrupted one, and an unhealthy release is rolled back automatically.
 
 mod apply;
 mod boot;
@@ -47,10 +46,10 @@ pub use unpack::{Limits, UnpackError, unpack};
 use apply::Wanted;
 use journal::Allowances;
 
-/// Why an update did not come to its end; the journal stays open for the next run.
+/// Reason why an update did not end; the journal stays open for the next run.
 #[derive(Debug, thiserror::Error)]
 enum UpdateError {
-    #[error("there is no release on this machine")]
+    #[error("no release is installed on this machine")]
     NoRelease,
     #[error("there is no release to go back to")]
     NoPrevious,
@@ -88,17 +87,17 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Bring the release that user-data names, and make it current
+    /// Fetch the release that user-data names, and make it current
     Boot,
-    /// Bring a release by its signed manifest, make it current, and go back where it is not well
+    /// Fetch a release by its signed manifest and make it current; roll back if it is not healthy
     Apply(Apply),
-    /// Make the release before the current one again
+    /// Make the previous release current again
     Rollback,
-    /// Finish an update that was cut off
+    /// Finish an interrupted update
     Resume,
-    /// Print the releases on this machine, the update under way and the last one
+    /// Print the installed releases, the update in progress and the last one
     Status(Print),
-    /// Print the updates that ended here
+    /// Print the updates that ended on this machine
     History(Print),
 }
 
@@ -106,14 +105,14 @@ enum Command {
 struct Apply {
     #[command(flatten)]
     which: Which,
-    /// Take a release that is older than the current one
+    /// Allow a release that is older than the current one
     #[arg(long, conflicts_with = "request")]
     allow_downgrade: bool,
-    /// Try a release again that was not well here
+    /// Allow a release that is quarantined on this machine
     #[arg(long, conflicts_with = "request")]
     allow_quarantined: bool,
-    /// Do not wait for a snapshot of the database, also where this update waits for one already; if the release damages
-    /// data, all changes since the last snapshot are lost
+    /// Do not wait for a snapshot of the database, even if this update is already waiting for one; if the release
+    /// damages data, all changes since the last snapshot are lost
     #[arg(long, conflicts_with = "request")]
     without_snapshot: bool,
 }
@@ -124,13 +123,13 @@ struct Which {
     /// The release
     #[arg(long, value_name = "VERSION")]
     version: Option<ImageVersion>,
-    /// What the request file names, after finishing what was cut off; nothing to do is success
+    /// Finish an interrupted update, then apply the release named by the request file, if any
     #[arg(long)]
     request: bool,
 }
 
 impl Apply {
-    /// Also for the update that another run has under way.
+    /// Also waives it for an update that another run has in progress.
     fn waive_snapshot(&self, layout: &Layout) -> Result<(), Failure> {
         let Some(version) = self.which.version.as_ref().filter(|_| self.without_snapshot) else {
             return Ok(());
@@ -146,7 +145,7 @@ impl Apply {
 
 #[derive(clap::Args)]
 struct Print {
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }

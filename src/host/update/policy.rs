@@ -1,4 +1,4 @@
-//! What must hold before a release is brought: of this machine, and of the release beside the current one.
+//! Conditions for an update: of this machine, and of the new release compared with the current one.
 
 use jiff::Timestamp;
 
@@ -10,33 +10,33 @@ use crate::host::system::release::Release;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle::Manifest;
 
-/// Parts that a machine with them cannot do without: its backups, and its owner's desktop. That they are missing shows
-/// in no service that fails.
+/// Parts that a release must not drop: backup tools and the owner's desktop. No service fails without them, so the
+/// health check would miss their absence.
 const PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
 
-/// A rule that forbids an update.
+/// The policy that forbids an update.
 #[derive(Debug, thiserror::Error)]
 pub enum Rule {
     #[error("another machine has taken this one's place")]
     Superseded,
     #[error("the machine has not been restored yet")]
     NotRestored,
-    #[error("{version} was not well here before: {why} (--allow-quarantined tries it again)")]
+    #[error("{version} is quarantined: {why} (--allow-quarantined tries it again)")]
     Quarantined { version: ImageVersion, why: String },
     #[error(transparent)]
     Memory(#[from] history::MemoryError),
     #[error("{to} needs at least {needed}, and {from} is current")]
-    TooFar { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
-    #[error("{to} of {} is older than {from} of {} (--allow-downgrade goes back all the same)", rfc3339_ms(*.made), rfc3339_ms(*.current_made))]
+    #[error("{to} requires at least {needed}, and {from} is current")]
+    #[error("{to} of {} is older than {from} of {} (--allow-downgrade installs it anyway)", rfc3339_ms(*.created), rfc3339_ms(*.current_created))]
     Older { from: ImageVersion, to: ImageVersion, made: Timestamp, current_made: Timestamp },
-    #[error("{to} comes without {part}, which {from} has: publish a bundle that has it")]
+    #[error("{to} lacks {part}, which {from} has: publish a bundle that contains it")]
     LostPart { from: ImageVersion, to: ImageVersion, part: &'static str },
 }
 
-/// Rules of this machine.
+/// Checks the state of this machine.
 ///
 /// # Errors
-/// The [`Rule`] that forbids.
+/// The violated [`Rule`].
 pub fn here(layout: &Layout, to: &ImageVersion, allow: Allowances) -> Result<(), Rule> {
     if layout.superseded().exists() {
         return Err(Rule::Superseded);
@@ -53,10 +53,10 @@ pub fn here(layout: &Layout, to: &ImageVersion, allow: Allowances) -> Result<(),
     }
 }
 
-/// A release beside the one that it would take the place of.
+/// A release, compared with the one that it would replace.
 pub struct Candidate<'a> {
     from: &'a ImageVersion,
-    /// Unknown where the current release does not say it.
+    /// `None` if the current release does not state it.
     current_made: Option<Timestamp>,
     manifest: &'a Manifest,
 }
@@ -69,10 +69,10 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Rules of the release. Older is what was made before; of two that were made at one time, what has the lower version.
+/// Checks the release. The creation time decides which release is older; the version decides between equal times.
 ///
 /// # Errors
-/// The [`Rule`] that forbids.
+/// The violated [`Rule`].
 pub fn of_release(candidate: &Candidate<'_>, allow: Allowances) -> Result<(), Rule> {
     let Candidate { from, current_made, manifest } = candidate;
     let (from, to) = ((*from).clone(), manifest.image_version.clone());
@@ -87,7 +87,7 @@ pub fn of_release(candidate: &Candidate<'_>, allow: Allowances) -> Result<(), Ru
     Ok(())
 }
 
-/// Whether the release, which is on this machine, has the parts that the current one has.
+/// Checks that the installed release has the required parts of the current one.
 ///
 /// # Errors
 /// [`Rule::LostPart`].

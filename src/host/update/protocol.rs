@@ -1,4 +1,4 @@
-//! What is shared about updates: how one is asked for, and how the last one ended, as the heartbeat tells it.
+//! Formats shared about updates: the request, the wait for a snapshot, and the outcome that the heartbeat reports.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use crate::host::system::layout::Layout;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 
-/// The request file, as gateway and sync agent write it.
+/// The request file, as the gateway and the sync agent write it.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Request {
@@ -19,17 +19,17 @@ pub struct Request {
 }
 
 impl Request {
-    /// For the request of now.
+    /// Creates an update request under the current request id.
     pub fn new(image_version: ImageVersion) -> Self {
         Self::under(request_id::current(), image_version)
     }
 
-    /// For a request that was made before.
+    /// Creates an update request under an earlier request id.
     pub fn under(request_id: String, image_version: ImageVersion) -> Self {
         Self { image_version, requested_at: crate::clock::now_ms(), request_id }
     }
 
-    /// Asks; the unit that serves it removes the file.
+    /// Writes the request; the unit that serves it removes the file.
     ///
     /// # Errors
     /// [`FileError`].
@@ -39,21 +39,21 @@ impl Request {
     }
 }
 
-/// An update that waits for a snapshot of the database.
+/// The wait of an update for a snapshot of the database.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotWait {
     #[serde(with = "crate::clock::wire")]
     pub since: Timestamp,
-    /// Why the last attempt did not succeed; empty while the first one runs.
+    /// Why the last attempt failed; empty during the first attempt.
     pub why: String,
 }
 
 impl SnapshotWait {
-    /// The wait of the update under way, and the release that it would bring.
+    /// The wait of the open update, with its target release.
     ///
     /// # Errors
-    /// When the journal exists and cannot be read.
+    /// If the journal exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<(ImageVersion, Self)>, FileError> {
         #[derive(Deserialize)]
         struct Open {
@@ -66,17 +66,17 @@ impl SnapshotWait {
     }
 }
 
-/// What became of an update.
+/// Result of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum End {
-    /// The release runs and is well.
+    /// The release runs and is healthy.
     Updated,
-    /// It was not well; the one before runs again and is well.
+    /// The release was not healthy; the previous one runs again and is healthy.
     RolledBack,
-    /// Nothing was changed, by a rule.
+    /// A policy forbade the update; nothing was changed.
     Refused,
-    /// Nothing was changed, or the machine needs somebody.
+    /// Nothing was changed, or the machine needs an operator.
     Failed,
 }
 
@@ -84,10 +84,10 @@ pub enum End {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Outcome {
-    /// The release that was asked for.
+    /// The target release.
     pub version: ImageVersion,
     pub outcome: End,
-    /// How far it came.
+    /// The stage that was reached.
     pub stage: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -95,7 +95,7 @@ pub struct Outcome {
     pub at: Timestamp,
 }
 
-/// The outcome of the last update, and which request it served.
+/// The outcome of the last update, with the id of its request.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Last {
@@ -105,10 +105,10 @@ pub struct Last {
     pub request_id: Option<String>,
 }
 
-/// The last one, if there was one that can be read.
+/// The outcome of the last update; `None` if there is none or it is malformed.
 ///
 /// # Errors
-/// When the file is there and cannot be read.
+/// If the file exists and cannot be read.
 pub fn last(layout: &Layout) -> Result<Option<Last>, FileError> {
     Ok(fsx::read_if_there(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
 }

@@ -1,4 +1,4 @@
-//! Releases on disk: one is whole or it is not there, and one link says which is current.
+//! Releases on disk. A release is complete or absent, and one link names the current one.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -11,15 +11,15 @@ use crate::host::system::release;
 use crate::host::system::release::{Release, ReleaseError};
 use crate::machine::name::ImageVersion;
 
-/// The links beside `current` that the specification's layout names.
+/// Links beside `current` that the specification requires.
 const LINKS: [&str; 3] = ["bin", "app", "runtime"];
 
-/// Why a release did not come to its place.
+/// Reason why a release was not installed.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError {
     #[error("the bundle has no executable bin/svc")]
     NoBinary,
-    #[error("the bundle is of version {found}, and {expected} was asked for")]
+    #[error("the bundle contains version {found}, expected {expected}")]
     WrongVersion { expected: ImageVersion, found: ImageVersion },
     #[error(transparent)]
     Release(#[from] ReleaseError),
@@ -29,7 +29,7 @@ pub enum PlaceError {
     Injected(#[from] Injected),
 }
 
-/// A release that is being unpacked. It is removed when this is dropped, unless it was kept.
+/// A release in staging. Dropping it removes the directory, unless it was committed.
 pub struct Partial {
     path: PathBuf,
     kept: bool,
@@ -51,15 +51,15 @@ impl Partial {
         &self.path
     }
 
-    /// Makes it the release `version`, durably. Its digest was right: the caller saw to that.
+    /// Installs it durably as the release `version`. The caller has verified its digest.
     ///
     /// # Errors
-    /// [`PlaceError`]; the release is then not there.
+    /// [`InstallError`]; the release is not installed then.
     pub fn keep(mut self, layout: &Layout, version: &ImageVersion, sha256: &str) -> Result<(), PlaceError> {
         check(&self.path, version)?;
         let digest = self.path.join(release::DIGEST);
         fs::write(&digest, format!("{sha256}\n")).map_err(FileError::at("write", &digest))?;
-        // One sync of the file system costs less than one of each of thousands of files.
+        // One sync of the file system is cheaper than one per file.
         File::open(&self.path)
             .and_then(|dir| Ok(nix::unistd::syncfs(dir)?))
             .map_err(FileError::at("sync", &self.path))?;
@@ -78,7 +78,7 @@ impl Drop for Partial {
         if !self.kept
             && let Err(error) = fs::remove_dir_all(&self.path)
         {
-            tracing::warn!(%error, path = %self.path.display(), "could not remove a partial release");
+            tracing::warn!(%error, path = %self.path.display(), "could not remove a staged release");
         }
     }
 }
@@ -95,12 +95,12 @@ fn check(dir: &Path, version: &ImageVersion) -> Result<(), PlaceError> {
     Ok(())
 }
 
-/// The release that is current, where it is whole.
+/// The current release, if it is complete.
 pub fn current(layout: &Layout) -> Option<ImageVersion> {
     release::current(layout).filter(|version| check(&layout.release(version), version).is_ok())
 }
 
-/// Makes a release current: one rename of one link. Done already is success.
+/// Makes a release current by renaming one link. Idempotent.
 ///
 /// # Errors
 /// [`PlaceError`].
@@ -121,7 +121,7 @@ fn point(link: &Path, target: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Removes what runs that were killed left: partial releases, and links and records that were not renamed yet.
+/// Removes leftovers of killed runs: staged releases, and temporary links and records.
 ///
 /// # Errors
 /// [`FileError`].
@@ -150,7 +150,7 @@ fn entries(dir: &Path) -> Result<Vec<String>, FileError> {
     Ok(read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
-/// The versions that are there whole, in order.
+/// The installed versions, in order.
 ///
 /// # Errors
 /// [`FileError`].

@@ -1,6 +1,6 @@
-//! The request file: gateway or sync agent write which release is wanted; the run that serves it removes it.
+//! The request file. The gateway or the sync agent names the wanted release; the run that serves it removes the file.
 //!
-//! They are not root. Whatever lies there is read as bytes of a stranger, and names a version at most: it lifts no rule.
+//! Its writers are not root, so its content is untrusted. It can name a version, and waives no policy.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -16,19 +16,19 @@ use crate::machine::name::ImageVersion;
 
 const LARGEST: u64 = 4096;
 
-/// What is asked for.
+/// The request of another process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     pub version: ImageVersion,
     pub request_id: Option<String>,
 }
 
-/// What lies at the request's place.
+/// State of the request file.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Found {
     Nothing,
     Request(Request),
-    /// Something that is no request.
+    /// The file is not a valid request.
     Rubbish,
 }
 
@@ -40,7 +40,7 @@ pub fn read(layout: &Layout) -> Found {
     read_untrusted(&path).and_then(|text| parse(&text)).map_or(Found::Rubbish, Found::Request)
 }
 
-/// The first bytes of a file that another user writes: neither a link to somewhere else, nor a pipe without a writer.
+/// The first bytes of a file that another user can write. Links are not followed, and a FIFO does not block.
 pub fn read_untrusted(path: &Path) -> Option<Vec<u8>> {
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
@@ -62,7 +62,7 @@ fn parse(text: &[u8]) -> Option<Request> {
     Some(Request { version: wire.image_version, request_id })
 }
 
-/// Removes the request, unless another release is asked for by now.
+/// Removes the request, unless it names another release by now.
 ///
 /// # Errors
 /// [`FileError`].

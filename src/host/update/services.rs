@@ -1,7 +1,7 @@
-//! What is asked of the machine's service manager: a short port, and `systemctl` behind it.
+//! The service manager of the machine: a short port, and `systemctl` as its implementation.
 //!
-//! Each call has a deadline. Where there is no service manager (a directory that stands for `/`), `SVC_SYSTEMCTL` may
-//! name a program that takes the same words.
+//! Each call has a timeout. Under a root without a service manager, `SVC_SYSTEMCTL` may name a program that accepts
+//! the same arguments.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,16 +15,15 @@ use crate::config::Env;
 use crate::host::system::layout::Layout;
 use crate::host::system::systemd;
 
-/// Users, directories and units are made known within this.
 const PREPARING: Duration = Duration::from_secs(60);
 const LOOKING: Duration = Duration::from_secs(10);
-/// A gateway may drain for 45 s and take 90 s to be ready.
+/// A gateway may drain for 45 s and take 90 s to become ready.
 const RESTARTING: Duration = Duration::from_secs(150);
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServicesError {
     #[error(
-        "there is no service manager here: /run/systemd/system is missing, and SVC_SYSTEMCTL names no other"
+        "no service manager found: /run/systemd/system is missing and SVC_SYSTEMCTL is not set"
     )]
     None,
     #[error("start {program}")]
@@ -33,49 +32,49 @@ pub enum ServicesError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{what}: not within {} s", .within.as_secs())]
+    #[error("{what}: no result within {} s", .timeout.as_secs())]
     Late { what: String, within: Duration },
     #[error("{what}: {status}: {words}")]
     Failed { what: String, status: std::process::ExitStatus, words: String },
 }
 
-/// What a unit does, as the service manager says it.
+/// The state of a unit as the service manager reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct UnitState {
     /// `active`, `activating`, `failed`, …
     pub active: String,
-    /// `exit-code`, `timeout`, …, of its last end.
+    /// The result of its last run: `exit-code`, `timeout`, …
     pub result: String,
-    /// How often it was started again by itself since it was last started by somebody.
+    /// Automatic restarts since the last manual start.
     pub restarts: u32,
 }
 
 /// The service manager.
 #[async_trait]
 pub trait Services: Send + Sync {
-    /// Makes users, directories and units known, as `/etc` has them.
+    /// Applies the users, directories and units in `/etc`.
     async fn reload(&self) -> Result<(), ServicesError>;
-    /// Starts the unit and what it wants; what runs already stays as it is.
+    /// Starts the unit and its dependencies; running units are unaffected.
     async fn start(&self, unit: &str) -> Result<(), ServicesError>;
-    /// Starts the unit anew, and waits until it is up or has failed.
+    /// Restarts the unit and waits until it is up or has failed.
     async fn restart(&self, unit: &str) -> Result<(), ServicesError>;
-    /// Starts the unit anew where it runs or is being started, without waiting.
+    /// Restarts the unit if it is running or starting, without waiting.
     async fn try_restart(&self, unit: &str) -> Result<(), ServicesError>;
-    /// Stops the unit, and waits until it has ended.
+    /// Stops the unit and waits until it has ended.
     async fn stop(&self, unit: &str) -> Result<(), ServicesError>;
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError>;
 }
 
-/// `systemctl` and its kin.
+/// The implementation that calls `systemctl`.
 pub struct Systemctl {
     program: PathBuf,
-    /// Users and directories are made by these, on a machine.
+    /// Programs that create users and directories, with their arguments.
     makers: Vec<(&'static str, Vec<String>)>,
 }
 
 impl Systemctl {
-    /// The service manager of this machine, if it has one. What root runs is named by root's own environment, never by
-    /// a file that the gateway may write.
+    /// The service manager of this machine, if any. Root takes the program only from its own environment, never from
+    /// a file that the gateway can write.
     pub fn find(layout: &Layout) -> Option<Self> {
         Self::find_by(&Env::from_process(), layout)
     }

@@ -1,4 +1,4 @@
-//! Whether a release's own updater runs at all: once the link is turned, it is the one that would have to go back.
+//! Checks that a release's own updater starts: after the switch it is the one that would have to roll back.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -12,9 +12,9 @@ const WITHIN: Duration = Duration::from_secs(20);
 pub enum TrialError {
     #[error("the release's program does not start")]
     Start(#[source] std::io::Error),
-    #[error("the release's updater ends with {0}")]
+    #[error("the release's updater failed: {0}")]
     Failed(std::process::ExitStatus),
-    #[error("the release's updater does not answer within {} s", WITHIN.as_secs())]
+    #[error("the release's updater gave no result within {} s", TIMEOUT.as_secs())]
     Late,
 }
 

@@ -1,8 +1,8 @@
-//! The snapshot before a release is switched: the unit of a requested backup is started until a backup of this update's
-//! time has succeeded.
+//! The snapshot before a release is switched: starts the unit of a requested backup until a snapshot newer than this
+//! update exists.
 //!
-//! The backup itself, its lock and its user are that unit's. Root opens nothing by the backup's leave: its records are
-//! read as another user's bytes. The wait is bounded by the last progress of a backup, and an operator can end it.
+//! The unit owns the backup, its lock and its user. Root treats the backup's records as untrusted. The wait is
+//! limited by the last progress of a backup, and an operator can waive it.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -23,19 +23,19 @@ use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 use crate::store::key;
 
-/// It waits for a backup under way, and takes its snapshot after that.
+/// The unit waits for a running backup and takes its snapshot after that.
 const UNIT: &str = "svc-db-backup-request.service";
-/// A unit that failed is started again after pauses that double; systemd ignores the call while it runs.
+/// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit runs.
 const FIRST_START_PAUSE: Duration = Duration::from_secs(5);
 const MAX_START_PAUSE: Duration = Duration::from_secs(60);
-/// An update that was cut off and is resumed later takes another snapshot.
+/// An interrupted update that is resumed later takes another snapshot.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
 
-/// Why there is no snapshot.
+/// Reason why there is no snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
-    // The next step comes first: an outcome holds the beginning of a long error.
+    // The next step comes first, because an outcome keeps only the beginning of a long error.
     #[error(
         "no snapshot was taken within {} s (`svc-update apply --version {version} --without-snapshot` skips it): {why}",
         .within.as_secs()
@@ -45,7 +45,7 @@ pub enum SnapshotError {
     File(#[from] FileError),
 }
 
-/// The end of the last run of the backup, as far as it counts here.
+/// The fields of the last backup record that matter here.
 #[derive(Debug, Deserialize)]
 struct LastRun {
     #[serde(with = "clock::wire")]
@@ -60,7 +60,7 @@ impl LastRun {
         serde_json::from_slice(&read_untrusted(&layout.last_backup())?).ok()
     }
 
-    /// Of a snapshot that became the latest.
+    /// The time of a snapshot that became the latest.
     fn taken_at(&self) -> Option<Timestamp> {
         (self.status == "success").then(|| self.key.as_deref().and_then(key::taken_at))?
     }
@@ -78,10 +78,10 @@ impl<'a, S: Services> Wait<'a, S> {
         Self { layout, services, deadline }
     }
 
-    /// Returns when there is a snapshot, or when an operator waived it. The journal says meanwhile why there is none.
+    /// Waits until there is a snapshot, or until an operator waives it. Meanwhile the journal records the reason.
     ///
     /// # Errors
-    /// `Late` when no backup has made progress within the deadline.
+    /// `Timeout` if no backup makes progress within the deadline.
     pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
         let mut patience = Patience::new(self.deadline);
         let (mut next_start, mut pause) = (Instant::now(), FIRST_START_PAUSE);
@@ -89,7 +89,7 @@ impl<'a, S: Services> Wait<'a, S> {
         let since = clock::now_ms();
         loop {
             if is_waived(self.layout, &journal.plan.to) {
-                tracing::warn!(to = %journal.plan.to, "an operator skips the snapshot before this update");
+                tracing::warn!(to = %journal.plan.to, "an operator waived the snapshot before this update");
                 return Ok(());
             }
             let last = LastRun::read(self.layout);
@@ -122,7 +122,8 @@ impl<'a, S: Services> Wait<'a, S> {
         }
     }
 
-    /// More than any run before: a backup that always breaks off at the same place is no progress.
+    /// Bytes of the current backup. Only more than in any earlier run counts as progress: a backup may fail at the
+    /// same place each time.
     fn progress_bytes(&self) -> u64 {
         let progress = read_untrusted(&self.layout.backup_progress())
             .and_then(|text| serde_json::from_slice::<BackupProgress>(&text).ok());
@@ -136,7 +137,7 @@ impl<'a, S: Services> Wait<'a, S> {
             return Ok(());
         }
         if let Some(SnapshotWait { why, .. }) = waiting.as_ref().filter(|waiting| !waiting.why.is_empty()) {
-            tracing::warn!(why, "the update waits for a snapshot");
+            tracing::warn!(why, "update is waiting for a snapshot");
         }
         journal.waiting = waiting;
         journal.save(self.layout)
@@ -156,7 +157,7 @@ fn counts(taken_at: Timestamp, journal: &Journal) -> bool {
     taken_at >= journal.started_at && Timestamp::now().duration_since(taken_at) <= MAX_SNAPSHOT_AGE
 }
 
-/// An operator's word that the update to this release does without. Only root writes where it lies.
+/// An operator's waiver of the snapshot for an update to this release. Only root can write the file.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Waiver {
@@ -177,7 +178,7 @@ pub fn waive(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
     fsx::write_atomic(&waiver_path(layout), &text, 0o644)
 }
 
-/// Whether an operator waived the snapshot of an update to this release, not long ago.
+/// Whether an operator recently waived the snapshot for an update to this release.
 pub fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
     let text = fsx::read_if_there(&waiver_path(layout)).ok().flatten();
     let waiver = text.and_then(|text| serde_json::from_slice::<Waiver>(&text).ok());

@@ -1,20 +1,21 @@
-//! How an update goes, pure: states with what they know, and one total function from state and event to the next state.
+//! The state machine of an update, pure: states with their data, and one total function from state and event to the
+//! next state.
 //!
-//! No clock, no file, no process. The invariant: from every state that has changed the machine, every event leads to a
-//! release that was seen well, or to an end that says that there is none.
+//! No clock, file or process. Invariant: once the machine has been changed, every event leads to a release that
+//! passed its health check, or to an end that reports that there is none.
 
 use serde::{Deserialize, Serialize};
 
 use super::protocol::End;
 
-/// A step that went wrong, and how.
+/// The failure of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trouble {
     pub stage: Stage,
     pub error: String,
 }
 
-/// The parts of an update, as outcomes name them.
+/// The stages of an update, as outcomes name them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
@@ -49,23 +50,23 @@ impl Stage {
     }
 }
 
-/// Where an update stands. What is written here is done when its successor is written.
+/// The state of an update. Its step is done once the next state is written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "state")]
 pub enum State {
-    /// The release is brought and looked at; the machine is as it was.
+    /// Fetches and checks the release; the machine is unchanged.
     Preparing,
-    /// The database is backed up; the machine is as it was.
+    /// Backs up the database; the machine is unchanged.
     TakingSnapshot,
-    /// The link is turned to the release.
+    /// Points the link at the release.
     Switching,
-    /// Its units are installed, the services run anew, and they become well.
+    /// Installs the units of the release, restarts the services and waits until they are healthy.
     Activating,
-    /// The link is turned back, and the release is put away.
+    /// Points the link back and quarantines the release.
     Reverting {
         why: Trouble,
     },
-    /// The units of the one before are installed, the services run anew, and they become well.
+    /// Installs the units of the previous release, restarts the services and waits until they are healthy.
     Restoring {
         why: Trouble,
     },
@@ -76,15 +77,15 @@ pub enum State {
     },
 }
 
-/// What a step brought.
+/// The result of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The step did what it is for.
+    /// The step succeeded.
     Done,
-    /// A rule forbids the update.
+    /// A policy forbids the update.
     Refused(Trouble),
     Failed(Trouble),
-    /// The same step was taken up too often.
+    /// The attempts of the step are exhausted.
     GivenUp,
 }
 
@@ -93,10 +94,10 @@ impl State {
         matches!(self, Self::Ended { .. })
     }
 
-    /// What comes next.
+    /// The next state.
     #[must_use]
     pub fn after(self, event: Event) -> Self {
-        let too_often = |stage| Trouble { stage, error: "it was cut off at this too often".to_owned() };
+        let too_often = |stage| Trouble { stage, error: "interrupted too often at this step".to_owned() };
         match (self, event) {
             (Self::Preparing, Event::Done) => Self::TakingSnapshot,
             (Self::TakingSnapshot, Event::Done) => Self::Switching,
@@ -134,9 +135,9 @@ fn ended(end: End, why: Trouble) -> State {
     State::Ended { end, stage: why.stage, error: Some(why.error) }
 }
 
-/// Neither release is well: both reasons are told.
+/// Neither release is healthy; the error has both reasons.
 fn not_back(why: &Trouble, then: &Trouble) -> State {
-    let error = format!("{}; and after going back, at {}: {}", why.error, then.stage.as_str(), then.error);
+    let error = format!("{}; the rollback failed at {}: {}", why.error, then.stage.as_str(), then.error);
     State::Ended { end: End::Failed, stage: Stage::Rollback, error: Some(error) }
 }
 
@@ -159,7 +160,7 @@ mod tests {
         ]
     }
 
-    /// What the machine is like after a step: which release is current, and whether it was seen well.
+    /// The machine after a step: which release is current, and whether it passed its health check.
     #[derive(Clone, Copy, PartialEq, Debug)]
     struct World {
         on_new: bool,
@@ -174,7 +175,7 @@ mod tests {
             for event in events {
                 let done = event == Event::Done;
                 match &state {
-                    // A switch that failed may have been made.
+                    // A failed switch may have taken effect.
                     State::Switching => world = World { on_new: true, well: false },
                     State::Activating => world.well = done,
                     State::Reverting { .. } if done => world = World { on_new: false, well: false },
@@ -186,7 +187,7 @@ mod tests {
                 if before.has_ended() {
                     prop_assert_eq!(&state, &before);
                 }
-                // Written and read back, it is the same.
+                // It survives a round trip through JSON.
                 let text = serde_json::to_string(&state).unwrap();
                 prop_assert_eq!(&serde_json::from_str::<State>(&text).unwrap(), &state);
                 let State::Ended { end, error, .. } = &state else { continue };

@@ -1,4 +1,4 @@
-//! `svc-update status` and `history`: the releases on this machine, the update under way, and those that ended.
+//! `svc-update status` and `history`: the installed releases, the open update and the ended ones.
 
 use serde::Serialize;
 
@@ -28,7 +28,7 @@ struct Status {
     previous: Option<ImageVersion>,
     releases: Vec<Row>,
     quarantined: Vec<Quarantined>,
-    /// The update that is open.
+    /// The open update.
     update: Option<Journal>,
     last: Option<Outcome>,
 }
@@ -44,7 +44,7 @@ struct Row {
 }
 
 /// # Errors
-/// When a release cannot be read.
+/// If a release cannot be read.
 pub fn print(layout: &Layout, format: Format) -> Result<(), Failure> {
     let status = read(layout)?;
     match format {
@@ -83,7 +83,7 @@ fn read(layout: &Layout) -> Result<Status, Failure> {
 
 fn print_table(status: &Status) {
     if status.releases.is_empty() {
-        println!("There is no release on this machine.");
+        println!("No release is installed on this machine.");
         return;
     }
     let wide = status.releases.iter().map(|row| row.version.as_str().len()).max().unwrap_or(0).max(7);
@@ -95,16 +95,17 @@ fn print_table(status: &Status) {
         println!("{mark} {:wide$}  {created:24}  {digest}", row.version.as_str());
     }
     if let Some(update) = &status.update {
-        println!("\nunder way: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
+        println!("\
+        in progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
         if let Some(SnapshotWait { since, why }) = &update.waiting {
-            println!("it waits for a snapshot since {}: {why}", rfc3339_ms(*since));
+            println!("waiting for a snapshot since {}: {why}", rfc3339_ms(*since));
         }
     }
     if let Some(last) = &status.last {
         println!("\nlast update: {}", words(last));
     }
     for one in &status.quarantined {
-        println!("put away: {}, {}: {}", one.version, rfc3339_ms(one.at), one.why);
+        println!("quarantined: {}, {}: {}", one.version, rfc3339_ms(one.at), one.why);
     }
 }
 
@@ -121,7 +122,7 @@ fn words(outcome: &Outcome) -> String {
 }
 
 /// # Errors
-/// When the history cannot be read.
+/// If the history cannot be read.
 pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
     let entries = history::history(layout).or_exit(Exit::Internal)?;
     match format {

@@ -1,8 +1,7 @@
-//! The keys whose signature on a release is believed here: those of `update.env`, which root alone can change.
+//! The keys trusted to sign releases: those of `update.env`, which only root can change.
 //!
-//! A release may bring a later key set in its signed manifest. It is trusted when that release runs and is well, and not
-//! before: one that is rolled back changes nothing. The invariant: `update.env` has the whole of one set, the old or the new
-//! one, with its sequence.
+//! A signed manifest may carry a later key set. It is adopted once that release is healthy, so a rolled-back release
+//! changes nothing. Invariant: `update.env` holds one whole set, the old or the new one, with its sequence.
 
 use super::UpdateError;
 use super::trusted_keys::TrustedKeyIds;
@@ -12,13 +11,13 @@ use crate::fsx::{self, FileError};
 use crate::host::system::layout::Layout;
 use crate::store::bundle::KeySet;
 
-/// The places of the adoption of a key set where a test can stop it.
+/// Fail points of the adoption of a key set.
 pub const KEY_POINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
 
 const KEYS: &str = "SVC_BUNDLE_PUBLIC_KEYS";
 const SEQUENCE: &str = "SVC_BUNDLE_KEYS_SEQUENCE";
 
-/// What is trusted now. The file alone says it: a variable of the process would outlive a rotation.
+/// The trusted key set. Only the file counts: a variable of the process would survive a rotation.
 ///
 /// # Errors
 /// [`ConfigError`].
@@ -32,13 +31,13 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
 /// Adopts the key set of a release that passed its health check. Idempotent; ignores a set that is not newer.
 ///
 /// # Errors
-/// [`UpdateError`]; what was trusted before still is.
+/// [`UpdateError`]; the trusted set is unchanged.
 pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
     failpoint::pass("update.keys_adopting")?;
     let trusted = read(layout)?;
     if offered.sequence > trusted.sequence {
         write(layout, offered)?;
-        tracing::info!(sequence = offered.sequence, keys = ?offered.keys, "other keys of releases are trusted");
+        tracing::info!(sequence = offered.sequence, keys = ?offered.keys, "adopted a new set of release keys");
     }
     failpoint::pass("update.keys_written")?;
     report(layout)?;
@@ -56,7 +55,7 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     fsx::write_atomic(&path, text.as_bytes(), 0o600)
 }
 
-/// Writes which keys are trusted where the sync agent finds it, which may not read `update.env`: their ids alone.
+/// Writes the ids of the trusted keys for the sync agent, which may not read `update.env`.
 ///
 /// # Errors
 /// [`UpdateError`].

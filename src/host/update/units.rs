@@ -1,6 +1,6 @@
-//! A release's units, users and directories below `/etc`, as the release has them: what it no longer has is removed.
+//! A release's units, users and directories in `/etc`. Files that the release no longer has are removed.
 //!
-//! Only files whose name begins with `svc` are ours; a record beside the journal tells which of them we put there.
+//! Only files whose name begins with `svc` are ours; a record beside the journal lists those that we installed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,16 +14,16 @@ use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 
 const UNITS: &str = "etc/systemd/system";
-/// Below a release's `systemd/`, and where it goes.
+/// Directories below a release's `systemd/`, with their targets.
 const TREES: [(&str, &str); 3] =
     [("system", UNITS), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
 const RECORD_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
 pub enum UnitsError {
-    #[error("{} is no unit of ours: its name does not begin with svc", .path.display())]
+    #[error("{}: the name of a unit must begin with svc", .path.display())]
     Foreign { path: PathBuf },
-    #[error("{} is of a version that this program does not know", .path.display())]
+    #[error("{}: unsupported version", .path.display())]
     Record { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),
@@ -31,17 +31,17 @@ pub enum UnitsError {
     Injected(#[from] Injected),
 }
 
-/// What we installed, by paths below the root. While an installation is under way, also what it brings.
+/// The installed files, by paths below the root. During an installation it also lists the new ones.
 #[derive(Debug, Serialize, Deserialize)]
 struct Record {
     version: u32,
     files: BTreeSet<PathBuf>,
 }
 
-/// Makes `/etc` hold exactly the files of this release. Done already, it changes nothing.
+/// Makes `/etc` hold exactly the files of this release. Idempotent.
 ///
-/// What comes is recorded before its first file is there, so that whatever cuts this off, the next installation, of this
-/// release or another, removes what it does not have.
+/// New files are recorded before the first one is written, so that after an interruption the next installation, of
+/// any release, removes those that it does not have.
 ///
 /// # Errors
 /// [`UnitsError`]; the run can be repeated.
@@ -53,7 +53,7 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     let places: BTreeSet<PathBuf> =
         known.iter().chain(wanted.keys()).filter_map(|path| Some(path.parent()?.to_owned())).collect();
     for place in places {
-        // Of an installation that was killed.
+        // Left by a killed installation.
         let ours = |name: &str| known.contains(&place.join(name)) || wanted.contains_key(&place.join(name));
         fsx::remove_torn_in(&layout.root().join(&place), ours)?;
     }
@@ -69,7 +69,7 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     Ok(())
 }
 
-/// Units of ours that an installation of this release would remove, and that can run.
+/// Installed units that can run and that this release does not have.
 ///
 /// # Errors
 /// [`UnitsError`].
@@ -81,13 +81,13 @@ pub fn lost(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, Unit
     Ok(units.filter(|unit| runs(unit)).map(str::to_owned).collect())
 }
 
-/// Whether a path below the directory of units is of one that runs: neither a drop-in nor a target.
+/// Whether a path below the unit directory is a unit that runs, and not a drop-in or a target.
 fn runs(unit: &str) -> bool {
     let kinds = [".service", ".timer", ".path", ".socket"];
     !unit.contains('/') && kinds.iter().any(|kind| unit.ends_with(kind))
 }
 
-/// The release's files by where they go, all of them ours.
+/// The release's files by their target; an error if one is not ours.
 fn wanted(layout: &Layout, version: &ImageVersion) -> Result<BTreeMap<PathBuf, PathBuf>, UnitsError> {
     let root = layout.release(version).join("systemd");
     let mut wanted = BTreeMap::new();
@@ -208,7 +208,7 @@ mod tests {
         );
         install(&layout, &one).unwrap();
         let etc = dir.path().join(UNITS);
-        // No directory can be made there.
+        // No directory can be created at that path.
         fs::write(etc.join("svc-z.service.d"), "in the way").unwrap();
         assert!(matches!(install(&layout, &two), Err(UnitsError::File(_))));
         assert!(etc.join("svc-b.service").exists() && etc.join("svc-a.service.d/10-x.conf").exists());

@@ -1,7 +1,8 @@
-//! The archive's files in a directory of their own, written while they are still on the way.
+//! Unpacks an archive into an empty directory while it is being downloaded.
 //!
-//! The bytes are not trusted yet: nothing outside the directory is ever touched. Only files, directories and links that
-//! stay inside are made; no entry is written through a link, over another, or with a bit that raises rights.
+//! The archive is not trusted yet, so nothing outside the directory is touched. Only files, directories and links
+//! that stay inside are created; no entry is written through a link, over another entry, or with setuid, setgid or
+//! sticky bits.
 
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -16,11 +17,11 @@ use tokio::sync::mpsc;
 use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
 
-/// Chunks between download and unpacker: each can be a few hundred KiB.
+/// Chunks between download and unpacker; each can have a few hundred KiB.
 const QUEUE: usize = 2;
 const MAX_PATH_BYTES: usize = 1024;
 
-/// What an archive may unpack to at most.
+/// Limits of the unpacked content.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     pub entries: usize,
@@ -41,7 +42,7 @@ impl Limits {
     }
 }
 
-/// Why an archive was not unpacked.
+/// Reason why an archive was not unpacked.
 #[derive(Debug, thiserror::Error)]
 pub enum UnpackError {
     #[error("the archive is damaged")]
@@ -68,7 +69,7 @@ impl From<TarError> for UnpackError {
 }
 
 impl UnpackError {
-    /// Whether the machine's disk failed, and not the archive: one that is full or broken says nothing of a release.
+    /// Whether the machine's disk failed, and not the archive. A full or broken disk is not the release's fault.
     pub fn is_of_the_disk(&self) -> bool {
         use io::ErrorKind::{AlreadyExists, InvalidFilename, IsADirectory, NotADirectory};
         let of_the_archive = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
@@ -76,7 +77,7 @@ impl UnpackError {
     }
 }
 
-/// The end that the download writes to, and the archive as a reader.
+/// A sender for the download, and the archive as a reader.
 pub fn channel() -> (mpsc::Sender<Bytes>, impl Read + Send + 'static) {
     let (chunks, receiver) = mpsc::channel(QUEUE);
     (chunks, Chunks { receiver, now: Bytes::new() })
@@ -101,10 +102,10 @@ impl Read for Chunks {
     }
 }
 
-/// Unpacks a `.tar.gz` into the empty directory `into` and reads the archive to its very end.
+/// Unpacks a `.tar.gz` into the empty directory `into` and reads the archive to its end.
 ///
 /// # Errors
-/// [`UnpackError`]; what was written until then is in `into`, for the caller to remove.
+/// [`UnpackError`]; the caller removes the partial content of `into`.
 pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), UnpackError> {
     let inflated = MultiGzDecoder::new(BufReader::with_capacity(64 * 1024, archive));
     let mut archive = tar::Archive::new(inflated);
@@ -113,7 +114,7 @@ pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), Unp
     while let Some(entry) = entries.next_entry()? {
         tree.add(entry)?;
     }
-    // What follows the end mark belongs to the digest, and may be no second gigabyte of it.
+    // Padding after the end mark is part of the digest. Its size is limited too.
     let mut rest = archive.into_inner().take(limits.bytes);
     io::copy(&mut rest, &mut io::sink()).map_err(UnpackError::Archive)?;
     tree.check_links()
@@ -121,7 +122,7 @@ pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), Unp
 
 struct Tree<'a> {
     root: &'a Path,
-    /// Made by us, so no link can be among them.
+    /// Directories created here, so none of them is a link.
     directories: HashSet<PathBuf>,
     links: Vec<PathBuf>,
 }
@@ -142,7 +143,7 @@ impl Tree<'_> {
         }
     }
 
-    /// Makes the directory and those above it. Where something else has the name, this fails.
+    /// Creates the directory and its parents. Fails if something else has the name.
     fn make_directory(&mut self, path: &Path) -> Result<(), UnpackError> {
         if path.as_os_str().is_empty() || self.directories.contains(path) {
             return Ok(());
@@ -165,7 +166,7 @@ impl Tree<'_> {
     fn make_file(&mut self, entry: &mut TarEntry<'_, impl Read>, path: &Path) -> Result<(), UnpackError> {
         self.make_parent(path)?;
         let failed = |source| UnpackError::Write { path: path.to_owned(), source };
-        // Readable by all and writable by root alone, whatever the builder's umask was.
+        // Readable by all and writable only by root, independent of the builder's umask.
         let mode = 0o644 | (entry.mode & 0o111);
         let mut file: File = OpenOptions::new()
             .write(true)
@@ -189,7 +190,7 @@ impl Tree<'_> {
         Ok(())
     }
 
-    /// A link over a link can lead elsewhere than its text says: where each ends is looked up once all are there.
+    /// A link through another link can lead elsewhere than its text, so all links are resolved at the end.
     fn check_links(&self) -> Result<(), UnpackError> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
@@ -205,7 +206,7 @@ impl Tree<'_> {
     }
 }
 
-/// Errors of the archive and of the disk are told apart.
+/// Copies a file, keeping errors of the archive and of the disk apart.
 fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
     let mut piece = [0; 64 * 1024];
     loop {
@@ -218,7 +219,7 @@ fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackEr
     }
 }
 
-/// The path without `./`; `None` where it is absolute or goes up.
+/// The path without `./`; `None` if it is absolute or leaves the directory.
 fn inside(path: &Path) -> Option<PathBuf> {
     let mut clean = PathBuf::new();
     for part in path.components() {
@@ -231,7 +232,7 @@ fn inside(path: &Path) -> Option<PathBuf> {
     Some(clean)
 }
 
-/// Whether a link's text, read from where it lies, stays within the tree.
+/// Whether a link's target, resolved from the link's directory, stays inside the tree.
 fn stays_inside(link: &Path, target: &Path) -> bool {
     let mut depth = link.components().count().saturating_sub(1);
     if target.as_os_str().is_empty() {

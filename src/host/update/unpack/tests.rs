@@ -8,7 +8,7 @@ use tar::{Builder, EntryType, Header};
 
 use super::*;
 
-/// One entry as its raw header says, past all checks of the `tar` crate's builder.
+/// One raw entry, which bypasses all checks of the `tar` crate's builder.
 struct Raw<'a> {
     path: &'a [u8],
     kind: EntryType,
@@ -41,7 +41,7 @@ fn archive(entries: &[Raw<'_>]) -> Vec<u8> {
     builder.into_inner().unwrap().finish().unwrap()
 }
 
-/// Unpacks beside a file that must not change, and answers what happened.
+/// Unpacks beside a file that must not change.
 fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("outside"), "untouched").unwrap();
@@ -181,7 +181,7 @@ fn a_bomb_is_stopped_at_the_limit() {
     let mut trailing = GzEncoder::new(Vec::new(), Compression::best());
     trailing.write_all(&[0; 1024]).unwrap();
     trailing.write_all(&vec![0; 8 << 20]).unwrap();
-    // After the end mark there is only padding: read to the limit, written nowhere.
+    // Padding after the end mark is read up to the limit and written nowhere.
     assert!(try_unpack(&trailing.finish().unwrap()).1.is_ok());
 }
 
