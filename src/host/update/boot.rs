@@ -6,12 +6,12 @@
 //! password are added, and later releases need a signed manifest.
 
 use super::database::{self, DatabaseError};
-use super::download::{DownloadError, Source};
+use super::download::{DownloadError, BundleSource};
 use super::fetch;
-use super::fetch::{BringError, Expected};
+use super::fetch::{FetchError, Expected};
 use super::journal::{Journal, JournalError};
 use super::releases;
-use super::releases::PlaceError;
+use super::releases::InstallError;
 use super::services::{Services, ServicesError, Systemctl};
 use super::trust;
 use super::units::{self, UnitsError};
@@ -56,9 +56,9 @@ enum BootError {
     #[error(transparent)]
     Journal(#[from] JournalError),
     #[error(transparent)]
-    Bring(#[from] BringError),
+    Fetch(#[from] FetchError),
     #[error(transparent)]
-    Place(#[from] PlaceError),
+    Install(#[from] InstallError),
     #[error(transparent)]
     Units(#[from] UnitsError),
     #[error(transparent)]
@@ -75,34 +75,34 @@ impl BootError {
     fn exit(&self) -> Exit {
         match self {
             Self::Open { .. } => Exit::TryAgain,
-            Self::Bring(BringError::Download(DownloadError::Refused { .. })) => Exit::Permission,
-            Self::Bring(BringError::Download(_)) => Exit::Unavailable,
+            Self::Fetch(FetchError::Download(DownloadError::Refused { .. })) => Exit::Permission,
+            Self::Fetch(FetchError::Download(_)) => Exit::Unavailable,
             _ => Exit::Internal,
         }
     }
 }
 
-struct Settings {
-    release: Release,
+struct BootConfig {
+    release: BootRelease,
     /// `None` under a root without a service manager.
     services: Option<Systemctl>,
 }
 
 /// The release to run.
-enum Release {
+enum BootRelease {
     /// The installed release.
     Current(ImageVersion),
-    First(Bundle),
+    First(FirstBundle),
 }
 
 /// The bundle of the first release.
-struct Bundle {
-    source: Source,
+struct FirstBundle {
+    source: BundleSource,
     sha256: String,
     version: ImageVersion,
 }
 
-impl Bundle {
+impl FirstBundle {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let url = env.required("SVC_HOST_BUNDLE_URL");
         let stated: Option<String> = env.required("SVC_BUNDLE_SHA256");
@@ -115,16 +115,16 @@ impl Bundle {
         });
         let version = config::image_version(env);
         let platform = PlatformLink::read(env, layout);
-        let source = Source::new(url?, platform?);
+        let source = BundleSource::new(url?, platform?);
         Some(Self { source, sha256: sha256?, version: version? })
     }
 }
 
-impl Settings {
+impl BootConfig {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let release = match releases::current(layout) {
-            Some(current) => Release::Current(current),
-            None => Release::First(Bundle::read(env, layout)?),
+            Some(current) => BootRelease::Current(current),
+            None => BootRelease::First(FirstBundle::read(env, layout)?),
         };
         Some(Self { release, services: Systemctl::find(layout) })
     }
@@ -140,24 +140,24 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
     let mut env = config::environment(&layout);
-    let settings = Settings::read(&mut env, &layout);
-    let settings = env.finish(settings)?;
-    let version = bring(&layout, &settings).await.map_err(|error| Failure::new(error.exit(), error))?;
+    let config = BootConfig::read(&mut env, &layout);
+    let config = env.finish(config)?;
+    let version = install_release(&layout, &config).await.map_err(|error| Failure::new(error.exit(), error))?;
     tracing::info!(%version, "release is current");
     Ok(())
 }
 
-async fn bring(layout: &Layout, settings: &Settings) -> Result<ImageVersion, BootError> {
+async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVersion, BootError> {
     failpoint::pass("update.begin")?;
     if let Some(open) = Journal::read(layout)? {
         return Err(BootError::Open { from: open.plan.from, to: open.plan.to });
     }
     releases::remove_leftovers(layout)?;
-    let version = match &settings.release {
-        Release::Current(version) => version,
-        Release::First(Bundle { source, sha256, version }) => {
+    let version = match &config.release {
+        BootRelease::Current(version) => version,
+        BootRelease::First(FirstBundle { source, sha256, version }) => {
             let expected = Expected { sha256, size_bytes: None };
-            fetch::bring(layout, source, version, &expected).await?;
+            fetch::ensure_release(layout, source, version, &expected).await?;
             version
         }
     };
@@ -169,7 +169,7 @@ async fn bring(layout: &Layout, settings: &Settings) -> Result<ImageVersion, Boo
         // Not needed to boot; the next update reports the error.
         tracing::warn!(error = %chain(&error), "could not report the trusted keys");
     }
-    if let Some(services) = &settings.services {
+    if let Some(services) = &config.services {
         services.reload().await?;
     }
     Ok(version.clone())

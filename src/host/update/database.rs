@@ -15,7 +15,7 @@ use crate::host::system::config;
 use crate::host::system::layout::Layout;
 
 /// The variable's name in the container's file. podman takes values literally, without quotes.
-const PASSWORD: &str = "POSTGRES_PASSWORD";
+const PASSWORD_VARIABLE: &str = "POSTGRES_PASSWORD";
 
 #[derive(Debug, thiserror::Error)]
 pub enum DatabaseError {
@@ -33,9 +33,9 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     if config::environment(layout).is_set("DATABASE_URL") {
         return Ok(());
     }
-    let password = match kept(&layout.postgres_env())? {
+    let password = match read_password(&layout.postgres_env())? {
         Some(password) => password,
-        None => make(&layout.postgres_env())?,
+        None => create_password(&layout.postgres_env())?,
     };
     failpoint::pass("update.password_made")?;
     let url = format!("postgres://postgres:{}@127.0.0.1:5432/svc", password.expose_secret());
@@ -50,18 +50,18 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     Ok(())
 }
 
-fn kept(path: &Path) -> Result<Option<SecretString>, FileError> {
+fn read_password(path: &Path) -> Result<Option<SecretString>, FileError> {
     let text = fsx::read_if_there(path)?.unwrap_or_default();
     let pairs = parse_env_file(&String::from_utf8_lossy(&text)).unwrap_or_default();
-    let found = pairs.into_iter().find(|(name, value)| name == PASSWORD && !value.is_empty());
+    let found = pairs.into_iter().find(|(name, value)| name == PASSWORD_VARIABLE && !value.is_empty());
     Ok(found.map(|(_, value)| value.into()))
 }
 
-fn make(path: &Path) -> Result<SecretString, DatabaseError> {
+fn create_password(path: &Path) -> Result<SecretString, DatabaseError> {
     let mut bytes = [0; 32];
     SystemRandom::new().fill(&mut bytes).map_err(|_| DatabaseError::Random)?;
     let password = SecretString::from(hex::encode(bytes));
-    let line = format!("{PASSWORD}={}\n", password.expose_secret());
+    let line = format!("{PASSWORD_VARIABLE}={}\n", password.expose_secret());
     fsx::write_atomic(path, line.as_bytes(), 0o600)?;
     Ok(password)
 }
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_password_is_made_once_and_both_files_have_it() {
+    fn ensure_password_writes_both_files_once() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         fsx::write_atomic(&layout.host_env(), b"SVC_SLOT=\"primary\"", 0o600).unwrap();
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_database_of_somebody_elses_is_left_alone() {
+    fn ensure_password_keeps_existing_database_url() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         fsx::write_atomic(&layout.host_env(), b"DATABASE_URL=postgres://x@y/z\n", 0o600).unwrap();

@@ -21,10 +21,10 @@ use crate::http::client::{self, Deadlines};
 use crate::http::request_id;
 
 /// Timeout without progress, counted from the last byte.
-const DEADLINE: Duration = Duration::from_secs(300);
+const STALL_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The location of a bundle.
-pub struct Source {
+pub struct BundleSource {
     url: Url,
     token: Option<UpgradeToken>,
 }
@@ -51,7 +51,7 @@ pub enum DownloadError {
     #[error("download {url}: {status}: access denied for this machine")]
     Refused { url: String, status: StatusCode },
     #[error("download {url}: larger than {limit} bytes")]
-    TooLarge { url: String, largest: u64 },
+    TooLarge { url: String, limit: u64 },
     #[error("download {url}: the file changed during the download")]
     Changed { url: String },
     #[error("download {url}: ended after {at} bytes")]
@@ -76,34 +76,34 @@ impl DownloadError {
     }
 }
 
-impl Source {
+impl BundleSource {
     pub fn new(url: Url, platform: PlatformLink) -> Self {
-        let own = url.origin() == platform.base.origin();
-        Self { url, token: own.then_some(platform.upgrade_token) }
+        let is_platform = url.origin() == platform.base.origin();
+        Self { url, token: is_platform.then_some(platform.upgrade_token) }
     }
 
     /// Reads a small file whole.
     ///
     /// # Errors
     /// [`DownloadError`], for example when the file has more than `limit` bytes.
-    pub async fn read(&self, largest: u64) -> Result<Vec<u8>, DownloadError> {
+    pub async fn read(&self, max_bytes: u64) -> Result<Vec<u8>, DownloadError> {
         let download = self.open().await?;
         let url = download.url();
         let (chunks, mut pieces) = mpsc::channel::<Bytes>(4);
         let gather = async move {
             let mut all = Vec::new();
             while let Some(piece) = pieces.recv().await {
-                if (all.len() + piece.len()) as u64 > largest {
-                    return Err(DownloadError::TooLarge { url, largest });
+                if (all.len() + piece.len()) as u64 > max_bytes {
+                    return Err(DownloadError::TooLarge { url, limit: max_bytes });
                 }
                 all.extend_from_slice(&piece);
             }
             Ok(all)
         };
         // A reader that stops early also ends the download, so its error comes first.
-        let (pumped, gathered) = tokio::join!(download.pump(chunks), gather);
+        let (streamed, gathered) = tokio::join!(download.stream_to(chunks), gather);
         let all = gathered?;
-        pumped?;
+        streamed?;
         Ok(all)
     }
 
@@ -113,18 +113,18 @@ impl Source {
     /// [`DownloadError`].
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
-        let mut download = Download { source: self, client, etag: None, length: None, at: 0, answer: None };
-        let mut patience = Patience::new(DEADLINE);
+        let mut download = Download { source: self, client, etag: None, length: None, at: 0, body: None };
+        let mut patience = Patience::new(STALL_TIMEOUT);
         loop {
-            match download.ask().await {
+            match download.send_request().await {
                 Ok(()) => return Ok(download),
-                Err(error) => bear(&mut patience, error).await?,
+                Err(error) => back_off(&mut patience, error).await?,
             }
         }
     }
 }
 
-async fn bear(patience: &mut Patience, error: DownloadError) -> Result<(), DownloadError> {
+async fn back_off(patience: &mut Patience, error: DownloadError) -> Result<(), DownloadError> {
     if !error.is_transient() {
         return Err(error);
     }
@@ -134,16 +134,16 @@ async fn bear(patience: &mut Patience, error: DownloadError) -> Result<(), Downl
 
 /// A download in progress.
 pub struct Download<'a> {
-    source: &'a Source,
+    source: &'a BundleSource,
     client: reqwest::Client,
     /// A strong ETag; a download without one cannot be resumed.
     etag: Option<String>,
     length: Option<u64>,
     at: u64,
-    answer: Option<Answer>,
+    body: Option<PendingBody>,
 }
 
-struct Answer {
+struct PendingBody {
     response: reqwest::Response,
     /// Leading bytes to discard, because the source ignored Range.
     skip: u64,
@@ -162,7 +162,7 @@ impl Download<'_> {
         url.to_string()
     }
 
-    async fn ask(&mut self) -> Result<(), DownloadError> {
+    async fn send_request(&mut self) -> Result<(), DownloadError> {
         if self.source.url.scheme() == "file" {
             return self.open_file().await;
         }
@@ -179,7 +179,7 @@ impl Download<'_> {
             .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
         let skip = match response.status() {
             StatusCode::PARTIAL_CONTENT if self.at > 0 => {
-                if range_start(&response) != Some(self.at) || self.is_other(&response) {
+                if range_start(&response) != Some(self.at) || self.has_changed(&response) {
                     return Err(DownloadError::Changed { url: self.url() });
                 }
                 0
@@ -190,7 +190,7 @@ impl Download<'_> {
                 0
             }
             StatusCode::OK => {
-                if self.etag.is_none() || self.is_other(&response) {
+                if self.etag.is_none() || self.has_changed(&response) {
                     return Err(DownloadError::Changed { url: self.url() });
                 }
                 self.at
@@ -200,7 +200,7 @@ impl Download<'_> {
             }
             status => return Err(DownloadError::Status { url: self.url(), status }),
         };
-        self.answer = Some(Answer { response, skip });
+        self.body = Some(PendingBody { response, skip });
         Ok(())
     }
 
@@ -212,11 +212,11 @@ impl Download<'_> {
         let length = file.metadata().await.map_err(unreadable)?.len();
         let body = reqwest::Body::wrap_stream(ReaderStream::with_capacity(file, 1 << 16));
         self.length = Some(length);
-        self.answer = Some(Answer { response: http::Response::new(body).into(), skip: 0 });
+        self.body = Some(PendingBody { response: http::Response::new(body).into(), skip: 0 });
         Ok(())
     }
 
-    fn is_other(&self, response: &reqwest::Response) -> bool {
+    fn has_changed(&self, response: &reqwest::Response) -> bool {
         strong_etag(response) != self.etag
     }
 
@@ -224,43 +224,43 @@ impl Download<'_> {
     ///
     /// # Errors
     /// [`DownloadError`]; `Abandoned` when the receiver has been dropped.
-    pub async fn pump(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
+    pub async fn stream_to(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
         let mut digest = Sha256::new();
-        let mut patience = Patience::new(DEADLINE);
+        let mut patience = Patience::new(STALL_TIMEOUT);
         loop {
             let before = self.at;
-            match self.pump_answer(&chunks, &mut digest).await {
+            match self.stream_body(&chunks, &mut digest).await {
                 Ok(()) => return Ok(hex::encode(digest.finalize())),
                 Err(error) => {
                     if self.at > before {
                         patience.progress();
                     }
-                    bear(&mut patience, error).await?;
+                    back_off(&mut patience, error).await?;
                 }
             }
         }
     }
 
-    async fn pump_answer(
+    async fn stream_body(
         &mut self,
         chunks: &mpsc::Sender<Bytes>,
         digest: &mut Sha256,
     ) -> Result<(), DownloadError> {
-        if self.answer.is_none() {
-            self.ask().await?;
+        if self.body.is_none() {
+            self.send_request().await?;
         }
-        let Some(Answer { response, mut skip }) = self.answer.take() else { return Ok(()) };
+        let Some(PendingBody { response, mut skip }) = self.body.take() else { return Ok(()) };
         let mut body = response.bytes_stream();
         while let Some(chunk) = self.next(&mut body).await? {
-            let known = skip.min(chunk.len() as u64);
-            skip -= known;
-            let fresh = chunk.slice(known as usize..);
-            if fresh.is_empty() {
+            let skipped = skip.min(chunk.len() as u64);
+            skip -= skipped;
+            let new = chunk.slice(skipped as usize..);
+            if new.is_empty() {
                 continue;
             }
-            digest.update(&fresh);
-            self.at += fresh.len() as u64;
-            chunks.send(fresh).await.map_err(|_| DownloadError::Abandoned)?;
+            digest.update(&new);
+            self.at += new.len() as u64;
+            chunks.send(new).await.map_err(|_| DownloadError::Abandoned)?;
             failpoint::pass("update.downloading")?;
         }
         match self.length {

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use super::download::{DownloadError, Source};
+use super::download::{DownloadError, BundleSource};
 use super::releases;
-use super::releases::PlaceError;
-use super::unpack::{self, Limits, UnpackError};
+use super::releases::InstallError;
+use super::unpack::{self, UnpackLimits, UnpackError};
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host::system::layout::Layout;
@@ -13,13 +13,13 @@ use crate::host::system::release;
 use crate::machine::name::ImageVersion;
 
 /// Upper bound of the unpacked size, as a multiple of the archive's size.
-const GROWTH: u64 = 5;
+const UNPACKED_SIZE_FACTOR: u64 = 5;
 /// Disk space that stays free, in bytes.
-const MARGIN: u64 = 64 << 20;
+const RESERVED_BYTES: u64 = 64 << 20;
 
 /// Reason why the release was not installed.
 #[derive(Debug, thiserror::Error)]
-pub enum BringError {
+pub enum FetchError {
     #[error(transparent)]
     Download(#[from] DownloadError),
     #[error(transparent)]
@@ -31,7 +31,7 @@ pub enum BringError {
     #[error("{}: {needed} bytes needed, {free} available", .path.display())]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(transparent)]
-    Place(#[from] PlaceError),
+    Install(#[from] InstallError),
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
@@ -48,47 +48,47 @@ pub struct Expected<'a> {
 ///
 /// # Errors
 /// [`FetchError`]; no release is installed then.
-pub async fn bring(
+pub async fn ensure_release(
     layout: &Layout,
-    source: &Source,
+    source: &BundleSource,
     version: &ImageVersion,
     expected: &Expected<'_>,
-) -> Result<(), BringError> {
-    let there = layout.release(version);
-    if !there.is_dir() {
-        return fetch(layout, source, version, expected).await;
+) -> Result<(), FetchError> {
+    let dir = layout.release(version);
+    if !dir.is_dir() {
+        return fetch_release(layout, source, version, expected).await;
     }
-    let found = release::digest(&there)?.unwrap_or_default();
+    let found = release::digest(&dir)?.unwrap_or_default();
     if found == expected.sha256 {
         return Ok(());
     }
-    Err(BringError::WrongDigest { expected: expected.sha256.to_owned(), found })
+    Err(FetchError::WrongDigest { expected: expected.sha256.to_owned(), found })
 }
 
 /// Hashes, decompresses and unpacks the archive in one pass into a staging directory, then verifies the digest.
-async fn fetch(
+async fn fetch_release(
     layout: &Layout,
-    source: &Source,
+    source: &BundleSource,
     version: &ImageVersion,
     expected: &Expected<'_>,
-) -> Result<(), BringError> {
+) -> Result<(), FetchError> {
     if let Some(size) = expected.size_bytes {
-        ensure_room(&layout.releases(), size)?;
+        ensure_disk_space(&layout.releases(), size)?;
     }
     let download = source.open().await?;
     if let (Some(expected), Some(found)) = (expected.size_bytes, download.length())
         && expected != found
     {
-        return Err(BringError::WrongSize { expected, found });
+        return Err(FetchError::WrongSize { expected, found });
     }
-    let partial = releases::Partial::create(layout, version)?;
+    let staged = StagedRelease::create(layout, version)?;
     if let (None, Some(length)) = (expected.size_bytes, download.length()) {
-        ensure_room(partial.path(), length)?;
+        ensure_disk_space(staged.path(), length)?;
     }
     let (chunks, archive) = unpack::channel();
-    let into = partial.path().to_owned();
-    let unpacking = tokio::task::spawn_blocking(move || unpack::unpack(archive, &into, Limits::BUNDLE));
-    let downloaded = download.pump(chunks).await;
+    let into = staged.path().to_owned();
+    let unpacking = tokio::task::spawn_blocking(move || unpack::unpack(archive, &into, UnpackLimits::BUNDLE));
+    let downloaded = download.stream_to(chunks).await;
     // A panic in the unpacker has no error to report, so it is propagated.
     let unpacked = unpacking.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
     // An unpacker that refuses the archive also ends the download, so its error comes first, unless the download
@@ -101,20 +101,20 @@ async fn fetch(
     };
     failpoint::pass("update.unpacked")?;
     if found != expected.sha256 {
-        return Err(BringError::WrongDigest { expected: expected.sha256.to_owned(), found });
+        return Err(FetchError::WrongDigest { expected: expected.sha256.to_owned(), found });
     }
     failpoint::pass("update.verified")?;
-    partial.keep(layout, version, &found)?;
+    staged.commit(layout, version, &found)?;
     Ok(())
 }
 
 /// # Errors
-/// [`BringError::NoSpace`].
-fn ensure_room(dir: &Path, archive: u64) -> Result<(), BringError> {
-    let needed = archive.saturating_mul(GROWTH).saturating_add(MARGIN);
+/// [`FetchError::NoSpace`].
+fn ensure_disk_space(dir: &Path, archive: u64) -> Result<(), FetchError> {
+    let needed = archive.saturating_mul(UNPACKED_SIZE_FACTOR).saturating_add(RESERVED_BYTES);
     let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
     if free < needed {
-        return Err(BringError::NoSpace { path: dir.to_owned(), needed, free });
+        return Err(FetchError::NoSpace { path: dir.to_owned(), needed, free });
     }
     Ok(())
 }

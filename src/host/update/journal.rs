@@ -18,7 +18,7 @@ use crate::store::bundle::KeySet;
 
 const FORMAT: u32 = 1;
 /// Maximum attempts of one step.
-const MOST_ATTEMPTS: u32 = 5;
+const MAX_ATTEMPTS: u32 = 5;
 
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
@@ -31,7 +31,7 @@ pub enum JournalError {
 /// The kind of update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Aim {
+pub enum UpdateKind {
     /// Installs a release that must be fetched.
     Apply,
     /// Returns to the previous release, which is installed.
@@ -50,7 +50,7 @@ pub struct Allowances {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Plan {
-    pub aim: Aim,
+    pub aim: UpdateKind,
     pub from: ImageVersion,
     pub to: ImageVersion,
     pub allow: Allowances,
@@ -114,9 +114,9 @@ impl Journal {
 
     /// Counts an attempt of the current step. Returns `false` once the attempts are exhausted.
     #[must_use]
-    pub fn take_up(&mut self) -> bool {
+    pub fn start_attempt(&mut self) -> bool {
         self.attempts += 1;
-        self.state.has_ended() || self.attempts <= MOST_ATTEMPTS
+        self.state.has_ended() || self.attempts <= MAX_ATTEMPTS
     }
 
     #[must_use]

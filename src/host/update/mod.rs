@@ -41,9 +41,9 @@ use crate::machine::name::ImageVersion;
 pub use apply::{APPLY_POINTS, ROLLBACK_POINTS};
 pub use boot::POINTS;
 pub use trust::KEY_POINTS;
-pub use unpack::{Limits, UnpackError, unpack};
+pub use unpack::{UnpackLimits, UnpackError, unpack};
 
-use apply::Wanted;
+use apply::UpdateTarget;
 use journal::Allowances;
 
 /// Reason why an update did not end; the journal stays open for the next run.
@@ -56,7 +56,7 @@ enum UpdateError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Memory(#[from] history::MemoryError),
+    History(#[from] history::HistoryError),
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error(transparent)]
@@ -104,7 +104,7 @@ enum Command {
 #[derive(clap::Args)]
 struct Apply {
     #[command(flatten)]
-    which: Which,
+    target: TargetArg,
     /// Allow a release that is older than the current one
     #[arg(long, conflicts_with = "request")]
     allow_downgrade: bool,
@@ -119,7 +119,7 @@ struct Apply {
 
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
-struct Which {
+struct TargetArg {
     /// The release
     #[arg(long, value_name = "VERSION")]
     version: Option<ImageVersion>,
@@ -131,15 +131,15 @@ struct Which {
 impl Apply {
     /// Also waives it for an update that another run has in progress.
     fn waive_snapshot(&self, layout: &Layout) -> Result<(), Failure> {
-        let Some(version) = self.which.version.as_ref().filter(|_| self.without_snapshot) else {
+        let Some(version) = self.target.version.as_ref().filter(|_| self.without_snapshot) else {
             return Ok(());
         };
         snapshot::waive(layout, version).or_exit(Exit::Internal)
     }
 
-    fn wanted(self) -> Wanted {
+    fn target(self) -> UpdateTarget {
         let allow = Allowances { downgrade: self.allow_downgrade, quarantined: self.allow_quarantined };
-        self.which.version.map_or(Wanted::Requested, |version| Wanted::Version(version, allow))
+        self.target.version.map_or(UpdateTarget::Requested, |version| UpdateTarget::Version(version, allow))
     }
 }
 
@@ -170,10 +170,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 Command::Boot => boot::run(layout).await,
                 Command::Apply(apply) => {
                     apply.waive_snapshot(&layout)?;
-                    apply::run(layout, apply.wanted()).await
+                    apply::run(layout, apply.target()).await
                 }
-                Command::Rollback => apply::run(layout, Wanted::Previous).await,
-                Command::Resume => apply::run(layout, Wanted::Nothing).await,
+                Command::Rollback => apply::run(layout, UpdateTarget::Previous).await,
+                Command::Resume => apply::run(layout, UpdateTarget::Resume).await,
                 Command::Status(print) => status::print(&layout, print.format()),
                 Command::History(print) => status::print_history(&layout, print.format()),
             }

@@ -56,13 +56,13 @@ impl SnapshotWait {
     /// If the journal exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<(ImageVersion, Self)>, FileError> {
         #[derive(Deserialize)]
-        struct Open {
+        struct OpenUpdate {
             to: ImageVersion,
             waiting: Option<SnapshotWait>,
         }
         let text = fsx::read_if_there(&layout.update_journal())?;
-        let open: Option<Open> = text.and_then(|text| serde_json::from_slice(&text).ok());
-        Ok(open.and_then(|open| Some((open.to, open.waiting?))))
+        let update: Option<OpenUpdate> = text.and_then(|text| serde_json::from_slice(&text).ok());
+        Ok(update.and_then(|update| Some((update.to, update.waiting?))))
     }
 }
 

@@ -16,7 +16,7 @@ const LINKS: [&str; 3] = ["bin", "app", "runtime"];
 
 /// Reason why a release was not installed.
 #[derive(Debug, thiserror::Error)]
-pub enum PlaceError {
+pub enum InstallError {
     #[error("the bundle has no executable bin/svc")]
     NoBinary,
     #[error("the bundle contains version {found}, expected {expected}")]
@@ -30,12 +30,12 @@ pub enum PlaceError {
 }
 
 /// A release in staging. Dropping it removes the directory, unless it was committed.
-pub struct Partial {
+pub struct StagedRelease {
     path: PathBuf,
-    kept: bool,
+    committed: bool,
 }
 
-impl Partial {
+impl StagedRelease {
     /// # Errors
     /// [`FileError`].
     pub fn create(layout: &Layout, version: &ImageVersion) -> Result<Self, FileError> {
@@ -44,7 +44,7 @@ impl Partial {
         fs::create_dir_all(&path).map_err(FileError::at("create directory", &path))?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
             .map_err(FileError::at("open up", &path))?;
-        Ok(Self { path, kept: false })
+        Ok(Self { path, committed: false })
     }
 
     pub fn path(&self) -> &Path {
@@ -55,8 +55,8 @@ impl Partial {
     ///
     /// # Errors
     /// [`InstallError`]; the release is not installed then.
-    pub fn keep(mut self, layout: &Layout, version: &ImageVersion, sha256: &str) -> Result<(), PlaceError> {
-        check(&self.path, version)?;
+    pub fn commit(mut self, layout: &Layout, version: &ImageVersion, sha256: &str) -> Result<(), InstallError> {
+        check_release(&self.path, version)?;
         let digest = self.path.join(release::DIGEST);
         fs::write(&digest, format!("{sha256}\n")).map_err(FileError::at("write", &digest))?;
         // One sync of the file system is cheaper than one per file.
@@ -64,18 +64,18 @@ impl Partial {
             .and_then(|dir| Ok(nix::unistd::syncfs(dir)?))
             .map_err(FileError::at("sync", &self.path))?;
         failpoint::pass("update.synced")?;
-        let place = layout.release(version);
-        fs::rename(&self.path, &place).map_err(FileError::at("rename", &self.path))?;
-        self.kept = true;
+        let target = layout.release(version);
+        fs::rename(&self.path, &target).map_err(FileError::at("rename", &self.path))?;
+        self.committed = true;
         fsx::sync_dir(&layout.releases())?;
         failpoint::pass("update.renamed")?;
         Ok(())
     }
 }
 
-impl Drop for Partial {
+impl Drop for StagedRelease {
     fn drop(&mut self) {
-        if !self.kept
+        if !self.committed
             && let Err(error) = fs::remove_dir_all(&self.path)
         {
             tracing::warn!(%error, path = %self.path.display(), "could not remove a staged release");
@@ -83,38 +83,38 @@ impl Drop for Partial {
     }
 }
 
-fn check(dir: &Path, version: &ImageVersion) -> Result<(), PlaceError> {
+fn check_release(dir: &Path, version: &ImageVersion) -> Result<(), InstallError> {
     let binary = fs::symlink_metadata(dir.join("bin/svc"));
     if !binary.is_ok_and(|meta| meta.is_file() && meta.mode() & 0o111 != 0) {
-        return Err(PlaceError::NoBinary);
+        return Err(InstallError::NoBinary);
     }
     let found = Release::read(dir)?.image_version;
     if found != *version {
-        return Err(PlaceError::WrongVersion { expected: version.clone(), found });
+        return Err(InstallError::WrongVersion { expected: version.clone(), found });
     }
     Ok(())
 }
 
 /// The current release, if it is complete.
 pub fn current(layout: &Layout) -> Option<ImageVersion> {
-    release::current(layout).filter(|version| check(&layout.release(version), version).is_ok())
+    release::current(layout).filter(|version| check_release(&layout.release(version), version).is_ok())
 }
 
 /// Makes a release current by renaming one link. Idempotent.
 ///
 /// # Errors
-/// [`PlaceError`].
-pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), PlaceError> {
-    point(&layout.current(), &Path::new("releases").join(version.as_str()))?;
+/// [`InstallError`].
+pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), InstallError> {
+    set_link(&layout.current(), &Path::new("releases").join(version.as_str()))?;
     failpoint::pass("update.switched")?;
     for name in LINKS {
-        point(&layout.link(name), &Path::new("current").join(name))?;
+        set_link(&layout.link(name), &Path::new("current").join(name))?;
     }
     failpoint::pass("update.linked")?;
     Ok(())
 }
 
-fn point(link: &Path, target: &Path) -> Result<(), FileError> {
+fn set_link(link: &Path, target: &Path) -> Result<(), FileError> {
     match fs::read_link(link) {
         Ok(now) if now == target => Ok(()),
         _ => fsx::symlink_atomic(target, link),
@@ -137,8 +137,8 @@ pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     let current = layout.current();
     let opt = current.parent().unwrap_or(&releases);
     for entry in entries(opt)? {
-        let ours = ["current"].iter().chain(&LINKS).any(|name| entry.starts_with(&format!(".{name}.")));
-        if ours && entry.ends_with(".tmp") {
+        let is_ours = ["current"].iter().chain(&LINKS).any(|name| entry.starts_with(&format!(".{name}.")));
+        if is_ours && entry.ends_with(".tmp") {
             fsx::remove_if_there(&opt.join(entry))?;
         }
     }

@@ -24,7 +24,7 @@ use crate::machine::name::ImageVersion;
 use crate::store::key;
 
 /// The unit waits for a running backup and takes its snapshot after that.
-const UNIT: &str = "svc-db-backup-request.service";
+const BACKUP_UNIT: &str = "svc-db-backup-request.service";
 /// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit runs.
 const FIRST_START_PAUSE: Duration = Duration::from_secs(5);
 const MAX_START_PAUSE: Duration = Duration::from_secs(60);
@@ -38,9 +38,9 @@ pub enum SnapshotError {
     // The next step comes first, because an outcome keeps only the beginning of a long error.
     #[error(
         "no snapshot was taken within {} s (`svc-update apply --version {version} --without-snapshot` skips it): {why}",
-        .within.as_secs()
+        .timeout.as_secs()
     )]
-    Late { within: Duration, why: String, version: ImageVersion },
+    Timeout { timeout: Duration, why: String, version: ImageVersion },
     #[error(transparent)]
     File(#[from] FileError),
 }
@@ -67,13 +67,13 @@ impl LastRun {
 }
 
 /// The wait for the snapshot of one update.
-pub struct Wait<'a, S> {
+pub struct SnapshotWaiter<'a, S> {
     layout: &'a Layout,
     services: &'a S,
     deadline: Duration,
 }
 
-impl<'a, S: Services> Wait<'a, S> {
+impl<'a, S: Services> SnapshotWaiter<'a, S> {
     pub fn new(layout: &'a Layout, services: &'a S, deadline: Duration) -> Self {
         Self { layout, services, deadline }
     }
@@ -85,7 +85,7 @@ impl<'a, S: Services> Wait<'a, S> {
     pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
         let mut patience = Patience::new(self.deadline);
         let (mut next_start, mut pause) = (Instant::now(), FIRST_START_PAUSE);
-        let (mut seen, mut most_bytes) = (Timestamp::now(), 0);
+        let (mut seen, mut max_bytes) = (Timestamp::now(), 0);
         let since = clock::now_ms();
         loop {
             if is_waived(self.layout, &journal.plan.to) {
@@ -93,7 +93,7 @@ impl<'a, S: Services> Wait<'a, S> {
                 return Ok(());
             }
             let last = LastRun::read(self.layout);
-            if last.as_ref().and_then(LastRun::taken_at).is_some_and(|taken_at| counts(taken_at, journal)) {
+            if last.as_ref().and_then(LastRun::taken_at).is_some_and(|taken_at| is_recent(taken_at, journal)) {
                 return Ok(());
             }
             let ended = last.filter(|last| last.timestamp >= seen);
@@ -105,19 +105,19 @@ impl<'a, S: Services> Wait<'a, S> {
             if Instant::now() >= next_start {
                 next_start = Instant::now() + pause;
                 pause = (pause * 2).min(MAX_START_PAUSE);
-                if let Err(error) = self.services.start(UNIT).await {
+                if let Err(error) = self.services.start(BACKUP_UNIT).await {
                     self.record(journal, since, &chain(&error))?;
                 } else if journal.waiting.is_none() {
                     self.record(journal, since, "")?;
                 }
             }
             let bytes = self.progress_bytes();
-            if bytes > most_bytes {
-                most_bytes = bytes;
+            if bytes > max_bytes {
+                max_bytes = bytes;
                 patience.progress();
             }
             if let Err(Over) = patience.pause().await {
-                return Err(self.late(journal));
+                return Err(self.timeout_error(journal));
             }
         }
     }
@@ -143,17 +143,17 @@ impl<'a, S: Services> Wait<'a, S> {
         journal.save(self.layout)
     }
 
-    fn late(&self, journal: &Journal) -> SnapshotError {
+    fn timeout_error(&self, journal: &Journal) -> SnapshotError {
         let why = journal.waiting.as_ref().map(|waiting| waiting.why.clone()).filter(|why| !why.is_empty());
-        SnapshotError::Late {
-            within: self.deadline,
-            why: why.unwrap_or_else(|| format!("no run of {UNIT} has ended")),
+        SnapshotError::Timeout {
+            timeout: self.deadline,
+            why: why.unwrap_or_else(|| format!("no run of {BACKUP_UNIT} has ended")),
             version: journal.plan.to.clone(),
         }
     }
 }
 
-fn counts(taken_at: Timestamp, journal: &Journal) -> bool {
+fn is_recent(taken_at: Timestamp, journal: &Journal) -> bool {
     taken_at >= journal.started_at && Timestamp::now().duration_since(taken_at) <= MAX_SNAPSHOT_AGE
 }
 

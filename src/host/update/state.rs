@@ -10,7 +10,7 @@ use super::protocol::End;
 
 /// The failure of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Trouble {
+pub struct StepFailure {
     pub stage: Stage,
     pub error: String,
 }
@@ -64,11 +64,11 @@ pub enum State {
     Activating,
     /// Points the link back and quarantines the release.
     Reverting {
-        why: Trouble,
+        why: StepFailure,
     },
     /// Installs the units of the previous release, restarts the services and waits until they are healthy.
     Restoring {
-        why: Trouble,
+        why: StepFailure,
     },
     Ended {
         end: End,
@@ -83,10 +83,10 @@ pub enum Event {
     /// The step succeeded.
     Done,
     /// A policy forbids the update.
-    Refused(Trouble),
-    Failed(Trouble),
+    Refused(StepFailure),
+    Failed(StepFailure),
     /// The attempts of the step are exhausted.
-    GivenUp,
+    AttemptsExhausted,
 }
 
 impl State {
@@ -97,33 +97,33 @@ impl State {
     /// The next state.
     #[must_use]
     pub fn after(self, event: Event) -> Self {
-        let too_often = |stage| Trouble { stage, error: "interrupted too often at this step".to_owned() };
+        let exhausted = |stage| StepFailure { stage, error: "interrupted too often at this step".to_owned() };
         match (self, event) {
             (Self::Preparing, Event::Done) => Self::TakingSnapshot,
             (Self::TakingSnapshot, Event::Done) => Self::Switching,
             (Self::Preparing | Self::TakingSnapshot, Event::Refused(why)) => ended(End::Refused, why),
             (Self::Preparing | Self::TakingSnapshot, Event::Failed(why)) => ended(End::Failed, why),
-            (Self::Preparing, Event::GivenUp) => ended(End::Failed, too_often(Stage::Download)),
-            (Self::TakingSnapshot, Event::GivenUp) => ended(End::Failed, too_often(Stage::Snapshot)),
+            (Self::Preparing, Event::AttemptsExhausted) => ended(End::Failed, exhausted(Stage::Download)),
+            (Self::TakingSnapshot, Event::AttemptsExhausted) => ended(End::Failed, exhausted(Stage::Snapshot)),
 
             (Self::Switching, Event::Done) => Self::Activating,
             (Self::Switching, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
-            (Self::Switching, Event::GivenUp) => Self::Reverting { why: too_often(Stage::Switch) },
+            (Self::Switching, Event::AttemptsExhausted) => Self::Reverting { why: exhausted(Stage::Switch) },
 
             (Self::Activating, Event::Done) => {
                 Self::Ended { end: End::Updated, stage: Stage::Done, error: None }
             }
             (Self::Activating, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
-            (Self::Activating, Event::GivenUp) => Self::Reverting { why: too_often(Stage::Restart) },
+            (Self::Activating, Event::AttemptsExhausted) => Self::Reverting { why: exhausted(Stage::Restart) },
 
             (Self::Reverting { why }, Event::Done) => Self::Restoring { why },
             (Self::Restoring { why }, Event::Done) => ended(End::RolledBack, why),
             (
                 Self::Reverting { why } | Self::Restoring { why },
-                Event::Failed(then) | Event::Refused(then),
-            ) => not_back(&why, &then),
-            (Self::Reverting { why } | Self::Restoring { why }, Event::GivenUp) => {
-                not_back(&why, &too_often(Stage::Rollback))
+                Event::Failed(rollback_failure) | Event::Refused(rollback_failure),
+            ) => rollback_failed(&why, &rollback_failure),
+            (Self::Reverting { why } | Self::Restoring { why }, Event::AttemptsExhausted) => {
+                rollback_failed(&why, &exhausted(Stage::Rollback))
             }
 
             (end @ Self::Ended { .. }, _) => end,
@@ -131,13 +131,13 @@ impl State {
     }
 }
 
-fn ended(end: End, why: Trouble) -> State {
+fn ended(end: End, why: StepFailure) -> State {
     State::Ended { end, stage: why.stage, error: Some(why.error) }
 }
 
 /// Neither release is healthy; the error has both reasons.
-fn not_back(why: &Trouble, then: &Trouble) -> State {
-    let error = format!("{}; the rollback failed at {}: {}", why.error, then.stage.as_str(), then.error);
+fn rollback_failed(why: &StepFailure, rollback_failure: &StepFailure) -> State {
+    let error = format!("{}; the rollback failed at {}: {}", why.error, rollback_failure.stage.as_str(), rollback_failure.error);
     State::Ended { end: End::Failed, stage: Stage::Rollback, error: Some(error) }
 }
 
@@ -147,39 +147,39 @@ mod tests {
 
     use super::*;
 
-    fn trouble() -> impl Strategy<Value = Trouble> {
-        "[a-z]{1,5}".prop_map(|error| Trouble { stage: Stage::Health, error })
+    fn step_failure() -> impl Strategy<Value = StepFailure> {
+        "[a-z]{1,5}".prop_map(|error| StepFailure { stage: Stage::Health, error })
     }
 
     fn event() -> impl Strategy<Value = Event> {
         prop_oneof![
             3 => Just(Event::Done),
-            1 => trouble().prop_map(Event::Refused),
-            1 => trouble().prop_map(Event::Failed),
-            1 => Just(Event::GivenUp),
+            1 => step_failure().prop_map(Event::Refused),
+            1 => step_failure().prop_map(Event::Failed),
+            1 => Just(Event::AttemptsExhausted),
         ]
     }
 
     /// The machine after a step: which release is current, and whether it passed its health check.
     #[derive(Clone, Copy, PartialEq, Debug)]
-    struct World {
-        on_new: bool,
-        well: bool,
+    struct MachineModel {
+        is_new: bool,
+        is_healthy: bool,
     }
 
     proptest! {
         #[test]
-        fn every_history_ends_and_says_how_the_machine_is(events in proptest::collection::vec(event(), 12)) {
+        fn every_history_ends_with_true_outcome(events in proptest::collection::vec(event(), 12)) {
             let mut state = State::Preparing;
-            let mut world = World { on_new: false, well: true };
+            let mut machine = MachineModel { is_new: false, is_healthy: true };
             for event in events {
                 let done = event == Event::Done;
                 match &state {
                     // A failed switch may have taken effect.
-                    State::Switching => world = World { on_new: true, well: false },
-                    State::Activating => world.well = done,
-                    State::Reverting { .. } if done => world = World { on_new: false, well: false },
-                    State::Restoring { .. } => world.well = done,
+                    State::Switching => machine = MachineModel { is_new: true, is_healthy: false },
+                    State::Activating => machine.is_healthy = done,
+                    State::Reverting { .. } if done => machine = MachineModel { is_new: false, is_healthy: false },
+                    State::Restoring { .. } => machine.is_healthy = done,
                     _ => {}
                 }
                 let before = state.clone();
@@ -192,8 +192,8 @@ mod tests {
                 prop_assert_eq!(&serde_json::from_str::<State>(&text).unwrap(), &state);
                 let State::Ended { end, error, .. } = &state else { continue };
                 match end {
-                    End::Updated => prop_assert_eq!(world, World { on_new: true, well: true }),
-                    End::RolledBack | End::Refused => prop_assert_eq!(world, World { on_new: false, well: true }),
+                    End::Updated => prop_assert_eq!(machine, MachineModel { is_new: true, is_healthy: true }),
+                    End::RolledBack | End::Refused => prop_assert_eq!(machine, MachineModel { is_new: false, is_healthy: true }),
                     End::Failed => {}
                 }
                 prop_assert_eq!(error.is_none(), *end == End::Updated);

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::history;
-use super::history::Quarantined;
+use super::history::QuarantinedRelease;
 use super::journal::Journal;
 use super::protocol;
 use super::protocol::{End, Outcome, SnapshotWait};
@@ -26,8 +26,8 @@ pub enum Format {
 struct Status {
     current: Option<ImageVersion>,
     previous: Option<ImageVersion>,
-    releases: Vec<Row>,
-    quarantined: Vec<Quarantined>,
+    releases: Vec<ReleaseRow>,
+    quarantined: Vec<QuarantinedRelease>,
     /// The open update.
     update: Option<Journal>,
     last: Option<Outcome>,
@@ -35,7 +35,7 @@ struct Status {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Row {
+struct ReleaseRow {
     version: ImageVersion,
     current: bool,
     created_at: Option<String>,
@@ -63,7 +63,7 @@ fn read(layout: &Layout) -> Result<Status, Failure> {
     for version in releases::versions(layout).or_exit(Exit::Internal)? {
         let dir = layout.release(&version);
         let manifest = Release::read(&dir).or_exit(Exit::Internal)?;
-        releases.push(Row {
+        releases.push(ReleaseRow {
             current: current.as_ref() == Some(&version),
             created_at: manifest.created_at,
             bundle_sha256: release::digest(&dir).or_exit(Exit::Internal)?,
@@ -86,7 +86,7 @@ fn print_table(status: &Status) {
         println!("No release is installed on this machine.");
         return;
     }
-    let wide = status.releases.iter().map(|row| row.version.as_str().len()).max().unwrap_or(0).max(7);
+    let width = status.releases.iter().map(|row| row.version.as_str().len()).max().unwrap_or(0).max(7);
     println!("  {:wide$}  {:24}  BUNDLE", "VERSION", "CREATED");
     for row in &status.releases {
         let mark = if row.current { '*' } else { ' ' };
@@ -102,14 +102,14 @@ fn print_table(status: &Status) {
         }
     }
     if let Some(last) = &status.last {
-        println!("\nlast update: {}", words(last));
+        println!("\nlast update: {}", describe_outcome(last));
     }
-    for one in &status.quarantined {
-        println!("quarantined: {}, {}: {}", one.version, rfc3339_ms(one.at), one.why);
+    for quarantined in &status.quarantined {
+        println!("quarantined: {}, {}: {}", quarantined.version, rfc3339_ms(quarantined.at), quarantined.why);
     }
 }
 
-fn words(outcome: &Outcome) -> String {
+fn describe_outcome(outcome: &Outcome) -> String {
     let end = match outcome.outcome {
         End::Updated => "updated",
         End::RolledBack => "rolled back",
@@ -129,7 +129,7 @@ pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
         Format::Json => println!("{}", serde_json::to_string_pretty(&entries).or_exit(Exit::Internal)?),
         Format::Table if entries.is_empty() => println!("No update has ended on this machine."),
         Format::Table => {
-            entries.iter().for_each(|entry| println!("{} -> {}", entry.from, words(&entry.outcome)));
+            entries.iter().for_each(|entry| println!("{} -> {}", entry.from, describe_outcome(&entry.outcome)));
         }
     }
     Ok(())

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn adopted_keys_replace_the_old_ones_and_nothing_else() {
+    fn adopt_replaces_only_the_keys() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let before = format!("A=1\n SVC_BUNDLE_PUBLIC_KEYS={OLD}\nSVC_BUNDLE_SHA256=\"x\"");
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_an_earlier_set_are_not_adopted() {
+    fn adopt_ignores_earlier_key_set() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         adopt(&layout, &set(2, NEW)).unwrap();

@@ -18,20 +18,20 @@ use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
 
 /// Chunks between download and unpacker; each can have a few hundred KiB.
-const QUEUE: usize = 2;
+const CHUNK_QUEUE_CAPACITY: usize = 2;
 const MAX_PATH_BYTES: usize = 1024;
 
 /// Limits of the unpacked content.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct UnpackLimits {
     pub entries: usize,
     pub bytes: u64,
 }
 
-impl Limits {
+impl UnpackLimits {
     pub const BUNDLE: Self = Self { entries: 200_000, bytes: 8 << 30 };
 
-    fn of_tar(self) -> TarLimits {
+    fn tar_limits(self) -> TarLimits {
         TarLimits {
             entries: self.entries,
             name_bytes: MAX_PATH_BYTES,
@@ -70,35 +70,35 @@ impl From<TarError> for UnpackError {
 
 impl UnpackError {
     /// Whether the machine's disk failed, and not the archive. A full or broken disk is not the release's fault.
-    pub fn is_of_the_disk(&self) -> bool {
+    pub fn is_disk_error(&self) -> bool {
         use io::ErrorKind::{AlreadyExists, InvalidFilename, IsADirectory, NotADirectory};
-        let of_the_archive = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
-        matches!(self, Self::Write { source, .. } if !of_the_archive.contains(&source.kind()))
+        let archive_errors = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
+        matches!(self, Self::Write { source, .. } if !archive_errors.contains(&source.kind()))
     }
 }
 
 /// A sender for the download, and the archive as a reader.
 pub fn channel() -> (mpsc::Sender<Bytes>, impl Read + Send + 'static) {
-    let (chunks, receiver) = mpsc::channel(QUEUE);
-    (chunks, Chunks { receiver, now: Bytes::new() })
+    let (chunks, receiver) = mpsc::channel(CHUNK_QUEUE_CAPACITY);
+    (chunks, ChunkReader { receiver, current: Bytes::new() })
 }
 
-struct Chunks {
+struct ChunkReader {
     receiver: mpsc::Receiver<Bytes>,
-    now: Bytes,
+    current: Bytes,
 }
 
-impl Read for Chunks {
+impl Read for ChunkReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        while self.now.is_empty() {
+        while self.current.is_empty() {
             match self.receiver.blocking_recv() {
-                Some(next) => self.now = next,
+                Some(next) => self.current = next,
                 None => return Ok(0),
             }
         }
-        let take = self.now.len().min(into.len());
-        self.now.copy_to_slice(&mut into[..take]);
-        Ok(take)
+        let count = self.current.len().min(into.len());
+        self.current.copy_to_slice(&mut into[..count]);
+        Ok(count)
     }
 }
 
@@ -106,11 +106,11 @@ impl Read for Chunks {
 ///
 /// # Errors
 /// [`UnpackError`]; the caller removes the partial content of `into`.
-pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), UnpackError> {
+pub fn unpack(archive: impl Read, into: &Path, limits: UnpackLimits) -> Result<(), UnpackError> {
     let inflated = MultiGzDecoder::new(BufReader::with_capacity(64 * 1024, archive));
     let mut archive = tar::Archive::new(inflated);
     let mut tree = Tree { root: into, directories: HashSet::new(), links: Vec::new() };
-    let mut entries = TarReader::new(&mut archive, limits.of_tar())?;
+    let mut entries = TarReader::new(&mut archive, limits.tar_limits())?;
     while let Some(entry) = entries.next_entry()? {
         tree.add(entry)?;
     }
@@ -130,7 +130,7 @@ struct Tree<'a> {
 impl Tree<'_> {
     fn add(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), UnpackError> {
         let refuse = |why| Err(UnpackError::Refused { path: quoted(&entry.path), why });
-        let Some(path) = inside(&entry.path) else {
+        let Some(path) = relative_path(&entry.path) else {
             return refuse("its path leaves the release");
         };
         if entry.mode & 0o7000 != 0 {
@@ -174,7 +174,7 @@ impl Tree<'_> {
             .mode(mode)
             .open(self.root.join(path))
             .map_err(failed)?;
-        copy(entry, &mut file, path)?;
+        copy_content(entry, &mut file, path)?;
         file.set_permissions(Permissions::from_mode(mode)).map_err(failed)
     }
 
@@ -207,7 +207,7 @@ impl Tree<'_> {
 }
 
 /// Copies a file, keeping errors of the archive and of the disk apart.
-fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
+fn copy_content(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
     let mut piece = [0; 64 * 1024];
     loop {
         let read = from.read(&mut piece).map_err(UnpackError::Archive)?;
@@ -220,7 +220,7 @@ fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackEr
 }
 
 /// The path without `./`; `None` if it is absolute or leaves the directory.
-fn inside(path: &Path) -> Option<PathBuf> {
+fn relative_path(path: &Path) -> Option<PathBuf> {
     let mut clean = PathBuf::new();
     for part in path.components() {
         match part {
