@@ -53,7 +53,7 @@ pub struct Findings {
 }
 
 impl Findings {
-    pub fn of(check: &'static str) -> Self {
+    pub fn new(check: &'static str) -> Self {
         Self { check, list: Vec::new() }
     }
 
@@ -117,7 +117,7 @@ impl<'a> Check<'a> {
         let Self { name, deadline, work } = self;
         tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
             let what = format!("no answer within {} s", deadline.as_secs());
-            Findings::of(name).problem(what, "look at what it waits for; then run this again")
+            Findings::new(name).problem(what, "find out what it is waiting for, then run this again")
         })
     }
 }
@@ -177,7 +177,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_check_that_does_not_end_is_a_problem_under_its_name_and_holds_up_no_other() {
         let slow = Check::new("slow", Duration::from_secs(3), std::future::pending());
-        let quick = Check::new("quick", Duration::from_secs(3), async { Findings::of("quick").ok("well") });
+        let quick = Check::new("quick", Duration::from_secs(3), async { Findings::new("quick").ok("well") });
         let found = make(vec![slow, quick]).await;
         let told: Vec<_> = found.iter().map(|finding| (finding.check, finding.level)).collect();
         assert_eq!(told, [("slow", Level::Problem), ("quick", Level::Ok)]);
@@ -186,11 +186,11 @@ mod tests {
 
     #[test]
     fn a_report_counts_what_it_holds() {
-        let findings = Findings::of("a").ok("x").warning("y", "do").problem("z", "do").skipped("why");
+        let findings = Findings::new("a").ok("x").warning("y", "do").problem("z", "do").skipped("why");
         let report = Report { subject: "host".to_owned(), findings: findings.list };
         assert_eq!(report.tally(), "1 problem, 1 warning, 1 skipped, 1 ok");
         let json = report.json();
         assert_eq!((&json["ok"], &json["findings"][2]["next"]), (&false.into(), &"do".into()));
-        assert!(Findings::of("a").or_ok("fine").list[0].level == Level::Ok);
+        assert!(Findings::new("a").or_ok("fine").list[0].level == Level::Ok);
     }
 }

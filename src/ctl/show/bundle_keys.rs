@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn doctor_names_who_lacks_a_key_and_who_keeps_one() {
-        let found = keys().findings(Findings::of("fleet")).into_list();
+        let found = keys().findings(Findings::new("fleet")).into_list();
         let said: Vec<String> = found.iter().map(|finding| finding.what.clone()).collect();
         assert_eq!(
             said,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::history;
-use super::journal::{UpdateKind, Allowances, Journal, JournalError};
+use super::journal::{Allowances, Journal, JournalError, UpdateKind};
 use super::machine::{self, Updater};
 use super::protocol::{End, Outcome};
 use super::request::{self, RequestFile};
@@ -97,7 +97,7 @@ pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
     let mut ended = match open {
         Some(open) => {
             let id = open.plan.request_id.clone();
-            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "resuming an interrupted update");
+            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "resuming an update that was cut off");
             Some(request_id::under(id, updater.finish(open)).await?)
         }
         None => None,
@@ -127,7 +127,9 @@ async fn lock(layout: &Layout, wanted: &UpdateTarget) -> Result<Lock, Failure> {
     let lock = match wanted {
         UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
         // A run that waits for a snapshot continues once it sees this waiver.
-        UpdateTarget::Version(version, _) if snapshot::is_waived(layout, version) => Lock::wait(&path, LOCK_TIMEOUT).await,
+        UpdateTarget::Version(version, _) if snapshot::is_waived(layout, version) => {
+            Lock::wait(&path, LOCK_TIMEOUT).await
+        }
         _ => Lock::take(&path),
     };
     lock.map_err(|error| match error {
@@ -146,7 +148,9 @@ fn resolve_target(layout: &Layout, wanted: UpdateTarget) -> Result<Option<Resolv
     let none = Allowances::default();
     match wanted {
         UpdateTarget::Resume => Ok(None),
-        UpdateTarget::Version(version, allow) => Ok(Some((UpdateKind::Apply, version, allow, request_id::current()))),
+        UpdateTarget::Version(version, allow) => {
+            Ok(Some((UpdateKind::Apply, version, allow, request_id::current())))
+        }
         UpdateTarget::Previous => {
             let current = machine::current(layout)?;
             let previous = history::previous(layout).or_exit(Exit::Internal)?;
@@ -180,7 +184,7 @@ fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
         }
         End::RolledBack => (
             Exit::Refused,
-            format!("{version} failed its checks ({stage}): {error}; the previous release is running again"),
+            format!("{version} failed its checks ({stage}): {error}; the release before runs again"),
         ),
         End::Refused => (Exit::Refused, format!("{version} is refused ({stage}): {error}")),
         End::Failed => (Exit::Internal, format!("the update to {version} failed ({stage}): {error}")),

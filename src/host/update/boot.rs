@@ -6,9 +6,9 @@
 //! password are added, and later releases need a signed manifest.
 
 use super::database::{self, DatabaseError};
-use super::download::{DownloadError, BundleSource};
+use super::download::{BundleSource, DownloadError};
 use super::fetch;
-use super::fetch::{FetchError, Expected};
+use super::fetch::{Expected, FetchError};
 use super::journal::{Journal, JournalError};
 use super::releases;
 use super::releases::InstallError;
@@ -142,7 +142,8 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
     let mut env = config::environment(&layout);
     let config = BootConfig::read(&mut env, &layout);
     let config = env.finish(config)?;
-    let version = install_release(&layout, &config).await.map_err(|error| Failure::new(error.exit(), error))?;
+    let version =
+        install_release(&layout, &config).await.map_err(|error| Failure::new(error.exit(), error))?;
     tracing::info!(%version, "release is current");
     Ok(())
 }

@@ -52,7 +52,7 @@ pub enum DownloadError {
     Refused { url: String, status: StatusCode },
     #[error("download {url}: larger than {limit} bytes")]
     TooLarge { url: String, limit: u64 },
-    #[error("download {url}: the file changed during the download")]
+    #[error("download {url}: it was changed during the download")]
     Changed { url: String },
     #[error("download {url}: ended after {at} bytes")]
     CutShort { url: String, at: u64 },

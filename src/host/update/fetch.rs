@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use super::download::{DownloadError, BundleSource};
+use super::download::{BundleSource, DownloadError};
 use super::releases;
 use super::releases::InstallError;
-use super::unpack::{self, UnpackLimits, UnpackError};
+use super::unpack::{self, UnpackError, UnpackLimits};
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host::system::layout::Layout;
@@ -28,7 +28,7 @@ pub enum FetchError {
     WrongDigest { expected: String, found: String },
     #[error("bundle size mismatch: expected {expected} bytes, found {found}")]
     WrongSize { expected: u64, found: u64 },
-    #[error("{}: {needed} bytes needed, {free} available", .path.display())]
+    #[error("{}: {free} bytes are free and {needed} are needed", .path.display())]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(transparent)]
     Install(#[from] InstallError),

@@ -68,7 +68,11 @@ fn assess(units: &[(String, UnitState)], is_answering: bool) -> HealthState {
     }
 }
 
-async fn check_health(services: &impl Services, units: &[String], probe: &GatewayProbe) -> Result<HealthState, ServicesError> {
+async fn check_health(
+    services: &impl Services,
+    units: &[String],
+    probe: &GatewayProbe,
+) -> Result<HealthState, ServicesError> {
     let mut states = Vec::new();
     for name in units {
         states.push((name.clone(), services.state(name).await?));
@@ -90,8 +94,9 @@ pub async fn wait_until_healthy(
     let min_healthy_time = MIN_HEALTHY_TIME.min(deadline / 10);
     let mut healthy_since = None;
     loop {
-        let state =
-            check_health(services, units, probe).await.unwrap_or_else(|error| HealthState::Starting(error.to_string()));
+        let state = check_health(services, units, probe)
+            .await
+            .unwrap_or_else(|error| HealthState::Starting(error.to_string()));
         match state {
             HealthState::Healthy => {
                 let since = *healthy_since.get_or_insert_with(Instant::now);
@@ -122,7 +127,10 @@ mod tests {
         let other = "svc-code.service";
         let starting = |state: &HealthState| matches!(state, HealthState::Starting(_));
         let failed = |state: &HealthState| matches!(state, HealthState::Failed(_));
-        assert_eq!(assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "active", 1)], true), HealthState::Healthy);
+        assert_eq!(
+            assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "active", 1)], true),
+            HealthState::Healthy
+        );
         assert!(starting(&assess(&[unit(GATEWAY_UNIT, "active", 0)], false)));
         assert!(starting(&assess(&[unit(GATEWAY_UNIT, "activating", 2)], false)));
         assert!(starting(&assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "reloading", 0)], true)));
@@ -130,6 +138,9 @@ mod tests {
         assert!(failed(&assess(&[unit(GATEWAY_UNIT, "failed", 0)], true)));
         assert!(failed(&assess(&[unit(GATEWAY_UNIT, "inactive", 0)], false)));
         assert!(failed(&assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "failed", 0)], true)));
-        assert_eq!(assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "inactive", 0)], true), HealthState::Healthy);
+        assert_eq!(
+            assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "inactive", 0)], true),
+            HealthState::Healthy
+        );
     }
 }

@@ -247,8 +247,13 @@ mod tests {
             at: Timestamp::UNIX_EPOCH,
         };
         let id = Uuid::new_v4();
-        let entry =
-            HistoryEntry::new(id, "1".parse().unwrap(), Timestamp::UNIX_EPOCH, "r".to_owned(), outcome.clone());
+        let entry = HistoryEntry::new(
+            id,
+            "1".parse().unwrap(),
+            Timestamp::UNIX_EPOCH,
+            "r".to_owned(),
+            outcome.clone(),
+        );
         record(&layout, &entry).unwrap();
         record(&layout, &entry).unwrap();
         assert_eq!(history(&layout).unwrap(), std::slice::from_ref(&entry));

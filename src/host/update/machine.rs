@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::download::{DownloadError, BundleSource};
+use super::download::{BundleSource, DownloadError};
 use super::fetch;
-use super::fetch::{FetchError, Expected};
-use super::health::{self, GatewayProbe, GATEWAY_UNIT, OTHER_SERVICES};
+use super::fetch::{Expected, FetchError};
+use super::health::{self, GATEWAY_UNIT, GatewayProbe, OTHER_SERVICES};
 use super::history;
 use super::history::{HistoryEntry, HistoryError};
-use super::journal::{UpdateKind, Allowances, Journal, Plan};
+use super::journal::{Allowances, Journal, Plan, UpdateKind};
 use super::policy;
 use super::policy::Candidate;
 use super::protocol::{End, Outcome};
@@ -97,7 +97,13 @@ fn classify_fetch_error(error: FetchError) -> StepError {
 
 impl<S: Services> Updater<S> {
     /// Plans an update; nothing is written yet.
-    pub async fn open(&self, aim: UpdateKind, from: ImageVersion, to: ImageVersion, allow: Allowances) -> Journal {
+    pub async fn open(
+        &self,
+        aim: UpdateKind,
+        from: ImageVersion,
+        to: ImageVersion,
+        allow: Allowances,
+    ) -> Journal {
         let mut running = Vec::new();
         for name in OTHER_SERVICES {
             if self.services.state(name).await.is_ok_and(|state| state.active == "active") {
@@ -133,13 +139,10 @@ impl<S: Services> Updater<S> {
                 return Ok(outcome);
             }
             tracing::info!(from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state, "update");
-            let event = if has_attempts_left { self.step(&mut journal).await } else { Event::AttemptsExhausted };
+            let event =
+                if has_attempts_left { self.step(&mut journal).await } else { Event::AttemptsExhausted };
             if let Event::Refused(why) | Event::Failed(why) = &event {
-                tracing::error!(
-                    stage = why.stage.as_str(),
-                    error = why.error,
-                    "update step failed"
-                );
+                tracing::error!(stage = why.stage.as_str(), error = why.error, "update step failed");
             }
             journal = journal.after(event);
         }
@@ -204,8 +207,10 @@ impl<S: Services> Updater<S> {
     }
 
     fn source(&self, version: &ImageVersion, suffix: &str) -> Result<BundleSource, StepError> {
-        let platform =
-            self.platform.as_ref().map_err(|error| StepError::Failed(step_failure(Stage::Preflight, error)))?;
+        let platform = self
+            .platform
+            .as_ref()
+            .map_err(|error| StepError::Failed(step_failure(Stage::Preflight, error)))?;
         let url = platform.url(&format!("/system-bundles/{version}/{BUNDLE_FILE}{suffix}"));
         Ok(BundleSource::new(url, platform.clone()))
     }
@@ -280,7 +285,9 @@ impl<S: Services> Updater<S> {
             (Some(gateway), true) => GatewayProbe::Ready(gateway),
             (Some(gateway), false) => GatewayProbe::Alive(gateway),
         };
-        health::wait_until_healthy(&self.services, &names, &gateway_probe, self.health_deadline).await.map_err(unhealthy)?;
+        health::wait_until_healthy(&self.services, &names, &gateway_probe, self.health_deadline)
+            .await
+            .map_err(unhealthy)?;
         failpoint::pass("update.well").map_err(failed(Stage::Health))
     }
 
@@ -390,7 +397,8 @@ mod tests {
             UnpackError::Write { path: PathBuf::from("runtime/node"), source }.into()
         };
         for errno in [nix::libc::ENOSPC, nix::libc::EIO, nix::libc::EDQUOT] {
-            let StepError::Failed(why) = classify_fetch_error(write(io::Error::from_raw_os_error(errno))) else {
+            let StepError::Failed(why) = classify_fetch_error(write(io::Error::from_raw_os_error(errno)))
+            else {
                 panic!("{errno}: refused");
             };
             assert_eq!(why.stage, Stage::Download);

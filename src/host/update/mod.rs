@@ -41,7 +41,7 @@ use crate::machine::name::ImageVersion;
 pub use apply::{APPLY_POINTS, ROLLBACK_POINTS};
 pub use boot::POINTS;
 pub use trust::KEY_POINTS;
-pub use unpack::{UnpackLimits, UnpackError, unpack};
+pub use unpack::{UnpackError, UnpackLimits, unpack};
 
 use apply::UpdateTarget;
 use journal::Allowances;

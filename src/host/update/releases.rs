@@ -43,7 +43,7 @@ impl StagedRelease {
         let path = layout.releases().join(name);
         fs::create_dir_all(&path).map_err(FileError::at("create directory", &path))?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
-            .map_err(FileError::at("open up", &path))?;
+            .map_err(FileError::at("set permissions of", &path))?;
         Ok(Self { path, committed: false })
     }
 
@@ -55,7 +55,12 @@ impl StagedRelease {
     ///
     /// # Errors
     /// [`InstallError`]; the release is not installed then.
-    pub fn commit(mut self, layout: &Layout, version: &ImageVersion, sha256: &str) -> Result<(), InstallError> {
+    pub fn commit(
+        mut self,
+        layout: &Layout,
+        version: &ImageVersion,
+        sha256: &str,
+    ) -> Result<(), InstallError> {
         check_release(&self.path, version)?;
         let digest = self.path.join(release::DIGEST);
         fs::write(&digest, format!("{sha256}\n")).map_err(FileError::at("write", &digest))?;

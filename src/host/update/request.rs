@@ -97,7 +97,7 @@ mod tests {
         let RequestFile::Valid(request) = read(&layout) else { panic!("no request") };
         assert_eq!(request.version.as_str(), "2");
         complete(&layout, &"1".parse().unwrap()).unwrap();
-        assert_ne!(read(&layout), RequestFile::Missing, "another release is asked for");
+        assert_ne!(read(&layout), RequestFile::Missing, "another release is requested");
         complete(&layout, &"2".parse().unwrap()).unwrap();
         assert_eq!(read(&layout), RequestFile::Missing);
     }

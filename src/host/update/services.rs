@@ -22,9 +22,7 @@ const RESTART_TIMEOUT: Duration = Duration::from_secs(150);
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServicesError {
-    #[error(
-        "no service manager found: /run/systemd/system is missing and SVC_SYSTEMCTL is not set"
-    )]
+    #[error("no service manager found: /run/systemd/system is missing and SVC_SYSTEMCTL is not set")]
     None,
     #[error("start {program}")]
     Start {
@@ -148,7 +146,8 @@ impl Services for Systemctl {
     }
 
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError> {
-        let output = self.systemctl(&["show", "--property=ActiveState,Result,NRestarts", unit], QUERY_TIMEOUT).await?;
+        let output =
+            self.systemctl(&["show", "--property=ActiveState,Result,NRestarts", unit], QUERY_TIMEOUT).await?;
         Ok(parse_state(&output))
     }
 }

@@ -93,7 +93,8 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
                 return Ok(());
             }
             let last = LastRun::read(self.layout);
-            if last.as_ref().and_then(LastRun::taken_at).is_some_and(|taken_at| is_recent(taken_at, journal)) {
+            if last.as_ref().and_then(LastRun::taken_at).is_some_and(|taken_at| is_recent(taken_at, journal))
+            {
                 return Ok(());
             }
             let ended = last.filter(|last| last.timestamp >= seen);

@@ -104,7 +104,9 @@ impl State {
             (Self::Preparing | Self::TakingSnapshot, Event::Refused(why)) => ended(End::Refused, why),
             (Self::Preparing | Self::TakingSnapshot, Event::Failed(why)) => ended(End::Failed, why),
             (Self::Preparing, Event::AttemptsExhausted) => ended(End::Failed, exhausted(Stage::Download)),
-            (Self::TakingSnapshot, Event::AttemptsExhausted) => ended(End::Failed, exhausted(Stage::Snapshot)),
+            (Self::TakingSnapshot, Event::AttemptsExhausted) => {
+                ended(End::Failed, exhausted(Stage::Snapshot))
+            }
 
             (Self::Switching, Event::Done) => Self::Activating,
             (Self::Switching, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
@@ -114,7 +116,9 @@ impl State {
                 Self::Ended { end: End::Updated, stage: Stage::Done, error: None }
             }
             (Self::Activating, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
-            (Self::Activating, Event::AttemptsExhausted) => Self::Reverting { why: exhausted(Stage::Restart) },
+            (Self::Activating, Event::AttemptsExhausted) => {
+                Self::Reverting { why: exhausted(Stage::Restart) }
+            }
 
             (Self::Reverting { why }, Event::Done) => Self::Restoring { why },
             (Self::Restoring { why }, Event::Done) => ended(End::RolledBack, why),
@@ -137,7 +141,12 @@ fn ended(end: End, why: StepFailure) -> State {
 
 /// Neither release is healthy; the error has both reasons.
 fn rollback_failed(why: &StepFailure, rollback_failure: &StepFailure) -> State {
-    let error = format!("{}; the rollback failed at {}: {}", why.error, rollback_failure.stage.as_str(), rollback_failure.error);
+    let error = format!(
+        "{}; the rollback failed at {}: {}",
+        why.error,
+        rollback_failure.stage.as_str(),
+        rollback_failure.error
+    );
     State::Ended { end: End::Failed, stage: Stage::Rollback, error: Some(error) }
 }
 

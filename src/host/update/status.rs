@@ -95,10 +95,13 @@ fn print_table(status: &Status) {
         println!("{mark} {:wide$}  {created:24}  {digest}", row.version.as_str());
     }
     if let Some(update) = &status.update {
-        println!("\
-        in progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
+        println!(
+            "\
+        in progress: from {} to {}, {:?}",
+            update.plan.from, update.plan.to, update.state
+        );
         if let Some(SnapshotWait { since, why }) = &update.waiting {
-            println!("waiting for a snapshot since {}: {why}", rfc3339_ms(*since));
+            println!("it waits for a snapshot since {}: {why}", rfc3339_ms(*since));
         }
     }
     if let Some(last) = &status.last {
@@ -129,7 +132,9 @@ pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
         Format::Json => println!("{}", serde_json::to_string_pretty(&entries).or_exit(Exit::Internal)?),
         Format::Table if entries.is_empty() => println!("No update has ended on this machine."),
         Format::Table => {
-            entries.iter().for_each(|entry| println!("{} -> {}", entry.from, describe_outcome(&entry.outcome)));
+            entries
+                .iter()
+                .for_each(|entry| println!("{} -> {}", entry.from, describe_outcome(&entry.outcome)));
         }
     }
     Ok(())

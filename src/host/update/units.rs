@@ -54,7 +54,8 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
         installed.iter().chain(wanted.keys()).filter_map(|path| Some(path.parent()?.to_owned())).collect();
     for dir in dirs {
         // Left by a killed installation.
-        let is_ours = |name: &str| installed.contains(&dir.join(name)) || wanted.contains_key(&dir.join(name));
+        let is_ours =
+            |name: &str| installed.contains(&dir.join(name)) || wanted.contains_key(&dir.join(name));
         fsx::remove_torn_in(&layout.root().join(&dir), is_ours)?;
     }
     for (target, source) in &wanted {
@@ -109,8 +110,8 @@ fn record_path(layout: &Layout) -> PathBuf {
 }
 
 fn write_record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileError> {
-    let text =
-        serde_json::to_vec(&InstalledFiles { version: RECORD_VERSION, files }).expect("paths of a release are text");
+    let text = serde_json::to_vec(&InstalledFiles { version: RECORD_VERSION, files })
+        .expect("paths of a release are text");
     fsx::write_atomic(&record_path(layout), &text, 0o644)
 }
 
@@ -209,7 +210,7 @@ mod tests {
         install(&layout, &one).unwrap();
         let etc = dir.path().join(UNITS);
         // No directory can be created at that path.
-        fs::write(etc.join("svc-z.service.d"), "in the way").unwrap();
+        fs::write(etc.join("svc-z.service.d"), "a file").unwrap();
         assert!(matches!(install(&layout, &two), Err(UnitsError::File(_))));
         assert!(etc.join("svc-b.service").exists() && etc.join("svc-a.service.d/10-x.conf").exists());
         assert_eq!(removed_units(&layout, &one).unwrap(), ["svc-b.service"]);

@@ -17,7 +17,7 @@ struct Seen {
 }
 
 pub async fn check(config: &PlatformConfig) -> Findings {
-    let findings = Findings::of("platform-key");
+    let findings = Findings::new("platform-key");
     let seen = match see(config).await {
         Ok(Some(seen)) => seen,
         Ok(None) => return findings.skipped("svc-platform of this release has not started yet"),

@@ -22,7 +22,13 @@ fn file<'a>(path: &'a str, body: &'a [u8]) -> RawEntry<'a> {
 }
 
 fn link<'a>(path: &'a str, target: &'a str) -> RawEntry<'a> {
-    RawEntry { path: path.as_bytes(), kind: EntryType::Symlink, mode: 0o777, link: target.as_bytes(), body: b"" }
+    RawEntry {
+        path: path.as_bytes(),
+        kind: EntryType::Symlink,
+        mode: 0o777,
+        link: target.as_bytes(),
+        body: b"",
+    }
 }
 
 fn archive(entries: &[RawEntry<'_>]) -> Vec<u8> {
