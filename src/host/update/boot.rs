@@ -49,8 +49,7 @@ pub const POINTS: &[&str] = &[
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
-        "the update from {from} to {to} was interrupted\
-          next: run `svc-update resume`, then boot again"
+        "the update from {from} to {to} was interrupted\n  next: `svc-update resume` finishes it; then boot again"
     )]
     Open { from: ImageVersion, to: ImageVersion },
     #[error(transparent)]

@@ -95,11 +95,7 @@ fn print_table(status: &Status) {
         println!("{mark} {:wide$}  {created:24}  {digest}", row.version.as_str());
     }
     if let Some(update) = &status.update {
-        println!(
-            "\
-        in progress: from {} to {}, {:?}",
-            update.plan.from, update.plan.to, update.state
-        );
+        println!("\nin progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
         if let Some(SnapshotWait { since, why }) = &update.waiting {
             println!("it waits for a snapshot since {}: {why}", rfc3339_ms(*since));
         }

@@ -1,8 +1,8 @@
-//! The provider's rate limit: one budget for every clone of the adapter, and, where there is an [`Allowance`], for all
-//! processes that share it.
+//! The provider's rate limit: one budget for all clones of the adapter and, with an [`Allowance`], for all processes
+//! that share it.
 //!
-//! Nobody sends while the provider has said that nothing is left, or before the call was taken from the shared budget.
-//! While that is ample, one round trip takes several calls. It bounds calls in flight as well.
+//! No call is sent while the provider reports an empty budget, or before it was reserved in the shared one. A round
+//! trip to an ample shared budget reserves several calls. The budget also limits the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -14,19 +14,19 @@ use tokio::time::Instant;
 use crate::provider::{Allowance, Seen};
 
 const CALLS_IN_FLIGHT: usize = 8;
-/// Calls that are taken from the shared budget at a time, and after which time unused ones are given back.
+/// Calls reserved in the shared budget at a time.
 const BATCH: u32 = 16;
 const KEPT_FOR: Duration = Duration::from_secs(10);
-/// Who does not hear of the shared budget in time goes by what this process knows alone.
+/// After this timeout a process relies on its own view of the budget.
 const SHARED_DEADLINE: Duration = Duration::from_secs(2);
-/// Fewer calls than these being gone do not tell how fast they come back.
+/// Minimum number of used calls for a reliable refill rate.
 const TELLING: u64 = 5;
 
-/// No call came free within the longest wait.
+/// No call became available within the maximum wait.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exhausted;
 
-/// Cloned with the adapter; all clones share one gate.
+/// Cloned with the adapter; all clones share one state.
 #[derive(Clone)]
 pub(super) struct Budget {
     in_flight: Arc<Semaphore>,
@@ -38,7 +38,7 @@ pub(super) struct Budget {
 #[derive(Default)]
 struct State {
     closed_until: Option<Instant>,
-    /// Calls taken from the shared budget and not yet made, and until when they count.
+    /// Calls reserved in the shared budget but not yet made, and their expiry.
     taken: u32,
     taken_until: Option<Instant>,
     seen: Option<Seen>,
@@ -54,10 +54,10 @@ impl Budget {
         }
     }
 
-    /// Waits for a place, the gate, and a call of the budget; the place is held until the permit is dropped.
+    /// Waits for a slot, the gate, and a call of the budget. The slot is held until the permit is dropped.
     pub(super) async fn enter(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
         let place = Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
-        // Others may move the gate while we wait; nobody waits longer than the longest wait.
+        // Others may move the gate during the wait, which `max_wait` limits.
         let latest = Instant::now() + self.longest_wait;
         loop {
             let until = match self.gate() {
@@ -68,14 +68,14 @@ impl Budget {
                 },
             };
             if Instant::now() >= latest {
-                // Alone, the gate is a guess about others; the shared budget is not.
+                // Without a shared budget, the gate is only a guess about other users.
                 return if self.shared.is_none() { Ok(place) } else { Err(Exhausted) };
             }
             tokio::time::sleep_until(until.min(latest)).await;
         }
     }
 
-    /// Takes one call; the error is the time after which to try again.
+    /// Reserves one call; the error is the delay before the next attempt.
     async fn take(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
         let (back, seen) = {
@@ -99,7 +99,8 @@ impl Budget {
         Ok(())
     }
 
-    /// Learns from any answer, whose exchange took so long: when its budget is spent, the gate closes for the time in which one call comes back.
+    /// Updates the budget from a response to an exchange of duration `took`. If the budget is empty, the gate closes
+    /// for the time in which one call is refilled.
     pub(super) fn learn(&self, headers: &HeaderMap, took: Duration) {
         let (Some(limit), Some(left), Some(reset)) =
             (number(headers, "ratelimit-limit"), number(headers, "ratelimit-remaining"), reset_in(headers))
@@ -110,22 +111,22 @@ impl Budget {
         let at = std::time::Instant::now();
         self.state().seen = Some(Seen { left: left as f64, capacity: limit as f64, per_second, at });
         if left == 0 {
-            // The provider refills evenly and names the time when all is back.
+            // The provider refills evenly and sends the time of the full refill.
             self.close_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
         }
     }
 
-    /// Closes the gate after a 429 until the provider's reset, or for `fallback` where it names none.
+    /// Closes the gate after a 429 until the provider's reset, or for `fallback` if it names none.
     pub(super) fn refused(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
         let wait = reset_in(headers).unwrap_or(fallback).min(self.longest_wait);
         self.close_for(wait);
         wait
     }
 
-    /// Lets the others know of a refusal.
+    /// Reports a refusal to the other users of the shared budget.
     pub(super) async fn tell(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
-            // Whom it does not reach learns it by a refusal of their own.
+            // A user that the report does not reach is refused by the provider itself.
             let _ = tokio::time::timeout(SHARED_DEADLINE, shared.close(wait)).await;
         }
     }
@@ -137,7 +138,7 @@ impl Budget {
         state.taken = 0;
     }
 
-    /// Until when nobody sends, if that lies ahead.
+    /// The end of the closed gate, if it lies in the future.
     fn gate(&self) -> Option<Instant> {
         self.state().closed_until.filter(|until| *until > Instant::now())
     }
@@ -147,14 +148,14 @@ impl Budget {
     }
 }
 
-/// The rate at which calls come back, from those that are gone and the time until all are back, seen from the start of the
-/// exchange: never above the provider's. What is left is a whole number, so up to one call less is gone; the time is of
-/// the answer, and a whole second at the end of it.
+/// A lower bound of the refill rate, from the used calls and the time until all are refilled, counted from the start
+/// of the exchange. The remaining budget is rounded down, so up to one call less is used. The reset time is relative
+/// to the response and rounded up to a second.
 fn lower_rate(gone: u64, back_in: Duration) -> Option<f64> {
     (gone >= TELLING && !back_in.is_zero()).then(|| (gone - 1) as f64 / back_in.as_secs_f64())
 }
 
-/// Of 0 to 1, so that those who wait for the same call do not ask at once.
+/// A random value from 0 to 1, so that waiting callers do not retry at the same time.
 fn spread() -> f64 {
     f64::from(uuid::Uuid::new_v4().as_bytes()[0]) / 256.0
 }
@@ -213,10 +214,10 @@ mod tests {
             for tenths in 50..400u32 {
                 let gone = f64::from(tenths) / 10.0;
                 for fraction in [0.0, 0.01, 0.5, 0.99] {
-                    // The provider names the next whole second after the time at which all is back.
+                    // The provider names the next whole second after the full refill.
                     let all_back = fraction + gone / rate;
                     let back_in = Duration::from_secs_f64(all_back.ceil() - fraction);
-                    // And rounds the remaining budget down.
+                    // It also rounds the remaining budget down.
                     let shown = gone.ceil() as u64;
                     let learnt = lower_rate(shown, back_in).unwrap();
                     assert!(learnt <= rate, "{learnt} instead of {rate} of {gone} at {fraction}");
@@ -235,7 +236,7 @@ mod tests {
         assert_eq!(reset_in(&past), None);
     }
 
-    /// Grants what is in it, whole, and counts how often it is asked.
+    /// Grants all it has, and counts the requests.
     struct Purse {
         left: AtomicU32,
         asked: AtomicU32,

@@ -1,6 +1,6 @@
-//! One call to the provider: its deadline, what its failure means, and when it is made again.
+//! One call to the provider: its timeout, the classification of its failures, and its retries.
 //!
-//! The invariant: a call that creates is repeated only after an answer that says that nothing was done.
+//! Invariant: a call that creates something is repeated only after a response that says that nothing was done.
 
 use std::time::{Duration, Instant};
 
@@ -16,17 +16,17 @@ use super::wire::ErrorBody;
 use crate::http::request_id;
 use crate::metrics::{PROVIDER_CALLS, PROVIDER_DURATION};
 
-/// A page of fifty servers has some 150 KiB.
+/// A page of fifty servers has about 150 KiB.
 const LARGEST_ANSWER: usize = 8 << 20;
 
-/// Bounds of the adapter's patience; the defaults are the contract's.
+/// Timeouts and retries of the adapter; the defaults are the contract's.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// For one exchange, from the first byte out to the last byte in.
+    /// Timeout of one exchange, from the first byte sent to the last byte received.
     pub deadline: Duration,
     pub first_backoff: Duration,
     pub longest_backoff: Duration,
-    /// The longest wait for a reset of the rate limit.
+    /// Maximum wait for a reset of the rate limit.
     pub longest_rate_wait: Duration,
     pub retries: usize,
 }
@@ -43,15 +43,15 @@ impl Default for Limits {
     }
 }
 
-/// Whether the provider may act on the call twice.
+/// Whether the call is idempotent at the provider.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Repeat {
     Harmless,
-    /// It makes or changes something anew each time.
+    /// Every repeat creates or changes something again.
     Harmful,
 }
 
-/// What is asked; `name` stands for the call in errors.
+/// A request; `name` identifies the call in errors.
 pub(super) struct Call<'a> {
     pub(super) name: &'static str,
     pub(super) method: Method,
@@ -75,7 +75,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// A failed exchange, and whether and how soon another one is worth it.
+/// A failed exchange and its retry policy.
 struct Failed {
     error: ProviderError,
     again: Again,
@@ -85,23 +85,23 @@ struct Failed {
 enum Again {
     Never,
     AfterBackoff,
-    /// The provider named the wait.
+    /// The provider named the delay.
     After(Duration),
 }
 
-/// The way to the provider: where, with which credential, within which limits.
+/// The connection to the provider: address, credential and limits.
 #[derive(Clone)]
 pub(super) struct Line {
     pub(super) client: reqwest::Client,
     pub(super) base: Url,
-    /// Marked sensitive, so that nothing prints it.
+    /// Marked sensitive, so that it is never printed.
     pub(super) authorization: HeaderValue,
     pub(super) budget: Budget,
     pub(super) limits: Limits,
 }
 
 impl Line {
-    /// Makes the call, again where that is right and within bounds, and reads the answer's JSON.
+    /// Makes the call, with retries where they are safe, and parses the response's JSON.
     pub(super) async fn json<A: DeserializeOwned>(&self, call: Call<'_>) -> Result<A, ProviderError> {
         let answer = self.exchange_until_settled(&call).await?;
         serde_json::from_slice(&answer.body).map_err(|source| {
@@ -126,7 +126,7 @@ impl Line {
             })
             .notify(|failed, wait| {
                 let cause = &failed.error.cause;
-                tracing::debug!(call = call.name, %cause, wait_ms = wait.as_millis(), "provider call will be repeated");
+                tracing::debug!(call = call.name, %cause, wait_ms = wait.as_millis(), "retrying a provider call");
             })
             .await
             .map_err(|failed| failed.error)
@@ -227,7 +227,7 @@ struct Answer {
     body: Vec<u8>,
 }
 
-/// The kind of a failure that does not say whether the call was acted on.
+/// The kind of a failure that leaves open whether the call had an effect.
 fn unclear(repeat: Repeat) -> ErrorKind {
     match repeat {
         Repeat::Harmless => ErrorKind::Transient,
@@ -235,13 +235,13 @@ fn unclear(repeat: Repeat) -> ErrorKind {
     }
 }
 
-/// The provider's code decides before the status; a code that we do not know counts by its status.
+/// The provider's code takes precedence over the status; an unknown code is classified by its status.
 fn judge(status: StatusCode, code: &str, repeat: Repeat) -> (ErrorKind, Again) {
     match code {
         "rate_limit_exceeded" | "conflict" | "locked" => return (ErrorKind::Transient, Again::AfterBackoff),
         "uniqueness_error" => return (ErrorKind::Conflict, Again::Never),
         "not_found" => return (ErrorKind::NotFound, Again::Never),
-        // Nothing was done, and the provider says that this passes.
+        // Nothing was done, and the provider reports a temporary condition.
         "maintenance" => return (ErrorKind::Transient, Again::Never),
         "resource_limit_exceeded"
         | "resource_unavailable"

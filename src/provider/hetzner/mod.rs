@@ -1,6 +1,6 @@
-//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): the port's calls as requests.
+//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the port's calls to requests.
 //!
-//! It owns the wire form, deadlines, repeats and the rate budget; it keeps nothing of what it is told.
+//! Owns the wire format, timeouts, retries and the rate budget; stores no data of the provider.
 
 mod budget;
 mod call;
@@ -27,14 +27,14 @@ use super::{
 };
 use crate::machine::name::{Location, ServerType};
 
-/// The most that the provider puts on a page.
+/// Maximum page size of the provider.
 const PER_PAGE: &str = "50";
-/// A provider whose pages never end is broken; fifty thousand servers are more than a project holds.
+/// Only a broken provider has more pages; a project cannot hold fifty thousand servers.
 const MOST_PAGES: u32 = 1000;
 
-/// The API token has a character that no header can carry.
+/// The API token contains a character that is not allowed in a header.
 #[derive(Debug, thiserror::Error)]
-#[error("the provider's API token is not a header value")]
+#[error("the provider's API token is not a valid header value")]
 pub struct BadToken;
 
 /// The adapter. Clones share the rate budget.
@@ -49,7 +49,7 @@ impl Hetzner {
         Self::with_limits(client, base, token, Limits::default())
     }
 
-    /// Shares its rate budget with everybody who uses the same allowance.
+    /// Shares the rate budget with all users of the same allowance.
     pub fn sharing(
         client: reqwest::Client,
         base: Url,

@@ -1,4 +1,4 @@
-//! The provider's JSON, as far as it is used, and its way into our words.
+//! The used part of the provider's JSON, and its conversion into our types.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -29,7 +29,7 @@ struct PublicNetOrder {
 }
 
 impl<'a> CreateServer<'a> {
-    /// `user_data` is the order's, exposed by the caller for the time of the call.
+    /// `user_data` is the order's, exposed only for the call.
     pub(super) fn of(order: &'a ServerOrder, user_data: &'a str) -> Self {
         Self {
             name: &order.name,
@@ -44,7 +44,7 @@ impl<'a> CreateServer<'a> {
     }
 }
 
-/// The size of a disk is never given up for a larger type, so `upgrade_disk` has one value.
+/// The disk keeps its size, so `upgrade_disk` is constant.
 #[derive(Serialize)]
 pub(super) struct ChangeType<'a> {
     server_type: &'a str,
@@ -66,7 +66,7 @@ pub(super) struct OneServer {
 pub(super) struct CreatedServer {
     server: WireServer,
     action: Option<WireAction>,
-    /// That the server is started.
+    /// Starts the server.
     #[serde(default)]
     next_actions: Vec<WireAction>,
 }
