@@ -19,9 +19,9 @@ use svc::provider::{
 /// The contract's order of things, but a hundred times faster.
 const FAST: Limits = Limits {
     deadline: Duration::from_secs(2),
-    first_backoff: Duration::from_millis(5),
-    longest_backoff: Duration::from_millis(50),
-    longest_rate_wait: Duration::from_millis(1500),
+    initial_backoff: Duration::from_millis(5),
+    max_backoff: Duration::from_millis(50),
+    max_rate_wait: Duration::from_millis(1500),
     retries: 4,
 };
 

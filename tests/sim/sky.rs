@@ -37,9 +37,9 @@ impl Sky {
                 let client = client::build(Deadlines::CALL).expect("a client");
                 let base = simulator.base_url().parse().expect("a URL");
                 let limits = Limits {
-                    first_backoff: Duration::from_millis(10),
-                    longest_backoff: Duration::from_millis(50),
-                    longest_rate_wait: Duration::from_millis(50),
+                    initial_backoff: Duration::from_millis(10),
+                    max_backoff: Duration::from_millis(50),
+                    max_rate_wait: Duration::from_millis(50),
                     ..Limits::default()
                 };
                 let token = simulator.token().to_owned().into();

@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_real_disk_wins_over_the_types() {
+    fn server_reports_real_disk_size() {
         let json = r#"{"id": 42, "name": "svc-x", "status": "running", "primary_disk_size": 80, "labels": {"a": "b"},
             "public_net": {"ipv4": {"ip": "203.0.113.1", "blocked": false}, "ipv6": null},
             "server_type": {"id": 1, "name": "cpx32", "cores": 4, "memory": 8.0, "disk": 160}}"#;
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_is_new_to_us_is_unknown_and_a_server_may_lack_an_address() {
+    fn unknown_state_and_missing_address_are_accepted() {
         let json = r#"{"id": 1, "name": "n", "status": "levitating", "public_net": {"ipv4": null},
             "server_type": {"name": "cpx22", "cores": 2, "memory": 4, "disk": 80}}"#;
         let server = Server::from(serde_json::from_str::<WireServer>(json).unwrap());
