@@ -21,7 +21,7 @@ const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
 /// Timeouts and retries of the adapter; the defaults are the contract's.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct CallLimits {
     /// Timeout of one exchange, from the first byte sent to the last byte received.
     pub deadline: Duration,
     pub initial_backoff: Duration,
@@ -31,7 +31,7 @@ pub struct Limits {
     pub retries: usize,
 }
 
-impl Default for Limits {
+impl Default for CallLimits {
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(10),
@@ -104,7 +104,7 @@ pub(super) struct Connection {
     /// Marked sensitive, so that it is never printed.
     pub(super) authorization: HeaderValue,
     pub(super) budget: Budget,
-    pub(super) limits: Limits,
+    pub(super) limits: CallLimits,
 }
 
 impl Connection {

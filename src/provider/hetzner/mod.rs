@@ -15,7 +15,7 @@ use serde::Serialize;
 use url::Url;
 
 use self::budget::Budget;
-pub use self::call::Limits;
+pub use self::call::CallLimits;
 use self::call::{Call, Connection, Idempotence};
 use self::wire::{
     ChangeType, CreateServer, CreatedServer, ManyLocations, ManyServerTypes, ManyServers, OneAction,
@@ -46,7 +46,7 @@ pub struct Hetzner {
 impl Hetzner {
     /// `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
     pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, BadToken> {
-        Self::with_limits(client, base, token, Limits::default())
+        Self::with_limits(client, base, token, CallLimits::default())
     }
 
     /// Shares the rate budget with all users of the same allowance.
@@ -56,14 +56,14 @@ impl Hetzner {
         token: &SecretString,
         allowance: Arc<dyn Allowance>,
     ) -> Result<Self, BadToken> {
-        Self::with(client, base, token, Limits::default(), Some(allowance))
+        Self::with(client, base, token, CallLimits::default(), Some(allowance))
     }
 
     pub fn with_limits(
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
-        limits: Limits,
+        limits: CallLimits,
     ) -> Result<Self, BadToken> {
         Self::with(client, base, token, limits, None)
     }
@@ -72,7 +72,7 @@ impl Hetzner {
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
-        limits: Limits,
+        limits: CallLimits,
         allowance: Option<Arc<dyn Allowance>>,
     ) -> Result<Self, BadToken> {
         let mut authorization =
