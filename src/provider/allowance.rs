@@ -9,7 +9,7 @@ use async_trait::async_trait;
 pub trait Allowance: Send + Sync {
     /// Requests up to `want` calls, returns `back` unused ones, and reports the budget last seen in a provider's
     /// response. `None` if the shared budget is unavailable.
-    async fn reserve(&self, want: u32, back: u32, seen: Option<Seen>) -> Option<Grant>;
+    async fn reserve(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Option<BudgetGrant>;
 
     /// Reports a refusal by the provider: no process may call for this time.
     async fn close(&self, wait: Duration);
@@ -17,7 +17,7 @@ pub trait Allowance: Send + Sync {
 
 /// The provider's rate limit in one of its responses.
 #[derive(Debug, Clone, Copy)]
-pub struct Seen {
+pub struct ObservedBudget {
     pub left: f64,
     pub capacity: f64,
     /// The refill rate; `None` if too few calls are used to compute it.
@@ -27,7 +27,7 @@ pub struct Seen {
 
 /// The number of granted calls; if it is 0, the time until the next request makes sense.
 #[derive(Debug, Clone, Copy)]
-pub struct Grant {
+pub struct BudgetGrant {
     pub calls: u32,
     pub wait: Duration,
 }

@@ -10,7 +10,7 @@ mod server;
 
 use async_trait::async_trait;
 
-pub use self::allowance::{Allowance, Grant, Seen};
+pub use self::allowance::{Allowance, BudgetGrant, ObservedBudget};
 pub use self::error::{Cause, ErrorKind, ProviderError};
 pub use self::server::{
     Action, ActionId, ActionStatus, Created, Deleted, Server, ServerId, ServerOrder, ServerStatus,

@@ -11,7 +11,7 @@ use http::HeaderMap;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use crate::provider::{Allowance, Seen};
+use crate::provider::{Allowance, ObservedBudget};
 
 const CALLS_IN_FLIGHT: usize = 8;
 /// Calls reserved in the shared budget at a time.
@@ -41,7 +41,7 @@ struct State {
     /// Calls reserved in the shared budget but not yet made, and their expiry.
     reserved: u32,
     reserved_until: Option<Instant>,
-    seen: Option<Seen>,
+    seen: Option<ObservedBudget>,
 }
 
 impl Budget {
@@ -106,7 +106,8 @@ impl Budget {
         };
         let per_second = lower_rate(limit.saturating_sub(left), reset + took);
         let at = std::time::Instant::now();
-        self.state().seen = Some(Seen { left: left as f64, capacity: limit as f64, per_second, at });
+        self.state().seen =
+            Some(ObservedBudget { left: left as f64, capacity: limit as f64, per_second, at });
         if left == 0 {
             // The provider refills evenly and sends the time of the full refill.
             self.close_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
@@ -174,7 +175,7 @@ mod tests {
     use async_trait::async_trait;
 
     use super::*;
-    use crate::provider::Grant;
+    use crate::provider::BudgetGrant;
 
     fn headers(remaining: u64, reset_in_seconds: u64) -> HeaderMap {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
@@ -241,12 +242,12 @@ mod tests {
 
     #[async_trait]
     impl Allowance for FakeAllowance {
-        async fn reserve(&self, want: u32, back: u32, _seen: Option<Seen>) -> Option<Grant> {
+        async fn reserve(&self, want: u32, back: u32, _seen: Option<ObservedBudget>) -> Option<BudgetGrant> {
             self.requests.fetch_add(1, Ordering::SeqCst);
             self.left.fetch_add(back, Ordering::SeqCst);
             let calls = self.left.load(Ordering::SeqCst).min(want);
             self.left.fetch_sub(calls, Ordering::SeqCst);
-            Some(Grant { calls, wait: Duration::from_millis(30) })
+            Some(BudgetGrant { calls, wait: Duration::from_millis(30) })
         }
 
         async fn close(&self, _wait: Duration) {}
