@@ -14,7 +14,7 @@ use tokio_util::io::ReaderStream;
 use url::Url;
 
 use crate::failpoint::{self, Injected};
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::config::PlatformLink;
 use crate::host::system::upgrade_token::UpgradeToken;
 use crate::http::client::{self, Deadlines};
@@ -114,7 +114,7 @@ impl BundleSource {
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
         let mut download = Download { source: self, client, etag: None, length: None, at: 0, body: None };
-        let mut patience = Patience::new(STALL_TIMEOUT);
+        let mut patience = Backoff::new(STALL_TIMEOUT);
         loop {
             match download.send_request().await {
                 Ok(()) => return Ok(download),
@@ -124,7 +124,7 @@ impl BundleSource {
     }
 }
 
-async fn back_off(patience: &mut Patience, error: DownloadError) -> Result<(), DownloadError> {
+async fn back_off(patience: &mut Backoff, error: DownloadError) -> Result<(), DownloadError> {
     if !error.is_transient() {
         return Err(error);
     }
@@ -226,7 +226,7 @@ impl Download<'_> {
     /// [`DownloadError`]; `Abandoned` when the receiver has been dropped.
     pub async fn stream_to(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
         let mut digest = Sha256::new();
-        let mut patience = Patience::new(STALL_TIMEOUT);
+        let mut patience = Backoff::new(STALL_TIMEOUT);
         loop {
             let before = self.at;
             match self.stream_body(&chunks, &mut digest).await {

@@ -18,7 +18,7 @@ use crate::chain::chain;
 use crate::clock;
 use crate::fsx::{self, FileError};
 use crate::host::snapshots::backup_progress::BackupProgress;
-use crate::host::system::backoff::{Over, Patience};
+use crate::host::system::backoff::{Backoff, Over};
 use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 use crate::store::key;
@@ -83,7 +83,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
     /// # Errors
     /// `Timeout` if no backup makes progress within the deadline.
     pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
-        let mut patience = Patience::new(self.deadline);
+        let mut patience = Backoff::new(self.deadline);
         let (mut next_start, mut pause) = (Instant::now(), FIRST_START_PAUSE);
         let (mut seen, mut max_bytes) = (Timestamp::now(), 0);
         let since = clock::now_ms();

@@ -8,7 +8,7 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 use url::Url;
 
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::config::PlatformLink;
 use crate::http::client::{self, Deadlines};
 use crate::http::request_id;
@@ -103,7 +103,7 @@ impl<'a> RegistrationClient<'a> {
         body: &str,
         deadline: Duration,
     ) -> Result<bytes::Bytes, RegistrationError> {
-        let mut patience = Patience::new(deadline);
+        let mut patience = Backoff::new(deadline);
         loop {
             match self.try_post(&url, body).await {
                 Attempt::Done(result) => return result,
