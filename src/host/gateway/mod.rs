@@ -126,13 +126,13 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let told = stop.clone();
     tokio::spawn(async move {
         told.cancelled().await;
-        systemd::tell(&[NotifyState::Stopping]);
+        systemd::notify(&[NotifyState::Stopping]);
     });
 
     let address = server::local_addr(&public).or_exit(Exit::Internal)?;
     tracing::info!(%address, "listening");
     let status = format!("listening on {address}");
-    systemd::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
     let routes = router::router(&gateway, Ingress::Public);
     let dispatcher = gateway.dispatcher.clone();
     let told = stop.clone();

@@ -143,7 +143,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
             return Err(Failure::new(Exit::Unavailable, timed_out));
         }
         () = forward_signals(pid, &mut signals) => {
-            systemd::tell(&[NotifyState::Stopping]);
+            systemd::notify(&[NotifyState::Stopping]);
             stop_child(&mut child).await.or_exit(Exit::Internal)?;
             return Ok(());
         }
@@ -166,7 +166,7 @@ async fn supervise(socket: &Path) -> anyhow::Error {
         );
     }
     tracing::info!("code-server is accepting connections");
-    systemd::tell(&[NotifyState::Ready, NotifyState::Status("code-server is accepting connections")]);
+    systemd::notify(&[NotifyState::Ready, NotifyState::Status("code-server is accepting connections")]);
     systemd::feed_watchdog(CancellationToken::new(), async || is_accepting(socket).await).await;
     std::future::pending().await
 }

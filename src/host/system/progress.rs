@@ -44,13 +44,13 @@ impl Progress {
 
     /// Starts a phase of unknown length.
     pub fn at(&self, what: &'static str) {
-        systemd::tell(&[NotifyState::Status(what)]);
+        systemd::notify(&[NotifyState::Status(what)]);
         self.show("{spinner} {msg} ({elapsed})", what);
     }
 
     /// Starts a phase of `total` bytes.
     pub fn of_bytes(&self, what: &'static str, total: u64) {
-        systemd::tell(&[NotifyState::Status(what)]);
+        systemd::notify(&[NotifyState::Status(what)]);
         self.show(
             "{spinner} {msg}: {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left",
             what,
@@ -72,7 +72,7 @@ impl Progress {
         if last_status.elapsed() >= STATUS_INTERVAL {
             *last_status = Instant::now();
             let percent = done.saturating_mul(100).checked_div(total).unwrap_or(100).min(100);
-            systemd::tell(&[NotifyState::Status(&format!("{what}: {percent} % of {} MiB", total >> 20))]);
+            systemd::notify(&[NotifyState::Status(&format!("{what}: {percent} % of {} MiB", total >> 20))]);
         }
     }
 

@@ -22,7 +22,7 @@ pub fn systemctl(layout: &Layout) -> Option<OsString> {
     runs.then(|| "systemctl".into())
 }
 
-pub fn tell(states: &[NotifyState<'_>]) {
+pub fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         tracing::debug!(%error, "could not notify systemd");
     }
@@ -33,7 +33,7 @@ pub async fn feed_watchdog(stop: CancellationToken, is_healthy: impl AsyncFn() -
     let Some(interval) = sd_notify::watchdog_enabled() else { return };
     loop {
         if is_healthy().await {
-            tell(&[NotifyState::Watchdog]);
+            notify(&[NotifyState::Watchdog]);
         }
         tokio::select! {
             () = stop.cancelled() => return,

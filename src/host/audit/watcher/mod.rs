@@ -84,7 +84,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     let watcher = begun.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
     let Started { teller, alive, thread, ended } = start(watcher).or_exit(Exit::Internal)?;
     let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
-    systemd::tell(&[NotifyState::Ready]);
+    systemd::notify(&[NotifyState::Ready]);
     let is_told_to_end = tokio::select! {
         () = listen(listener, teller) => false,
         // Its thread has ended: by a panic, which has told of itself.
@@ -93,7 +93,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
         _ = term.recv() => true,
         _ = int.recv() => true,
     };
-    systemd::tell(&[NotifyState::Stopping]);
+    systemd::notify(&[NotifyState::Stopping]);
     // The tellers are gone with the listener; hooks that are still being heard hold theirs for a moment.
     let ended = tokio::task::spawn_blocking(move || thread.join());
     // What it did not get to end in time ends with the process.

@@ -197,7 +197,7 @@ impl Supervisor {
             }
         }
         self.known.loaded = true;
-        systemd::tell(&[NotifyState::Status(&format!("{} apps registered", self.known.apps.len()))]);
+        systemd::notify(&[NotifyState::Status(&format!("{} apps registered", self.known.apps.len()))]);
         Ok(())
     }
 
