@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::config::PlatformLink;
 use super::layout::Layout;
-use super::store_credentials::{DuringOutage, Renewed};
+use super::store_credentials::{DuringOutage, RenewingCredentials};
 use crate::applet::Exit;
 use crate::config::Env;
 use crate::machine::id::MachineId;
@@ -85,11 +85,12 @@ impl StoreLink {
     pub fn open_with_source(
         self,
         during_outage: DuringOutage,
-    ) -> anyhow::Result<(Bucket, Option<Arc<Renewed>>)> {
+    ) -> anyhow::Result<(Bucket, Option<Arc<RenewingCredentials>>)> {
         let source = match self.renewal {
             None => None,
             Some(Renewal { machine, platform, first, layout }) => {
-                let renewed = Renewed::new(machine, platform, layout.store_credentials(), &first)?;
+                let renewed =
+                    RenewingCredentials::new(machine, platform, layout.store_credentials(), &first)?;
                 Some(Arc::new(renewed.during_outage(during_outage)))
             }
         };

@@ -53,7 +53,7 @@ pub enum DuringOutage {
 }
 
 /// The source of a host's credentials.
-pub struct Renewed {
+pub struct RenewingCredentials {
     during_outage: DuringOutage,
     machine: MachineId,
     platform: PlatformLink,
@@ -122,13 +122,13 @@ fn random() -> i64 {
     i64::from(uuid::Uuid::new_v4().as_bytes()[0])
 }
 
-impl fmt::Debug for Renewed {
+impl fmt::Debug for RenewingCredentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Renewed").field("machine", &self.machine).finish_non_exhaustive()
     }
 }
 
-impl Renewed {
+impl RenewingCredentials {
     /// # Errors
     /// If the HTTP client cannot be created.
     pub fn new(
@@ -262,7 +262,7 @@ impl Renewed {
 }
 
 #[async_trait]
-impl Source for Renewed {
+impl Source for RenewingCredentials {
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {

@@ -29,7 +29,7 @@ use crate::host::system::postgres::Server;
 use crate::host::system::probe;
 use crate::host::system::quiesce::Quiesce;
 use crate::host::system::store::StoreLink;
-use crate::host::system::store_credentials::{DuringOutage, Renewed};
+use crate::host::system::store_credentials::{DuringOutage, RenewingCredentials};
 use crate::http::request_id;
 use crate::machine::epoch::Epoch;
 use crate::machine::name::ImageVersion;
@@ -54,7 +54,7 @@ pub(crate) struct SyncConfig {
     slot: SlotPrefix,
     bucket: Bucket,
     /// Present if the store's credentials expire.
-    credentials: Option<Arc<Renewed>>,
+    credentials: Option<Arc<RenewingCredentials>>,
     server: Server,
     listen: SocketAddr,
     /// The release of user-data, used while none is installed.
