@@ -30,7 +30,7 @@ pub enum AcceptReason {
 }
 
 /// The settings that root accepts from files of other users.
-pub const FROM_OTHERS: [(&str, AcceptReason); 28] = [
+pub const ALLOWED_FROM_OTHERS: [(&str, AcceptReason); 28] = [
     ("SVC_MACHINE_ID", AcceptReason::Identifier),
     ("SVC_USER_ID", AcceptReason::Identifier),
     ("SVC_HANDLE", AcceptReason::Identifier),
@@ -69,7 +69,7 @@ const PLATFORM_URL: &str = "PLATFORM_INTERNAL_URL";
 pub fn is_accepted(name: &str, value: &str) -> bool {
     let is_directory =
         name == "OBJECT_STORE_URL" && value.trim_start().to_ascii_lowercase().starts_with("file");
-    !is_directory && FROM_OTHERS.iter().any(|(accepted, _)| *accepted == name)
+    !is_directory && ALLOWED_FROM_OTHERS.iter().any(|(accepted, _)| *accepted == name)
 }
 
 /// Adds the files under root's restrictions.
@@ -138,13 +138,13 @@ mod tests {
             "SVC_UPDATE_HEALTH_SECONDS",
             "SVC_NEW",
         ];
-        let all = FROM_OTHERS.iter().map(|(name, _)| *name).chain(own);
+        let all = ALLOWED_FROM_OTHERS.iter().map(|(name, _)| *name).chain(own);
         let others: String = all.map(|name| env_line(name, "planted")).collect();
         let Some((_dir, layout)) = machine(&others, "SVC_UPDATE_SNAPSHOT_SECONDS=7\n") else { return };
         for name in own {
             assert_ne!(text(&layout, name).as_deref(), Some("planted"), "{name}");
         }
-        for (name, _) in FROM_OTHERS {
+        for (name, _) in ALLOWED_FROM_OTHERS {
             assert!(text(&layout, name).is_some(), "{name}");
         }
         assert_eq!(text(&layout, "SVC_UPDATE_SNAPSHOT_SECONDS").as_deref(), Some("7"));
