@@ -56,7 +56,7 @@ pub const ALLOWED_FROM_OTHERS: [(&str, AcceptReason); 28] = [
     ("OBJECT_STORE_BUCKET", AcceptReason::Address),
     ("S3_BUCKET", AcceptReason::Address),
     ("GATEWAY_LISTEN", AcceptReason::Address),
-    // Only until root has a value of its own: see `keep_platform_url`.
+    // Only until root has a value of its own: see `copy_platform_url`.
     (PLATFORM_URL, AcceptReason::Address),
     ("SVC_PROOF_KEYS", AcceptReason::Judged),
     ("ADMIN_TOKEN", AcceptReason::Credential),
@@ -88,7 +88,7 @@ fn is_of_another_user(file: &Path) -> bool {
 ///
 /// # Errors
 /// [`FileError`].
-pub fn keep_platform_url(layout: &Layout) -> Result<(), FileError> {
+pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     let file = layout.update_env();
     if !geteuid().is_root() || Env::default().with_file(&file).is_set(PLATFORM_URL) {
         return Ok(());
@@ -163,11 +163,11 @@ mod tests {
         let Some((_dir, layout)) = machine("PLATFORM_INTERNAL_URL=https://one.example\n", "A_KEY=1") else {
             return;
         };
-        keep_platform_url(&layout).unwrap();
+        copy_platform_url(&layout).unwrap();
         fsx::write_atomic(&layout.host_env(), b"PLATFORM_INTERNAL_URL=https://thief.example\n", 0o600)
             .unwrap();
         chown(layout.host_env(), Some(940), Some(940)).unwrap();
-        keep_platform_url(&layout).unwrap();
+        copy_platform_url(&layout).unwrap();
         assert_eq!(text(&layout, PLATFORM_URL).as_deref(), Some("https://one.example"));
         assert_eq!(text(&layout, "A_KEY").as_deref(), Some("1"));
     }

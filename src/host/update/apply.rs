@@ -65,7 +65,7 @@ enum Caller {
 
 fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
     let services = Systemctl::find(&layout).ok_or(ServicesError::None).or_exit(Exit::Config)?;
-    root_settings::keep_platform_url(&layout).or_exit(Exit::Internal)?;
+    root_settings::copy_platform_url(&layout).or_exit(Exit::Internal)?;
     let mut env = config::environment(&layout);
     let has_database = env.is_set("DATABASE_URL");
     let platform = PlatformLink::read(&mut env, &layout);

@@ -161,7 +161,7 @@ async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVe
             version
         }
     };
-    root_settings::keep_platform_url(layout)?;
+    root_settings::copy_platform_url(layout)?;
     releases::switch(layout, version)?;
     units::install(layout, version)?;
     database::ensure_password(layout)?;
