@@ -99,7 +99,7 @@ impl PgTools {
     }
 
     /// The given compression if the tools support it, else the default.
-    pub async fn able(&self, compression: Compression) -> Compression {
+    pub async fn choose_compression(&self, compression: Compression) -> Compression {
         if !matches!(compression, Compression::Zstd(_)) {
             return compression;
         }
@@ -157,7 +157,7 @@ impl PgTools {
     }
 
     /// Reads a whole dump from stdin without loading it; fails if the dump is damaged.
-    pub fn read_through(&self) -> Command {
+    pub fn check_dump(&self) -> Command {
         let mut command = self.command("pg_restore", None);
         command.args(["-f", "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::null());
         command
@@ -271,7 +271,7 @@ fn load_options(cores: usize) -> String {
 }
 
 /// Summarizes a tool's stderr in one line, without the row values that it quotes.
-pub fn complaint(output: &str) -> String {
+pub fn summarize_stderr(output: &str) -> String {
     let about_rows = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
     let lines = output.lines().map(str::trim).filter(|line| !line.is_empty());
     let lines = lines.filter(|line| !about_rows.iter().any(|start| line.starts_with(start)));
@@ -289,7 +289,7 @@ mod tests {
         let output = "pg_restore: error: COPY failed for table \"notes\": ERROR:  invalid input syntax for type integer: \"mine\"\n\
                     CONTEXT:  COPY notes, line 1, column rank: \"mine\"\n\
                     DETAIL:  Key (title)=(mine) is duplicated.\npg_restore: error: ended\n";
-        let lines = complaint(output);
+        let lines = summarize_stderr(output);
         assert!(!lines.contains("mine"), "{lines}");
         assert!(
             lines.contains("COPY failed for table \"notes\"")

@@ -215,7 +215,7 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
         return Ok(());
     }
     let said = String::from_utf8_lossy(&said);
-    let complaint = postgres_tools::complaint(&said).chars().take(2000).collect();
+    let complaint = postgres_tools::summarize_stderr(&said).chars().take(2000).collect();
     Err(LoadError::Restore { status, complaint })
 }
 

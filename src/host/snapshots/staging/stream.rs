@@ -61,7 +61,7 @@ pub async fn load(means: &Means, snapshot: &SnapshotRef, database: &str) -> Resu
 }
 
 fn failure(status: ExitStatus, said: &[u8]) -> LoadError {
-    let complaint = postgres_tools::complaint(&String::from_utf8_lossy(said));
+    let complaint = postgres_tools::summarize_stderr(&String::from_utf8_lossy(said));
     LoadError::Restore { status, complaint: complaint.chars().take(2000).collect() }
 }
 

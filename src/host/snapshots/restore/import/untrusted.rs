@@ -151,7 +151,7 @@ async fn list(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
         return Err(unreadable("it has too many entries"));
     }
     if !status.success() {
-        return Err(unreadable(&postgres_tools::complaint(&String::from_utf8_lossy(&said))));
+        return Err(unreadable(&postgres_tools::summarize_stderr(&String::from_utf8_lossy(&said))));
     }
     Ok(String::from_utf8_lossy(&listing).into_owned())
 }
