@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::history;
 use super::journal::{Allowances, Journal, JournalError, UpdateKind};
 use super::machine::{self, Updater};
-use super::protocol::{End, Outcome};
+use super::protocol::{Outcome, UpdateResult};
 use super::request::{self, RequestFile};
 use super::services::{ServicesError, Systemctl};
 use super::{UpdateError, releases, snapshot, trust};
@@ -178,18 +178,20 @@ fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
     let Outcome { version, outcome: end, stage, error, .. } = outcome;
     let error = error.as_deref().unwrap_or_default();
     let (exit, message) = match end {
-        End::Updated => {
+        UpdateResult::Updated => {
             println!("{version} is current");
             return Ok(());
         }
-        End::RolledBack => (
+        UpdateResult::RolledBack => (
             Exit::Refused,
             format!("{version} failed its checks ({stage}): {error}; the release before runs again"),
         ),
-        End::Refused => (Exit::Refused, format!("{version} is refused ({stage}): {error}")),
-        End::Failed => (Exit::Internal, format!("the update to {version} failed ({stage}): {error}")),
+        UpdateResult::Refused => (Exit::Refused, format!("{version} is refused ({stage}): {error}")),
+        UpdateResult::Failed => {
+            (Exit::Internal, format!("the update to {version} failed ({stage}): {error}"))
+        }
     };
-    if caller == Caller::PathUnit && *end != End::Failed {
+    if caller == Caller::PathUnit && *end != UpdateResult::Failed {
         println!("{message}");
         return Ok(());
     }

@@ -241,7 +241,7 @@ mod tests {
         let layout = Layout::new(dir.path());
         let outcome = Outcome {
             version: "2".parse().unwrap(),
-            outcome: crate::host::update::protocol::End::RolledBack,
+            outcome: crate::host::update::protocol::UpdateResult::RolledBack,
             stage: "health".to_owned(),
             error: Some("x".to_owned()),
             at: Timestamp::UNIX_EPOCH,

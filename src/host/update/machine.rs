@@ -18,7 +18,7 @@ use super::history::{HistoryEntry, HistoryError};
 use super::journal::{Allowances, Journal, Plan, UpdateKind};
 use super::policy;
 use super::policy::Candidate;
-use super::protocol::{End, Outcome};
+use super::protocol::{Outcome, UpdateResult};
 use super::releases;
 use super::releases::InstallError;
 use super::services::Services;
@@ -328,8 +328,8 @@ impl<S: Services> Updater<S> {
     fn finish_journal(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
         failpoint::pass("update.ended")?;
         match outcome.outcome {
-            End::Updated => self.record_success(journal)?,
-            End::RolledBack | End::Refused | End::Failed => {}
+            UpdateResult::Updated => self.record_success(journal)?,
+            UpdateResult::RolledBack | UpdateResult::Refused | UpdateResult::Failed => {}
         }
         let entry = HistoryEntry::new(
             journal.id,

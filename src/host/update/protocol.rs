@@ -11,14 +11,14 @@ use crate::machine::name::ImageVersion;
 /// The request file, as the gateway and the sync agent write it.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Request {
+pub struct UpdateRequest {
     pub image_version: ImageVersion,
     #[serde(with = "crate::clock::wire")]
     pub requested_at: Timestamp,
     request_id: String,
 }
 
-impl Request {
+impl UpdateRequest {
     /// Creates an update request under the current request id.
     pub fn new(image_version: ImageVersion) -> Self {
         Self::under(request_id::current(), image_version)
@@ -69,7 +69,7 @@ impl SnapshotWait {
 /// Result of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum End {
+pub enum UpdateResult {
     /// The release runs and is healthy.
     Updated,
     /// The release was not healthy; the previous one runs again and is healthy.
@@ -86,7 +86,7 @@ pub enum End {
 pub struct Outcome {
     /// The target release.
     pub version: ImageVersion,
-    pub outcome: End,
+    pub outcome: UpdateResult,
     /// The stage that was reached.
     pub stage: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -98,7 +98,7 @@ pub struct Outcome {
 /// The outcome of the last update, with the id of its request.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Last {
+pub struct LastUpdate {
     #[serde(flatten)]
     pub outcome: Outcome,
     #[serde(default)]
@@ -109,6 +109,6 @@ pub struct Last {
 ///
 /// # Errors
 /// If the file exists and cannot be read.
-pub fn last(layout: &Layout) -> Result<Option<Last>, FileError> {
+pub fn last(layout: &Layout) -> Result<Option<LastUpdate>, FileError> {
     Ok(fsx::read_if_there(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
 }

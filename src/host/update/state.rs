@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::protocol::End;
+use super::protocol::UpdateResult;
 
 /// The failure of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,7 +71,7 @@ pub enum State {
         why: StepFailure,
     },
     Ended {
-        end: End,
+        end: UpdateResult,
         stage: Stage,
         error: Option<String>,
     },
@@ -101,11 +101,15 @@ impl State {
         match (self, event) {
             (Self::Preparing, Event::Done) => Self::TakingSnapshot,
             (Self::TakingSnapshot, Event::Done) => Self::Switching,
-            (Self::Preparing | Self::TakingSnapshot, Event::Refused(why)) => ended(End::Refused, why),
-            (Self::Preparing | Self::TakingSnapshot, Event::Failed(why)) => ended(End::Failed, why),
-            (Self::Preparing, Event::AttemptsExhausted) => ended(End::Failed, exhausted(Stage::Download)),
+            (Self::Preparing | Self::TakingSnapshot, Event::Refused(why)) => {
+                ended(UpdateResult::Refused, why)
+            }
+            (Self::Preparing | Self::TakingSnapshot, Event::Failed(why)) => ended(UpdateResult::Failed, why),
+            (Self::Preparing, Event::AttemptsExhausted) => {
+                ended(UpdateResult::Failed, exhausted(Stage::Download))
+            }
             (Self::TakingSnapshot, Event::AttemptsExhausted) => {
-                ended(End::Failed, exhausted(Stage::Snapshot))
+                ended(UpdateResult::Failed, exhausted(Stage::Snapshot))
             }
 
             (Self::Switching, Event::Done) => Self::Activating,
@@ -113,7 +117,7 @@ impl State {
             (Self::Switching, Event::AttemptsExhausted) => Self::Reverting { why: exhausted(Stage::Switch) },
 
             (Self::Activating, Event::Done) => {
-                Self::Ended { end: End::Updated, stage: Stage::Done, error: None }
+                Self::Ended { end: UpdateResult::Updated, stage: Stage::Done, error: None }
             }
             (Self::Activating, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
             (Self::Activating, Event::AttemptsExhausted) => {
@@ -121,7 +125,7 @@ impl State {
             }
 
             (Self::Reverting { why }, Event::Done) => Self::Restoring { why },
-            (Self::Restoring { why }, Event::Done) => ended(End::RolledBack, why),
+            (Self::Restoring { why }, Event::Done) => ended(UpdateResult::RolledBack, why),
             (
                 Self::Reverting { why } | Self::Restoring { why },
                 Event::Failed(rollback_failure) | Event::Refused(rollback_failure),
@@ -135,7 +139,7 @@ impl State {
     }
 }
 
-fn ended(end: End, why: StepFailure) -> State {
+fn ended(end: UpdateResult, why: StepFailure) -> State {
     State::Ended { end, stage: why.stage, error: Some(why.error) }
 }
 
@@ -147,7 +151,7 @@ fn rollback_failed(why: &StepFailure, rollback_failure: &StepFailure) -> State {
         rollback_failure.stage.as_str(),
         rollback_failure.error
     );
-    State::Ended { end: End::Failed, stage: Stage::Rollback, error: Some(error) }
+    State::Ended { end: UpdateResult::Failed, stage: Stage::Rollback, error: Some(error) }
 }
 
 #[cfg(test)]
@@ -201,11 +205,11 @@ mod tests {
                 prop_assert_eq!(&serde_json::from_str::<State>(&text).unwrap(), &state);
                 let State::Ended { end, error, .. } = &state else { continue };
                 match end {
-                    End::Updated => prop_assert_eq!(machine, MachineModel { is_new: true, is_healthy: true }),
-                    End::RolledBack | End::Refused => prop_assert_eq!(machine, MachineModel { is_new: false, is_healthy: true }),
-                    End::Failed => {}
+                    UpdateResult::Updated => prop_assert_eq!(machine, MachineModel { is_new: true, is_healthy: true }),
+                    UpdateResult::RolledBack | UpdateResult::Refused => prop_assert_eq!(machine, MachineModel { is_new: false, is_healthy: true }),
+                    UpdateResult::Failed => {}
                 }
-                prop_assert_eq!(error.is_none(), *end == End::Updated);
+                prop_assert_eq!(error.is_none(), *end == UpdateResult::Updated);
             }
             prop_assert!(state.has_ended());
         }

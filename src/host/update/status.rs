@@ -6,7 +6,7 @@ use super::history;
 use super::history::QuarantinedRelease;
 use super::journal::Journal;
 use super::protocol;
-use super::protocol::{End, Outcome, SnapshotWait};
+use super::protocol::{Outcome, SnapshotWait, UpdateResult};
 use super::releases;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock::rfc3339_ms;
@@ -110,10 +110,10 @@ fn print_table(status: &Status) {
 
 fn describe_outcome(outcome: &Outcome) -> String {
     let end = match outcome.outcome {
-        End::Updated => "updated",
-        End::RolledBack => "rolled back",
-        End::Refused => "refused",
-        End::Failed => "failed",
+        UpdateResult::Updated => "updated",
+        UpdateResult::RolledBack => "rolled back",
+        UpdateResult::Refused => "refused",
+        UpdateResult::Failed => "failed",
     };
     let error =
         outcome.error.as_deref().map(|error| format!(" at {}: {error}", outcome.stage)).unwrap_or_default();

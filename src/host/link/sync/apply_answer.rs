@@ -14,7 +14,7 @@ use crate::host::system::quiesce;
 use crate::host::system::quiesce::{Quiesce, QuiesceError};
 use crate::host::system::upgrade_token::TokenError;
 use crate::host::update::protocol;
-use crate::host::update::protocol::{End, Last, Request};
+use crate::host::update::protocol::{LastUpdate, UpdateRequest, UpdateResult};
 use crate::http::proof::ProofKeys;
 use crate::http::request_id;
 use crate::machine::epoch::Epoch;
@@ -117,13 +117,13 @@ fn request_update(
         return Ok(());
     }
     tracing::info!(%desired, "the platform requests another release");
-    Request::under(request.unwrap_or_else(request_id::fresh), desired).write(layout)
+    UpdateRequest::under(request.unwrap_or_else(request_id::fresh), desired).write(layout)
 }
 
 /// A platform that sends no request id means the same request each time.
-fn has_failed(last: &Last, desired: &ImageVersion, request: Option<&str>) -> bool {
+fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) -> bool {
     let is_same_request = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
-    last.outcome.version == *desired && last.outcome.outcome != End::Updated && is_same_request
+    last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request
 }
 
 /// Stores the next token. No token is stored during an update, because the updater has written the current one for
