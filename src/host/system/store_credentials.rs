@@ -124,7 +124,7 @@ fn random() -> i64 {
 
 impl fmt::Debug for RenewingCredentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Renewed").field("machine", &self.machine).finish_non_exhaustive()
+        f.debug_struct("RenewingCredentials").field("machine", &self.machine).finish_non_exhaustive()
     }
 }
 
