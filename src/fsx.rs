@@ -87,7 +87,7 @@ pub fn remove_torn_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), Fil
     };
     for entry in entries.flatten() {
         if entry.file_name().to_str().and_then(torn_of).is_some_and(&ours) {
-            remove_if_there(&entry.path())?;
+            remove_if_exists(&entry.path())?;
         }
     }
     Ok(())
@@ -128,7 +128,7 @@ pub fn sync_dir(dir: &Path) -> Result<(), FileError> {
 }
 
 /// The content of a file, or `None` where there is no such file.
-pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
+pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     match fs::read(path) {
         Ok(content) => Ok(Some(content)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -137,12 +137,12 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
 }
 
 /// Whether there is such a file.
-pub fn is_there(path: &Path) -> Result<bool, FileError> {
+pub fn exists(path: &Path) -> Result<bool, FileError> {
     path.try_exists().map_err(FileError::at("look for", path))
 }
 
 /// Removes a file; its absence is no error. It is absent as well where something else has its directory's name.
-pub fn remove_if_there(path: &Path) -> Result<(), FileError> {
+pub fn remove_if_exists(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             Ok(())

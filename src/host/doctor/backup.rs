@@ -29,7 +29,7 @@ pub fn check(layout: &Layout) -> Findings {
     if let Ok(Some(held)) = HeldSnapshot::read(layout) {
         return findings.problem(held.to_string(), "svc-db-backup accept, if no data is missing");
     }
-    let text = match fsx::read_if_there(&layout.last_backup()) {
+    let text = match fsx::read_if_exists(&layout.last_backup()) {
         Ok(Some(text)) => text,
         Ok(None) => return no_backup(findings, layout),
         Err(error) => return findings.skipped(format!("{error}; run this as root")),

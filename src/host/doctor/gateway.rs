@@ -61,7 +61,7 @@ pub fn key(layout: &Layout) -> Findings {
     };
     let next =
         "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the result of the boot";
-    let ledger = match fsx::read_if_there(&layout.registration()) {
+    let ledger = match fsx::read_if_exists(&layout.registration()) {
         Ok(Some(text)) => serde_json::from_slice::<Ledger>(&text).ok(),
         Ok(None) => None,
         Err(error) => return findings.skipped(format!("{error}; run this as root")),

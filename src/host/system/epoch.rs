@@ -32,7 +32,7 @@ pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
 }
 
 fn read(layout: &Layout) -> Result<Option<Epoch>, FileError> {
-    let text = fsx::read_if_there(&layout.raised_epoch())?;
+    let text = fsx::read_if_exists(&layout.raised_epoch())?;
     let raised = text.and_then(|text| serde_json::from_slice::<RaisedEpoch>(&text).ok());
     Ok(raised.filter(|raised| raised.version == FORMAT).map(|raised| raised.epoch))
 }

@@ -51,7 +51,7 @@ impl Quiesce {
     /// # Errors
     /// If the file exists and the disk does not return it.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.quiesce())?;
+        let text = fsx::read_if_exists(&layout.quiesce())?;
         let quiesce = text.and_then(|text| match serde_json::from_slice::<Self>(&text) {
             Ok(quiesce) if quiesce.version == FORMAT => Some(quiesce),
             Ok(_) => None,
@@ -87,7 +87,7 @@ pub async fn resume(layout: &Layout, operation: OperationId) -> Result<bool, Qui
     let _lock = lock(layout).await?;
     let is_for_it = Quiesce::read(layout)?.is_some_and(|now| now.operation_id == operation);
     if is_for_it {
-        fsx::remove_if_there(&layout.quiesce())?;
+        fsx::remove_if_exists(&layout.quiesce())?;
     }
     Ok(is_for_it)
 }

@@ -19,7 +19,7 @@ struct RegistrationRecord {
 
 /// The request that the platform accepted; `None` if the file cannot be read.
 pub fn accepted(layout: &Layout, machine: MachineId) -> Option<Box<RawValue>> {
-    let text = fsx::read_if_there(&layout.registration()).ok().flatten()?;
+    let text = fsx::read_if_exists(&layout.registration()).ok().flatten()?;
     let record: RegistrationRecord = serde_json::from_slice(&text).ok()?;
     let is_accepted = record.machine_id == machine && record.registered_at.is_some();
     RawValue::from_string(record.sent).ok().filter(|_| is_accepted)

@@ -59,7 +59,7 @@ impl Release {
 /// # Errors
 /// If it exists and cannot be read.
 pub fn digest(dir: &Path) -> Result<Option<String>, FileError> {
-    let read = fsx::read_if_there(&dir.join(DIGEST))?;
+    let read = fsx::read_if_exists(&dir.join(DIGEST))?;
     Ok(read.map(|text| String::from_utf8_lossy(&text).trim().to_owned()))
 }
 

@@ -94,7 +94,7 @@ pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
         return Ok(());
     }
     let Some(url) = Env::default().with_file(&layout.host_env()).text(PLATFORM_URL) else { return Ok(()) };
-    let before = fsx::read_if_there(&file)?.unwrap_or_default();
+    let before = fsx::read_if_exists(&file)?.unwrap_or_default();
     let mut text = String::from_utf8_lossy(&before).into_owned();
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');

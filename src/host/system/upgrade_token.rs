@@ -194,7 +194,7 @@ pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), Fi
         return Ok(());
     }
     let path = layout.host_env();
-    let Some(text) = fsx::read_if_there(&path)? else { return Ok(()) };
+    let Some(text) = fsx::read_if_exists(&path)? else { return Ok(()) };
     let meta = std::fs::metadata(&path).map_err(FileError::at("read", &path))?;
     let text = with_env_lines(&String::from_utf8_lossy(&text), &[(VARIABLE, current.expose_secret())]);
     let temp = path.with_extension("env.next");

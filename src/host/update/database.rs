@@ -39,7 +39,7 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     };
     failpoint::pass("update.password_made")?;
     let url = format!("postgres://postgres:{}@127.0.0.1:5432/svc", password.expose_secret());
-    let before = fsx::read_if_there(&layout.host_env())?.unwrap_or_default();
+    let before = fsx::read_if_exists(&layout.host_env())?.unwrap_or_default();
     let mut text = String::from_utf8_lossy(&before).into_owned();
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
@@ -51,7 +51,7 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
 }
 
 fn read_password(path: &Path) -> Result<Option<SecretString>, FileError> {
-    let text = fsx::read_if_there(path)?.unwrap_or_default();
+    let text = fsx::read_if_exists(path)?.unwrap_or_default();
     let pairs = parse_env_file(&String::from_utf8_lossy(&text)).unwrap_or_default();
     let found = pairs.into_iter().find(|(name, value)| name == PASSWORD_VARIABLE && !value.is_empty());
     Ok(found.map(|(_, value)| value.into()))

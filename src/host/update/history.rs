@@ -92,7 +92,7 @@ fn history_path(layout: &Layout) -> PathBuf {
 /// # Errors
 /// [`FileError`].
 pub fn history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
-    let text = fsx::read_if_there(&history_path(layout))?.unwrap_or_default();
+    let text = fsx::read_if_exists(&history_path(layout))?.unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
     Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
 }
@@ -118,7 +118,7 @@ pub struct QuarantinedRelease {
 
 fn read_releases(layout: &Layout) -> Result<ReleaseRecord, HistoryError> {
     let path = layout.update_state().join("releases.json");
-    let Some(text) = fsx::read_if_there(&path)? else { return Ok(ReleaseRecord::default()) };
+    let Some(text) = fsx::read_if_exists(&path)? else { return Ok(ReleaseRecord::default()) };
     match serde_json::from_slice::<ReleaseRecord>(&text) {
         Ok(releases) if releases.version == FORMAT => Ok(releases),
         _ => Err(HistoryError::Unreadable { path }),

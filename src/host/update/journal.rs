@@ -101,7 +101,7 @@ impl Journal {
     /// [`JournalError`].
     pub fn read(layout: &Layout) -> Result<Option<Self>, JournalError> {
         let path = layout.update_journal();
-        let Some(text) = fsx::read_if_there(&path)? else { return Ok(None) };
+        let Some(text) = fsx::read_if_exists(&path)? else { return Ok(None) };
         parse(&path, &text).map(Some)
     }
 

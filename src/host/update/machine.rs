@@ -348,7 +348,7 @@ impl<S: Services> Updater<S> {
         request::complete(&self.layout, &journal.plan.to)?;
         snapshot::remove_waiver(&self.layout)?;
         failpoint::pass("update.request_done")?;
-        fsx::remove_if_there(&self.layout.update_journal())?;
+        fsx::remove_if_exists(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;
         tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "update ended");
         Ok(())

@@ -60,7 +60,7 @@ impl SnapshotWait {
             to: ImageVersion,
             waiting: Option<SnapshotWait>,
         }
-        let text = fsx::read_if_there(&layout.update_journal())?;
+        let text = fsx::read_if_exists(&layout.update_journal())?;
         let update: Option<OpenUpdate> = text.and_then(|text| serde_json::from_slice(&text).ok());
         Ok(update.and_then(|update| Some((update.to, update.waiting?))))
     }
@@ -110,5 +110,5 @@ pub struct LastUpdate {
 /// # Errors
 /// If the file exists and cannot be read.
 pub fn last(layout: &Layout) -> Result<Option<LastUpdate>, FileError> {
-    Ok(fsx::read_if_there(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
+    Ok(fsx::read_if_exists(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
 }

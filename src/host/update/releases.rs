@@ -144,7 +144,7 @@ pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     for entry in entries(opt)? {
         let is_ours = ["current"].iter().chain(&LINKS).any(|name| entry.starts_with(&format!(".{name}.")));
         if is_ours && entry.ends_with(".tmp") {
-            fsx::remove_if_there(&opt.join(entry))?;
+            fsx::remove_if_exists(&opt.join(entry))?;
         }
     }
     fsx::remove_torn_in(&layout.update_state(), |_| true)

@@ -77,7 +77,7 @@ pub fn complete(layout: &Layout, served: &ImageVersion) -> Result<(), FileError>
 /// # Errors
 /// [`FileError`].
 pub fn remove(layout: &Layout) -> Result<(), FileError> {
-    fsx::remove_if_there(&layout.request("update"))
+    fsx::remove_if_exists(&layout.request("update"))
 }
 
 #[cfg(test)]

@@ -181,7 +181,7 @@ pub fn waive(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
 
 /// Whether an operator recently waived the snapshot for an update to this release.
 pub fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
-    let text = fsx::read_if_there(&waiver_path(layout)).ok().flatten();
+    let text = fsx::read_if_exists(&waiver_path(layout)).ok().flatten();
     let waiver = text.and_then(|text| serde_json::from_slice::<Waiver>(&text).ok());
     waiver.is_some_and(|waiver| {
         waiver.version == *version && Timestamp::now().duration_since(waiver.at) <= MAX_WAIVER_AGE
@@ -191,5 +191,5 @@ pub fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
 /// # Errors
 /// [`FileError`].
 pub fn remove_waiver(layout: &Layout) -> Result<(), FileError> {
-    fsx::remove_if_there(&waiver_path(layout))
+    fsx::remove_if_exists(&waiver_path(layout))
 }

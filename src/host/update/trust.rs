@@ -48,7 +48,7 @@ pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
 fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     let path = layout.update_env();
     fsx::remove_torn(&path)?;
-    let text = fsx::read_if_there(&path)?.unwrap_or_default();
+    let text = fsx::read_if_exists(&path)?.unwrap_or_default();
     let pairs = [(KEYS, set.keys.to_string()), (SEQUENCE, set.sequence.to_string())];
     let pairs = pairs.each_ref().map(|(name, value)| (*name, value.as_str()));
     let text = with_env_lines(&String::from_utf8_lossy(&text), &pairs);

@@ -18,7 +18,7 @@ impl TrustedKeyIds {
     /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
-        if fsx::read_if_there(&layout.trusted_keys())?.as_ref() == Some(&text) {
+        if fsx::read_if_exists(&layout.trusted_keys())?.as_ref() == Some(&text) {
             return Ok(());
         }
         fsx::write_atomic(&layout.trusted_keys(), &text, 0o644)
@@ -26,7 +26,7 @@ impl TrustedKeyIds {
 
     /// The ids that the updater wrote last; `None` before its first run.
     pub fn read(layout: &Layout) -> Option<Self> {
-        let text = fsx::read_if_there(&layout.trusted_keys()).ok().flatten()?;
+        let text = fsx::read_if_exists(&layout.trusted_keys()).ok().flatten()?;
         serde_json::from_slice(&text).ok()
     }
 }

@@ -63,7 +63,7 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
     }
     failpoint::pass("update.units_written")?;
     for removed in installed.iter().filter(|path| !wanted.contains_key(*path)) {
-        fsx::remove_if_there(&layout.root().join(removed))?;
+        fsx::remove_if_exists(&layout.root().join(removed))?;
     }
     write_record(layout, wanted.into_keys().collect())?;
     failpoint::pass("update.units_recorded")?;
@@ -117,7 +117,7 @@ fn write_record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileErr
 
 fn installed_files(layout: &Layout) -> Result<BTreeSet<PathBuf>, UnitsError> {
     let path = record_path(layout);
-    let Some(text) = fsx::read_if_there(&path)? else { return Ok(BTreeSet::new()) };
+    let Some(text) = fsx::read_if_exists(&path)? else { return Ok(BTreeSet::new()) };
     match serde_json::from_slice::<InstalledFiles>(&text) {
         Ok(installed) if installed.version == RECORD_VERSION => Ok(installed.files),
         _ => Err(UnitsError::Record { path }),
@@ -145,7 +145,7 @@ fn collect_files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<
 
 fn copy(from: &Path, to: &Path) -> Result<(), FileError> {
     let content = fs::read(from).map_err(FileError::at("read", from))?;
-    if fsx::read_if_there(to)?.is_some_and(|there| there == content) {
+    if fsx::read_if_exists(to)?.is_some_and(|there| there == content) {
         return Ok(());
     }
     fsx::write_atomic(to, &content, 0o644)

@@ -114,8 +114,8 @@ impl Journal {
 
     /// It is recorded, or was never accepted.
     pub fn remove(&self, of: &Of) {
-        let mark = if let Of::One(id) = of { fsx::remove_if_there(&self.mark(id)) } else { Ok(()) };
-        if let Err(error) = fsx::remove_if_there(&self.path(of)).and(mark) {
+        let mark = if let Of::One(id) = of { fsx::remove_if_exists(&self.mark(id)) } else { Ok(()) };
+        if let Err(error) = fsx::remove_if_exists(&self.path(of)).and(mark) {
             tracing::warn!(error = %chain(&error), "a dispatch that has ended is still in the journal");
         }
     }
@@ -155,7 +155,7 @@ impl Journal {
                 None if self.may_be_of(id) => {}
                 // What it was of was never accepted for certain, or is recorded.
                 None => {
-                    if let Err(error) = fsx::remove_if_there(&mark) {
+                    if let Err(error) = fsx::remove_if_exists(&mark) {
                         tracing::warn!(error = %chain(&error), "a mark of a dispatch stays in the journal");
                     }
                 }
@@ -177,7 +177,7 @@ fn written_at(mark: &Path) -> Timestamp {
 }
 
 fn kept<T: DeserializeOwned>(path: &Path) -> Option<T> {
-    let text = fsx::read_if_there(path).unwrap_or_else(|error| {
+    let text = fsx::read_if_exists(path).unwrap_or_else(|error| {
         tracing::error!(error = %chain(&error), "a dispatch of the journal cannot be read; it is left");
         None
     })?;

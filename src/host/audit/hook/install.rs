@@ -110,7 +110,7 @@ fn change_file(
 ) -> Result<(), InstallError> {
     // The owner may keep it elsewhere.
     let place = fsx::through_link(path);
-    let text = fsx::read_if_there(&place)?.unwrap_or_default();
+    let text = fsx::read_if_exists(&place)?.unwrap_or_default();
     let is_empty = text.iter().all(u8::is_ascii_whitespace);
     let mut settings = if is_empty {
         json!({})

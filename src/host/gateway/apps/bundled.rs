@@ -104,7 +104,7 @@ pub fn install(layout: &Layout) -> Result<Vec<Kept>, BundledError> {
         }
     }
     let text = serde_json::to_vec_pretty(&record)?;
-    if fsx::read_if_there(&layout.bundled_apps_record())?.as_deref() != Some(&text) {
+    if fsx::read_if_exists(&layout.bundled_apps_record())?.as_deref() != Some(&text) {
         fsx::write_atomic(&layout.bundled_apps_record(), &text, 0o644)?;
     }
     Ok(kept)
@@ -112,7 +112,7 @@ pub fn install(layout: &Layout) -> Result<Vec<Kept>, BundledError> {
 
 /// A record that does not parse counts as none: then every app that differs is taken for the owner's.
 fn read_record(path: &Path) -> Result<Record, BundledError> {
-    let Some(text) = fsx::read_if_there(path)? else { return Ok(Record::default()) };
+    let Some(text) = fsx::read_if_exists(path)? else { return Ok(Record::default()) };
     Ok(serde_json::from_slice(&text).unwrap_or_else(|error| {
         tracing::warn!(path = %path.display(), %error, "record of bundled apps not usable");
         Record::default()

@@ -47,7 +47,7 @@ impl Ledger {
     /// # Errors
     /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.registration())?;
+        let text = fsx::read_if_exists(&layout.registration())?;
         let read = text.and_then(|text| serde_json::from_slice(&text).ok());
         Ok(read.filter(|ledger: &Self| ledger.version == 1))
     }

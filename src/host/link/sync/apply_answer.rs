@@ -152,7 +152,7 @@ fn store_next_token(
 fn store_proof_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {
     let text = serde_json::to_vec(keys).expect("keys are plain JSON");
     let path = layout.proof_keys();
-    if fsx::read_if_there(&path)?.is_some_and(|now| now == text) {
+    if fsx::read_if_exists(&path)?.is_some_and(|now| now == text) {
         return Ok(());
     }
     fsx::write_atomic(&path, &text, 0o644)?;

@@ -44,7 +44,7 @@ struct Metadata {
 
 impl CloudServer {
     pub fn read(layout: &Layout) -> Self {
-        match fsx::read_if_there(&layout.instance_data()) {
+        match fsx::read_if_exists(&layout.instance_data()) {
             Ok(Some(text)) => Self::parse(&text),
             Ok(None) | Err(_) => Self::default(),
         }

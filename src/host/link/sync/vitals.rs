@@ -175,7 +175,7 @@ pub fn last_backup(config: &SyncConfig) -> Option<LastBackup> {
         size_bytes: Option<u64>,
         error: Option<String>,
     }
-    let text = fsx::read_if_there(&config.layout.last_backup()).ok()??;
+    let text = fsx::read_if_exists(&config.layout.last_backup()).ok()??;
     let record: BackupRecord = serde_json::from_slice(&text).ok()?;
     Some(LastBackup {
         taken_at: record.key.as_deref().and_then(key::taken_at),
@@ -189,7 +189,7 @@ pub fn last_backup(config: &SyncConfig) -> Option<LastBackup> {
 
 /// The ids of the proof keys that were delivered last, or those of user-data.
 pub fn proof_kids(config: &SyncConfig) -> Vec<String> {
-    let delivered = fsx::read_if_there(&config.layout.proof_keys()).ok().flatten();
+    let delivered = fsx::read_if_exists(&config.layout.proof_keys()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice::<ProofKeys>(&text).ok());
     let first = || config::first_proof_keys(&mut config::environment(&config.layout));
     let keys = delivered.or_else(first).unwrap_or_default();

@@ -77,7 +77,7 @@ impl Memory {
 
     /// What cannot be read is begun anew: snapshots are then read earlier than they need.
     fn read(settings: &Settings) -> Result<Self, FileError> {
-        let text = fsx::read_if_there(&settings.layout.verified())?;
+        let text = fsx::read_if_exists(&settings.layout.verified())?;
         let memory = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         let known = memory.filter(|memory| memory.version == Self::VERSION);
         Ok(known.unwrap_or(Self { version: Self::VERSION, read_at: BTreeMap::new() }))

@@ -217,7 +217,7 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
     for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))?.flatten() {
         let name = entry.file_name();
         if name != keep && name.to_string_lossy().ends_with(".dump") {
-            crate::fsx::remove_if_there(&entry.path())?;
+            crate::fsx::remove_if_exists(&entry.path())?;
         }
     }
     Ok(())

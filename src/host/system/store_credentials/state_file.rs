@@ -70,7 +70,7 @@ impl StoredSessions {
     /// # Errors
     /// [`FileError`].
     pub fn read(file: &Path, machine: MachineId) -> Result<Option<Self>, FileError> {
-        let Some(text) = fsx::read_if_there(file)? else { return Ok(None) };
+        let Some(text) = fsx::read_if_exists(file)? else { return Ok(None) };
         let stored = serde_json::from_slice::<Self>(&text).ok();
         Ok(stored.filter(|stored| stored.version == FORMAT && stored.machine_id == machine))
     }

@@ -107,7 +107,7 @@ pub async fn load(means: &Means, dump: &Path, side: &SideRecord) -> Result<Scrat
     let scratch = staging::create_database(&admin, Some(&role.name)).await?;
     let loaded =
         role.load(means, &admin, &scratch, Files { dump, chosen: &chosen }, (&selection, side)).await;
-    let removed = fsx::remove_if_there(&chosen);
+    let removed = fsx::remove_if_exists(&chosen);
     if let Err(error) = loaded {
         staging::drop_scratch(&admin, &scratch.name).await;
         if let Err(error) = drop_roles(&admin).await {
