@@ -1,5 +1,5 @@
-//! A file that is fetched in pieces, with the SHA-256 of what is there: an interrupted fetch is gone on with, and what an
-//! earlier one left is hashed again, never trusted by its name.
+//! A file downloaded in pieces, with the SHA-256 of its content so far. An interrupted download is resumed; an
+//! existing part is hashed again and never trusted by its name.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::fsx::FileError;
 
-/// The file as far as it is there, with the hash of just that.
+/// A partial file, with the hash of its content.
 pub struct Partial {
     path: PathBuf,
     file: File,
@@ -19,7 +19,8 @@ pub struct Partial {
 }
 
 impl Partial {
-    /// Opens it, readable by its owner alone, and hashes what is there; more than `size` bytes are none of it.
+    /// Opens the file, readable only by its owner, and hashes its content. A file of more than `size` bytes is
+    /// emptied.
     ///
     /// # Errors
     /// [`FileError`].
@@ -46,12 +47,12 @@ impl Partial {
         Ok(Self { path, file, length, digest })
     }
 
-    /// Bytes that are there.
+    /// Bytes downloaded so far.
     pub fn length(&self) -> u64 {
         self.length
     }
 
-    /// Of what is there, in hexadecimal digits.
+    /// SHA-256 of the content so far, in hexadecimal.
     pub fn sha256(&self) -> String {
         hex::encode(self.digest.clone().finalize())
     }
@@ -65,7 +66,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Nothing of it is there any more.
+    /// Discards the content.
     ///
     /// # Errors
     /// [`FileError`].
@@ -77,7 +78,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Makes what is there durable.
+    /// Makes the content durable.
     ///
     /// # Errors
     /// [`FileError`].

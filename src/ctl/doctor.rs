@@ -78,7 +78,7 @@ pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
 
 /// What the platform says of itself.
 async fn asked(api: &Api) -> Vec<diagnosis::Finding> {
-    diagnosis::make(vec![
+    diagnosis::run_checks(vec![
         Check::new("platform", DEADLINE, ready(api)),
         Check::new("operator", DEADLINE, operator(api)),
         Check::new("router", DEADLINE, routes(api)),

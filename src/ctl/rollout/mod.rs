@@ -46,7 +46,7 @@ pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Fai
         Check::new("legacy-route", DEADLINE, api::legacy_route(site)),
         Check::new("icons", DEADLINE, api::icons(site)),
     ];
-    findings.extend(diagnosis::make(checks).await);
+    findings.extend(diagnosis::run_checks(checks).await);
     doctor::tell(&Report { subject: "rollout".to_owned(), findings }, worst, out)
 }
 

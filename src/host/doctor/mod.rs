@@ -72,7 +72,7 @@ pub async fn examine() -> Report {
         Check::new("firewall", NETWORK_CHECK_TIMEOUT, firewall::check(&layout)),
         Check::new("units", NETWORK_CHECK_TIMEOUT, units::check(&layout)),
     ];
-    Report { subject: "host".to_owned(), findings: diagnosis::make(checks).await }
+    Report { subject: "host".to_owned(), findings: diagnosis::run_checks(checks).await }
 }
 
 struct FileChecks<'a> {

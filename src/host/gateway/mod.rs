@@ -109,7 +109,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let agents = agents.context("the agents' unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
-    scrape.keep_up(stop.clone());
+    scrape.spawn_upkeep(stop.clone());
     let gateway = Gateway::new(config, change_ids)?;
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));

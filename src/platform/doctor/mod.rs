@@ -72,6 +72,6 @@ pub async fn examine(file: Option<&Path>) -> Examined {
         Check::new("identity-provider", ASKED, identity::check(&config)),
         Check::new("tls", ASKED, async { serving::certificates(&config) }),
     ];
-    findings.extend(diagnosis::make(checks).await);
+    findings.extend(diagnosis::run_checks(checks).await);
     Examined { findings, operator }
 }
