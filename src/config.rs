@@ -58,7 +58,7 @@ impl Env {
         self.with_file_where(path, |_, _| true)
     }
 
-    /// Does [`Self::with_file`] for the accepted names and values only.
+    /// Like [`Self::with_file`], for the accepted names and values only.
     pub fn with_file_where(mut self, path: &Path, is_accepted: impl Fn(&str, &str) -> bool) -> Self {
         match read_bounded(path) {
             Ok(text) => match parse_env_file(&text) {

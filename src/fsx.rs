@@ -36,7 +36,7 @@ pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileEr
     write_then(path, content, mode, |temp| fs::rename(temp, path))
 }
 
-/// Does [`write_atomic`] only if the file does not exist; otherwise returns `false`.
+/// Like [`write_atomic`], but only if the file does not exist; otherwise returns `false`.
 pub fn create_atomic(path: &Path, content: &[u8], mode: u32) -> Result<bool, FileError> {
     let created = write_then(path, content, mode, |temp| {
         fs::hard_link(temp, path)?;
@@ -78,7 +78,7 @@ pub fn remove_torn(path: &Path) -> Result<(), FileError> {
     remove_torn_in(parent(path), |name| name == file_name(path))
 }
 
-/// Does [`remove_torn`] for all files of a directory whose names are `ours`.
+/// Like [`remove_torn`], for all files of a directory whose names are `ours`.
 pub fn remove_torn_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,

@@ -21,9 +21,6 @@ pub struct Partial {
 impl Partial {
     /// Opens the file, readable only by its owner, and hashes its content. A file of more than `size` bytes is
     /// emptied.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
         let read = || -> std::io::Result<(File, u64, Sha256)> {
             let mut options = File::options();
@@ -57,8 +54,6 @@ impl Partial {
         hex::encode(self.digest.clone().finalize())
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn append(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         self.file.write_all(bytes).map_err(FileError::at("write", &self.path))?;
         self.digest.update(bytes);
@@ -67,9 +62,6 @@ impl Partial {
     }
 
     /// Discards the content.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn restart(&mut self) -> Result<(), FileError> {
         let emptied = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
         emptied.map_err(FileError::at("empty", &self.path))?;
@@ -79,9 +71,6 @@ impl Partial {
     }
 
     /// Makes the content durable.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn sync(&self) -> Result<(), FileError> {
         self.file.sync_all().map_err(FileError::at("sync", &self.path))
     }

@@ -56,7 +56,7 @@ impl FromStr for Status {
     }
 }
 
-/// Reason why a machine is `failed`. [`FailureCause::heals`] tells which causes end with a healthy heartbeat.
+/// Reason why a machine is `failed`. [`FailureCause::heals`] says which causes end with a healthy heartbeat.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureCause {

@@ -63,9 +63,6 @@ pub struct Site {
 
 impl Site {
     /// Reads all files below `root`. Links are skipped, because a build has none.
-    ///
-    /// # Errors
-    /// [`SiteError`].
     pub fn read(root: &Path) -> Result<Self, SiteError> {
         let index = root.join(INDEX);
         if !index.is_file() {

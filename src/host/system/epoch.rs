@@ -38,9 +38,6 @@ fn read(layout: &Layout) -> Result<Option<Epoch>, FileError> {
 }
 
 /// Stores an epoch that the platform assigned, if it is higher than the current one.
-///
-/// # Errors
-/// [`FileError`].
 pub fn raise(layout: &Layout, provisioned: Epoch, epoch: Epoch) -> Result<(), FileError> {
     let now = current(layout, provisioned);
     if epoch <= now {

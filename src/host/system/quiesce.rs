@@ -63,8 +63,6 @@ impl Quiesce {
         Ok(quiesce)
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout, _lock: &Lock) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.quiesce(), &text, 0o644)
@@ -72,17 +70,11 @@ impl Quiesce {
 }
 
 /// Waits for the lock that protects the file.
-///
-/// # Errors
-/// [`LockError`].
 pub async fn lock(layout: &Layout) -> Result<Lock, LockError> {
     Lock::wait(&layout.quiesce_lock(), LOCK_TIMEOUT).await
 }
 
 /// Resumes the writers if they are stopped for this operation. Returns whether they were.
-///
-/// # Errors
-/// [`QuiesceError`].
 pub async fn resume(layout: &Layout, operation: OperationId) -> Result<bool, QuiesceError> {
     let _lock = lock(layout).await?;
     let is_for_it = Quiesce::read(layout)?.is_some_and(|now| now.operation_id == operation);

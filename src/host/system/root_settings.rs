@@ -85,9 +85,6 @@ fn is_of_another_user(file: &Path) -> bool {
 
 /// Copies the platform's address to a file that only root can change, on a machine whose user-data did not. From then
 /// on root ignores the address in `host.env`.
-///
-/// # Errors
-/// [`FileError`].
 pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     let file = layout.update_env();
     if !geteuid().is_root() || Env::default().with_file(&file).is_set(PLATFORM_URL) {

@@ -181,9 +181,6 @@ impl RenewingCredentials {
 
     /// Renews the sessions if they are older than `MAX_OUTAGE_SESSION_AGE`, so that an outage of the platform begins
     /// with a fresh outage session. This costs the platform two STS calls per host in that time.
-    ///
-    /// # Errors
-    /// [`CredentialError`].
     pub async fn refresh(&self) -> Result<(), CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {

@@ -122,9 +122,6 @@ impl UpgradeToken {
 
     /// Makes the stored token durable. A killed agent may have left a file that a power failure would revert, and no
     /// call may be made with it before.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn make_durable(&self) -> Result<(), FileError> {
         let Some(token_file) = &self.stored else { return Ok(()) };
         fsx::remove_torn(&token_file.path)?;

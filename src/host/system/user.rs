@@ -28,7 +28,7 @@ pub fn step_down(layout: &Layout) -> anyhow::Result<()> {
     become_gateway(layout)
 }
 
-/// Does [`step_down`] even without PostgreSQL tools, for programs that read or write the home.
+/// Like [`step_down`], but even without PostgreSQL tools, for programs that read or write the home.
 ///
 /// # Errors
 /// If the kernel refuses.

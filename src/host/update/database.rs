@@ -27,8 +27,6 @@ pub enum DatabaseError {
     Injected(#[from] Injected),
 }
 
-/// # Errors
-/// [`DatabaseError`].
 pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     if config::environment(layout).is_set("DATABASE_URL") {
         return Ok(());

@@ -108,9 +108,6 @@ impl BundleSource {
     }
 
     /// Sends the first request; its response gives the length.
-    ///
-    /// # Errors
-    /// [`DownloadError`].
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
         let mut download = Download { source: self, client, etag: None, length: None, at: 0, body: None };

@@ -59,9 +59,6 @@ impl HistoryEntry {
 }
 
 /// Records the outcome. Idempotent.
-///
-/// # Errors
-/// [`HistoryError`].
 pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError> {
     let line = serde_json::to_string(entry).expect("plain fields are JSON");
     fsx::write_atomic(&layout.last_update(), line.as_bytes(), 0o644)?;
@@ -88,9 +85,6 @@ fn history_path(layout: &Layout) -> PathBuf {
 }
 
 /// Every update that ended on this machine, oldest first. Unreadable lines are skipped.
-///
-/// # Errors
-/// [`FileError`].
 pub fn history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
     let text = fsx::read_if_exists(&history_path(layout))?.unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
@@ -134,27 +128,18 @@ fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> 
 }
 
 /// The release that was current before this one, if it is still installed.
-///
-/// # Errors
-/// [`HistoryError`].
 pub fn previous(layout: &Layout) -> Result<Option<ImageVersion>, HistoryError> {
     Ok(read_releases(layout)?.previous.filter(|version| layout.release(version).is_dir()))
 }
 
-/// # Errors
-/// [`HistoryError`].
 pub fn record_previous(layout: &Layout, version: &ImageVersion) -> Result<(), HistoryError> {
     update_releases(layout, |releases| releases.previous = Some(version.clone()))
 }
 
-/// # Errors
-/// [`HistoryError`].
 pub fn quarantined(layout: &Layout) -> Result<Vec<QuarantinedRelease>, HistoryError> {
     Ok(read_releases(layout)?.quarantined)
 }
 
-/// # Errors
-/// [`HistoryError`].
 pub fn quarantine(
     layout: &Layout,
     version: &ImageVersion,
@@ -170,17 +155,12 @@ pub fn quarantine(
     })
 }
 
-/// # Errors
-/// [`HistoryError`].
 pub fn unquarantine(layout: &Layout, version: &ImageVersion) -> Result<(), HistoryError> {
     update_releases(layout, |releases| releases.quarantined.retain(|other| other.version != *version))
 }
 
 /// Removes old releases. Keeps the current one, the previous one, and the newest other release that is not
 /// quarantined.
-///
-/// # Errors
-/// [`HistoryError`].
 pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
     let Some(current) = release::current(layout) else { return Ok(()) };
     let releases = read_releases(layout)?;

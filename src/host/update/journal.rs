@@ -96,17 +96,12 @@ impl Journal {
     }
 
     /// The open update, if any.
-    ///
-    /// # Errors
-    /// [`JournalError`].
     pub fn read(layout: &Layout) -> Result<Option<Self>, JournalError> {
         let path = layout.update_journal();
         let Some(text) = fsx::read_if_exists(&path)? else { return Ok(None) };
         parse(&path, &text).map(Some)
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn save(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec_pretty(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.update_journal(), &text, 0o644)

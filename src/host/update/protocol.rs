@@ -30,9 +30,6 @@ impl UpdateRequest {
     }
 
     /// Writes the request; the unit that serves it removes the file.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.request("update"), &text, 0o600)

@@ -36,8 +36,6 @@ pub struct StagedRelease {
 }
 
 impl StagedRelease {
-    /// # Errors
-    /// [`FileError`].
     pub fn create(layout: &Layout, version: &ImageVersion) -> Result<Self, FileError> {
         let name = format!(".{version}.partial-{}", uuid::Uuid::new_v4().simple());
         let path = layout.releases().join(name);
@@ -106,9 +104,6 @@ pub fn current(layout: &Layout) -> Option<ImageVersion> {
 }
 
 /// Makes a release current by renaming one link. Idempotent.
-///
-/// # Errors
-/// [`InstallError`].
 pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), InstallError> {
     set_link(&layout.current(), &Path::new("releases").join(version.as_str()))?;
     failpoint::pass("update.switched")?;
@@ -127,9 +122,6 @@ fn set_link(link: &Path, target: &Path) -> Result<(), FileError> {
 }
 
 /// Removes leftovers of killed runs: staged releases, and temporary links and records.
-///
-/// # Errors
-/// [`FileError`].
 pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     let releases = layout.releases();
     fs::create_dir_all(&releases).map_err(FileError::at("create directory", &releases))?;
@@ -156,9 +148,6 @@ fn entries(dir: &Path) -> Result<Vec<String>, FileError> {
 }
 
 /// The installed versions, in order.
-///
-/// # Errors
-/// [`FileError`].
 pub fn versions(layout: &Layout) -> Result<Vec<ImageVersion>, FileError> {
     let releases = layout.releases();
     if !releases.is_dir() {

@@ -63,9 +63,6 @@ fn parse(text: &[u8]) -> Option<ParsedRequest> {
 }
 
 /// Removes the request, unless it names another release by now.
-///
-/// # Errors
-/// [`FileError`].
 pub fn complete(layout: &Layout, served: &ImageVersion) -> Result<(), FileError> {
     match read(layout) {
         RequestFile::Valid(request) if request.version != *served => Ok(()),
@@ -74,8 +71,6 @@ pub fn complete(layout: &Layout, served: &ImageVersion) -> Result<(), FileError>
     }
 }
 
-/// # Errors
-/// [`FileError`].
 pub fn remove(layout: &Layout) -> Result<(), FileError> {
     fsx::remove_if_exists(&layout.request("update"))
 }

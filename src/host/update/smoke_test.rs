@@ -18,8 +18,6 @@ pub enum SmokeTestError {
     Timeout,
 }
 
-/// # Errors
-/// [`SmokeTestError`].
 pub async fn run(release: &Path) -> Result<(), SmokeTestError> {
     let mut child = Command::new(release.join("bin/svc"))
         .args(["svc-update", "--version"])

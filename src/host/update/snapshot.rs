@@ -171,8 +171,6 @@ fn waiver_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("without-snapshot.json")
 }
 
-/// # Errors
-/// [`FileError`].
 pub fn waive(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
     let waiver = Waiver { version: version.clone(), at: clock::now_ms() };
     let text = serde_json::to_vec(&waiver).expect("plain fields are JSON");
@@ -188,8 +186,6 @@ pub fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
     })
 }
 
-/// # Errors
-/// [`FileError`].
 pub fn remove_waiver(layout: &Layout) -> Result<(), FileError> {
     fsx::remove_if_exists(&waiver_path(layout))
 }

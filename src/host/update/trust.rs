@@ -18,9 +18,6 @@ const KEYS: &str = "SVC_BUNDLE_PUBLIC_KEYS";
 const SEQUENCE: &str = "SVC_BUNDLE_KEYS_SEQUENCE";
 
 /// The trusted key set. Only the file counts: a variable of the process would survive a rotation.
-///
-/// # Errors
-/// [`ConfigError`].
 pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
     let mut env = Env::default().with_file(&layout.update_env());
     let keys = env.optional("SVC_BUNDLE_PUBLIC_KEYS").unwrap_or_default();
@@ -56,9 +53,6 @@ fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
 }
 
 /// Writes the ids of the trusted keys for the sync agent, which may not read `update.env`.
-///
-/// # Errors
-/// [`UpdateError`].
 pub fn report(layout: &Layout) -> Result<(), UpdateError> {
     let KeySet { sequence, keys } = read(layout)?;
     Ok(TrustedKeyIds { sequence, ids: keys.ids() }.write(layout)?)

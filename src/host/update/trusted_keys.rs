@@ -14,8 +14,6 @@ pub struct TrustedKeyIds {
 }
 
 impl TrustedKeyIds {
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         if fsx::read_if_exists(&layout.trusted_keys())?.as_ref() == Some(&text) {

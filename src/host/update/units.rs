@@ -71,9 +71,6 @@ pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError
 }
 
 /// Installed units that can run and that this release does not have.
-///
-/// # Errors
-/// [`UnitsError`].
 pub fn removed_units(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
     let wanted = release_files(layout, version)?;
     let installed = installed_files(layout)?;

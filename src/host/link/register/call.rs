@@ -58,9 +58,6 @@ impl<'a> RegistrationClient<'a> {
     }
 
     /// Sends the body until there is a response.
-    ///
-    /// # Errors
-    /// [`RegistrationError`].
     pub async fn register(
         &self,
         body: &str,
@@ -72,9 +69,6 @@ impl<'a> RegistrationClient<'a> {
     }
 
     /// Reports a failed boot.
-    ///
-    /// # Errors
-    /// [`RegistrationError`].
     pub async fn boot_failure(
         &self,
         machine: MachineId,
@@ -85,9 +79,6 @@ impl<'a> RegistrationClient<'a> {
     }
 
     /// Reports a stage of the boot.
-    ///
-    /// # Errors
-    /// [`RegistrationError`].
     pub async fn boot_stage(
         &self,
         machine: MachineId,

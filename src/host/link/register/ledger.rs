@@ -54,9 +54,6 @@ impl Ledger {
 
     /// Returns the earlier request if it describes the same machine; otherwise writes a new one to disk before it is
     /// sent.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn reuse_or_create(
         layout: &Layout,
         earlier: Option<Self>,
@@ -73,8 +70,6 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn mark_registered(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.registered_at = Some(clock::rfc3339_ms(clock::now_ms()));
         self.write(layout)

@@ -35,8 +35,6 @@ pub struct Superseded {
 }
 
 impl Superseded {
-    /// # Errors
-    /// [`FileError`].
     pub fn record(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.superseded(), &text, 0o644)
@@ -44,9 +42,6 @@ impl Superseded {
 }
 
 /// Stores the delivered keys, token, epoch and update request.
-///
-/// # Errors
-/// [`FileError`].
 pub fn apply_response(
     config: &SyncConfig,
     response: HeartbeatResponse,
@@ -81,9 +76,6 @@ pub fn apply_response(
 
 /// Resumes the writers if they were stopped before the heartbeat and its response does not name their operation: it
 /// ended without a call to resume them.
-///
-/// # Errors
-/// [`QuiesceError`].
 pub async fn resume_writers(
     config: &SyncConfig,
     before: &Quiesce,

@@ -99,8 +99,6 @@ impl<'a> HeartbeatClient<'a> {
         Ok(Self { config, client: client::build(Deadlines::CALL)? })
     }
 
-    /// # Errors
-    /// [`HeartbeatError`].
     pub async fn send_heartbeat(&self) -> Result<HeartbeatResponse, HeartbeatError> {
         let config = self.config;
         let (health, attention) = vitals::health(config).await;

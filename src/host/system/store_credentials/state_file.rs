@@ -66,17 +66,12 @@ impl StoredSessions {
     }
 
     /// The stored sessions of this machine; `None` for a file of another format or machine.
-    ///
-    /// # Errors
-    /// [`FileError`].
     pub fn read(file: &Path, machine: MachineId) -> Result<Option<Self>, FileError> {
         let Some(text) = fsx::read_if_exists(file)? else { return Ok(None) };
         let stored = serde_json::from_slice::<Self>(&text).ok();
         Ok(stored.filter(|stored| stored.version == FORMAT && stored.machine_id == machine))
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, file: &Path) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(file, &text, 0o600)
