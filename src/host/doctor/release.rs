@@ -129,7 +129,7 @@ pub fn update(layout: &Layout) -> Findings {
     }
 }
 
-fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, String> {
+fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, String> {
     let Some(text) = fsx::read_if_exists(path).map_err(|error| error.to_string())? else { return Ok(None) };
     serde_json::from_slice(&text).map(Some).map_err(|error| format!("{}: {error}", path.display()))
 }

@@ -60,7 +60,7 @@ pub enum UpdateTarget {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Caller {
     Operator,
-    Unit,
+    PathUnit,
 }
 
 fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {

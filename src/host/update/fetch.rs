@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::download::{BundleSource, DownloadError};
-use super::releases;
-use super::releases::InstallError;
+use super::releases::{InstallError, StagedRelease};
 use super::unpack::{self, UnpackError, UnpackLimits};
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;

@@ -25,8 +25,8 @@ pub enum PolicyError {
     Quarantined { version: ImageVersion, why: String },
     #[error(transparent)]
     History(#[from] history::HistoryError),
-    #[error("{to} needs at least {needed}, and {from} is current")]
     #[error("{to} requires at least {needed}, and {from} is current")]
+    TooFar { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
     #[error("{to} of {} is older than {from} of {} (--allow-downgrade installs it anyway)", rfc3339_ms(*.created), rfc3339_ms(*.current_created))]
     Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Timestamp },
     #[error("{to} lacks {part}, which {from} has: publish a bundle that contains it")]

@@ -18,7 +18,7 @@ use crate::chain::chain;
 use crate::clock;
 use crate::fsx::{self, FileError};
 use crate::host::snapshots::backup_progress::BackupProgress;
-use crate::host::system::backoff::{Backoff, Over};
+use crate::host::system::backoff::{Backoff, DeadlinePassed};
 use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 use crate::store::key;
@@ -117,7 +117,7 @@ impl<'a, S: Services> SnapshotWaiter<'a, S> {
                 max_bytes = bytes;
                 patience.progress();
             }
-            if let Err(Over) = patience.pause().await {
+            if let Err(DeadlinePassed) = patience.pause().await {
                 return Err(self.timeout_error(journal));
             }
         }

@@ -87,12 +87,12 @@ fn print_table(status: &Status) {
         return;
     }
     let width = status.releases.iter().map(|row| row.version.as_str().len()).max().unwrap_or(0).max(7);
-    println!("  {:wide$}  {:24}  BUNDLE", "VERSION", "CREATED");
+    println!("  {:width$}  {:24}  BUNDLE", "VERSION", "CREATED");
     for row in &status.releases {
         let mark = if row.current { '*' } else { ' ' };
         let created = row.created_at.as_deref().unwrap_or("-");
         let digest = row.bundle_sha256.as_deref().and_then(|digest| digest.get(..12)).unwrap_or("-");
-        println!("{mark} {:wide$}  {created:24}  {digest}", row.version.as_str());
+        println!("{mark} {:width$}  {created:24}  {digest}", row.version.as_str());
     }
     if let Some(update) = &status.update {
         println!("\nin progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
