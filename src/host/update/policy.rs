@@ -25,7 +25,7 @@ pub enum PolicyError {
     Quarantined { version: ImageVersion, why: String },
     #[error(transparent)]
     History(#[from] history::HistoryError),
-    #[error("{to} requires at least {needed}, and {from} is current")]
+    #[error("{to} needs at least {needed}, and {from} is current")]
     TooFar { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
     #[error("{to} of {} is older than {from} of {} (--allow-downgrade installs it anyway)", rfc3339_ms(*.created), rfc3339_ms(*.current_created))]
     Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Timestamp },
