@@ -1,16 +1,16 @@
-//! Users and groups of a machine, from its own files: a static binary must not ask the C library for them.
+//! Reads the machine's users and groups from its own files: a static binary must not call the C library for them.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-/// The users and groups of the machine below a root, as far as they can be read.
+/// Users and groups of the machine below a root. Unreadable files count as empty.
 #[derive(Default)]
 pub struct Accounts {
     passwd: String,
     group: String,
 }
 
-/// Who a process of a user is, as the kernel compares it with a file's owner and group.
+/// User and groups of a process, as the kernel compares them with a file's owner and group.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Credentials {
     uid: u32,
@@ -27,15 +27,18 @@ impl Accounts {
         entry(&self.passwd, user)?.get(2)?.parse().ok()
     }
 
-    /// The user with its own group and those that list it.
+    /// The user with its primary group and the groups that list it.
     pub fn credentials(&self, user: &str) -> Option<Credentials> {
-        let own = entry(&self.passwd, user)?.get(3)?.parse().ok()?;
-        let others = self.group.lines().filter_map(|line| {
+        let primary_gid = entry(&self.passwd, user)?.get(3)?.parse().ok()?;
+        let other_gids = self.group.lines().filter_map(|line| {
             let fields: Vec<&str> = line.split(':').collect();
             fields.get(3)?.split(',').find(|member| *member == user)?;
             fields.get(2)?.parse().ok()
         });
-        Some(Credentials { uid: self.uid(user)?, gids: std::iter::once(own).chain(others).collect() })
+        Some(Credentials {
+            uid: self.uid(user)?,
+            gids: std::iter::once(primary_gid).chain(other_gids).collect(),
+        })
     }
 }
 
@@ -45,7 +48,7 @@ fn entry<'a>(text: &'a str, name: &str) -> Option<Vec<&'a str>> {
 }
 
 impl Credentials {
-    /// Whether the mode of a file lets them read it: as its owner, else as its group, else as any other.
+    /// Whether the file's mode lets them read it, as owner, group member or other.
     pub fn can_read(&self, file: &std::fs::Metadata) -> bool {
         let shift = if file.uid() == self.uid {
             6
@@ -63,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_has_its_own_group_and_those_that_list_it() {
+    fn credentials_include_primary_and_listed_groups() {
         let accounts = Accounts {
             passwd: "root:x:0:0::/root:/bin/sh\nsvc:x:7:8::/:/usr/sbin/nologin\ntorn:x\n".to_owned(),
             group: "root:x:0:\nsvc:x:8:\nsvc-two:x:9:other,svc\nother:x:10:svc-two\ntorn:x\n".to_owned(),
@@ -75,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_readable_by_its_owner_else_its_group_else_all() {
+    fn can_read_checks_owner_then_group_then_others() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let (uid, gid) = file.as_file().metadata().map(|meta| (meta.uid(), meta.gid())).unwrap();
         let owner = Credentials { uid: uid.max(1), gids: vec![gid] };

@@ -1,6 +1,6 @@
-//! The table of applets, and what they share: how one is chosen, how it starts its runtime, how it exits.
+//! The table of applets and their shared code: selection, runtime and exit codes.
 //!
-//! An applet is chosen by the exact name of `argv[0]`, or as `svc <name>`. Only applets that work are in the table.
+//! An applet is selected by the exact name in `argv[0]`, or as `svc <name>`. The table lists only finished applets.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -15,7 +15,7 @@ use crate::manual;
 pub const VERSION: &str =
     concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("SVC_COMMIT"), ", ", env!("SVC_COMMIT_DATE"), ")");
 
-/// One entry of the multi-call binary. `run` gets the arguments with the applet's name first, as `main` would.
+/// An entry of the multi-call binary. `run` receives the arguments including the applet's name, like `main`.
 pub struct Applet {
     pub name: &'static str,
     pub about: &'static str,
@@ -27,7 +27,7 @@ pub struct Applet {
 #[repr(u8)]
 pub enum Exit {
     Usage = 64,
-    /// The other side understood and said no: the input or the state of things has to change first.
+    /// The request was understood but refused; the input or the state must change first.
     Refused = 65,
     Unavailable = 69,
     Internal = 70,
@@ -47,7 +47,7 @@ impl Exit {
         Self::Config,
     ];
 
-    /// Of a program of ours that failed as a part of this one.
+    /// The exit code of a child process of ours.
     pub fn of_child(status: ExitStatus) -> Self {
         let code = status.code().unwrap_or_default();
         Self::ALL.into_iter().find(|exit| *exit as i32 == code).unwrap_or(Self::Internal)
@@ -78,7 +78,7 @@ impl fmt::Debug for Failure {
     }
 }
 
-/// An error that nobody classified is ours: 70.
+/// An unclassified error is an internal one: 70.
 impl From<anyhow::Error> for Failure {
     fn from(error: anyhow::Error) -> Self {
         Self { exit: Exit::Internal, error }
@@ -91,7 +91,7 @@ impl From<crate::config::ConfigError> for Failure {
     }
 }
 
-/// Gives an error an exit code where it is known what the failure means.
+/// Attaches an exit code to an error.
 pub trait OrExit<T> {
     fn or_exit(self, exit: Exit) -> Result<T, Failure>;
 }
@@ -102,10 +102,10 @@ impl<T, E: Into<anyhow::Error>> OrExit<T> for Result<T, E> {
     }
 }
 
-/// Writes the manual pages of a command and of those below it into a directory, instead of running it.
+/// Writes the manual pages of a command and its subcommands into a directory instead of running it.
 const WRITE_MAN: &str = "--write-man";
 
-/// Parses the command line; `--help` and `--version` print and leave 0, a mistake leaves 64.
+/// Parses the command line. `--help` and `--version` print and exit with 0, an invalid command line with 64.
 pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
     if let [_, flag, dir] = args.as_slice()
         && flag == WRITE_MAN
@@ -117,17 +117,17 @@ pub fn parse<A: clap::Parser>(args: Vec<OsString>) -> Result<A, ExitCode> {
         ));
     }
     A::try_parse_from(args).map_err(|error| {
-        let asked = matches!(
+        let is_requested = matches!(
             error.kind(),
             clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion
         );
-        // A closed stdout or stderr leaves nobody to tell.
+        // A closed stdout or stderr is ignored.
         let _ = error.print();
-        if asked { ExitCode::SUCCESS } else { Exit::Usage.into() }
+        if is_requested { ExitCode::SUCCESS } else { Exit::Usage.into() }
     })
 }
 
-/// Runs an applet's future on a runtime of its own and turns its end into an exit code, saying a failure once.
+/// Runs an applet's future on a new runtime, prints a failure once, and returns the exit code.
 pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
@@ -141,32 +141,32 @@ pub fn block_on(name: &str, work: impl Future<Output = Result<(), Failure>>) -> 
     }
 }
 
-/// Says a failure, once.
+/// Prints a failure.
 pub fn report(name: &str, failure: &Failure) -> ExitCode {
     eprintln!("{name}: {}", chain(failure.error.as_ref()));
     failure.exit.into()
 }
 
-/// Chooses the applet for this command line, or answers for `svc` itself.
+/// Runs the applet that the command line selects, or handles `svc` itself.
 pub fn dispatch(applets: &'static [Applet], mut args: Vec<OsString>) -> ExitCode {
-    let called = args.first().map(Path::new).and_then(Path::file_name).unwrap_or_default().to_owned();
-    if let Some(applet) = find(applets, &called) {
+    let program = args.first().map(Path::new).and_then(Path::file_name).unwrap_or_default().to_owned();
+    if let Some(applet) = find(applets, &program) {
         return (applet.run)(args);
     }
-    let Some(word) = args.get(1).cloned() else {
+    let Some(argument) = args.get(1).cloned() else {
         eprint!("{}", usage(applets));
         return Exit::Usage.into();
     };
-    if let Some(applet) = find(applets, &word) {
+    if let Some(applet) = find(applets, &argument) {
         args.remove(0);
         return (applet.run)(args);
     }
-    match word.to_str() {
+    match argument.to_str() {
         Some("--list") => applets.iter().for_each(|applet| println!("{}", applet.name)),
         Some("--help" | "-h" | "help") => print!("{}", usage(applets)),
         Some("--version" | "-V") => println!("svc {VERSION}"),
         _ => {
-            eprintln!("svc: there is no applet {word:?}; `svc --list` prints their names");
+            eprintln!("svc: unknown applet {argument:?}; `svc --list` prints all names");
             return Exit::Usage.into();
         }
     }
@@ -194,18 +194,18 @@ fn usage(applets: &[Applet]) -> String {
 mod tests {
     use super::*;
 
-    fn nothing(_: Vec<OsString>) -> ExitCode {
+    fn run_nothing(_: Vec<OsString>) -> ExitCode {
         ExitCode::SUCCESS
     }
 
-    static TABLE: &[Applet] = &[Applet { name: "svc-a", about: "a", run: nothing }];
+    static TABLE: &[Applet] = &[Applet { name: "svc-a", about: "a", run: run_nothing }];
 
     fn call(words: &[&str]) -> ExitCode {
         dispatch(TABLE, words.iter().map(OsString::from).collect())
     }
 
     #[test]
-    fn an_applet_is_chosen_by_exact_name_only() {
+    fn dispatch_matches_exact_names_only() {
         assert_eq!(call(&["/opt/svc/bin/svc-a"]), ExitCode::SUCCESS);
         assert_eq!(call(&["svc", "svc-a"]), ExitCode::SUCCESS);
         assert_eq!(call(&["svc", "svc-ab"]), ExitCode::from(Exit::Usage));

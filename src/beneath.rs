@@ -1,8 +1,8 @@
-//! Directories and files below a directory that a less trusted user can change.
+//! Safe access to files below a directory that a less trusted user can change.
 //!
-//! A path is walked from a descriptor that is already open, one component at a time: no symbolic link is followed, the walk
-//! cannot leave the directory, and it does not block on a FIFO. The caller gets the descriptor that was checked and never
-//! opens the path a second time. (openat2(2) would do it in one call; where systemd restricts setuid files, it has none.)
+//! A path is resolved from an open descriptor, one component at a time. Symbolic links are not followed, the path
+//! cannot leave the directory, and a FIFO does not block. The caller gets the checked descriptor and never opens the
+//! path again. (openat2(2) would do this in one call, but it is unavailable where systemd restricts setuid files.)
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -23,36 +23,37 @@ const LINK: &str = "symbolic links are not followed";
 #[derive(Debug)]
 pub struct Folder {
     fd: OwnedFd,
-    /// Whose files are opened below it.
+    /// Only files of this user are opened below the directory.
     owner: u32,
 }
 
 impl Folder {
-    /// Opens a directory by its path. Only users that this process trusts may be able to change a component of the path.
+    /// Opens a directory by its path. Every component of the path must be changeable only by users that this process
+    /// trusts.
     ///
     /// # Errors
-    /// The file system's; `NotADirectory` where the last component is a link.
+    /// Errors of the file system; `NotADirectory` if the last component is a link.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         Self::new(open(path, flags, Mode::empty())?)
     }
 
-    /// Opens a directory below this one. Files below it are opened as for this one's owner.
+    /// Opens a directory below this one. Its files are checked against its own owner.
     ///
     /// # Errors
-    /// `NotFound`; `NotADirectory`; `InvalidInput` where a component is a link; others of the file system.
+    /// `NotFound`; `NotADirectory`; `InvalidInput` if a component is a link; other errors of the file system.
     pub fn folder(&self, below: &Path) -> io::Result<Self> {
         Self::new(self.resolve(below, OFlag::O_DIRECTORY)?)
     }
 
     /// Opens a regular file below this directory for reading.
     ///
-    /// It must belong to the directory's owner or be readable by everybody: a hard link to a file of another user is not
-    /// opened, even where this process could read it.
+    /// The file must belong to the directory's owner or be readable by everyone: a hard link to another user's file
+    /// is not opened, even if this process could read it.
     ///
     /// # Errors
-    /// `NotFound`; `InvalidInput` where it is no regular file or a component is a link; `PermissionDenied`; others of the file
-    /// system.
+    /// `NotFound`; `InvalidInput` if it is no regular file or a component is a link; `PermissionDenied`; other errors
+    /// of the file system.
     pub fn file(&self, below: &Path) -> io::Result<File> {
         let file = File::from(self.resolve(below, OFlag::O_NONBLOCK | OFlag::O_NOCTTY)?);
         let meta = file.metadata()?;
@@ -65,13 +66,13 @@ impl Folder {
         Ok(file)
     }
 
-    /// Reads a file whole, which may have at most `max` bytes.
+    /// Reads a whole file of at most `max` bytes.
     ///
     /// # Errors
-    /// As [`Self::file`]; `FileTooLarge`.
+    /// Same as [`Self::file`]; `FileTooLarge`.
     pub fn read(&self, below: &Path, max: u64) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
-        // The size at opening is no limit: another process may be appending.
+        // The size at opening is no bound, because another process may be appending.
         self.file(below)?.take(max.saturating_add(1)).read_to_end(&mut content)?;
         if content.len() as u64 > max {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {max} bytes")));
@@ -82,7 +83,7 @@ impl Folder {
     /// The names in this directory, in order.
     ///
     /// # Errors
-    /// The file system's.
+    /// Errors of the file system.
     pub fn names(&self) -> io::Result<Vec<OsString>> {
         let mut entries = Dir::from_fd(self.fd.try_clone()?)?;
         let mut names = Vec::new();
@@ -125,7 +126,7 @@ fn not_below() -> io::Error {
 fn open_in(directory: BorrowedFd<'_>, name: &OsStr, flags: OFlag) -> io::Result<OwnedFd> {
     let flags = flags | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     openat(directory, name, flags, Mode::empty()).map_err(|error| {
-        // A link that was to be a directory is refused as "not a directory".
+        // With O_DIRECTORY the kernel reports a link as "not a directory".
         let is_link = || {
             fstatat(directory, name, AtFlags::AT_SYMLINK_NOFOLLOW)
                 .is_ok_and(|meta| meta.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFLNK.bits())
@@ -162,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn no_component_may_be_a_link() {
+    fn open_refuses_links_in_every_component() {
         let (dir, folder) = home();
         let home = dir.path().join("home");
         symlink("/", home.join("root")).unwrap();
@@ -178,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn no_path_leaves_the_directory() {
+    fn file_refuses_paths_outside_directory() {
         let (_dir, folder) = home();
         for path in ["../secret", "app/../../secret", "/etc/passwd"] {
             assert!(folder.file(Path::new(path)).is_err(), "{path}");
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fifo_or_directory_is_no_file_and_blocks_nobody() {
+    fn file_refuses_fifos_and_directories() {
         let (dir, folder) = home();
         mkfifo(&dir.path().join("home/fifo"), Mode::S_IRWXU).unwrap();
         assert_eq!(kind(folder.file(Path::new("fifo"))), io::ErrorKind::InvalidInput);
@@ -199,13 +200,13 @@ mod tests {
     }
 
     #[test]
-    fn a_larger_file_is_not_read() {
+    fn read_refuses_larger_file() {
         let (_dir, folder) = home();
         assert_eq!(kind(folder.read(Path::new("app/dist/page"), 3)), io::ErrorKind::FileTooLarge);
     }
 
     #[test]
-    fn names_are_in_order() {
+    fn names_are_sorted() {
         let (dir, folder) = home();
         fs::write(dir.path().join("home/.hidden"), "").unwrap();
         for _ in 0..2 {
@@ -215,7 +216,7 @@ mod tests {
 
     /// Needs root, to give a file to another user.
     #[test]
-    fn a_hard_link_to_another_users_secret_is_not_opened() {
+    fn file_refuses_hard_link_to_foreign_secret() {
         let (dir, folder) = home();
         let (secret, link) = (dir.path().join("secret"), dir.path().join("home/link"));
         fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();

@@ -1,16 +1,16 @@
-//! An error and its causes in one line, without what they quote of somebody's rows.
+//! Formats an error and its causes in one line, without the row values that they quote.
 
 use std::error::Error;
 
 use tokio_postgres::error::DbError;
 
-/// An error and its causes. PostgreSQL's details, and its messages about values, quote rows: of those only the
-/// SQLSTATE and the constraint are told.
+/// An error and its causes. PostgreSQL's details, and its messages about values, quote rows; of those only the
+/// SQLSTATE and the constraint are printed.
 pub fn chain(error: &(dyn Error + 'static)) -> String {
-    let mut text = said(error);
+    let mut text = message(error);
     let mut cause = error.source();
     while let Some(error) = cause {
-        let part = said(error);
+        let part = message(error);
         if !text.ends_with(&part) {
             text.push_str(": ");
             text.push_str(&part);
@@ -20,13 +20,13 @@ pub fn chain(error: &(dyn Error + 'static)) -> String {
     text
 }
 
-fn said(error: &(dyn Error + 'static)) -> String {
-    error.downcast_ref::<DbError>().map_or_else(|| error.to_string(), refused)
+fn message(error: &(dyn Error + 'static)) -> String {
+    error.downcast_ref::<DbError>().map_or_else(|| error.to_string(), db_error_message)
 }
 
-fn refused(refusal: &DbError) -> String {
+fn db_error_message(refusal: &DbError) -> String {
     let code = refusal.code().code();
-    // Classes 22 and 23 are about values, P0 is what a trigger says.
+    // Classes 22 and 23 concern values; P0 is raised by triggers.
     if !["22", "23", "P0"].iter().any(|class| code.starts_with(class)) {
         return format!("{}: {} (SQLSTATE {code})", refusal.severity(), refusal.message());
     }
@@ -45,7 +45,7 @@ mod tests {
     struct Outer(#[source] std::io::Error);
 
     #[test]
-    fn causes_follow_and_are_not_said_twice() {
+    fn chain_appends_causes_without_repeating_them() {
         assert_eq!(chain(&Outer(std::io::Error::other("inner"))), "outer: inner");
         assert_eq!(chain(&std::io::Error::other(Outer(std::io::Error::other("inner")))), "outer: inner");
     }

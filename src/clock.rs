@@ -1,4 +1,4 @@
-//! Time as it is written on the wire: RFC 3339, UTC, milliseconds.
+//! The wire format of timestamps: RFC 3339, UTC, milliseconds.
 
 use jiff::{Timestamp, Unit};
 
@@ -7,7 +7,7 @@ pub fn rfc3339_ms(at: Timestamp) -> String {
     format!("{at:.3}")
 }
 
-/// Now, cut to the millisecond, so that what is written and what is kept compare equal.
+/// The current time, truncated to milliseconds, so that it equals its stored form.
 pub fn now_ms() -> Timestamp {
     let now = Timestamp::now();
     now.round(jiff::TimestampRound::new().smallest(Unit::Millisecond).mode(jiff::RoundMode::Trunc))
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_carry_exactly_three_decimals() {
+    fn rfc3339_ms_has_exactly_three_decimals() {
         let at: Timestamp = "2026-01-02T03:04:05.6789Z".parse().unwrap();
         assert_eq!(rfc3339_ms(at), "2026-01-02T03:04:05.678Z");
         let whole: Timestamp = "2026-01-02T03:04:05Z".parse().unwrap();

@@ -1,7 +1,7 @@
-//! Configuration from environment variables and env files; every mistake is collected and reported at once.
+//! Configuration from environment variables and env files. All errors are collected and reported together.
 //!
-//! A reader takes what it needs from an [`Env`], then calls [`Env::finish`]. A value that failed to parse is an
-//! `Option::None` until then, so one run names all mistakes. Values never appear in an error: they may be secrets.
+//! A reader takes its values from an [`Env`], then calls [`Env::finish`]. An invalid value is `None` until then, so
+//! one run reports every error. Values never appear in an error, because they may be secrets.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -12,23 +12,23 @@ use std::str::FromStr;
 
 use secrecy::SecretString;
 
-/// The largest env file; user-data as a whole has less.
+/// Maximum size of an env file; user-data as a whole is smaller.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// All that is wrong with the configuration, one line each; leaves with exit 78.
+/// All configuration errors, one per line; exit code 78.
 #[derive(Debug, thiserror::Error)]
-#[error("the configuration is wrong:\n  {}", .mistakes.join("\n  "))]
+#[error("invalid configuration:\n  {}", .mistakes.join("\n  "))]
 pub struct ConfigError {
     pub mistakes: Vec<String>,
 }
 
-/// The platform's file with settings: the one given, else the one that `PLATFORM_ENV_FILE` names.
+/// The platform's settings file: the given one, or the one named by `PLATFORM_ENV_FILE`.
 pub fn platform_env_file(given: Option<PathBuf>) -> Option<PathBuf> {
     let named = || std::env::var_os("PLATFORM_ENV_FILE").filter(|path| !path.is_empty());
     given.or_else(|| named().map(PathBuf::from))
 }
 
-/// Variables from the process environment over those from env files, and the mistakes found so far.
+/// Variables of the process environment and of env files, with the errors found so far.
 #[derive(Default)]
 pub struct Env {
     vars: BTreeMap<String, String>,
@@ -36,12 +36,12 @@ pub struct Env {
 }
 
 impl Env {
-    /// The process environment alone. A variable that is set but empty counts as absent.
+    /// The process environment. An empty variable counts as unset.
     pub fn from_process() -> Self {
         Self { vars: std::env::vars().filter(|(_, value)| !value.is_empty()).collect(), mistakes: Vec::new() }
     }
 
-    /// The process environment, and below it the file, where there is one.
+    /// The process environment, which takes precedence over the file, if there is one.
     pub fn from_process_over(file: Option<&Path>) -> Self {
         let env = Self::from_process();
         if let Some(file) = file { env.with_file(file) } else { env }
@@ -53,17 +53,17 @@ impl Env {
         Self { vars, mistakes: Vec::new() }
     }
 
-    /// Adds the variables of an env file below those already there. An absent file adds nothing.
+    /// Adds the variables of an env file that are not set yet. A missing file adds nothing.
     pub fn with_file(self, path: &Path) -> Self {
         self.with_file_where(path, |_, _| true)
     }
 
-    /// As [`Self::with_file`], of the variables whose name and value are taken.
-    pub fn with_file_where(mut self, path: &Path, is_taken: impl Fn(&str, &str) -> bool) -> Self {
+    /// Like [`Self::with_file`], for the accepted names and values only.
+    pub fn with_file_where(mut self, path: &Path, is_accepted: impl Fn(&str, &str) -> bool) -> Self {
         match read_bounded(path) {
             Ok(text) => match parse_env_file(&text) {
                 Ok(pairs) => pairs.into_iter().for_each(|(name, value)| {
-                    if !value.is_empty() && is_taken(&name, &value) {
+                    if !value.is_empty() && is_accepted(&name, &value) {
                         self.vars.entry(name).or_insert(value);
                     }
                 }),
@@ -77,7 +77,7 @@ impl Env {
         self
     }
 
-    /// Says that a variable's value cannot be used, and why.
+    /// Records that a variable's value is invalid.
     pub fn mistake(&mut self, name: &str, why: impl Display) {
         self.mistakes.push(format!("{name}: {why}"));
     }
@@ -135,7 +135,7 @@ impl Env {
         self.vars.get(name).map(PathBuf::from)
     }
 
-    /// Ends the reading: the built value, or all mistakes. `build` answers `None` only after a mistake was said.
+    /// Returns the built value, or all errors. `build` may be `None` only after an error was recorded.
     pub fn finish<T>(self, build: Option<T>) -> Result<T, ConfigError> {
         match build {
             Some(value) if self.mistakes.is_empty() => Ok(value),
@@ -166,11 +166,11 @@ impl Flag {
     }
 }
 
-/// Parses an env file as systemd reads `EnvironmentFile=`, where every assignment is on one line.
+/// Parses an env file like systemd's `EnvironmentFile=`, but requires each assignment to be on one line.
 ///
 /// # Errors
-/// The number of the first line that is no assignment, or that systemd reads as more than this line: a quote that is not
-/// closed, or a backslash or a carriage return that joins or splits lines.
+/// The number of the first line that is no assignment, or that systemd would not read as one line: an unclosed quote,
+/// or a backslash or a carriage return that joins or splits lines.
 pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
     let mut pairs = Vec::new();
     for (index, line) in text.split_terminator('\n').enumerate() {
@@ -180,7 +180,7 @@ pub fn parse_env_file(text: &str) -> Result<Vec<(String, String)>, usize> {
             return Err(wrong());
         }
         if line.starts_with(['#', ';']) {
-            // Before v254, systemd reads the line after such a comment as a part of it.
+            // Before v254, systemd treats the line after such a comment as part of it.
             if ends_escaped(line) {
                 return Err(wrong());
             }
@@ -203,11 +203,11 @@ fn is_blank(c: char) -> bool {
     matches!(c, ' ' | '\t')
 }
 
-/// `None` where the value ends within a quote or after a backslash.
+/// `None` if the value ends within a quote or after a backslash.
 fn unquote(value: &str) -> Option<String> {
     let mut out = String::new();
     let mut chars = value.chars();
-    // Quoted parts, with nothing but spaces between them.
+    // Quoted parts, separated only by spaces.
     let first = loop {
         match chars.next() {
             None => return Some(out),
@@ -231,7 +231,7 @@ fn unquote(value: &str) -> Option<String> {
             Some(c) => break c,
         }
     };
-    // From here on, quotes are characters like others.
+    // After the first unquoted character, quotes have no special meaning.
     let mut next = Some(first);
     let mut kept = out.len();
     while let Some(c) = next {
@@ -246,18 +246,18 @@ fn unquote(value: &str) -> Option<String> {
     Some(out)
 }
 
-/// Whether the last character is a backslash that no other one escapes.
+/// Whether the line ends with an unescaped backslash.
 fn ends_escaped(line: &str) -> bool {
     line.bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 1
 }
 
-/// One line of an env file, quoted so that [`parse_env_file`] and systemd read back the same value.
+/// A line of an env file, quoted so that [`parse_env_file`] and systemd read the same value.
 pub fn env_line(name: &str, value: &str) -> String {
     let escaped = value.replace('\\', "\\\\").replace('"', "\\\"");
     format!("{name}=\"{escaped}\"\n")
 }
 
-/// The text of an env file with these variables in place of those of the same names.
+/// Replaces these variables in the text of an env file.
 pub fn with_env_lines(text: &str, pairs: &[(&str, &str)]) -> String {
     let is_kept = |line: &&str| {
         let name = line.trim_start_matches(is_blank).split('=').next().unwrap_or_default();
@@ -273,7 +273,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn all_mistakes_are_said_at_once_and_no_value_is_shown() {
+    fn finish_reports_all_mistakes_without_values() {
         let mut env = Env::from_pairs([("PORT", "hunter2"), ("FLAG", "perhaps")]);
         let port = env.required::<u16>("PORT");
         let absent = env.required::<u16>("ABSENT");
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_process_wins_over_a_file() {
+    fn process_takes_precedence_over_file() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("host.env");
         std::fs::write(&file, "A=file\nB=\"two words\"\n# C=no\n").unwrap();
@@ -323,13 +323,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_written_line_reads_back(value in "[^\\n\\r\\x00]*") {
+        fn env_line_round_trips(value in "[^\\n\\r\\x00]*") {
             let read = parse_env_file(&env_line("NAME", &value)).unwrap();
             prop_assert_eq!(read, vec![("NAME".to_owned(), value)]);
         }
 
         #[test]
-        fn no_text_panics(text in ".*") {
+        fn parse_never_panics(text in ".*") {
             let _ = parse_env_file(&text);
         }
     }

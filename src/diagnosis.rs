@@ -1,7 +1,7 @@
-//! What a look at a running installation finds: a line each, with what to do.
+//! Findings of the checks of a running installation, each with a next step.
 //!
-//! Knows nothing of what is looked at. Every check has a deadline, and one that could not be made says so under its own
-//! name: a report is never shorter because something did not answer. No finding holds a secret.
+//! Independent of what is checked. Every check has a timeout, and a check that could not run is reported under its
+//! name, so a report is never shorter because something did not respond. No finding contains a secret.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -11,16 +11,16 @@ use futures_util::future::join_all;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// How bad it is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Level {
     Ok,
-    /// It works; somebody should look at it.
+    /// It works, but needs attention.
     Warning,
-    /// It does not work, or will not when it is needed.
+    /// It does not work, or will fail when it is needed.
     Problem,
-    /// Nobody knows: the check cannot be made here.
+    /// Unknown: the check cannot run here.
     Skipped,
 }
 
@@ -41,7 +41,7 @@ pub struct Finding {
     pub check: &'static str,
     pub level: Level,
     pub what: String,
-    /// What to do about it; for nothing that is well.
+    /// The recommended action; `None` if all is well.
     pub next: Option<String>,
 }
 
@@ -53,7 +53,7 @@ pub struct Findings {
 }
 
 impl Findings {
-    pub fn of(check: &'static str) -> Self {
+    pub fn new(check: &'static str) -> Self {
         Self { check, list: Vec::new() }
     }
 
@@ -82,7 +82,7 @@ impl Findings {
         self.with(Level::Skipped, why, None)
     }
 
-    /// Says that all is well where nothing else was found.
+    /// Adds an OK finding if there is no other one.
     #[must_use]
     pub fn or_ok(self, what: impl Into<String>) -> Self {
         if self.list.is_empty() { self.ok(what) } else { self }
@@ -97,7 +97,7 @@ impl Findings {
     }
 }
 
-/// A check that is not made yet.
+/// A check that has not run yet.
 pub struct Check<'a> {
     name: &'static str,
     deadline: Duration,
@@ -113,22 +113,22 @@ impl<'a> Check<'a> {
         Self { name, deadline, work: Box::pin(work) }
     }
 
-    async fn make(self) -> Findings {
+    async fn run(self) -> Findings {
         let Self { name, deadline, work } = self;
         tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
             let what = format!("no answer within {} s", deadline.as_secs());
-            Findings::of(name).problem(what, "look at what it waits for; then run this again")
+            Findings::new(name).problem(what, "find out what it is waiting for, then run this again")
         })
     }
 }
 
-/// Makes all checks at once; the findings stand in the checks' order.
-pub async fn make(checks: Vec<Check<'_>>) -> Vec<Finding> {
-    let made = join_all(checks.into_iter().map(Check::make)).await;
-    made.into_iter().flat_map(|findings| findings.list).collect()
+/// Runs all checks concurrently; the findings keep the order of the checks.
+pub async fn run_checks(checks: Vec<Check<'_>>) -> Vec<Finding> {
+    let results = join_all(checks.into_iter().map(Check::run)).await;
+    results.into_iter().flat_map(|findings| findings.list).collect()
 }
 
-/// All findings about one thing.
+/// All findings about one subject.
 #[derive(Debug)]
 pub struct Report {
     pub subject: String,
@@ -175,22 +175,22 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_check_that_does_not_end_is_a_problem_under_its_name_and_holds_up_no_other() {
+    async fn check_timeout_is_problem_and_blocks_no_other() {
         let slow = Check::new("slow", Duration::from_secs(3), std::future::pending());
-        let quick = Check::new("quick", Duration::from_secs(3), async { Findings::of("quick").ok("well") });
-        let found = make(vec![slow, quick]).await;
-        let told: Vec<_> = found.iter().map(|finding| (finding.check, finding.level)).collect();
-        assert_eq!(told, [("slow", Level::Problem), ("quick", Level::Ok)]);
+        let quick = Check::new("quick", Duration::from_secs(3), async { Findings::new("quick").ok("well") });
+        let found = run_checks(vec![slow, quick]).await;
+        let levels: Vec<_> = found.iter().map(|finding| (finding.check, finding.level)).collect();
+        assert_eq!(levels, [("slow", Level::Problem), ("quick", Level::Ok)]);
         assert!(found[0].what.contains("3 s") && found[0].next.is_some(), "{found:?}");
     }
 
     #[test]
-    fn a_report_counts_what_it_holds() {
-        let findings = Findings::of("a").ok("x").warning("y", "do").problem("z", "do").skipped("why");
+    fn report_counts_findings_by_level() {
+        let findings = Findings::new("a").ok("x").warning("y", "do").problem("z", "do").skipped("why");
         let report = Report { subject: "host".to_owned(), findings: findings.list };
         assert_eq!(report.tally(), "1 problem, 1 warning, 1 skipped, 1 ok");
         let json = report.json();
         assert_eq!((&json["ok"], &json["findings"][2]["next"]), (&false.into(), &"do".into()));
-        assert!(Findings::of("a").or_ok("fine").list[0].level == Level::Ok);
+        assert!(Findings::new("a").or_ok("fine").list[0].level == Level::Ok);
     }
 }

@@ -1,29 +1,29 @@
-//! Places where a test can stop the process: `FAILPOINTS="name=return(kill)"` kills it there with SIGKILL,
-//! `name=1*return(kill)` once, `name=sleep(500)` delays, `name=return(error)` makes a step fail where it asks.
+//! Fail points for tests: `FAILPOINTS="name=return(kill)"` kills the process there with SIGKILL,
+//! `name=1*return(kill)` only once, `name=sleep(500)` delays it, and `name=return(error)` makes the step fail.
 //!
-//! Dev builds carry them, `dist` builds do not.
+//! Only dev builds contain them, `dist` builds do not.
 
-/// The variable, for processes that pass on a part of their environment.
+/// The variable's name, for processes that pass on part of their environment.
 #[cfg(feature = "failpoints")]
 pub const VARIABLE: Option<&str> = Some("FAILPOINTS");
 #[cfg(not(feature = "failpoints"))]
 pub const VARIABLE: Option<&str> = None;
 
-/// Reads `FAILPOINTS` once, at the start of the process.
+/// Reads `FAILPOINTS`; called once, at the start of the process.
 pub fn arm() {
     #[cfg(feature = "failpoints")]
     std::mem::forget(fail::FailScenario::setup());
 }
 
-/// Passes a named place.
+/// Triggers the fail point if a test has set it.
 ///
 /// # Errors
-/// [`Injected`] when the test asked for an error here.
+/// [`Injected`] if the test requested an error here.
 pub fn pass(name: &str) -> Result<(), Injected> {
     #[cfg(feature = "failpoints")]
     if let Some(injected) = fail::eval(name, |action| match action.as_deref() {
         Some("kill") => {
-            // The process ends in this call; there is nobody to tell if it does not.
+            // The process ends in this call; an error cannot be reported.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
             std::process::abort();
         }
@@ -36,7 +36,7 @@ pub fn pass(name: &str) -> Result<(), Injected> {
     Ok(())
 }
 
-/// A failure that a test asked for.
+/// A failure requested by a test.
 #[derive(Debug, thiserror::Error)]
 #[error("injected failure at {name}")]
 pub struct Injected {

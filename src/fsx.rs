@@ -1,6 +1,7 @@
-//! Files that survive a crash: written whole beside the target, synced, renamed, the directory synced.
+//! Crash-safe file operations: files are written to a temporary file, synced and renamed, then the directory is
+//! synced.
 //!
-//! A reader sees the old content or the new one, never a part. Every function blocks; async callers use
+//! A reader sees the old content or the new one, never a mix. All functions block; async callers use
 //! `spawn_blocking`.
 
 use std::fs::{self, File, OpenOptions};
@@ -8,7 +9,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// A file operation that failed, with the path it was about.
+/// A failed file operation, with its path.
 #[derive(Debug, thiserror::Error)]
 #[error("{action} {}", .path.display())]
 pub struct FileError {
@@ -29,29 +30,30 @@ impl FileError {
     }
 }
 
-/// Replaces `path` with `content`, durably; `mode` are the permission bits of the new file. Missing parents are made.
+/// Replaces `path` with `content`, durably. `mode` sets the permission bits of the new file. Missing parent
+/// directories are created.
 pub fn write_atomic(path: &Path, content: &[u8], mode: u32) -> Result<(), FileError> {
-    place(path, content, mode, |temp| fs::rename(temp, path))
+    write_then(path, content, mode, |temp| fs::rename(temp, path))
 }
 
-/// As [`write_atomic`], where there is no such file yet; else nothing is done, and the answer is `false`.
+/// Like [`write_atomic`], but only if the file does not exist; otherwise returns `false`.
 pub fn create_atomic(path: &Path, content: &[u8], mode: u32) -> Result<bool, FileError> {
-    let linked = place(path, content, mode, |temp| {
+    let created = write_then(path, content, mode, |temp| {
         fs::hard_link(temp, path)?;
         fs::remove_file(temp)
     });
-    match linked {
+    match created {
         Ok(()) => Ok(true),
         Err(error) if error.source.kind() == io::ErrorKind::AlreadyExists && path.exists() => Ok(false),
         Err(error) => Err(error),
     }
 }
 
-fn place(
+fn write_then(
     path: &Path,
     content: &[u8],
     mode: u32,
-    name: impl FnOnce(&Path) -> io::Result<()>,
+    publish: impl FnOnce(&Path) -> io::Result<()>,
 ) -> Result<(), FileError> {
     let dir = parent(path);
     fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
@@ -60,23 +62,23 @@ fn place(
         let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temp)?;
         file.write_all(content)?;
         file.sync_all()?;
-        name(&temp)
+        publish(&temp)
     })();
     if let Err(source) = written {
-        // The half-written file is ours and useless; the first error is the one to tell.
+        // The incomplete file is useless; only the first error is reported.
         let _ = fs::remove_file(&temp);
         return Err(FileError { action: "write", path: path.to_owned(), source });
     }
     sync_dir(dir)
 }
 
-/// Removes what a [`write_atomic`] to `path` that was killed left beside it. A writer that runs has such a file, too, so the
-/// caller holds the lock of all who write there.
+/// Removes temporary files that killed calls of [`write_atomic`] left for `path`. Running writers have such files
+/// too, so the caller must hold the lock of all writers.
 pub fn remove_torn(path: &Path) -> Result<(), FileError> {
     remove_torn_in(parent(path), |name| name == file_name(path))
 }
 
-/// The same for all files of a directory whose names are `ours`.
+/// Like [`remove_torn`], for all files of a directory whose names are `ours`.
 pub fn remove_torn_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), FileError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -86,21 +88,21 @@ pub fn remove_torn_in(dir: &Path, ours: impl Fn(&str) -> bool) -> Result<(), Fil
         Err(error) => return Err(FileError::at("read", dir)(error)),
     };
     for entry in entries.flatten() {
-        if entry.file_name().to_str().and_then(torn_of).is_some_and(&ours) {
-            remove_if_there(&entry.path())?;
+        if entry.file_name().to_str().and_then(torn_target).is_some_and(&ours) {
+            remove_if_exists(&entry.path())?;
         }
     }
     Ok(())
 }
 
-/// The name that a temporary file was to get.
-fn torn_of(temp: &str) -> Option<&str> {
+/// The target name of a temporary file.
+fn torn_target(temp: &str) -> Option<&str> {
     let (name, random) = temp.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
     let is_ours = random.len() == 32 && random.bytes().all(|b| b.is_ascii_hexdigit());
     is_ours.then_some(name)
 }
 
-/// Points `link` at `target` by one rename, durably: there is no moment without a link.
+/// Points `link` at `target` with one rename, durably: the link exists at all times.
 pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     let dir = parent(link);
     fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
@@ -113,8 +115,8 @@ pub fn symlink_atomic(target: &Path, link: &Path) -> Result<(), FileError> {
     sync_dir(dir)
 }
 
-/// Where a write to `path` belongs: the target of the link that it is, else itself. A rename onto a link would replace
-/// the link.
+/// The file that a write to `path` must replace: a link's target, or `path` itself. A rename onto a link would
+/// replace the link.
 pub fn through_link(path: &Path) -> PathBuf {
     match fs::read_link(path) {
         Ok(target) => parent(path).join(target),
@@ -127,8 +129,8 @@ pub fn sync_dir(dir: &Path) -> Result<(), FileError> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(FileError::at("sync directory", dir))
 }
 
-/// The content of a file, or `None` where there is no such file.
-pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
+/// The content of a file, or `None` if it does not exist.
+pub fn read_if_exists(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     match fs::read(path) {
         Ok(content) => Ok(Some(content)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -136,13 +138,13 @@ pub fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
     }
 }
 
-/// Whether there is such a file.
-pub fn is_there(path: &Path) -> Result<bool, FileError> {
+/// Whether the file exists.
+pub fn exists(path: &Path) -> Result<bool, FileError> {
     path.try_exists().map_err(FileError::at("look for", path))
 }
 
-/// Removes a file; its absence is no error. It is absent as well where something else has its directory's name.
-pub fn remove_if_there(path: &Path) -> Result<(), FileError> {
+/// Removes a file if it exists. It also counts as absent if its parent is not a directory.
+pub fn remove_if_exists(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             Ok(())
@@ -166,7 +168,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn a_write_replaces_whole_and_keeps_its_mode() {
+    fn write_atomic_replaces_file_and_keeps_mode() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a/b/secret");
         write_atomic(&path, b"one", 0o600).unwrap();
@@ -177,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_write_left_is_removed_and_nothing_else() {
+    fn remove_torn_removes_only_own_temporary_files() {
         let dir = tempfile::tempdir().unwrap();
         let names = |dir: &Path| {
             let mut names: Vec<_> = fs::read_dir(dir)
@@ -200,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_is_switched_in_place() {
+    fn symlink_atomic_replaces_link() {
         let dir = tempfile::tempdir().unwrap();
         let link = dir.path().join("current");
         symlink_atomic(Path::new("releases/1"), &link).unwrap();
@@ -209,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_through_a_link_leaves_the_link() {
+    fn write_through_link_keeps_link() {
         let dir = tempfile::tempdir().unwrap();
         let (link, target) = (dir.path().join("opt/marker"), dir.path().join("var/marker"));
         symlink_atomic(&target, &link).unwrap();
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_the_path() {
+    fn error_names_path() {
         let error = write_atomic(Path::new("/proc/none/x"), b"", 0o600).unwrap_err();
         assert!(error.to_string().contains("/proc/none"), "{error}");
     }

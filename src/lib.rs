@@ -1,6 +1,6 @@
 //! svc: one VPS for each paying user, kept alive, reachable, backed up and replaceable.
 //!
-//! `ARCHITECTURE.md` has the map. Host and platform never import each other; what both need is beside them here.
+//! `ARCHITECTURE.md` has the map. Host and platform never import each other; their shared code is here.
 
 pub mod accounts;
 pub mod applet;

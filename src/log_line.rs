@@ -1,4 +1,4 @@
-//! One line of the log for people: time, level, applet, what happened, and under which request.
+//! A log line for people: time, level, applet, message and request.
 
 use std::fmt;
 
@@ -8,10 +8,10 @@ use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormattedFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// How much of the time is written; always UTC, as in records.
+/// Format of the time, always in UTC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Clock {
-    /// `07:31:05.123`, for somebody who watches.
+pub enum TimeFormat {
+    /// `07:31:05.123`, for a terminal.
     Short,
     /// With the date, for a file.
     Full,
@@ -19,12 +19,12 @@ pub enum Clock {
 
 /// `07:31:05.123  WARN svc-platform a step failed attempts=2 | kind="resize" svc_request_id=…`
 #[derive(Debug, Clone, Copy)]
-pub struct Line {
+pub struct LogFormat {
     pub applet: &'static str,
-    pub clock: Clock,
+    pub time_format: TimeFormat,
 }
 
-impl<S, N> FormatEvent<S, N> for Line
+impl<S, N> FormatEvent<S, N> for LogFormat
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
@@ -35,8 +35,8 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        self.time(&mut writer)?;
-        level(&mut writer, *event.metadata().level())?;
+        self.write_time(&mut writer)?;
+        write_level(&mut writer, *event.metadata().level())?;
         write!(writer, " {} ", self.applet)?;
         context.field_format().format_fields(writer.by_ref(), event)?;
         let mut separator = " | ";
@@ -53,13 +53,13 @@ where
     }
 }
 
-impl Line {
-    fn time(&self, writer: &mut Writer<'_>) -> fmt::Result {
+impl LogFormat {
+    fn write_time(&self, writer: &mut Writer<'_>) -> fmt::Result {
         let now = Timestamp::now().round(Unit::Millisecond).unwrap_or(Timestamp::UNIX_EPOCH);
         let text = format!("{now:.3}");
-        let shown = match self.clock {
-            Clock::Full => text.as_str(),
-            Clock::Short => text.get(11..23).unwrap_or(&text),
+        let shown = match self.time_format {
+            TimeFormat::Full => text.as_str(),
+            TimeFormat::Short => text.get(11..23).unwrap_or(&text),
         };
         if writer.has_ansi_escapes() {
             write!(writer, "\x1b[2m{shown}\x1b[0m ")
@@ -69,7 +69,7 @@ impl Line {
     }
 }
 
-fn level(writer: &mut Writer<'_>, level: Level) -> fmt::Result {
+fn write_level(writer: &mut Writer<'_>, level: Level) -> fmt::Result {
     if !writer.has_ansi_escapes() {
         return write!(writer, "{level:>5}");
     }
@@ -93,9 +93,9 @@ mod tests {
     use super::*;
 
     #[derive(Clone, Default)]
-    struct Page(Arc<Mutex<Vec<u8>>>);
+    struct Buffer(Arc<Mutex<Vec<u8>>>);
 
-    impl Write for Page {
+    impl Write for Buffer {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
             self.0.lock().unwrap().write(bytes)
         }
@@ -105,13 +105,13 @@ mod tests {
         }
     }
 
-    fn written(clock: Clock, colour: bool) -> String {
-        let page = Page::default();
-        let kept = page.clone();
+    fn written(time_format: TimeFormat, colour: bool) -> String {
+        let buffer = Buffer::default();
+        let output = buffer.clone();
         let layer = tracing_subscriber::fmt::layer()
-            .with_writer(move || page.clone())
+            .with_writer(move || buffer.clone())
             .with_ansi(colour)
-            .event_format(Line { applet: "svc-x", clock });
+            .event_format(LogFormat { applet: "svc-x", time_format });
         tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
             let outer = tracing::info_span!("operation", kind = "resize");
             let _outer = outer.enter();
@@ -119,26 +119,26 @@ mod tests {
             let _inner = inner.enter();
             tracing::warn!(attempts = 2, "a step failed");
         });
-        String::from_utf8(kept.0.lock().unwrap().clone()).unwrap()
+        String::from_utf8(output.0.lock().unwrap().clone()).unwrap()
     }
 
     #[test]
-    fn a_line_has_time_level_applet_message_and_the_request() {
-        let line = written(Clock::Short, false);
+    fn line_has_time_level_applet_message_and_request() {
+        let line = written(TimeFormat::Short, false);
         let (time, rest) = line.split_at(12);
         assert!(time.bytes().filter(|&b| b == b':').count() == 2 && time.as_bytes()[8] == b'.', "{line}");
         assert_eq!(
             rest,
             "  WARN svc-x a step failed attempts=2 | svc_request_id=0123456789ab kind=\"resize\"\n"
         );
-        let line = written(Clock::Full, false);
+        let line = written(TimeFormat::Full, false);
         let time = line.split(' ').next().unwrap();
         assert!(time.len() == 24 && time.parse::<Timestamp>().is_ok(), "{line}");
     }
 
     #[test]
-    fn colour_is_only_for_terminals() {
-        assert!(!written(Clock::Full, false).contains('\x1b'));
-        assert!(written(Clock::Short, true).contains("\x1b[33m WARN\x1b[0m"));
+    fn colour_is_used_only_for_terminals() {
+        assert!(!written(TimeFormat::Full, false).contains('\x1b'));
+        assert!(written(TimeFormat::Short, true).contains("\x1b[33m WARN\x1b[0m"));
     }
 }

@@ -1,4 +1,4 @@
-//! The multi-call binary: `argv[0]`, or the first argument, names the applet. The only place that exits.
+//! The multi-call binary: `argv[0]` or the first argument names the applet. Nothing else exits the process.
 
 use std::process::ExitCode;
 
@@ -6,7 +6,7 @@ use svc::applet::{self, Applet};
 use svc::ctl::local::{Examined, Local};
 use svc::{ctl, host, platform};
 
-/// Applets that work. One that does not is not listed.
+/// The finished applets; unfinished ones are not listed.
 static APPLETS: &[Applet] = &[
     Applet {
         name: "svc-gateway",
@@ -55,16 +55,16 @@ static APPLETS: &[Applet] = &[
     },
     Applet {
         name: "svc-hook",
-        about: "the hook of agents' programs that tells svc-watch of tool calls",
+        about: "reports agents' tool calls to svc-watch",
         run: host::audit::hook::run,
     },
     Applet { name: "svc-shell", about: "serves the shell to the gateway", run: host::launch::shell::run },
     Applet { name: "svc-code", about: "starts the release's code-server", run: host::launch::code::run },
     Applet { name: "svc-platform", about: "control plane and router", run: platform::run },
-    Applet { name: "svcctl", about: "what an operator does", run: |args| ctl::run(args, LOCAL) },
+    Applet { name: "svcctl", about: "operator commands", run: |args| ctl::run(args, LOCAL) },
 ];
 
-/// What `svcctl` looks at where it runs; this is the one place that knows all sides.
+/// The local installation for `svcctl`; only this file knows both sides.
 const LOCAL: Local = Local {
     is_host: host::doctor::is_here,
     host: || Box::pin(host::doctor::examine()),

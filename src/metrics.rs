@@ -1,8 +1,8 @@
-//! The numbers that operators watch: their names, help and labels, and the text that Prometheus reads.
+//! Metrics: names, help texts and labels, and the output for Prometheus.
 //!
-//! Owns every name that `/metrics` gives out; what counts is said where it happens. The invariants: a series has its
-//! help and type, a label has few values (never a machine, a user or a path), and counting allocates nothing once the
-//! series is there.
+//! Owns every metric name; the values are recorded where the events happen. Invariants: a series has a help text and
+//! a type, a label has few values (never a machine, a user or a path), and recording in an existing series does not
+//! allocate.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{PoisonError, RwLock};
@@ -15,12 +15,12 @@ use tokio_util::sync::CancellationToken;
 /// The media type of [`Scrape::text`].
 pub const MEDIA_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Of requests and calls, in seconds.
+/// Buckets for requests and calls, in seconds.
 const CALL_BUCKETS: [f64; 12] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
-/// Of operations and their steps, in seconds.
+/// Buckets for operations and their steps, in seconds.
 const WORK_BUCKETS: [f64; 11] = [0.1, 0.5, 1.0, 5.0, 15.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 7200.0];
-/// How often recorded durations are sorted into their buckets when nobody asks for them.
-const UPKEEP: Duration = Duration::from_secs(10);
+/// Interval at which recorded durations are sorted into their buckets if there are no scrapes.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 pub static HTTP_REQUESTS: Counters<4> = Counters::new(
     "svc_http_requests_total",
@@ -212,37 +212,37 @@ static OPEN_FDS: Gauges<0> = Gauges::new("process_open_fds", "Open file descript
 static STARTED: Gauges<0> =
     Gauges::new("process_start_time_seconds", "When this process started, in Unix time.", []);
 
-/// The series of one name, by the values of their labels; made at first use and kept.
+/// The series of one metric by label values, created on first use.
 struct Family<H, const N: usize> {
     name: &'static str,
     help: &'static str,
     labels: [&'static str; N],
-    kept: RwLock<BTreeMap<[&'static str; N], H>>,
+    handles: RwLock<BTreeMap<[&'static str; N], H>>,
 }
 
 impl<H: Clone, const N: usize> Family<H, N> {
     const fn new(name: &'static str, help: &'static str, labels: [&'static str; N]) -> Self {
-        Self { name, help, labels, kept: RwLock::new(BTreeMap::new()) }
+        Self { name, help, labels, handles: RwLock::new(BTreeMap::new()) }
     }
 
     fn with(
         &self,
         values: [&'static str; N],
         make: impl FnOnce(&Self, Vec<Label>) -> H,
-        act: impl FnOnce(&H),
+        record: impl FnOnce(&H),
     ) {
-        if let Some(handle) = self.kept.read().unwrap_or_else(PoisonError::into_inner).get(&values) {
-            return act(handle);
+        if let Some(handle) = self.handles.read().unwrap_or_else(PoisonError::into_inner).get(&values) {
+            return record(handle);
         }
         let labels =
             self.labels.iter().zip(values).map(|(name, value)| Label::from_static_parts(name, value));
         let handle = make(self, labels.collect());
-        let mut kept = self.kept.write().unwrap_or_else(PoisonError::into_inner);
-        act(kept.entry(values).or_insert(handle));
+        let mut handles = self.handles.write().unwrap_or_else(PoisonError::into_inner);
+        record(handles.entry(values).or_insert(handle));
     }
 }
 
-/// What only grows while the process runs.
+/// A metric that only increases while the process runs.
 pub struct Counters<const N: usize>(Family<Counter, N>);
 
 impl<const N: usize> Counters<N> {
@@ -263,7 +263,7 @@ impl<const N: usize> Counters<N> {
     }
 }
 
-/// What goes up and down.
+/// A metric that goes up and down.
 pub struct Gauges<const N: usize>(Family<Gauge, N>);
 
 impl<const N: usize> Gauges<N> {
@@ -279,13 +279,13 @@ impl<const N: usize> Gauges<N> {
         self.0.with(values, make, |gauge| gauge.set(value));
     }
 
-    /// To the present, in Unix seconds.
+    /// Sets the gauge to the current Unix time.
     pub fn set_to_now(&self, values: [&'static str; N]) {
         self.set(values, unix_now());
     }
 }
 
-/// How long something took, in seconds.
+/// A histogram of durations, in seconds.
 pub struct Durations<const N: usize>(Family<Histogram, N>);
 
 impl<const N: usize> Durations<N> {
@@ -293,34 +293,34 @@ impl<const N: usize> Durations<N> {
         Self(Family::new(name, help, labels))
     }
 
-    pub fn record(&self, values: [&'static str; N], took: Duration) {
+    pub fn record(&self, values: [&'static str; N], duration: Duration) {
         let make = |family: &Family<_, N>, labels: Vec<Label>| {
             metrics::describe_histogram!(family.name, family.help);
             metrics::histogram!(family.name, labels)
         };
-        self.0.with(values, make, |histogram| histogram.record(took.as_secs_f64()));
+        self.0.with(values, make, |histogram| histogram.record(duration.as_secs_f64()));
     }
 }
 
-/// A text of a small fixed set, such as the templates of routes, as a label's value.
+/// Interns a text from a small fixed set, such as route templates, as a label value.
 pub fn label(text: &str) -> &'static str {
-    static KNOWN: RwLock<BTreeSet<&'static str>> = RwLock::new(BTreeSet::new());
-    if let Some(known) = KNOWN.read().unwrap_or_else(PoisonError::into_inner).get(text) {
-        return known;
+    static INTERNED: RwLock<BTreeSet<&'static str>> = RwLock::new(BTreeSet::new());
+    if let Some(interned) = INTERNED.read().unwrap_or_else(PoisonError::into_inner).get(text) {
+        return interned;
     }
-    let kept: &'static str = Box::leak(text.to_owned().into_boxed_str());
-    KNOWN.write().unwrap_or_else(PoisonError::into_inner).insert(kept);
-    kept
+    let leaked: &'static str = Box::leak(text.to_owned().into_boxed_str());
+    INTERNED.write().unwrap_or_else(PoisonError::into_inner).insert(leaked);
+    leaked
 }
 
-/// What this process has counted. What is counted before [`install`] is lost.
+/// The metrics of this process. Values recorded before [`install`] are lost.
 #[derive(Clone)]
 pub struct Scrape(PrometheusHandle);
 
-/// Starts counting, for the life of this process.
+/// Starts recording, for the lifetime of the process.
 ///
 /// # Errors
-/// When something of this process counts already.
+/// If a recorder is installed already.
 pub fn install() -> anyhow::Result<Scrape> {
     let work = [OPERATION_DURATION.0.name, OPERATION_STEP_DURATION.0.name];
     let mut builder = PrometheusBuilder::new().set_buckets(&CALL_BUCKETS)?;
@@ -336,21 +336,21 @@ pub fn install() -> anyhow::Result<Scrape> {
 }
 
 impl Scrape {
-    /// Every series, in the text format 0.0.4.
+    /// All series in Prometheus' text format 0.0.4.
     pub fn text(&self) -> String {
         measure_process();
         self.0.run_upkeep();
         self.0.render()
     }
 
-    /// Keeps what was recorded small until `stop`, whether or not anybody asks for it.
-    pub fn keep_up(&self, stop: CancellationToken) {
+    /// Bounds the memory of recorded durations until `stop`, even without scrapes.
+    pub fn spawn_upkeep(&self, stop: CancellationToken) {
         let handle = self.0.clone();
         tokio::spawn(async move {
             loop {
                 tokio::select! {
                     () = stop.cancelled() => return,
-                    () = tokio::time::sleep(UPKEEP) => handle.run_upkeep(),
+                    () = tokio::time::sleep(UPKEEP_INTERVAL) => handle.run_upkeep(),
                 }
             }
         });
@@ -366,7 +366,7 @@ fn measure_process() {
         RESIDENT.set([], pages * page as f64);
     }
     if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
-        // One of them is this reading's own.
+        // One of them belongs to this read.
         OPEN_FDS.set([], open.count().saturating_sub(1) as f64);
     }
 }

@@ -1,5 +1,5 @@
-//! A file that is fetched in pieces, with the SHA-256 of what is there: an interrupted fetch is gone on with, and what an
-//! earlier one left is hashed again, never trusted by its name.
+//! A file downloaded in pieces, with the SHA-256 of its content so far. An interrupted download is resumed; an
+//! existing part is hashed again and never trusted by its name.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::fsx::FileError;
 
-/// The file as far as it is there, with the hash of just that.
+/// A partial file, with the hash of its content.
 pub struct Partial {
     path: PathBuf,
     file: File,
@@ -19,10 +19,8 @@ pub struct Partial {
 }
 
 impl Partial {
-    /// Opens it, readable by its owner alone, and hashes what is there; more than `size` bytes are none of it.
-    ///
-    /// # Errors
-    /// [`FileError`].
+    /// Opens the file, readable only by its owner, and hashes its content. A file of more than `size` bytes is
+    /// emptied.
     pub fn open(path: PathBuf, size: u64) -> Result<Self, FileError> {
         let read = || -> std::io::Result<(File, u64, Sha256)> {
             let mut options = File::options();
@@ -46,18 +44,16 @@ impl Partial {
         Ok(Self { path, file, length, digest })
     }
 
-    /// Bytes that are there.
+    /// Bytes downloaded so far.
     pub fn length(&self) -> u64 {
         self.length
     }
 
-    /// Of what is there, in hexadecimal digits.
+    /// SHA-256 of the content so far, in hexadecimal.
     pub fn sha256(&self) -> String {
         hex::encode(self.digest.clone().finalize())
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn append(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         self.file.write_all(bytes).map_err(FileError::at("write", &self.path))?;
         self.digest.update(bytes);
@@ -65,10 +61,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Nothing of it is there any more.
-    ///
-    /// # Errors
-    /// [`FileError`].
+    /// Discards the content.
     pub fn restart(&mut self) -> Result<(), FileError> {
         let emptied = self.file.set_len(0).and_then(|()| self.file.seek(SeekFrom::Start(0)));
         emptied.map_err(FileError::at("empty", &self.path))?;
@@ -77,10 +70,7 @@ impl Partial {
         Ok(())
     }
 
-    /// Makes what is there durable.
-    ///
-    /// # Errors
-    /// [`FileError`].
+    /// Makes the content durable.
     pub fn sync(&self) -> Result<(), FileError> {
         self.file.sync_all().map_err(FileError::at("sync", &self.path))
     }

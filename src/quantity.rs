@@ -1,4 +1,4 @@
-//! Numbers of things in texts for people.
+//! Counts of things, in texts for people.
 
 /// `1 row`, `2 rows`.
 pub fn counted(count: u64, noun: &str) -> String {
@@ -10,7 +10,7 @@ mod tests {
     use super::counted;
 
     #[test]
-    fn only_one_is_singular() {
+    fn counted_uses_singular_only_for_one() {
         assert_eq!([0, 1, 2].map(|count| counted(count, "row")), ["0 rows", "1 row", "2 rows"]);
     }
 }

@@ -1,7 +1,7 @@
-//! Where log lines go: the journal under systemd, readable lines on stderr otherwise.
+//! Log output: the journal under systemd, readable lines on stderr otherwise.
 //!
-//! Owns the lines' form; what is logged, and once, is for whoever handles it. Invariant: under the journal a request's
-//! lines carry `SVC_REQUEST_ID`, a machine's `SVC_MACHINE_ID`, as fields of their own.
+//! Owns the format of the lines; each error is logged once, where it is handled. Invariant: in the journal, a
+//! request's lines have the field `SVC_REQUEST_ID` and a machine's lines `SVC_MACHINE_ID`.
 
 use std::os::fd::AsFd;
 
@@ -13,7 +13,7 @@ use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, fmt};
 
-use crate::log_line::{Clock, Line};
+use crate::log_line::{LogFormat, TimeFormat};
 use crate::machine::id::MachineId;
 
 /// Starts logging for one applet. `RUST_LOG` filters; the default is `info`.
@@ -28,22 +28,23 @@ pub fn init_on(applet: &'static str, machine: Option<MachineId>) {
 
 fn start(applet: &'static str, machine: Option<MachineId>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let registry = tracing_subscriber::registry().with(filter).with(filter_fn(may_be_told));
+    let registry = tracing_subscriber::registry().with(filter).with(filter_fn(may_be_logged));
     let journal = under_journal().then(|| journal(applet, machine)).and_then(Result::ok);
     let started = match journal {
         Some(journal) => registry.with(journal).try_init(),
         None => registry.with(lines(applet)).try_init(),
     };
-    // A second start in one process (tests) keeps the first.
+    // A second initialisation in one process (in tests) is ignored.
     drop(started);
 }
 
-/// Whatever `RUST_LOG` asks for: below warnings, the database's driver writes out statements with the values of rows.
-fn may_be_told(about: &Metadata<'_>) -> bool {
-    !about.target().starts_with("tokio_postgres") || *about.level() <= Level::WARN
+/// Hides the database driver's messages below warnings, regardless of `RUST_LOG`: they quote statements with row
+/// values.
+fn may_be_logged(metadata: &Metadata<'_>) -> bool {
+    !metadata.target().starts_with("tokio_postgres") || *metadata.level() <= Level::WARN
 }
 
-/// Fields keep their names, in capitals: `svc_request_id` is `SVC_REQUEST_ID`.
+/// Field names are upper-cased: `svc_request_id` becomes `SVC_REQUEST_ID`.
 fn journal<S>(applet: &str, machine: Option<MachineId>) -> std::io::Result<impl Layer<S>>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
@@ -62,11 +63,11 @@ where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
     let terminal = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    let clock = if terminal { Clock::Short } else { Clock::Full };
+    let time_format = if terminal { TimeFormat::Short } else { TimeFormat::Full };
     fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(terminal && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty()))
-        .event_format(Line { applet, clock })
+        .event_format(LogFormat { applet, time_format })
 }
 
 /// systemd sets `JOURNAL_STREAM` to the device and inode of the stream it gave us (systemd.exec(5)).

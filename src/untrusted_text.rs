@@ -1,13 +1,14 @@
-//! Text that a host reports: anybody with that host can write it, and operators read it in terminals and browsers.
+//! Text reported by a host. Anyone with access to the host can write it, and operators read it in terminals and
+//! browsers.
 
 use std::borrow::Cow;
 
 use serde_json::Value;
 
-/// Of one reported text; the rest is cut.
+/// Maximum length of one reported text; the rest is cut.
 pub const MAX_CHARS: usize = 2000;
 
-/// The text with U+FFFD for each character that could move the cursor, change colours or reorder what is shown.
+/// Replaces each character that could move the cursor, change colours or reorder text with U+FFFD.
 pub fn printable(text: &str) -> Cow<'_, str> {
     if text.contains(is_unsafe) { text.replace(is_unsafe, "\u{FFFD}").into() } else { text.into() }
 }
@@ -30,7 +31,7 @@ fn breaks_line(c: char) -> bool {
     matches!(c, '\n' | '\r' | '\u{0B}' | '\u{0C}' | '\u{85}' | '\u{2028}' | '\u{2029}')
 }
 
-/// [`printable`] for every text in a JSON value; names of members stay.
+/// Applies [`printable`] to every text in a JSON value, but not to member names.
 pub fn make_printable(value: &mut Value) {
     match value {
         Value::String(text) => {
@@ -44,7 +45,7 @@ pub fn make_printable(value: &mut Value) {
     }
 }
 
-/// C0 but the newline, DEL, C1, and the marks that change the direction of text.
+/// C0 except the newline, DEL, C1, and characters that change the direction of text.
 fn is_unsafe(c: char) -> bool {
     (c.is_control() && c != '\n') || matches!(c, '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }

@@ -11,17 +11,17 @@ use kit::provider::{Power, Simulator, SimulatorOptions};
 use secrecy::SecretString;
 use svc::http::client::{self, Deadlines};
 use svc::machine::name::ServerType;
-use svc::provider::hetzner::{Hetzner, Limits};
+use svc::provider::hetzner::{CallLimits, Hetzner};
 use svc::provider::{
     Action, ActionId, ActionStatus, Deleted, ErrorKind, Provider, Server, ServerId, ServerOrder, ServerStatus,
 };
 
 /// The contract's order of things, but a hundred times faster.
-const FAST: Limits = Limits {
+const FAST: CallLimits = CallLimits {
     deadline: Duration::from_secs(2),
-    first_backoff: Duration::from_millis(5),
-    longest_backoff: Duration::from_millis(50),
-    longest_rate_wait: Duration::from_millis(1500),
+    initial_backoff: Duration::from_millis(5),
+    max_backoff: Duration::from_millis(50),
+    max_rate_wait: Duration::from_millis(1500),
     retries: 4,
 };
 
@@ -29,7 +29,7 @@ async fn simulator() -> Simulator {
     Simulator::start(SimulatorOptions::record()).await.unwrap()
 }
 
-fn adapter_with(simulator: &Simulator, token: &str, limits: Limits) -> Hetzner {
+fn adapter_with(simulator: &Simulator, token: &str, limits: CallLimits) -> Hetzner {
     // Installed once per process; every further test finds it there.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let client = client::build(Deadlines::CALL).unwrap();

@@ -47,7 +47,7 @@ pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Resu
                 None => {
                     let why = "PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set";
                     for check in ["platform", "operator", "router", "fleet"] {
-                        findings.extend(Findings::of(check).skipped(why).into_list());
+                        findings.extend(Findings::new(check).skipped(why).into_list());
                     }
                 }
             }
@@ -78,7 +78,7 @@ pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
 
 /// What the platform says of itself.
 async fn asked(api: &Api) -> Vec<diagnosis::Finding> {
-    diagnosis::make(vec![
+    diagnosis::run_checks(vec![
         Check::new("platform", DEADLINE, ready(api)),
         Check::new("operator", DEADLINE, operator(api)),
         Check::new("router", DEADLINE, routes(api)),
@@ -95,7 +95,7 @@ struct Readiness {
 }
 
 async fn ready(api: &Api) -> Findings {
-    let findings = Findings::of("platform");
+    let findings = Findings::new("platform");
     let next = "systemctl status svc-platform; journalctl -u svc-platform -n 50";
     match api.look(&["readyz", "control"]).await {
         Ok((status, body)) => match serde_json::from_str::<Readiness>(&body) {
@@ -115,7 +115,7 @@ async fn ready(api: &Api) -> Findings {
 
 /// As whom the platform knows this credential.
 async fn operator(api: &Api) -> Findings {
-    let findings = Findings::of("operator");
+    let findings = Findings::new("operator");
     let read = api.get(&["operators", "whoami"], &[]).await.and_then(|answer| answer.read::<WhoAmI>());
     match read {
         Ok(me) => {
@@ -145,7 +145,7 @@ struct Routing {
 }
 
 async fn routes(api: &Api) -> Findings {
-    let findings = Findings::of("router");
+    let findings = Findings::new("router");
     let next = "make the platform's database reachable: routes are read again within a second";
     match api.look(&["readyz"]).await {
         Ok((status, body)) => match serde_json::from_str::<Routing>(&body) {
@@ -167,7 +167,7 @@ fn without_advice(error: &CallError) -> String {
 }
 
 async fn fleet(api: &Api) -> Findings {
-    let findings = Findings::of("fleet");
+    let findings = Findings::new("fleet");
     let read = api.get(&["vps", "fleet"], &[]).await.and_then(|answer| answer.read::<show::fleet::Fleet>());
     match read {
         Ok(fleet) => fleet.findings(findings),

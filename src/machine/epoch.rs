@@ -1,20 +1,20 @@
-//! The epoch: one more than the highest of any machine that the slot ever had. It fences a replaced machine.
+//! The epoch of a machine: one higher than that of any earlier machine of its slot. It fences replaced machines.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Starts at 1. Zero stands for "no machine yet" and is never a machine's.
+/// Starts at 1. Zero means "no machine yet".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Epoch(pub u32);
 
-/// Above it, nothing that the store says is believed to be an epoch: the database counts in 32 bits with a sign.
+/// The highest valid epoch; the database stores signed 32-bit numbers.
 pub const MAX_EPOCH: Epoch = Epoch(i32::MAX.unsigned_abs() - 1);
 
-/// How far the store may be ahead of the platform's database, which may be a restored older copy. What claims to be further
-/// ahead was not written by a machine of ours.
+/// How far the store may be ahead of the platform's database, which may be a restored older copy. A higher epoch
+/// cannot come from one of our machines.
 const MAX_AHEAD: u32 = 1000;
 
 impl Epoch {
@@ -25,9 +25,9 @@ impl Epoch {
         Self(self.0.saturating_add(1))
     }
 
-    /// The highest epoch that is believed where the database knows this one.
+    /// The highest plausible epoch, given that this one is known to the database.
     #[must_use]
-    pub fn believable(self) -> Self {
+    pub fn max_plausible(self) -> Self {
         Self(self.0.saturating_add(MAX_AHEAD)).min(MAX_EPOCH)
     }
 }

@@ -1,4 +1,4 @@
-//! What can happen to a machine, and what follows besides its new state.
+//! Events of a machine, and their effects besides the new state.
 
 use super::epoch::Epoch;
 use super::name::ServerType;
@@ -7,9 +7,9 @@ use super::state::{FailureCause, Status};
 /// How a new machine gets its database (contract, part 4, "Restore").
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RestoreMode {
-    /// A snapshot must be there and is restored.
+    /// A snapshot must exist and is restored.
     Required,
-    /// Confirmed absence of a snapshot is accepted; a present one is restored all the same.
+    /// A confirmed absence of a snapshot is accepted; an existing one is still restored.
     Empty,
 }
 
@@ -34,15 +34,15 @@ impl std::str::FromStr for RestoreMode {
     }
 }
 
-/// Whether a server that was to be replaced or deleted may have been switched off.
+/// The power state of a server that was about to be replaced or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServerPower {
     On,
-    /// A power off was ordered, whether or not it took place.
+    /// A power-off was requested, whether or not it took effect.
     MaybeOff,
 }
 
-/// What kept a machine from being made.
+/// Reason why a server could not be created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CreationFailure {
     ProviderRefused,
@@ -67,28 +67,28 @@ impl CreationFailure {
     }
 }
 
-/// One thing that happened to a machine, or that somebody asks of it.
+/// An event of a machine, or a request for it.
 ///
-/// The caller has checked what only the outside knows (entitlement, the snapshot, the token) before it makes the event.
+/// The caller has checked everything outside the machine (entitlement, snapshot, token) before it creates the event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The host registered with its token; the provider made it with this type.
+    /// The host registered with its token. The provider created the server with this type.
     Registered {
         server_type: ServerType,
     },
-    /// The host said at which stage its boot failed.
+    /// The host reported a failed boot.
     BootFailureReported,
-    /// The token ran out before the host registered.
+    /// The token expired before the host registered.
     RegistrationExpired,
-    /// Its server was not created, and creating it is not retried any more.
+    /// The server was not created, and the retries are exhausted.
     CreationFailed {
         why: CreationFailure,
     },
     /// The provider no longer has the server.
     ServerGone,
-    /// The provider has the server of a machine that failed because it was gone.
+    /// The provider has the server of a machine that failed because its server was missing.
     ServerFound,
-    /// An operator asks for the slot to be provisioned; this machine is the slot's.
+    /// An operator requests the provisioning of the slot that this machine holds.
     ProvisionRequested {
         restore: RestoreMode,
     },
@@ -100,26 +100,26 @@ pub enum Event {
     },
     /// The provider runs the new type.
     ResizeSucceeded,
-    /// The change did not happen; the server runs its old type again.
+    /// The resize did not happen; the server runs its old type again.
     ResizeReverted,
-    /// The server could not be brought back after a change.
+    /// The server did not come back after a resize.
     ResizeFailed,
-    /// The operation under way goes on longer than any may.
+    /// The current operation exceeded its time limit.
     OperationHung,
-    /// The operator gave up the operation that makes this machine.
+    /// The operator abandoned the operation that creates this machine.
     OperationAbandoned,
-    /// Its successor will not come, or its deletion is undone: the machine takes its slot back under a new epoch.
+    /// The successor failed, or the deletion was undone: the machine takes its slot back under a new epoch.
     Reinstated {
         epoch: Epoch,
         power: ServerPower,
     },
-    /// The machine that was to replace this one is deleted, and the slot with it.
+    /// The machine that was to replace this one was deleted together with the slot.
     SuccessorDeleted,
-    /// An operator takes a failed machine back into service; the provider reports this type, and its host is well.
+    /// An operator returns a failed machine to service. The provider reports this type, and the host is healthy.
     ResumeRequested {
         server_type: ServerType,
     },
-    /// The host says that it is well; the provider reports this type.
+    /// The host reports that it is healthy. The provider reports this type.
     HealthyHeartbeat {
         epoch: Epoch,
         server_type: ServerType,
@@ -128,31 +128,32 @@ pub enum Event {
     DeleteRequested,
 }
 
-/// What is to be done with a new state, in the same transaction.
+/// An effect of a transition, applied in the same transaction as the new state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Put a new machine of the slot in this one's place, `epoch` one higher, in this status.
+    /// Replace this machine by a new one of the slot, with `epoch` one higher and this status.
     ///
-    /// The new machine's operation takes a last backup, writes the fence and switches the predecessor off. Its server is
-    /// deleted by the reconciler, once the new machine has proven itself.
+    /// The new machine's operation takes a last backup, writes the fence and switches the predecessor off. The
+    /// reconciler deletes the predecessor's server once the new machine has proven itself.
     Replace { status: Status, restore: RestoreMode, epoch: Epoch },
-    /// End the operation under way, if any, as cancelled.
+    /// Cancel the current operation, if any.
     CancelOperation,
-    /// Start the operation that takes a last backup and switches the server off; the reconciler deletes it after a grace.
+    /// Start the operation that takes a last backup and switches the server off. The reconciler deletes it after a
+    /// grace period.
     DeleteServer,
-    /// Give the slot back to its last registered machine, if that still has a server, under a new epoch. This machine
-    /// then leaves the slot.
+    /// Return the slot to its last registered machine under a new epoch, if that machine still has a server. This
+    /// machine then leaves the slot.
     ReinstatePredecessor,
-    /// Delete the last registered machine of the slot along with this one, if it still has a server.
+    /// Delete the slot's last registered machine together with this one, if it still has a server.
     DeletePredecessor,
-    /// Take this epoch, and start the operation that fences with it, switches the server on and waits for its host.
+    /// Take this epoch, and start the operation that writes the fence, switches the server on and waits for the host.
     Reinstate { epoch: Epoch },
     /// Start the operation that changes the server's type.
     ChangeType { to: ServerType },
-    /// Start the operation that switches the server on: a change of its type may have left it off.
+    /// Start the operation that switches the server on, because a resize may have left it off.
     SwitchOn,
-    /// End the operation under way as failed, with the cause.
+    /// Fail the current operation with this cause.
     FailOperation { cause: FailureCause },
-    /// Routing ends: proxied connections to this machine close.
+    /// Stop routing: close the proxied connections to this machine.
     CloseConnections,
 }

@@ -1,4 +1,4 @@
-//! Ids of machines and operations: UUIDs of their own type, made in time order (v7).
+//! Ids of machines, operations and other records: distinct UUID types, ordered by time (v7).
 
 use std::fmt;
 use std::str::FromStr;
@@ -39,7 +39,7 @@ macro_rules! uuid_id {
             type Err = NotAnId;
 
             fn from_str(text: &str) -> Result<Self, Self::Err> {
-                // The one form that we write; the parser knows more of them.
+                // Only the hyphenated form is accepted; the parser knows others.
                 if text.len() != 36 {
                     return Err(NotAnId);
                 }
@@ -54,18 +54,18 @@ uuid_id!(
     MachineId
 );
 uuid_id!(
-    /// One release for many machines.
+    /// The rollout of a release to many machines.
     RolloutId
 );
 uuid_id!(
-    /// One persisted operation on a machine.
+    /// A persisted operation on a machine.
     OperationId
 );
 uuid_id!(
-    /// One token of an operator.
+    /// An operator's token.
     OperatorTokenId
 );
 uuid_id!(
-    /// One entry of the operators' audit.
+    /// An entry of the operators' audit log.
     AuditId
 );

@@ -1,6 +1,6 @@
-//! The contract's lifecycle table, row by row, and the answers to every pair of state and event.
+//! Tests of the contract's lifecycle table, row by row, and of the results for every pair of state and event.
 //!
-//! Its first row, the provision of a slot without a machine, has no machine to ask; the model begins one so.
+//! Its first row provisions a slot without a machine. There is no machine to test; the model covers it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -10,7 +10,7 @@ use super::name::ServerType;
 use super::state::{FailureCause, Machine, State, Status};
 use super::transition::{Outcome, Refusal, transition};
 
-type Rule = fn(&Machine, &Event) -> Result<Outcome, Refusal>;
+type TransitionFn = fn(&Machine, &Event) -> Result<Outcome, Refusal>;
 
 const EPOCH: Epoch = Epoch(7);
 
@@ -58,7 +58,7 @@ fn every_state() -> Vec<State> {
     states
 }
 
-/// One of each kind at least. The `match` does not compile when a kind is added here but not below.
+/// At least one event of each kind. The `match` below does not compile when a kind is missing there.
 fn every_event() -> Vec<Event> {
     let mut events = vec![
         Event::Registered { server_type: small() },
@@ -125,10 +125,10 @@ fn after(state: &State, event: &Event) -> Result<Outcome, Refusal> {
     transition(&Machine { state: state.clone(), epoch: EPOCH }, event)
 }
 
-fn assert_moves(from: &State, event: &Event, to: &State, wanted: &[Effect]) {
+fn assert_moves(from: &State, event: &Event, to: &State, expected: &[Effect]) {
     match after(from, event) {
         Ok(Outcome::Moved { next, effects }) => {
-            assert_eq!((&next, effects.as_slice()), (to, wanted), "{from:?} on {event:?}");
+            assert_eq!((&next, effects.as_slice()), (to, expected), "{from:?} on {event:?}");
         }
         other => panic!("{from:?} on {event:?} gave {other:?}"),
     }
@@ -173,8 +173,8 @@ fn is_booting(state: &State) -> bool {
     matches!(state, State::Provisioning | State::Recovering)
 }
 
-/// The pairs at which a rule panics.
-fn panics(rule: Rule) -> Vec<(State, Event)> {
+/// The pairs for which a rule panics.
+fn panics(rule: TransitionFn) -> Vec<(State, Event)> {
     let mut found = Vec::new();
     for state in every_state() {
         for event in every_event() {
@@ -188,12 +188,12 @@ fn panics(rule: Rule) -> Vec<(State, Event)> {
 }
 
 #[test]
-fn every_pair_has_an_answer() {
+fn transition_is_total() {
     assert_eq!(panics(transition), vec![]);
 }
 
 #[test]
-fn a_pair_without_an_answer_is_noticed() {
+fn missing_transition_is_detected() {
     let found = panics(|machine, event| match (&machine.state, event) {
         (State::Retired { was }, Event::ServerGone) if **was == running() => panic!("no answer"),
         _ => transition(machine, event),
@@ -202,7 +202,7 @@ fn a_pair_without_an_answer_is_noticed() {
 }
 
 #[test]
-fn registration_alone_makes_a_machine_run() {
+fn only_registration_makes_machine_run() {
     let event = Event::Registered { server_type: small() };
     assert_moves(&State::Provisioning, &event, &running(), &[]);
     assert_moves(&State::Recovering, &event, &running(), &[]);
@@ -235,7 +235,7 @@ fn registration_alone_makes_a_machine_run() {
 }
 
 #[test]
-fn a_boot_that_does_not_end_in_a_registration_fails() {
+fn boot_without_registration_fails() {
     let made = CreationFailure::ALL.map(|why| (Event::CreationFailed { why }, why.cause()));
     for (event, cause) in made.into_iter().chain([
         (Event::BootFailureReported, FailureCause::BootReported),
@@ -268,7 +268,7 @@ fn recover_replaces_any_active_machine_and_is_idempotent() {
 }
 
 #[test]
-fn only_a_running_machine_is_resized() {
+fn resize_needs_running_machine() {
     let to_large = Event::ResizeRequested { to: large() };
     let effects = [Effect::ChangeType { to: large() }, Effect::CloseConnections];
     assert_moves(&running(), &to_large, &resizing(), &effects);
@@ -280,7 +280,7 @@ fn only_a_running_machine_is_resized() {
 }
 
 #[test]
-fn a_resize_ends_with_the_new_type_the_old_type_or_failed() {
+fn resize_ends_with_new_type_old_type_or_failed() {
     assert_moves(&resizing(), &Event::ResizeSucceeded, &State::Running { server_type: large() }, &[]);
     let cause = FailureCause::Resize;
     assert_moves(&resizing(), &Event::ResizeReverted, &running(), &[Effect::FailOperation { cause }]);
@@ -293,7 +293,7 @@ fn a_resize_ends_with_the_new_type_the_old_type_or_failed() {
 }
 
 #[test]
-fn an_operation_that_hangs_fails_the_machine_that_waits_for_it() {
+fn hung_operation_fails_waiting_machine() {
     let event = Event::OperationHung;
     let cause = FailureCause::OperationHung;
     for state in [State::Provisioning, State::Recovering] {
@@ -307,10 +307,10 @@ fn an_operation_that_hangs_fails_the_machine_that_waits_for_it() {
 }
 
 #[test]
-fn a_server_that_is_gone_fails_its_machine_and_never_replaces_it() {
+fn missing_server_fails_machine_without_replacement() {
     let cause = FailureCause::ServerGone;
     assert_moves(&running(), &Event::ServerGone, &failed(cause), &fails_with(cause));
-    // One that is there after all may have been switched off.
+    // The server may still exist and may be off.
     let effects = [fails_with(cause), vec![Effect::SwitchOn]].concat();
     for state in [resizing(), failed(FailureCause::Resize), failed(FailureCause::Reinstating)] {
         assert_moves(&state, &Event::ServerGone, &failed(cause), &effects);
@@ -318,10 +318,10 @@ fn a_server_that_is_gone_fails_its_machine_and_never_replaces_it() {
     for state in [State::Provisioning, State::Recovering, failed(cause), failed(FailureCause::Operator)] {
         assert_unchanged(&state, &Event::ServerGone);
     }
-    let asked =
+    let requested =
         |event: &Event| matches!(event, Event::ProvisionRequested { .. } | Event::RecoverRequested { .. });
     for state in every_state() {
-        for event in every_event().into_iter().filter(|event| !asked(event)) {
+        for event in every_event().into_iter().filter(|event| !requested(event)) {
             if let Ok(Outcome::Moved { effects, .. }) = after(&state, &event) {
                 let replaces = effects.iter().any(|effect| matches!(effect, Effect::Replace { .. }));
                 assert!(!replaces, "{state:?} is replaced by {event:?}");
@@ -331,7 +331,7 @@ fn a_server_that_is_gone_fails_its_machine_and_never_replaces_it() {
 }
 
 #[test]
-fn a_server_that_is_found_again_waits_for_its_hosts_word() {
+fn found_server_waits_for_heartbeat() {
     let (gone, found) = (failed(FailureCause::ServerGone), failed(FailureCause::Reinstating));
     assert_moves(&gone, &Event::ServerFound, &found, &[]);
     let retired = |was: &State| State::Retired { was: Box::new(was.clone()) };
@@ -350,10 +350,10 @@ fn a_server_that_is_found_again_waits_for_its_hosts_word() {
 }
 
 #[test]
-fn the_operators_fail_ends_the_operation_and_the_routing() {
+fn operator_fail_ends_operation_and_routing() {
     let by_operator = failed(FailureCause::Operator);
     for state in every_active_state().filter(|state| *state != by_operator) {
-        // The operation of a failed machine switches its server on, and goes on.
+        // The operation of a failed machine switches its server on, so it continues.
         let mut effects = match state {
             State::Failed { .. } => vec![Effect::CloseConnections],
             _ => vec![Effect::CancelOperation, Effect::CloseConnections],
@@ -370,7 +370,7 @@ fn the_operators_fail_ends_the_operation_and_the_routing() {
 }
 
 #[test]
-fn provision_replaces_a_failed_machine_alone() {
+fn provision_replaces_only_failed_machine() {
     for restore in [RestoreMode::Required, RestoreMode::Empty] {
         let event = Event::ProvisionRequested { restore };
         for cause in FailureCause::ALL {
@@ -388,7 +388,7 @@ fn provision_replaces_a_failed_machine_alone() {
 }
 
 #[test]
-fn failed_resize_and_reinstatement_heal_by_heartbeat_of_their_epoch_alone() {
+fn heartbeat_heals_only_own_epoch() {
     let beat = |epoch| Event::HealthyHeartbeat { epoch, server_type: large() };
     let healed = State::Running { server_type: large() };
     let heals = |state: &State| matches!(state, State::Failed { cause } if cause.heals());
@@ -426,7 +426,7 @@ fn resume_takes_failed_machine_back_into_service() {
 }
 
 #[test]
-fn reinstated_machine_is_as_it_was_and_waits_for_its_host_where_it_may_be_off() {
+fn reinstated_machine_keeps_state_or_waits_for_host() {
     let epoch = Epoch(9);
     let effects = [Effect::CancelOperation, Effect::Reinstate { epoch }];
     let reinstating = failed(FailureCause::Reinstating);

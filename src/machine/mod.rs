@@ -1,6 +1,6 @@
-//! The machine's lifecycle, pure: ids, slots, plans, states, events and what follows from them.
+//! The machine's lifecycle, pure: ids, slots, plans, states, events and transitions.
 //!
-//! Nothing here reads a clock, a disk or a socket, and nothing of ours is imported from outside this folder.
+//! Reads no clock, disk or socket, and imports nothing of ours from outside this folder.
 
 pub mod epoch;
 pub mod event;

@@ -1,7 +1,8 @@
-//! A model of slots, hosts, their data, the provider and the operations, which runs the lifecycle's effects on itself.
+//! A model of slots, hosts, their data, the provider and the operations. It applies the lifecycle's effects to
+//! itself.
 //!
-//! It is the world of the property tests: `invariant` checks it after every action, `property` drives it at random.
-//! The rules are an argument, so that a broken one can be put in and must be noticed.
+//! The property tests run on it: `property` drives it at random, and `invariant` checks it after every action. The
+//! rules are a parameter, so that a test can break one and check that this is detected.
 
 mod action;
 mod cloud;
@@ -19,67 +20,67 @@ use super::state::{FailureCause, Machine, State, Status};
 use super::transition::{Outcome, Refusal};
 use cloud::Cloud;
 use invariant::Violation;
-use operation::{Ending, Kind, Operation};
+use operation::{Ending, Operation, OperationKind};
 
-/// What a sabotage may exchange.
+/// The rules that a test can break.
 #[derive(Clone, Copy)]
 pub struct Rules {
     pub transition: fn(&Machine, &Event) -> Result<Outcome, Refusal>,
-    /// Whether a server's name is unique at the provider, and looked up before a create.
+    /// Whether a server's name is unique at the provider and looked up before a create.
     pub unique_names: bool,
-    /// Whether a machine that left its slot without a last backup is marked so.
+    /// Whether a machine that left its slot without a last backup is marked as unsaved.
     pub marks_unsaved: bool,
     /// Whether a replaced server is kept until its successor has served.
     pub keeps_predecessors: bool,
-    /// Whether the writers of a host stop before its last backup.
+    /// Whether a host's writers stop before its last backup.
     pub stops_writers: bool,
-    /// Whether a slot goes back to an older machine where the server of the last one is gone.
+    /// Whether a slot returns to an older machine if the last one's server is missing.
     pub reinstates_older: bool,
-    /// Whether it does so only where no snapshot holds what the last one wrote.
+    /// Whether it does so only if no snapshot has the last machine's data.
     pub respects_snapshots: bool,
-    /// Whether a successor whose server is lost leaves the server before it kept.
+    /// Whether the previous server is kept if its successor's server is lost.
     pub distrusts_lost_successors: bool,
-    /// Whether a server that was believed to be gone is looked for before it is deleted.
-    pub looks_for_lost_servers: bool,
+    /// Whether a missing server is looked up again before it is deleted.
+    pub searches_lost_servers: bool,
 }
 
 /// Acknowledged rows of an owner, by number.
 pub type Data = BTreeSet<u32>;
 
-/// A row of `user_machines`, and beside it what only the real world knows.
+/// A row of `user_machines`, with facts that only the real world knows.
 #[expect(clippy::struct_excessive_bools, reason = "each is one column or one fact, as the database has them")]
 pub struct Row {
     pub slot: usize,
     pub machine: Machine,
-    /// Proxied connections that are open.
+    /// Open proxied connections.
     pub connections: u32,
-    /// True: its host has sent the registration.
+    /// Whether its host has sent the registration.
     pub registered: bool,
-    /// True: its host has sent a healthy heartbeat since.
+    /// Whether its host has sent a healthy heartbeat since then.
     pub proven: bool,
-    /// True: its host ran at some time, so that its disk may run again anywhere.
+    /// Whether its host has ever run, so that its disk may run again anywhere.
     pub booted: bool,
-    /// What its disk holds.
+    /// The data on its disk.
     pub data: Data,
-    /// True: its writers are stopped.
+    /// Whether its writers are stopped.
     pub quiesced: bool,
-    /// True: it has written the pointer since it registered.
+    /// Whether it has written the pointer since it registered.
     pub backed_up: bool,
-    /// The epoch that its host uses, which it learns by its heartbeats.
+    /// The epoch that its host uses, from its heartbeats.
     pub host_epoch: Epoch,
     pub power_off_ordered: bool,
-    /// An operator gave up the operation that would have switched its server on.
+    /// Whether an operator abandoned the operation that would have switched its server on.
     pub may_stay_off: bool,
-    /// True: it left its slot without a last backup, and nobody accepted the loss.
+    /// Whether it left its slot without a last backup, and no operator accepted the loss.
     pub unsaved: bool,
-    /// True: an operator accepted that what no snapshot of it holds is lost.
+    /// Whether an operator accepted the loss of its data outside snapshots.
     pub loss_accepted: bool,
-    /// True: the provider confirmed that its server is deleted.
+    /// Whether the provider confirmed that its server is deleted.
     pub removed: bool,
 }
 
 impl Row {
-    /// Whether the provider has said that its server is gone.
+    /// Whether the provider has reported its server as missing.
     pub fn is_server_known_gone(&self) -> bool {
         let mut state = &self.machine.state;
         while let State::Retired { was } | State::Deleted { was } = state {
@@ -89,21 +90,21 @@ impl Row {
     }
 }
 
-/// The object store's pointer of a slot, and the snapshot that it names.
+/// A slot's pointer in the object store, with the snapshot that it names.
 #[derive(Default, Clone)]
 pub struct Pointer {
     pub fence: u32,
-    /// The epoch of the machine whose snapshot it names; 0 for none.
+    /// The epoch of the machine that wrote the snapshot; 0 for none.
     pub writer: u32,
     pub data: Data,
 }
 
-/// What was acknowledged to the owner of a slot.
+/// Rows acknowledged to the owner of a slot.
 #[derive(Default, Clone)]
 pub struct Acknowledged {
     pub rows: Data,
-    /// Rows that an operator accepted to lose, or that died with a server outside of our control.
-    pub forgiven: Data,
+    /// Rows whose loss an operator accepted, or that were lost with a server outside our control.
+    pub accepted_loss: Data,
 }
 
 pub struct World {
@@ -113,8 +114,8 @@ pub struct World {
     pub rows: Vec<Row>,
     pub operations: Vec<Operation>,
     pub cloud: Cloud,
-    /// What cannot be seen in a state, only in a change of it.
-    pub seen: BTreeSet<Violation>,
+    /// Violations of transitions, which a state alone does not show.
+    pub transition_violations: BTreeSet<Violation>,
     next_row: u32,
 }
 
@@ -127,7 +128,7 @@ impl World {
             rows: Vec::new(),
             operations: Vec::new(),
             cloud: Cloud::new(rules.unique_names),
-            seen: BTreeSet::new(),
+            transition_violations: BTreeSet::new(),
             next_row: 1,
         }
     }
@@ -138,7 +139,7 @@ impl World {
             .find(|&id| self.rows[id].slot == slot && self.rows[id].machine.state.is_active())
     }
 
-    /// A provision of a slot without an active machine.
+    /// Provisions a slot without an active machine.
     pub fn begin(&mut self, slot: usize) {
         let epoch = self.highest_epoch(slot).next();
         self.insert(slot, Machine { state: State::Provisioning, epoch });
@@ -150,7 +151,7 @@ impl World {
     }
 
     fn insert(&mut self, slot: usize, machine: Machine) {
-        self.check_growth(slot, machine.epoch);
+        self.check_epoch_growth(slot, machine.epoch);
         let host_epoch = machine.epoch;
         self.rows.push(Row {
             slot,
@@ -169,30 +170,30 @@ impl World {
             loss_accepted: false,
             removed: false,
         });
-        self.operations.push(Operation::new(self.rows.len() - 1, Kind::Boot));
+        self.operations.push(Operation::new(self.rows.len() - 1, OperationKind::Boot));
     }
 
-    fn check_growth(&mut self, slot: usize, epoch: Epoch) {
+    fn check_epoch_growth(&mut self, slot: usize, epoch: Epoch) {
         if self.highest_epoch(slot) >= epoch {
-            self.seen.insert(Violation::EpochDidNotGrow);
+            self.transition_violations.insert(Violation::EpochDidNotGrow);
         }
     }
 
-    /// The transaction of one event: compare, set, and the effects.
+    /// The transaction of one event: the new state and its effects.
     pub fn apply(&mut self, id: usize, event: &Event) {
         let before = self.rows[id].machine.state.clone();
         let Ok(Outcome::Moved { next, effects }) = (self.rules.transition)(&self.rows[id].machine, event)
         else {
             return;
         };
-        if !before.is_active() && next.is_active() && !self.may_come_back(id, event) {
-            self.seen.insert(Violation::CameBack);
+        if !before.is_active() && next.is_active() && !self.may_take_slot_back(id, event) {
+            self.transition_violations.insert(Violation::CameBack);
         }
         if matches!(event, Event::Registered { .. })
             && self.rules.unique_names
             && self.server_type(id).is_some()
         {
-            // A boot takes minutes: a create that was late has been refused by then, for its name was taken.
+            // A boot takes minutes. By then a late create has been refused, because its name was taken.
             self.cloud.in_flight.retain(|late| *late != id);
         }
         self.rows[id].machine.state = next;
@@ -202,7 +203,7 @@ impl World {
     }
 
     /// Only a reinstatement brings a machine back, and never past a later one that has served and has a server.
-    fn may_come_back(&self, id: usize, event: &Event) -> bool {
+    fn may_take_slot_back(&self, id: usize, event: &Event) -> bool {
         let row = &self.rows[id];
         let later = |other: &&Row| {
             other.slot == row.slot
@@ -222,9 +223,9 @@ impl World {
             }
             Effect::CancelOperation => self.end_operations(id, Ending::Cancelled),
             Effect::FailOperation { .. } => self.end_operations(id, Ending::Failed),
-            Effect::DeleteServer => self.operations.push(Operation::new(id, Kind::Delete)),
-            Effect::SwitchOn => self.operations.push(Operation::new(id, Kind::PowerOn)),
-            Effect::ChangeType { to } => self.operations.push(Operation::new(id, Kind::Resize(to))),
+            Effect::DeleteServer => self.operations.push(Operation::new(id, OperationKind::Delete)),
+            Effect::SwitchOn => self.operations.push(Operation::new(id, OperationKind::PowerOn)),
+            Effect::ChangeType { to } => self.operations.push(Operation::new(id, OperationKind::Resize(to))),
             Effect::CloseConnections => self.rows[id].connections = 0,
             Effect::ReinstatePredecessor => self.reinstate_predecessor(id),
             Effect::DeletePredecessor => {
@@ -235,15 +236,15 @@ impl World {
                 }
             }
             Effect::Reinstate { epoch } => {
-                self.check_growth(self.rows[id].slot, epoch);
+                self.check_epoch_growth(self.rows[id].slot, epoch);
                 let row = &mut self.rows[id];
                 row.machine.epoch = epoch;
-                self.operations.push(Operation::new(id, Kind::Reinstate));
+                self.operations.push(Operation::new(id, OperationKind::Reinstate));
             }
         }
     }
 
-    /// The machines of the slot before this one that have registered, the newest first.
+    /// The slot's earlier machines that have registered, newest first.
     pub fn registered_before(&self, id: usize) -> Vec<usize> {
         let row = &self.rows[id];
         let before = |other: &usize| {
@@ -255,12 +256,13 @@ impl World {
         found
     }
 
-    /// The newest machine of the slot before this one that has registered.
+    /// The slot's newest earlier machine that has registered.
     pub fn last_registered(&self, id: usize) -> Option<usize> {
         self.registered_before(id).first().copied()
     }
 
-    /// The machine that gets the slot back: the newest one whose server exists, and none past a snapshot of a later one.
+    /// The machine that gets the slot back: the newest one whose server exists, but none older than a later machine's
+    /// snapshot.
     fn reinstatable(&self, id: usize) -> Option<usize> {
         for one in self.registered_before(id) {
             let row = &self.rows[one];
@@ -283,7 +285,7 @@ impl World {
         self.reinstate(last);
     }
 
-    /// Gives the machine its slot back.
+    /// Returns the slot to the machine.
     pub fn reinstate(&mut self, id: usize) {
         let epoch = self.highest_epoch(self.rows[id].slot).next();
         let power = if self.rows[id].power_off_ordered { ServerPower::MaybeOff } else { ServerPower::On };
@@ -296,7 +298,7 @@ impl World {
         }
     }
 
-    /// An owner, or a program of theirs on the machine, writes a row, and is told that it is kept.
+    /// The owner, or a program on the machine, writes a row, which is acknowledged.
     pub fn write(&mut self, id: usize) {
         let row = &mut self.rows[id];
         if !row.registered || row.quiesced || !self.cloud.is_on(id) {
@@ -307,17 +309,17 @@ impl World {
         self.next_row += 1;
     }
 
-    /// A host takes a backup; one that was replaced may do so too, started from its old disk.
+    /// A host takes a backup. A replaced host that was started from its old disk may do so too.
     pub fn back_up(&mut self, id: usize) {
         let row = &self.rows[id];
         let epoch = row.host_epoch.0;
         let pointer = &mut self.pointers[row.slot];
-        // What restores does not back up: a backup begins with the registration.
+        // A restoring host takes no backup: backups start after the registration.
         if !row.booted || !row.registered || pointer.fence > epoch {
             return;
         }
         if pointer.writer > epoch {
-            self.seen.insert(Violation::PointerWentBack);
+            self.transition_violations.insert(Violation::PointerWentBack);
         }
         pointer.writer = epoch;
         pointer.data = row.data.clone();
@@ -331,6 +333,6 @@ impl World {
 
     /// The type of the machine's server as the provider reports it.
     pub fn server_type(&self, id: usize) -> Option<ServerType> {
-        self.cloud.of(id).map(|server| server.server_type.clone())
+        self.cloud.server_of(id).map(|server| server.server_type.clone())
     }
 }

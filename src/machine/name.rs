@@ -1,13 +1,13 @@
-//! Names that come from outside, checked once where they enter: users, slots, handles, image versions, server types.
+//! Names from outside, validated once on entry: users, slots, handles, image versions, server types.
 //!
-//! Each is safe as one segment of an object key and of a path: no `/`, no `..`, no control characters, no space.
+//! Each is safe as one segment of an object key and of a path: no `/`, `..`, control characters or spaces.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A name that does not fit its type, with the rule that it broke.
+/// A name that violates the rule of its type.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("must be {rule}")]
 pub struct NameError {
@@ -22,7 +22,7 @@ macro_rules! checked_name {
         pub struct $name(String);
 
         impl $name {
-            /// The rule as a regular expression, as descriptions give it.
+            /// The rule as a regular expression, for API descriptions.
             pub const PATTERN: &'static str = $pattern;
 
             pub fn as_str(&self) -> &str {
@@ -72,21 +72,21 @@ checked_name!(
     IdpUserId,
     "1 to 128 of A-Z a-z 0-9 . _ | : @ + -, beginning with a letter or digit",
     "^[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,127}$",
-    |text| shaped(text, 128, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._|:@+-".contains(c))
+    |text| has_shape(text, 128, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._|:@+-".contains(c))
 );
 checked_name!(
-    /// One billed runtime slot of a user; `primary` unless said otherwise.
+    /// A billed runtime slot of a user; `primary` by default.
     Slot,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
-    |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 checked_name!(
-    /// The owner's public handle; belongs to one user.
+    /// The owner's public handle; unique per user.
     Handle,
     "2 to 39 of a-z 0-9 -, beginning with a letter",
     "^[a-z][a-z0-9-]{1,38}$",
-    |text| text.len() >= 2 && shaped(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
+    |text| text.len() >= 2 && has_shape(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 checked_name!(
     /// The version of a host bundle; a segment of its object key and of the release's path.
@@ -94,37 +94,37 @@ checked_name!(
     "1 to 64 of A-Z a-z 0-9 . _ + -, beginning with a letter or digit, without ..",
     "^(?!.*\\.\\.)[A-Za-z0-9][A-Za-z0-9._+-]{0,63}$",
     |text| !text.contains("..")
-        && shaped(text, 64, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._+-".contains(c))
+        && has_shape(text, 64, |c| c.is_ascii_alphanumeric(), |c| c.is_ascii_alphanumeric() || "._+-".contains(c))
 );
 checked_name!(
-    /// An operator of the control API, as the audit names them.
+    /// An operator of the control API, as named in the audit log.
     OperatorName,
     "1 to 39 of a-z 0-9 -, beginning with a letter, and neither operator nor platform",
     "^(?!(operator|platform)$)[a-z][a-z0-9-]{0,38}$",
     |text| !["operator", "platform"].contains(&text)
-        && shaped(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
+        && has_shape(text, 39, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 checked_name!(
     /// A provider's server type, e.g. `cpx22`.
     ServerType,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
-    |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 checked_name!(
     /// A provider's location, e.g. `nbg1`.
     Location,
     "1 to 32 of a-z 0-9 -, beginning with a letter",
     "^[a-z][a-z0-9-]{0,31}$",
-    |text| shaped(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
+    |text| has_shape(text, 32, |c| c.is_ascii_lowercase(), lower_or_dash)
 );
 
 impl ImageVersion {
-    /// As people order versions: runs of digits by their number, everything else by its characters.
+    /// Natural version order: runs of digits are compared as numbers, everything else by characters.
     pub fn cmp_natural(&self, other: &Self) -> std::cmp::Ordering {
-        let (mut mine, mut others) = (Piece::of(&self.0), Piece::of(&other.0));
+        let (mut own, mut other_parts) = (VersionPart::of(&self.0), VersionPart::of(&other.0));
         loop {
-            match (mine.next(), others.next()) {
+            match (own.next(), other_parts.next()) {
                 (None, None) => return self.0.cmp(&other.0),
                 (a, b) if a == b => {}
                 (a, b) => return a.cmp(&b),
@@ -133,25 +133,26 @@ impl ImageVersion {
     }
 }
 
-/// A run of digits, without the zeros before it, or of anything else. Numbers come before words, shorter before longer.
+/// A run of digits without leading zeros, or of other characters. Numbers sort before words, and shorter before
+/// longer.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
-enum Piece<'a> {
+enum VersionPart<'a> {
     Number { digits: usize, text: &'a str },
     Word(&'a str),
 }
 
-impl<'a> Piece<'a> {
+impl<'a> VersionPart<'a> {
     fn of(text: &'a str) -> impl Iterator<Item = Self> {
         let mut rest = text;
         std::iter::from_fn(move || {
             let is_number = rest.chars().next()?.is_ascii_digit();
             let end = rest.find(|c: char| c.is_ascii_digit() != is_number).unwrap_or(rest.len());
-            let (piece, after) = rest.split_at(end);
+            let (part, after) = rest.split_at(end);
             rest = after;
             if !is_number {
-                return Some(Self::Word(piece));
+                return Some(Self::Word(part));
             }
-            let text = piece.trim_start_matches('0');
+            let text = part.trim_start_matches('0');
             Some(Self::Number { digits: text.len(), text })
         })
     }
@@ -173,8 +174,8 @@ fn lower_or_dash(c: char) -> bool {
     c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'
 }
 
-fn shaped(text: &str, longest: usize, first: fn(char) -> bool, rest: fn(char) -> bool) -> bool {
-    text.len() <= longest && text.starts_with(first) && text.chars().all(rest)
+fn has_shape(text: &str, max_len: usize, first: fn(char) -> bool, rest: fn(char) -> bool) -> bool {
+    text.len() <= max_len && text.starts_with(first) && text.chars().all(rest)
 }
 
 #[cfg(test)]
@@ -182,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_that_could_leave_their_place_are_refused() {
+    fn unsafe_names_are_refused() {
         for bad in ["", "..", "a/b", "a b", "a\n", "/a", "é", "a\0"] {
             assert!(bad.parse::<IdpUserId>().is_err(), "{bad:?}");
             assert!(bad.parse::<ImageVersion>().is_err(), "{bad:?}");
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_are_ordered_as_people_order_them() {
+    fn cmp_natural_orders_numbers_by_value() {
         let order = ["1.2", "1.9", "1.10", "1.10-rc1", "2026.1.0", "2026.11.21-1", "story-2", "story-10"];
         for (at, lower) in order.iter().enumerate() {
             for higher in &order[at + 1..] {
@@ -209,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_checked_like_text() {
+    fn json_names_are_validated() {
         assert!(serde_json::from_str::<Handle>("\"ada\"").is_ok());
         let error = serde_json::from_str::<Handle>("\"Ada\"").unwrap_err().to_string();
         assert!(error.contains("a-z"), "{error}");

@@ -1,4 +1,4 @@
-//! Subscription plans and the server types that each contains: the one table.
+//! Subscription plans and the server types that each includes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,7 +19,7 @@ pub enum Plan {
 impl Plan {
     pub const ALL: [Self; 3] = [Self::Starter, Self::Builder, Self::Max];
 
-    /// The server types that this plan pays for, the smallest first.
+    /// The server types that this plan includes, smallest first.
     pub fn server_types(self) -> &'static [&'static str] {
         match self {
             Self::Starter => &["cpx22"],

@@ -56,30 +56,30 @@ impl FromStr for Status {
     }
 }
 
-/// Why a machine is `failed`; [`FailureCause::heals`] says which of them end with a healthy heartbeat.
+/// Reason why a machine is `failed`. [`FailureCause::heals`] says which causes end with a healthy heartbeat.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureCause {
     BootReported,
     RegistrationExpired,
-    /// The provider refused to create its server, for good.
+    /// The provider permanently refused to create the server.
     ProviderRefused,
-    /// The provider did not create its server for as long as that is retried.
+    /// The provider did not create the server within the retry limit.
     ProviderUnavailable,
-    /// The object store failed, or what is in it cannot be read.
+    /// The object store failed, or its content cannot be read.
     StoreFailed,
     /// A machine with a higher epoch has fenced the slot.
     Fenced,
-    /// The platform failed: its database, its keys, or the user-data that it renders.
+    /// The platform failed: its database, its keys, or the rendering of user-data.
     Internal,
     ServerGone,
     Resize,
-    /// Its operation did not end within any bound.
+    /// Its operation exceeded every time limit.
     OperationHung,
     Operator,
-    /// An operator gave up the operation that made it.
+    /// An operator abandoned the operation that created it.
     Abandoned,
-    /// It has its slot back and its server is being switched on: its first healthy heartbeat makes it run.
+    /// It has its slot back and its server is being switched on. Its first healthy heartbeat makes it run.
     Reinstating,
 }
 
@@ -135,8 +135,8 @@ impl FromStr for FailureCause {
     }
 }
 
-/// Where a machine stands. Out of `Retired` and `Deleted` leads [`super::event::Event::Reinstated`] alone, so both keep
-/// the state that the machine had.
+/// The state of a machine. Only [`super::event::Event::Reinstated`] leads out of `Retired` and `Deleted`, so both
+/// keep the previous state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
     Provisioning,
@@ -162,7 +162,7 @@ pub enum State {
 }
 
 impl State {
-    /// The stored status; `None` for a machine that is no longer one of its slot's.
+    /// The stored status; `None` for a machine that no longer holds its slot.
     pub fn status(&self) -> Option<Status> {
         match self {
             Self::Provisioning => Some(Status::Provisioning),
@@ -174,13 +174,13 @@ impl State {
         }
     }
 
-    /// An active machine holds its slot: there is at most one.
+    /// An active machine holds its slot; a slot has at most one.
     pub fn is_active(&self) -> bool {
         self.status().is_some()
     }
 }
 
-/// What the transitions look at of a machine.
+/// The part of a machine that transitions use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
     pub state: State,

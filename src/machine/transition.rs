@@ -1,28 +1,28 @@
-//! The one function that says what follows from an event, for every pair of state and event.
+//! The transition function: the result for every pair of state and event.
 
 use super::epoch::Epoch;
 use super::event::{Effect, Event, RestoreMode, ServerPower};
 use super::name::ServerType;
 use super::state::{FailureCause, Machine, State, Status};
 
-/// The end of a transition that was not refused.
+/// The result of an accepted event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// The machine moves, and the effects are done in the same transaction.
+    /// The machine changes its state; the effects are applied in the same transaction.
     Moved { next: State, effects: Vec<Effect> },
-    /// It is already so, or the event comes too late to matter: nothing is written.
+    /// The event has no effect, because its result is already reached or it comes too late. Nothing is written.
     Unchanged,
 }
 
-/// Why an event cannot happen to a machine.
+/// Reason why an event is not allowed for a machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("the machine is {status}; this needs it to be {}", list(.allowed))]
     InvalidState { status: Status, allowed: &'static [Status] },
-    /// Deleted: for an operator it is as if it had never been.
+    /// Deleted; for an operator the machine no longer exists.
     #[error("the machine is deleted")]
     Gone,
-    /// A later machine has the slot.
+    /// A later machine holds the slot.
     #[error("the machine has been replaced")]
     Superseded,
 }
@@ -31,14 +31,14 @@ fn list(statuses: &[Status]) -> String {
     statuses.iter().map(|status| status.as_str()).collect::<Vec<_>>().join(" or ")
 }
 
-/// What follows from `event` for `machine` (contract, part 3, "Lifecycle"). Total: every pair has an answer.
+/// The result of `event` for `machine` (contract, part 3, "Lifecycle"). Total: every pair has a result.
 ///
 /// # Errors
-/// A [`Refusal`] where an operator or a host asks for what the state does not allow.
+/// A [`Refusal`] if the state does not allow the request of an operator or a host.
 pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> {
     match &machine.state {
-        State::Deleted { was } => return after_the_end(was, event, Refusal::Gone),
-        State::Retired { was } => return after_the_end(was, event, Refusal::Superseded),
+        State::Deleted { was } => return transition_ended(was, event, Refusal::Gone),
+        State::Retired { was } => return transition_ended(was, event, Refusal::Superseded),
         _ => {}
     }
     match event {
@@ -73,7 +73,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         }),
         Event::ResizeFailed => resize_ended(machine, |_, _| failed_resize()),
         Event::OperationAbandoned => boot_ended(machine, FailureCause::Abandoned),
-        // It holds its slot already.
+        // The machine holds its slot already.
         Event::Reinstated { .. } | Event::SuccessorDeleted => Ok(Outcome::Unchanged),
         Event::ResumeRequested { server_type } => match machine.state {
             State::Failed { .. } => Ok(moved(State::Running { server_type: server_type.clone() }, vec![])),
@@ -82,7 +82,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
         },
         Event::OperationHung => Ok(match machine.state {
             State::Provisioning | State::Recovering => failed_boot(FailureCause::OperationHung),
-            // The server has its disk and may come back by itself.
+            // The server has its disk and may come back without intervention.
             State::Resizing { .. } => failed_resize(),
             _ => Outcome::Unchanged,
         }),
@@ -98,7 +98,7 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
                 State::Failed { cause: FailureCause::Operator },
                 vec![Effect::CancelOperation, Effect::CloseConnections, Effect::ReinstatePredecessor],
             ),
-            // Its operation goes on: it switches the server on, without which the machine could not be resumed.
+            // The current operation continues: it switches the server on, so that the machine can be resumed.
             State::Failed { .. } => {
                 moved(State::Failed { cause: FailureCause::Operator }, vec![Effect::CloseConnections])
             }
@@ -123,8 +123,9 @@ pub fn transition(machine: &Machine, event: &Event) -> Result<Outcome, Refusal> 
     }
 }
 
-/// News from the world comes too late; a request is refused. Only a slot that needs its last machine back changes it.
-fn after_the_end(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
+/// Reports about an ended machine have no effect and requests are refused, unless the slot needs its last machine
+/// back.
+fn transition_ended(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome, Refusal> {
     match event {
         Event::Reinstated { epoch, power } => reinstated(was, *epoch, *power, refusal),
         Event::ServerFound => Ok(match server_found(was) {
@@ -151,14 +152,14 @@ fn after_the_end(was: &State, event: &Event, refusal: Refusal) -> Result<Outcome
         | Event::OperationAbandoned
         | Event::SuccessorDeleted
         | Event::HealthyHeartbeat { .. } => Ok(Outcome::Unchanged),
-        // Asked again for a deleted machine, delete answers as it did.
+        // A repeated deletion of a deleted machine succeeds.
         Event::DeleteRequested if refusal == Refusal::Gone => Ok(Outcome::Unchanged),
         _ => Err(refusal),
     }
 }
 
-/// The machine takes its slot back as it was, but for what was interrupted: a server that may be off, and a change of
-/// type that was cancelled, have their host's word to wait for.
+/// The machine takes its slot back in its previous state. If its server may be off or a resize was cancelled, it
+/// waits for its host's heartbeat first.
 fn reinstated(was: &State, epoch: Epoch, power: ServerPower, refusal: Refusal) -> Result<Outcome, Refusal> {
     let next = match was {
         State::Running { server_type } if power == ServerPower::On => {
@@ -167,7 +168,7 @@ fn reinstated(was: &State, epoch: Epoch, power: ServerPower, refusal: Refusal) -
         State::Running { .. } | State::Resizing { .. } => State::Failed { cause: FailureCause::Reinstating },
         State::Failed { cause } if cause.heals() => State::Failed { cause: FailureCause::Reinstating },
         State::Failed { cause } => State::Failed { cause: *cause },
-        // It never served: there is nothing to go back to.
+        // It never served, so there is no state to return to.
         State::Provisioning | State::Recovering | State::Retired { .. } | State::Deleted { .. } => {
             return Err(refusal);
         }
@@ -182,7 +183,7 @@ fn registered(machine: &Machine, server_type: ServerType) -> Result<Outcome, Ref
     }
 }
 
-/// A boot that fails after the machine runs, or has failed, says nothing new.
+/// A failed boot has no effect on a machine that runs or has failed.
 fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal> {
     match machine.state {
         State::Provisioning | State::Recovering => Ok(failed_boot(cause)),
@@ -196,14 +197,15 @@ fn boot_ended(machine: &Machine, cause: FailureCause) -> Result<Outcome, Refusal
 fn server_gone(machine: &Machine) -> Outcome {
     match machine.state {
         State::Running { .. } => failed(FailureCause::ServerGone),
-        // What heals by a heartbeat does so no longer once its server is gone. One that is there after all may be off.
+        // A failure that a heartbeat would end becomes permanent once the server is missing. The server may still
+        // exist and be off.
         State::Resizing { .. } => failed_while_off(FailureCause::ServerGone),
         State::Failed { cause } if cause.heals() => failed_while_off(FailureCause::ServerGone),
         _ => Outcome::Unchanged,
     }
 }
 
-/// Its host's word makes it run.
+/// The machine runs again after its host's next heartbeat.
 fn server_found(state: &State) -> Outcome {
     match state {
         State::Failed { cause: FailureCause::ServerGone } => {
@@ -231,7 +233,7 @@ fn failed_resize() -> Outcome {
     failed_while_off(FailureCause::Resize)
 }
 
-/// Its server may be off: the change of type switches it off.
+/// The server may be off, because a resize switches it off.
 fn failed_while_off(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },
@@ -239,7 +241,7 @@ fn failed_while_off(cause: FailureCause) -> Outcome {
     )
 }
 
-/// A machine that never served gives its slot back.
+/// A machine that never served returns its slot.
 fn failed_boot(cause: FailureCause) -> Outcome {
     moved(
         State::Failed { cause },

@@ -126,7 +126,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let bucket = config.store.open().or_exit(Exit::Config)?.with_call_timeout(STORE_CALL_TIMEOUT);
     refuse_unsafe_store(&bucket).await?;
     let stop = server::stop_on_signal().or_exit(Exit::Internal)?;
-    scrape.keep_up(stop.clone());
+    scrape.spawn_upkeep(stop.clone());
     let api = bind(&config.api).await.or_exit(Exit::Unavailable)?;
     let public = bind(&config.router).await.or_exit(Exit::Unavailable)?;
     db::migrate::run(&config.database).await.or_exit(Exit::Unavailable)?;

@@ -10,7 +10,7 @@ use url::Url;
 
 use super::db::{self, Db, DbError};
 use crate::http::problem::chain;
-use crate::provider::{Allowance, Grant, Seen};
+use crate::provider::{Allowance, BudgetGrant, ObservedBudget};
 
 pub struct SharedBudget {
     db: Db,
@@ -24,7 +24,7 @@ impl SharedBudget {
         Self { db, account: hex::encode(&digest[..16]) }
     }
 
-    async fn ask(&self, want: u32, back: u32, seen: Option<Seen>) -> Result<Grant, DbError> {
+    async fn ask(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Result<BudgetGrant, DbError> {
         let session = self.db.session().await?;
         db::budget::reserve(&session, &self.account, want, back, seen).await
     }
@@ -37,7 +37,7 @@ impl SharedBudget {
 
 #[async_trait]
 impl Allowance for SharedBudget {
-    async fn reserve(&self, want: u32, back: u32, seen: Option<Seen>) -> Option<Grant> {
+    async fn reserve(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Option<BudgetGrant> {
         let asked = self.ask(want, back, seen).await;
         asked
             .inspect_err(

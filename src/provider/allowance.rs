@@ -1,33 +1,33 @@
-//! The rate budget that several users of one provider account share, as the adapter needs it.
+//! The rate budget shared by several users of one provider account, as the adapter needs it.
 
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 
-/// Where the calls are counted for all who make them.
+/// The shared count of calls.
 #[async_trait]
 pub trait Allowance: Send + Sync {
-    /// Asks for up to `want` calls, gives `back` those that were not made, and tells what was seen of the provider last.
-    /// `None`: it cannot be asked.
-    async fn reserve(&self, want: u32, back: u32, seen: Option<Seen>) -> Option<Grant>;
+    /// Requests up to `want` calls, returns `back` unused ones, and reports the budget last seen in a provider's
+    /// response. `None` if the shared budget is unavailable.
+    async fn reserve(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Option<BudgetGrant>;
 
-    /// Tells that the provider has refused: nobody may call for so long.
+    /// Reports a refusal by the provider: no process may call for this time.
     async fn close(&self, wait: Duration);
 }
 
-/// What an answer of the provider said of the budget.
+/// The provider's rate limit in one of its responses.
 #[derive(Debug, Clone, Copy)]
-pub struct Seen {
+pub struct ObservedBudget {
     pub left: f64,
     pub capacity: f64,
-    /// How fast calls come back; `None` where too few are gone to tell.
+    /// The refill rate; `None` if too few calls are used to compute it.
     pub per_second: Option<f64>,
     pub at: Instant,
 }
 
-/// So many calls may be made; where there are none, after which time to ask again.
+/// The number of granted calls; if it is 0, the time until the next request makes sense.
 #[derive(Debug, Clone, Copy)]
-pub struct Grant {
+pub struct BudgetGrant {
     pub calls: u32,
     pub wait: Duration,
 }

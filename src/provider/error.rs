@@ -1,24 +1,24 @@
-//! A failed call to the provider: a kind for the code that decides, and the provider's own words for the log.
+//! A failed call to the provider: an error kind that drives decisions, and the provider's own text for the log.
 //!
-//! The error's own text never holds the provider's words; they are its source. A token is in neither.
+//! The error's own message never contains the provider's text, which is its source. Neither contains a token.
 
 use std::time::Duration;
 
-/// What a failure means for the caller; nothing else of the error drives a retry.
+/// The meaning of a failure for the caller. Only the kind drives retries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
-    /// What the call is about does not exist.
+    /// The target of the call does not exist.
     NotFound,
     /// The name is taken.
     Conflict,
-    /// Asking again will be refused again: for what was asked, not for who asks.
+    /// The provider refuses this request, from any caller; a retry is refused too.
     Refused,
-    /// The account, its token or its limits, or the provider's capacity: no failure of the one server that was asked for,
-    /// and over when somebody or the provider has put it right. Nothing was done.
+    /// A problem of the account, its token, its limits or the provider's capacity, not of the requested server. It
+    /// lasts until an operator or the provider fixes it. Nothing was done.
     Account,
-    /// It did not happen, or asking again does no harm.
+    /// The call had no effect, or repeating it is harmless.
     Transient,
-    /// It may have happened; look before asking again.
+    /// The call may have had an effect; check before repeating it.
     Ambiguous,
 }
 
@@ -46,7 +46,7 @@ pub struct ProviderError {
 }
 
 impl ProviderError {
-    /// For the adapter, and for tests that stand in for one.
+    /// For the adapter, and for fakes in tests.
     pub fn new(call: &'static str, kind: ErrorKind, cause: Cause) -> Self {
         Self { call, kind, cause }
     }
@@ -55,7 +55,7 @@ impl ProviderError {
         self.kind
     }
 
-    /// The provider's own code; empty where it gave none.
+    /// The provider's error code; empty if it sent none.
     pub fn code(&self) -> &str {
         match &self.cause {
             Cause::Answer { code, .. } => code,
@@ -63,36 +63,36 @@ impl ProviderError {
         }
     }
 
-    /// Whether the provider has no capacity for the type in the location: another location may have it.
+    /// Whether the provider lacks capacity for the type in the location. Another location may have it.
     pub fn is_without_capacity(&self) -> bool {
         matches!(self.code(), "resource_unavailable" | "placement_error")
     }
 
-    /// Whether the same call may be made again as it is.
+    /// Whether the same call may be repeated unchanged.
     pub fn is_transient(&self) -> bool {
         self.kind == ErrorKind::Transient
     }
 }
 
-/// What happened on the wire.
+/// The cause of a failure.
 #[derive(Debug, thiserror::Error)]
 pub enum Cause {
     #[error("the provider answered {status}: {code}: {message}")]
     Answer { status: u16, code: String, message: String },
-    #[error("no answer within {} ms", .after.as_millis())]
+    #[error("no response within {} ms", .after.as_millis())]
     Deadline { after: Duration },
     #[error("the provider could not be reached")]
     Connect(#[source] reqwest::Error),
-    #[error("the exchange with the provider broke off")]
+    #[error("the connection to the provider was lost")]
     BrokenOff(#[source] reqwest::Error),
-    #[error("the provider's answer ({status}) cannot be read")]
+    #[error("cannot parse the provider's response ({status})")]
     Unreadable {
         status: u16,
         #[source]
         source: serde_json::Error,
     },
-    #[error("the provider's answer is larger than {limit} bytes")]
+    #[error("the provider's response is larger than {limit} bytes")]
     TooLarge { limit: usize },
-    #[error("no call was left in the rate budget within {} ms", .after.as_millis())]
+    #[error("rate budget exhausted for {} ms", .after.as_millis())]
     Exhausted { after: Duration },
 }

@@ -1,4 +1,4 @@
-//! A provider's server and what is done to it, in our words; the provider's JSON stays in the adapter.
+//! The provider's servers and actions in our own types; the provider's JSON stays in the adapter.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,7 +25,7 @@ macro_rules! numeric_id {
 }
 
 numeric_id!(
-    /// The provider's id of a server; never given to another one.
+    /// The provider's id of a server; never reused.
     ServerId
 );
 numeric_id!(
@@ -33,7 +33,7 @@ numeric_id!(
     ActionId
 );
 
-/// What is ordered. The name is the order's idempotency key: unique at the provider.
+/// An order for a server. Its name is unique at the provider and serves as the idempotency key.
 #[derive(Debug, Clone)]
 pub struct ServerOrder {
     pub name: String,
@@ -41,7 +41,7 @@ pub struct ServerOrder {
     pub image: String,
     pub location: Location,
     pub labels: BTreeMap<String, String>,
-    /// Carries the host's first credentials, hence secret. At most 32 KiB at the provider.
+    /// Contains the host's initial credentials, hence secret. At most 32 KiB at the provider.
     pub user_data: SecretString,
 }
 
@@ -51,23 +51,23 @@ pub struct Server {
     pub id: ServerId,
     pub name: String,
     pub status: ServerStatus,
-    /// An action on it is under way: another one is refused until it has ended.
+    /// An action is in progress; another one is refused until it ends.
     pub locked: bool,
     pub public_ipv4: Option<Ipv4Addr>,
     pub server_type: ServerType,
-    /// The size of the disk that the server really has; its type's may be larger after a change without the disk.
+    /// The server's real disk size; that of its type may be larger after a type change.
     pub disk_gb: u32,
     pub labels: BTreeMap<String, String>,
 }
 
-/// A server that was ordered, and the actions that make and start it.
+/// An ordered server, with the actions that create and start it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Created {
     pub server: Server,
     pub actions: Vec<ActionId>,
 }
 
-/// The state of a server's power. Running never means that its host is ready.
+/// The power state of a server. `Running` does not mean that its host is ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServerStatus {
     Initializing,
@@ -78,7 +78,7 @@ pub enum ServerStatus {
     Deleting,
     Migrating,
     Rebuilding,
-    /// The provider does not know, or named a state that we do not.
+    /// The provider does not know, or sent an unknown state.
     Unknown,
 }
 
@@ -104,7 +104,7 @@ impl fmt::Display for ServerStatus {
     }
 }
 
-/// Something under way at the provider.
+/// An action at the provider.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Action {
     pub id: ActionId,
@@ -112,7 +112,7 @@ pub struct Action {
     pub status: ActionStatus,
 }
 
-/// `Error` holds the provider's words, for the log only.
+/// `Error` holds the provider's text, for the log only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ActionStatus {
     Running,
@@ -120,7 +120,7 @@ pub enum ActionStatus {
     Error { code: String, message: String },
 }
 
-/// How a deletion ended; both are success.
+/// The result of a deletion; both are success.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deleted {
     Done,

@@ -21,7 +21,7 @@ const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 /// [`StoreError`]; an unreadable pointer is `Corrupt`, since its fence is not known, and so is one whose snapshot has an epoch
 /// that is not believed. Unreadable metadata is left out: its machine's fence was written before it.
 pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
-    let bound = known.believable();
+    let bound = known.max_plausible();
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
         let fence = pointer.map_or(Ok(Epoch::NONE), |read| believed_fence(slot, &read.value, known))?;
@@ -64,13 +64,13 @@ pub(super) async fn of_meta(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) ->
 fn believed_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
     let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
     let named = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
-    if named > known.believable() {
+    if named > known.max_plausible() {
         let why = format!(
             "its snapshot's epoch {named} is far above epoch {known}, the highest that the platform knows"
         );
         return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
     }
-    if *fence > known.believable() {
+    if *fence > known.max_plausible() {
         tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows: it is left out");
         return Ok(named);
     }

@@ -92,7 +92,7 @@ pub struct Fenced {
 impl Fenced {
     /// Whether no machine of the slot can have had the fence's epoch.
     pub fn is_invented(&self) -> bool {
-        self.fence > self.mine.believable()
+        self.fence > self.mine.max_plausible()
     }
 
     fn message(&self) -> String {
@@ -144,7 +144,7 @@ impl Pointer {
 pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>, Fenced> {
     let Fence { epoch, machine, proof } = fence;
     let mut known = None;
-    let is_invented = |now: &Pointer| proof.is_some() && now.fence_epoch > epoch.believable();
+    let is_invented = |now: &Pointer| proof.is_some() && now.fence_epoch > epoch.max_plausible();
     if let Some(now) = current.filter(|now| !is_invented(now)) {
         now.admit(*epoch, *machine)?;
         known = now.proof_of(*epoch, *machine);
@@ -347,8 +347,8 @@ pub(crate) mod tests {
         let fenced = fence(Some(&invented), &platforms).unwrap().unwrap();
         assert_eq!((fenced.fence_epoch, fenced.fence_machine_id), (Epoch(3), Some(machine(2))));
         assert_eq!((fenced.seq, fenced.fence_proof.as_deref()), (2, Some("a")));
-        let believable = fence(None, &Fence::unsigned(Epoch(1003), machine(1))).unwrap().unwrap();
-        assert!(fence(Some(&believable), &platforms).is_err());
+        let max_plausible = fence(None, &Fence::unsigned(Epoch(1003), machine(1))).unwrap().unwrap();
+        assert!(fence(Some(&max_plausible), &platforms).is_err());
     }
 
     proptest! {

@@ -118,7 +118,7 @@ pub async fn inspect(
     wanted: Wanted<'_>,
 ) -> Result<Inspection, RepairError> {
     let OnRecord { highest, holder } = &record;
-    let bound = highest.believable();
+    let bound = highest.max_plausible();
     let (found, condition) = found(bucket, slot, bound).await?;
     let mut keys = snapshots::keys(bucket, slot).await?;
     // A host can write any key: one of an epoch that no machine ever had is none of ours.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use svc::host::system::root_settings::FROM_OTHERS;
+use svc::host::system::root_settings::ALLOWED_FROM_OTHERS;
 
 use super::{File, at};
 
@@ -112,7 +112,7 @@ pub fn unlisted_for_root(files: &[File]) -> Vec<String> {
             }
         }
     }
-    let taken: Vec<_> = FROM_OTHERS.iter().map(|(name, _)| *name).collect();
+    let taken: Vec<_> = ALLOWED_FROM_OTHERS.iter().map(|(name, _)| *name).collect();
     let mut found: Vec<_> = read
         .iter()
         .filter(|(name, _)| !taken.contains(name) && !NOT_FROM_OTHERS.contains(name))

@@ -144,7 +144,7 @@ mod tests {
                 "src/host/gateway/mod.rs",
                 "use super::system::layout::Layout; use crate::host::{agents::dispatch, gateway::auth};",
             ),
-            ("src/host/link/sync/mod.rs", "use crate::host::update::protocol::Request;"),
+            ("src/host/link/sync/mod.rs", "use crate::host::update::protocol::UpdateRequest;"),
             ("src/host/snapshots/mod.rs", "pub mod backup; pub use self::backup::job;"),
             ("src/host/snapshots/restore/mod.rs", "use super::staging::load;"),
             (

@@ -29,7 +29,7 @@ async fn a_create_without_a_clear_answer_is_ambiguous_and_never_repeated() {
     ];
     for (fault, made) in unclear {
         let simulator = simulator().await;
-        let limits = Limits { deadline: Duration::from_millis(400), ..FAST };
+        let limits = CallLimits { deadline: Duration::from_millis(400), ..FAST };
         let provider = adapter_with(&simulator, simulator.token(), limits);
         simulator.fault(FaultRule::once("POST", "/servers", fault.clone()));
         let error = provider.create(&order("svc-1")).await.unwrap_err();
@@ -84,7 +84,7 @@ async fn a_refused_rate_waits_for_the_reset_and_all_clones_wait_with_it() {
     };
     let (found, other) = tokio::join!(provider.find("svc-1"), other);
     found.unwrap();
-    let bound = FAST.longest_rate_wait;
+    let bound = FAST.max_rate_wait;
     assert!(start.elapsed() >= bound && start.elapsed() < bound * 4, "{:?}", start.elapsed());
     assert!(other >= bound, "the clone called while nothing was left: {other:?}");
 }
@@ -104,7 +104,7 @@ async fn a_spent_budget_is_not_overdrawn() {
 #[tokio::test]
 async fn a_silent_provider_costs_one_deadline() {
     let simulator = simulator().await;
-    let limits = Limits { deadline: Duration::from_millis(300), ..FAST };
+    let limits = CallLimits { deadline: Duration::from_millis(300), ..FAST };
     let provider = adapter_with(&simulator, simulator.token(), limits);
     simulator.fault(FaultRule::once("GET", "/servers", Fault::Timeout));
     let start = Instant::now();

@@ -8,7 +8,7 @@ use anyhow::Result;
 use kit::provider::{Fault, FaultRule, Power, RateLimit, Simulator, SimulatorOptions};
 use svc::http::client::{self, Deadlines};
 use svc::provider::Provider;
-use svc::provider::hetzner::{Hetzner, Limits};
+use svc::provider::hetzner::{CallLimits, Hetzner};
 
 use super::cloud::{AtThePort, Cloud, Made};
 use super::plan::{Call, CloudFault};
@@ -36,11 +36,11 @@ impl Sky {
             Self::Wire { simulator, .. } => {
                 let client = client::build(Deadlines::CALL).expect("a client");
                 let base = simulator.base_url().parse().expect("a URL");
-                let limits = Limits {
-                    first_backoff: Duration::from_millis(10),
-                    longest_backoff: Duration::from_millis(50),
-                    longest_rate_wait: Duration::from_millis(50),
-                    ..Limits::default()
+                let limits = CallLimits {
+                    initial_backoff: Duration::from_millis(10),
+                    max_backoff: Duration::from_millis(50),
+                    max_rate_wait: Duration::from_millis(50),
+                    ..CallLimits::default()
                 };
                 let token = simulator.token().to_owned().into();
                 Arc::new(Hetzner::with_limits(client, base, &token, limits).expect("a token"))

@@ -19,7 +19,7 @@ use secrecy::ExposeSecret;
 use serde_json::{Value, json};
 use svc::clock::rfc3339_ms;
 use svc::host::system::config::PlatformLink;
-use svc::host::system::store_credentials::Renewed;
+use svc::host::system::store_credentials::RenewingCredentials;
 use svc::host::system::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
 use svc::store::credentials::{CredentialError, Source, Temporary};
@@ -339,7 +339,11 @@ async fn the_agent_goes_on_over_many_sessions() -> Result<()> {
     Ok(())
 }
 
-fn source(platform: &Platform, file: &std::path::Path, expires_in: SignedDuration) -> Result<Arc<Renewed>> {
+fn source(
+    platform: &Platform,
+    file: &std::path::Path,
+    expires_in: SignedDuration,
+) -> Result<Arc<RenewingCredentials>> {
     let link = PlatformLink {
         base: platform.base.parse()?,
         upgrade_token: UpgradeToken::fixed("upgrade-token-of-a-machine".to_owned().into()),
@@ -351,7 +355,7 @@ fn source(platform: &Platform, file: &std::path::Path, expires_in: SignedDuratio
         expires_at: Timestamp::now().checked_add(expires_in)?,
     };
     let machine = "00000000-0000-7000-8000-000000000001".parse()?;
-    Ok(Arc::new(Renewed::new(machine, link, file.join("kept.json"), &first)?))
+    Ok(Arc::new(RenewingCredentials::new(machine, link, file.join("kept.json"), &first)?))
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -43,7 +43,7 @@ pub async fn lost_and_new() -> Result<(S3Server, Machine)> {
 
 /// As a machine that was never restored, with a row of its own.
 pub async fn reset(machine: &Machine) -> Result<()> {
-    svc::fsx::remove_if_there(&machine.path("opt/svc/restore-complete"))?;
+    svc::fsx::remove_if_exists(&machine.path("opt/svc/restore-complete"))?;
     let admin = machine.postgres().connect("postgres").await?;
     for name in machine.databases().await?.iter().filter(|name| name.starts_with("svc")) {
         admin.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;

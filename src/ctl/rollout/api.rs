@@ -9,7 +9,7 @@ use crate::diagnosis::Findings;
 const JOURNAL: &str = "journalctl -u svc-gateway -n 50 on the host";
 
 pub async fn health(site: &Site) -> Findings {
-    let findings = Findings::of("gateway-health");
+    let findings = Findings::new("gateway-health");
     let answer = match site.get(&site.url("/readyz"), "application/json").await {
         Ok(answer) => answer,
         Err(why) => return findings.problem(why, JOURNAL),
@@ -30,7 +30,7 @@ pub async fn database_server(site: &Site) -> Option<String> {
 
 /// The owner sees the tables of every app; whatever app declares some must be among them.
 pub async fn schemas(site: &Site) -> Findings {
-    let findings = Findings::of("bridge-schemas");
+    let findings = Findings::new("bridge-schemas");
     let query = site.post(&site.url("/api/bridge/query"), &json!({"action": "schemas"})).await;
     let apps = site.get(&site.url("/api/apps"), "application/json").await;
     let (query, apps) = match (query, apps) {
@@ -76,7 +76,7 @@ fn named(data: &Value, key: &str) -> Vec<String> {
 }
 
 pub async fn legacy_route(site: &Site) -> Findings {
-    let findings = Findings::of("legacy-route");
+    let findings = Findings::new("legacy-route");
     match site.get(&site.url("/api/canvas"), "application/json").await {
         Ok(answer) if answer.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas answers 404"),
         Ok(answer) => findings.problem(
@@ -89,7 +89,7 @@ pub async fn legacy_route(site: &Site) -> Findings {
 
 /// An app that nobody has, then those that are there: each icon an image, the same bytes twice, never a 5xx.
 pub async fn icons(site: &Site) -> Findings {
-    let mut findings = Findings::of("icons");
+    let mut findings = Findings::new("icons");
     let nobody = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
     let mut paths = vec![nobody];
     let apps = site.get(&site.url("/api/apps"), "application/json").await;

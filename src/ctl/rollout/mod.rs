@@ -29,7 +29,7 @@ pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Fai
     let checks = vec![
         Check::new("gateway-health", DEADLINE, api::health(site)),
         Check::new("vps-database", DEADLINE, async move {
-            let findings = Findings::of("vps-database");
+            let findings = Findings::new("vps-database");
             if from_outside {
                 return findings.skipped("which database it is can be seen on the host alone");
             }
@@ -46,7 +46,7 @@ pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Fai
         Check::new("legacy-route", DEADLINE, api::legacy_route(site)),
         Check::new("icons", DEADLINE, api::icons(site)),
     ];
-    findings.extend(diagnosis::make(checks).await);
+    findings.extend(diagnosis::run_checks(checks).await);
     doctor::tell(&Report { subject: "rollout".to_owned(), findings }, worst, out)
 }
 

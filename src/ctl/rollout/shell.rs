@@ -25,7 +25,7 @@ struct Part {
 }
 
 pub async fn check(site: &Site, deadline: Duration) -> Vec<Finding> {
-    let findings = Findings::of("shell");
+    let findings = Findings::new("shell");
     let next = "systemctl status svc-shell; journalctl -u svc-shell -n 50 on the host";
     let loaded = match tokio::time::timeout(deadline, load(site)).await {
         Ok(loaded) => loaded,
@@ -36,7 +36,7 @@ pub async fn check(site: &Site, deadline: Duration) -> Vec<Finding> {
         Err(why) => {
             let mut list = findings.problem(why, next).into_list();
             for check in CHECKS {
-                list.extend(Findings::of(check).skipped("the shell could not be read").into_list());
+                list.extend(Findings::new(check).skipped("the shell could not be read").into_list());
             }
             return list;
         }
@@ -111,7 +111,7 @@ fn named(
 }
 
 fn placeholder(parts: &[Part]) -> Findings {
-    let mut findings = Findings::of(CHECKS[0]);
+    let mut findings = Findings::new(CHECKS[0]);
     for part in parts {
         if let Some(host) = scan::placeholder_host(&part.text) {
             findings = findings.problem(
@@ -125,7 +125,7 @@ fn placeholder(parts: &[Part]) -> Findings {
 }
 
 fn legacy(parts: &[Part]) -> Findings {
-    let mut findings = Findings::of(CHECKS[1]);
+    let mut findings = Findings::new(CHECKS[1]);
     for part in parts.iter().filter(|part| part.text.contains(LEGACY)) {
         findings = findings.problem(
             format!("{} names {LEGACY}", part.url.path()),
@@ -136,7 +136,7 @@ fn legacy(parts: &[Part]) -> Findings {
 }
 
 fn gestures(parts: &[Part]) -> Findings {
-    let findings = Findings::of(CHECKS[2]);
+    let findings = Findings::new(CHECKS[2]);
     match marker(&parts[0].text, GESTURES) {
         Some(from) if from == FROM_SURFACE => findings.ok(
             "the shell declares that pan and zoom begin on the canvas surface only; whether they do, a browser tells",

@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn doctor_names_who_lacks_a_key_and_who_keeps_one() {
-        let found = keys().findings(Findings::of("fleet")).into_list();
+        let found = keys().findings(Findings::new("fleet")).into_list();
         let said: Vec<String> = found.iter().map(|finding| finding.what.clone()).collect();
         assert_eq!(
             said,
@@ -176,7 +176,7 @@ mod tests {
         let older: BundleKeys =
             serde_json::from_value(json!({"keys": [], "notReporting": 0, "notReportingHandles": []}))
                 .unwrap();
-        assert!(older.findings(Findings::of("fleet")).is_empty());
+        assert!(older.findings(Findings::new("fleet")).is_empty());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The last backup: whether it succeeded, and how old it is.
+//! Checks of the last backup: its result and its age.
 
 use jiff::Timestamp;
 use serde::Deserialize;
@@ -10,14 +10,14 @@ use crate::host::snapshots::held_snapshot::HeldSnapshot;
 use crate::host::system::layout::Layout;
 use crate::store::key;
 
-/// Backups are hourly: one missed, and time for the next.
-const OVERDUE_SECONDS: i64 = 2 * 3600 + 600;
-/// Drills are weekly: one missed, and time for the next.
-const MOST_DAYS: i64 = 15;
-const NEXT: &str = "journalctl -u svc-db-backup -n 50; systemctl start svc-db-backup";
+/// Backups are hourly: allows one missed run and time for the next.
+const MAX_BACKUP_AGE_SECONDS: i64 = 2 * 3600 + 600;
+/// Drills are weekly: allows one missed run and time for the next.
+const MAX_DRILL_AGE_DAYS: i64 = 15;
+const NEXT_STEP: &str = "journalctl -u svc-db-backup -n 50; systemctl start svc-db-backup";
 
 #[derive(Deserialize)]
-struct Record {
+struct BackupRecord {
     timestamp: Timestamp,
     status: String,
     key: Option<String>,
@@ -25,68 +25,65 @@ struct Record {
 }
 
 pub fn check(layout: &Layout) -> Findings {
-    let findings = Findings::of("backup");
+    let findings = Findings::new("backup");
     if let Ok(Some(held)) = HeldSnapshot::read(layout) {
-        return findings.problem(held.to_string(), "svc-db-backup accept, if nothing is missed");
+        return findings.problem(held.to_string(), "svc-db-backup accept, if no data is missing");
     }
-    let text = match fsx::read_if_there(&layout.last_backup()) {
+    let text = match fsx::read_if_exists(&layout.last_backup()) {
         Ok(Some(text)) => text,
-        Ok(None) => return never(findings, layout),
+        Ok(None) => return no_backup(findings, layout),
         Err(error) => return findings.skipped(format!("{error}; run this as root")),
     };
-    let Ok(record) = serde_json::from_slice::<Record>(&text) else {
-        return findings.problem("last-backup.json cannot be read", NEXT);
+    let Ok(record) = serde_json::from_slice::<BackupRecord>(&text) else {
+        return findings.problem("last-backup.json cannot be read", NEXT_STEP);
     };
     if record.status != "success" {
-        let why = record.error.unwrap_or_else(|| "it does not say why".to_owned());
-        return findings.problem(format!("the last one failed: {why}"), NEXT);
+        let why = record.error.unwrap_or_else(|| "no reason recorded".to_owned());
+        return findings.problem(format!("the last one failed: {why}"), NEXT_STEP);
     }
     let taken = record.key.as_deref().and_then(key::taken_at).unwrap_or(record.timestamp);
     let age = Timestamp::now().as_second() - taken.as_second();
-    let told = format!("the last verified snapshot is {} min old", age / 60);
-    if age > OVERDUE_SECONDS {
-        return findings.problem(told, format!("systemctl list-timers svc-db-backup.timer; {NEXT}"));
+    let summary = format!("the last verified snapshot is {} min old", age / 60);
+    if age > MAX_BACKUP_AGE_SECONDS {
+        return findings.problem(summary, format!("systemctl list-timers svc-db-backup.timer; {NEXT_STEP}"));
     }
-    findings.ok(told)
+    findings.ok(summary)
 }
 
-/// What the last looks at snapshots said: whether they could be read again, and restored.
+/// Results of the last snapshot checks: verify and drill.
 pub fn snapshots(layout: &Layout) -> Findings {
-    let mut findings = Findings::of("snapshots");
-    let mut told = Vec::new();
+    let mut findings = Findings::new("snapshots");
+    let mut summary = Vec::new();
     for kind in CheckKind::ALL {
         let unit = format!("svc-db-{}", kind.as_str());
         let next = format!("journalctl -u {unit} -n 50; systemctl start {unit}");
         match Check::last(layout, kind) {
-            Ok(None) => told.push(format!("no {} yet", kind.as_str())),
+            Ok(None) => summary.push(format!("no {} yet", kind.as_str())),
             Ok(Some(check)) if check.status == Status::Success => {
                 let days = (Timestamp::now().as_second() - check.timestamp.as_second()) / 86_400;
                 let last = format!("the last {} succeeded {days} days ago", kind.as_str());
-                if days > MOST_DAYS {
+                if days > MAX_DRILL_AGE_DAYS {
                     findings = findings.warning(last, format!("systemctl list-timers {unit}.timer; {next}"));
                 } else {
-                    told.push(last);
+                    summary.push(last);
                 }
             }
             Ok(Some(check)) => {
-                let why = check.error.unwrap_or_else(|| "it does not say why".to_owned());
+                let why = check.error.unwrap_or_else(|| "no reason recorded".to_owned());
                 findings = findings.problem(format!("the last {} failed: {why}", kind.as_str()), next);
             }
             Err(error) => findings = findings.skipped(format!("{error}; run this as root")),
         }
     }
-    findings.or_ok(told.join(", "))
+    findings.or_ok(summary.join(", "))
 }
 
-/// A machine that has just begun has none yet.
-fn never(findings: Findings, layout: &Layout) -> Findings {
+/// A new machine has no backup yet.
+fn no_backup(findings: Findings, layout: &Layout) -> Findings {
     let since = std::fs::metadata(layout.restore_complete()).and_then(|meta| meta.modified()).ok();
     let age = since.and_then(|at| at.elapsed().ok()).map_or(0, |age| age.as_secs());
-    if i64::try_from(age).unwrap_or(i64::MAX) > OVERDUE_SECONDS {
-        return findings.problem("there has been none on this machine", NEXT);
+    if i64::try_from(age).unwrap_or(i64::MAX) > MAX_BACKUP_AGE_SECONDS {
+        return findings.problem("no backup on this machine", NEXT_STEP);
     }
-    findings.warning(
-        "there has been none on this machine yet",
-        "the timer runs hourly; `svcctl backup now` asks for one",
-    )
+    findings.warning("no backup on this machine yet", "the timer runs hourly; `svcctl backup now` starts one")
 }

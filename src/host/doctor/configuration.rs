@@ -1,4 +1,4 @@
-//! The env files as applets read them: every mistake, none of the values.
+//! Checks the env files as applets read them. Reports every error, and no values.
 
 use crate::config::Env;
 use crate::diagnosis::Findings;
@@ -7,36 +7,36 @@ use crate::host::system::config::{DatabaseUrl, Identity, PlatformLink, environme
 use crate::host::system::layout::Layout;
 use crate::store::config::StoreConfig;
 
-const NEXT: &str =
-    "provisioning wrote these files and nobody edits them: put the value back, or recover the machine";
+const NEXT_STEP: &str = "provisioning writes these files: restore the value, or recover the machine";
 
 pub fn check(layout: &Layout) -> Findings {
-    let mut findings = Findings::of("configuration");
+    let mut findings = Findings::new("configuration");
     if has_other_platform_for_root(layout) {
         findings = findings.problem(
-            "PLATFORM_INTERNAL_URL in update.env is another than in host.env: updates come from there",
-            "as root, put the platform's address into both",
+            "PLATFORM_INTERNAL_URL in update.env and host.env differ: updates come from the one in update.env",
+            "as root, set the platform's address in both",
         );
     }
-    match read(environment_of_services(layout), layout) {
+    match read_identity(environment_of_services(layout), layout) {
         Ok(identity) => findings.or_ok(format!(
             "machine {} of {}, slot {}, epoch {}",
             identity.machine, identity.user, identity.slot, identity.epoch
         )),
         Err(mistakes) => {
-            mistakes.into_iter().fold(findings, |findings, mistake| findings.problem(mistake, NEXT))
+            mistakes.into_iter().fold(findings, |findings, mistake| findings.problem(mistake, NEXT_STEP))
         }
     }
 }
 
-/// Whether root's file names another platform than the services' does; a file that this process may not read has none.
+/// Whether root's file and the services' file name different platforms. A file that this process cannot read is
+/// ignored.
 fn has_other_platform_for_root(layout: &Layout) -> bool {
     let named = |file| Env::default().with_file(file).text("PLATFORM_INTERNAL_URL");
     let (services, root) = (named(&layout.host_env()), named(&layout.update_env()));
     services.zip(root).is_some_and(|(services, root)| services != root)
 }
 
-fn read(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {
+fn read_identity(mut env: Env, layout: &Layout) -> Result<Identity, Vec<String>> {
     let identity = Identity::read(&mut env);
     let link = PlatformLink::read(&mut env, layout);
     let keys = config::first_proof_keys(&mut env);

@@ -1,4 +1,4 @@
-//! The machine's own PostgreSQL: there, version 16, on this machine alone.
+//! Checks the machine's own PostgreSQL: reachable, version 16, and on this machine.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use tokio_postgres::config::Host;
 
-use super::settings;
+use super::services_env;
 use crate::chain::chain;
 use crate::config::Env;
 use crate::diagnosis::Findings;
@@ -15,15 +15,15 @@ use crate::host::system::config::DatabaseUrl;
 use crate::host::system::layout::Layout;
 use crate::host::system::postgres::Server;
 
-/// Where `svc-postgres` listens.
+/// The port of `svc-postgres`.
 const PORT: u16 = 5432;
-const NEXT_IDENTITY: &str =
+const NEXT_STEP_IDENTITY: &str =
     "`svcctl recover`, or on this machine `svc-restore replace` or `svc-restore adopt`";
-const NEXT: &str = "systemctl status svc-postgres; journalctl -u svc-postgres -n 50";
+const NEXT_STEP: &str = "systemctl status svc-postgres; journalctl -u svc-postgres -n 50";
 
 pub async fn check(layout: &Layout) -> Findings {
-    let findings = Findings::of("database");
-    let mut env = settings(layout);
+    let findings = Findings::new("database");
+    let mut env = services_env(layout);
     let findings = match own_port(layout, &mut env) {
         Ok(_) => findings,
         Err(why) => findings.problem(why, "DATABASE_URL in host.env must name 127.0.0.1:5432"),
@@ -35,18 +35,18 @@ pub async fn check(layout: &Layout) -> Findings {
     let start = Instant::now();
     let client = match server.connect(server.database(), "svcctl doctor").await {
         Ok(client) => client,
-        Err(error) => return findings.problem(chain(&error), NEXT),
+        Err(error) => return findings.problem(chain(&error), NEXT_STEP),
     };
     if let Err(error) = database_identity::check(layout, &client).await {
-        return findings.problem(chain(&error), NEXT_IDENTITY);
+        return findings.problem(chain(&error), NEXT_STEP_IDENTITY);
     }
-    let asked = client.query_one("SELECT current_setting('server_version'), pg_is_in_recovery()", &[]).await;
-    match asked {
+    let result = client.query_one("SELECT current_setting('server_version'), pg_is_in_recovery()", &[]).await;
+    match result {
         Ok(row) => {
             let version: String = row.get(0);
             if !version.starts_with("16") {
-                let what = format!("it is PostgreSQL {version}; snapshots and tools are of 16");
-                return findings.problem(what, "SVC_POSTGRES_IMAGE and the unit svc-postgres say what runs");
+                let what = format!("PostgreSQL {version}; snapshots and tools need version 16");
+                return findings.problem(what, "check SVC_POSTGRES_IMAGE and the unit svc-postgres");
             }
             findings.or_ok(format!(
                 "PostgreSQL {version}, database {}, answers in {} ms",
@@ -54,14 +54,14 @@ pub async fn check(layout: &Layout) -> Findings {
                 start.elapsed().as_millis()
             ))
         }
-        Err(error) => findings.problem(chain(&error), NEXT),
+        Err(error) => findings.problem(chain(&error), NEXT_STEP),
     }
 }
 
-/// The port of this machine's own database, where `DATABASE_URL` leads to it; else why not.
+/// The port of this machine's own database, if `DATABASE_URL` names it; otherwise the reason.
 pub fn own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
     let Some(url) = DatabaseUrl::read(env) else {
-        return Err("DATABASE_URL is not set, or not for us to read".to_owned());
+        return Err("DATABASE_URL is not set, or this user may not read it".to_owned());
     };
     let config = url.config().map_err(|error| error.to_string())?;
     for host in config.get_hosts() {
@@ -73,18 +73,18 @@ pub fn own_port(layout: &Layout, env: &mut Env) -> Result<u16, String> {
         }
     }
     let port = config.get_ports().first().copied().unwrap_or(PORT);
-    // Another root shares its network with others, and has a port of its own.
+    // A machine under another root shares its network and therefore uses another port.
     if port != PORT && layout.root() == Path::new("/") {
         return Err(format!("the database is on port {port}, where svc-postgres does not listen"));
     }
     Ok(port)
 }
 
-/// Whether the server that the gateway says it is connected to is the one on this port of this machine.
+/// Whether the gateway's server is the one on this port of this machine.
 pub fn is_own(server: &str, port: u16) -> Result<String, String> {
     let is_here = |at: SocketAddr| at.ip().is_loopback() && at.port() == port;
     if server == "socket" || server.parse().is_ok_and(is_here) {
-        return Ok(format!("the gateway is connected to this machine's own, {server}"));
+        return Ok(format!("the gateway is connected to this machine's own database, {server}"));
     }
     Err(format!(
         "the gateway is connected to {server}, and this machine's own database is on 127.0.0.1:{port}"
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_this_machines_own_server_is_its_own() {
+    fn is_own_accepts_only_local_server() {
         for own in ["127.0.0.1:5432", "[::1]:5432", "socket"] {
             assert!(is_own(own, PORT).is_ok(), "{own}");
         }
@@ -112,8 +112,8 @@ mod tests {
             ("postgres://svc:pw@127.0.0.1:5433/svc", "on port 5433"),
             ("postgres://svc:pw@192.0.2.7/svc", "on 192.0.2.7"),
         ] {
-            let said = port("/", url).unwrap_err();
-            assert!(said.contains(why) && !said.contains("pw"), "{said}");
+            let error = port("/", url).unwrap_err();
+            assert!(error.contains(why) && !error.contains("pw"), "{error}");
         }
     }
 }

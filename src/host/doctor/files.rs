@@ -1,4 +1,4 @@
-//! Who may read what is secret. On a machine with its users, also whose the files are.
+//! Checks the modes of secret files and, on a machine with its users, their owners.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -8,35 +8,35 @@ use crate::accounts::Accounts;
 use crate::diagnosis::Findings;
 use crate::host::system::layout::Layout;
 
-const SERVICE: &str = "svc-gateway";
-const ROOT: &str = "root";
+const GATEWAY_USER: &str = "svc-gateway";
+const ROOT_USER: &str = "root";
 
-/// The files of `/opt/svc/env`: name, whose, and whether a machine cannot be without.
+/// The files of `/opt/svc/env`: name, owner, and whether the file is required.
 const ENV_FILES: [(&str, &str, bool); 5] = [
-    ("host.env", SERVICE, true),
-    ("r2.env", SERVICE, true),
-    ("boot.env", SERVICE, false),
-    ("update.env", ROOT, false),
-    ("postgres.env", ROOT, false),
+    ("host.env", GATEWAY_USER, true),
+    ("r2.env", GATEWAY_USER, true),
+    ("boot.env", GATEWAY_USER, false),
+    ("update.env", ROOT_USER, false),
+    ("postgres.env", ROOT_USER, false),
 ];
 
 pub fn env_files(layout: &Layout) -> Findings {
-    let mut findings = Findings::of("env-files");
+    let mut findings = Findings::new("env-files");
     let dir = layout.host_env();
     let dir = dir.parent().unwrap_or(Path::new("/"));
     let users = users(layout);
-    let mut seen = 0;
-    for (name, owner, needed) in ENV_FILES {
+    let mut count = 0;
+    for (name, owner, is_required) in ENV_FILES {
         let path = dir.join(name);
         match std::fs::metadata(&path) {
             Ok(meta) => {
-                seen += 1;
-                findings = judge(findings, &path, &meta, owner, &users);
+                count += 1;
+                findings = check_file(findings, &path, &meta, owner, &users);
             }
-            Err(error) if error.kind() == ErrorKind::NotFound && needed => {
+            Err(error) if error.kind() == ErrorKind::NotFound && is_required => {
                 let next =
                     "without it no service starts: recover the machine, or write it as the README says";
-                findings = findings.problem(format!("{} is not there", path.display()), next);
+                findings = findings.problem(format!("{} is missing", path.display()), next);
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
@@ -44,19 +44,19 @@ pub fn env_files(layout: &Layout) -> Findings {
             }
         }
     }
-    findings.or_ok(format!("{seen} files, each for its owner alone"))
+    findings.or_ok(format!("{count} files, each for its owner alone"))
 }
 
-/// What the machine itself has made and keeps to itself.
+/// Checks the secrets that the machine has generated.
 pub fn secrets(layout: &Layout) -> Findings {
-    let mut findings = Findings::of("secrets");
+    let mut findings = Findings::new("secrets");
     let users = users(layout);
-    let mut seen = 0;
+    let mut count = 0;
     for path in [layout.tls_key(), layout.store_credentials(), layout.registration()] {
         match std::fs::metadata(&path) {
             Ok(meta) => {
-                seen += 1;
-                findings = judge(findings, &path, &meta, SERVICE, &users);
+                count += 1;
+                findings = check_file(findings, &path, &meta, GATEWAY_USER, &users);
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => {
@@ -64,10 +64,10 @@ pub fn secrets(layout: &Layout) -> Findings {
             }
         }
     }
-    findings.or_ok(format!("{seen} files, each for its owner alone"))
+    findings.or_ok(format!("{count} files, each for its owner alone"))
 }
 
-fn judge(
+fn check_file(
     findings: Findings,
     path: &Path,
     meta: &std::fs::Metadata,
@@ -79,7 +79,7 @@ fn judge(
     let findings = if mode & 0o077 == 0 {
         findings
     } else {
-        let what = format!("{shown} has mode {mode:04o}: others can reach what is secret in it");
+        let what = format!("{shown} has mode {mode:04o}: other users can access its secrets");
         findings
             .problem(what, format!("chmod 0600 {shown}, then change the secrets in it if others had access"))
     };
@@ -92,8 +92,8 @@ fn judge(
     }
 }
 
-/// The machine's users, where it has ours: below a root of tests there is one user for all.
+/// The machine's users, if it has ours. Under a test root all files have the same owner.
 fn users(layout: &Layout) -> Accounts {
     let accounts = Accounts::below(layout.root());
-    if accounts.uid(SERVICE).is_some() { accounts } else { Accounts::default() }
+    if accounts.uid(GATEWAY_USER).is_some() { accounts } else { Accounts::default() }
 }

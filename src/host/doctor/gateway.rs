@@ -1,34 +1,34 @@
-//! The gateway as the router sees it, and whether its key is the one that the platform knows.
+//! Checks the gateway as the router sees it, and its key against the registered one.
 
 use std::path::PathBuf;
 
 use serde::Deserialize;
 
-use super::settings;
+use super::services_env;
 use crate::diagnosis::Findings;
 use crate::fsx;
 use crate::host::system::layout::Layout;
 use crate::host::system::probe;
 use crate::host::system::probe::{DEFAULT_LISTEN, Gateway};
 
-/// Where the trusted socket is.
+/// Path of the trusted socket.
 pub fn socket(layout: &Layout) -> PathBuf {
     layout.gateway_sockets().join("gateway.sock")
 }
 
 pub async fn check(layout: &Layout) -> Findings {
-    let findings = Findings::of("gateway");
+    let findings = Findings::new("gateway");
     let next = "systemctl status svc-gateway; journalctl -u svc-gateway -n 50";
-    let listen = settings(layout).or("GATEWAY_LISTEN", DEFAULT_LISTEN);
+    let listen = services_env(layout).or("GATEWAY_LISTEN", DEFAULT_LISTEN);
     let pin = match probe::pin(layout) {
         Ok(Some(pin)) => pin,
-        Ok(None) => return findings.problem("it has not made its TLS key yet: it never started", next),
+        Ok(None) => return findings.problem("no TLS key yet: the gateway has never started", next),
         Err(error) => {
             return findings.skipped(format!("its key cannot be read: {error:#}; run this as root"));
         }
     };
     let Ok(gateway) = Gateway::new(listen, pin) else {
-        return findings.problem("its certificate and key do not make a client", next);
+        return findings.problem("its certificate and key are not usable", next);
     };
     if gateway.is_ready().await {
         findings.ok(format!("ready on {listen}, with its own key"))
@@ -37,7 +37,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// `register.json` as `svc-register` keeps it.
+/// `register.json`, written by `svc-register`.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Ledger {
@@ -53,27 +53,27 @@ struct Sent {
 }
 
 pub fn key(layout: &Layout) -> Findings {
-    let findings = Findings::of("tls-key");
+    let findings = Findings::new("tls-key");
     let pin = match probe::pin(layout) {
         Ok(Some(pin)) => pin.to_string(),
         Ok(None) => return findings.skipped("there is no key yet"),
         Err(error) => return findings.skipped(format!("it cannot be read: {error:#}; run this as root")),
     };
     let next =
-        "journalctl -u svc-register -n 50; `svcctl status` on the platform says what became of the boot";
-    let ledger = match fsx::read_if_there(&layout.registration()) {
+        "journalctl -u svc-register -n 50; `svcctl status` on the platform shows the result of the boot";
+    let ledger = match fsx::read_if_exists(&layout.registration()) {
         Ok(Some(text)) => serde_json::from_slice::<Ledger>(&text).ok(),
         Ok(None) => None,
         Err(error) => return findings.skipped(format!("{error}; run this as root")),
     };
     let Some(ledger) = ledger else {
-        return findings.problem("this machine has not registered: nobody is routed to it", next);
+        return findings.problem("this machine has not registered: no traffic is routed to it", next);
     };
     let Some(at) = &ledger.registered_at else {
         return findings
-            .problem("the platform has not accepted the registration: nobody is routed here", next);
+            .problem("the platform has not accepted the registration: no traffic is routed here", next);
     };
-    if settings(layout).text("SVC_MACHINE_ID").is_some_and(|id| id != ledger.machine_id) {
+    if services_env(layout).text("SVC_MACHINE_ID").is_some_and(|id| id != ledger.machine_id) {
         let what = format!("register.json is of another machine, {}", ledger.machine_id);
         return findings.problem(what, "this disk is a copy: recover the slot");
     }
@@ -81,7 +81,7 @@ pub fn key(layout: &Layout) -> Findings {
         Ok(sent) if sent.tls_spki_sha256 == pin => findings.ok(format!("the registered one, since {at}")),
         Ok(_) => findings.problem(
             "the key in tls/key.pem differs from the registered one: the router refuses to connect",
-            "bring the key back from where it went, or recover the machine; a registration is made once",
+            "restore tls/key.pem, or recover the machine; a machine registers only once",
         ),
         Err(_) => findings.problem("register.json cannot be read", next),
     }

@@ -1,6 +1,6 @@
-//! `svcctl doctor` on a machine: whether it can do its work, read from its files, its database and its services.
+//! `svcctl doctor` on a machine: checks whether it can work, from its files, its database and its services.
 //!
-//! Changes nothing: not a file, not a credential, not a unit. What it may not read it says.
+//! Changes no file, credential or unit. Reports what it may not read.
 
 mod backup;
 mod configuration;
@@ -22,25 +22,25 @@ use super::system::layout::Layout;
 use crate::config::Env;
 use crate::diagnosis::{self, Check, Findings, Report};
 
-/// Of a check that asks something over a wire.
-const ASKED: Duration = Duration::from_secs(15);
-/// Of one that reads files of this machine.
-const READ: Duration = Duration::from_secs(5);
+/// Timeout of a check over the network.
+const NETWORK_CHECK_TIMEOUT: Duration = Duration::from_secs(15);
+/// Timeout of a check of this machine's files.
+const FILE_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Whether svc's host side lies below `SVC_ROOT`.
+/// Whether svc's host side is installed below `SVC_ROOT`.
 pub fn is_here() -> bool {
     Layout::from_process().host_env().parent().is_some_and(std::path::Path::exists)
 }
 
-/// The gateway's trusted socket of the machine below `SVC_ROOT`.
+/// The gateway's trusted socket below `SVC_ROOT`.
 pub fn gateway_socket() -> std::path::PathBuf {
     gateway::socket(&Layout::from_process())
 }
 
-/// Whether the gateway is configured for this machine's own database, and is connected to it: `server` is what it says.
+/// Checks that the gateway is configured for this machine's own database and connected to it; `server` is its report.
 ///
 /// # Errors
-/// Why it is not, or is not known.
+/// The reason why it is not, or is not known.
 pub fn database_is_own(server: Option<&str>) -> Result<String, String> {
     let layout = Layout::from_process();
     let port = database::own_port(&layout, &mut environment_of_services(&layout))?;
@@ -48,49 +48,49 @@ pub fn database_is_own(server: Option<&str>) -> Result<String, String> {
     database::is_own(server, port)
 }
 
-/// Looks at the machine below `SVC_ROOT`.
+/// Runs all checks of the machine below `SVC_ROOT`.
 pub async fn examine() -> Report {
     let layout = Layout::from_process();
-    let here = Here { layout: &layout };
+    let file_checks = FileChecks { layout: &layout };
     let checks = vec![
-        here.read("configuration", configuration::check),
-        here.read("env-files", files::env_files),
-        here.read("secrets", files::secrets),
-        here.read("gate", release::gate),
-        here.read("release", release::current),
-        here.read("update", release::update),
-        Check::new("database", ASKED, database::check(&layout)),
-        Check::new("gateway", ASKED, gateway::check(&layout)),
-        here.read("tls-key", gateway::key),
-        Check::new("platform", ASKED, platform::check(&layout)),
-        Check::new("clock", ASKED, platform::clock(&layout)),
-        Check::new("store", ASKED, store::check(&layout)),
-        here.read("backup", backup::check),
-        here.read("snapshots", backup::snapshots),
-        here.read("disk", space::check),
-        here.read("ports", ports::check),
-        Check::new("firewall", ASKED, firewall::check(&layout)),
-        Check::new("units", ASKED, units::check(&layout)),
+        file_checks.check("configuration", configuration::check),
+        file_checks.check("env-files", files::env_files),
+        file_checks.check("secrets", files::secrets),
+        file_checks.check("gate", release::gate),
+        file_checks.check("release", release::current),
+        file_checks.check("update", release::update),
+        Check::new("database", NETWORK_CHECK_TIMEOUT, database::check(&layout)),
+        Check::new("gateway", NETWORK_CHECK_TIMEOUT, gateway::check(&layout)),
+        file_checks.check("tls-key", gateway::key),
+        Check::new("platform", NETWORK_CHECK_TIMEOUT, platform::check(&layout)),
+        Check::new("clock", NETWORK_CHECK_TIMEOUT, platform::clock(&layout)),
+        Check::new("store", NETWORK_CHECK_TIMEOUT, store::check(&layout)),
+        file_checks.check("backup", backup::check),
+        file_checks.check("snapshots", backup::snapshots),
+        file_checks.check("disk", space::check),
+        file_checks.check("ports", ports::check),
+        Check::new("firewall", NETWORK_CHECK_TIMEOUT, firewall::check(&layout)),
+        Check::new("units", NETWORK_CHECK_TIMEOUT, units::check(&layout)),
     ];
-    Report { subject: "host".to_owned(), findings: diagnosis::make(checks).await }
+    Report { subject: "host".to_owned(), findings: diagnosis::run_checks(checks).await }
 }
 
-struct Here<'a> {
+struct FileChecks<'a> {
     layout: &'a Layout,
 }
 
-impl<'a> Here<'a> {
-    /// A check that only reads files, off the threads that answer others.
-    fn read(&self, name: &'static str, look: fn(&Layout) -> Findings) -> Check<'a> {
+impl<'a> FileChecks<'a> {
+    /// A check that only reads files, run outside the async worker threads.
+    fn check(&self, name: &'static str, check: fn(&Layout) -> Findings) -> Check<'a> {
         let layout = self.layout.clone();
-        Check::new(name, READ, async move {
-            let looked = tokio::task::spawn_blocking(move || look(&layout)).await;
-            looked.unwrap_or_else(|_| Findings::of(name).skipped("the check itself failed: our bug"))
+        Check::new(name, FILE_CHECK_TIMEOUT, async move {
+            let result = tokio::task::spawn_blocking(move || check(&layout)).await;
+            result.unwrap_or_else(|_| Findings::new(name).skipped("the check itself failed: a bug in svc"))
         })
     }
 }
 
-/// The machine's settings; what is wrong with them is the check `configuration`'s to say.
-fn settings(layout: &Layout) -> Env {
+/// The machine's configuration; the check `configuration` reports its errors.
+fn services_env(layout: &Layout) -> Env {
     environment_of_services(layout)
 }

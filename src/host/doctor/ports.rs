@@ -1,9 +1,9 @@
-//! Who can be reached from outside: the gateway and ssh, and nothing else.
+//! Checks that only the gateway and ssh are reachable from outside.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 
-use super::settings;
+use super::services_env;
 use crate::diagnosis::Findings;
 use crate::host::system::layout::Layout;
 use crate::host::system::probe::DEFAULT_LISTEN;
@@ -13,22 +13,22 @@ const SSH: u16 = 22;
 const POSTGRES: u16 = 5432;
 
 pub fn check(layout: &Layout) -> Findings {
-    let findings = Findings::of("ports");
+    let findings = Findings::new("ports");
     if layout.root() != Path::new("/") {
         return findings.skipped("this root shares its network with others");
     }
-    let gateway = settings(layout).or("GATEWAY_LISTEN", DEFAULT_LISTEN).port();
+    let gateway = services_env(layout).or("GATEWAY_LISTEN", DEFAULT_LISTEN).port();
     let read = |name: &str| std::fs::read_to_string(format!("/proc/net/{name}"));
     match (read("tcp"), read("tcp6").or_else(|_| Ok::<_, std::io::Error>(String::new()))) {
-        (Ok(v4), Ok(v6)) => judge(findings, &listening(&v4, &v6), gateway),
+        (Ok(v4), Ok(v6)) => assess(findings, &listening(&v4, &v6), gateway),
         (Err(error), _) | (_, Err(error)) => findings.skipped(format!("/proc/net/tcp: {error}")),
     }
 }
 
-fn judge(findings: Findings, open: &[(IpAddr, u16)], gateway: u16) -> Findings {
+fn assess(findings: Findings, open: &[(IpAddr, u16)], gateway: u16) -> Findings {
     let mut findings = findings;
     for (ip, port) in open.iter().filter(|(ip, _)| !ip.is_loopback()) {
-        let next = "ss -ltnp shows whose it is; nftables should close it, too";
+        let next = "find its process with ss -ltnp; nftables should block it too";
         if *port == POSTGRES {
             let what = format!("the database listens on {ip}, not on loopback alone");
             findings = findings.problem(what, "listen_addresses of svc-postgres must be 127.0.0.1");
@@ -36,10 +36,10 @@ fn judge(findings: Findings, open: &[(IpAddr, u16)], gateway: u16) -> Findings {
             findings = findings.warning(format!("something listens on {ip}:{port}"), next);
         }
     }
-    findings.or_ok(format!("from outside there are {gateway} and ssh alone"))
+    findings.or_ok(format!("only {gateway} and ssh are reachable from outside"))
 }
 
-/// Listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)): addresses are words in the machine's byte order.
+/// Listening sockets of `/proc/net/tcp` and `/proc/net/tcp6` (proc(5)). Addresses are words in native byte order.
 fn listening(v4: &str, v6: &str) -> Vec<(IpAddr, u16)> {
     let mut open: Vec<_> = v4.lines().chain(v6.lines()).filter_map(socket).collect();
     open.sort_unstable();
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_listens_beyond_loopback_is_told() {
+    fn assess_reports_listeners_beyond_loopback() {
         let v4 = "  sl  local_address rem_address   st tx_queue\n   0: 0100007F:1538 00000000:0000 0A 0\n   1: \
                   00000000:01BB 00000000:0000 0A 0\n   2: 00000000:1538 00000000:0000 0A 0\n   3: 0200A8C0:D431 \
                   0100A8C0:01BB 01 0\n";
@@ -76,11 +76,11 @@ mod tests {
                   00000000000000000000000001000000:1F90 0:0 0A 0\n   2: 00000000000000000000000000000000:1F91 0:0 0A 0\n";
         let open = listening(v4, v6);
         assert!(open.contains(&(Ipv4Addr::LOCALHOST.into(), 5432)) && open.len() == 6, "{open:?}");
-        let told = format!("{:?}", judge(Findings::of("ports"), &open, 443));
-        assert!(told.contains("the database listens on 0.0.0.0"), "{told}");
-        assert!(told.contains("something listens on :::8081"), "{told}");
-        assert_eq!(told.matches("listens on").count(), 2, "{told}");
-        let well = judge(Findings::of("ports"), &listening("", ""), 443);
-        assert!(format!("{well:?}").contains("Ok"));
+        let text = format!("{:?}", assess(Findings::new("ports"), &open, 443));
+        assert!(text.contains("the database listens on 0.0.0.0"), "{text}");
+        assert!(text.contains("something listens on :::8081"), "{text}");
+        assert_eq!(text.matches("listens on").count(), 2, "{text}");
+        let clean = assess(Findings::new("ports"), &listening("", ""), 443);
+        assert!(format!("{clean:?}").contains("Ok"));
     }
 }

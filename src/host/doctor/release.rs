@@ -1,4 +1,4 @@
-//! The gate's marker, the release in use, and what became of the last update.
+//! Checks the restore gate, the current release and the last update.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -16,42 +16,42 @@ use crate::host::system::systemd;
 use crate::host::update::protocol::SnapshotWait;
 
 pub fn gate(layout: &Layout) -> Findings {
-    let findings = Findings::of("gate");
+    let findings = Findings::new("gate");
     match std::fs::metadata(layout.restore_complete()) {
         Ok(_) => findings.ok("open: the restore is complete"),
         Err(error) if error.kind() == ErrorKind::NotFound => findings.problem(
             "shut: the restore has not succeeded, and the gateway does not start",
-            "journalctl -u svc-restore -n 50; then systemctl restart svc-first-boot, which goes on from there",
+            "journalctl -u svc-restore -n 50; then systemctl restart svc-first-boot, which resumes the boot",
         ),
         Err(error) => findings.skipped(format!("{error}; run this as root")),
     }
 }
 
-const LINKS: &str = "svc-update boot sets the links and installs the units of the current release";
+const NEXT_STEP_LINKS: &str = "svc-update boot sets the links and installs the units of the current release";
 
 pub fn current(layout: &Layout) -> Findings {
-    let findings = Findings::of("release");
+    let findings = Findings::new("release");
     let Some(version) = release::current(layout) else {
         let next = "`svc svc-update boot` fetches and installs the release that update.env names";
         return findings.problem(format!("{} names no release", layout.current().display()), next);
     };
     let dir = layout.release(&version);
-    let next = "svc-update rollback goes back to the release before; or update to another one";
+    let next = "svc-update rollback returns to the previous release; or update to another one";
     let findings = match Release::read(&dir) {
         Ok(read) if read.image_version == version => findings,
-        Ok(read) => {
-            findings.problem(format!("{version} says of itself that it is {}", read.image_version), next)
-        }
+        Ok(read) => findings.problem(format!("release.json of {version} names {}", read.image_version), next),
         Err(error) => findings.problem(error.to_string(), next),
     };
     let findings = match layout.link("bin").join("svc").metadata() {
         Ok(_) => findings,
-        Err(error) => findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), LINKS),
+        Err(error) => {
+            findings.problem(format!("{}/svc: {error}", layout.link("bin").display()), NEXT_STEP_LINKS)
+        }
     };
-    // The container's are no way out: only root can reach into it.
-    let is_without_tools =
-        systemd::runs(layout) && PgTools::locate(&mut super::settings(layout), layout) == PgTools::Container;
-    let findings = if is_without_tools {
+    // The container's tools are no substitute, because only root can use them.
+    let lacks_tools = systemd::runs(layout)
+        && PgTools::locate(&mut super::services_env(layout), layout) == PgTools::Container;
+    let findings = if lacks_tools {
         findings.problem(
             format!(
                 "{version} has no PostgreSQL client tools: no {}, so no backup and no restore can work here",
@@ -66,9 +66,9 @@ pub fn current(layout: &Layout) -> Findings {
     findings.or_ok(format!("{version}, bundle sha256 {digest}"))
 }
 
-/// `releases.json` of the updater: what is not tried again.
+/// `releases.json` of the updater: the quarantined releases.
 #[derive(Deserialize)]
-struct Known {
+struct ReleaseRecord {
     quarantined: Vec<Quarantined>,
 }
 
@@ -78,9 +78,9 @@ struct Quarantined {
     why: String,
 }
 
-/// `last.json`: how the last update ended.
+/// `last.json`: the outcome of the last update.
 #[derive(Deserialize)]
-struct Outcome {
+struct LastUpdate {
     version: String,
     outcome: String,
     stage: String,
@@ -89,7 +89,7 @@ struct Outcome {
 }
 
 pub fn update(layout: &Layout) -> Findings {
-    let mut findings = Findings::of("update");
+    let mut findings = Findings::new("update");
     let dir = layout.update_state();
     if let Ok(Some((version, SnapshotWait { since, why }))) = SnapshotWait::read(layout) {
         findings = findings.warning(
@@ -98,28 +98,28 @@ pub fn update(layout: &Layout) -> Findings {
         );
     } else if dir.join("journal.json").exists() {
         findings = findings.warning(
-            "one is under way, or was cut off",
-            "svc-update goes on with it at its next start: systemctl status svc-update",
+            "an update is in progress or was interrupted",
+            "svc-update resumes it at its next start: systemctl status svc-update",
         );
     }
-    match read::<Known>(&dir.join("releases.json")) {
-        Ok(known) => {
-            for Quarantined { version, why } in known.map(|known| known.quarantined).unwrap_or_default() {
+    match read_json::<ReleaseRecord>(&dir.join("releases.json")) {
+        Ok(record) => {
+            for Quarantined { version, why } in record.map(|record| record.quarantined).unwrap_or_default() {
                 findings = findings.warning(
                     format!("release {version} is quarantined: {why}"),
-                    "it is not tried again here; roll another version out",
+                    "this machine will not try it again; roll out another version",
                 );
             }
         }
         Err(why) => findings = findings.skipped(why),
     }
-    match read::<Outcome>(&dir.join("last.json")) {
+    match read_json::<LastUpdate>(&dir.join("last.json")) {
         Ok(None) => findings.or_ok("none on this machine yet"),
         Ok(Some(last)) if last.outcome == "updated" => {
             findings.or_ok(format!("the last one, to {}, succeeded at {}", last.version, last.at))
         }
         Ok(Some(last)) => {
-            let why = last.error.unwrap_or_else(|| "it does not say why".to_owned());
+            let why = last.error.unwrap_or_else(|| "no reason recorded".to_owned());
             let what =
                 format!("the last one, to {}, ended {} at {}: {why}", last.version, last.outcome, last.stage);
             let next = "journalctl -u svc-update -n 100";
@@ -129,7 +129,7 @@ pub fn update(layout: &Layout) -> Findings {
     }
 }
 
-fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, String> {
-    let Some(text) = fsx::read_if_there(path).map_err(|error| error.to_string())? else { return Ok(None) };
+fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Option<T>, String> {
+    let Some(text) = fsx::read_if_exists(path).map_err(|error| error.to_string())? else { return Ok(None) };
     serde_json::from_slice(&text).map(Some).map_err(|error| format!("{}: {error}", path.display()))
 }

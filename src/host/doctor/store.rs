@@ -1,32 +1,32 @@
-//! The object store with the credentials at hand, and the slot's pointer. Credentials are read, never renewed: that would
-//! leave a file that the services cannot read.
+//! Checks the object store with the current credentials, and the slot's pointer. Credentials are never renewed here:
+//! that would leave a file that the services cannot read.
 
 use jiff::{SignedDuration, Timestamp};
 use secrecy::SecretString;
 
-use super::settings;
+use super::services_env;
 use crate::chain::chain;
 use crate::clock::rfc3339_ms;
 use crate::diagnosis::Findings;
 use crate::host::system::config::Identity;
 use crate::host::system::layout::Layout;
-use crate::host::system::store_credentials::KeptSessions;
+use crate::host::system::store_credentials::StoredSessions;
 use crate::store::bucket::StoreError;
 use crate::store::config::{S3Config, StoreConfig};
 use crate::store::key::SlotPrefix;
 use crate::store::pointer_io;
 
-/// The agent renews sessions that are 50 minutes old, each time that it beats.
+/// The agent renews sessions older than 50 minutes, at each heartbeat.
 const MAX_RENEWAL_AGE: SignedDuration = SignedDuration::from_mins(75);
 
 pub async fn check(layout: &Layout) -> Findings {
-    let mut findings = Findings::of("store");
-    let mut env = settings(layout);
+    let mut findings = Findings::new("store");
+    let mut env = services_env(layout);
     let Some(mut config) = StoreConfig::read(&mut env) else {
-        return findings.skipped("r2.env does not say where it is");
+        return findings.skipped("r2.env names no store");
     };
     let Some(identity) = Identity::read_current(&mut env, layout) else {
-        return findings.skipped("host.env does not say whose machine this is");
+        return findings.skipped("host.env names no machine");
     };
     if let StoreConfig::S3(s3) = &mut config {
         if s3.expires_at.is_none() {
@@ -35,11 +35,11 @@ pub async fn check(layout: &Layout) -> Findings {
                 "set STS_ROLE_ARN on the platform, then recover the machine",
             );
         }
-        let kept = KeptSessions::read(&layout.store_credentials(), identity.machine).ok().flatten();
-        let renewed_at = kept.as_ref().and_then(|kept| kept.renewed_at);
-        take_kept(kept, s3);
+        let stored = StoredSessions::read(&layout.store_credentials(), identity.machine).ok().flatten();
+        let renewed_at = stored.as_ref().and_then(|stored| stored.renewed_at);
+        use_stored(stored, s3);
         if let Some(at) = s3.expires_at.filter(|at| *at <= Timestamp::now()) {
-            return run_out(findings, at, renewed_at);
+            return assess_expired_session(findings, at, renewed_at);
         }
     }
     let bucket = match config.open() {
@@ -49,7 +49,7 @@ pub async fn check(layout: &Layout) -> Findings {
     let slot = SlotPrefix::new(&identity.user, &identity.slot);
     match pointer_io::read(&bucket, &slot).await {
         Ok(Some(read)) if read.has_latest() => match read.value.admit(identity.epoch, identity.machine) {
-            Ok(()) => findings.or_ok("it answers, and the slot's pointer lets this machine write"),
+            Ok(()) => findings.or_ok("reachable, and the slot's pointer allows this machine to write"),
             Err(fenced) => findings.problem(
                 fenced.to_string(),
                 "this machine was replaced: nothing; its backups are refused on purpose",
@@ -57,7 +57,7 @@ pub async fn check(layout: &Layout) -> Findings {
         },
         Ok(_) => findings.problem(
             "the slot has no pointer, not even the fence of its provisioning",
-            "somebody deleted system/db/latest: `svcctl backup now` writes it again",
+            "system/db/latest was deleted: `svcctl backup now` writes it again",
         ),
         Err(error @ StoreError::Denied { .. }) => {
             findings.problem(chain(&error), "the role's rights and its session policy; OBJECT_STORE_URL")
@@ -69,18 +69,19 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-/// A session lives 15 minutes, and who uses the store renews it; only the agent's regular renewal says whether that works.
-fn run_out(findings: Findings, at: Timestamp, renewed_at: Option<Timestamp>) -> Findings {
+/// A session lives for 15 minutes and is renewed on use, so an expired one is normal. Only the agent's regular
+/// renewal shows whether renewal works.
+fn assess_expired_session(findings: Findings, at: Timestamp, renewed_at: Option<Timestamp>) -> Findings {
     let since = renewed_at.unwrap_or(at);
     if Timestamp::now().duration_since(since) < MAX_RENEWAL_AGE {
         let renewed = rfc3339_ms(since);
         return findings.or_ok(format!(
-            "not asked: its last session, of {renewed}, has ended and is renewed by its next use"
+            "not checked: its last session, of {renewed}, has expired and is renewed on its next use"
         ));
     }
     findings.problem(
         format!(
-            "the credentials ran out at {}, and have not been renewed since {}",
+            "the credentials expired at {} and have not been renewed since {}",
             rfc3339_ms(at),
             rfc3339_ms(since)
         ),
@@ -88,9 +89,9 @@ fn run_out(findings: Findings, at: Timestamp, renewed_at: Option<Timestamp>) -> 
     )
 }
 
-/// The later of what r2.env says and what was kept since.
-fn take_kept(kept: Option<KeptSessions>, s3: &mut S3Config) {
-    let Some(session) = kept.map(|kept| kept.session) else { return };
+/// Uses the stored session if it expires later than that of `r2.env`.
+fn use_stored(stored: Option<StoredSessions>, s3: &mut S3Config) {
+    let Some(session) = stored.map(|stored| stored.session) else { return };
     if s3.expires_at.is_some_and(|at| at < session.expires_at) {
         s3.access_key = session.access_key_id;
         s3.secret_key = SecretString::from(session.secret_access_key);

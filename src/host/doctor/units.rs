@@ -1,4 +1,4 @@
-//! The services as systemd has them: which failed, which should run and do not.
+//! Checks the units in systemd: which have failed, and which should run but do not.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use crate::diagnosis::Findings;
 use crate::host::system::layout::Layout;
 use crate::host::system::systemd;
 
-/// Those that run as long as the machine does.
+/// Services that always run.
 const SERVICES: [&str; 6] = [
     "svc-postgres.service",
     "svc-gateway.service",
@@ -17,7 +17,7 @@ const SERVICES: [&str; 6] = [
     "svc-sync-agent.service",
     "svc-watch.service",
 ];
-const TRIGGERS: [&str; 9] = [
+const TRIGGER_UNITS: [&str; 9] = [
     "svc-agent.socket",
     "svc-db-backup.timer",
     "svc-db-verify.timer",
@@ -29,8 +29,8 @@ const TRIGGERS: [&str; 9] = [
     "svc-db-side.path",
 ];
 
-/// Those that have nothing to run where the release comes without that part.
-fn part_of(layout: &Layout, unit: &str) -> Option<PathBuf> {
+/// The part of the release that a unit needs, if it is optional.
+fn required_part(layout: &Layout, unit: &str) -> Option<PathBuf> {
     match unit {
         "svc-shell.service" => Some(layout.shell()),
         "svc-code.service" => Some(layout.runtime().join("code-server")),
@@ -39,17 +39,17 @@ fn part_of(layout: &Layout, unit: &str) -> Option<PathBuf> {
 }
 
 pub async fn check(layout: &Layout) -> Findings {
-    let findings = Findings::of("units");
+    let findings = Findings::new("units");
     let Some(systemctl) = systemd::systemctl(layout) else {
         return findings.skipped("systemd does not run here");
     };
     let mut command = Command::new(systemctl);
     command.args(["show", "--no-pager", "--property=Id,LoadState,ActiveState,Result", "--all", "svc-*"]);
-    command.args(SERVICES).args(TRIGGERS).kill_on_drop(true);
+    command.args(SERVICES).args(TRIGGER_UNITS).kill_on_drop(true);
     match command.output().await {
         Ok(output) if output.status.success() => {
-            judge(findings, &String::from_utf8_lossy(&output.stdout), |unit| {
-                part_of(layout, unit).is_some_and(|part| !part.exists())
+            assess(findings, &String::from_utf8_lossy(&output.stdout), |unit| {
+                required_part(layout, unit).is_some_and(|part| !part.exists())
             })
         }
         Ok(output) => {
@@ -59,7 +59,7 @@ pub async fn check(layout: &Layout) -> Findings {
     }
 }
 
-fn judge(findings: Findings, shown: &str, is_left_out: impl Fn(&str) -> bool) -> Findings {
+fn assess(findings: Findings, shown: &str, is_missing_part: impl Fn(&str) -> bool) -> Findings {
     let mut findings = findings;
     let mut seen = std::collections::BTreeSet::new();
     for block in shown.split("\n\n") {
@@ -70,19 +70,19 @@ fn judge(findings: Findings, shown: &str, is_left_out: impl Fn(&str) -> bool) ->
         if id.is_empty() || !seen.insert(id.to_owned()) {
             continue;
         }
-        let always = SERVICES.contains(&id) || TRIGGERS.contains(&id);
+        let is_always_on = SERVICES.contains(&id) || TRIGGER_UNITS.contains(&id);
         let next = format!("systemctl status {id}; journalctl -u {id} -n 50");
-        if always && value("LoadState") == "not-found" {
+        if is_always_on && value("LoadState") == "not-found" {
             findings =
                 findings.problem(format!("{id} is not installed"), "svc-update boot installs the units");
         } else if state == "failed" {
             findings = findings.problem(format!("{id} failed ({})", value("Result")), next);
-        } else if state == "inactive" && is_left_out(id) {
+        } else if state == "inactive" && is_missing_part(id) {
             findings = findings.warning(
-                format!("{id} has nothing to run: the release comes without that part"),
-                "nothing, where that is wanted; else publish a bundle that has it",
+                format!("{id} has nothing to run: the release lacks that part"),
+                "nothing, if that is intended; otherwise publish a bundle that contains it",
             );
-        } else if always && state != "active" {
+        } else if is_always_on && state != "active" {
             findings = findings.problem(format!("{id} is {state}"), next);
         }
     }
@@ -94,21 +94,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_unit_that_failed_or_does_not_run_is_named() {
+    fn assess_names_failed_and_stopped_units() {
         let shown = "Id=svc-gateway.service\nLoadState=loaded\nActiveState=active\nResult=success\n\n\
                      Id=svc-restore.service\nLoadState=loaded\nActiveState=failed\nResult=exit-code\n\n\
                      Id=svc-code.service\nLoadState=not-found\nActiveState=inactive\nResult=success\n\n\
                      Id=svc-db-backup.timer\nLoadState=loaded\nActiveState=inactive\nResult=success\n\n\
                      Id=svc-shell.service\nLoadState=loaded\nActiveState=inactive\nResult=success\n";
-        let told = format!("{:?}", judge(Findings::of("units"), shown, |unit| unit == "svc-shell.service"));
+        let text = format!("{:?}", assess(Findings::new("units"), shown, |unit| unit == "svc-shell.service"));
         for part in [
             "svc-restore.service failed (exit-code)",
             "svc-code.service is not installed",
             "timer is inactive",
             "svc-shell.service has nothing to run",
         ] {
-            assert!(told.contains(part), "{part}: {told}");
+            assert!(text.contains(part), "{part}: {text}");
         }
-        assert!(!told.contains("svc-gateway.service"), "{told}");
+        assert!(!text.contains("svc-gateway.service"), "{text}");
     }
 }

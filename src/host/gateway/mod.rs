@@ -111,7 +111,7 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let agent_socket = agent_socket.context("the agents' unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     let scrape = metrics::install()?;
-    scrape.keep_up(stop.clone());
+    scrape.spawn_upkeep(stop.clone());
     let gateway = Gateway::new(config, change_ids)?;
 
     let apps = tokio::spawn(apps::supervise(gateway.clone(), stop.clone()));
@@ -128,13 +128,13 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let stopping = stop.clone();
     tokio::spawn(async move {
         stopping.cancelled().await;
-        systemd::tell(&[NotifyState::Stopping]);
+        systemd::notify(&[NotifyState::Stopping]);
     });
 
     let address = server::local_addr(&public).or_exit(Exit::Internal)?;
     tracing::info!(%address, "listening");
     let status = format!("listening on {address}");
-    systemd::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
     let routes = router::router(&gateway, Ingress::Public);
     let dispatcher = gateway.dispatcher.clone();
     let stopping = stop.clone();

@@ -199,7 +199,7 @@ impl Writers {
                 continue;
             }
             let _change = self.change.lock().await;
-            match fsx::is_there(&self.layout.quiesce()) {
+            match fsx::exists(&self.layout.quiesce()) {
                 Ok(false) => self.reopen(&dispatcher),
                 Ok(true) => {}
                 Err(error) => tracing::warn!(error = %chain(&error), "quiesce.json cannot be read"),

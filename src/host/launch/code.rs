@@ -1,7 +1,7 @@
-//! `svc-code`: the release's code-server on `code.sock`, run by the release's Node.js.
+//! `svc-code`: runs the release's code-server on `code.sock`, with the release's Node.js.
 //!
-//! It asks for no password: its socket can be reached by the gateway alone, which knows who asks. It gets none of our
-//! environment, and so none of our configuration.
+//! It has no password: only the gateway can reach its socket, and the gateway authenticates every request. It
+//! inherits none of our configuration.
 
 use std::ffi::OsString;
 use std::io;
@@ -27,16 +27,16 @@ use crate::host::system::{systemd, unix_socket};
 
 pub const SOCKET: &str = "code.sock";
 
-/// Until it accepts. A machine under its first load needs most of it.
-const START: Duration = Duration::from_secs(90);
-const LOOK_EACH: Duration = Duration::from_millis(100);
-/// From SIGTERM to SIGKILL.
-const END: Duration = Duration::from_secs(10);
-const PROBE: Duration = Duration::from_secs(5);
-/// What a terminal needs of the environment; the rest may be ours.
-const PASSED_ON: [&str; 6] = ["LANG", "LC_ALL", "PATH", "TERM", "TZ", "USER"];
-/// Where code-server begins: in its own archive, or as npm installs it.
-const ENTRIES: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/out/node/entry.js"];
+/// Time limit for the first accepted connection. A machine needs most of it under its first load.
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(90);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Time between SIGTERM and SIGKILL.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Variables that a terminal needs. The others may contain our configuration.
+const PASSED_VARIABLES: [&str; 6] = ["LANG", "LC_ALL", "PATH", "TERM", "TZ", "USER"];
+/// Entry points of code-server: in its own archive, and as npm installs it.
+const ENTRY_POINTS: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/out/node/entry.js"];
 
 #[derive(clap::Parser)]
 #[command(
@@ -44,43 +44,43 @@ const ENTRIES: [&str; 2] = ["out/node/entry.js", "node_modules/code-server/out/n
     version = applet::VERSION,
     about = "Starts the release's code-server for the gateway, on a unix socket",
     after_help = "It runs /opt/svc/runtime/code-server below SVC_ROOT with /opt/svc/runtime/node, on \
-                  run/svc/owner/code.sock, and ends with 78 where the release has none."
+                  run/svc/owner/code.sock, and exits with 78 if the release has none."
 )]
 struct Args {}
 
-/// What of the release is run.
+/// The programs of the release to run.
 #[derive(Debug, PartialEq, Eq)]
 struct CodeServer {
     node: PathBuf,
     entry: PathBuf,
 }
 
-/// A release that has no code-server, or no Node.js for it.
+/// The release lacks code-server, or Node.js for it.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the release has no {what} ({} is not there); build the bundle with --runtime {argument}=DIR, or do not start svc-code",
-    .place.display()
+    "the release has no {what} ({} is missing); build the bundle with --runtime {argument}=DIR, or do not start svc-code",
+    .path.display()
 )]
-struct Missing {
+struct MissingRuntime {
     what: &'static str,
-    place: PathBuf,
+    path: PathBuf,
     argument: &'static str,
 }
 
 impl CodeServer {
-    fn find(runtime: &Path) -> Result<Self, Missing> {
+    fn find(runtime: &Path) -> Result<Self, MissingRuntime> {
         let home = runtime.join("code-server");
-        let entry = ENTRIES.iter().map(|entry| home.join(entry)).find(|entry| entry.is_file());
-        let entry = entry.ok_or_else(|| Missing {
+        let entry = ENTRY_POINTS.iter().map(|entry| home.join(entry)).find(|entry| entry.is_file());
+        let entry = entry.ok_or_else(|| MissingRuntime {
             what: "code-server",
-            place: home.clone(),
+            path: home.clone(),
             argument: "code-server",
         })?;
-        // Its own archive brings a Node.js along.
+        // Its own archive includes a Node.js.
         let nodes = [runtime.join("node/bin/node"), home.join("lib/node")];
         let node = nodes.iter().find(|node| node.is_file()).cloned();
-        let [place, _] = nodes;
-        let node = node.ok_or(Missing { what: "Node.js", place, argument: "node" })?;
+        let [path, _] = nodes;
+        let node = node.ok_or(MissingRuntime { what: "Node.js", path, argument: "node" })?;
         Ok(Self { node, entry })
     }
 
@@ -103,7 +103,7 @@ impl CodeServer {
         command.arg("--user-data-dir").arg(user.join(".local/share/code-server"));
         command.arg(&home);
         command.env_clear();
-        for name in PASSED_ON {
+        for name in PASSED_VARIABLES {
             if let Some(value) = std::env::var_os(name) {
                 command.env(name, value);
             }
@@ -128,8 +128,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let server = CodeServer::find(&layout.runtime()).or_exit(Exit::Config)?;
     std::fs::create_dir_all(layout.home()).context("the owner's home").or_exit(Exit::Unavailable)?;
     let socket =
-        free_socket(&layout.owner_sockets()).context("the unix socket").or_exit(Exit::Unavailable)?;
-    let mut signals = signals().context("signals").or_exit(Exit::Internal)?;
+        claim_socket(&layout.owner_sockets()).context("the unix socket").or_exit(Exit::Unavailable)?;
+    let mut signals = receive_signals().context("signals").or_exit(Exit::Internal)?;
     let mut command = server.command(&layout, &socket);
     let mut child = command
         .spawn()
@@ -138,37 +138,41 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     let pid = pid_of(&child);
     let end = tokio::select! {
         end = child.wait() => end.context("wait for code-server").or_exit(Exit::Internal)?,
-        late = tended(&socket) => {
-            stopped(&mut child).await.or_exit(Exit::Internal)?;
-            return Err(Failure::new(Exit::Unavailable, late));
+        timed_out = supervise(&socket) => {
+            stop_child(&mut child).await.or_exit(Exit::Internal)?;
+            return Err(Failure::new(Exit::Unavailable, timed_out));
         }
-        () = stop_asked(pid, &mut signals) => {
-            systemd::tell(&[NotifyState::Stopping]);
-            stopped(&mut child).await.or_exit(Exit::Internal)?;
+        () = forward_signals(pid, &mut signals) => {
+            systemd::notify(&[NotifyState::Stopping]);
+            stop_child(&mut child).await.or_exit(Exit::Internal)?;
             return Ok(());
         }
     };
-    Err(Failure::new(Exit::Unavailable, anyhow!("code-server ended by itself: {end}")))
+    Err(Failure::new(Exit::Unavailable, anyhow!("code-server exited: {end}")))
 }
 
-/// Tells systemd once it accepts, then for as long as it does; an error where it never did.
-async fn tended(socket: &Path) -> anyhow::Error {
+/// Notifies systemd once code-server accepts connections and feeds the watchdog. Returns an error if it never
+/// accepts.
+async fn supervise(socket: &Path) -> anyhow::Error {
     let accepting = async {
-        while !accepts(socket).await {
-            sleep(LOOK_EACH).await;
+        while !is_accepting(socket).await {
+            sleep(CHECK_INTERVAL).await;
         }
     };
-    if timeout(START, accepting).await.is_err() {
-        return anyhow!("code-server did not accept within {} seconds", START.as_secs());
+    if timeout(STARTUP_TIMEOUT, accepting).await.is_err() {
+        return anyhow!(
+            "code-server did not accept connections within {} seconds",
+            STARTUP_TIMEOUT.as_secs()
+        );
     }
-    tracing::info!("code-server accepts");
-    systemd::tell(&[NotifyState::Ready, NotifyState::Status("code-server accepts")]);
-    systemd::feed_watchdog(CancellationToken::new(), async || accepts(socket).await).await;
+    tracing::info!("code-server is accepting connections");
+    systemd::notify(&[NotifyState::Ready, NotifyState::Status("code-server is accepting connections")]);
+    systemd::feed_watchdog(CancellationToken::new(), async || is_accepting(socket).await).await;
     std::future::pending().await
 }
 
-/// Returns at SIGTERM or SIGINT; the other signals are code-server's.
-async fn stop_asked(pid: Option<Pid>, signals: &mut mpsc::Receiver<Signal>) {
+/// Forwards signals to code-server; returns at SIGTERM or SIGINT.
+async fn forward_signals(pid: Option<Pid>, signals: &mut mpsc::Receiver<Signal>) {
     while let Some(signal) = signals.recv().await {
         if matches!(signal, Signal::SIGTERM | Signal::SIGINT) {
             return;
@@ -177,26 +181,24 @@ async fn stop_asked(pid: Option<Pid>, signals: &mut mpsc::Receiver<Signal>) {
     }
 }
 
-/// The socket's path, free of one that a kill left behind.
-fn free_socket(dir: &Path) -> io::Result<PathBuf> {
+/// The socket's path, after removing a socket left by a killed process.
+fn claim_socket(dir: &Path) -> io::Result<PathBuf> {
     unix_socket::ensure_dir(dir)?;
     let socket = dir.join(SOCKET);
     match std::os::unix::net::UnixStream::connect(&socket) {
-        Ok(_) => {
-            Err(io::Error::new(io::ErrorKind::AddrInUse, format!("{} is served already", socket.display())))
-        }
+        Ok(_) => Err(io::Error::new(io::ErrorKind::AddrInUse, format!("{} is in use", socket.display()))),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(socket),
         Err(_) => std::fs::remove_file(&socket).map(|()| socket),
     }
 }
 
-async fn accepts(socket: &Path) -> bool {
-    matches!(timeout(PROBE, UnixStream::connect(socket)).await, Ok(Ok(_)))
+async fn is_accepting(socket: &Path) -> bool {
+    matches!(timeout(PROBE_TIMEOUT, UnixStream::connect(socket)).await, Ok(Ok(_)))
 }
 
-/// What comes to us, for code-server.
-fn signals() -> io::Result<mpsc::Receiver<Signal>> {
-    let (tell, told) = mpsc::channel(8);
+/// Signals that this process receives for code-server.
+fn receive_signals() -> io::Result<mpsc::Receiver<Signal>> {
+    let (sender, receiver) = mpsc::channel(8);
     let kinds = [
         (SignalKind::terminate(), Signal::SIGTERM),
         (SignalKind::interrupt(), Signal::SIGINT),
@@ -205,16 +207,16 @@ fn signals() -> io::Result<mpsc::Receiver<Signal>> {
         (SignalKind::user_defined2(), Signal::SIGUSR2),
     ];
     for (kind, name) in kinds {
-        let (mut comes, tell) = (signal(kind)?, tell.clone());
+        let (mut signals, sender) = (signal(kind)?, sender.clone());
         tokio::spawn(async move {
-            while comes.recv().await.is_some() {
-                if tell.send(name).await.is_err() {
+            while signals.recv().await.is_some() {
+                if sender.send(name).await.is_err() {
                     return;
                 }
             }
         });
     }
-    Ok(told)
+    Ok(receiver)
 }
 
 fn pid_of(child: &Child) -> Option<Pid> {
@@ -224,14 +226,14 @@ fn pid_of(child: &Child) -> Option<Pid> {
 fn forward(pid: Option<Pid>, signal: Signal) {
     let Some(pid) = pid else { return };
     if let Err(error) = kill(pid, signal) {
-        tracing::warn!(%error, %signal, "code-server was not told");
+        tracing::warn!(%error, %signal, "could not signal code-server");
     }
 }
 
-/// SIGTERM, then, where that is not heard, SIGKILL.
-async fn stopped(child: &mut Child) -> io::Result<ExitStatus> {
+/// Sends SIGTERM and, after a timeout, SIGKILL.
+async fn stop_child(child: &mut Child) -> io::Result<ExitStatus> {
     forward(pid_of(child), Signal::SIGTERM);
-    match timeout(END, child.wait()).await {
+    match timeout(SHUTDOWN_TIMEOUT, child.wait()).await {
         Ok(ended) => ended,
         Err(_) => {
             child.kill().await?;
@@ -250,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn code_server_is_found_as_its_archive_and_as_npm_lay_it_out() {
+    fn find_accepts_archive_and_npm_layouts() {
         let dir = tempfile::tempdir().unwrap();
         let runtime = dir.path();
         let missing = CodeServer::find(runtime).unwrap_err().to_string();
@@ -272,13 +274,13 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_is_served_is_left_alone_and_a_dead_one_removed() {
+    fn claim_socket_removes_only_dead_sockets() {
         let dir = tempfile::tempdir().unwrap();
-        let place = dir.path().join(SOCKET);
-        let listener = std::os::unix::net::UnixListener::bind(&place).unwrap();
-        assert_eq!(free_socket(dir.path()).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        let path = dir.path().join(SOCKET);
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert_eq!(claim_socket(dir.path()).unwrap_err().kind(), io::ErrorKind::AddrInUse);
         drop(listener);
-        assert_eq!(free_socket(dir.path()).unwrap(), place);
-        assert!(!place.exists());
+        assert_eq!(claim_socket(dir.path()).unwrap(), path);
+        assert!(!path.exists());
     }
 }

@@ -1,5 +1,5 @@
-//! What the owner sees beside the apps: the shell, and the code server. Both run as the owner's user and answer on unix
-//! sockets that the gateway alone connects to; who asks was settled there.
+//! The owner's user interface besides the apps: the shell and the code server. Both run as the owner's user and
+//! listen on unix sockets that only the gateway connects to, after it has authenticated the request.
 
 pub mod code;
 pub mod shell;

@@ -42,8 +42,8 @@ async fn serve(layout: Layout) -> Result<(), Failure> {
     tokio::spawn(systemd::feed_watchdog(stop.clone(), async || true));
     let status = format!("serving {} files", site.len());
     tracing::info!(files = site.len(), bytes = site.bytes(), "serving the shell");
-    systemd::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
     unix_socket::serve(listener, router(site), stop).await;
-    systemd::tell(&[NotifyState::Stopping]);
+    systemd::notify(&[NotifyState::Stopping]);
     Ok(())
 }

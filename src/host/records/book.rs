@@ -60,7 +60,7 @@ impl Book {
     /// # Errors
     /// [`FileError`] if a record exists and cannot be read.
     pub fn open(records: Records, logs: PathBuf, seals: PathBuf) -> Result<Self, FileError> {
-        fsx::remove_if_there(&logs.join(NEW_USAGE))?;
+        fsx::remove_if_exists(&logs.join(NEW_USAGE))?;
         let (ledger, lines) = read_all(&logs, &seals)?;
         let (ledger, writing) = (Mutex::new(ledger), Mutex::new(lines));
         Ok(Self { ledger, records, logs, seals, writing, refused: Mutex::default() })

@@ -28,7 +28,7 @@ pub struct Seal {
 impl Seals {
     /// Reads the seals. An unreadable file counts as empty: the days are recounted.
     pub fn read(file: &Path) -> Self {
-        let text = fsx::read_if_there(file).ok().flatten();
+        let text = fsx::read_if_exists(file).ok().flatten();
         text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
     }
 

@@ -68,7 +68,7 @@ pub fn judge(known: Option<Known>, now: Reading) -> (i64, Known) {
 pub fn believed(file: &Path, clock: Timestamp) -> Result<Timestamp, FileError> {
     let process = Path::new("/proc/self/stat");
     let up = up(process).map_err(FileError::at("read", process))?;
-    let text = fsx::read_if_there(file)?;
+    let text = fsx::read_if_exists(file)?;
     let known = text.and_then(|text| serde_json::from_slice(&text).ok());
     let (believed, kept) = judge(known, Reading { clock: clock.as_second(), up });
     fsx::write_atomic(file, &serde_json::to_vec(&kept).expect("plain fields are JSON"), 0o600)?;

@@ -43,7 +43,7 @@ pub fn expire(logs: &Path, today: Date) -> Result<Vec<String>, FileError> {
         names.extend(name.to_str().map(str::to_owned));
     }
     let over = over(names, today);
-    let removed: Vec<_> = over.iter().map(|name| fsx::remove_if_there(&logs.join(name))).collect();
+    let removed: Vec<_> = over.iter().map(|name| fsx::remove_if_exists(&logs.join(name))).collect();
     removed.into_iter().collect::<Result<(), FileError>>()?;
     Ok(over)
 }

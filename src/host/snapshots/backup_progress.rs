@@ -43,7 +43,7 @@ impl BackupProgress {
     /// # Errors
     /// When the file exists and the disk does not return it.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.backup_progress())?;
+        let text = fsx::read_if_exists(&layout.backup_progress())?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 

@@ -78,7 +78,7 @@ impl Check {
     /// # Errors
     /// [`FileError`]; what is there and cannot be read as one counts as none.
     pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.last_check(kind.as_str()))?;
+        let text = fsx::read_if_exists(&layout.last_check(kind.as_str()))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 }

@@ -66,7 +66,7 @@ impl HeldSnapshot {
     /// # Errors
     /// When the file is there and the disk does not return it.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.held_snapshot())?;
+        let text = fsx::read_if_exists(&layout.held_snapshot())?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
@@ -82,7 +82,7 @@ impl HeldSnapshot {
     /// # Errors
     /// [`FileError`].
     pub fn clear(layout: &Layout) -> Result<(), FileError> {
-        fsx::remove_if_there(&layout.held_snapshot())
+        fsx::remove_if_exists(&layout.held_snapshot())
     }
 }
 

@@ -45,7 +45,7 @@ impl Marker {
     /// # Errors
     /// When it is there and the disk does not return it.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.restore_complete())?;
+        let text = fsx::read_if_exists(&layout.restore_complete())?;
         Ok(text.map(|text| serde_json::from_slice(&text).unwrap_or_default()))
     }
 

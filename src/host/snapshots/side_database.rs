@@ -109,7 +109,7 @@ impl Request {
     /// # Errors
     /// [`FileError`].
     pub fn read(layout: &Layout) -> Result<Option<Result<Self, serde_json::Error>>, FileError> {
-        let text = fsx::read_if_there(&layout.request("side"))?;
+        let text = fsx::read_if_exists(&layout.request("side"))?;
         Ok(text.map(|text| serde_json::from_slice(&text)))
     }
 
@@ -118,7 +118,7 @@ impl Request {
     /// # Errors
     /// [`FileError`].
     pub fn remove(layout: &Layout) -> Result<(), FileError> {
-        fsx::remove_if_there(&layout.request("side"))
+        fsx::remove_if_exists(&layout.request("side"))
     }
 }
 
@@ -219,7 +219,7 @@ impl State {
     /// # Errors
     /// [`FileError`].
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.side_state())?;
+        let text = fsx::read_if_exists(&layout.side_state())?;
         let state = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         Ok(state.filter(|state| state.version == Self::VERSION))
     }

@@ -1,43 +1,43 @@
-//! How long a run bears with a failing neighbour: growing, jittered pauses until nothing moved for a given time.
+//! Retries with jittered exponential backoff, until there has been no progress for a given time.
 
 use std::time::{Duration, Instant};
 
-const FIRST: Duration = Duration::from_millis(250);
-const LONGEST: Duration = Duration::from_secs(10);
+const INITIAL_BACKOFF: Duration = Duration::from_millis(250);
+const MAX_BACKOFF: Duration = Duration::from_secs(10);
 
-/// Counts from the last progress, so that a long transfer that moves is never given up.
+/// Its deadline counts from the last progress, so a long transfer that advances is never given up.
 #[derive(Debug)]
-pub struct Patience {
-    without_progress: Duration,
+pub struct Backoff {
+    stall_timeout: Duration,
     end: Instant,
-    next: Duration,
+    next_pause: Duration,
 }
 
-impl Patience {
-    pub fn new(without_progress: Duration) -> Self {
-        Self { without_progress, end: Instant::now() + without_progress, next: FIRST }
+impl Backoff {
+    pub fn new(stall_timeout: Duration) -> Self {
+        Self { stall_timeout, end: Instant::now() + stall_timeout, next_pause: INITIAL_BACKOFF }
     }
 
-    /// Something moved: start over.
+    /// Records progress: resets the deadline and the backoff.
     pub fn progress(&mut self) {
-        self.end = Instant::now() + self.without_progress;
-        self.next = FIRST;
+        self.end = Instant::now() + self.stall_timeout;
+        self.next_pause = INITIAL_BACKOFF;
     }
 
-    /// Pauses before the next try, or answers `Over` when there is none.
-    pub async fn pause(&mut self) -> Result<(), Over> {
-        let left = self.end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(Over);
+    /// Pauses before the next attempt, or returns [`DeadlinePassed`].
+    pub async fn pause(&mut self) -> Result<(), DeadlinePassed> {
+        let remaining = self.end.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
+            return Err(DeadlinePassed);
         }
         let jitter = f64::from(uuid::Uuid::new_v4().as_bytes()[0]) / 255.0;
-        let pause = self.next.mul_f64(0.5 + jitter / 2.0);
-        self.next = (self.next * 2).min(LONGEST);
-        tokio::time::sleep(pause.min(left)).await;
+        let pause = self.next_pause.mul_f64(0.5 + jitter / 2.0);
+        self.next_pause = (self.next_pause * 2).min(MAX_BACKOFF);
+        tokio::time::sleep(pause.min(remaining)).await;
         Ok(())
     }
 }
 
 /// The deadline has passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Over;
+pub struct DeadlinePassed;

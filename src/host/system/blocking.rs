@@ -1,14 +1,14 @@
-//! Work that waits for the disk, away from the threads that serve.
+//! Runs blocking work outside the async worker threads.
 
 use std::error::Error;
 
 use crate::http::problem::Problem;
 
 /// # Errors
-/// The work's own, and its panic, as one of ours.
+/// The error of the work, or its panic, as an internal problem.
 pub async fn blocking<T: Send + 'static, E: Error + Send + 'static>(
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, Problem> {
-    let done = tokio::task::spawn_blocking(work).await.map_err(|error| Problem::internal(&error))?;
-    done.map_err(|error| Problem::internal(&error))
+    let result = tokio::task::spawn_blocking(work).await.map_err(|error| Problem::internal(&error))?;
+    result.map_err(|error| Problem::internal(&error))
 }

@@ -1,6 +1,6 @@
-//! Says to the platform how far a restore is, so that a large database is not taken for a boot that hangs.
+//! Reports the progress of a restore to the platform, so that the boot with a large database is not taken for a hang.
 //!
-//! Best effort: the restore does not wait for it, and no failure here is one of the restore's.
+//! Best effort: the restore neither waits for a report nor fails with it.
 
 use std::time::Duration;
 
@@ -18,14 +18,14 @@ use crate::host::system::layout::Layout;
 use crate::http::client::{self, Deadlines};
 use crate::machine::id::MachineId;
 
-/// The platform is told at most this often.
-const INTERVAL: Duration = Duration::from_secs(10);
+/// Minimum time between two reports.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How much of a restore is done.
+/// The progress of a restore.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Amount {
+pub struct ProgressAmount {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -36,7 +36,7 @@ pub struct Amount {
     pub total_rows: Option<u64>,
 }
 
-impl Amount {
+impl ProgressAmount {
     pub fn of_bytes(bytes: u64, total: u64) -> Self {
         Self { bytes: Some(bytes), total_bytes: Some(total), ..Self::default() }
     }
@@ -55,7 +55,7 @@ impl Drop for BootReporter {
     }
 }
 
-struct Link {
+struct ReportLink {
     client: reqwest::Client,
     platform: PlatformLink,
     machine: MachineId,
@@ -63,39 +63,39 @@ struct Link {
 }
 
 impl BootReporter {
-    /// Reports each change of `amount`. `None` on a machine that has no registration token.
-    pub fn start(layout: &Layout, amount: watch::Receiver<Option<Amount>>) -> Option<Self> {
+    /// Reports each change of `amount`. `None` on a machine without a registration token.
+    pub fn start(layout: &Layout, amount: watch::Receiver<Option<ProgressAmount>>) -> Option<Self> {
         let mut env = config::environment(layout);
         let identity = Identity::read(&mut env);
         let platform = PlatformLink::read(&mut env, layout);
         let token = env.secret("REGISTRATION_TOKEN");
         let client = client::build(Deadlines::CALL).ok()?;
-        let link = Link { client, platform: platform?, machine: identity?.machine, token: token? };
+        let link = ReportLink { client, platform: platform?, machine: identity?.machine, token: token? };
         Some(Self(tokio::spawn(report(link, amount))))
     }
 }
 
-async fn report(link: Link, mut amount: watch::Receiver<Option<Amount>>) {
+async fn report(link: ReportLink, mut amount: watch::Receiver<Option<ProgressAmount>>) {
     while amount.changed().await.is_ok() {
         let Some(now) = *amount.borrow_and_update() else { continue };
         match tokio::time::timeout(CALL_TIMEOUT, link.send(now)).await {
-            // The token is used up: this machine is registered, and nobody waits for its boot.
+            // The token is used up: this machine is registered, and its boot is over.
             Ok(Ok(StatusCode::UNAUTHORIZED)) => return,
             Ok(Ok(status)) if status.is_success() => {}
             Ok(Ok(status)) => {
-                tracing::debug!(%status, "the platform did not take the boot's progress");
+                tracing::debug!(%status, "the platform rejected the boot progress");
             }
             Ok(Err(error)) => {
-                tracing::debug!(error = %chain(&error), "the boot's progress was not delivered");
+                tracing::debug!(error = %chain(&error), "could not send the boot progress");
             }
-            Err(_) => tracing::debug!("the platform did not answer to the boot's progress in time"),
+            Err(_) => tracing::debug!("no response to the boot progress in time"),
         }
-        tokio::time::sleep(INTERVAL).await;
+        tokio::time::sleep(REPORT_INTERVAL).await;
     }
 }
 
-impl Link {
-    async fn send(&self, amount: Amount) -> Result<StatusCode, reqwest::Error> {
+impl ReportLink {
+    async fn send(&self, amount: ProgressAmount) -> Result<StatusCode, reqwest::Error> {
         let url = self.platform.url(&format!("/vps/{}/boot-stage", self.machine));
         let body = json!({ "stage": "restore", "progress": amount });
         let call = self.client.post(url).bearer_auth(self.token.expose_secret()).json(&body);

@@ -1,4 +1,4 @@
-//! What every host applet knows of its machine: `host.env`, `r2.env` and `boot.env`, below the process environment.
+//! Configuration that all host applets share: `host.env`, `r2.env` and `boot.env`, below the process environment.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,21 +17,21 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use crate::telemetry;
 
-/// The environment of a host applet: process, then the env files below `SVC_ROOT`. Root takes from a file that another user
-/// can write what [`root_settings::FROM_OTHERS`] lists, and has its own file above it.
+/// The environment of a host applet: the process, then the env files below `SVC_ROOT`. From a file that another user
+/// can write, root takes only the settings in [`root_settings::ALLOWED_FROM_OTHERS`]; its own file takes precedence.
 pub fn environment(layout: &Layout) -> Env {
     if nix::unistd::geteuid().is_root() {
         let own = Env::from_process().with_file(&layout.update_env());
-        return root_settings::with_files_of_others(own, &service_files(layout));
+        return root_settings::with_untrusted_files(own, &service_files(layout));
     }
     environment_of_services(layout)
 }
 
-/// The environment as the machine's services have it, also where root looks: without root's own file.
+/// The environment of the machine's services, without root's own file even if root reads it.
 pub fn environment_of_services(layout: &Layout) -> Env {
     let files = service_files(layout);
     if nix::unistd::geteuid().is_root() {
-        return root_settings::with_files_of_others(Env::from_process(), &files);
+        return root_settings::with_untrusted_files(Env::from_process(), &files);
     }
     files.iter().fold(Env::from_process(), |env, file| env.with_file(file))
 }
@@ -40,13 +40,14 @@ fn service_files(layout: &Layout) -> [PathBuf; 3] {
     [layout.host_env(), layout.store_env(), layout.boot_env()]
 }
 
-/// Starts an applet's log with this machine's name; a configuration that is wrong is told of when it is read.
+/// Starts an applet's log with the machine's id. Configuration errors are reported later, when the configuration is
+/// read.
 pub fn begin_log(applet: &'static str, layout: &Layout) {
     let machine = environment(layout).text("SVC_MACHINE_ID").and_then(|id| id.parse().ok());
     telemetry::init_on(applet, machine);
 }
 
-/// Who this machine is and who owns it, as provisioning wrote it.
+/// Identity and owner of this machine, as provisioning wrote them.
 #[derive(Debug, Clone)]
 pub struct Identity {
     pub machine: MachineId,
@@ -66,14 +67,14 @@ impl Identity {
         Some(Self { machine: machine?, user: user?, handle: handle?, slot, epoch: epoch? })
     }
 
-    /// The same, with the epoch that the platform may have raised since.
+    /// The identity with the current epoch, which the platform may have raised.
     pub fn read_current(env: &mut Env, layout: &Layout) -> Option<Self> {
         let identity = Self::read(env)?;
         Some(Self { epoch: epoch::current(layout, identity.epoch), ..identity })
     }
 }
 
-/// How this machine reaches the platform.
+/// Address and credential for calls to the platform.
 #[derive(Debug, Clone)]
 pub struct PlatformLink {
     pub base: Url,
@@ -100,22 +101,22 @@ impl PlatformLink {
     }
 }
 
-/// The first proof keys, from `SVC_PROOF_KEYS`.
+/// The initial proof keys, from `SVC_PROOF_KEYS`.
 pub fn first_proof_keys(env: &mut Env) -> Option<ProofKeys> {
     let text: String = env.required("SVC_PROOF_KEYS")?;
-    // Without what it quotes of the value.
-    let place = |error: serde_json::Error| {
+    // The serde message quotes the value, so only the position is used.
+    let position = |error: serde_json::Error| {
         format!("are no proof keys at line {}, column {}", error.line(), error.column())
     };
-    serde_json::from_str(&text).map_err(|error| env.mistake("SVC_PROOF_KEYS", place(error))).ok()
+    serde_json::from_str(&text).map_err(|error| env.mistake("SVC_PROOF_KEYS", position(error))).ok()
 }
 
-/// The release that user-data asked for.
+/// The release that user-data names.
 pub fn image_version(env: &mut Env) -> Option<ImageVersion> {
     env.required("SVC_IMAGE_VERSION")
 }
 
-/// `DATABASE_URL`; its password never shows.
+/// `DATABASE_URL`; its password is never printed.
 #[derive(Clone)]
 pub struct DatabaseUrl(pub SecretString);
 
@@ -131,7 +132,7 @@ impl DatabaseUrl {
     }
 
     /// # Errors
-    /// Says that it does not parse, without quoting it.
+    /// If it does not parse. The error does not quote it.
     pub fn config(&self) -> Result<tokio_postgres::Config, ConfigError> {
         use secrecy::ExposeSecret;
         self.0.expose_secret().parse().map_err(|_| ConfigError {

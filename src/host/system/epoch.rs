@@ -1,5 +1,5 @@
-//! The epoch of this machine: the one that it was provisioned with, or a higher one that the platform has handed out
-//! since, by heartbeat, after a recovery was undone and the old machine was raised past its fence.
+//! The epoch of this machine: the one it was provisioned with, or a higher one that the platform assigned in a
+//! heartbeat, after a recovery was undone and the old machine was raised past its fence.
 //!
 //! Invariant: it only grows.
 
@@ -19,28 +19,25 @@ struct RaisedEpoch {
     epoch: Epoch,
 }
 
-/// The higher of `provisioned` and what was handed out. A file that cannot be read raises nothing: the fence then
-/// refuses this machine's backups, which is the safe side.
+/// The higher of `provisioned` and the assigned epoch. An unreadable file raises nothing; the fence then refuses this
+/// machine's backups, which is the safe outcome.
 pub fn current(layout: &Layout, provisioned: Epoch) -> Epoch {
     match read(layout) {
         Ok(raised) => raised.map_or(provisioned, |raised| raised.max(provisioned)),
         Err(error) => {
-            tracing::error!(error = %chain(&error), "the raised epoch cannot be read");
+            tracing::error!(error = %chain(&error), "could not read the raised epoch");
             provisioned
         }
     }
 }
 
 fn read(layout: &Layout) -> Result<Option<Epoch>, FileError> {
-    let text = fsx::read_if_there(&layout.raised_epoch())?;
+    let text = fsx::read_if_exists(&layout.raised_epoch())?;
     let raised = text.and_then(|text| serde_json::from_slice::<RaisedEpoch>(&text).ok());
     Ok(raised.filter(|raised| raised.version == FORMAT).map(|raised| raised.epoch))
 }
 
-/// Keeps an epoch that the platform handed out, if it is higher than the current one.
-///
-/// # Errors
-/// [`FileError`].
+/// Stores an epoch that the platform assigned, if it is higher than the current one.
 pub fn raise(layout: &Layout, provisioned: Epoch, epoch: Epoch) -> Result<(), FileError> {
     let now = current(layout, provisioned);
     if epoch <= now {

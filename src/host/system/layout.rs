@@ -1,4 +1,4 @@
-//! Where things lie on a host: the specification's layout below `SVC_ROOT` (default `/`).
+//! Paths on a host: the specification's layout below `SVC_ROOT` (default `/`).
 
 use std::path::{Path, PathBuf};
 
@@ -47,7 +47,7 @@ impl Layout {
         self.opt("env/boot.env")
     }
 
-    /// The environment of the database's container: root's, and read by podman alone.
+    /// The environment of the database's container; owned by root and read only by podman.
     pub fn postgres_env(&self) -> PathBuf {
         self.opt("env/postgres.env")
     }
@@ -57,7 +57,7 @@ impl Layout {
         self.update_state().join("trusted-keys.json")
     }
 
-    /// What root's updater trusts.
+    /// The updater's own settings, including its trusted keys.
     pub fn update_env(&self) -> PathBuf {
         self.opt("env/update.env")
     }
@@ -80,12 +80,12 @@ impl Layout {
         self.opt(name)
     }
 
-    /// The marker of the gate.
+    /// Marker of the restore gate: the gateway may start.
     pub fn restore_complete(&self) -> PathBuf {
         self.opt("restore-complete")
     }
 
-    /// The home of the user `svc`, with the settings of the owner's programs; the owner's files are in [`Layout::home`].
+    /// Home of the user `svc` with the owner's program settings; the owner's files are in [`Layout::home`].
     pub fn owner(&self) -> PathBuf {
         self.root.join("home/svc")
     }
@@ -103,8 +103,8 @@ impl Layout {
         self.opt("current/app/apps")
     }
 
-    /// What was copied from the bundled apps; it lies among the apps, so that it goes where they go, and is written by
-    /// whoever may write them.
+    /// Record of the copies of bundled apps. It lies among the apps, so that it moves with them and the same users
+    /// can write it.
     pub fn bundled_apps_record(&self) -> PathBuf {
         self.apps().join(".bundled-apps.json")
     }
@@ -127,17 +127,17 @@ impl Layout {
         self.home().join("system/logs")
     }
 
-    /// The owner's settings as they were last good.
+    /// The owner's last valid settings.
     pub fn good_settings(&self) -> PathBuf {
         self.state("good-config.json")
     }
 
-    /// Days whose usage need not be counted again.
+    /// Days whose usage is final.
     pub fn usage_seals(&self) -> PathBuf {
         self.state("usage-seals.json")
     }
 
-    /// Dispatches that are accepted and not recorded yet.
+    /// Accepted dispatches that are not recorded yet.
     pub fn dispatches(&self) -> PathBuf {
         self.state("dispatches")
     }
@@ -154,17 +154,17 @@ impl Layout {
         self.state("update")
     }
 
-    /// There while an update is under way, and after one that was cut off.
+    /// Exists while an update is in progress or interrupted.
     pub fn update_journal(&self) -> PathBuf {
         self.update_state().join("journal.json")
     }
 
-    /// How the last update ended: the heartbeat tells it.
+    /// Outcome of the last update, reported by the heartbeat.
     pub fn last_update(&self) -> PathBuf {
         self.update_state().join("last.json")
     }
 
-    /// Proof keys as the last heartbeat delivered them; `host.env` has the first ones.
+    /// Proof keys of the last heartbeat response; `host.env` has the initial ones.
     pub fn proof_keys(&self) -> PathBuf {
         self.state("proof-keys.json")
     }
@@ -184,37 +184,37 @@ impl Layout {
         self.state(&format!("last-{kind}.json"))
     }
 
-    /// When each snapshot was last read again.
+    /// Time of the last verification of each snapshot.
     pub fn verified(&self) -> PathBuf {
         self.state("verified.json")
     }
 
-    /// The dump of a drill under way, and the lock of checks.
+    /// The dump of a drill in progress, and the lock of checks.
     pub fn drill_state(&self) -> PathBuf {
         self.state("drill")
     }
 
-    /// What is known of the side database.
+    /// State of the side database.
     pub fn side_state(&self) -> PathBuf {
         self.state("side.json")
     }
 
-    /// What cloud-init knows of the server.
+    /// cloud-init's data about the server.
     pub fn instance_data(&self) -> PathBuf {
         self.root.join("run/cloud-init/instance-data.json")
     }
 
-    /// The epoch that the platform raised this machine to, if it did.
+    /// The epoch that the platform assigned to this machine, if it raised it.
     pub fn raised_epoch(&self) -> PathBuf {
         self.state("epoch.json")
     }
 
-    /// What the backup under way has done so far.
+    /// Progress of the current backup.
     pub fn backup_progress(&self) -> PathBuf {
         self.state("backup-progress.json")
     }
 
-    /// There while the writers of this machine are stopped.
+    /// Exists while the writers of this machine are stopped.
     pub fn quiesce(&self) -> PathBuf {
         self.state("quiesce.json")
     }
@@ -232,7 +232,7 @@ impl Layout {
         self.state("open-uploads.json")
     }
 
-    /// What the clock said when records were last checked.
+    /// The clock at the last check of records.
     pub fn heartbeat_clock(&self) -> PathBuf {
         self.state("heartbeat-clock.json")
     }
@@ -241,32 +241,32 @@ impl Layout {
         self.state("heartbeat.lock")
     }
 
-    /// Files that ask a unit to run; a path unit watches them.
+    /// Files that request a run of a unit; a path unit watches them.
     pub fn request(&self, name: &str) -> PathBuf {
         self.state("requests").join(name)
     }
 
-    /// Written when the platform said that another machine has taken this one's place.
+    /// Exists once the platform has reported that another machine replaced this one.
     pub fn superseded(&self) -> PathBuf {
         self.state("superseded.json")
     }
 
-    /// Dump and journal of a restore under way.
+    /// Dump and journal of a restore in progress.
     pub fn restore_state(&self) -> PathBuf {
         self.state("restore")
     }
 
-    /// The registration's body as it was first sent, and its result.
+    /// The registration request as it was first sent, and its result.
     pub fn registration(&self) -> PathBuf {
         self.state("register.json")
     }
 
-    /// Credentials for the object store as the platform last renewed them; `r2.env` has the first ones.
+    /// Credentials for the object store that the platform last renewed; `r2.env` has the initial ones.
     pub fn store_credentials(&self) -> PathBuf {
         self.state("store-credentials.json")
     }
 
-    /// The `UPGRADE_TOKEN` as the platform last rotated it; `host.env` has the first one.
+    /// The `UPGRADE_TOKEN` after its last rotation; `host.env` has the initial one.
     pub fn upgrade_token(&self) -> PathBuf {
         self.state("upgrade-token.json")
     }
@@ -275,43 +275,43 @@ impl Layout {
         self.state("sync")
     }
 
-    /// Tool calls that agents are in, as the watcher last knew.
+    /// Agents' running tool calls, as the watcher last recorded them.
     pub fn tool_calls(&self) -> PathBuf {
         self.state("tool-calls.json")
     }
 
-    /// Tool calls that a hook could tell nobody of: the owner's programs write it, and the watcher reads it.
+    /// Tool calls that a hook could not report. The owner's programs write the file, and the watcher reads it.
     pub fn audit_gaps(&self) -> PathBuf {
         self.hook_notes().join("audit-gaps.jsonl")
     }
 
-    /// Held by root while it imports an archive.
+    /// Held by root during the import of an archive.
     pub fn import_lock(&self) -> PathBuf {
         self.root.join("run/svc/import.lock")
     }
 
-    /// Of the owner's user: what hooks leave for the watcher.
+    /// Owned by the owner's user: files that hooks leave for the watcher.
     pub fn hook_notes(&self) -> PathBuf {
         self.root.join("run/svc/hooks")
     }
 
-    /// Of the gateway's user: `watch.sock`, which hooks connect to, those of agents too.
+    /// Owned by the gateway's user: `watch.sock`, which all hooks connect to, including those of agents.
     pub fn watch_sockets(&self) -> PathBuf {
         self.root.join("run/svc/watch")
     }
 
-    /// Of the gateway's user: `bridge.sock`, for agents with a token.
+    /// Owned by the gateway's user: `bridge.sock`, for agents with a token.
     pub fn bridge_sockets(&self) -> PathBuf {
         self.root.join("run/svc/bridge")
     }
 
-    /// Of the gateway's user: `gateway.sock`. Units of agents do not see it.
+    /// Owned by the gateway's user: `gateway.sock`. Agents' units cannot see it.
     pub fn gateway_sockets(&self) -> PathBuf {
         self.root.join("run/svc/gateway")
     }
 
-    /// Of the owner's user: `shell.sock`, `code.sock` and `agent.sock`, which the gateway connects to. Units of agents do not
-    /// see them.
+    /// Owned by the owner's user: `shell.sock`, `code.sock` and `agent.sock`, which the gateway connects to. Agents'
+    /// units cannot see them.
     pub fn owner_sockets(&self) -> PathBuf {
         self.root.join("run/svc/owner")
     }

@@ -1,4 +1,4 @@
-//! One run at a time: an exclusive flock(2) on a file, given back by the kernel however the process ends.
+//! Allows one run at a time, with an exclusive flock(2) on a file. The kernel releases it however the process ends.
 
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use crate::fsx::FileError;
 
-/// The lock is held while this lives.
+/// The lock is held until this is dropped.
 #[derive(Debug)]
 pub struct Lock {
     _file: File,
 }
 
-/// Why the lock was not got.
+/// Reason why the lock was not acquired.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     #[error("another run is under way")]
@@ -24,7 +24,7 @@ pub enum LockError {
 
 impl Lock {
     /// # Errors
-    /// `Held` when another process has it.
+    /// `Held` if another process holds it.
     pub fn take(path: &Path) -> Result<Self, LockError> {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir).map_err(FileError::at("create directory", dir))?;
@@ -42,8 +42,8 @@ impl Lock {
         }
     }
 
-    /// Whether a run holds it now. The probe holds it shared for a moment, so whoever takes it should use
-    /// [`Self::wait`] with a second or more.
+    /// Whether a run holds the lock now. The probe holds it shared for a moment, so callers that take the lock should
+    /// use [`Self::wait`] with a second or more.
     ///
     /// # Errors
     /// [`LockError::File`].
@@ -59,10 +59,10 @@ impl Lock {
         }
     }
 
-    /// Waits for the other run up to a deadline.
+    /// Waits for the lock until a deadline.
     ///
     /// # Errors
-    /// `Held` when it still has the lock then.
+    /// `Held` if another run still holds it then.
     pub async fn wait(path: &Path, deadline: Duration) -> Result<Self, LockError> {
         let end = Instant::now() + deadline;
         loop {
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_second_holder_is_refused_until_the_first_is_gone() {
+    fn take_refuses_second_holder() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state/x.lock");
         let first = Lock::take(&path).unwrap();

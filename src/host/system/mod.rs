@@ -1,5 +1,5 @@
-//! The machine under the applets: its files and settings, PostgreSQL and its tools, systemd, the object store, and what the
-//! platform has assigned to this host.
+//! Shared services of the applets on a machine: files and settings, PostgreSQL and its tools, systemd, the object
+//! store, and what the platform assigned to this host.
 
 pub mod app_sizes;
 pub mod backoff;

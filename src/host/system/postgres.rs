@@ -1,4 +1,4 @@
-//! Connections to the machine's own PostgreSQL, by database: the owner's and `postgres`, from where it is managed.
+//! Connections to the machine's own PostgreSQL: the owner's database, and `postgres` for managing databases.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use tokio_postgres::{Client, Config, NoTls};
 use crate::applet::Exit;
 use crate::http::resolve::{self, ResolveError};
 
-const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The database from which databases are created, renamed and dropped.
 pub const MAINTENANCE: &str = "postgres";
@@ -21,7 +21,7 @@ pub struct Server {
     database: String,
 }
 
-/// A connection that did not come about.
+/// Reason for a failed connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     #[error(transparent)]
@@ -32,12 +32,12 @@ pub enum ConnectError {
         #[source]
         source: tokio_postgres::Error,
     },
-    #[error("connect to the database {database}: no answer in time")]
-    Silent { database: String },
+    #[error("connect to the database {database}: timed out")]
+    Timeout { database: String },
 }
 
 impl Server {
-    /// `config` names the owner's database (default: the user's name, as libpq does).
+    /// `config` names the owner's database. As in libpq, the user's name is the default.
     pub fn new(config: Config) -> Self {
         let database = config.get_dbname().or_else(|| config.get_user()).unwrap_or(MAINTENANCE).to_owned();
         Self { config, database }
@@ -63,12 +63,12 @@ impl Server {
     /// [`ConnectError`], within 10 s.
     pub async fn connect(&self, database: &str, application: &str) -> Result<Client, ConnectError> {
         let mut config = self.config.clone();
-        config.dbname(database).application_name(application).connect_timeout(CONNECT_DEADLINE);
+        config.dbname(database).application_name(application).connect_timeout(CONNECT_TIMEOUT);
         self.add_addresses(&mut config).await?;
         let refused = |source| ConnectError::Refused { database: database.to_owned(), source };
-        let silent = |_| ConnectError::Silent { database: database.to_owned() };
-        let connected = tokio::time::timeout(CONNECT_DEADLINE, config.connect(NoTls)).await;
-        let (client, connection) = connected.map_err(silent)?.map_err(refused)?;
+        let timeout_error = |_| ConnectError::Timeout { database: database.to_owned() };
+        let connected = tokio::time::timeout(CONNECT_TIMEOUT, config.connect(NoTls)).await;
+        let (client, connection) = connected.map_err(timeout_error)?.map_err(refused)?;
         tokio::spawn(async move {
             if let Err(error) = connection.await {
                 tracing::debug!(%error, "the database connection ended");
@@ -77,7 +77,7 @@ impl Server {
         Ok(client)
     }
 
-    /// tokio-postgres would call getaddrinfo for a name; an address beside it keeps it from that.
+    /// Resolves host names here: tokio-postgres would call getaddrinfo for a name without an address.
     async fn add_addresses(&self, config: &mut Config) -> Result<(), ResolveError> {
         let named =
             |host: &Host| matches!(host, Host::Tcp(name) if name.parse::<std::net::IpAddr>().is_err());
@@ -94,7 +94,7 @@ impl Server {
     }
 }
 
-/// Whether an error says that the database cannot be reached now, and not that our statement was wrong.
+/// Whether the database is unreachable, and not the statement wrong.
 pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
     match error.code() {
         None => true,
@@ -107,7 +107,7 @@ pub fn is_unavailable(error: &tokio_postgres::Error) -> bool {
     }
 }
 
-/// With which code a program ends whose statement failed.
+/// The exit code for a failed statement.
 pub fn exit(error: &tokio_postgres::Error) -> Exit {
     if is_unavailable(error) { Exit::Unavailable } else { Exit::Internal }
 }
@@ -117,7 +117,7 @@ pub fn ident(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
-/// `text` as a literal in a statement; for commands that take no parameters.
+/// `text` as a literal in a statement, for commands without parameters.
 pub fn literal(text: &str) -> String {
     let quoted = text.replace('\'', "''");
     if quoted.contains('\\') {

@@ -1,7 +1,7 @@
-//! `pg_dump` and `pg_restore`: where they are, and how they are called.
+//! `pg_dump` and `pg_restore`: their location and their arguments.
 //!
-//! The password travels by environment alone, never in an argument list. The environment of a call is built from
-//! nothing, so that no `PG*` variable of ours changes what it does.
+//! The password is passed only in the environment, never in an argument list. The environment of a call starts empty,
+//! so that no inherited `PG*` variable affects it.
 
 use std::fmt;
 use std::num::NonZero;
@@ -18,28 +18,28 @@ use super::postgres::Server;
 use crate::config::Env;
 
 const CONTAINER: &str = "svc-postgres";
-/// Sessions that load side by side.
-const JOBS: usize = 2;
-const PROBE: Duration = Duration::from_secs(20);
-/// What a tool may see of our environment: enough to find itself, its libraries and the container's runtime.
-const PASSED: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
+/// Parallel jobs of a load.
+const RESTORE_JOBS: usize = 2;
+const PROBE_TIMEOUT: Duration = Duration::from_secs(20);
+/// Inherited variables of a tool: enough to find itself, its libraries and the container runtime.
+const PASSED_VARIABLES: [&str; 5] = ["PATH", "HOME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR", "LANG"];
 
-/// How a dump's data is compressed.
+/// Compression of a dump's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compression {
     None,
-    /// By level; every `pg_restore` reads it.
+    /// With this level; every `pg_restore` supports it.
     Gzip(u8),
-    /// By level; for tools that were built with it.
+    /// With this level; for tools that were built with zstd.
     Zstd(u8),
 }
 
 impl Compression {
-    /// Read by all, and fast enough not to be waited for.
+    /// Supported by all tools, and fast enough.
     pub const DEFAULT: Self = Self::Gzip(1);
 
-    /// By how much a dump may be larger than its database on disk. Text forms make it somewhat larger; without
-    /// compression, values that PostgreSQL keeps compressed are written out, and so are NULLs.
+    /// Maximum size of a dump, as a multiple of the database's size on disk. Text formats add some. Without
+    /// compression, values that PostgreSQL compresses and NULLs are written out.
     pub fn max_growth(self) -> u64 {
         match self {
             Self::None => 32,
@@ -53,8 +53,8 @@ impl FromStr for Compression {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         const WRONG: &str = "must be none, gzip:1 to gzip:9, or zstd:1 to zstd:19";
-        let level = |text: &str, most: u8| match text.parse::<u8>() {
-            Ok(level) if (1..=most).contains(&level) => Ok(level),
+        let level = |text: &str, max: u8| match text.parse::<u8>() {
+            Ok(level) if (1..=max).contains(&level) => Ok(level),
             _ => Err(WRONG),
         };
         match text.split_once(':') {
@@ -76,17 +76,17 @@ impl fmt::Display for Compression {
     }
 }
 
-/// The client tools of PostgreSQL 16.
+/// Location of the client tools of PostgreSQL 16.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PgTools {
     /// Executables in a directory of this machine.
     Directory(PathBuf),
-    /// Those inside the database's container.
+    /// The tools inside the database's container.
     Container,
 }
 
 impl PgTools {
-    /// `SVC_PG_BIN_DIR`, else those of the release's runtime, else those in the container.
+    /// `SVC_PG_BIN_DIR`, else the tools of the release's runtime, else those of the container.
     pub fn locate(env: &mut Env, layout: &Layout) -> Self {
         if let Some(dir) = env.path("SVC_PG_BIN_DIR") {
             if !dir.join("pg_dump").is_file() {
@@ -98,12 +98,12 @@ impl PgTools {
         if bundled.join("pg_dump").is_file() { Self::Directory(bundled) } else { Self::Container }
     }
 
-    /// This compression, where the tools have it, else the one that all have.
-    pub async fn able(&self, compression: Compression) -> Compression {
+    /// The given compression if the tools support it, else the default.
+    pub async fn choose_compression(&self, compression: Compression) -> Compression {
         if !matches!(compression, Compression::Zstd(_)) {
             return compression;
         }
-        // The word is judged before a server is looked for, and there is none.
+        // pg_dump checks this argument before it connects, so no server is needed.
         let mut command = self.command("pg_dump", None);
         command.args([
             "-Fc",
@@ -115,15 +115,15 @@ impl PgTools {
             "nothing",
         ]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
-        let said = tokio::time::timeout(PROBE, command.output()).await;
-        let lacks = |said: &[u8]| String::from_utf8_lossy(said).contains("compression");
-        match said {
+        let output = tokio::time::timeout(PROBE_TIMEOUT, command.output()).await;
+        let lacks = |output: &[u8]| String::from_utf8_lossy(output).contains("compression");
+        match output {
             Ok(Ok(output)) if !lacks(&output.stderr) => compression,
             _ => Compression::DEFAULT,
         }
     }
 
-    /// A dump in custom format on stdout, of the exported snapshot.
+    /// Writes a dump of the exported snapshot to stdout, in custom format.
     pub fn dump(&self, server: &Server, snapshot: &str, compression: Compression) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command
@@ -134,7 +134,7 @@ impl PgTools {
         command
     }
 
-    /// A dump of these tables alone, `schema.table` quoted where needed, with what belongs to them.
+    /// Dumps only these tables (`schema.table`, quoted where needed), with their dependent objects.
     pub fn dump_tables(&self, server: &Server, database: &str, tables: &[&str]) -> Command {
         let mut command = self.command("pg_dump", Some(server));
         command.args(["-Fc", "-Z0", "--no-password", "--lock-wait-timeout=60s", "--strict-names"]);
@@ -145,7 +145,7 @@ impl PgTools {
         command
     }
 
-    /// Loads the dump that comes on stdin into a database, all of it or nothing.
+    /// Loads a dump from stdin into a database, in one transaction.
     pub fn load_stdin(&self, server: &Server, database: &str) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command
@@ -156,17 +156,18 @@ impl PgTools {
         command
     }
 
-    /// Reads a whole dump from stdin and makes nothing of it; fails where the dump is damaged.
-    pub fn read_through(&self) -> Command {
+    /// Reads a whole dump from stdin without loading it; fails if the dump is damaged.
+    pub fn check_dump(&self) -> Command {
         let mut command = self.command("pg_restore", None);
         command.args(["-f", "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::null());
         command
     }
 
-    /// Loads a dump file into a database. Inside the container the file is read from stdin, which rules out two jobs.
+    /// Loads a dump file into a database. In the container the file is read from stdin, which rules out parallel
+    /// jobs.
     ///
     /// # Errors
-    /// When the file cannot be opened.
+    /// If the file cannot be opened.
     pub fn load(&self, server: &Server, database: &str, dump: &Path) -> std::io::Result<Command> {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
@@ -174,7 +175,7 @@ impl PgTools {
         let mut command = self.command_with("pg_restore", vars);
         command.args(["--exit-on-error", "--no-password", "--no-tablespaces", "-d", database]);
         match self {
-            Self::Directory(_) => command.arg(format!("-j{JOBS}")).arg(dump).stdin(Stdio::null()),
+            Self::Directory(_) => command.arg(format!("-j{RESTORE_JOBS}")).arg(dump).stdin(Stdio::null()),
             Self::Container => command.stdin(std::fs::File::open(dump)?),
         };
         command.stdout(Stdio::null());
@@ -188,7 +189,7 @@ impl PgTools {
         command
     }
 
-    /// Loads entries of a dump file, which a list names, into a database; all of it belongs to the server's user.
+    /// Loads the entries named by a list from a dump file into a database. The server's user owns all of them.
     pub fn load_chosen(&self, server: &Server, database: &str, dump: &Path, chosen: &Path) -> Command {
         let mut command = self.command("pg_restore", Some(server));
         command.args([
@@ -199,12 +200,12 @@ impl PgTools {
             "--no-privileges",
         ]);
         command.args(["--no-security-labels", "--no-publications", "--no-subscriptions"]);
-        command.args(["-d", database, &format!("-j{JOBS}"), "-L"]).arg(chosen).arg(dump);
+        command.args(["-d", database, &format!("-j{RESTORE_JOBS}"), "-L"]).arg(chosen).arg(dump);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command
     }
 
-    /// Loads the dump that comes on stdin into a database without sessions, as it arrives and in one session.
+    /// Loads a dump from stdin into a database without other sessions, in a single session as it arrives.
     pub fn load_stream(&self, server: &Server, database: &str) -> Command {
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let mut vars = connection_vars(server);
@@ -226,7 +227,7 @@ impl PgTools {
                 let mut command = Command::new("podman");
                 command.args(["exec", "-i"]);
                 for (name, _) in &vars {
-                    // The name alone: podman takes the value from its environment.
+                    // Only the name: podman takes the value from its environment.
                     command.args(["-e", name]);
                 }
                 command.args([CONTAINER, tool]);
@@ -234,7 +235,7 @@ impl PgTools {
             }
         };
         command.env_clear();
-        command.envs(PASSED.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
+        command.envs(PASSED_VARIABLES.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
         command.envs(vars).stderr(Stdio::piped()).kill_on_drop(true);
         command
     }
@@ -260,23 +261,23 @@ fn connection_vars(server: &Server) -> Vec<(&'static str, String)> {
     vars
 }
 
-/// For sessions that load a database which nobody uses yet. They do not wait for the disk at each statement: what comes
-/// after the load waits for all of it. Where the jobs have all the cores, an index is built without helpers, which only
-/// get into the other job's way. Indexes get no more memory than the server gives: more of it is slower, for the sorts
-/// then leave the processor's caches.
+/// Options of sessions that load a database not in use yet. Statements do not wait for the disk; the step after the
+/// load waits for all of it. If the jobs use all cores, indexes are built without parallel workers, which would only
+/// slow down the other job. `maintenance_work_mem` stays at the server's setting: larger sorts leave the CPU caches
+/// and are slower.
 fn load_options(cores: usize) -> String {
-    let helpers = if cores <= JOBS { " -c max_parallel_maintenance_workers=0" } else { "" };
-    format!("-c synchronous_commit=off{helpers}")
+    let workers = if cores <= RESTORE_JOBS { " -c max_parallel_maintenance_workers=0" } else { "" };
+    format!("-c synchronous_commit=off{workers}")
 }
 
-/// What a tool complained of, in one line, without what its lines quote of rows.
-pub fn complaint(said: &str) -> String {
+/// Summarizes a tool's stderr in one line, without the row values that it quotes.
+pub fn summarize_stderr(output: &str) -> String {
     let about_rows = ["DETAIL:", "CONTEXT:", "HINT:", "Command was:", "COPY "];
-    let lines = said.lines().map(str::trim).filter(|line| !line.is_empty());
-    let told = lines.filter(|line| !about_rows.iter().any(|start| line.starts_with(start)));
+    let lines = output.lines().map(str::trim).filter(|line| !line.is_empty());
+    let lines = lines.filter(|line| !about_rows.iter().any(|start| line.starts_with(start)));
     // `invalid input syntax for type integer: "…"`
-    let told = told.map(|line| line.split(": \"").next().unwrap_or_default());
-    told.collect::<Vec<_>>().join("; ")
+    let lines = lines.map(|line| line.split(": \"").next().unwrap_or_default());
+    lines.collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
@@ -284,26 +285,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_complaint_quotes_no_row() {
-        let said = "pg_restore: error: COPY failed for table \"notes\": ERROR:  invalid input syntax for type integer: \"mine\"\n\
+    fn summarize_stderr_quotes_no_row() {
+        let output = "pg_restore: error: COPY failed for table \"notes\": ERROR:  invalid input syntax for type integer: \"mine\"\n\
                     CONTEXT:  COPY notes, line 1, column rank: \"mine\"\n\
                     DETAIL:  Key (title)=(mine) is duplicated.\npg_restore: error: ended\n";
-        let told = complaint(said);
-        assert!(!told.contains("mine"), "{told}");
+        let lines = summarize_stderr(output);
+        assert!(!lines.contains("mine"), "{lines}");
         assert!(
-            told.contains("COPY failed for table \"notes\"") && told.ends_with("; pg_restore: error: ended"),
-            "{told}"
+            lines.contains("COPY failed for table \"notes\"")
+                && lines.ends_with("; pg_restore: error: ended"),
+            "{lines}"
         );
     }
 
     #[test]
-    fn a_load_takes_helpers_where_there_are_cores_for_them() {
+    fn load_uses_workers_only_with_spare_cores() {
         assert!(load_options(1).contains("workers=0") && load_options(2).contains("workers=0"));
         assert_eq!(load_options(4), "-c synchronous_commit=off");
     }
 
     #[test]
-    fn a_compression_is_written_as_it_is_read() {
+    fn compression_round_trips_through_text() {
         for text in ["none", "gzip:1", "gzip:9", "zstd:1", "zstd:19"] {
             assert_eq!(text.parse::<Compression>().unwrap().to_string(), text);
         }
@@ -313,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn the_password_is_in_no_argument_list() {
+    fn password_is_in_no_argument_list() {
         let server = Server::new("postgres://me:hunter2@127.0.0.1:5433/svc".parse().unwrap());
         for tools in [PgTools::Directory("/pg".into()), PgTools::Container] {
             let command = tools.dump(&server, "00000003-1", Compression::DEFAULT);

@@ -1,4 +1,4 @@
-//! A look at the machine's own gateway, as the router will see it: by HTTPS, with the key of its certificate pinned.
+//! Probes the machine's own gateway as the router does: over HTTPS, with its certificate's key pinned.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -9,10 +9,10 @@ use crate::http::tls::{self, ChainCheck, Identity, SpkiPin};
 /// The gateway's default address.
 pub const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 443);
 
-/// The pin of the certificate that the gateway made, or `None` before it made one.
+/// The pin of the gateway's certificate, or `None` before the gateway has created it.
 ///
 /// # Errors
-/// When it is there and cannot be read.
+/// If it exists and cannot be read.
 pub fn pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
     match Identity::read(&layout.tls_cert(), &layout.tls_key()) {
         Ok(identity) => identity.pin().map(Some),
@@ -21,7 +21,7 @@ pub fn pin(layout: &Layout) -> anyhow::Result<Option<SpkiPin>> {
     }
 }
 
-/// The gateway seen from this machine.
+/// A client for the gateway on this machine.
 #[derive(Debug, Clone)]
 pub struct Gateway {
     client: reqwest::Client,
@@ -31,7 +31,7 @@ pub struct Gateway {
 
 impl Gateway {
     /// # Errors
-    /// When no client can be made.
+    /// If the HTTP client cannot be created.
     pub fn new(listen: SocketAddr, pin: SpkiPin) -> anyhow::Result<Self> {
         let config = tls::pinned_client_config(pin, ChainCheck::PinOnly)?;
         let client = client::with_tls(Deadlines::CALL, config)?;
@@ -39,22 +39,22 @@ impl Gateway {
         Ok(Self { client, ready: format!("{base}/readyz"), live: format!("{base}/livez") })
     }
 
-    /// Whether it says that it is ready.
+    /// Whether the gateway is ready.
     pub async fn is_ready(&self) -> bool {
-        self.says(&self.ready).await
+        self.is_success(&self.ready).await
     }
 
-    /// Whether its process runs and answers.
+    /// Whether the gateway's process runs and answers.
     pub async fn is_alive(&self) -> bool {
-        self.says(&self.live).await
+        self.is_success(&self.live).await
     }
 
-    async fn says(&self, url: &str) -> bool {
-        self.client.get(url).send().await.is_ok_and(|answer| answer.status().is_success())
+    async fn is_success(&self, url: &str) -> bool {
+        self.client.get(url).send().await.is_ok_and(|response| response.status().is_success())
     }
 }
 
-/// A listener on every address is reached on this machine's own.
+/// Replaces an unspecified listen address with the loopback address.
 fn reachable(listen: SocketAddr) -> SocketAddr {
     let ip = match listen.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),

@@ -1,4 +1,4 @@
-//! How far a long run is: to systemd as its status, and to a person at a terminal as a bar.
+//! Progress of a long run: reported to systemd as its status, and shown as a bar on a terminal.
 
 use std::io::IsTerminal;
 use std::sync::Mutex;
@@ -8,16 +8,16 @@ use indicatif::{ProgressBar, ProgressStyle};
 use sd_notify::NotifyState;
 use tokio::sync::watch;
 
-use super::boot_progress::Amount;
+use super::boot_progress::ProgressAmount;
 use super::systemd;
 
-/// systemd need not hear of every chunk.
-const EACH: Duration = Duration::from_secs(1);
+/// Minimum time between two status updates to systemd.
+const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
 pub struct Progress {
     bar: Option<ProgressBar>,
-    told: Mutex<Instant>,
-    amount: watch::Sender<Option<Amount>>,
+    last_status: Mutex<Instant>,
+    amount: watch::Sender<Option<ProgressAmount>>,
 }
 
 impl Default for Progress {
@@ -27,52 +27,52 @@ impl Default for Progress {
             bar.enable_steady_tick(Duration::from_millis(120));
             bar
         });
-        Self { bar, told: Mutex::new(Instant::now()), amount: watch::Sender::new(None) }
+        Self { bar, last_status: Mutex::new(Instant::now()), amount: watch::Sender::new(None) }
     }
 }
 
 impl Progress {
-    /// Each change of how much is done.
-    pub fn subscribe(&self) -> watch::Receiver<Option<Amount>> {
+    /// A receiver for each change of the progress.
+    pub fn subscribe(&self) -> watch::Receiver<Option<ProgressAmount>> {
         self.amount.subscribe()
     }
 
-    /// So many rows of all have been counted.
-    pub fn rows(&self, so_far: u64, whole: u64) {
-        self.amount.send_replace(Some(Amount::of_rows(so_far, whole)));
+    /// Reports counted rows.
+    pub fn rows(&self, done: u64, total: u64) {
+        self.amount.send_replace(Some(ProgressAmount::of_rows(done, total)));
     }
 
-    /// Something begins whose end is not known.
+    /// Starts a phase of unknown length.
     pub fn at(&self, what: &'static str) {
-        systemd::tell(&[NotifyState::Status(what)]);
+        systemd::notify(&[NotifyState::Status(what)]);
         self.show("{spinner} {msg} ({elapsed})", what);
     }
 
-    /// Something begins that is over after so many bytes.
-    pub fn of_bytes(&self, what: &'static str, whole: u64) {
-        systemd::tell(&[NotifyState::Status(what)]);
+    /// Starts a phase of `total` bytes.
+    pub fn of_bytes(&self, what: &'static str, total: u64) {
+        systemd::notify(&[NotifyState::Status(what)]);
         self.show(
             "{spinner} {msg}: {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left",
             what,
         );
         if let Some(bar) = &self.bar {
-            bar.set_length(whole);
+            bar.set_length(total);
         }
     }
 
-    /// So many of them are there.
-    pub fn bytes(&self, what: &'static str, so_far: u64, whole: u64) {
-        let amount = Some(Amount::of_bytes(so_far, whole));
-        // What has not changed is no progress.
+    /// Reports processed bytes.
+    pub fn bytes(&self, what: &'static str, done: u64, total: u64) {
+        let amount = Some(ProgressAmount::of_bytes(done, total));
+        // Repeats are no progress.
         self.amount.send_if_modified(|now| std::mem::replace(now, amount) != amount);
         if let Some(bar) = &self.bar {
-            bar.set_position(so_far);
+            bar.set_position(done);
         }
-        let mut told = self.told.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if told.elapsed() >= EACH {
-            *told = Instant::now();
-            let percent = so_far.saturating_mul(100).checked_div(whole).unwrap_or(100).min(100);
-            systemd::tell(&[NotifyState::Status(&format!("{what}: {percent} % of {} MiB", whole >> 20))]);
+        let mut last_status = self.last_status.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if last_status.elapsed() >= STATUS_INTERVAL {
+            *last_status = Instant::now();
+            let percent = done.saturating_mul(100).checked_div(total).unwrap_or(100).min(100);
+            systemd::notify(&[NotifyState::Status(&format!("{what}: {percent} % of {} MiB", total >> 20))]);
         }
     }
 

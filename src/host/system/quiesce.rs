@@ -1,7 +1,7 @@
-//! The file that says that the writers of this machine are stopped, and for which operation of the platform.
+//! The file that marks the writers of this machine as stopped, and for which operation of the platform.
 //!
-//! The gateway writes it and obeys it; the sync agent removes it when the platform no longer names the operation. Both
-//! change it under one lock, so that neither removes what the other has just written.
+//! The gateway writes the file and follows it. The sync agent removes it once the platform no longer names the
+//! operation. Both change it under one lock, so that neither removes what the other has just written.
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ use crate::host::system::lock::{Lock, LockError};
 use crate::machine::id::OperationId;
 
 const FORMAT: u32 = 1;
-/// A holder of the lock writes one small file.
+/// Time limit for the lock, whose holder writes one small file.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Writers are stopped, or are being stopped, for this operation.
+/// The writers are stopped, or are stopping, for this operation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Quiesce {
@@ -26,12 +26,12 @@ pub struct Quiesce {
     pub operation_id: OperationId,
     #[serde(with = "clock::wire")]
     pub requested_at: Timestamp,
-    /// Since when no writer is left; `None` while some still end.
+    /// The time when all writers had stopped; `None` while some are still running.
     #[serde(with = "clock::wire_option")]
     pub quiesced_at: Option<Timestamp>,
 }
 
-/// Why the file was not changed.
+/// Reason why the file was not changed.
 #[derive(Debug, thiserror::Error)]
 pub enum QuiesceError {
     #[error("lock the state of the writers")]
@@ -45,49 +45,41 @@ impl Quiesce {
         Self { version: FORMAT, operation_id, requested_at: clock::now_ms(), quiesced_at: None }
     }
 
-    /// `None`: writers may write. The file is written atomically, so one that is not readable was not written by us:
-    /// it stops nobody.
+    /// `None` if the writers may write. The file is written atomically, so an unreadable one is not ours and stops no
+    /// writer.
     ///
     /// # Errors
-    /// When the file exists and the disk does not return it.
+    /// If the file exists and the disk does not return it.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.quiesce())?;
+        let text = fsx::read_if_exists(&layout.quiesce())?;
         let quiesce = text.and_then(|text| match serde_json::from_slice::<Self>(&text) {
             Ok(quiesce) if quiesce.version == FORMAT => Some(quiesce),
             Ok(_) => None,
             Err(error) => {
-                tracing::error!(%error, "quiesce.json is not readable and is ignored");
+                tracing::error!(%error, "ignoring quiesce.json, which is not readable");
                 None
             }
         });
         Ok(quiesce)
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout, _lock: &Lock) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.quiesce(), &text, 0o644)
     }
 }
 
-/// Waits for the right to change the file.
-///
-/// # Errors
-/// [`LockError`].
+/// Waits for the lock that protects the file.
 pub async fn lock(layout: &Layout) -> Result<Lock, LockError> {
     Lock::wait(&layout.quiesce_lock(), LOCK_TIMEOUT).await
 }
 
-/// Lets writers write again, if they are stopped for this operation. Answers whether they were.
-///
-/// # Errors
-/// [`QuiesceError`].
+/// Resumes the writers if they are stopped for this operation. Returns whether they were.
 pub async fn resume(layout: &Layout, operation: OperationId) -> Result<bool, QuiesceError> {
     let _lock = lock(layout).await?;
     let is_for_it = Quiesce::read(layout)?.is_some_and(|now| now.operation_id == operation);
     if is_for_it {
-        fsx::remove_if_there(&layout.quiesce())?;
+        fsx::remove_if_exists(&layout.quiesce())?;
     }
     Ok(is_for_it)
 }

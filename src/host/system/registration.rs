@@ -1,4 +1,4 @@
-//! This machine's registration, once the platform has accepted it, as `svc-register` noted it.
+//! The registration of this machine that the platform accepted, as recorded by `svc-register`.
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -7,20 +7,20 @@ use crate::fsx;
 use crate::host::system::layout::Layout;
 use crate::machine::id::MachineId;
 
-/// What is read of the note.
+/// The fields of `register.json` that are used here.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Note {
+struct RegistrationRecord {
     machine_id: MachineId,
     /// The exact text of the request.
     sent: String,
     registered_at: Option<String>,
 }
 
-/// The request that the platform accepted. A note that cannot be read says nothing.
+/// The request that the platform accepted; `None` if the file cannot be read.
 pub fn accepted(layout: &Layout, machine: MachineId) -> Option<Box<RawValue>> {
-    let text = fsx::read_if_there(&layout.registration()).ok().flatten()?;
-    let note: Note = serde_json::from_slice(&text).ok()?;
-    let is_accepted = note.machine_id == machine && note.registered_at.is_some();
-    RawValue::from_string(note.sent).ok().filter(|_| is_accepted)
+    let text = fsx::read_if_exists(&layout.registration()).ok().flatten()?;
+    let record: RegistrationRecord = serde_json::from_slice(&text).ok()?;
+    let is_accepted = record.machine_id == machine && record.registered_at.is_some();
+    RawValue::from_string(record.sent).ok().filter(|_| is_accepted)
 }

@@ -1,5 +1,4 @@
-//! A release as it lies on the machine: `release.json`, the digest of the bundle that it came from, and which is
-//! current.
+//! A release on the machine: `release.json`, the digest of its bundle, and the link to the current release.
 
 use std::path::Path;
 
@@ -10,7 +9,7 @@ use crate::fsx::{self, FileError};
 use crate::machine::name::ImageVersion;
 
 pub const MANIFEST: &str = "release.json";
-/// Written by us beside the unpacked files, never part of a bundle.
+/// Written at installation beside the unpacked files; never part of a bundle.
 pub const DIGEST: &str = ".bundle-sha256";
 
 /// `release.json`.
@@ -25,7 +24,7 @@ pub struct Release {
     pub components: Vec<Component>,
 }
 
-/// One thing inside a release.
+/// One component of a release.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Component {
@@ -35,18 +34,18 @@ pub struct Component {
     pub path: Option<String>,
 }
 
-/// A release that cannot be read.
+/// Reason why a release cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReleaseError {
     #[error(transparent)]
     File(#[from] FileError),
-    #[error("{path} is not a release's: {why}")]
+    #[error("{path} is not a valid release.json: {why}")]
     Malformed { path: String, why: String },
 }
 
 impl Release {
     /// # Errors
-    /// [`ReleaseError`]; its absence is one.
+    /// [`ReleaseError`], also if the file is missing.
     pub fn read(dir: &Path) -> Result<Self, ReleaseError> {
         let path = dir.join(MANIFEST);
         let text = std::fs::read(&path).map_err(FileError::at("read", &path))?;
@@ -55,16 +54,16 @@ impl Release {
     }
 }
 
-/// The digest of the bundle that a release came from.
+/// The digest of the bundle that the release came from.
 ///
 /// # Errors
-/// When it is there and cannot be read.
+/// If it exists and cannot be read.
 pub fn digest(dir: &Path) -> Result<Option<String>, FileError> {
-    let read = fsx::read_if_there(&dir.join(DIGEST))?;
+    let read = fsx::read_if_exists(&dir.join(DIGEST))?;
     Ok(read.map(|text| String::from_utf8_lossy(&text).trim().to_owned()))
 }
 
-/// The version that `current` names.
+/// The version that `current` points to.
 pub fn current(layout: &Layout) -> Option<ImageVersion> {
     let target = std::fs::read_link(layout.current()).ok()?;
     target.file_name()?.to_str()?.parse().ok()

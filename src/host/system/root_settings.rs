@@ -1,7 +1,8 @@
-//! What root takes from env files that another user can write: by a list, so that a new setting is root's own until
-//! somebody has thought about it.
+//! Settings that root accepts from env files writable by another user. It is an allowlist, so that a new setting
+//! stays root's own until it has been reviewed.
 //!
-//! Root's own settings are those of its process and of `update.env`, which outrank every other file.
+//! Root's own settings are in its process environment and in `update.env`, which take precedence over every other
+//! file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -12,69 +13,69 @@ use super::layout::Layout;
 use crate::config::{Env, env_line};
 use crate::fsx::{self, FileError};
 
-/// Why root may use a value that another user of the machine has chosen.
+/// Reason why root may use a value chosen by another user of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Harmless {
-    /// Parsed as an identifier of this machine, its owner or a snapshot; no path is made of it unchecked.
+pub enum AcceptReason {
+    /// Parsed as an identifier of this machine, its owner or a snapshot; never used unchecked in a path.
     Identifier,
-    /// Parsed as a number or one of a few words, within limits.
+    /// Parsed as a number or an enumerated value, within limits.
     Choice,
-    /// A credential that the user has itself. Root sends it to root's own address of the platform, or to an address of
-    /// this list, and never in place of a credential of root's.
+    /// A credential that the other user has itself. Root sends it to its own address of the platform or to an address
+    /// of this list, and never in place of a credential of its own.
     Credential,
-    /// An address to which root sends nothing but what this list has.
+    /// An address to which root sends only values of this list.
     Address,
-    /// Judged by the doctor, and used by services that are not root.
+    /// Only checked by the doctor; used by services that do not run as root.
     Judged,
 }
 
-/// The settings that root takes from files of others.
-pub const FROM_OTHERS: [(&str, Harmless); 28] = [
-    ("SVC_MACHINE_ID", Harmless::Identifier),
-    ("SVC_USER_ID", Harmless::Identifier),
-    ("SVC_HANDLE", Harmless::Identifier),
-    ("SVC_SLOT", Harmless::Identifier),
-    ("SVC_EPOCH", Harmless::Identifier),
-    ("SVC_IMAGE_VERSION", Harmless::Identifier),
-    ("SVC_RESTORE_SNAPSHOT", Harmless::Identifier),
-    ("SVC_RESTORE_MODE", Harmless::Choice),
-    ("BACKUP_COMPRESSION", Harmless::Choice),
-    ("BACKUP_RETRY_SECONDS", Harmless::Choice),
-    ("VERIFY_WITHIN_DAYS", Harmless::Choice),
-    ("RESTORE_STORE_DEADLINE_SECONDS", Harmless::Choice),
-    ("UPGRADE_TOKEN", Harmless::Credential),
-    ("REGISTRATION_TOKEN", Harmless::Credential),
-    ("DATABASE_URL", Harmless::Credential),
-    ("AWS_ACCESS_KEY_ID", Harmless::Credential),
-    ("AWS_SECRET_ACCESS_KEY", Harmless::Credential),
-    ("AWS_SESSION_TOKEN", Harmless::Credential),
-    ("AWS_CREDENTIAL_EXPIRATION", Harmless::Choice),
-    ("AWS_REGION", Harmless::Address),
-    ("OBJECT_STORE_URL", Harmless::Address),
-    ("OBJECT_STORE_ENDPOINT", Harmless::Address),
-    ("OBJECT_STORE_BUCKET", Harmless::Address),
-    ("S3_BUCKET", Harmless::Address),
-    ("GATEWAY_LISTEN", Harmless::Address),
-    // Until root has one of its own: see `keep_platform_url`.
-    (PLATFORM_URL, Harmless::Address),
-    ("SVC_PROOF_KEYS", Harmless::Judged),
-    ("ADMIN_TOKEN", Harmless::Credential),
+/// The settings that root accepts from files of other users.
+pub const ALLOWED_FROM_OTHERS: [(&str, AcceptReason); 28] = [
+    ("SVC_MACHINE_ID", AcceptReason::Identifier),
+    ("SVC_USER_ID", AcceptReason::Identifier),
+    ("SVC_HANDLE", AcceptReason::Identifier),
+    ("SVC_SLOT", AcceptReason::Identifier),
+    ("SVC_EPOCH", AcceptReason::Identifier),
+    ("SVC_IMAGE_VERSION", AcceptReason::Identifier),
+    ("SVC_RESTORE_SNAPSHOT", AcceptReason::Identifier),
+    ("SVC_RESTORE_MODE", AcceptReason::Choice),
+    ("BACKUP_COMPRESSION", AcceptReason::Choice),
+    ("BACKUP_RETRY_SECONDS", AcceptReason::Choice),
+    ("VERIFY_WITHIN_DAYS", AcceptReason::Choice),
+    ("RESTORE_STORE_DEADLINE_SECONDS", AcceptReason::Choice),
+    ("UPGRADE_TOKEN", AcceptReason::Credential),
+    ("REGISTRATION_TOKEN", AcceptReason::Credential),
+    ("DATABASE_URL", AcceptReason::Credential),
+    ("AWS_ACCESS_KEY_ID", AcceptReason::Credential),
+    ("AWS_SECRET_ACCESS_KEY", AcceptReason::Credential),
+    ("AWS_SESSION_TOKEN", AcceptReason::Credential),
+    ("AWS_CREDENTIAL_EXPIRATION", AcceptReason::Choice),
+    ("AWS_REGION", AcceptReason::Address),
+    ("OBJECT_STORE_URL", AcceptReason::Address),
+    ("OBJECT_STORE_ENDPOINT", AcceptReason::Address),
+    ("OBJECT_STORE_BUCKET", AcceptReason::Address),
+    ("S3_BUCKET", AcceptReason::Address),
+    ("GATEWAY_LISTEN", AcceptReason::Address),
+    // Only until root has a value of its own: see `copy_platform_url`.
+    (PLATFORM_URL, AcceptReason::Address),
+    ("SVC_PROOF_KEYS", AcceptReason::Judged),
+    ("ADMIN_TOKEN", AcceptReason::Credential),
 ];
 
 const PLATFORM_URL: &str = "PLATFORM_INTERNAL_URL";
 
-/// Whether root takes this setting from a file of another user. A store that is a directory is none: root would write
-/// its files wherever the other user wants.
-pub fn is_taken(name: &str, value: &str) -> bool {
+/// Whether root accepts this setting from a file of another user. A store in a directory is not accepted: root would
+/// write files wherever the other user wants.
+pub fn is_accepted(name: &str, value: &str) -> bool {
     let is_directory =
         name == "OBJECT_STORE_URL" && value.trim_start().to_ascii_lowercase().starts_with("file");
-    !is_directory && FROM_OTHERS.iter().any(|(taken, _)| *taken == name)
+    !is_directory && ALLOWED_FROM_OTHERS.iter().any(|(accepted, _)| *accepted == name)
 }
 
-/// Adds the files, as root reads them.
-pub fn with_files_of_others(env: Env, files: &[PathBuf]) -> Env {
+/// Adds the files under root's restrictions.
+pub fn with_untrusted_files(env: Env, files: &[PathBuf]) -> Env {
     files.iter().fold(env, |env, file| {
-        if is_of_another_user(file) { env.with_file_where(file, is_taken) } else { env.with_file(file) }
+        if is_of_another_user(file) { env.with_file_where(file, is_accepted) } else { env.with_file(file) }
     })
 }
 
@@ -82,25 +83,22 @@ fn is_of_another_user(file: &Path) -> bool {
     std::fs::metadata(file).is_ok_and(|meta| meta.uid() != 0)
 }
 
-/// Writes the platform's address where root alone can change it, on a machine whose user-data did not. From then on root
-/// does not take that of `host.env`.
-///
-/// # Errors
-/// [`FileError`].
-pub fn keep_platform_url(layout: &Layout) -> Result<(), FileError> {
+/// Copies the platform's address to a file that only root can change, on a machine whose user-data did not. From then
+/// on root ignores the address in `host.env`.
+pub fn copy_platform_url(layout: &Layout) -> Result<(), FileError> {
     let file = layout.update_env();
     if !geteuid().is_root() || Env::default().with_file(&file).is_set(PLATFORM_URL) {
         return Ok(());
     }
     let Some(url) = Env::default().with_file(&layout.host_env()).text(PLATFORM_URL) else { return Ok(()) };
-    let before = fsx::read_if_there(&file)?.unwrap_or_default();
+    let before = fsx::read_if_exists(&file)?.unwrap_or_default();
     let mut text = String::from_utf8_lossy(&before).into_owned();
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }
     text.push_str(&env_line(PLATFORM_URL, &url));
     fsx::write_atomic(&file, text.as_bytes(), 0o600)?;
-    tracing::info!("the platform's address is kept in update.env, which root alone can change");
+    tracing::info!("copied the platform's address to update.env, which only root can change");
     Ok(())
 }
 
@@ -137,13 +135,13 @@ mod tests {
             "SVC_UPDATE_HEALTH_SECONDS",
             "SVC_NEW",
         ];
-        let all = FROM_OTHERS.iter().map(|(name, _)| *name).chain(own);
+        let all = ALLOWED_FROM_OTHERS.iter().map(|(name, _)| *name).chain(own);
         let others: String = all.map(|name| env_line(name, "planted")).collect();
         let Some((_dir, layout)) = machine(&others, "SVC_UPDATE_SNAPSHOT_SECONDS=7\n") else { return };
         for name in own {
             assert_ne!(text(&layout, name).as_deref(), Some("planted"), "{name}");
         }
-        for (name, _) in FROM_OTHERS {
+        for (name, _) in ALLOWED_FROM_OTHERS {
             assert!(text(&layout, name).is_some(), "{name}");
         }
         assert_eq!(text(&layout, "SVC_UPDATE_SNAPSHOT_SECONDS").as_deref(), Some("7"));
@@ -162,11 +160,11 @@ mod tests {
         let Some((_dir, layout)) = machine("PLATFORM_INTERNAL_URL=https://one.example\n", "A_KEY=1") else {
             return;
         };
-        keep_platform_url(&layout).unwrap();
+        copy_platform_url(&layout).unwrap();
         fsx::write_atomic(&layout.host_env(), b"PLATFORM_INTERNAL_URL=https://thief.example\n", 0o600)
             .unwrap();
         chown(layout.host_env(), Some(940), Some(940)).unwrap();
-        keep_platform_url(&layout).unwrap();
+        copy_platform_url(&layout).unwrap();
         assert_eq!(text(&layout, PLATFORM_URL).as_deref(), Some("https://one.example"));
         assert_eq!(text(&layout, "A_KEY").as_deref(), Some("1"));
     }

@@ -1,11 +1,10 @@
-//! The object store as a host applet opens it: with the credentials of `r2.env`, or, where these run out, with those
-//! that the platform gives in their place.
+//! Opens the object store for a host applet: with the credentials of `r2.env`, or with renewed ones if those expire.
 
 use std::sync::Arc;
 
 use super::config::PlatformLink;
 use super::layout::Layout;
-use super::store_credentials::{DuringOutage, Renewed};
+use super::store_credentials::{DuringOutage, RenewingCredentials};
 use crate::applet::Exit;
 use crate::config::Env;
 use crate::machine::id::MachineId;
@@ -13,7 +12,7 @@ use crate::store::config::StoreConfig;
 use crate::store::credentials::{Source, Temporary};
 use crate::store::{Bucket, StoreError};
 
-/// With which code a program ends that could not read what it needs.
+/// The exit code for a failed read of the store.
 pub fn exit(error: &StoreError) -> Exit {
     match error {
         StoreError::Withdrawn { .. } => Exit::Permission,
@@ -26,10 +25,10 @@ pub fn exit(error: &StoreError) -> Exit {
     }
 }
 
-/// Where the store is and how this machine has access to it.
+/// The location of the store and this machine's access to it.
 pub struct StoreLink {
     store: StoreConfig,
-    /// `None` for credentials that do not run out.
+    /// `None` for credentials that do not expire.
     renewal: Option<Renewal>,
 }
 
@@ -63,38 +62,39 @@ impl StoreLink {
         Some(Self { store, renewal })
     }
 
-    /// Opens the store; no call is made yet.
+    /// Opens the store without making a call.
     ///
     /// # Errors
-    /// When no client can be made.
+    /// If the HTTP client cannot be created.
     pub fn open(self) -> anyhow::Result<Bucket> {
         self.open_for(DuringOutage::Wait)
     }
 
-    /// The same, for a backup, which may store snapshots while the platform is unreachable.
+    /// [`Self::open`] for a backup, which may store snapshots while the platform is unreachable.
     ///
     /// # Errors
-    /// When no client can be made.
+    /// If the HTTP client cannot be created.
     pub fn open_for(self, during_outage: DuringOutage) -> anyhow::Result<Bucket> {
         self.open_with_source(during_outage).map(|(bucket, _)| bucket)
     }
 
-    /// The same, with the source of its credentials, where they run out.
+    /// [`Self::open_for`], also returning the source of expiring credentials.
     ///
     /// # Errors
-    /// When no client can be made.
+    /// If the HTTP client cannot be created.
     pub fn open_with_source(
         self,
         during_outage: DuringOutage,
-    ) -> anyhow::Result<(Bucket, Option<Arc<Renewed>>)> {
+    ) -> anyhow::Result<(Bucket, Option<Arc<RenewingCredentials>>)> {
         let source = match self.renewal {
             None => None,
             Some(Renewal { machine, platform, first, layout }) => {
-                let renewed = Renewed::new(machine, platform, layout.store_credentials(), &first)?;
+                let renewed =
+                    RenewingCredentials::new(machine, platform, layout.store_credentials(), &first)?;
                 Some(Arc::new(renewed.during_outage(during_outage)))
             }
         };
-        let asked = source.clone().map(|source| source as Arc<dyn Source>);
-        Ok((self.store.open_with(asked)?, source))
+        let credentials = source.clone().map(|source| source as Arc<dyn Source>);
+        Ok((self.store.open_with(credentials)?, source))
     }
 }

@@ -1,11 +1,11 @@
-//! Credentials for the object store that are renewed at the platform before they run out.
+//! Credentials for the object store that the platform renews before they expire.
 //!
-//! They begin with those of `r2.env`. What the platform gives in their place is kept in a file, so that the next applet
-//! and the next boot begin with it. Within a process one renewal is under way at a time. Expiry is counted from the
-//! moment that an answer came, by its own `Date`, so that a clock that is wrong does not spoil it.
+//! The initial ones are in `r2.env`. Renewed ones are stored in a file for the next applet and the next boot. A
+//! process runs one renewal at a time. Expiry is computed from the response's own `Date`, so that a wrong clock does
+//! not affect it.
 //!
-//! With them comes an outage session, which lives longer and can only store snapshots. A backup uses it while the platform
-//! is unreachable; a refusal of the platform never leads to it.
+//! The platform also issues an outage session, which lives longer and can only store snapshots. A backup uses it
+//! while the platform is unreachable, but never after a refusal by the platform.
 
 pub mod state_file;
 
@@ -30,41 +30,41 @@ use crate::http::request_id;
 use crate::machine::id::MachineId;
 use crate::store::credentials::{CredentialError, Source, Temporary};
 
-use self::state_file::KeptSession;
-pub use self::state_file::KeptSessions;
+use self::state_file::StoredSession;
+pub use self::state_file::StoredSessions;
 
-/// Assumed life of a session whose life is unknown.
-const USUAL_LIFE: SignedDuration = SignedDuration::from_hours(1);
-/// The age at which [`Renewed::refresh`] renews an outage session.
-const MAX_OUTAGE_AGE: SignedDuration = SignedDuration::from_mins(50);
-/// Before it, credentials count as run out: a request is not answered in the moment that it is signed.
-const MARGIN: SignedDuration = SignedDuration::from_secs(30);
-const ATTEMPTS: u32 = 4;
-/// How long a renewal that failed is not tried again, while the credentials at hand still hold.
-const PAUSE: SignedDuration = SignedDuration::from_secs(30);
+/// Assumed lifetime of a session whose lifetime is unknown.
+const DEFAULT_SESSION_TTL: SignedDuration = SignedDuration::from_hours(1);
+/// Age at which [`RenewingCredentials::refresh`] renews an outage session.
+const MAX_OUTAGE_SESSION_AGE: SignedDuration = SignedDuration::from_mins(50);
+/// Credentials count as expired this early, because a request takes time after it was signed.
+const EXPIRY_MARGIN: SignedDuration = SignedDuration::from_secs(30);
+const MAX_ATTEMPTS: u32 = 4;
+/// Delay after a failed renewal, while the current credentials are still valid.
+const RETRY_INTERVAL: SignedDuration = SignedDuration::from_secs(30);
 
 /// Whether an applet may use the outage session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DuringOutage {
-    /// A backup stores its snapshot.
+    /// For a backup, which stores its snapshot.
     StoreSnapshots,
-    /// Without the platform the store is unavailable.
+    /// The store is unavailable without the platform.
     Wait,
 }
 
 /// The source of a host's credentials.
-pub struct Renewed {
+pub struct RenewingCredentials {
     during_outage: DuringOutage,
     machine: MachineId,
     platform: PlatformLink,
     client: reqwest::Client,
     file: PathBuf,
-    state: Mutex<State>,
+    state: Mutex<SourceState>,
 }
 
-struct State {
-    held: Held,
-    /// A renewal is due, and is not tried before this moment.
+struct SourceState {
+    active: ActiveSession,
+    /// A due renewal is not attempted before this time.
     not_before: Timestamp,
     /// Never cleared once set.
     is_withdrawn: bool,
@@ -72,30 +72,31 @@ struct State {
 
 /// Credentials and their renewal time.
 #[derive(Clone)]
-struct Held {
+struct ActiveSession {
     key: Arc<AwsCredential>,
     /// By this machine's clock.
     expires_at: Timestamp,
     renew_at: Timestamp,
     renewed_at: Option<Timestamp>,
-    outage: Option<Outage>,
+    outage: Option<OutageSession>,
 }
 
 /// The session for storing snapshots while the platform is unreachable.
 #[derive(Clone)]
-struct Outage {
+struct OutageSession {
     key: Arc<AwsCredential>,
     expires_at: Timestamp,
 }
 
-impl Outage {
+impl OutageSession {
     fn is_usable(&self, now: Timestamp) -> bool {
-        now < self.expires_at.saturating_sub(MARGIN).unwrap_or(Timestamp::MIN)
+        now < self.expires_at.saturating_sub(EXPIRY_MARGIN).unwrap_or(Timestamp::MIN)
     }
 }
 
-impl Held {
-    /// Renewal is due when a third of the life is left, or somewhat earlier, so that not all hosts ask at once.
+impl ActiveSession {
+    /// Renewal is due when a third of the lifetime is left, or somewhat earlier, so that hosts do not renew at the
+    /// same time.
     fn new(key: AwsCredential, expires_at: Timestamp, life: SignedDuration) -> Self {
         let third = life.as_secs().max(0) / 3;
         let early = SignedDuration::from_secs(third) + SignedDuration::from_secs(third * random() / 512);
@@ -103,16 +104,17 @@ impl Held {
         Self { key: Arc::new(key), expires_at, renew_at, renewed_at: None, outage: None }
     }
 
-    fn of(kept: &KeptSessions) -> Self {
-        let outage = kept.outage.as_ref();
-        let outage = outage.map(|it| Outage { expires_at: it.expires_at, key: Arc::new(it.signing()) });
-        let session = Self::new(kept.session.signing(), kept.session.expires_at, kept.life());
-        Self { renewed_at: kept.renewed_at, outage, ..session }
+    fn from_stored(stored: &StoredSessions) -> Self {
+        let outage = stored.outage.as_ref();
+        let outage =
+            outage.map(|it| OutageSession { expires_at: it.expires_at, key: Arc::new(it.signing()) });
+        let session = Self::new(stored.session.signing(), stored.session.expires_at, stored.life());
+        Self { renewed_at: stored.renewed_at, outage, ..session }
     }
 
     fn is_usable(&self, now: Timestamp) -> bool {
-        // What lives shorter than the margin is used to its end.
-        now < self.expires_at.saturating_sub(MARGIN).unwrap_or(Timestamp::MIN).max(self.renew_at)
+        // A session shorter than the margin is used to its end.
+        now < self.expires_at.saturating_sub(EXPIRY_MARGIN).unwrap_or(Timestamp::MIN).max(self.renew_at)
     }
 }
 
@@ -120,15 +122,15 @@ fn random() -> i64 {
     i64::from(uuid::Uuid::new_v4().as_bytes()[0])
 }
 
-impl fmt::Debug for Renewed {
+impl fmt::Debug for RenewingCredentials {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Renewed").field("machine", &self.machine).finish_non_exhaustive()
+        f.debug_struct("RenewingCredentials").field("machine", &self.machine).finish_non_exhaustive()
     }
 }
 
-impl Renewed {
+impl RenewingCredentials {
     /// # Errors
-    /// When no client can be made.
+    /// If the HTTP client cannot be created.
     pub fn new(
         machine: MachineId,
         platform: PlatformLink,
@@ -136,8 +138,8 @@ impl Renewed {
         first: &Temporary,
     ) -> anyhow::Result<Self> {
         let client = client::build(Deadlines::CALL)?;
-        let first = Held::new(first.signing(), first.expires_at, USUAL_LIFE);
-        let state = State { held: first, not_before: Timestamp::MIN, is_withdrawn: false };
+        let first = ActiveSession::new(first.signing(), first.expires_at, DEFAULT_SESSION_TTL);
+        let state = SourceState { active: first, not_before: Timestamp::MIN, is_withdrawn: false };
         let during_outage = DuringOutage::Wait;
         Ok(Self { during_outage, machine, platform, client, file, state: Mutex::new(state) })
     }
@@ -147,71 +149,70 @@ impl Renewed {
         Self { during_outage, ..self }
     }
 
-    /// The key of the outage session, where this applet may use it and it has not expired.
-    fn outage_key(&self, state: &State, now: Timestamp) -> Option<Arc<AwsCredential>> {
+    /// The key of the outage session, if this applet may use it and it has not expired.
+    fn outage_key(&self, state: &SourceState, now: Timestamp) -> Option<Arc<AwsCredential>> {
         if self.during_outage == DuringOutage::Wait {
             return None;
         }
-        let outage = state.held.outage.as_ref().filter(|outage| outage.is_usable(now))?;
+        let outage = state.active.outage.as_ref().filter(|outage| outage.is_usable(now))?;
         Some(Arc::clone(&outage.key))
     }
 
-    /// New credentials; while the platform is unreachable, those of the outage session.
+    /// Renews the credentials, or falls back to the outage session while the platform is unreachable.
     async fn renew_or_outage(
         &self,
-        state: &mut State,
+        state: &mut SourceState,
         now: Timestamp,
     ) -> Result<Arc<AwsCredential>, CredentialError> {
         let outage = self.outage_key(state, now);
         if let Some(key) = outage.as_ref().filter(|_| now < state.not_before) {
             return Ok(Arc::clone(key));
         }
-        let attempts = if outage.is_some() { 1 } else { ATTEMPTS };
+        let attempts = if outage.is_some() { 1 } else { MAX_ATTEMPTS };
         match (self.renew(state, attempts).await, outage) {
-            (Ok(()), _) => Ok(Arc::clone(&state.held.key)),
+            (Ok(()), _) => Ok(Arc::clone(&state.active.key)),
             (Err(error @ CredentialError::Unavailable(_)), Some(key)) => {
-                tracing::warn!(%error, "the platform is unreachable: snapshots are stored, and none becomes the latest");
+                tracing::warn!(%error, "the platform is unreachable; snapshots are stored but do not become the latest");
                 Ok(key)
             }
             (Err(error), _) => Err(error),
         }
     }
 
-    /// Renews the sessions where the last ones are older than `MAX_OUTAGE_AGE`, so that an outage of the platform begins
-    /// with a young outage session. Of each host it costs the platform two calls of STS in that time.
-    ///
-    /// # Errors
-    /// [`CredentialError`].
+    /// Renews the sessions if they are older than `MAX_OUTAGE_SESSION_AGE`, so that an outage of the platform begins
+    /// with a fresh outage session. This costs the platform two STS calls per host in that time.
     pub async fn refresh(&self) -> Result<(), CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {
             return Err(CredentialError::Withdrawn);
         }
-        self.take_kept(&mut state);
+        self.load_stored(&mut state);
         let now = Timestamp::now();
-        let is_young = |at: Timestamp| now.duration_since(at) < MAX_OUTAGE_AGE && at <= now;
-        if state.held.renewed_at.is_some_and(is_young) {
+        let is_young = |at: Timestamp| now.duration_since(at) < MAX_OUTAGE_SESSION_AGE && at <= now;
+        if state.active.renewed_at.is_some_and(is_young) {
             return Ok(());
         }
         self.renew(&mut state, 1).await
     }
 
-    /// What another process of this machine has got, if it holds longer.
-    fn take_kept(&self, state: &mut State) {
-        match KeptSessions::read(&self.file, self.machine) {
-            Ok(Some(kept)) if kept.session.expires_at > state.held.expires_at => state.held = Held::of(&kept),
+    /// Loads the session stored by another process of this machine, if it expires later.
+    fn load_stored(&self, state: &mut SourceState) {
+        match StoredSessions::read(&self.file, self.machine) {
+            Ok(Some(stored)) if stored.session.expires_at > state.active.expires_at => {
+                state.active = ActiveSession::from_stored(&stored)
+            }
             Ok(_) => {}
-            Err(error) => tracing::warn!(%error, "the kept credentials are not readable"),
+            Err(error) => tracing::warn!(%error, "cannot read the stored credentials"),
         }
     }
 
-    /// Asks until there is an answer, within the bounds of `attempts`.
-    async fn renew(&self, state: &mut State, attempts: u32) -> Result<(), CredentialError> {
+    /// Requests new sessions, with at most `attempts` attempts.
+    async fn renew(&self, state: &mut SourceState, attempts: u32) -> Result<(), CredentialError> {
         let mut attempt = 1;
         loop {
-            match self.ask().await {
-                Ok(held) => {
-                    state.held = held;
+            match self.request_sessions().await {
+                Ok(active) => {
+                    state.active = active;
                     state.not_before = Timestamp::MIN;
                     return Ok(());
                 }
@@ -223,7 +224,7 @@ impl Renewed {
                 }
                 Err(error) => {
                     state.is_withdrawn |= matches!(error, CredentialError::Withdrawn);
-                    let later = Timestamp::now().saturating_add(PAUSE);
+                    let later = Timestamp::now().saturating_add(RETRY_INTERVAL);
                     state.not_before = later.unwrap_or(Timestamp::MAX);
                     return Err(error);
                 }
@@ -231,47 +232,47 @@ impl Renewed {
         }
     }
 
-    async fn ask(&self) -> Result<Held, CredentialError> {
+    async fn request_sessions(&self) -> Result<ActiveSession, CredentialError> {
         let unavailable = |error: reqwest::Error| CredentialError::Unavailable(chain(&error));
         let url = self.platform.url(&format!("/vps/{}/storage-credentials", self.machine));
         let token = self.platform.upgrade_token.current();
         let request = self.client.post(url).bearer_auth(token.expose_secret());
-        let answer = request_id::onward(request).send().await.map_err(unavailable)?;
+        let response = request_id::onward(request).send().await.map_err(unavailable)?;
         let now = clock::now_ms();
-        let (status, date) = (answer.status(), date(answer.headers()));
-        let body = answer.bytes().await.map_err(unavailable)?;
+        let (status, date) = (response.status(), response_date(response.headers()));
+        let body = response.bytes().await.map_err(unavailable)?;
         if !status.is_success() {
-            return Err(refusal(status, &body));
+            return Err(refusal_error(status, &body));
         }
-        let given: Given = serde_json::from_slice(&body)
-            .map_err(|_| CredentialError::Unavailable("the platform's answer is not readable".to_owned()))?;
+        let sessions: CredentialsResponse = serde_json::from_slice(&body)
+            .map_err(|_| CredentialError::Unavailable("cannot parse the platform's response".to_owned()))?;
         let sent_at = date.unwrap_or(now);
-        let outage = given.outage.map(|outage| outage.kept(sent_at, now));
-        let kept = KeptSessions::new(self.machine, given.session.kept(sent_at, now), outage, now);
-        tracing::info!(expires_at = %kept.session.expires_at, "the platform renewed the credentials for the object store");
+        let outage = sessions.outage.map(|outage| outage.to_stored(sent_at, now));
+        let stored = StoredSessions::new(self.machine, sessions.session.to_stored(sent_at, now), outage, now);
+        tracing::info!(expires_at = %stored.session.expires_at, "renewed the credentials for the object store");
         // A failed write is only logged: this process has the sessions, and the next one requests its own.
-        if let Err(error) = tokio::task::block_in_place(|| kept.write(&self.file)) {
-            tracing::warn!(%error, "could not keep the renewed credentials");
+        if let Err(error) = tokio::task::block_in_place(|| stored.write(&self.file)) {
+            tracing::warn!(%error, "could not store the renewed credentials");
         }
-        Ok(Held::of(&kept))
+        Ok(ActiveSession::from_stored(&stored))
     }
 }
 
 #[async_trait]
-impl Source for Renewed {
+impl Source for RenewingCredentials {
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {
             return Err(CredentialError::Withdrawn);
         }
         let now = Timestamp::now();
-        if now >= state.held.renew_at {
-            self.take_kept(&mut state);
+        if now >= state.active.renew_at {
+            self.load_stored(&mut state);
         }
-        if now < state.held.renew_at {
-            return Ok(Arc::clone(&state.held.key));
+        if now < state.active.renew_at {
+            return Ok(Arc::clone(&state.active.key));
         }
-        if !state.held.is_usable(now) {
+        if !state.active.is_usable(now) {
             return self.renew_or_outage(&mut state, now).await;
         }
         if now >= state.not_before
@@ -282,7 +283,7 @@ impl Source for Renewed {
             }
             tracing::warn!(%error, "could not renew the credentials for the object store yet");
         }
-        Ok(Arc::clone(&state.held.key))
+        Ok(Arc::clone(&state.active.key))
     }
 
     async fn instead_of(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError> {
@@ -291,40 +292,40 @@ impl Source for Renewed {
             return Err(CredentialError::Withdrawn);
         }
         let now = Timestamp::now();
-        if state.held.key.key_id != access_key && state.held.is_usable(now) {
-            return Ok(Arc::clone(&state.held.key));
+        if state.active.key.key_id != access_key && state.active.is_usable(now) {
+            return Ok(Arc::clone(&state.active.key));
         }
-        // The store knows best what has expired.
-        if let Some(outage) = state.held.outage.take_if(|outage| outage.key.key_id == access_key) {
+        // The store decides whether a session has expired.
+        if let Some(outage) = state.active.outage.take_if(|outage| outage.key.key_id == access_key) {
             tracing::warn!(expires_at = %outage.expires_at, "the store rejected the outage session as expired");
         }
         self.renew_or_outage(&mut state, now).await
     }
 }
 
-/// The answer of the route. Where the store is was said by `r2.env`.
+/// The response of the route. The store's address is in `r2.env`.
 #[derive(Deserialize)]
-struct Given {
+struct CredentialsResponse {
     #[serde(flatten)]
-    session: GivenSession,
-    /// Not known to a platform of an earlier release.
-    outage: Option<GivenSession>,
+    session: SessionResponse,
+    /// Absent from an older platform's response.
+    outage: Option<SessionResponse>,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct GivenSession {
+struct SessionResponse {
     access_key_id: String,
     secret_access_key: SecretString,
     session_token: Option<SecretString>,
     expires_at: Timestamp,
 }
 
-impl GivenSession {
-    /// With its end by this machine's clock: `sent_at` is the time of the answer by the platform's.
-    fn kept(&self, sent_at: Timestamp, now: Timestamp) -> KeptSession {
+impl SessionResponse {
+    /// Converts the expiry to this machine's clock; `sent_at` is the time of the response by the platform's clock.
+    fn to_stored(&self, sent_at: Timestamp, now: Timestamp) -> StoredSession {
         let life = self.expires_at.duration_since(sent_at);
-        KeptSession {
+        StoredSession {
             access_key_id: self.access_key_id.clone(),
             secret_access_key: self.secret_access_key.expose_secret().to_owned(),
             session_token: self.session_token.as_ref().map(|token| token.expose_secret().to_owned()),
@@ -333,14 +334,14 @@ impl GivenSession {
     }
 }
 
-/// The moment of an answer by the clock of who sent it.
-fn date(headers: &header::HeaderMap) -> Option<Timestamp> {
+/// The time of a response by the sender's clock.
+fn response_date(headers: &header::HeaderMap) -> Option<Timestamp> {
     let text = headers.get(header::DATE)?.to_str().ok()?;
     let parsed = jiff::fmt::rfc2822::parse(text).ok()?;
     Some(parsed.timestamp())
 }
 
-fn refusal(status: StatusCode, body: &[u8]) -> CredentialError {
+fn refusal_error(status: StatusCode, body: &[u8]) -> CredentialError {
     #[derive(Deserialize)]
     struct Problem {
         code: String,
@@ -359,17 +360,17 @@ fn refusal(status: StatusCode, body: &[u8]) -> CredentialError {
 mod tests {
     use super::*;
 
-    fn held(life: SignedDuration) -> (Timestamp, Held) {
+    fn active(life: SignedDuration) -> (Timestamp, ActiveSession) {
         let now = Timestamp::now();
         let key = AwsCredential { key_id: "a".into(), secret_key: "b".into(), token: None };
-        (now, Held::new(key, now.saturating_add(life).unwrap(), life))
+        (now, ActiveSession::new(key, now.saturating_add(life).unwrap(), life))
     }
 
     #[test]
     fn short_session_is_renewed_in_its_last_two_thirds() {
         let life = SignedDuration::from_mins(15);
-        let (now, held) = held(life);
-        let age = held.renew_at.duration_since(now);
+        let (now, active) = active(life);
+        let age = active.renew_at.duration_since(now);
         assert!(age >= life / 3 && age <= life * 2 / 3, "{age:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! A service's life as systemd sees it: ready, alive, stopping. Outside systemd nobody listens and nothing happens.
+//! Reports a service's state to systemd: ready, alive, stopping. Outside systemd the calls do nothing.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -13,7 +13,7 @@ pub fn runs(layout: &Layout) -> bool {
     layout.root().join("run/systemd/system").is_dir()
 }
 
-/// The `systemctl` of this machine; `SVC_SYSTEMCTL` names another, for a root that no systemd runs.
+/// The `systemctl` of this machine. `SVC_SYSTEMCTL` names another one, for a root without systemd.
 pub fn systemctl(layout: &Layout) -> Option<OsString> {
     if let Some(named) = std::env::var_os("SVC_SYSTEMCTL").filter(|path| !path.is_empty()) {
         return Some(named);
@@ -22,22 +22,22 @@ pub fn systemctl(layout: &Layout) -> Option<OsString> {
     runs.then(|| "systemctl".into())
 }
 
-pub fn tell(states: &[NotifyState<'_>]) {
+pub fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
-        tracing::debug!(%error, "systemd was not told");
+        tracing::debug!(%error, "could not notify systemd");
     }
 }
 
-/// Answers systemd's watchdog, where there is one, at half its time, while `is_well` says so.
-pub async fn feed_watchdog(stop: CancellationToken, is_well: impl AsyncFn() -> bool) {
-    let Some(each) = sd_notify::watchdog_enabled() else { return };
+/// Feeds systemd's watchdog, if enabled, at half its interval, as long as `is_healthy` returns true.
+pub async fn feed_watchdog(stop: CancellationToken, is_healthy: impl AsyncFn() -> bool) {
+    let Some(interval) = sd_notify::watchdog_enabled() else { return };
     loop {
-        if is_well().await {
-            tell(&[NotifyState::Watchdog]);
+        if is_healthy().await {
+            notify(&[NotifyState::Watchdog]);
         }
         tokio::select! {
             () = stop.cancelled() => return,
-            () = tokio::time::sleep(each / 2) => {}
+            () = tokio::time::sleep(interval / 2) => {}
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The one reader of tar archives that come from outside: bundles and owners' archives.
+//! The one reader for tar archives from outside: bundles and owners' archives.
 //!
-//! It hands out files, directories and links by their full names, GNU and PAX long names included, and refuses all other
-//! kinds of entries. What it holds in memory is bounded by [`TarLimits`] and not by what a header claims: a record is measured
-//! before it is read, and the `tar` crate, which would allocate what a record claims, only ever reads raw headers.
+//! Returns files, directories and links by their full names, including GNU and PAX long names, and refuses all other
+//! kinds of entries. Memory is bounded by [`TarLimits`], not by the claims of a header: a record's size is checked
+//! before it is read. The `tar` crate would allocate what a record claims, so it reads only raw headers.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -14,12 +14,12 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tar::EntryType;
 
-/// Room for the attributes of an entry beside its path and its link.
+/// Maximum size of an entry's attributes besides its path and its link.
 const MAX_ATTRIBUTE_BYTES: u64 = 16 * 1024;
-/// Of a name in an error.
-const MAX_SHOWN_CHARS: usize = 200;
+/// Maximum length of a name in an error.
+const MAX_QUOTED_CHARS: usize = 200;
 
-/// What an entry of an archive is.
+/// The kind of an archive's entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EntryKind {
@@ -28,27 +28,27 @@ pub enum EntryKind {
     Link,
 }
 
-/// What an archive may hold.
+/// Limits of an archive.
 #[derive(Debug, Clone, Copy)]
 pub struct TarLimits {
-    /// Entries, records of names included.
+    /// Entries, including long-name records.
     pub entries: usize,
-    /// Of one path or link.
+    /// Bytes of one path or link.
     pub name_bytes: usize,
-    /// Of all paths and links together.
+    /// Bytes of all paths and links.
     pub all_name_bytes: u64,
-    /// Of one file.
+    /// Bytes of one file.
     pub file_bytes: u64,
-    /// Of all files together.
+    /// Bytes of all files.
     pub all_file_bytes: u64,
 }
 
-/// Why an archive is not read on.
+/// Reason why the rest of an archive is not read.
 #[derive(Debug, thiserror::Error)]
 pub enum TarError {
-    #[error("it is damaged or cut off")]
+    #[error("it is damaged or truncated")]
     Damaged(#[source] io::Error),
-    /// The entry is quoted, and safe to print.
+    /// The entry is quoted, so that it is safe to print.
     #[error("{entry}: {why}")]
     Refused { entry: String, why: &'static str },
     #[error("it has more than {limit} {what}")]
@@ -61,7 +61,7 @@ impl TarError {
     }
 }
 
-/// The entries of an archive, one after the other.
+/// The entries of an archive, in order.
 pub struct TarReader<'a, R: Read> {
     entries: tar::Entries<'a, R>,
     limits: TarLimits,
@@ -73,16 +73,16 @@ pub struct TarReader<'a, R: Read> {
 
 impl<'a, R: Read> TarReader<'a, R> {
     /// # Errors
-    /// [`TarError`] when something was read from the archive before.
+    /// [`TarError`] if the archive has been read before.
     pub fn new(archive: &'a mut tar::Archive<R>, limits: TarLimits) -> Result<Self, TarError> {
         let entries = archive.entries().map_err(TarError::Damaged)?.raw(true);
         Ok(Self { entries, limits, seen: HashSet::new(), count: 0, name_bytes: 0, file_bytes: 0 })
     }
 
-    /// The next file, directory or link; `None` at the archive's end.
+    /// The next file, directory or link; `None` at the end of the archive.
     ///
     /// # Errors
-    /// [`TarError`]; nothing that comes later may be used then.
+    /// [`TarError`]; the rest of the archive must not be used then.
     pub fn next_entry(&mut self) -> Result<Option<TarEntry<'a, R>>, TarError> {
         let mut names = LongNames::default();
         while let Some(raw) = self.entries.next() {
@@ -121,8 +121,8 @@ impl<'a, R: Read> TarReader<'a, R> {
             (_, Some(_)) => return Err(TarError::refused(&path, "it is no link, and has a target")),
             (_, None) => PathBuf::new(),
         };
-        let longest = path.as_os_str().len().max(link.as_os_str().len());
-        if longest > self.limits.name_bytes {
+        let max_len = path.as_os_str().len().max(link.as_os_str().len());
+        if max_len > self.limits.name_bytes {
             return Err(TarError::refused(&path, "its name or its target is too long"));
         }
         if path.as_os_str().as_bytes().contains(&0) || link.as_os_str().as_bytes().contains(&0) {
@@ -160,14 +160,14 @@ impl<'a, R: Read> TarReader<'a, R> {
     }
 }
 
-/// A file, a directory or a link. Read, it gives a file's content: all of it, or an error.
+/// A file, a directory or a link. Reading returns a file's whole content, or an error.
 pub struct TarEntry<'a, R: Read> {
     pub path: PathBuf,
     /// A link's target; empty for all others.
     pub link: PathBuf,
     pub kind: EntryKind,
     pub mode: u32,
-    /// In seconds since 1970.
+    /// Seconds since 1970.
     pub modified: u64,
     pub size: u64,
     unread: u64,
@@ -185,7 +185,7 @@ impl<R: Read> Read for TarEntry<'_, R> {
     }
 }
 
-/// What the records before an entry say of it (GNU `L` and `K`, POSIX `x`).
+/// Long names from the records before an entry (GNU `L` and `K`, POSIX `x`).
 #[derive(Debug, Default, PartialEq, Eq)]
 struct LongNames {
     path: Option<PathBuf>,
@@ -193,7 +193,7 @@ struct LongNames {
 }
 
 impl LongNames {
-    /// Reads an entry that only describes the next one; `false` when it is one itself.
+    /// Reads a record about the next entry. Returns `false` if `raw` is an entry itself.
     fn read_record(&mut self, raw: &mut tar::Entry<'_, impl Read>, max: usize) -> Result<bool, TarError> {
         let max_name = max as u64 + 1;
         let max_attributes = 2 * max_name + MAX_ATTRIBUTE_BYTES;
@@ -207,7 +207,7 @@ impl LongNames {
                 set_once(&mut self.link, until_nul(&text))?;
             }
             EntryType::XHeader => self.read_attributes(&read_bounded(raw, max_attributes)?)?,
-            // Attributes of all that follow: some writers note a commit or a time so, and nothing else has a meaning here.
+            // Attributes of all later entries. Some writers put a commit or a time there, which is ignored.
             EntryType::XGlobalHeader => {
                 let mut global = Self::default();
                 global.read_attributes(&read_bounded(raw, max_attributes)?)?;
@@ -248,7 +248,7 @@ fn attribute_refused(key: &[u8], why: &'static str) -> TarError {
     TarError::refused(Path::new(OsStr::from_bytes(key)), why)
 }
 
-/// All of a record that is at most `max` bytes long. Memory grows with what is there, not with what its header claims.
+/// Reads a whole record of at most `max` bytes. Memory grows with the bytes present, not with the size in the header.
 fn read_bounded(raw: &mut tar::Entry<'_, impl Read>, max: u64) -> Result<Vec<u8>, TarError> {
     let claimed = raw.header().entry_size().map_err(TarError::Damaged)?;
     if claimed > max {
@@ -275,7 +275,7 @@ fn refusal(kind: EntryType) -> &'static str {
     }
 }
 
-/// A path stands for itself in the set of those that were seen: `./a`, `a/` and `a` are one.
+/// A key for the set of seen paths: `./a`, `a/` and `a` are the same.
 pub fn name_digest(path: &Path) -> u128 {
     let mut hash = Sha256::new();
     for part in path.components().filter(|part| *part != Component::CurDir) {
@@ -286,10 +286,10 @@ pub fn name_digest(path: &Path) -> u128 {
     u128::from_be_bytes(first)
 }
 
-/// A path for a person's terminal: in quotes, without control characters, and cut.
+/// A path for the terminal: quoted, without control characters, and truncated.
 pub fn quoted(path: &Path) -> String {
     let text = path.as_os_str().to_string_lossy();
-    match text.char_indices().nth(MAX_SHOWN_CHARS) {
+    match text.char_indices().nth(MAX_QUOTED_CHARS) {
         Some((end, _)) => format!("{:?}…", &text[..end]),
         None => format!("{text:?}"),
     }

@@ -1,7 +1,7 @@
-//! Unix sockets of the machine's own services: whoever may enter a socket's directory and is of its group may connect.
+//! Unix sockets of the machine's own services. Members of a socket's group that can enter its directory may connect.
 //!
-//! On a machine the directories are made by tmpfiles, with their owners; where nobody did, they are made here, closed to
-//! all other users.
+//! On a machine, tmpfiles creates the directories with their owners. Elsewhere they are created here, closed to all
+//! other users.
 
 use std::fs::{self, Permissions};
 use std::io;
@@ -15,32 +15,32 @@ use tokio::net::unix::UCred;
 use tokio::net::{UnixListener, UnixStream};
 use tokio_util::sync::CancellationToken;
 
-const MODE: u32 = 0o660;
+const SOCKET_MODE: u32 = 0o660;
 
-/// Makes the directory of a socket, unless it is there.
+/// Creates the directory of a socket, unless it exists.
 ///
 /// # Errors
-/// The file system's.
+/// Errors of the file system.
 pub fn ensure_dir(dir: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o750).create(dir)
 }
 
-/// Binds `name` in `dir`, for the directory's group. It gets its mode under another name and then its place, so that
-/// there is no moment at which anybody else could open it.
+/// Binds `name` in `dir`, for the directory's group. The mode is set under a temporary name before the rename, so
+/// that no other user can ever open it.
 ///
 /// # Errors
-/// When the directory cannot be made or the socket not bound.
+/// If the directory cannot be created or the socket cannot be bound.
 pub fn bind(dir: &Path, name: &str) -> io::Result<UnixListener> {
     ensure_dir(dir)?;
-    // A socket's path has at most 107 bytes, and the directory may be deep.
-    let (place, first) = (dir.join(name), dir.join(format!(".{}", std::process::id())));
-    let listener = UnixListener::bind(&first)?;
-    let placed = give_to_group_of(dir, &first)
-        .and_then(|()| fs::set_permissions(&first, Permissions::from_mode(MODE)))
-        .and_then(|()| fs::rename(&first, &place));
-    if let Err(error) = placed {
-        // A socket without its name serves nobody.
-        let _ = fs::remove_file(&first);
+    // A socket's path has at most 107 bytes, so the temporary name is short.
+    let (target, temp) = (dir.join(name), dir.join(format!(".{}", std::process::id())));
+    let listener = UnixListener::bind(&temp)?;
+    let renamed = give_to_group_of(dir, &temp)
+        .and_then(|()| fs::set_permissions(&temp, Permissions::from_mode(SOCKET_MODE)))
+        .and_then(|()| fs::rename(&temp, &target));
+    if let Err(error) = renamed {
+        // A socket without its name is useless.
+        let _ = fs::remove_file(&temp);
         return Err(error);
     }
     Ok(listener)
@@ -54,7 +54,7 @@ fn give_to_group_of(dir: &Path, socket: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The process that connected, as the kernel noted it at that moment (`SO_PEERCRED`); `None` where it does not say.
+/// The connecting process as the kernel recorded it (`SO_PEERCRED`); `None` where the kernel does not report it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerCredentials {
     pub uid: Option<u32>,
@@ -79,7 +79,7 @@ pub async fn serve(listener: UnixListener, router: Router, stop: CancellationTok
     let router = router.into_make_service_with_connect_info::<PeerCredentials>();
     let served = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned());
     if let Err(error) = served.await {
-        tracing::error!(%error, "the unix socket is no longer served");
+        tracing::error!(%error, "the unix socket failed");
     }
 }
 
@@ -88,12 +88,12 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_socket_is_open_to_its_group_in_a_directory_closed_to_others() {
+    async fn bind_opens_socket_to_group_only() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("run/svc/gateway");
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         for _ in 0..2 {
-            // The second takes the place of one that a kill left behind.
+            // The second one replaces a socket left by a killed process.
             let _listener = bind(&dir, "gateway.sock").unwrap();
             assert_eq!((mode(&dir), mode(&dir.join("gateway.sock"))), (0o750, 0o660));
         }

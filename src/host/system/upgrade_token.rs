@@ -1,11 +1,11 @@
-//! The `UPGRADE_TOKEN` of this machine: that of `host.env`, or a later one that a heartbeat's answer handed out.
+//! The `UPGRADE_TOKEN` of this machine: that of `host.env`, or a later one from a heartbeat response.
 //!
-//! The sync agent alone writes the file. It stores the next token durably before it sends a heartbeat with it, and keeps the
-//! one before: a platform that refuses the stored token may still accept that. Every call reads the file again, so a long
-//! backup notices a rotation. Root reads it, too, although another user can write it: only as a regular file, without
-//! links, and only what has the form of this machine's token.
+//! Only the sync agent writes the file. It stores the next token durably before it sends a heartbeat with it, and
+//! keeps the previous one, which the platform may still accept if it refuses the stored one. Every call reads the
+//! file again, so a long backup notices a rotation. Root reads it too, although another user can write it: only as a
+//! regular file without following links, and only if it has the form of this machine's token.
 //!
-//! The invariant: the file has the latest token that was stored, or the one before it, never neither.
+//! Invariant: the file holds the latest stored token or the previous one.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -23,39 +23,39 @@ use crate::fsx::{self, FileError};
 use crate::host::system::layout::Layout;
 use crate::machine::id::MachineId;
 
-/// Places where a test may stop the process, in the order they are reached.
+/// Fail points of the storage of a token.
 pub const POINTS: &[&str] = &["token.before_store", "token.stored"];
 const FORMAT: u32 = 1;
 const MAX_BYTES: u64 = 4096;
 const VARIABLE: &str = "UPGRADE_TOKEN";
 
-/// The tokens of a machine as an applet finds them.
+/// The tokens of a machine, as an applet finds them.
 #[derive(Debug, Clone)]
 pub struct UpgradeToken {
-    /// Of `host.env`.
+    /// The token of `host.env`.
     first: SecretString,
-    stored: Option<Place>,
+    stored: Option<TokenFile>,
 }
 
 #[derive(Debug, Clone)]
-struct Place {
-    file: PathBuf,
+struct TokenFile {
+    path: PathBuf,
     machine: MachineId,
 }
 
-/// What a call is made with.
+/// The tokens to use for a call.
 #[derive(Debug, Clone)]
 pub struct Tokens {
     pub current: SecretString,
-    /// To try where the platform refuses the current one.
+    /// The fallback if the platform refuses the current one.
     pub before: Option<SecretString>,
 }
 
-/// Why a token was not stored.
+/// Reason why a token was not stored.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    #[error("the platform handed out a token that is not one of this machine")]
-    NotOurs,
+    #[error("the platform issued a token that does not belong to this machine")]
+    ForeignToken,
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
@@ -64,7 +64,7 @@ pub enum TokenError {
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Stored {
+struct StoredToken {
     version: u32,
     token: String,
     before: Option<String>,
@@ -78,99 +78,97 @@ impl UpgradeToken {
 
     /// The token of `host.env`, and later ones of this machine.
     pub fn rotating(first: SecretString, layout: &Layout, machine: MachineId) -> Self {
-        Self { first, stored: Some(Place { file: layout.upgrade_token(), machine }) }
+        Self { first, stored: Some(TokenFile { path: layout.upgrade_token(), machine }) }
     }
 
-    /// The token for a call that is made now.
+    /// The token for a call made now.
     pub fn current(&self) -> SecretString {
         self.tokens().current
     }
 
     pub fn tokens(&self) -> Tokens {
         let first = || Tokens { current: self.first.clone(), before: None };
-        let Some(place) = &self.stored else { return first() };
-        match place.read() {
-            Ok(Some(tokens)) if is_later(&tokens.current, &self.first) => tokens,
+        let Some(token_file) = &self.stored else { return first() };
+        match token_file.read() {
+            Ok(Some(tokens)) if is_current_generation(&tokens.current, &self.first) => tokens,
             Ok(_) => first(),
             Err(error) => {
-                tracing::error!(error = %chain(&error), "the stored token cannot be read: that of host.env is used");
+                tracing::error!(error = %chain(&error), "cannot read the stored token; using that of host.env");
                 first()
             }
         }
     }
 
-    /// Keeps the token to use from now on. `accepted` is the one that the platform has just accepted.
+    /// Stores the token for later calls. `accepted` is the one that the platform has just accepted.
     ///
     /// # Errors
-    /// [`TokenError`]; what was stored before stays.
+    /// [`TokenError`]; the stored token is unchanged.
     pub fn store(&self, next: &SecretString, accepted: &SecretString) -> Result<(), TokenError> {
-        let Some(place) = &self.stored else { return Ok(()) };
-        if !is_of(next.expose_secret(), place.machine) {
-            return Err(TokenError::NotOurs);
+        let Some(token_file) = &self.stored else { return Ok(()) };
+        if !belongs_to(next.expose_secret(), token_file.machine) {
+            return Err(TokenError::ForeignToken);
         }
-        let stored = Stored {
+        let stored = StoredToken {
             version: FORMAT,
             token: next.expose_secret().to_owned(),
             before: Some(accepted.expose_secret().to_owned()),
         };
         let text = serde_json::to_vec(&stored).expect("plain fields are JSON");
         failpoint::pass("token.before_store")?;
-        fsx::write_atomic(&place.file, &text, 0o600)?;
+        fsx::write_atomic(&token_file.path, &text, 0o600)?;
         failpoint::pass("token.stored")?;
         Ok(())
     }
 
-    /// Makes durable what is stored: an agent that was killed may have left it so that a power cut takes it back, and
-    /// nothing may be sent with it before.
-    ///
-    /// # Errors
-    /// [`FileError`].
+    /// Makes the stored token durable. A killed agent may have left a file that a power failure would revert, and no
+    /// call may be made with it before.
     pub fn make_durable(&self) -> Result<(), FileError> {
-        let Some(place) = &self.stored else { return Ok(()) };
-        fsx::remove_torn(&place.file)?;
-        let Some(file) = place.open()? else { return Ok(()) };
-        file.sync_all().map_err(FileError::at("sync", &place.file))?;
-        fsx::sync_dir(place.file.parent().unwrap_or(Path::new("/")))
+        let Some(token_file) = &self.stored else { return Ok(()) };
+        fsx::remove_torn(&token_file.path)?;
+        let Some(file) = token_file.open()? else { return Ok(()) };
+        file.sync_all().map_err(FileError::at("sync", &token_file.path))?;
+        fsx::sync_dir(token_file.path.parent().unwrap_or(Path::new("/")))
     }
 }
 
-impl Place {
+impl TokenFile {
     fn open(&self) -> Result<Option<File>, FileError> {
         let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
-        match OpenOptions::new().read(true).custom_flags(flags.bits()).open(&self.file) {
+        match OpenOptions::new().read(true).custom_flags(flags.bits()).open(&self.path) {
             Ok(file) => Ok(Some(file)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(FileError::at("open", &self.file)(error)),
+            Err(error) => Err(FileError::at("open", &self.path)(error)),
         }
     }
 
     fn read(&self) -> Result<Option<Tokens>, FileError> {
         let Some(file) = self.open()? else { return Ok(None) };
-        let meta = file.metadata().map_err(FileError::at("read", &self.file))?;
+        let meta = file.metadata().map_err(FileError::at("read", &self.path))?;
         if !meta.is_file() {
             return Ok(None);
         }
         let mut text = Vec::new();
-        file.take(MAX_BYTES).read_to_end(&mut text).map_err(FileError::at("read", &self.file))?;
-        let stored = serde_json::from_slice::<Stored>(&text).ok();
-        let stored = stored.filter(|stored| stored.version == FORMAT && is_of(&stored.token, self.machine));
+        file.take(MAX_BYTES).read_to_end(&mut text).map_err(FileError::at("read", &self.path))?;
+        let stored = serde_json::from_slice::<StoredToken>(&text).ok();
+        let stored =
+            stored.filter(|stored| stored.version == FORMAT && belongs_to(&stored.token, self.machine));
         Ok(stored.map(|stored| Tokens {
             current: stored.token.into(),
-            before: stored.before.filter(|token| is_of(token, self.machine)).map(Into::into),
+            before: stored.before.filter(|token| belongs_to(token, self.machine)).map(Into::into),
         }))
     }
 }
 
-/// Whether a text has the form of this machine's token: nothing else of a file is ever sent.
-fn is_of(token: &str, machine: MachineId) -> bool {
+/// Whether the text has the form of this machine's token. Nothing else from the file is ever sent.
+fn belongs_to(token: &str, machine: MachineId) -> bool {
     let rest = token.strip_prefix(&format!("svcu_{}_", machine.0.simple()));
     rest.is_some_and(|rest| {
         rest.len() <= 80 && rest.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'_')
     })
 }
 
-/// Whether the stored token is not of an earlier generation than that of `host.env`, which an operator may have replaced.
-fn is_later(stored: &SecretString, first: &SecretString) -> bool {
+/// Whether the stored token is at least of the generation of that in `host.env`, which an operator may have replaced.
+fn is_current_generation(stored: &SecretString, first: &SecretString) -> bool {
     generation(stored.expose_secret()) >= generation(first.expose_secret())
 }
 
@@ -182,18 +180,18 @@ fn generation(token: &str) -> u32 {
     }
 }
 
-/// Writes the current token into `host.env`, as root, before another release is switched to: one that is older reads it
-/// nowhere else. No rotation begins while an update is under way.
+/// Writes the current token into `host.env`, as root, before a switch to another release: an older one reads it only
+/// there. No rotation begins during an update.
 ///
 /// # Errors
-/// [`FileError`]; `host.env` is as it was.
+/// [`FileError`]; `host.env` is unchanged.
 pub fn write_to_host_env(layout: &Layout, token: &UpgradeToken) -> Result<(), FileError> {
     let current = token.current();
     if current.expose_secret() == token.first.expose_secret() {
         return Ok(());
     }
     let path = layout.host_env();
-    let Some(text) = fsx::read_if_there(&path)? else { return Ok(()) };
+    let Some(text) = fsx::read_if_exists(&path)? else { return Ok(()) };
     let meta = std::fs::metadata(&path).map_err(FileError::at("read", &path))?;
     let text = with_env_lines(&String::from_utf8_lossy(&text), &[(VARIABLE, current.expose_secret())]);
     let temp = path.with_extension("env.next");
@@ -219,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn stored_token_is_used_by_every_holder_and_the_one_before_is_kept() {
+    fn store_updates_every_holder_and_keeps_previous() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let first = token(machine, 1);
@@ -235,17 +233,17 @@ mod tests {
         let meta = std::fs::metadata(layout.upgrade_token()).unwrap();
         assert_eq!(meta.mode() & 0o777, 0o600);
         let replaced = UpgradeToken::rotating(token(machine, 3), &layout, machine);
-        assert_eq!(shown(&replaced), token(machine, 3).expose_secret(), "host.env has a later one");
+        assert_eq!(shown(&replaced), token(machine, 3).expose_secret(), "host.env has a newer token");
     }
 
     #[test]
-    fn nothing_but_this_machines_token_is_sent_or_stored() {
+    fn store_accepts_only_tokens_of_this_machine() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let first = token(machine, 1);
         let held = UpgradeToken::rotating(first.clone(), &layout, machine);
         let others = token(MachineId::new(), 2);
-        assert!(matches!(held.store(&others, &first), Err(TokenError::NotOurs)));
+        assert!(matches!(held.store(&others, &first), Err(TokenError::ForeignToken)));
         let secret = dir.path().join("secret");
         std::fs::create_dir_all(layout.upgrade_token().parent().unwrap()).unwrap();
         let text = |token: &str| serde_json::json!({"version": 1, "token": token}).to_string();
@@ -263,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn older_release_finds_the_token_in_host_env() {
+    fn write_to_host_env_serves_older_release() {
         let dir = tempfile::tempdir().unwrap();
         let (layout, machine) = (Layout::new(dir.path()), MachineId::new());
         let first = token(machine, 1);

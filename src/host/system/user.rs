@@ -1,7 +1,7 @@
-//! As which user a program of the machine works when root calls it by hand.
+//! The user that a program of the machine runs as when root starts it by hand.
 //!
-//! Root opens nothing by a path that one of the machine's two users can change. What has to be read or written there is
-//! done by a process of that user: [`step_down`] for a program as a whole, [`program_as`] for a part of it.
+//! Root opens no path that one of the machine's two users can change. A process of that user reads and writes there:
+//! [`step_down`] for a whole program, [`program_as`] for a part of it.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -13,31 +13,31 @@ use tokio::process::Command;
 use super::layout::Layout;
 use crate::failpoint;
 
-/// Root becomes the user whose env files these are, as the units have it: files that root made could not be written by
-/// the next run of a unit. To be called before there is another thread.
+/// Root becomes the user that owns the env files, as the units do: the next run of a unit could not write files of
+/// root. Must be called before another thread exists.
 ///
 /// # Errors
-/// When the kernel refuses.
+/// If the kernel refuses.
 pub fn step_down(layout: &Layout) -> anyhow::Result<()> {
     let has_tools = std::env::var_os("SVC_PG_BIN_DIR").is_some()
         || layout.link("runtime").join("postgres/bin/pg_dump").exists();
     if !has_tools {
-        // Those of the database's container are for root alone.
+        // The tools in the database's container are usable only by root.
         return Ok(());
     }
     become_gateway(layout)
 }
 
-/// As [`step_down`], with or without tools of PostgreSQL: for programs that read or write the home.
+/// Like [`step_down`], but even without PostgreSQL tools, for programs that read or write the home.
 ///
 /// # Errors
-/// When the kernel refuses.
+/// If the kernel refuses.
 pub fn become_gateway(layout: &Layout) -> anyhow::Result<()> {
     let Ok(meta) = std::fs::metadata(layout.host_env()) else { return Ok(()) };
     if !geteuid().is_root() || meta.uid() == 0 {
         return Ok(());
     }
-    // It is of the owner's group, too: its records lie in the home.
+    // The gateway's user is in the owner's group, because its records are in the home.
     let home = std::fs::metadata(layout.home()).map(|meta| Gid::from_raw(meta.gid()));
     let groups: Vec<Gid> = home.into_iter().filter(|gid| gid.as_raw() != 0).collect();
     setgroups(&groups)?;
@@ -55,20 +55,20 @@ pub enum MachineUser {
     Owner,
 }
 
-/// What a process of the owner's user may see of root's environment.
-const OWNERS_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
+/// Variables of root's environment that a process of the owner's user inherits.
+const OWNER_VARIABLES: [&str; 4] = ["PATH", "LANG", "RUST_LOG", "SVC_ROOT"];
 
-/// An applet of ours as a process for another user, killed when this is dropped. For the gateway's user it calls
-/// [`become_gateway`] first; for the owner's it is that user's from the start. Where this process is not root, or the machine
-/// has only root, it is a process of this user.
+/// One of our applets as a process of another user, killed when it is dropped. For the gateway's user the applet
+/// calls [`become_gateway`] first; for the owner's user it starts as that user. If this process is not root, or the
+/// machine has only root, it keeps the current user.
 ///
 /// # Errors
-/// When the user is not known.
+/// If the user is unknown.
 pub fn program_as(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(args).kill_on_drop(true).current_dir("/");
     if user == MachineUser::Owner {
-        let names = OWNERS_VARIABLES.into_iter().chain(failpoint::VARIABLE);
+        let names = OWNER_VARIABLES.into_iter().chain(failpoint::VARIABLE);
         let passed = names.filter_map(|name| Some((name, std::env::var_os(name)?)));
         let passed: Vec<_> = passed.collect();
         command.env_clear().envs(passed);
@@ -79,22 +79,22 @@ pub fn program_as(layout: &Layout, user: MachineUser, args: &[&str]) -> io::Resu
     Ok(command)
 }
 
-/// Lets the kernel end this process, which [`program_as`] started, when the one that started it is gone.
+/// Makes the kernel end this process, which [`program_as`] started, together with its parent.
 pub fn end_with_parent() {
     if let Err(error) = nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGTERM) {
-        tracing::warn!(%error, "this process may outlive the one that started it");
+        tracing::warn!(%error, "could not bind this process to its parent; it may outlive it");
     }
 }
 
-/// Whether this is root on a machine whose users are others.
+/// Whether this process is root on a machine with separate users.
 ///
 /// # Errors
-/// When the machine has no env file.
+/// If the machine has no env file.
 pub fn is_root_for_others(layout: &Layout) -> io::Result<bool> {
     Ok(geteuid().is_root() && std::fs::metadata(layout.host_env())?.uid() != 0)
 }
 
-/// Directories above these belong to root: what they say of the owner's user only root can change.
+/// The parent directories belong to root, so only root can change these owners.
 fn owner_ids(layout: &Layout) -> io::Result<Option<(u32, u32)>> {
     if !is_root_for_others(layout)? {
         return Ok(None);

@@ -1,12 +1,12 @@
-//! `svc-update apply`, `rollback` and `resume`: one update at a time; one that is open is finished first.
+//! `svc-update apply`, `rollback` and `resume`. One update runs at a time; an open one is finished first.
 
 use std::time::Duration;
 
 use super::history;
-use super::journal::{Aim, Allowances, Journal, JournalError};
-use super::machine::{self, Machine};
-use super::protocol::{End, Outcome};
-use super::request::{self, Found};
+use super::journal::{Allowances, Journal, JournalError, UpdateKind};
+use super::machine::{self, Updater};
+use super::protocol::{Outcome, UpdateResult};
+use super::request::{self, RequestFile};
 use super::services::{ServicesError, Systemctl};
 use super::{UpdateError, releases, snapshot, trust};
 use crate::applet::{Exit, Failure, OrExit};
@@ -20,10 +20,10 @@ use crate::host::system::root_settings;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 
-/// A request waits for another run: it may be the path unit's, which would only start this one again and again.
-const TURN: Duration = Duration::from_secs(30 * 60);
+/// A requested run waits for the lock: if it failed instead, the path unit would start it over and over.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// The places of an update where a test can stop it, besides those of a boot.
+/// Fail points of an update, besides those of a boot.
 pub const APPLY_POINTS: &[&str] = &[
     "update.opened",
     "update.believed",
@@ -41,31 +41,31 @@ pub const APPLY_POINTS: &[&str] = &[
     "update.request_done",
 ];
 
-/// Those of the way back.
+/// Fail points of a rollback.
 pub const ROLLBACK_POINTS: &[&str] =
     &["update.reverting", "update.quarantined", "update.reverted", "update.restoring"];
 
-/// Which release is to become current.
-pub enum Wanted {
+/// The release that a run makes current.
+pub enum UpdateTarget {
     Version(ImageVersion, Allowances),
-    /// What the request file names.
+    /// The release named by the request file.
     Requested,
-    /// The one before.
+    /// The release before the current one.
     Previous,
-    /// Only what is open is finished.
-    Nothing,
+    /// None: only an open update is finished.
+    Resume,
 }
 
-/// Who waits for the end.
+/// The caller that waits for the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Asker {
-    Person,
-    Unit,
+enum Caller {
+    Operator,
+    PathUnit,
 }
 
-fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
+fn build_updater(layout: Layout) -> Result<Updater<Systemctl>, Failure> {
     let services = Systemctl::find(&layout).ok_or(ServicesError::None).or_exit(Exit::Config)?;
-    root_settings::keep_platform_url(&layout).or_exit(Exit::Internal)?;
+    root_settings::copy_platform_url(&layout).or_exit(Exit::Internal)?;
     let mut env = config::environment(&layout);
     let has_database = env.is_set("DATABASE_URL");
     let platform = PlatformLink::read(&mut env, &layout);
@@ -76,7 +76,7 @@ fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
     let seconds: u64 = env.or("SVC_UPDATE_HEALTH_SECONDS", 180);
     let snapshot_seconds: u64 = env.or("SVC_UPDATE_SNAPSHOT_SECONDS", 1800);
     env.finish(Some(()))?;
-    Ok(Machine {
+    Ok(Updater {
         layout,
         services,
         platform,
@@ -89,104 +89,111 @@ fn machine_of(layout: Layout) -> Result<Machine<Systemctl>, Failure> {
 
 /// # Errors
 /// [`Failure`] with the exit code of the contract.
-pub async fn run(layout: Layout, wanted: Wanted) -> Result<(), Failure> {
-    let machine = machine_of(layout)?;
-    let _lock = lock(&machine.layout, &wanted).await?;
-    releases::remove_leftovers(&machine.layout).or_exit(Exit::Internal)?;
-    let open = Journal::read(&machine.layout).map_err(unreadable)?;
+pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
+    let updater = build_updater(layout)?;
+    let _lock = lock(&updater.layout, &wanted).await?;
+    releases::remove_leftovers(&updater.layout).or_exit(Exit::Internal)?;
+    let open = Journal::read(&updater.layout).map_err(journal_failure)?;
     let mut ended = match open {
         Some(open) => {
             let id = open.plan.request_id.clone();
-            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "an update that was cut off is finished");
-            Some(request_id::under(id, machine.finish(open)).await?)
+            tracing::warn!(from = %open.plan.from, to = %open.plan.to, "resuming an update that was cut off");
+            Some(request_id::under(id, updater.finish(open)).await?)
         }
         None => None,
     };
-    let asker = match wanted {
-        Wanted::Requested | Wanted::Nothing => Asker::Unit,
-        Wanted::Version(..) | Wanted::Previous => Asker::Person,
+    let caller = match wanted {
+        UpdateTarget::Requested | UpdateTarget::Resume => Caller::PathUnit,
+        UpdateTarget::Version(..) | UpdateTarget::Previous => Caller::Operator,
     };
-    if let Some((aim, to, allow, id)) = choose(&machine.layout, wanted)? {
-        let from = machine::current(&machine.layout)?;
+    if let Some((aim, to, allow, id)) = resolve_target(&updater.layout, wanted)? {
+        let from = machine::current(&updater.layout)?;
         if from == to {
-            request::done(&machine.layout, &to).or_exit(Exit::Internal)?;
+            request::complete(&updater.layout, &to).or_exit(Exit::Internal)?;
             println!("{to} is current");
             return Ok(());
         }
-        let update = async { machine.finish(machine.open(aim, from, to, allow).await).await };
+        let update = async { updater.finish(updater.open(aim, from, to, allow).await).await };
         ended = Some(request_id::under(id, update).await?);
     }
     match ended {
-        Some(outcome) => tell(&outcome, asker),
+        Some(outcome) => report_outcome(&outcome, caller),
         None => Ok(()),
     }
 }
 
-async fn lock(layout: &Layout, wanted: &Wanted) -> Result<Lock, Failure> {
+async fn lock(layout: &Layout, wanted: &UpdateTarget) -> Result<Lock, Failure> {
     let path = layout.update_state().join("lock");
-    let taken = match wanted {
-        Wanted::Requested | Wanted::Nothing => Lock::wait(&path, TURN).await,
-        // A run that waits for a snapshot continues when it sees this.
-        Wanted::Version(version, _) if snapshot::is_waived(layout, version) => Lock::wait(&path, TURN).await,
+    let lock = match wanted {
+        UpdateTarget::Requested | UpdateTarget::Resume => Lock::wait(&path, LOCK_TIMEOUT).await,
+        // A run that waits for a snapshot continues once it sees this waiver.
+        UpdateTarget::Version(version, _) if snapshot::is_waived(layout, version) => {
+            Lock::wait(&path, LOCK_TIMEOUT).await
+        }
         _ => Lock::take(&path),
     };
-    taken.map_err(|error| match error {
+    lock.map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another update is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })
 }
 
-fn unreadable(error: JournalError) -> Failure {
+fn journal_failure(error: JournalError) -> Failure {
     Failure::new(Exit::Internal, error)
 }
 
-type Choice = (Aim, ImageVersion, Allowances, String);
+type ResolvedTarget = (UpdateKind, ImageVersion, Allowances, String);
 
-fn choose(layout: &Layout, wanted: Wanted) -> Result<Option<Choice>, Failure> {
+fn resolve_target(layout: &Layout, wanted: UpdateTarget) -> Result<Option<ResolvedTarget>, Failure> {
     let none = Allowances::default();
     match wanted {
-        Wanted::Nothing => Ok(None),
-        Wanted::Version(version, allow) => Ok(Some((Aim::Apply, version, allow, request_id::current()))),
-        Wanted::Previous => {
+        UpdateTarget::Resume => Ok(None),
+        UpdateTarget::Version(version, allow) => {
+            Ok(Some((UpdateKind::Apply, version, allow, request_id::current())))
+        }
+        UpdateTarget::Previous => {
             let current = machine::current(layout)?;
             let previous = history::previous(layout).or_exit(Exit::Internal)?;
             let previous = previous.filter(|version| *version != current);
             let previous = previous.ok_or(UpdateError::NoPrevious)?;
-            Ok(Some((Aim::Rollback, previous, none, request_id::current())))
+            Ok(Some((UpdateKind::Rollback, previous, none, request_id::current())))
         }
-        Wanted::Requested => match request::read(layout) {
-            Found::Nothing => Ok(None),
-            Found::Request(request) => {
+        UpdateTarget::Requested => match request::read(layout) {
+            RequestFile::Missing => Ok(None),
+            RequestFile::Valid(request) => {
                 let id = request.request_id.unwrap_or_else(request_id::fresh);
-                Ok(Some((Aim::Apply, request.version, none, id)))
+                Ok(Some((UpdateKind::Apply, request.version, none, id)))
             }
-            Found::Rubbish => {
+            RequestFile::Invalid => {
                 request::remove(layout).or_exit(Exit::Internal)?;
-                Err(Failure::new(Exit::Refused, anyhow::anyhow!("the request for an update is not readable")))
+                Err(Failure::new(Exit::Refused, anyhow::anyhow!("the update request file is malformed")))
             }
         },
     }
 }
 
-/// Says how it ended. A unit that served a request has done its work whatever the answer was; the platform hears it.
-fn tell(outcome: &Outcome, asker: Asker) -> Result<(), Failure> {
+/// Reports the outcome. A unit run that served a request succeeds for every outcome but `Failed`: the heartbeat
+/// reports it to the platform.
+fn report_outcome(outcome: &Outcome, caller: Caller) -> Result<(), Failure> {
     let Outcome { version, outcome: end, stage, error, .. } = outcome;
     let error = error.as_deref().unwrap_or_default();
-    let (exit, words) = match end {
-        End::Updated => {
+    let (exit, message) = match end {
+        UpdateResult::Updated => {
             println!("{version} is current");
             return Ok(());
         }
-        End::RolledBack => (
+        UpdateResult::RolledBack => (
             Exit::Refused,
-            format!("{version} was not well ({stage}): {error}; the release before runs again"),
+            format!("{version} failed its checks ({stage}): {error}; the release before runs again"),
         ),
-        End::Refused => (Exit::Refused, format!("{version} is refused ({stage}): {error}")),
-        End::Failed => (Exit::Internal, format!("the update to {version} failed ({stage}): {error}")),
+        UpdateResult::Refused => (Exit::Refused, format!("{version} is refused ({stage}): {error}")),
+        UpdateResult::Failed => {
+            (Exit::Internal, format!("the update to {version} failed ({stage}): {error}"))
+        }
     };
-    if asker == Asker::Unit && *end != End::Failed {
-        println!("{words}");
+    if caller == Caller::PathUnit && *end != UpdateResult::Failed {
+        println!("{message}");
         return Ok(());
     }
-    Err(Failure::new(exit, anyhow::anyhow!(words)))
+    Err(Failure::new(exit, anyhow::anyhow!(message)))
 }

@@ -1,17 +1,17 @@
-//! The first release of a machine: the bundle that user-data names, with the digest that user-data states; its units, and
-//! the password of the machine's database.
+//! The first release of a machine: installs the bundle named by user-data, its units, and the password of the
+//! machine's database.
 //!
-//! Nothing is switched before the digest of every byte was right. Each step can be done again, so a run that was
-//! killed anywhere is simply run again. Where a whole release is current, whichever it is, it stays: it gets what it
-//! lacks of links, units and password, and which release comes next is for signed updates alone.
+//! Nothing is switched before the digest of the whole bundle is verified. Each step is idempotent, so an interrupted
+//! run is simply repeated. A complete current release is never replaced here: only its missing links, units and
+//! password are added, and later releases need a signed manifest.
 
 use super::database::{self, DatabaseError};
-use super::download::{DownloadError, Source};
+use super::download::{BundleSource, DownloadError};
 use super::fetch;
-use super::fetch::{BringError, Expected};
+use super::fetch::{Expected, FetchError};
 use super::journal::{Journal, JournalError};
 use super::releases;
-use super::releases::PlaceError;
+use super::releases::InstallError;
 use super::services::{Services, ServicesError, Systemctl};
 use super::trust;
 use super::units::{self, UnitsError};
@@ -28,7 +28,7 @@ use crate::host::system::root_settings;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle;
 
-/// The places of a run where a test can stop it.
+/// Fail points of a boot.
 pub const POINTS: &[&str] = &[
     "update.begin",
     "update.downloading",
@@ -45,19 +45,19 @@ pub const POINTS: &[&str] = &[
     "update.password_told",
 ];
 
-/// Why there is no new release. The current one, if any, is as it was.
+/// Reason why there is no new release. The current one, if any, is unchanged.
 #[derive(Debug, thiserror::Error)]
 enum BootError {
     #[error(
-        "the update from {from} to {to} was cut off and is not finished\n  next: `svc-update resume` finishes it; then boot again"
+        "the update from {from} to {to} was interrupted\n  next: `svc-update resume` finishes it; then boot again"
     )]
     Open { from: ImageVersion, to: ImageVersion },
     #[error(transparent)]
     Journal(#[from] JournalError),
     #[error(transparent)]
-    Bring(#[from] BringError),
+    Fetch(#[from] FetchError),
     #[error(transparent)]
-    Place(#[from] PlaceError),
+    Install(#[from] InstallError),
     #[error(transparent)]
     Units(#[from] UnitsError),
     #[error(transparent)]
@@ -74,34 +74,34 @@ impl BootError {
     fn exit(&self) -> Exit {
         match self {
             Self::Open { .. } => Exit::TryAgain,
-            Self::Bring(BringError::Download(DownloadError::Refused { .. })) => Exit::Permission,
-            Self::Bring(BringError::Download(_)) => Exit::Unavailable,
+            Self::Fetch(FetchError::Download(DownloadError::Refused { .. })) => Exit::Permission,
+            Self::Fetch(FetchError::Download(_)) => Exit::Unavailable,
             _ => Exit::Internal,
         }
     }
 }
 
-struct Settings {
-    release: Release,
-    /// `None` in a directory that stands for a machine.
+struct BootConfig {
+    release: BootRelease,
+    /// `None` under a root without a service manager.
     services: Option<Systemctl>,
 }
 
 /// The release to run.
-enum Release {
-    /// The one that is here.
+enum BootRelease {
+    /// The installed release.
     Current(ImageVersion),
-    First(Bundle),
+    First(FirstBundle),
 }
 
 /// The bundle of the first release.
-struct Bundle {
-    source: Source,
+struct FirstBundle {
+    source: BundleSource,
     sha256: String,
     version: ImageVersion,
 }
 
-impl Bundle {
+impl FirstBundle {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let url = env.required("SVC_HOST_BUNDLE_URL");
         let stated: Option<String> = env.required("SVC_BUNDLE_SHA256");
@@ -114,22 +114,22 @@ impl Bundle {
         });
         let version = config::image_version(env);
         let platform = PlatformLink::read(env, layout);
-        let source = Source::new(url?, platform?);
+        let source = BundleSource::new(url?, platform?);
         Some(Self { source, sha256: sha256?, version: version? })
     }
 }
 
-impl Settings {
+impl BootConfig {
     fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let release = match releases::current(layout) {
-            Some(current) => Release::Current(current),
-            None => Release::First(Bundle::read(env, layout)?),
+            Some(current) => BootRelease::Current(current),
+            None => BootRelease::First(FirstBundle::read(env, layout)?),
         };
         Some(Self { release, services: Systemctl::find(layout) })
     }
 }
 
-/// Brings the release and makes it current, unless one is.
+/// Fetches the release and makes it current, unless a release is current already.
 ///
 /// # Errors
 /// [`Failure`] with the exit code of the contract.
@@ -139,36 +139,37 @@ pub async fn run(layout: Layout) -> Result<(), Failure> {
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),
     })?;
     let mut env = config::environment(&layout);
-    let settings = Settings::read(&mut env, &layout);
-    let settings = env.finish(settings)?;
-    let version = bring(&layout, &settings).await.map_err(|error| Failure::new(error.exit(), error))?;
-    tracing::info!(%version, "the release is current");
+    let config = BootConfig::read(&mut env, &layout);
+    let config = env.finish(config)?;
+    let version =
+        install_release(&layout, &config).await.map_err(|error| Failure::new(error.exit(), error))?;
+    tracing::info!(%version, "release is current");
     Ok(())
 }
 
-async fn bring(layout: &Layout, settings: &Settings) -> Result<ImageVersion, BootError> {
+async fn install_release(layout: &Layout, config: &BootConfig) -> Result<ImageVersion, BootError> {
     failpoint::pass("update.begin")?;
     if let Some(open) = Journal::read(layout)? {
         return Err(BootError::Open { from: open.plan.from, to: open.plan.to });
     }
     releases::remove_leftovers(layout)?;
-    let version = match &settings.release {
-        Release::Current(version) => version,
-        Release::First(Bundle { source, sha256, version }) => {
+    let version = match &config.release {
+        BootRelease::Current(version) => version,
+        BootRelease::First(FirstBundle { source, sha256, version }) => {
             let expected = Expected { sha256, size_bytes: None };
-            fetch::bring(layout, source, version, &expected).await?;
+            fetch::ensure_release(layout, source, version, &expected).await?;
             version
         }
     };
-    root_settings::keep_platform_url(layout)?;
+    root_settings::copy_platform_url(layout)?;
     releases::switch(layout, version)?;
     units::install(layout, version)?;
     database::ensure_password(layout)?;
     if let Err(error) = trust::report(layout) {
-        // The machine can boot all the same; the next update says what is wrong.
-        tracing::warn!(error = %chain(&error), "which keys are trusted could not be reported");
+        // Not needed to boot; the next update reports the error.
+        tracing::warn!(error = %chain(&error), "could not report the trusted keys");
     }
-    if let Some(services) = &settings.services {
+    if let Some(services) = &config.services {
         services.reload().await?;
     }
     Ok(version.clone())

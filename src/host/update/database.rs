@@ -1,7 +1,7 @@
-//! The password of the machine's own database: made here, once, and known to this machine alone.
+//! The password of the machine's own database: generated here once, and stored only on this machine.
 //!
-//! Where `DATABASE_URL` is set already there is nothing to do. The container's file is written first, so that a run
-//! that was killed between the two takes the same password again.
+//! A `DATABASE_URL` that is set already is kept. The container's file is written first, so a run interrupted between
+//! the two files reuses the same password.
 
 use std::path::Path;
 
@@ -14,12 +14,12 @@ use crate::fsx::{self, FileError};
 use crate::host::system::config;
 use crate::host::system::layout::Layout;
 
-/// What the container's file calls it; podman takes values as they stand, without quotes.
-const PASSWORD: &str = "POSTGRES_PASSWORD";
+/// The variable's name in the container's file. podman takes values literally, without quotes.
+const PASSWORD_VARIABLE: &str = "POSTGRES_PASSWORD";
 
 #[derive(Debug, thiserror::Error)]
 pub enum DatabaseError {
-    #[error("the system gives no random bytes")]
+    #[error("the system random number generator failed")]
     Random,
     #[error(transparent)]
     File(#[from] FileError),
@@ -27,19 +27,17 @@ pub enum DatabaseError {
     Injected(#[from] Injected),
 }
 
-/// # Errors
-/// [`DatabaseError`].
 pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     if config::environment(layout).is_set("DATABASE_URL") {
         return Ok(());
     }
-    let password = match kept(&layout.postgres_env())? {
+    let password = match read_password(&layout.postgres_env())? {
         Some(password) => password,
-        None => make(&layout.postgres_env())?,
+        None => create_password(&layout.postgres_env())?,
     };
     failpoint::pass("update.password_made")?;
     let url = format!("postgres://postgres:{}@127.0.0.1:5432/svc", password.expose_secret());
-    let before = fsx::read_if_there(&layout.host_env())?.unwrap_or_default();
+    let before = fsx::read_if_exists(&layout.host_env())?.unwrap_or_default();
     let mut text = String::from_utf8_lossy(&before).into_owned();
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
@@ -50,18 +48,18 @@ pub fn ensure_password(layout: &Layout) -> Result<(), DatabaseError> {
     Ok(())
 }
 
-fn kept(path: &Path) -> Result<Option<SecretString>, FileError> {
-    let text = fsx::read_if_there(path)?.unwrap_or_default();
+fn read_password(path: &Path) -> Result<Option<SecretString>, FileError> {
+    let text = fsx::read_if_exists(path)?.unwrap_or_default();
     let pairs = parse_env_file(&String::from_utf8_lossy(&text)).unwrap_or_default();
-    let found = pairs.into_iter().find(|(name, value)| name == PASSWORD && !value.is_empty());
+    let found = pairs.into_iter().find(|(name, value)| name == PASSWORD_VARIABLE && !value.is_empty());
     Ok(found.map(|(_, value)| value.into()))
 }
 
-fn make(path: &Path) -> Result<SecretString, DatabaseError> {
+fn create_password(path: &Path) -> Result<SecretString, DatabaseError> {
     let mut bytes = [0; 32];
     SystemRandom::new().fill(&mut bytes).map_err(|_| DatabaseError::Random)?;
     let password = SecretString::from(hex::encode(bytes));
-    let line = format!("{PASSWORD}={}\n", password.expose_secret());
+    let line = format!("{PASSWORD_VARIABLE}={}\n", password.expose_secret());
     fsx::write_atomic(path, line.as_bytes(), 0o600)?;
     Ok(password)
 }
@@ -74,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_password_is_made_once_and_both_files_have_it() {
+    fn ensure_password_writes_both_files_once() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         fsx::write_atomic(&layout.host_env(), b"SVC_SLOT=\"primary\"", 0o600).unwrap();
@@ -92,14 +90,14 @@ mod tests {
         }
         ensure_password(&layout).unwrap();
         assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);
-        // Killed between the two files: the same password again.
+        // A run interrupted between the two files reuses the password.
         fs::write(layout.host_env(), "SVC_SLOT=\"primary\"\n").unwrap();
         ensure_password(&layout).unwrap();
         assert_eq!(fs::read_to_string(layout.host_env()).unwrap(), host);
     }
 
     #[test]
-    fn a_database_of_somebody_elses_is_left_alone() {
+    fn ensure_password_keeps_existing_database_url() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         fsx::write_atomic(&layout.host_env(), b"DATABASE_URL=postgres://x@y/z\n", 0o600).unwrap();

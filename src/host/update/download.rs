@@ -1,6 +1,6 @@
-//! The archive's bytes in order, however often the connection breaks: resumed by Range under the same ETag.
+//! Downloads a bundle in order. A broken connection is resumed with Range under the same ETag.
 //!
-//! `UPGRADE_TOKEN` goes to the platform's own origin and nowhere else.
+//! `UPGRADE_TOKEN` is sent only to the platform's own origin.
 
 use std::time::Duration;
 
@@ -14,22 +14,22 @@ use tokio_util::io::ReaderStream;
 use url::Url;
 
 use crate::failpoint::{self, Injected};
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::config::PlatformLink;
 use crate::host::system::upgrade_token::UpgradeToken;
 use crate::http::client::{self, Deadlines};
 use crate::http::request_id;
 
-/// How long the source may be away, counted from the last byte.
-const DEADLINE: Duration = Duration::from_secs(300);
+/// Timeout without progress, counted from the last byte.
+const STALL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Where a bundle is.
-pub struct Source {
+/// The location of a bundle.
+pub struct BundleSource {
     url: Url,
     token: Option<UpgradeToken>,
 }
 
-/// Why the bytes did not all come.
+/// Reason for an incomplete download.
 #[derive(Debug, thiserror::Error)]
 pub enum DownloadError {
     #[error("make the HTTP client")]
@@ -48,15 +48,15 @@ pub enum DownloadError {
     },
     #[error("download {url}: {status}")]
     Status { url: String, status: StatusCode },
-    #[error("download {url}: {status}, this machine may not have it")]
+    #[error("download {url}: {status}: access denied for this machine")]
     Refused { url: String, status: StatusCode },
-    #[error("download {url}: it has more than {largest} bytes")]
-    TooLarge { url: String, largest: u64 },
-    #[error("download {url}: it was changed while we read it")]
+    #[error("download {url}: larger than {limit} bytes")]
+    TooLarge { url: String, limit: u64 },
+    #[error("download {url}: it was changed during the download")]
     Changed { url: String },
-    #[error("download {url}: it ended after {at} bytes")]
+    #[error("download {url}: ended after {at} bytes")]
     CutShort { url: String, at: u64 },
-    /// The unpacker wants no more; its error is the one to tell.
+    /// The unpacker stopped reading; its error is reported instead.
     #[error("the archive was refused")]
     Abandoned,
     #[error(transparent)]
@@ -76,93 +76,90 @@ impl DownloadError {
     }
 }
 
-impl Source {
+impl BundleSource {
     pub fn new(url: Url, platform: PlatformLink) -> Self {
-        let own = url.origin() == platform.base.origin();
-        Self { url, token: own.then_some(platform.upgrade_token) }
+        let is_platform = url.origin() == platform.base.origin();
+        Self { url, token: is_platform.then_some(platform.upgrade_token) }
     }
 
-    /// All of something small.
+    /// Reads a small file whole.
     ///
     /// # Errors
-    /// [`DownloadError`]; more than `largest` bytes are one.
-    pub async fn read(&self, largest: u64) -> Result<Vec<u8>, DownloadError> {
+    /// [`DownloadError`], for example when the file has more than `limit` bytes.
+    pub async fn read(&self, max_bytes: u64) -> Result<Vec<u8>, DownloadError> {
         let download = self.open().await?;
         let url = download.url();
         let (chunks, mut pieces) = mpsc::channel::<Bytes>(4);
         let gather = async move {
             let mut all = Vec::new();
             while let Some(piece) = pieces.recv().await {
-                if (all.len() + piece.len()) as u64 > largest {
-                    return Err(DownloadError::TooLarge { url, largest });
+                if (all.len() + piece.len()) as u64 > max_bytes {
+                    return Err(DownloadError::TooLarge { url, limit: max_bytes });
                 }
                 all.extend_from_slice(&piece);
             }
             Ok(all)
         };
-        // The reader that has enough ends the download, too: its word comes first.
-        let (pumped, gathered) = tokio::join!(download.pump(chunks), gather);
+        // A reader that stops early also ends the download, so its error comes first.
+        let (streamed, gathered) = tokio::join!(download.stream_to(chunks), gather);
         let all = gathered?;
-        pumped?;
+        streamed?;
         Ok(all)
     }
 
-    /// The first answer; from it the length is known.
-    ///
-    /// # Errors
-    /// [`DownloadError`].
+    /// Sends the first request; its response gives the length.
     pub async fn open(&self) -> Result<Download<'_>, DownloadError> {
         let client = client::build(Deadlines::DOWNLOAD).map_err(DownloadError::Client)?;
-        let mut download = Download { source: self, client, etag: None, length: None, at: 0, answer: None };
-        let mut patience = Patience::new(DEADLINE);
+        let mut download = Download { source: self, client, etag: None, length: None, at: 0, body: None };
+        let mut patience = Backoff::new(STALL_TIMEOUT);
         loop {
-            match download.ask().await {
+            match download.send_request().await {
                 Ok(()) => return Ok(download),
-                Err(error) => bear(&mut patience, error).await?,
+                Err(error) => back_off(&mut patience, error).await?,
             }
         }
     }
 }
 
-async fn bear(patience: &mut Patience, error: DownloadError) -> Result<(), DownloadError> {
+async fn back_off(patience: &mut Backoff, error: DownloadError) -> Result<(), DownloadError> {
     if !error.is_transient() {
         return Err(error);
     }
-    tracing::warn!(error = %crate::http::problem::chain(&error), "the download broke off");
+    tracing::warn!(error = %crate::http::problem::chain(&error), "download interrupted; retrying");
     patience.pause().await.map_err(|_| error)
 }
 
-/// A download under way.
+/// A download in progress.
 pub struct Download<'a> {
-    source: &'a Source,
+    source: &'a BundleSource,
     client: reqwest::Client,
-    /// Strong; without one a break cannot be resumed.
+    /// A strong ETag; a download without one cannot be resumed.
     etag: Option<String>,
     length: Option<u64>,
     at: u64,
-    answer: Option<Answer>,
+    body: Option<PendingBody>,
 }
 
-struct Answer {
+struct PendingBody {
     response: reqwest::Response,
-    /// Bytes of the body that we have already: the source does not know Range.
+    /// Leading bytes to discard, because the source ignored Range.
     skip: u64,
 }
 
 impl Download<'_> {
-    /// Of the whole archive, where the source says it.
+    /// The length of the whole bundle, if the source reports it.
     pub fn length(&self) -> Option<u64> {
         self.length
     }
 
     fn url(&self) -> String {
-        // Without query: a signed URL's is a credential.
+        // The query of a signed URL is a credential.
         let mut url = self.source.url.clone();
         url.set_query(None);
         url.to_string()
     }
 
-    async fn ask(&mut self) -> Result<(), DownloadError> {
+    async fn send_request(&mut self) -> Result<(), DownloadError> {
         if self.source.url.scheme() == "file" {
             return self.open_file().await;
         }
@@ -179,7 +176,7 @@ impl Download<'_> {
             .map_err(|source| DownloadError::Transport { url: self.url(), source: source.without_url() })?;
         let skip = match response.status() {
             StatusCode::PARTIAL_CONTENT if self.at > 0 => {
-                if range_start(&response) != Some(self.at) || self.is_other(&response) {
+                if range_start(&response) != Some(self.at) || self.has_changed(&response) {
                     return Err(DownloadError::Changed { url: self.url() });
                 }
                 0
@@ -190,7 +187,7 @@ impl Download<'_> {
                 0
             }
             StatusCode::OK => {
-                if self.etag.is_none() || self.is_other(&response) {
+                if self.etag.is_none() || self.has_changed(&response) {
                     return Err(DownloadError::Changed { url: self.url() });
                 }
                 self.at
@@ -200,11 +197,11 @@ impl Download<'_> {
             }
             status => return Err(DownloadError::Status { url: self.url(), status }),
         };
-        self.answer = Some(Answer { response, skip });
+        self.body = Some(PendingBody { response, skip });
         Ok(())
     }
 
-    /// What the first boot has brought already is read from where it lies, once.
+    /// Opens a `file:` URL, for a bundle that is already on the machine. It is read once.
     async fn open_file(&mut self) -> Result<(), DownloadError> {
         let unreadable = |source| DownloadError::File { url: self.url(), source };
         let path = self.source.url.to_file_path().unwrap_or_default();
@@ -212,55 +209,55 @@ impl Download<'_> {
         let length = file.metadata().await.map_err(unreadable)?.len();
         let body = reqwest::Body::wrap_stream(ReaderStream::with_capacity(file, 1 << 16));
         self.length = Some(length);
-        self.answer = Some(Answer { response: http::Response::new(body).into(), skip: 0 });
+        self.body = Some(PendingBody { response: http::Response::new(body).into(), skip: 0 });
         Ok(())
     }
 
-    fn is_other(&self, response: &reqwest::Response) -> bool {
+    fn has_changed(&self, response: &reqwest::Response) -> bool {
         strong_etag(response) != self.etag
     }
 
-    /// Hands every byte on, in order, and answers with their SHA-256.
+    /// Sends every byte to `chunks`, in order, and returns their SHA-256.
     ///
     /// # Errors
-    /// [`DownloadError`]; `Abandoned` when nobody takes the bytes any more.
-    pub async fn pump(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
+    /// [`DownloadError`]; `Abandoned` when the receiver has been dropped.
+    pub async fn stream_to(mut self, chunks: mpsc::Sender<Bytes>) -> Result<String, DownloadError> {
         let mut digest = Sha256::new();
-        let mut patience = Patience::new(DEADLINE);
+        let mut patience = Backoff::new(STALL_TIMEOUT);
         loop {
             let before = self.at;
-            match self.pump_answer(&chunks, &mut digest).await {
+            match self.stream_body(&chunks, &mut digest).await {
                 Ok(()) => return Ok(hex::encode(digest.finalize())),
                 Err(error) => {
                     if self.at > before {
                         patience.progress();
                     }
-                    bear(&mut patience, error).await?;
+                    back_off(&mut patience, error).await?;
                 }
             }
         }
     }
 
-    async fn pump_answer(
+    async fn stream_body(
         &mut self,
         chunks: &mpsc::Sender<Bytes>,
         digest: &mut Sha256,
     ) -> Result<(), DownloadError> {
-        if self.answer.is_none() {
-            self.ask().await?;
+        if self.body.is_none() {
+            self.send_request().await?;
         }
-        let Some(Answer { response, mut skip }) = self.answer.take() else { return Ok(()) };
+        let Some(PendingBody { response, mut skip }) = self.body.take() else { return Ok(()) };
         let mut body = response.bytes_stream();
         while let Some(chunk) = self.next(&mut body).await? {
-            let known = skip.min(chunk.len() as u64);
-            skip -= known;
-            let fresh = chunk.slice(known as usize..);
-            if fresh.is_empty() {
+            let skipped = skip.min(chunk.len() as u64);
+            skip -= skipped;
+            let new = chunk.slice(skipped as usize..);
+            if new.is_empty() {
                 continue;
             }
-            digest.update(&fresh);
-            self.at += fresh.len() as u64;
-            chunks.send(fresh).await.map_err(|_| DownloadError::Abandoned)?;
+            digest.update(&new);
+            self.at += new.len() as u64;
+            chunks.send(new).await.map_err(|_| DownloadError::Abandoned)?;
             failpoint::pass("update.downloading")?;
         }
         match self.length {
@@ -286,7 +283,7 @@ fn strong_etag(response: &reqwest::Response) -> Option<String> {
     (!etag.starts_with("W/")).then(|| etag.to_owned())
 }
 
-/// The first byte's position in `Content-Range: bytes 5-9/10`.
+/// The first byte position in `Content-Range: bytes 5-9/10`.
 fn range_start(response: &reqwest::Response) -> Option<u64> {
     let range = response.headers().get(header::CONTENT_RANGE)?.to_str().ok()?;
     range.strip_prefix("bytes ")?.split('-').next()?.parse().ok()

@@ -1,97 +1,97 @@
-//! A release onto the machine: downloaded, checked against what was stated of it, unpacked, and whole or not there.
+//! Fetches a release: downloads, verifies and unpacks it. A release is installed whole or not at all.
 
 use std::path::{Path, PathBuf};
 
-use super::download::{DownloadError, Source};
-use super::releases;
-use super::releases::PlaceError;
-use super::unpack::{self, Limits, UnpackError};
+use super::download::{BundleSource, DownloadError};
+use super::releases::{InstallError, StagedRelease};
+use super::unpack::{self, UnpackError, UnpackLimits};
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host::system::layout::Layout;
 use crate::host::system::release;
 use crate::machine::name::ImageVersion;
 
-/// An archive unpacks to a few times its size.
-const GROWTH: u64 = 5;
-/// Room that is left free.
-const MARGIN: u64 = 64 << 20;
+/// Upper bound of the unpacked size, as a multiple of the archive's size.
+const UNPACKED_SIZE_FACTOR: u64 = 5;
+/// Disk space that stays free, in bytes.
+const RESERVED_BYTES: u64 = 64 << 20;
 
-/// Why the release is not there.
+/// Reason why the release was not installed.
 #[derive(Debug, thiserror::Error)]
-pub enum BringError {
+pub enum FetchError {
     #[error(transparent)]
     Download(#[from] DownloadError),
     #[error(transparent)]
     Unpack(#[from] UnpackError),
-    #[error("the bundle's SHA-256 is {found}, and {expected} was stated")]
+    #[error("bundle SHA-256 mismatch: expected {expected}, found {found}")]
     WrongDigest { expected: String, found: String },
-    #[error("the bundle has {found} bytes, and {expected} were stated")]
+    #[error("bundle size mismatch: expected {expected} bytes, found {found}")]
     WrongSize { expected: u64, found: u64 },
     #[error("{}: {free} bytes are free and {needed} are needed", .path.display())]
     NoSpace { path: PathBuf, needed: u64, free: u64 },
     #[error(transparent)]
-    Place(#[from] PlaceError),
+    Install(#[from] InstallError),
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
     Injected(#[from] Injected),
 }
 
-/// What was stated of the archive by somebody who is trusted.
+/// Properties of the archive as a trusted source states them.
 pub struct Expected<'a> {
     pub sha256: &'a str,
     pub size_bytes: Option<u64>,
 }
 
-/// Brings the release, unless it is there already.
+/// Fetches the release, unless it is installed already.
 ///
 /// # Errors
-/// [`BringError`]; no release has come then.
-pub async fn bring(
+/// [`FetchError`]; no release is installed then.
+pub async fn ensure_release(
     layout: &Layout,
-    source: &Source,
+    source: &BundleSource,
     version: &ImageVersion,
     expected: &Expected<'_>,
-) -> Result<(), BringError> {
-    let there = layout.release(version);
-    if !there.is_dir() {
-        return fetch(layout, source, version, expected).await;
+) -> Result<(), FetchError> {
+    let dir = layout.release(version);
+    if !dir.is_dir() {
+        return fetch_release(layout, source, version, expected).await;
     }
-    let found = release::digest(&there)?.unwrap_or_default();
+    let found = release::digest(&dir)?.unwrap_or_default();
     if found == expected.sha256 {
         return Ok(());
     }
-    Err(BringError::WrongDigest { expected: expected.sha256.to_owned(), found })
+    Err(FetchError::WrongDigest { expected: expected.sha256.to_owned(), found })
 }
 
-/// One pass over the archive: hash, inflate, unpack beside; then the digest decides.
-async fn fetch(
+/// Hashes, decompresses and unpacks the archive in one pass into a staging directory, then verifies the digest.
+async fn fetch_release(
     layout: &Layout,
-    source: &Source,
+    source: &BundleSource,
     version: &ImageVersion,
     expected: &Expected<'_>,
-) -> Result<(), BringError> {
+) -> Result<(), FetchError> {
     if let Some(size) = expected.size_bytes {
-        ensure_room(&layout.releases(), size)?;
+        ensure_disk_space(&layout.releases(), size)?;
     }
     let download = source.open().await?;
     if let (Some(expected), Some(found)) = (expected.size_bytes, download.length())
         && expected != found
     {
-        return Err(BringError::WrongSize { expected, found });
+        return Err(FetchError::WrongSize { expected, found });
     }
-    let partial = releases::Partial::create(layout, version)?;
+    let staged = StagedRelease::create(layout, version)?;
     if let (None, Some(length)) = (expected.size_bytes, download.length()) {
-        ensure_room(partial.path(), length)?;
+        ensure_disk_space(staged.path(), length)?;
     }
     let (chunks, archive) = unpack::channel();
-    let into = partial.path().to_owned();
-    let unpacking = tokio::task::spawn_blocking(move || unpack::unpack(archive, &into, Limits::BUNDLE));
-    let downloaded = download.pump(chunks).await;
-    // A panic in there is no error that we could name: it goes on here.
+    let into = staged.path().to_owned();
+    let unpacking = tokio::task::spawn_blocking(move || unpack::unpack(archive, &into, UnpackLimits::BUNDLE));
+    let downloaded = download.stream_to(chunks).await;
+    // A panic in the unpacker has no error to report, so it is propagated.
     let unpacked = unpacking.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-    // What the unpacker refused ends the download, too: its word comes first, unless the bytes just stopped coming.
+    // An unpacker that refuses the archive also ends the download, so its error comes first, unless the download
+    // itself failed.
     let found = match (downloaded, unpacked) {
         (Ok(found), Ok(())) => found,
         (Err(error), Ok(())) => return Err(error.into()),
@@ -100,20 +100,20 @@ async fn fetch(
     };
     failpoint::pass("update.unpacked")?;
     if found != expected.sha256 {
-        return Err(BringError::WrongDigest { expected: expected.sha256.to_owned(), found });
+        return Err(FetchError::WrongDigest { expected: expected.sha256.to_owned(), found });
     }
     failpoint::pass("update.verified")?;
-    partial.keep(layout, version, &found)?;
+    staged.commit(layout, version, &found)?;
     Ok(())
 }
 
 /// # Errors
-/// [`BringError::NoSpace`].
-fn ensure_room(dir: &Path, archive: u64) -> Result<(), BringError> {
-    let needed = archive.saturating_mul(GROWTH).saturating_add(MARGIN);
+/// [`FetchError::NoSpace`].
+fn ensure_disk_space(dir: &Path, archive: u64) -> Result<(), FetchError> {
+    let needed = archive.saturating_mul(UNPACKED_SIZE_FACTOR).saturating_add(RESERVED_BYTES);
     let free = fs4::available_space(dir).map_err(FileError::at("measure", dir))?;
     if free < needed {
-        return Err(BringError::NoSpace { path: dir.to_owned(), needed, free });
+        return Err(FetchError::NoSpace { path: dir.to_owned(), needed, free });
     }
     Ok(())
 }

@@ -1,111 +1,116 @@
-//! Whether the release that was just started is well: what the service manager says, and what the gateway answers.
+//! Health check of a release after its services were restarted, from unit states and the gateway's probe.
 //!
-//! Starting is not failing. Well is what stays well for a moment, within the deadline.
+//! A unit that is starting has not failed. The release is healthy once it stays healthy for a moment within the
+//! deadline.
 
 use std::time::{Duration, Instant};
 
 use super::services::{Services, ServicesError, UnitState};
 use crate::host::system::probe::Gateway;
 
-pub const GATEWAY: &str = "svc-gateway.service";
-/// Whatever of these runs when an update begins must run when it ends.
-pub const OTHERS: [&str; 4] =
+pub const GATEWAY_UNIT: &str = "svc-gateway.service";
+/// Services that must run after an update if they ran before it.
+pub const OTHER_SERVICES: [&str; 4] =
     ["svc-shell.service", "svc-code.service", "svc-sync-agent.service", "svc-watch.service"];
-/// Between looks.
-const PAUSE: Duration = Duration::from_millis(250);
-/// How long it must stay well, at most; a short deadline makes it shorter.
-const SETTLING: Duration = Duration::from_secs(3);
-/// Ends of a process after which it is no longer called starting.
-const MOST_RESTARTS: u32 = 3;
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
+/// Time for which the release must stay healthy. A short deadline reduces it.
+const MIN_HEALTHY_TIME: Duration = Duration::from_secs(3);
+/// Restarts after which a unit counts as failed, not starting.
+const MAX_RESTARTS: u32 = 3;
 
-/// What one look shows.
+/// Result of one check.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Look {
-    Well,
+pub enum HealthState {
+    Healthy,
     Starting(String),
     Failed(String),
 }
 
-/// Whether a gateway answers, asked as the router would.
-pub enum Door {
-    /// Its certificate is not there yet.
-    Closed,
+/// The gateway probe to use.
+pub enum GatewayProbe {
+    /// No certificate exists yet.
+    Unavailable,
     Ready(Gateway),
-    /// It was not ready before the update: to be alive is enough.
+    /// The gateway was not ready before the update, so liveness is enough.
     Alive(Gateway),
 }
 
-impl Door {
-    async fn answers(&self) -> bool {
+impl GatewayProbe {
+    async fn is_answering(&self) -> bool {
         match self {
-            Self::Closed => false,
+            Self::Unavailable => false,
             Self::Ready(gateway) => gateway.is_ready().await,
             Self::Alive(gateway) => gateway.is_alive().await,
         }
     }
 }
 
-/// What the states of the units and the gateway's answer mean together.
-fn judge(units: &[(String, UnitState)], answers: bool) -> Look {
+/// Combines the unit states and the gateway's probe result.
+fn assess(units: &[(String, UnitState)], is_answering: bool) -> HealthState {
     let mut starting = None;
     for (name, unit) in units {
-        if unit.restarts >= MOST_RESTARTS {
-            return Look::Failed(format!("{name} ended {} times ({})", unit.restarts, unit.result));
+        if unit.restarts >= MAX_RESTARTS {
+            return HealthState::Failed(format!("{name} ended {} times ({})", unit.restarts, unit.result));
         }
         match unit.active.as_str() {
             "active" => {}
-            "failed" => return Look::Failed(format!("{name} failed ({})", unit.result)),
-            // Of the others a release may have none, or one that has nothing to do here.
-            "inactive" if name != GATEWAY => {}
-            "inactive" => return Look::Failed(format!("{name} does not run ({})", unit.result)),
+            "failed" => return HealthState::Failed(format!("{name} failed ({})", unit.result)),
+            // A release may lack any other service, or give it nothing to run.
+            "inactive" if name != GATEWAY_UNIT => {}
+            "inactive" => return HealthState::Failed(format!("{name} does not run ({})", unit.result)),
             other => starting = Some(format!("{name} is {other}")),
         }
     }
     match starting {
-        Some(why) => Look::Starting(why),
-        None if answers => Look::Well,
-        None => Look::Starting("the gateway runs and is not ready".to_owned()),
+        Some(why) => HealthState::Starting(why),
+        None if is_answering => HealthState::Healthy,
+        None => HealthState::Starting("the gateway is running but not ready".to_owned()),
     }
 }
 
-async fn look(services: &impl Services, units: &[String], door: &Door) -> Result<Look, ServicesError> {
+async fn check_health(
+    services: &impl Services,
+    units: &[String],
+    probe: &GatewayProbe,
+) -> Result<HealthState, ServicesError> {
     let mut states = Vec::new();
     for name in units {
         states.push((name.clone(), services.state(name).await?));
     }
-    Ok(judge(&states, door.answers().await))
+    Ok(assess(&states, probe.is_answering().await))
 }
 
-/// Waits until all is well; otherwise says why it is not.
+/// Waits until the release is healthy.
 ///
 /// # Errors
-/// What failed, or what was still starting at the deadline.
-pub async fn wait(
+/// The failure, or the unit that was still starting at the deadline.
+pub async fn wait_until_healthy(
     services: &impl Services,
     units: &[String],
-    door: &Door,
+    probe: &GatewayProbe,
     deadline: Duration,
 ) -> Result<(), String> {
     let end = Instant::now() + deadline;
-    let settling = SETTLING.min(deadline / 10);
-    let mut well_since = None;
+    let min_healthy_time = MIN_HEALTHY_TIME.min(deadline / 10);
+    let mut healthy_since = None;
     loop {
-        let seen =
-            look(services, units, door).await.unwrap_or_else(|error| Look::Starting(error.to_string()));
-        match seen {
-            Look::Well => {
-                let since = *well_since.get_or_insert_with(Instant::now);
-                if since.elapsed() >= settling {
+        let state = check_health(services, units, probe)
+            .await
+            .unwrap_or_else(|error| HealthState::Starting(error.to_string()));
+        match state {
+            HealthState::Healthy => {
+                let since = *healthy_since.get_or_insert_with(Instant::now);
+                if since.elapsed() >= min_healthy_time {
                     return Ok(());
                 }
             }
-            Look::Failed(why) => return Err(why),
-            Look::Starting(why) if Instant::now() >= end => {
-                return Err(format!("not well within {} s: {why}", deadline.as_secs()));
+            HealthState::Failed(why) => return Err(why),
+            HealthState::Starting(why) if Instant::now() >= end => {
+                return Err(format!("not healthy within {} s: {why}", deadline.as_secs()));
             }
-            Look::Starting(_) => well_since = None,
+            HealthState::Starting(_) => healthy_since = None,
         }
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(CHECK_INTERVAL).await;
     }
 }
 
@@ -118,18 +123,24 @@ mod tests {
     }
 
     #[test]
-    fn starting_is_not_failing_and_failing_is_not_starting() {
+    fn assess_tells_starting_units_from_failed_ones() {
         let other = "svc-code.service";
-        let starting = |look: &Look| matches!(look, Look::Starting(_));
-        let failed = |look: &Look| matches!(look, Look::Failed(_));
-        assert_eq!(judge(&[unit(GATEWAY, "active", 0), unit(other, "active", 1)], true), Look::Well);
-        assert!(starting(&judge(&[unit(GATEWAY, "active", 0)], false)));
-        assert!(starting(&judge(&[unit(GATEWAY, "activating", 2)], false)));
-        assert!(starting(&judge(&[unit(GATEWAY, "active", 0), unit(other, "reloading", 0)], true)));
-        assert!(failed(&judge(&[unit(GATEWAY, "activating", 3)], false)));
-        assert!(failed(&judge(&[unit(GATEWAY, "failed", 0)], true)));
-        assert!(failed(&judge(&[unit(GATEWAY, "inactive", 0)], false)));
-        assert!(failed(&judge(&[unit(GATEWAY, "active", 0), unit(other, "failed", 0)], true)));
-        assert_eq!(judge(&[unit(GATEWAY, "active", 0), unit(other, "inactive", 0)], true), Look::Well);
+        let starting = |state: &HealthState| matches!(state, HealthState::Starting(_));
+        let failed = |state: &HealthState| matches!(state, HealthState::Failed(_));
+        assert_eq!(
+            assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "active", 1)], true),
+            HealthState::Healthy
+        );
+        assert!(starting(&assess(&[unit(GATEWAY_UNIT, "active", 0)], false)));
+        assert!(starting(&assess(&[unit(GATEWAY_UNIT, "activating", 2)], false)));
+        assert!(starting(&assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "reloading", 0)], true)));
+        assert!(failed(&assess(&[unit(GATEWAY_UNIT, "activating", 3)], false)));
+        assert!(failed(&assess(&[unit(GATEWAY_UNIT, "failed", 0)], true)));
+        assert!(failed(&assess(&[unit(GATEWAY_UNIT, "inactive", 0)], false)));
+        assert!(failed(&assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "failed", 0)], true)));
+        assert_eq!(
+            assess(&[unit(GATEWAY_UNIT, "active", 0), unit(other, "inactive", 0)], true),
+            HealthState::Healthy
+        );
     }
 }

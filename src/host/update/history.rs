@@ -1,4 +1,4 @@
-//! What stays after an update: its outcome, the history, the release before, and releases that are not tried again.
+//! Records kept after an update: its outcome, the history, the previous release and the quarantined releases.
 
 use std::fs;
 use std::io::Write;
@@ -17,13 +17,13 @@ use crate::host::system::release;
 use crate::machine::name::ImageVersion;
 
 const FORMAT: u32 = 1;
-/// Lines of the history that are kept.
-const MOST_LINES: usize = 200;
-/// Releases that are kept besides the current one and the one before.
-const MORE_RELEASES: usize = 1;
+/// Maximum lines in the history.
+const MAX_HISTORY_LINES: usize = 200;
+/// Releases kept in addition to the current and the previous one.
+const EXTRA_RELEASES: usize = 1;
 
 #[derive(Debug, thiserror::Error)]
-pub enum MemoryError {
+pub enum HistoryError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error("{} is not readable", .path.display())]
@@ -35,7 +35,7 @@ pub enum MemoryError {
 /// One line of `history.jsonl`; `last.json` is the newest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Entry {
+pub struct HistoryEntry {
     pub format: u32,
     pub id: Uuid,
     pub from: ImageVersion,
@@ -46,7 +46,7 @@ pub struct Entry {
     pub outcome: Outcome,
 }
 
-impl Entry {
+impl HistoryEntry {
     pub fn new(
         id: Uuid,
         from: ImageVersion,
@@ -58,11 +58,8 @@ impl Entry {
     }
 }
 
-/// Writes the outcome down. Done already, it changes nothing.
-///
-/// # Errors
-/// [`MemoryError`].
-pub fn keep(layout: &Layout, entry: &Entry) -> Result<(), MemoryError> {
+/// Records the outcome. Idempotent.
+pub fn record(layout: &Layout, entry: &HistoryEntry) -> Result<(), HistoryError> {
     let line = serde_json::to_string(entry).expect("plain fields are JSON");
     fsx::write_atomic(&layout.last_update(), line.as_bytes(), 0o644)?;
     failpoint::pass("update.outcome_told")?;
@@ -71,7 +68,7 @@ pub fn keep(layout: &Layout, entry: &Entry) -> Result<(), MemoryError> {
         return Ok(());
     }
     entries.push(entry.clone());
-    let first = entries.len().saturating_sub(MOST_LINES);
+    let first = entries.len().saturating_sub(MAX_HISTORY_LINES);
     let mut text = Vec::new();
     for entry in &entries[first..] {
         serde_json::to_writer(&mut text, entry).expect("plain fields are JSON");
@@ -87,122 +84,106 @@ fn history_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("history.jsonl")
 }
 
-/// Every update that ended here, the oldest first. A line that cannot be read is passed over.
-///
-/// # Errors
-/// [`FileError`].
-pub fn history(layout: &Layout) -> Result<Vec<Entry>, FileError> {
-    let text = fsx::read_if_there(&history_path(layout))?.unwrap_or_default();
+/// Every update that ended on this machine, oldest first. Unreadable lines are skipped.
+pub fn history(layout: &Layout) -> Result<Vec<HistoryEntry>, FileError> {
+    let text = fsx::read_if_exists(&history_path(layout))?.unwrap_or_default();
     let text = String::from_utf8_lossy(&text).into_owned();
     Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Known {
+struct ReleaseRecord {
     version: u32,
-    /// Current before the current one.
+    /// The release that was current before the current one.
     previous: Option<ImageVersion>,
-    quarantined: Vec<Quarantined>,
+    quarantined: Vec<QuarantinedRelease>,
 }
 
-/// A release that was not well here.
+/// A release that failed its health check here.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Quarantined {
+pub struct QuarantinedRelease {
     pub version: ImageVersion,
     #[serde(with = "crate::clock::wire")]
     pub at: Timestamp,
     pub why: String,
 }
 
-fn known(layout: &Layout) -> Result<Known, MemoryError> {
+fn read_releases(layout: &Layout) -> Result<ReleaseRecord, HistoryError> {
     let path = layout.update_state().join("releases.json");
-    let Some(text) = fsx::read_if_there(&path)? else { return Ok(Known::default()) };
-    match serde_json::from_slice::<Known>(&text) {
-        Ok(known) if known.version == FORMAT => Ok(known),
-        _ => Err(MemoryError::Unreadable { path }),
+    let Some(text) = fsx::read_if_exists(&path)? else { return Ok(ReleaseRecord::default()) };
+    match serde_json::from_slice::<ReleaseRecord>(&text) {
+        Ok(releases) if releases.version == FORMAT => Ok(releases),
+        _ => Err(HistoryError::Unreadable { path }),
     }
 }
 
-fn change(layout: &Layout, change: impl FnOnce(&mut Known)) -> Result<(), MemoryError> {
-    let mut known = known(layout)?;
-    change(&mut known);
-    known.version = FORMAT;
-    let text = serde_json::to_vec_pretty(&known).expect("plain fields are JSON");
+fn update_releases(layout: &Layout, change: impl FnOnce(&mut ReleaseRecord)) -> Result<(), HistoryError> {
+    let mut releases = read_releases(layout)?;
+    change(&mut releases);
+    releases.version = FORMAT;
+    let text = serde_json::to_vec_pretty(&releases).expect("plain fields are JSON");
     Ok(fsx::write_atomic(&layout.update_state().join("releases.json"), &text, 0o644)?)
 }
 
-/// The release that was current before this one, if it is still here.
-///
-/// # Errors
-/// [`MemoryError`].
-pub fn previous(layout: &Layout) -> Result<Option<ImageVersion>, MemoryError> {
-    Ok(known(layout)?.previous.filter(|version| layout.release(version).is_dir()))
+/// The release that was current before this one, if it is still installed.
+pub fn previous(layout: &Layout) -> Result<Option<ImageVersion>, HistoryError> {
+    Ok(read_releases(layout)?.previous.filter(|version| layout.release(version).is_dir()))
 }
 
-/// # Errors
-/// [`MemoryError`].
-pub fn remember_previous(layout: &Layout, version: &ImageVersion) -> Result<(), MemoryError> {
-    change(layout, |known| known.previous = Some(version.clone()))
+pub fn record_previous(layout: &Layout, version: &ImageVersion) -> Result<(), HistoryError> {
+    update_releases(layout, |releases| releases.previous = Some(version.clone()))
 }
 
-/// # Errors
-/// [`MemoryError`].
-pub fn quarantined(layout: &Layout) -> Result<Vec<Quarantined>, MemoryError> {
-    Ok(known(layout)?.quarantined)
+pub fn quarantined(layout: &Layout) -> Result<Vec<QuarantinedRelease>, HistoryError> {
+    Ok(read_releases(layout)?.quarantined)
 }
 
-/// # Errors
-/// [`MemoryError`].
 pub fn quarantine(
     layout: &Layout,
     version: &ImageVersion,
     at: Timestamp,
     why: &str,
-) -> Result<(), MemoryError> {
-    change(layout, |known| {
-        known.quarantined.retain(|other| other.version != *version);
-        known.quarantined.push(Quarantined { version: version.clone(), at, why: why.to_owned() });
-        if known.previous.as_ref() == Some(version) {
-            known.previous = None;
+) -> Result<(), HistoryError> {
+    update_releases(layout, |releases| {
+        releases.quarantined.retain(|other| other.version != *version);
+        releases.quarantined.push(QuarantinedRelease { version: version.clone(), at, why: why.to_owned() });
+        if releases.previous.as_ref() == Some(version) {
+            releases.previous = None;
         }
     })
 }
 
-/// # Errors
-/// [`MemoryError`].
-pub fn forgive(layout: &Layout, version: &ImageVersion) -> Result<(), MemoryError> {
-    change(layout, |known| known.quarantined.retain(|other| other.version != *version))
+pub fn unquarantine(layout: &Layout, version: &ImageVersion) -> Result<(), HistoryError> {
+    update_releases(layout, |releases| releases.quarantined.retain(|other| other.version != *version))
 }
 
-/// Removes old releases: the current one stays, the one before, and the newest of the others that was not quarantined.
-///
-/// # Errors
-/// [`MemoryError`].
-pub fn prune(layout: &Layout) -> Result<(), MemoryError> {
+/// Removes old releases. Keeps the current one, the previous one, and the newest other release that is not
+/// quarantined.
+pub fn prune(layout: &Layout) -> Result<(), HistoryError> {
     let Some(current) = release::current(layout) else { return Ok(()) };
-    let known = known(layout)?;
+    let releases = read_releases(layout)?;
     let mut others: Vec<_> = releases::versions(layout)?
         .into_iter()
-        .filter(|version| *version != current && Some(version) != known.previous.as_ref())
+        .filter(|version| *version != current && Some(version) != releases.previous.as_ref())
         .map(|version| {
-            let bad = known.quarantined.iter().any(|other| other.version == version);
-            let made = fs::metadata(layout.release(&version)).and_then(|meta| meta.modified()).ok();
-            (!bad, made, version)
+            let bad = releases.quarantined.iter().any(|other| other.version == version);
+            let created = fs::metadata(layout.release(&version)).and_then(|meta| meta.modified()).ok();
+            (!bad, created, version)
         })
         .collect();
     others.sort();
     let good = others.iter().filter(|(good, _, _)| *good).count();
-    let keep = good.min(MORE_RELEASES);
+    let keep = good.min(EXTRA_RELEASES);
     others.truncate(others.len() - keep);
     for (_, _, version) in others {
         let dir = layout.release(&version);
-        // Under another name first: what is half removed is no release.
-        let gone = layout.releases().join(format!(".{version}.partial-removed"));
-        fs::rename(&dir, &gone).map_err(FileError::at("rename", &dir))?;
-        fs::remove_dir_all(&gone).map_err(FileError::at("remove", &gone))?;
-        tracing::info!(%version, "an old release is removed");
+        // Renamed first, so that a partly removed directory is not taken for a release.
+        let removed = layout.releases().join(format!(".{version}.partial-removed"));
+        fs::rename(&dir, &removed).map_err(FileError::at("rename", &dir))?;
+        fs::remove_dir_all(&removed).map_err(FileError::at("remove", &removed))?;
+        tracing::info!(%version, "removed an old release");
     }
     failpoint::pass("update.pruned")?;
     Ok(())
@@ -213,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn current_previous_and_one_more_are_kept() {
+    fn prune_keeps_current_previous_and_one_more() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let version = |text: &str| -> ImageVersion { text.parse().unwrap() };
@@ -224,7 +205,7 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(10));
         }
         fsx::symlink_atomic(std::path::Path::new("releases/2"), &layout.current()).unwrap();
-        remember_previous(&layout, &version("1")).unwrap();
+        record_previous(&layout, &version("1")).unwrap();
         quarantine(&layout, &version("5"), Timestamp::UNIX_EPOCH, "x").unwrap();
         prune(&layout).unwrap();
         let kept: Vec<_> = releases::versions(&layout).unwrap().iter().map(ToString::to_string).collect();
@@ -235,28 +216,33 @@ mod tests {
     }
 
     #[test]
-    fn an_outcome_is_written_once_and_torn_lines_are_passed_over() {
+    fn record_is_idempotent_and_skips_torn_lines() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let outcome = Outcome {
             version: "2".parse().unwrap(),
-            outcome: crate::host::update::protocol::End::RolledBack,
+            outcome: crate::host::update::protocol::UpdateResult::RolledBack,
             stage: "health".to_owned(),
             error: Some("x".to_owned()),
             at: Timestamp::UNIX_EPOCH,
         };
         let id = Uuid::new_v4();
-        let entry =
-            Entry::new(id, "1".parse().unwrap(), Timestamp::UNIX_EPOCH, "r".to_owned(), outcome.clone());
-        keep(&layout, &entry).unwrap();
-        keep(&layout, &entry).unwrap();
+        let entry = HistoryEntry::new(
+            id,
+            "1".parse().unwrap(),
+            Timestamp::UNIX_EPOCH,
+            "r".to_owned(),
+            outcome.clone(),
+        );
+        record(&layout, &entry).unwrap();
+        record(&layout, &entry).unwrap();
         assert_eq!(history(&layout).unwrap(), std::slice::from_ref(&entry));
         let last = crate::host::update::protocol::last(&layout).unwrap().unwrap();
         assert_eq!((last.outcome, last.request_id.as_deref()), (outcome, Some("r")));
         let mut text = fs::read(history_path(&layout)).unwrap();
         text.extend(b"{\"torn");
         fs::write(history_path(&layout), text).unwrap();
-        keep(&layout, &Entry { id: Uuid::new_v4(), ..entry }).unwrap();
+        record(&layout, &HistoryEntry { id: Uuid::new_v4(), ..entry }).unwrap();
         assert_eq!(history(&layout).unwrap().len(), 2);
     }
 }

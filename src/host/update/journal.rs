@@ -1,6 +1,7 @@
-//! What an update has come to, on disk: written before each step, so that whoever comes after a kill goes on from there.
+//! The progress of an update on disk. It is written before each step, so that the next run resumes an interrupted
+//! update.
 //!
-//! The file is there exactly while an update is open. The invariant: one update is open at a time, under the lock.
+//! The file exists exactly while an update is open. Invariant: at most one update is open, under the lock.
 
 use std::path::{Path, PathBuf};
 
@@ -16,28 +17,28 @@ use crate::machine::name::ImageVersion;
 use crate::store::bundle::KeySet;
 
 const FORMAT: u32 = 1;
-/// How often one step is taken up again.
-const MOST_ATTEMPTS: u32 = 5;
+/// Maximum attempts of one step.
+const MAX_ATTEMPTS: u32 = 5;
 
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
-    #[error("{} is not a journal that this program can read: {why}", .path.display())]
+    #[error("cannot read the journal {}: {why}", .path.display())]
     Unreadable { path: PathBuf, why: String },
     #[error(transparent)]
     File(#[from] FileError),
 }
 
-/// What is to become current.
+/// The kind of update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Aim {
-    /// A release that is brought.
+pub enum UpdateKind {
+    /// Installs a release that must be fetched.
     Apply,
-    /// The release before, which is here.
+    /// Returns to the previous release, which is installed.
     Rollback,
 }
 
-/// Rules that an operator on the machine may lift.
+/// Rules that an operator on the machine may waive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allowances {
@@ -45,17 +46,17 @@ pub struct Allowances {
     pub quarantined: bool,
 }
 
-/// What an update is to do, and what it found when it began.
+/// The plan of an update, and the state of the machine when it began.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Plan {
-    pub aim: Aim,
+    pub aim: UpdateKind,
     pub from: ImageVersion,
     pub to: ImageVersion,
     pub allow: Allowances,
-    /// Services that ran when it began: they must run when it ends.
+    /// Services that ran when the update began; they must run when it ends.
     pub running: Vec<String>,
-    /// Whether the gateway was ready then. Where it was not, being alive is enough.
+    /// Whether the gateway was ready when the update began. If it was not, liveness is enough.
     pub was_ready: bool,
     pub request_id: String,
 }
@@ -69,13 +70,13 @@ pub struct Journal {
     pub plan: Plan,
     #[serde(with = "crate::clock::wire")]
     pub started_at: Timestamp,
-    /// Of the state that it is in.
+    /// Attempts of the current state.
     attempts: u32,
     pub state: State,
-    /// Why there is no snapshot yet, while the update waits for one.
+    /// The wait for a snapshot, if the update is waiting for one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waiting: Option<SnapshotWait>,
-    /// What is trusted once the release is well, by its verified manifest.
+    /// The key set of the verified manifest; it is trusted once the release is healthy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key_set: Option<KeySet>,
 }
@@ -94,28 +95,23 @@ impl Journal {
         }
     }
 
-    /// The update that is open, if one is.
-    ///
-    /// # Errors
-    /// [`JournalError`].
+    /// The open update, if any.
     pub fn read(layout: &Layout) -> Result<Option<Self>, JournalError> {
         let path = layout.update_journal();
-        let Some(text) = fsx::read_if_there(&path)? else { return Ok(None) };
+        let Some(text) = fsx::read_if_exists(&path)? else { return Ok(None) };
         parse(&path, &text).map(Some)
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn save(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec_pretty(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.update_journal(), &text, 0o644)
     }
 
-    /// Counts that its step is taken up; `false` when that was often enough.
+    /// Counts an attempt of the current step. Returns `false` once the attempts are exhausted.
     #[must_use]
-    pub fn take_up(&mut self) -> bool {
+    pub fn start_attempt(&mut self) -> bool {
         self.attempts += 1;
-        self.state.has_ended() || self.attempts <= MOST_ATTEMPTS
+        self.state.has_ended() || self.attempts <= MAX_ATTEMPTS
     }
 
     #[must_use]
@@ -128,7 +124,7 @@ fn parse(path: &Path, text: &[u8]) -> Result<Journal, JournalError> {
     let unreadable = |why: String| JournalError::Unreadable { path: path.to_owned(), why };
     let journal: Journal = serde_json::from_slice(text).map_err(|why| unreadable(why.to_string()))?;
     if journal.version != FORMAT {
-        return Err(unreadable(format!("its format is {}", journal.version)));
+        return Err(unreadable(format!("unsupported format {}", journal.version)));
     }
     Ok(journal)
 }

@@ -1,7 +1,7 @@
-//! The I/O around the pure states: each is written to the journal, then its step is done, then the next is chosen.
+//! Runs the state machine of an update: writes each state to the journal, does its step, and chooses the next state.
 //!
-//! A step can be done again, so a run that was killed anywhere is finished by the next one. No step returns an error of
-//! its own: what goes wrong is an event, and only a journal that cannot be written ends the run.
+//! Every step is idempotent, so the next run finishes an interrupted update. A failed step becomes an event; only a
+//! journal that cannot be written ends the run with an error.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -9,22 +9,22 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use super::download::{DownloadError, Source};
+use super::download::{BundleSource, DownloadError};
 use super::fetch;
-use super::fetch::{BringError, Expected};
-use super::health::{self, Door, GATEWAY, OTHERS};
+use super::fetch::{Expected, FetchError};
+use super::health::{self, GATEWAY_UNIT, GatewayProbe, OTHER_SERVICES};
 use super::history;
-use super::history::{Entry, MemoryError};
-use super::journal::{Aim, Allowances, Journal, Plan};
+use super::history::{HistoryEntry, HistoryError};
+use super::journal::{Allowances, Journal, Plan, UpdateKind};
 use super::policy;
 use super::policy::Candidate;
-use super::protocol::{End, Outcome};
+use super::protocol::{Outcome, UpdateResult};
 use super::releases;
-use super::releases::PlaceError;
+use super::releases::InstallError;
 use super::services::Services;
 use super::smoke_test;
 use super::snapshot;
-use super::state::{Event, Stage, State, Trouble};
+use super::state::{Event, Stage, State, StepFailure};
 use super::trust;
 use super::units;
 use super::{UpdateError, request};
@@ -42,64 +42,70 @@ use crate::machine::name::ImageVersion;
 use crate::store::bundle::{KeySet, LARGEST_COMPANION, Signed, Verified, verify};
 use crate::store::key::BUNDLE_FILE;
 
-/// Of an error in an outcome or in the journal.
+/// Maximum length of an error in an outcome or in the journal.
 pub const MAX_ERROR_CHARS: usize = 400;
-const TARGET: &str = "svc.target";
-const OWN_UNITS: &str = "svc-update.";
+const SVC_TARGET: &str = "svc.target";
+const OWN_UNIT_PREFIX: &str = "svc-update.";
 
-/// The machine as an update sees it.
-pub struct Machine<S> {
+/// Runs the updates of one machine.
+pub struct Updater<S> {
     pub layout: Layout,
     pub services: S,
-    /// Only a release that must be brought needs it: going back works without.
+    /// Needed only to fetch a release; a rollback works without it.
     pub platform: Result<PlatformLink, ConfigError>,
     pub listen: SocketAddr,
     pub health_deadline: Duration,
-    /// Without one there is nothing to back up.
+    /// A machine without a database needs no snapshot.
     pub has_database: bool,
-    /// How long an update waits for a snapshot, counted from the last progress of a backup.
+    /// Timeout of the wait for a snapshot, counted from the last progress of a backup.
     pub snapshot_deadline: Duration,
 }
 
-/// A step that stops the update.
-enum Stop {
-    Refused(Trouble),
-    Failed(Trouble),
+/// The failure of a step, which ends the update.
+enum StepError {
+    Refused(StepFailure),
+    Failed(StepFailure),
 }
 
-fn trouble(stage: Stage, error: &(dyn Error + 'static)) -> Trouble {
-    Trouble { stage, error: chain(error).chars().take(MAX_ERROR_CHARS).collect() }
+fn step_failure(stage: Stage, error: &(dyn Error + 'static)) -> StepFailure {
+    StepFailure { stage, error: chain(error).chars().take(MAX_ERROR_CHARS).collect() }
 }
 
-fn refused<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> Stop {
-    move |error| Stop::Refused(trouble(stage, &error))
+fn refused<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
+    move |error| StepError::Refused(step_failure(stage, &error))
 }
 
-fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> Stop {
-    move |error| Stop::Failed(trouble(stage, &error))
+fn failed<E: Error + 'static>(stage: Stage) -> impl FnOnce(E) -> StepError {
+    move |error| StepError::Failed(step_failure(stage, &error))
 }
 
-/// What says something of the release refuses it; what says something of this machine or its network is tried again.
-fn not_brought(error: BringError) -> Stop {
+/// An error about the release refuses it; an error of this machine or its network is a failure that may be retried.
+fn classify_fetch_error(error: FetchError) -> StepError {
     match &error {
-        BringError::NoSpace { .. } => failed(Stage::Preflight)(error),
-        BringError::Unpack(unpack) if unpack.is_of_the_disk() => failed(Stage::Download)(error),
-        BringError::Download(_)
-        | BringError::Place(PlaceError::File(_) | PlaceError::Injected(_))
-        | BringError::File(_)
-        | BringError::Injected(_) => failed(Stage::Download)(error),
-        BringError::Unpack(_)
-        | BringError::WrongDigest { .. }
-        | BringError::WrongSize { .. }
-        | BringError::Place(_) => refused(Stage::Download)(error),
+        FetchError::NoSpace { .. } => failed(Stage::Preflight)(error),
+        FetchError::Unpack(unpack) if unpack.is_disk_error() => failed(Stage::Download)(error),
+        FetchError::Download(_)
+        | FetchError::Install(InstallError::File(_) | InstallError::Injected(_))
+        | FetchError::File(_)
+        | FetchError::Injected(_) => failed(Stage::Download)(error),
+        FetchError::Unpack(_)
+        | FetchError::WrongDigest { .. }
+        | FetchError::WrongSize { .. }
+        | FetchError::Install(_) => refused(Stage::Download)(error),
     }
 }
 
-impl<S: Services> Machine<S> {
-    /// Begins an update; nothing is written yet.
-    pub async fn open(&self, aim: Aim, from: ImageVersion, to: ImageVersion, allow: Allowances) -> Journal {
+impl<S: Services> Updater<S> {
+    /// Plans an update; nothing is written yet.
+    pub async fn open(
+        &self,
+        aim: UpdateKind,
+        from: ImageVersion,
+        to: ImageVersion,
+        allow: Allowances,
+    ) -> Journal {
         let mut running = Vec::new();
-        for name in OTHERS {
+        for name in OTHER_SERVICES {
             if self.services.state(name).await.is_ok_and(|state| state.active == "active") {
                 running.push(name.to_owned());
             }
@@ -113,13 +119,13 @@ impl<S: Services> Machine<S> {
         Journal::open(plan, Timestamp::now())
     }
 
-    /// Takes an update to its end.
+    /// Runs an update to its end.
     ///
     /// # Errors
-    /// [`UpdateError`]; the journal says how far it came.
+    /// [`UpdateError`]; the journal keeps the state reached.
     pub async fn finish(&self, mut journal: Journal) -> Result<Outcome, UpdateError> {
         loop {
-            let again = journal.take_up();
+            let has_attempts_left = journal.start_attempt();
             journal.save(&self.layout)?;
             if let State::Ended { end, stage, error } = &journal.state {
                 let outcome = Outcome {
@@ -129,17 +135,14 @@ impl<S: Services> Machine<S> {
                     error: error.clone(),
                     at: Timestamp::now(),
                 };
-                self.close(&journal, &outcome)?;
+                self.finish_journal(&journal, &outcome)?;
                 return Ok(outcome);
             }
             tracing::info!(from = %journal.plan.from, to = %journal.plan.to, state = ?journal.state, "update");
-            let event = if again { self.step(&mut journal).await } else { Event::GivenUp };
+            let event =
+                if has_attempts_left { self.step(&mut journal).await } else { Event::AttemptsExhausted };
             if let Event::Refused(why) | Event::Failed(why) = &event {
-                tracing::error!(
-                    stage = why.stage.as_str(),
-                    error = why.error,
-                    "a step of the update stopped it"
-                );
+                tracing::error!(stage = why.stage.as_str(), error = why.error, "update step failed");
             }
             journal = journal.after(event);
         }
@@ -157,30 +160,30 @@ impl<S: Services> Machine<S> {
         };
         match end {
             Ok(()) => Event::Done,
-            Err(Stop::Refused(why)) => Event::Refused(why),
-            Err(Stop::Failed(why)) => Event::Failed(why),
+            Err(StepError::Refused(why)) => Event::Refused(why),
+            Err(StepError::Failed(why)) => Event::Failed(why),
         }
     }
 
-    async fn prepare(&self, journal: &mut Journal) -> Result<(), Stop> {
+    async fn prepare(&self, journal: &mut Journal) -> Result<(), StepError> {
         failpoint::pass("update.opened").map_err(failed(Stage::Preflight))?;
-        policy::here(&self.layout, &journal.plan.to, journal.plan.allow)
+        policy::check_machine(&self.layout, &journal.plan.to, journal.plan.allow)
             .map_err(refused(Stage::Preflight))?;
-        if journal.plan.aim == Aim::Apply {
-            let verified = self.manifest(&journal.plan.to).await?;
-            journal.key_set = self.next_keys(&verified)?;
+        if journal.plan.aim == UpdateKind::Apply {
+            let verified = self.fetch_manifest(&journal.plan.to).await?;
+            journal.key_set = self.next_key_set(&verified)?;
             failpoint::pass("update.believed").map_err(failed(Stage::Manifest))?;
             let candidate = Candidate::new(&self.layout, &journal.plan.from, verified.manifest());
-            policy::of_release(&candidate, journal.plan.allow).map_err(refused(Stage::Preflight))?;
-            self.bring(&journal.plan.to, &verified).await?;
-            policy::parts(&self.layout, &journal.plan.from, &journal.plan.to)
+            policy::check_release(&candidate, journal.plan.allow).map_err(refused(Stage::Preflight))?;
+            self.fetch_bundle(&journal.plan.to, &verified).await?;
+            policy::check_parts(&self.layout, &journal.plan.from, &journal.plan.to)
                 .map_err(refused(Stage::Preflight))?;
         }
         smoke_test::run(&self.layout.release(&journal.plan.to)).await.map_err(refused(Stage::Trial))?;
         failpoint::pass("update.tried").map_err(failed(Stage::Trial))
     }
 
-    async fn manifest(&self, version: &ImageVersion) -> Result<Verified, Stop> {
+    async fn fetch_manifest(&self, version: &ImageVersion) -> Result<Verified, StepError> {
         let read = async |suffix: &str| {
             let source = self.source(version, suffix)?;
             source.read(LARGEST_COMPANION).await.map_err(|error| match error {
@@ -191,170 +194,174 @@ impl<S: Services> Machine<S> {
             })
         };
         let signed = Signed { manifest: read(".json").await?, signature: read(".json.sig").await? };
-        // Read now: an update that was finished just before may have brought other keys.
+        // Read only now, because the update that was finished just before may have changed the keys.
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
         verify(&signed, &trusted.keys, version, Timestamp::now()).map_err(refused(Stage::Manifest))
     }
 
-    /// The keys to trust once the release is well, where it brings others.
-    fn next_keys(&self, verified: &Verified) -> Result<Option<KeySet>, Stop> {
+    /// The key set to trust once the release is healthy, if it brings a new one.
+    fn next_key_set(&self, verified: &Verified) -> Result<Option<KeySet>, StepError> {
         let Some(offered) = &verified.manifest().trusted_keys else { return Ok(None) };
         let trusted = trust::read(&self.layout).map_err(failed(Stage::Manifest))?;
         trusted.successor(offered).map_err(refused(Stage::Manifest))
     }
 
-    fn source(&self, version: &ImageVersion, suffix: &str) -> Result<Source, Stop> {
-        let platform =
-            self.platform.as_ref().map_err(|error| Stop::Failed(trouble(Stage::Preflight, error)))?;
+    fn source(&self, version: &ImageVersion, suffix: &str) -> Result<BundleSource, StepError> {
+        let platform = self
+            .platform
+            .as_ref()
+            .map_err(|error| StepError::Failed(step_failure(Stage::Preflight, error)))?;
         let url = platform.url(&format!("/system-bundles/{version}/{BUNDLE_FILE}{suffix}"));
-        Ok(Source::new(url, platform.clone()))
+        Ok(BundleSource::new(url, platform.clone()))
     }
 
-    async fn bring(&self, version: &ImageVersion, verified: &Verified) -> Result<(), Stop> {
+    async fn fetch_bundle(&self, version: &ImageVersion, verified: &Verified) -> Result<(), StepError> {
         let manifest = verified.manifest();
         let expected = Expected { sha256: &manifest.sha256, size_bytes: Some(manifest.size_bytes) };
         let source = self.source(version, "")?;
-        fetch::bring(&self.layout, &source, version, &expected).await.map_err(not_brought)
+        fetch::ensure_release(&self.layout, &source, version, &expected).await.map_err(classify_fetch_error)
     }
 
-    /// Going back is never held up: neither a rollback, nor the release before by its name.
-    async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), Stop> {
-        let goes_back = journal.plan.aim == Aim::Rollback
+    /// A rollback never waits for a snapshot, and neither does an update to the previous release by its version.
+    async fn take_snapshot(&self, journal: &mut Journal) -> Result<(), StepError> {
+        let is_going_back = journal.plan.aim == UpdateKind::Rollback
             || history::previous(&self.layout)
                 .ok()
                 .flatten()
                 .is_some_and(|version| version == journal.plan.to);
-        if self.has_database && !goes_back {
-            let wait = snapshot::Wait::new(&self.layout, &self.services, self.snapshot_deadline);
+        if self.has_database && !is_going_back {
+            let wait = snapshot::SnapshotWaiter::new(&self.layout, &self.services, self.snapshot_deadline);
             wait.take(journal).await.map_err(failed(Stage::Snapshot))?;
         }
         failpoint::pass("update.snapshot_taken").map_err(failed(Stage::Snapshot))
     }
 
-    fn switch(&self, journal: &Journal) -> Result<(), Stop> {
+    fn switch(&self, journal: &Journal) -> Result<(), StepError> {
         failpoint::pass("update.prepared").map_err(failed(Stage::Switch))?;
-        self.hand_on_token().map_err(failed(Stage::Switch))?;
+        self.write_token_to_host_env().map_err(failed(Stage::Switch))?;
         releases::switch(&self.layout, &journal.plan.to).map_err(failed(Stage::Switch))
     }
 
-    /// An older release reads the token in `host.env` alone.
-    fn hand_on_token(&self) -> Result<(), fsx::FileError> {
+    /// An older release reads the token only from `host.env`.
+    fn write_token_to_host_env(&self) -> Result<(), fsx::FileError> {
         match &self.platform {
             Ok(platform) => upgrade_token::write_to_host_env(&self.layout, &platform.upgrade_token),
             Err(_) => Ok(()),
         }
     }
 
-    /// Units, then services, then a look whether they are well.
-    async fn activate(&self, journal: &Journal, version: &ImageVersion) -> Result<(), Stop> {
+    /// Installs the units, restarts the services and waits until they are healthy.
+    async fn activate(&self, journal: &Journal, version: &ImageVersion) -> Result<(), StepError> {
         failpoint::pass("update.activating").map_err(failed(Stage::Units))?;
-        self.stop_what_goes(version).await?;
+        self.stop_removed_units(version).await?;
         units::install(&self.layout, version).map_err(failed(Stage::Units))?;
         self.services.reload().await.map_err(failed(Stage::Units))?;
         failpoint::pass("update.reloaded").map_err(failed(Stage::Units))?;
         let names: Vec<String> =
-            [GATEWAY.to_owned()].into_iter().chain(journal.plan.running.iter().cloned()).collect();
+            [GATEWAY_UNIT.to_owned()].into_iter().chain(journal.plan.running.iter().cloned()).collect();
         for name in &names {
-            // What its end means, the look at all of them says.
+            // The health check below decides whether this is a failure.
             if let Err(error) = self.services.restart(name).await {
-                tracing::warn!(error = %chain(&error), "a service did not come up at once");
+                tracing::warn!(error = %chain(&error), "could not restart a service at once");
             }
         }
-        for name in OTHERS.iter().filter(|name| !names.iter().any(|other| other == *name)) {
-            // Whatever else runs by now is of the release before, or of none that stays. Whether it comes up again, and
-            // whether this release has it at all, decides nothing.
+        for name in OTHER_SERVICES.iter().filter(|name| !names.iter().any(|other| other == *name)) {
+            // Other services may still run the other release. Neither their restart nor their absence decides the
+            // update.
             if let Err(error) = self.services.try_restart(name).await {
-                tracing::warn!(error = %chain(&error), "a service may still be of the other release");
+                tracing::warn!(error = %chain(&error), "a service may still run the other release");
             }
         }
-        if self.layout.root().join("etc/systemd/system").join(TARGET).exists() {
-            // What this release adds. Whether it runs decides nothing.
-            if let Err(error) = self.services.start(TARGET).await {
-                tracing::warn!(error = %chain(&error), "not everything of the release was started");
+        if self.layout.root().join("etc/systemd/system").join(SVC_TARGET).exists() {
+            // Starts services that are new in this release. They do not decide the update.
+            if let Err(error) = self.services.start(SVC_TARGET).await {
+                tracing::warn!(error = %chain(&error), "could not start all units of the release");
             }
         }
         failpoint::pass("update.restarted").map_err(failed(Stage::Restart))?;
-        let unwell = |error: String| Stop::Failed(Trouble { stage: Stage::Health, error });
-        let door = match (self.gateway(), journal.plan.was_ready) {
-            (None, _) => Door::Closed,
-            (Some(gateway), true) => Door::Ready(gateway),
-            (Some(gateway), false) => Door::Alive(gateway),
+        let unhealthy = |error: String| StepError::Failed(StepFailure { stage: Stage::Health, error });
+        let gateway_probe = match (self.gateway(), journal.plan.was_ready) {
+            (None, _) => GatewayProbe::Unavailable,
+            (Some(gateway), true) => GatewayProbe::Ready(gateway),
+            (Some(gateway), false) => GatewayProbe::Alive(gateway),
         };
-        health::wait(&self.services, &names, &door, self.health_deadline).await.map_err(unwell)?;
+        health::wait_until_healthy(&self.services, &names, &gateway_probe, self.health_deadline)
+            .await
+            .map_err(unhealthy)?;
         failpoint::pass("update.well").map_err(failed(Stage::Health))
     }
 
-    /// What runs by a unit that this release has not ends while the unit is still known.
-    async fn stop_what_goes(&self, version: &ImageVersion) -> Result<(), Stop> {
-        let lost = units::lost(&self.layout, version).map_err(failed(Stage::Units))?;
-        // Not the unit that this may be the run of.
-        for unit in lost.iter().filter(|unit| !unit.starts_with(OWN_UNITS)) {
+    /// Stops units that this release does not have, while systemd still knows them.
+    async fn stop_removed_units(&self, version: &ImageVersion) -> Result<(), StepError> {
+        let removed = units::removed_units(&self.layout, version).map_err(failed(Stage::Units))?;
+        // This process may be a run of one of its own units.
+        for unit in removed.iter().filter(|unit| !unit.starts_with(OWN_UNIT_PREFIX)) {
             if let Err(error) = self.services.stop(unit).await {
-                tracing::warn!(error = %chain(&error), "a unit that goes was not stopped");
+                tracing::warn!(error = %chain(&error), "could not stop a removed unit");
             }
         }
         Ok(())
     }
 
-    fn revert(&self, journal: &Journal, why: &Trouble) -> Result<(), Stop> {
+    fn revert(&self, journal: &Journal, why: &StepFailure) -> Result<(), StepError> {
         failpoint::pass("update.reverting").map_err(failed(Stage::Rollback))?;
-        let put_away = history::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
-        // Going back matters more than remembering why.
-        if let Err(error) = put_away {
-            tracing::error!(error = %chain(&error), "the release could not be put away");
+        let quarantined = history::quarantine(&self.layout, &journal.plan.to, Timestamp::now(), &why.error);
+        // The rollback matters more than the quarantine record.
+        if let Err(error) = quarantined {
+            tracing::error!(error = %chain(&error), "could not quarantine the release");
         }
         failpoint::pass("update.quarantined").map_err(failed(Stage::Rollback))?;
-        // The release before is worth more than the platform's next answer to it.
-        if let Err(error) = self.hand_on_token() {
-            tracing::error!(error = %chain(&error), "the token could not be written to host.env");
+        // The rollback matters more than access to the platform.
+        if let Err(error) = self.write_token_to_host_env() {
+            tracing::error!(error = %chain(&error), "could not write the token to host.env");
         }
         releases::switch(&self.layout, &journal.plan.from).map_err(failed(Stage::Rollback))?;
         failpoint::pass("update.reverted").map_err(failed(Stage::Rollback))
     }
 
-    async fn restore(&self, journal: &Journal) -> Result<(), Stop> {
+    async fn restore(&self, journal: &Journal) -> Result<(), StepError> {
         failpoint::pass("update.restoring").map_err(failed(Stage::Rollback))?;
         self.activate(journal, &journal.plan.from).await
     }
 
-    /// The last state's step: what is to stay is written, then the journal goes.
-    fn close(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
+    /// The step of the last state: writes the records, then removes the journal.
+    fn finish_journal(&self, journal: &Journal, outcome: &Outcome) -> Result<(), UpdateError> {
         failpoint::pass("update.ended")?;
         match outcome.outcome {
-            End::Updated => self.succeeded(journal)?,
-            End::RolledBack | End::Refused | End::Failed => {}
+            UpdateResult::Updated => self.record_success(journal)?,
+            UpdateResult::RolledBack | UpdateResult::Refused | UpdateResult::Failed => {}
         }
-        let entry = Entry::new(
+        let entry = HistoryEntry::new(
             journal.id,
             journal.plan.from.clone(),
             journal.started_at,
             journal.plan.request_id.clone(),
             outcome.clone(),
         );
-        history::keep(&self.layout, &entry)?;
+        history::record(&self.layout, &entry)?;
         if let Err(error) = history::prune(&self.layout) {
-            if let MemoryError::Injected(error) = error {
+            if let HistoryError::Injected(error) = error {
                 return Err(error.into());
             }
-            tracing::warn!(error = %chain(&error), "old releases could not be removed");
+            tracing::warn!(error = %chain(&error), "could not remove old releases");
         }
-        request::done(&self.layout, &journal.plan.to)?;
+        request::complete(&self.layout, &journal.plan.to)?;
         snapshot::remove_waiver(&self.layout)?;
         failpoint::pass("update.request_done")?;
-        fsx::remove_if_there(&self.layout.update_journal())?;
+        fsx::remove_if_exists(&self.layout.update_journal())?;
         fsx::sync_dir(&self.layout.update_state())?;
-        tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "the update has ended");
+        tracing::info!(outcome = ?outcome.outcome, stage = outcome.stage, error = outcome.error, "update ended");
         Ok(())
     }
 
-    fn succeeded(&self, journal: &Journal) -> Result<(), UpdateError> {
+    fn record_success(&self, journal: &Journal) -> Result<(), UpdateError> {
         if let Some(keys) = &journal.key_set {
             trust::adopt(&self.layout, keys)?;
         }
-        history::forgive(&self.layout, &journal.plan.to)?;
+        history::unquarantine(&self.layout, &journal.plan.to)?;
         match journal.plan.aim {
-            Aim::Apply => history::remember_previous(&self.layout, &journal.plan.from)?,
-            Aim::Rollback => {
+            UpdateKind::Apply => history::record_previous(&self.layout, &journal.plan.from)?,
+            UpdateKind::Rollback => {
                 let why = "an operator went back from it";
                 history::quarantine(&self.layout, &journal.plan.from, Timestamp::now(), why)?;
             }
@@ -368,7 +375,7 @@ impl<S: Services> Machine<S> {
     }
 }
 
-/// The release that is current.
+/// The current release.
 ///
 /// # Errors
 /// [`UpdateError::NoRelease`].
@@ -385,20 +392,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_that_is_full_is_not_the_releases_fault() {
-        let write = |source: io::Error| -> BringError {
+    fn full_disk_fails_update_without_refusing_release() {
+        let write = |source: io::Error| -> FetchError {
             UnpackError::Write { path: PathBuf::from("runtime/node"), source }.into()
         };
         for errno in [nix::libc::ENOSPC, nix::libc::EIO, nix::libc::EDQUOT] {
-            let Stop::Failed(why) = not_brought(write(io::Error::from_raw_os_error(errno))) else {
+            let StepError::Failed(why) = classify_fetch_error(write(io::Error::from_raw_os_error(errno)))
+            else {
                 panic!("{errno}: refused");
             };
             assert_eq!(why.stage, Stage::Download);
         }
         let twice = write(io::ErrorKind::AlreadyExists.into());
-        let damaged = BringError::from(UnpackError::Archive(io::ErrorKind::InvalidData.into()));
+        let damaged = FetchError::from(UnpackError::Archive(io::ErrorKind::InvalidData.into()));
         for of_the_release in [twice, damaged] {
-            assert!(matches!(not_brought(of_the_release), Stop::Refused(_)));
+            assert!(matches!(classify_fetch_error(of_the_release), StepError::Refused(_)));
         }
     }
 }

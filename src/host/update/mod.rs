@@ -1,8 +1,7 @@
-//! `svc-update`: brings a release onto the machine and makes it the current one.
+//! `svc-update`: fetches a release and makes it the current one.
 //!
-//! `boot` trusts the digest that user-data named; every later release comes with a signed manifest. An update is a
-//! journal of states: it is finished by the next run, whatever cut it off, and goes back by itself where the release is
-//! not well.
+//! `boot` trusts the digest named by user-data; every later release needs a signed manifest. An update is a journal
+//! of states: the next run resumes an interrupted one, and an unhealthy release is rolled back automatically.
 
 mod apply;
 mod boot;
@@ -42,22 +41,22 @@ use crate::machine::name::ImageVersion;
 pub use apply::{APPLY_POINTS, ROLLBACK_POINTS};
 pub use boot::POINTS;
 pub use trust::KEY_POINTS;
-pub use unpack::{Limits, UnpackError, unpack};
+pub use unpack::{UnpackError, UnpackLimits, unpack};
 
-use apply::Wanted;
+use apply::UpdateTarget;
 use journal::Allowances;
 
-/// Why an update did not come to its end; the journal stays open for the next run.
+/// Reason why an update did not end; the journal stays open for the next run.
 #[derive(Debug, thiserror::Error)]
 enum UpdateError {
-    #[error("there is no release on this machine")]
+    #[error("no release is installed on this machine")]
     NoRelease,
     #[error("there is no release to go back to")]
     NoPrevious,
     #[error(transparent)]
     File(#[from] FileError),
     #[error(transparent)]
-    Memory(#[from] history::MemoryError),
+    History(#[from] history::HistoryError),
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error(transparent)]
@@ -88,65 +87,65 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Bring the release that user-data names, and make it current
+    /// Fetch the release that user-data names, and make it current
     Boot,
-    /// Bring a release by its signed manifest, make it current, and go back where it is not well
+    /// Fetch a release by its signed manifest and make it current; roll back if it is not healthy
     Apply(Apply),
-    /// Make the release before the current one again
+    /// Make the previous release current again
     Rollback,
-    /// Finish an update that was cut off
+    /// Finish an interrupted update
     Resume,
-    /// Print the releases on this machine, the update under way and the last one
+    /// Print the installed releases, the update in progress and the last one
     Status(Print),
-    /// Print the updates that ended here
+    /// Print the updates that ended on this machine
     History(Print),
 }
 
 #[derive(clap::Args)]
 struct Apply {
     #[command(flatten)]
-    which: Which,
-    /// Take a release that is older than the current one
+    target: TargetArg,
+    /// Allow a release that is older than the current one
     #[arg(long, conflicts_with = "request")]
     allow_downgrade: bool,
-    /// Try a release again that was not well here
+    /// Allow a release that is quarantined on this machine
     #[arg(long, conflicts_with = "request")]
     allow_quarantined: bool,
-    /// Do not wait for a snapshot of the database, also where this update waits for one already; if the release damages
-    /// data, all changes since the last snapshot are lost
+    /// Do not wait for a snapshot of the database, even if this update is already waiting for one; if the release
+    /// damages data, all changes since the last snapshot are lost
     #[arg(long, conflicts_with = "request")]
     without_snapshot: bool,
 }
 
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
-struct Which {
+struct TargetArg {
     /// The release
     #[arg(long, value_name = "VERSION")]
     version: Option<ImageVersion>,
-    /// What the request file names, after finishing what was cut off; nothing to do is success
+    /// Finish an interrupted update, then apply the release named by the request file, if any
     #[arg(long)]
     request: bool,
 }
 
 impl Apply {
-    /// Also for the update that another run has under way.
+    /// Also waives it for an update that another run has in progress.
     fn waive_snapshot(&self, layout: &Layout) -> Result<(), Failure> {
-        let Some(version) = self.which.version.as_ref().filter(|_| self.without_snapshot) else {
+        let Some(version) = self.target.version.as_ref().filter(|_| self.without_snapshot) else {
             return Ok(());
         };
         snapshot::waive(layout, version).or_exit(Exit::Internal)
     }
 
-    fn wanted(self) -> Wanted {
+    fn target(self) -> UpdateTarget {
         let allow = Allowances { downgrade: self.allow_downgrade, quarantined: self.allow_quarantined };
-        self.which.version.map_or(Wanted::Requested, |version| Wanted::Version(version, allow))
+        self.target.version.map_or(UpdateTarget::Requested, |version| UpdateTarget::Version(version, allow))
     }
 }
 
 #[derive(clap::Args)]
 struct Print {
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }
@@ -171,10 +170,10 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 Command::Boot => boot::run(layout).await,
                 Command::Apply(apply) => {
                     apply.waive_snapshot(&layout)?;
-                    apply::run(layout, apply.wanted()).await
+                    apply::run(layout, apply.target()).await
                 }
-                Command::Rollback => apply::run(layout, Wanted::Previous).await,
-                Command::Resume => apply::run(layout, Wanted::Nothing).await,
+                Command::Rollback => apply::run(layout, UpdateTarget::Previous).await,
+                Command::Resume => apply::run(layout, UpdateTarget::Resume).await,
                 Command::Status(print) => status::print(&layout, print.format()),
                 Command::History(print) => status::print_history(&layout, print.format()),
             }

@@ -1,4 +1,4 @@
-//! What must hold before a release is brought: of this machine, and of the release beside the current one.
+//! Conditions for an update: of this machine, and of the new release compared with the current one.
 
 use jiff::Timestamp;
 
@@ -10,102 +10,107 @@ use crate::host::system::release::Release;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle::Manifest;
 
-/// Parts that a machine with them cannot do without: its backups, and its owner's desktop. That they are missing shows
-/// in no service that fails.
-const PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
+/// Parts that a release must not drop: backup tools and the owner's desktop. No service fails without them, so the
+/// health check would miss their absence.
+const REQUIRED_PARTS: [&str; 2] = ["runtime/postgres/bin/pg_dump", "app/shell"];
 
-/// A rule that forbids an update.
+/// The policy that forbids an update.
 #[derive(Debug, thiserror::Error)]
-pub enum Rule {
+pub enum PolicyError {
     #[error("another machine has taken this one's place")]
     Superseded,
     #[error("the machine has not been restored yet")]
     NotRestored,
-    #[error("{version} was not well here before: {why} (--allow-quarantined tries it again)")]
+    #[error("{version} is quarantined: {why} (--allow-quarantined tries it again)")]
     Quarantined { version: ImageVersion, why: String },
     #[error(transparent)]
-    Memory(#[from] history::MemoryError),
+    History(#[from] history::HistoryError),
     #[error("{to} needs at least {needed}, and {from} is current")]
     TooFar { from: ImageVersion, to: ImageVersion, needed: ImageVersion },
-    #[error("{} (--allow-downgrade goes back all the same)", older(from, to, *.made, *.current_made))]
-    Older { from: ImageVersion, to: ImageVersion, made: Timestamp, current_made: Timestamp },
-    #[error("{to} comes without {part}, which {from} has: publish a bundle that has it")]
+    #[error("{} (--allow-downgrade installs it anyway)", describe_older(from, to, *.created, *.current_created))]
+    Older { from: ImageVersion, to: ImageVersion, created: Timestamp, current_created: Timestamp },
+    #[error("{to} lacks {part}, which {from} has: publish a bundle that contains it")]
     LostPart { from: ImageVersion, to: ImageVersion, part: &'static str },
 }
 
-/// What decided that a release is older: the times, or between two of one time, the names.
-fn older(from: &ImageVersion, to: &ImageVersion, made: Timestamp, current_made: Timestamp) -> String {
-    let made_at = rfc3339_ms(made);
-    if made == current_made {
+/// Why a release is older: its time, or between two of the same time, its name.
+fn describe_older(
+    from: &ImageVersion,
+    to: &ImageVersion,
+    created: Timestamp,
+    current_created: Timestamp,
+) -> String {
+    let created_at = rfc3339_ms(created);
+    if created == current_created {
         return format!(
-            "{to} and {from} were made at the same time ({made_at}), and by its name {to} comes before {from}"
+            "{to} and {from} were made at the same time ({created_at}), and by its name {to} comes before {from}"
         );
     }
-    format!("{to} of {made_at} is older than {from} of {}", rfc3339_ms(current_made))
+    format!("{to} of {created_at} is older than {from} of {}", rfc3339_ms(current_created))
 }
 
-/// Rules of this machine.
+/// Checks the state of this machine.
 ///
 /// # Errors
-/// The [`Rule`] that forbids.
-pub fn here(layout: &Layout, to: &ImageVersion, allow: Allowances) -> Result<(), Rule> {
+/// The violated [`PolicyError`].
+pub fn check_machine(layout: &Layout, to: &ImageVersion, allow: Allowances) -> Result<(), PolicyError> {
     if layout.superseded().exists() {
-        return Err(Rule::Superseded);
+        return Err(PolicyError::Superseded);
     }
     if !layout.restore_complete().exists() {
-        return Err(Rule::NotRestored);
+        return Err(PolicyError::NotRestored);
     }
     let known = history::quarantined(layout)?.into_iter().find(|one| one.version == *to);
     match known {
         Some(known) if !allow.quarantined => {
-            Err(Rule::Quarantined { version: known.version, why: known.why })
+            Err(PolicyError::Quarantined { version: known.version, why: known.why })
         }
         _ => Ok(()),
     }
 }
 
-/// A release beside the one that it would take the place of.
+/// A release, compared with the one that it would replace.
 pub struct Candidate<'a> {
     from: &'a ImageVersion,
-    /// Unknown where the current release does not say it.
-    current_made: Option<Timestamp>,
+    /// `None` if the current release does not state it.
+    current_created: Option<Timestamp>,
     manifest: &'a Manifest,
 }
 
 impl<'a> Candidate<'a> {
     pub fn new(layout: &Layout, from: &'a ImageVersion, manifest: &'a Manifest) -> Self {
         let release = Release::read(&layout.release(from)).ok();
-        let current_made = release.and_then(|release| release.created_at?.parse().ok());
-        Self { from, current_made, manifest }
+        let current_created = release.and_then(|release| release.created_at?.parse().ok());
+        Self { from, current_created, manifest }
     }
 }
 
-/// Rules of the release. Older is what was made before; of two that were made at one time, what has the lower version.
+/// Checks the release. The creation time decides which release is older; the version decides between equal times.
 ///
 /// # Errors
-/// The [`Rule`] that forbids.
-pub fn of_release(candidate: &Candidate<'_>, allow: Allowances) -> Result<(), Rule> {
-    let Candidate { from, current_made, manifest } = candidate;
+/// The violated [`PolicyError`].
+pub fn check_release(candidate: &Candidate<'_>, allow: Allowances) -> Result<(), PolicyError> {
+    let Candidate { from, current_created, manifest } = candidate;
     let (from, to) = ((*from).clone(), manifest.image_version.clone());
     if let Some(needed) = manifest.min_version.clone().filter(|needed| from.cmp_natural(needed).is_lt()) {
-        return Err(Rule::TooFar { from, to, needed });
+        return Err(PolicyError::TooFar { from, to, needed });
     }
-    let made = manifest.created_at;
-    let current_made = current_made.unwrap_or(made);
-    if (made, to.cmp_natural(&from)) < (current_made, std::cmp::Ordering::Equal) && !allow.downgrade {
-        return Err(Rule::Older { from, to, made, current_made });
+    let created = manifest.created_at;
+    let current_created = current_created.unwrap_or(created);
+    if (created, to.cmp_natural(&from)) < (current_created, std::cmp::Ordering::Equal) && !allow.downgrade {
+        return Err(PolicyError::Older { from, to, created, current_created });
     }
     Ok(())
 }
 
-/// Whether the release, which is on this machine, has the parts that the current one has.
+/// Checks that the installed release has the required parts of the current one.
 ///
 /// # Errors
-/// [`Rule::LostPart`].
-pub fn parts(layout: &Layout, from: &ImageVersion, to: &ImageVersion) -> Result<(), Rule> {
+/// [`PolicyError::LostPart`].
+pub fn check_parts(layout: &Layout, from: &ImageVersion, to: &ImageVersion) -> Result<(), PolicyError> {
     let has = |version: &ImageVersion, part: &str| layout.release(version).join(part).exists();
-    match PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
-        Some(part) => Err(Rule::LostPart { from: from.clone(), to: to.clone(), part }),
+    match REQUIRED_PARTS.into_iter().find(|part| has(from, part) && !has(to, part)) {
+        Some(part) => Err(PolicyError::LostPart { from: from.clone(), to: to.clone(), part }),
         None => Ok(()),
     }
 }
@@ -114,41 +119,41 @@ pub fn parts(layout: &Layout, from: &ImageVersion, to: &ImageVersion) -> Result<
 mod tests {
     use super::*;
 
-    fn manifest(version: &str, made: &str, min: Option<&str>) -> Manifest {
+    fn manifest(version: &str, created: &str, min: Option<&str>) -> Manifest {
         Manifest {
             version: 1,
             image_version: version.parse().unwrap(),
             sha256: "0".repeat(64),
             size_bytes: 1,
             min_version: min.map(|min| min.parse().unwrap()),
-            created_at: made.parse().unwrap(),
+            created_at: created.parse().unwrap(),
             expires_at: "2030-01-01T00:00:00Z".parse().unwrap(),
             trusted_keys: None,
         }
     }
 
-    fn end(manifest: &Manifest, from: &str, allow: Allowances) -> Result<(), Rule> {
+    fn end(manifest: &Manifest, from: &str, allow: Allowances) -> Result<(), PolicyError> {
         let from = from.parse().unwrap();
-        let current_made = Some("2026-06-01T00:00:00Z".parse().unwrap());
-        of_release(&Candidate { from: &from, current_made, manifest }, allow)
+        let current_created = Some("2026-06-01T00:00:00Z".parse().unwrap());
+        check_release(&Candidate { from: &from, current_created, manifest }, allow)
     }
 
     #[test]
-    fn older_than_current_needs_to_be_allowed() {
+    fn older_release_needs_allowance() {
         let none = Allowances::default();
         let downgrade = Allowances { downgrade: true, quarantined: false };
-        for (version, made, older) in [
+        for (version, created, older) in [
             ("9", "2026-06-02T00:00:00Z", false),
             ("1", "2026-06-02T00:00:00Z", false),
             ("9", "2026-05-31T00:00:00Z", true),
             ("1.9", "2026-06-01T00:00:00Z", true),
             ("1.11", "2026-06-01T00:00:00Z", false),
         ] {
-            let manifest = manifest(version, made, None);
+            let manifest = manifest(version, created, None);
             assert_eq!(
-                matches!(end(&manifest, "1.10", none), Err(Rule::Older { .. })),
+                matches!(end(&manifest, "1.10", none), Err(PolicyError::Older { .. })),
                 older,
-                "{version} {made}"
+                "{version} {created}"
             );
             end(&manifest, "1.10", downgrade).unwrap();
         }
@@ -171,9 +176,9 @@ mod tests {
     }
 
     #[test]
-    fn a_release_can_need_one_before_it() {
+    fn release_can_require_earlier_one() {
         let manifest = manifest("3", "2026-07-01T00:00:00Z", Some("1.10"));
-        assert!(matches!(end(&manifest, "1.9", Allowances::default()), Err(Rule::TooFar { .. })));
+        assert!(matches!(end(&manifest, "1.9", Allowances::default()), Err(PolicyError::TooFar { .. })));
         end(&manifest, "1.10", Allowances::default()).unwrap();
         end(&manifest, "2", Allowances::default()).unwrap();
     }

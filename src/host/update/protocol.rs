@@ -1,4 +1,4 @@
-//! What is shared about updates: how one is asked for, and how the last one ended, as the heartbeat tells it.
+//! Formats shared about updates: the request, the wait for a snapshot, and the outcome that the heartbeat reports.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -8,75 +8,72 @@ use crate::host::system::layout::Layout;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 
-/// The request file, as gateway and sync agent write it.
+/// The request file, as the gateway and the sync agent write it.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Request {
+pub struct UpdateRequest {
     pub image_version: ImageVersion,
     #[serde(with = "crate::clock::wire")]
     pub requested_at: Timestamp,
     request_id: String,
 }
 
-impl Request {
-    /// For the request of now.
+impl UpdateRequest {
+    /// Creates an update request under the current request id.
     pub fn new(image_version: ImageVersion) -> Self {
         Self::under(request_id::current(), image_version)
     }
 
-    /// For a request that was made before.
+    /// Creates an update request under an earlier request id.
     pub fn under(request_id: String, image_version: ImageVersion) -> Self {
         Self { image_version, requested_at: crate::clock::now_ms(), request_id }
     }
 
-    /// Asks; the unit that serves it removes the file.
-    ///
-    /// # Errors
-    /// [`FileError`].
+    /// Writes the request; the unit that serves it removes the file.
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.request("update"), &text, 0o600)
     }
 }
 
-/// An update that waits for a snapshot of the database.
+/// The wait of an update for a snapshot of the database.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotWait {
     #[serde(with = "crate::clock::wire")]
     pub since: Timestamp,
-    /// Why the last attempt did not succeed; empty while the first one runs.
+    /// Why the last attempt failed; empty during the first attempt.
     pub why: String,
 }
 
 impl SnapshotWait {
-    /// The wait of the update under way, and the release that it would bring.
+    /// The wait of the open update, with its target release.
     ///
     /// # Errors
-    /// When the journal exists and cannot be read.
+    /// If the journal exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<(ImageVersion, Self)>, FileError> {
         #[derive(Deserialize)]
-        struct Open {
+        struct OpenUpdate {
             to: ImageVersion,
             waiting: Option<SnapshotWait>,
         }
-        let text = fsx::read_if_there(&layout.update_journal())?;
-        let open: Option<Open> = text.and_then(|text| serde_json::from_slice(&text).ok());
-        Ok(open.and_then(|open| Some((open.to, open.waiting?))))
+        let text = fsx::read_if_exists(&layout.update_journal())?;
+        let update: Option<OpenUpdate> = text.and_then(|text| serde_json::from_slice(&text).ok());
+        Ok(update.and_then(|update| Some((update.to, update.waiting?))))
     }
 }
 
-/// What became of an update.
+/// Result of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum End {
-    /// The release runs and is well.
+pub enum UpdateResult {
+    /// The release runs and is healthy.
     Updated,
-    /// It was not well; the one before runs again and is well.
+    /// The release was not healthy; the previous one runs again and is healthy.
     RolledBack,
-    /// Nothing was changed, by a rule.
+    /// A policy forbade the update; nothing was changed.
     Refused,
-    /// Nothing was changed, or the machine needs somebody.
+    /// Nothing was changed, or the machine needs an operator.
     Failed,
 }
 
@@ -84,10 +81,10 @@ pub enum End {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Outcome {
-    /// The release that was asked for.
+    /// The target release.
     pub version: ImageVersion,
-    pub outcome: End,
-    /// How far it came.
+    pub outcome: UpdateResult,
+    /// The stage that was reached.
     pub stage: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -95,20 +92,20 @@ pub struct Outcome {
     pub at: Timestamp,
 }
 
-/// The outcome of the last update, and which request it served.
+/// The outcome of the last update, with the id of its request.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Last {
+pub struct LastUpdate {
     #[serde(flatten)]
     pub outcome: Outcome,
     #[serde(default)]
     pub request_id: Option<String>,
 }
 
-/// The last one, if there was one that can be read.
+/// The outcome of the last update; `None` if there is none or it is malformed.
 ///
 /// # Errors
-/// When the file is there and cannot be read.
-pub fn last(layout: &Layout) -> Result<Option<Last>, FileError> {
-    Ok(fsx::read_if_there(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
+/// If the file exists and cannot be read.
+pub fn last(layout: &Layout) -> Result<Option<LastUpdate>, FileError> {
+    Ok(fsx::read_if_exists(&layout.last_update())?.and_then(|text| serde_json::from_slice(&text).ok()))
 }

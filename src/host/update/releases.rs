@@ -1,4 +1,4 @@
-//! Releases on disk: one is whole or it is not there, and one link says which is current.
+//! Releases on disk. A release is complete or absent, and one link names the current one.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -11,15 +11,15 @@ use crate::host::system::release;
 use crate::host::system::release::{Release, ReleaseError};
 use crate::machine::name::ImageVersion;
 
-/// The links beside `current` that the specification's layout names.
+/// Links beside `current` that the specification requires.
 const LINKS: [&str; 3] = ["bin", "app", "runtime"];
 
-/// Why a release did not come to its place.
+/// Reason why a release was not installed.
 #[derive(Debug, thiserror::Error)]
-pub enum PlaceError {
+pub enum InstallError {
     #[error("the bundle has no executable bin/svc")]
     NoBinary,
-    #[error("the bundle is of version {found}, and {expected} was asked for")]
+    #[error("the bundle contains version {found}, expected {expected}")]
     WrongVersion { expected: ImageVersion, found: ImageVersion },
     #[error(transparent)]
     Release(#[from] ReleaseError),
@@ -29,102 +29,99 @@ pub enum PlaceError {
     Injected(#[from] Injected),
 }
 
-/// A release that is being unpacked. It is removed when this is dropped, unless it was kept.
-pub struct Partial {
+/// A release in staging. Dropping it removes the directory, unless it was committed.
+pub struct StagedRelease {
     path: PathBuf,
-    kept: bool,
+    committed: bool,
 }
 
-impl Partial {
-    /// # Errors
-    /// [`FileError`].
+impl StagedRelease {
     pub fn create(layout: &Layout, version: &ImageVersion) -> Result<Self, FileError> {
         let name = format!(".{version}.partial-{}", uuid::Uuid::new_v4().simple());
         let path = layout.releases().join(name);
         fs::create_dir_all(&path).map_err(FileError::at("create directory", &path))?;
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
-            .map_err(FileError::at("open up", &path))?;
-        Ok(Self { path, kept: false })
+            .map_err(FileError::at("set permissions of", &path))?;
+        Ok(Self { path, committed: false })
     }
 
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Makes it the release `version`, durably. Its digest was right: the caller saw to that.
+    /// Installs it durably as the release `version`. The caller has verified its digest.
     ///
     /// # Errors
-    /// [`PlaceError`]; the release is then not there.
-    pub fn keep(mut self, layout: &Layout, version: &ImageVersion, sha256: &str) -> Result<(), PlaceError> {
-        check(&self.path, version)?;
+    /// [`InstallError`]; the release is not installed then.
+    pub fn commit(
+        mut self,
+        layout: &Layout,
+        version: &ImageVersion,
+        sha256: &str,
+    ) -> Result<(), InstallError> {
+        check_release(&self.path, version)?;
         let digest = self.path.join(release::DIGEST);
         fs::write(&digest, format!("{sha256}\n")).map_err(FileError::at("write", &digest))?;
-        // One sync of the file system costs less than one of each of thousands of files.
+        // One sync of the file system is cheaper than one per file.
         File::open(&self.path)
             .and_then(|dir| Ok(nix::unistd::syncfs(dir)?))
             .map_err(FileError::at("sync", &self.path))?;
         failpoint::pass("update.synced")?;
-        let place = layout.release(version);
-        fs::rename(&self.path, &place).map_err(FileError::at("rename", &self.path))?;
-        self.kept = true;
+        let target = layout.release(version);
+        fs::rename(&self.path, &target).map_err(FileError::at("rename", &self.path))?;
+        self.committed = true;
         fsx::sync_dir(&layout.releases())?;
         failpoint::pass("update.renamed")?;
         Ok(())
     }
 }
 
-impl Drop for Partial {
+impl Drop for StagedRelease {
     fn drop(&mut self) {
-        if !self.kept
+        if !self.committed
             && let Err(error) = fs::remove_dir_all(&self.path)
         {
-            tracing::warn!(%error, path = %self.path.display(), "could not remove a partial release");
+            tracing::warn!(%error, path = %self.path.display(), "could not remove a staged release");
         }
     }
 }
 
-fn check(dir: &Path, version: &ImageVersion) -> Result<(), PlaceError> {
+fn check_release(dir: &Path, version: &ImageVersion) -> Result<(), InstallError> {
     let binary = fs::symlink_metadata(dir.join("bin/svc"));
     if !binary.is_ok_and(|meta| meta.is_file() && meta.mode() & 0o111 != 0) {
-        return Err(PlaceError::NoBinary);
+        return Err(InstallError::NoBinary);
     }
     let found = Release::read(dir)?.image_version;
     if found != *version {
-        return Err(PlaceError::WrongVersion { expected: version.clone(), found });
+        return Err(InstallError::WrongVersion { expected: version.clone(), found });
     }
     Ok(())
 }
 
-/// The release that is current, where it is whole.
+/// The current release, if it is complete.
 pub fn current(layout: &Layout) -> Option<ImageVersion> {
-    release::current(layout).filter(|version| check(&layout.release(version), version).is_ok())
+    release::current(layout).filter(|version| check_release(&layout.release(version), version).is_ok())
 }
 
-/// Makes a release current: one rename of one link. Done already is success.
-///
-/// # Errors
-/// [`PlaceError`].
-pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), PlaceError> {
-    point(&layout.current(), &Path::new("releases").join(version.as_str()))?;
+/// Makes a release current by renaming one link. Idempotent.
+pub fn switch(layout: &Layout, version: &ImageVersion) -> Result<(), InstallError> {
+    set_link(&layout.current(), &Path::new("releases").join(version.as_str()))?;
     failpoint::pass("update.switched")?;
     for name in LINKS {
-        point(&layout.link(name), &Path::new("current").join(name))?;
+        set_link(&layout.link(name), &Path::new("current").join(name))?;
     }
     failpoint::pass("update.linked")?;
     Ok(())
 }
 
-fn point(link: &Path, target: &Path) -> Result<(), FileError> {
+fn set_link(link: &Path, target: &Path) -> Result<(), FileError> {
     match fs::read_link(link) {
         Ok(now) if now == target => Ok(()),
         _ => fsx::symlink_atomic(target, link),
     }
 }
 
-/// Removes what runs that were killed left: partial releases, and links and records that were not renamed yet.
-///
-/// # Errors
-/// [`FileError`].
+/// Removes leftovers of killed runs: staged releases, and temporary links and records.
 pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     let releases = layout.releases();
     fs::create_dir_all(&releases).map_err(FileError::at("create directory", &releases))?;
@@ -137,9 +134,9 @@ pub fn remove_leftovers(layout: &Layout) -> Result<(), FileError> {
     let current = layout.current();
     let opt = current.parent().unwrap_or(&releases);
     for entry in entries(opt)? {
-        let ours = ["current"].iter().chain(&LINKS).any(|name| entry.starts_with(&format!(".{name}.")));
-        if ours && entry.ends_with(".tmp") {
-            fsx::remove_if_there(&opt.join(entry))?;
+        let is_ours = ["current"].iter().chain(&LINKS).any(|name| entry.starts_with(&format!(".{name}.")));
+        if is_ours && entry.ends_with(".tmp") {
+            fsx::remove_if_exists(&opt.join(entry))?;
         }
     }
     fsx::remove_torn_in(&layout.update_state(), |_| true)
@@ -150,10 +147,7 @@ fn entries(dir: &Path) -> Result<Vec<String>, FileError> {
     Ok(read.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
 }
 
-/// The versions that are there whole, in order.
-///
-/// # Errors
-/// [`FileError`].
+/// The installed versions, in order.
 pub fn versions(layout: &Layout) -> Result<Vec<ImageVersion>, FileError> {
     let releases = layout.releases();
     if !releases.is_dir() {

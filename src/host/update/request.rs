@@ -1,6 +1,6 @@
-//! The request file: gateway or sync agent write which release is wanted; the run that serves it removes it.
+//! The request file. The gateway or the sync agent names the wanted release; the run that serves it removes the file.
 //!
-//! They are not root. Whatever lies there is read as bytes of a stranger, and names a version at most: it lifts no rule.
+//! Its writers are not root, so its content is untrusted. It can name a version, and waives no policy.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -14,70 +14,65 @@ use crate::host::system::layout::Layout;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
 
-const LARGEST: u64 = 4096;
+const MAX_REQUEST_BYTES: u64 = 4096;
 
-/// What is asked for.
+/// The request of another process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Request {
+pub struct ParsedRequest {
     pub version: ImageVersion,
     pub request_id: Option<String>,
 }
 
-/// What lies at the request's place.
+/// State of the request file.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Found {
-    Nothing,
-    Request(Request),
-    /// Something that is no request.
-    Rubbish,
+pub enum RequestFile {
+    Missing,
+    Valid(ParsedRequest),
+    /// The file is not a valid request.
+    Invalid,
 }
 
-pub fn read(layout: &Layout) -> Found {
+pub fn read(layout: &Layout) -> RequestFile {
     let path = layout.request("update");
     if path.symlink_metadata().is_err() {
-        return Found::Nothing;
+        return RequestFile::Missing;
     }
-    read_untrusted(&path).and_then(|text| parse(&text)).map_or(Found::Rubbish, Found::Request)
+    read_untrusted(&path).and_then(|text| parse(&text)).map_or(RequestFile::Invalid, RequestFile::Valid)
 }
 
-/// The first bytes of a file that another user writes: neither a link to somewhere else, nor a pipe without a writer.
+/// The first bytes of a file that another user can write. Links are not followed, and a FIFO does not block.
 pub fn read_untrusted(path: &Path) -> Option<Vec<u8>> {
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
     file.metadata().ok().filter(std::fs::Metadata::is_file)?;
     let mut text = Vec::new();
-    file.take(LARGEST).read_to_end(&mut text).ok()?;
+    file.take(MAX_REQUEST_BYTES).read_to_end(&mut text).ok()?;
     Some(text)
 }
 
-fn parse(text: &[u8]) -> Option<Request> {
+fn parse(text: &[u8]) -> Option<ParsedRequest> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
-    struct Wire {
+    struct WireRequest {
         image_version: ImageVersion,
         request_id: Option<String>,
     }
-    let wire: Wire = serde_json::from_slice(text).ok()?;
+    let wire: WireRequest = serde_json::from_slice(text).ok()?;
     let request_id = wire.request_id.filter(|id| request_id::fits(id));
-    Some(Request { version: wire.image_version, request_id })
+    Some(ParsedRequest { version: wire.image_version, request_id })
 }
 
-/// Removes the request, unless another release is asked for by now.
-///
-/// # Errors
-/// [`FileError`].
-pub fn done(layout: &Layout, served: &ImageVersion) -> Result<(), FileError> {
+/// Removes the request, unless it names another release by now.
+pub fn complete(layout: &Layout, served: &ImageVersion) -> Result<(), FileError> {
     match read(layout) {
-        Found::Request(request) if request.version != *served => Ok(()),
-        Found::Nothing => Ok(()),
+        RequestFile::Valid(request) if request.version != *served => Ok(()),
+        RequestFile::Missing => Ok(()),
         _ => remove(layout),
     }
 }
 
-/// # Errors
-/// [`FileError`].
 pub fn remove(layout: &Layout) -> Result<(), FileError> {
-    fsx::remove_if_there(&layout.request("update"))
+    fsx::remove_if_exists(&layout.request("update"))
 }
 
 #[cfg(test)]
@@ -92,32 +87,32 @@ mod tests {
     }
 
     #[test]
-    fn a_request_names_a_version_and_nothing_else_counts() {
+    fn request_names_version_and_ignores_other_fields() {
         let (_dir, layout) = at(br#"{"imageVersion":"2","requestId":"abc","allowDowngrade":true}"#);
-        let Found::Request(request) = read(&layout) else { panic!("no request") };
+        let RequestFile::Valid(request) = read(&layout) else { panic!("no request") };
         assert_eq!(request.version.as_str(), "2");
-        done(&layout, &"1".parse().unwrap()).unwrap();
-        assert_ne!(read(&layout), Found::Nothing, "another release is asked for");
-        done(&layout, &"2".parse().unwrap()).unwrap();
-        assert_eq!(read(&layout), Found::Nothing);
+        complete(&layout, &"1".parse().unwrap()).unwrap();
+        assert_ne!(read(&layout), RequestFile::Missing, "another release is requested");
+        complete(&layout, &"2".parse().unwrap()).unwrap();
+        assert_eq!(read(&layout), RequestFile::Missing);
     }
 
     #[test]
-    fn what_a_stranger_may_put_there_is_rubbish() {
+    fn read_rejects_untrusted_content() {
         for content in [&b""[..], b"{}", b"{\"imageVersion\":\"../x\"}", &vec![b' '; 1 << 20]] {
             let (_dir, layout) = at(content);
-            assert_eq!(read(&layout), Found::Rubbish);
+            assert_eq!(read(&layout), RequestFile::Invalid);
         }
         let (dir, layout) = at(b"");
         remove(&layout).unwrap();
         let secret = dir.path().join("secret");
         std::fs::write(&secret, br#"{"imageVersion":"2"}"#).unwrap();
         std::os::unix::fs::symlink(&secret, layout.request("update")).unwrap();
-        assert_eq!(read(&layout), Found::Rubbish);
+        assert_eq!(read(&layout), RequestFile::Invalid);
         remove(&layout).unwrap();
         nix::unistd::mkfifo(&layout.request("update"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert_eq!(read(&layout), Found::Rubbish);
-        done(&layout, &"2".parse().unwrap()).unwrap();
-        assert_eq!(read(&layout), Found::Nothing);
+        assert_eq!(read(&layout), RequestFile::Invalid);
+        complete(&layout, &"2".parse().unwrap()).unwrap();
+        assert_eq!(read(&layout), RequestFile::Missing);
     }
 }

@@ -1,7 +1,7 @@
-//! What is asked of the machine's service manager: a short port, and `systemctl` behind it.
+//! The service manager of the machine: a short port, and `systemctl` as its implementation.
 //!
-//! Each call has a deadline. Where there is no service manager (a directory that stands for `/`), `SVC_SYSTEMCTL` may
-//! name a program that takes the same words.
+//! Each call has a timeout. Under a root without a service manager, `SVC_SYSTEMCTL` may name a program that accepts
+//! the same arguments.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,17 +15,14 @@ use crate::config::Env;
 use crate::host::system::layout::Layout;
 use crate::host::system::systemd;
 
-/// Users, directories and units are made known within this.
-const PREPARING: Duration = Duration::from_secs(60);
-const LOOKING: Duration = Duration::from_secs(10);
-/// A gateway may drain for 45 s and take 90 s to be ready.
-const RESTARTING: Duration = Duration::from_secs(150);
+const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
+const QUERY_TIMEOUT: Duration = Duration::from_secs(10);
+/// A gateway may drain for 45 s and take 90 s to become ready.
+const RESTART_TIMEOUT: Duration = Duration::from_secs(150);
 
 #[derive(Debug, thiserror::Error)]
 pub enum ServicesError {
-    #[error(
-        "there is no service manager here: /run/systemd/system is missing, and SVC_SYSTEMCTL names no other"
-    )]
+    #[error("no service manager found: /run/systemd/system is missing and SVC_SYSTEMCTL is not set")]
     None,
     #[error("start {program}")]
     Start {
@@ -33,129 +30,130 @@ pub enum ServicesError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{what}: not within {} s", .within.as_secs())]
-    Late { what: String, within: Duration },
-    #[error("{what}: {status}: {words}")]
-    Failed { what: String, status: std::process::ExitStatus, words: String },
+    #[error("{what}: no result within {} s", .timeout.as_secs())]
+    Timeout { what: String, timeout: Duration },
+    #[error("{what}: {status}: {stderr}")]
+    Failed { what: String, status: std::process::ExitStatus, stderr: String },
 }
 
-/// What a unit does, as the service manager says it.
+/// The state of a unit as the service manager reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct UnitState {
     /// `active`, `activating`, `failed`, …
     pub active: String,
-    /// `exit-code`, `timeout`, …, of its last end.
+    /// The result of its last run: `exit-code`, `timeout`, …
     pub result: String,
-    /// How often it was started again by itself since it was last started by somebody.
+    /// Automatic restarts since the last manual start.
     pub restarts: u32,
 }
 
 /// The service manager.
 #[async_trait]
 pub trait Services: Send + Sync {
-    /// Makes users, directories and units known, as `/etc` has them.
+    /// Applies the users, directories and units in `/etc`.
     async fn reload(&self) -> Result<(), ServicesError>;
-    /// Starts the unit and what it wants; what runs already stays as it is.
+    /// Starts the unit and its dependencies; running units are unaffected.
     async fn start(&self, unit: &str) -> Result<(), ServicesError>;
-    /// Starts the unit anew, and waits until it is up or has failed.
+    /// Restarts the unit and waits until it is up or has failed.
     async fn restart(&self, unit: &str) -> Result<(), ServicesError>;
-    /// Starts the unit anew where it runs or is being started, without waiting.
+    /// Restarts the unit if it is running or starting, without waiting.
     async fn try_restart(&self, unit: &str) -> Result<(), ServicesError>;
-    /// Stops the unit, and waits until it has ended.
+    /// Stops the unit and waits until it has ended.
     async fn stop(&self, unit: &str) -> Result<(), ServicesError>;
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError>;
 }
 
-/// `systemctl` and its kin.
+/// The implementation that calls `systemctl`.
 pub struct Systemctl {
     program: PathBuf,
-    /// Users and directories are made by these, on a machine.
-    makers: Vec<(&'static str, Vec<String>)>,
+    /// Programs that create users and directories, with their arguments.
+    setup_commands: Vec<(&'static str, Vec<String>)>,
 }
 
 impl Systemctl {
-    /// The service manager of this machine, if it has one. What root runs is named by root's own environment, never by
-    /// a file that the gateway may write.
+    /// The service manager of this machine, if any. Root takes the program only from its own environment, never from
+    /// a file that the gateway can write.
     pub fn find(layout: &Layout) -> Option<Self> {
         Self::find_by(&Env::from_process(), layout)
     }
 
     fn find_by(env: &Env, layout: &Layout) -> Option<Self> {
         if let Some(program) = env.text("SVC_SYSTEMCTL").map(PathBuf::from) {
-            return Some(Self { program, makers: Vec::new() });
+            return Some(Self { program, setup_commands: Vec::new() });
         }
         if !systemd::runs(layout) {
             return None;
         }
         let conf = |dir: &str| layout.root().join("etc").join(dir).join("svc.conf").display().to_string();
-        let makers = vec![
+        let setup_commands = vec![
             ("systemd-sysusers", vec![conf("sysusers.d")]),
             ("systemd-tmpfiles", vec!["--create".to_owned(), conf("tmpfiles.d")]),
         ];
-        Some(Self { program: "systemctl".into(), makers })
+        Some(Self { program: "systemctl".into(), setup_commands })
     }
 
-    async fn call(&self, words: &[&str], within: Duration) -> Result<String, ServicesError> {
-        run(&self.program.display().to_string(), words, within).await
+    async fn systemctl(&self, args: &[&str], timeout: Duration) -> Result<String, ServicesError> {
+        run(&self.program.display().to_string(), args, timeout).await
     }
 }
 
-async fn run(program: &str, words: &[&str], within: Duration) -> Result<String, ServicesError> {
-    let what = format!("{program} {}", words.join(" "));
+async fn run(program: &str, args: &[&str], timeout: Duration) -> Result<String, ServicesError> {
+    let what = format!("{program} {}", args.join(" "));
     let child = Command::new(program)
-        .args(words)
+        .args(args)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
         .spawn()
         .map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
-    let Ok(ended) = tokio::time::timeout(within, child.wait_with_output()).await else {
-        return Err(ServicesError::Late { what, within });
+    let Ok(finished) = tokio::time::timeout(timeout, child.wait_with_output()).await else {
+        return Err(ServicesError::Timeout { what, timeout });
     };
-    let ended = ended.map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
-    if !ended.status.success() {
-        let words = String::from_utf8_lossy(&ended.stderr);
-        let words = words.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
-        return Err(ServicesError::Failed { what, status: ended.status, words: words.trim().to_owned() });
+    let finished = finished.map_err(|source| ServicesError::Start { program: program.to_owned(), source })?;
+    if !finished.status.success() {
+        let stderr = String::from_utf8_lossy(&finished.stderr);
+        let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+        return Err(ServicesError::Failed { what, status: finished.status, stderr: last.trim().to_owned() });
     }
-    Ok(String::from_utf8_lossy(&ended.stdout).into_owned())
+    Ok(String::from_utf8_lossy(&finished.stdout).into_owned())
 }
 
 #[async_trait]
 impl Services for Systemctl {
     async fn reload(&self) -> Result<(), ServicesError> {
-        for (program, words) in &self.makers {
-            let words: Vec<&str> = words.iter().map(String::as_str).collect();
-            run(program, &words, PREPARING).await?;
+        for (program, args) in &self.setup_commands {
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            run(program, &args, RELOAD_TIMEOUT).await?;
         }
-        self.call(&["daemon-reload"], PREPARING).await.map(drop)
+        self.systemctl(&["daemon-reload"], RELOAD_TIMEOUT).await.map(drop)
     }
 
     async fn start(&self, unit: &str) -> Result<(), ServicesError> {
-        self.call(&["start", "--no-block", unit], LOOKING).await.map(drop)
+        self.systemctl(&["start", "--no-block", unit], QUERY_TIMEOUT).await.map(drop)
     }
 
     async fn restart(&self, unit: &str) -> Result<(), ServicesError> {
-        self.call(&["restart", unit], RESTARTING).await.map(drop)
+        self.systemctl(&["restart", unit], RESTART_TIMEOUT).await.map(drop)
     }
 
     async fn try_restart(&self, unit: &str) -> Result<(), ServicesError> {
-        self.call(&["try-restart", "--no-block", unit], LOOKING).await.map(drop)
+        self.systemctl(&["try-restart", "--no-block", unit], QUERY_TIMEOUT).await.map(drop)
     }
 
     async fn stop(&self, unit: &str) -> Result<(), ServicesError> {
-        self.call(&["stop", unit], RESTARTING).await.map(drop)
+        self.systemctl(&["stop", unit], RESTART_TIMEOUT).await.map(drop)
     }
 
     async fn state(&self, unit: &str) -> Result<UnitState, ServicesError> {
-        let said = self.call(&["show", "--property=ActiveState,Result,NRestarts", unit], LOOKING).await?;
-        Ok(parse_state(&said))
+        let output =
+            self.systemctl(&["show", "--property=ActiveState,Result,NRestarts", unit], QUERY_TIMEOUT).await?;
+        Ok(parse_state(&output))
     }
 }
 
-fn parse_state(said: &str) -> UnitState {
-    let pairs: BTreeMap<&str, &str> = said.lines().filter_map(|line| line.split_once('=')).collect();
+fn parse_state(output: &str) -> UnitState {
+    let pairs: BTreeMap<&str, &str> = output.lines().filter_map(|line| line.split_once('=')).collect();
     let text = |name| pairs.get(name).copied().unwrap_or_default().to_owned();
     UnitState {
         active: text("ActiveState"),
@@ -170,39 +168,39 @@ mod tests {
 
     use super::*;
 
-    fn stand_in(script: &str) -> (tempfile::TempDir, Systemctl) {
+    fn fake_systemctl(script: &str) -> (tempfile::TempDir, Systemctl) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("systemctl");
         std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let services = Systemctl { program: path, makers: Vec::new() };
+        let services = Systemctl { program: path, setup_commands: Vec::new() };
         (dir, services)
     }
 
     #[tokio::test]
-    async fn a_unit_is_described_as_systemctl_says_it() {
+    async fn state_parses_systemctl_output() {
         let (_dir, services) =
-            stand_in("printf 'Result=exit-code\\nNRestarts=3\\nActiveState=activating\\n'");
+            fake_systemctl("printf 'Result=exit-code\\nNRestarts=3\\nActiveState=activating\\n'");
         let state = services.state("svc-gateway.service").await.unwrap();
-        let told = UnitState { active: "activating".into(), result: "exit-code".into(), restarts: 3 };
-        assert_eq!(state, told);
+        let expected = UnitState { active: "activating".into(), result: "exit-code".into(), restarts: 3 };
+        assert_eq!(state, expected);
     }
 
     #[tokio::test]
-    async fn a_failure_has_the_last_words() {
-        let (_dir, services) = stand_in("echo first >&2; echo 'the last' >&2; exit 5");
+    async fn failure_quotes_last_line_of_stderr() {
+        let (_dir, services) = fake_systemctl("echo first >&2; echo 'the last' >&2; exit 5");
         let error = services.restart("svc-gateway.service").await.unwrap_err().to_string();
         assert!(error.contains("restart svc-gateway.service") && error.ends_with("the last"), "{error}");
     }
 
     #[test]
-    fn a_directory_that_stands_for_a_machine_has_no_service_manager() {
+    fn find_returns_none_without_systemd() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         assert!(Systemctl::find_by(&Env::default(), &layout).is_none());
         std::fs::create_dir_all(dir.path().join("run/systemd/system")).unwrap();
-        assert_eq!(Systemctl::find_by(&Env::default(), &layout).unwrap().makers.len(), 2);
+        assert_eq!(Systemctl::find_by(&Env::default(), &layout).unwrap().setup_commands.len(), 2);
         let env = Env::from_pairs([("SVC_SYSTEMCTL", "/x")]);
-        assert!(Systemctl::find_by(&env, &layout).unwrap().makers.is_empty());
+        assert!(Systemctl::find_by(&env, &layout).unwrap().setup_commands.is_empty());
     }
 }

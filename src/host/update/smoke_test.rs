@@ -1,4 +1,4 @@
-//! Whether a release's own updater runs at all: once the link is turned, it is the one that would have to go back.
+//! Checks that a release's own updater starts: after the switch it is the one that would have to roll back.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -6,21 +6,19 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
-const WITHIN: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Debug, thiserror::Error)]
-pub enum TrialError {
+pub enum SmokeTestError {
     #[error("the release's program does not start")]
     Start(#[source] std::io::Error),
-    #[error("the release's updater ends with {0}")]
+    #[error("the release's updater failed: {0}")]
     Failed(std::process::ExitStatus),
-    #[error("the release's updater does not answer within {} s", WITHIN.as_secs())]
-    Late,
+    #[error("the release's updater gave no result within {} s", TIMEOUT.as_secs())]
+    Timeout,
 }
 
-/// # Errors
-/// [`TrialError`].
-pub async fn run(release: &Path) -> Result<(), TrialError> {
+pub async fn run(release: &Path) -> Result<(), SmokeTestError> {
     let mut child = Command::new(release.join("bin/svc"))
         .args(["svc-update", "--version"])
         .stdin(Stdio::null())
@@ -28,11 +26,11 @@ pub async fn run(release: &Path) -> Result<(), TrialError> {
         .stderr(Stdio::null())
         .kill_on_drop(true)
         .spawn()
-        .map_err(TrialError::Start)?;
-    match tokio::time::timeout(WITHIN, child.wait()).await {
+        .map_err(SmokeTestError::Start)?;
+    match tokio::time::timeout(TIMEOUT, child.wait()).await {
         Ok(Ok(status)) if status.success() => Ok(()),
-        Ok(Ok(status)) => Err(TrialError::Failed(status)),
-        Ok(Err(error)) => Err(TrialError::Start(error)),
-        Err(_) => Err(TrialError::Late),
+        Ok(Ok(status)) => Err(SmokeTestError::Failed(status)),
+        Ok(Err(error)) => Err(SmokeTestError::Start(error)),
+        Err(_) => Err(SmokeTestError::Timeout),
     }
 }

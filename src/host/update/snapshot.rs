@@ -1,8 +1,8 @@
-//! The snapshot before a release is switched: the unit of a requested backup is started until a backup of this update's
-//! time has succeeded.
+//! The snapshot before a release is switched: starts the unit of a requested backup until a snapshot newer than this
+//! update exists.
 //!
-//! The backup itself, its lock and its user are that unit's. Root opens nothing by the backup's leave: its records are
-//! read as another user's bytes. The wait is bounded by the last progress of a backup, and an operator can end it.
+//! The unit owns the backup, its lock and its user. Root treats the backup's records as untrusted. The wait is
+//! limited by the last progress of a backup, and an operator can waive it.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -18,34 +18,34 @@ use crate::chain::chain;
 use crate::clock;
 use crate::fsx::{self, FileError};
 use crate::host::snapshots::backup_progress::BackupProgress;
-use crate::host::system::backoff::{Over, Patience};
+use crate::host::system::backoff::{Backoff, DeadlinePassed};
 use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 use crate::store::key;
 
-/// It waits for a backup under way, and takes its snapshot after that.
-const UNIT: &str = "svc-db-backup-request.service";
-/// A unit that failed is started again after pauses that double; systemd ignores the call while it runs.
+/// The unit waits for a running backup and takes its snapshot after that.
+const BACKUP_UNIT: &str = "svc-db-backup-request.service";
+/// A failed unit is restarted with exponential backoff; systemd ignores the call while the unit runs.
 const FIRST_START_PAUSE: Duration = Duration::from_secs(5);
 const MAX_START_PAUSE: Duration = Duration::from_secs(60);
-/// An update that was cut off and is resumed later takes another snapshot.
+/// An interrupted update that is resumed later takes another snapshot.
 const MAX_SNAPSHOT_AGE: SignedDuration = SignedDuration::from_hours(1);
 const MAX_WAIVER_AGE: SignedDuration = SignedDuration::from_hours(1);
 
-/// Why there is no snapshot.
+/// Reason why there is no snapshot.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
-    // The next step comes first: an outcome holds the beginning of a long error.
+    // The next step comes first, because an outcome keeps only the beginning of a long error.
     #[error(
         "no snapshot was taken within {} s (`svc-update apply --version {version} --without-snapshot` skips it): {why}",
-        .within.as_secs()
+        .timeout.as_secs()
     )]
-    Late { within: Duration, why: String, version: ImageVersion },
+    Timeout { timeout: Duration, why: String, version: ImageVersion },
     #[error(transparent)]
     File(#[from] FileError),
 }
 
-/// The end of the last run of the backup, as far as it counts here.
+/// The fields of the last backup record that matter here.
 #[derive(Debug, Deserialize)]
 struct LastRun {
     #[serde(with = "clock::wire")]
@@ -60,40 +60,41 @@ impl LastRun {
         serde_json::from_slice(&read_untrusted(&layout.last_backup())?).ok()
     }
 
-    /// Of a snapshot that became the latest.
+    /// The time of a snapshot that became the latest.
     fn taken_at(&self) -> Option<Timestamp> {
         (self.status == "success").then(|| self.key.as_deref().and_then(key::taken_at))?
     }
 }
 
 /// The wait for the snapshot of one update.
-pub struct Wait<'a, S> {
+pub struct SnapshotWaiter<'a, S> {
     layout: &'a Layout,
     services: &'a S,
     deadline: Duration,
 }
 
-impl<'a, S: Services> Wait<'a, S> {
+impl<'a, S: Services> SnapshotWaiter<'a, S> {
     pub fn new(layout: &'a Layout, services: &'a S, deadline: Duration) -> Self {
         Self { layout, services, deadline }
     }
 
-    /// Returns when there is a snapshot, or when an operator waived it. The journal says meanwhile why there is none.
+    /// Waits until there is a snapshot, or until an operator waives it. Meanwhile the journal records the reason.
     ///
     /// # Errors
-    /// `Late` when no backup has made progress within the deadline.
+    /// `Timeout` if no backup makes progress within the deadline.
     pub async fn take(&self, journal: &mut Journal) -> Result<(), SnapshotError> {
-        let mut patience = Patience::new(self.deadline);
+        let mut patience = Backoff::new(self.deadline);
         let (mut next_start, mut pause) = (Instant::now(), FIRST_START_PAUSE);
-        let (mut seen, mut most_bytes) = (Timestamp::now(), 0);
+        let (mut seen, mut max_bytes) = (Timestamp::now(), 0);
         let since = clock::now_ms();
         loop {
             if is_waived(self.layout, &journal.plan.to) {
-                tracing::warn!(to = %journal.plan.to, "an operator skips the snapshot before this update");
+                tracing::warn!(to = %journal.plan.to, "an operator waived the snapshot before this update");
                 return Ok(());
             }
             let last = LastRun::read(self.layout);
-            if last.as_ref().and_then(LastRun::taken_at).is_some_and(|taken_at| counts(taken_at, journal)) {
+            if last.as_ref().and_then(LastRun::taken_at).is_some_and(|taken_at| is_recent(taken_at, journal))
+            {
                 return Ok(());
             }
             let ended = last.filter(|last| last.timestamp >= seen);
@@ -105,24 +106,25 @@ impl<'a, S: Services> Wait<'a, S> {
             if Instant::now() >= next_start {
                 next_start = Instant::now() + pause;
                 pause = (pause * 2).min(MAX_START_PAUSE);
-                if let Err(error) = self.services.start(UNIT).await {
+                if let Err(error) = self.services.start(BACKUP_UNIT).await {
                     self.record(journal, since, &chain(&error))?;
                 } else if journal.waiting.is_none() {
                     self.record(journal, since, "")?;
                 }
             }
             let bytes = self.progress_bytes();
-            if bytes > most_bytes {
-                most_bytes = bytes;
+            if bytes > max_bytes {
+                max_bytes = bytes;
                 patience.progress();
             }
-            if let Err(Over) = patience.pause().await {
-                return Err(self.late(journal));
+            if let Err(DeadlinePassed) = patience.pause().await {
+                return Err(self.timeout_error(journal));
             }
         }
     }
 
-    /// More than any run before: a backup that always breaks off at the same place is no progress.
+    /// Bytes of the current backup. Only more than in any earlier run counts as progress: a backup may fail at the
+    /// same place each time.
     fn progress_bytes(&self) -> u64 {
         let progress = read_untrusted(&self.layout.backup_progress())
             .and_then(|text| serde_json::from_slice::<BackupProgress>(&text).ok());
@@ -136,27 +138,27 @@ impl<'a, S: Services> Wait<'a, S> {
             return Ok(());
         }
         if let Some(SnapshotWait { why, .. }) = waiting.as_ref().filter(|waiting| !waiting.why.is_empty()) {
-            tracing::warn!(why, "the update waits for a snapshot");
+            tracing::warn!(why, "update is waiting for a snapshot");
         }
         journal.waiting = waiting;
         journal.save(self.layout)
     }
 
-    fn late(&self, journal: &Journal) -> SnapshotError {
+    fn timeout_error(&self, journal: &Journal) -> SnapshotError {
         let why = journal.waiting.as_ref().map(|waiting| waiting.why.clone()).filter(|why| !why.is_empty());
-        SnapshotError::Late {
-            within: self.deadline,
-            why: why.unwrap_or_else(|| format!("no run of {UNIT} has ended")),
+        SnapshotError::Timeout {
+            timeout: self.deadline,
+            why: why.unwrap_or_else(|| format!("no run of {BACKUP_UNIT} has ended")),
             version: journal.plan.to.clone(),
         }
     }
 }
 
-fn counts(taken_at: Timestamp, journal: &Journal) -> bool {
+fn is_recent(taken_at: Timestamp, journal: &Journal) -> bool {
     taken_at >= journal.started_at && Timestamp::now().duration_since(taken_at) <= MAX_SNAPSHOT_AGE
 }
 
-/// An operator's word that the update to this release does without. Only root writes where it lies.
+/// An operator's waiver of the snapshot for an update to this release. Only root can write the file.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Waiver {
@@ -169,25 +171,21 @@ fn waiver_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("without-snapshot.json")
 }
 
-/// # Errors
-/// [`FileError`].
 pub fn waive(layout: &Layout, version: &ImageVersion) -> Result<(), FileError> {
     let waiver = Waiver { version: version.clone(), at: clock::now_ms() };
     let text = serde_json::to_vec(&waiver).expect("plain fields are JSON");
     fsx::write_atomic(&waiver_path(layout), &text, 0o644)
 }
 
-/// Whether an operator waived the snapshot of an update to this release, not long ago.
+/// Whether an operator recently waived the snapshot for an update to this release.
 pub fn is_waived(layout: &Layout, version: &ImageVersion) -> bool {
-    let text = fsx::read_if_there(&waiver_path(layout)).ok().flatten();
+    let text = fsx::read_if_exists(&waiver_path(layout)).ok().flatten();
     let waiver = text.and_then(|text| serde_json::from_slice::<Waiver>(&text).ok());
     waiver.is_some_and(|waiver| {
         waiver.version == *version && Timestamp::now().duration_since(waiver.at) <= MAX_WAIVER_AGE
     })
 }
 
-/// # Errors
-/// [`FileError`].
 pub fn remove_waiver(layout: &Layout) -> Result<(), FileError> {
-    fsx::remove_if_there(&waiver_path(layout))
+    fsx::remove_if_exists(&waiver_path(layout))
 }

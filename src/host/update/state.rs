@@ -1,20 +1,21 @@
-//! How an update goes, pure: states with what they know, and one total function from state and event to the next state.
+//! The state machine of an update, pure: states with their data, and one total function from state and event to the
+//! next state.
 //!
-//! No clock, no file, no process. The invariant: from every state that has changed the machine, every event leads to a
-//! release that was seen well, or to an end that says that there is none.
+//! No clock, file or process. Invariant: once the machine has been changed, every event leads to a release that
+//! passed its health check, or to an end that reports that there is none.
 
 use serde::{Deserialize, Serialize};
 
-use super::protocol::End;
+use super::protocol::UpdateResult;
 
-/// A step that went wrong, and how.
+/// The failure of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Trouble {
+pub struct StepFailure {
     pub stage: Stage,
     pub error: String,
 }
 
-/// The parts of an update, as outcomes name them.
+/// The stages of an update, as outcomes name them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
@@ -49,43 +50,43 @@ impl Stage {
     }
 }
 
-/// Where an update stands. What is written here is done when its successor is written.
+/// The state of an update. Its step is done once the next state is written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "state")]
 pub enum State {
-    /// The release is brought and looked at; the machine is as it was.
+    /// Fetches and checks the release; the machine is unchanged.
     Preparing,
-    /// The database is backed up; the machine is as it was.
+    /// Backs up the database; the machine is unchanged.
     TakingSnapshot,
-    /// The link is turned to the release.
+    /// Points the link at the release.
     Switching,
-    /// Its units are installed, the services run anew, and they become well.
+    /// Installs the units of the release, restarts the services and waits until they are healthy.
     Activating,
-    /// The link is turned back, and the release is put away.
+    /// Points the link back and quarantines the release.
     Reverting {
-        why: Trouble,
+        why: StepFailure,
     },
-    /// The units of the one before are installed, the services run anew, and they become well.
+    /// Installs the units of the previous release, restarts the services and waits until they are healthy.
     Restoring {
-        why: Trouble,
+        why: StepFailure,
     },
     Ended {
-        end: End,
+        end: UpdateResult,
         stage: Stage,
         error: Option<String>,
     },
 }
 
-/// What a step brought.
+/// The result of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The step did what it is for.
+    /// The step succeeded.
     Done,
-    /// A rule forbids the update.
-    Refused(Trouble),
-    Failed(Trouble),
-    /// The same step was taken up too often.
-    GivenUp,
+    /// A policy forbids the update.
+    Refused(StepFailure),
+    Failed(StepFailure),
+    /// The attempts of the step are exhausted.
+    AttemptsExhausted,
 }
 
 impl State {
@@ -93,36 +94,44 @@ impl State {
         matches!(self, Self::Ended { .. })
     }
 
-    /// What comes next.
+    /// The next state.
     #[must_use]
     pub fn after(self, event: Event) -> Self {
-        let too_often = |stage| Trouble { stage, error: "it was cut off at this too often".to_owned() };
+        let exhausted = |stage| StepFailure { stage, error: "interrupted too often at this step".to_owned() };
         match (self, event) {
             (Self::Preparing, Event::Done) => Self::TakingSnapshot,
             (Self::TakingSnapshot, Event::Done) => Self::Switching,
-            (Self::Preparing | Self::TakingSnapshot, Event::Refused(why)) => ended(End::Refused, why),
-            (Self::Preparing | Self::TakingSnapshot, Event::Failed(why)) => ended(End::Failed, why),
-            (Self::Preparing, Event::GivenUp) => ended(End::Failed, too_often(Stage::Download)),
-            (Self::TakingSnapshot, Event::GivenUp) => ended(End::Failed, too_often(Stage::Snapshot)),
+            (Self::Preparing | Self::TakingSnapshot, Event::Refused(why)) => {
+                ended(UpdateResult::Refused, why)
+            }
+            (Self::Preparing | Self::TakingSnapshot, Event::Failed(why)) => ended(UpdateResult::Failed, why),
+            (Self::Preparing, Event::AttemptsExhausted) => {
+                ended(UpdateResult::Failed, exhausted(Stage::Download))
+            }
+            (Self::TakingSnapshot, Event::AttemptsExhausted) => {
+                ended(UpdateResult::Failed, exhausted(Stage::Snapshot))
+            }
 
             (Self::Switching, Event::Done) => Self::Activating,
             (Self::Switching, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
-            (Self::Switching, Event::GivenUp) => Self::Reverting { why: too_often(Stage::Switch) },
+            (Self::Switching, Event::AttemptsExhausted) => Self::Reverting { why: exhausted(Stage::Switch) },
 
             (Self::Activating, Event::Done) => {
-                Self::Ended { end: End::Updated, stage: Stage::Done, error: None }
+                Self::Ended { end: UpdateResult::Updated, stage: Stage::Done, error: None }
             }
             (Self::Activating, Event::Failed(why) | Event::Refused(why)) => Self::Reverting { why },
-            (Self::Activating, Event::GivenUp) => Self::Reverting { why: too_often(Stage::Restart) },
+            (Self::Activating, Event::AttemptsExhausted) => {
+                Self::Reverting { why: exhausted(Stage::Restart) }
+            }
 
             (Self::Reverting { why }, Event::Done) => Self::Restoring { why },
-            (Self::Restoring { why }, Event::Done) => ended(End::RolledBack, why),
+            (Self::Restoring { why }, Event::Done) => ended(UpdateResult::RolledBack, why),
             (
                 Self::Reverting { why } | Self::Restoring { why },
-                Event::Failed(then) | Event::Refused(then),
-            ) => not_back(&why, &then),
-            (Self::Reverting { why } | Self::Restoring { why }, Event::GivenUp) => {
-                not_back(&why, &too_often(Stage::Rollback))
+                Event::Failed(rollback_failure) | Event::Refused(rollback_failure),
+            ) => rollback_failed(&why, &rollback_failure),
+            (Self::Reverting { why } | Self::Restoring { why }, Event::AttemptsExhausted) => {
+                rollback_failed(&why, &exhausted(Stage::Rollback))
             }
 
             (end @ Self::Ended { .. }, _) => end,
@@ -130,14 +139,19 @@ impl State {
     }
 }
 
-fn ended(end: End, why: Trouble) -> State {
+fn ended(end: UpdateResult, why: StepFailure) -> State {
     State::Ended { end, stage: why.stage, error: Some(why.error) }
 }
 
-/// Neither release is well: both reasons are told.
-fn not_back(why: &Trouble, then: &Trouble) -> State {
-    let error = format!("{}; and after going back, at {}: {}", why.error, then.stage.as_str(), then.error);
-    State::Ended { end: End::Failed, stage: Stage::Rollback, error: Some(error) }
+/// Neither release is healthy; the error has both reasons.
+fn rollback_failed(why: &StepFailure, rollback_failure: &StepFailure) -> State {
+    let error = format!(
+        "{}; the rollback failed at {}: {}",
+        why.error,
+        rollback_failure.stage.as_str(),
+        rollback_failure.error
+    );
+    State::Ended { end: UpdateResult::Failed, stage: Stage::Rollback, error: Some(error) }
 }
 
 #[cfg(test)]
@@ -146,39 +160,39 @@ mod tests {
 
     use super::*;
 
-    fn trouble() -> impl Strategy<Value = Trouble> {
-        "[a-z]{1,5}".prop_map(|error| Trouble { stage: Stage::Health, error })
+    fn step_failure() -> impl Strategy<Value = StepFailure> {
+        "[a-z]{1,5}".prop_map(|error| StepFailure { stage: Stage::Health, error })
     }
 
     fn event() -> impl Strategy<Value = Event> {
         prop_oneof![
             3 => Just(Event::Done),
-            1 => trouble().prop_map(Event::Refused),
-            1 => trouble().prop_map(Event::Failed),
-            1 => Just(Event::GivenUp),
+            1 => step_failure().prop_map(Event::Refused),
+            1 => step_failure().prop_map(Event::Failed),
+            1 => Just(Event::AttemptsExhausted),
         ]
     }
 
-    /// What the machine is like after a step: which release is current, and whether it was seen well.
+    /// The machine after a step: which release is current, and whether it passed its health check.
     #[derive(Clone, Copy, PartialEq, Debug)]
-    struct World {
-        on_new: bool,
-        well: bool,
+    struct MachineModel {
+        is_new: bool,
+        is_healthy: bool,
     }
 
     proptest! {
         #[test]
-        fn every_history_ends_and_says_how_the_machine_is(events in proptest::collection::vec(event(), 12)) {
+        fn every_history_ends_with_true_outcome(events in proptest::collection::vec(event(), 12)) {
             let mut state = State::Preparing;
-            let mut world = World { on_new: false, well: true };
+            let mut machine = MachineModel { is_new: false, is_healthy: true };
             for event in events {
                 let done = event == Event::Done;
                 match &state {
-                    // A switch that failed may have been made.
-                    State::Switching => world = World { on_new: true, well: false },
-                    State::Activating => world.well = done,
-                    State::Reverting { .. } if done => world = World { on_new: false, well: false },
-                    State::Restoring { .. } => world.well = done,
+                    // A failed switch may have taken effect.
+                    State::Switching => machine = MachineModel { is_new: true, is_healthy: false },
+                    State::Activating => machine.is_healthy = done,
+                    State::Reverting { .. } if done => machine = MachineModel { is_new: false, is_healthy: false },
+                    State::Restoring { .. } => machine.is_healthy = done,
                     _ => {}
                 }
                 let before = state.clone();
@@ -186,16 +200,16 @@ mod tests {
                 if before.has_ended() {
                     prop_assert_eq!(&state, &before);
                 }
-                // Written and read back, it is the same.
+                // It survives a round trip through JSON.
                 let text = serde_json::to_string(&state).unwrap();
                 prop_assert_eq!(&serde_json::from_str::<State>(&text).unwrap(), &state);
                 let State::Ended { end, error, .. } = &state else { continue };
                 match end {
-                    End::Updated => prop_assert_eq!(world, World { on_new: true, well: true }),
-                    End::RolledBack | End::Refused => prop_assert_eq!(world, World { on_new: false, well: true }),
-                    End::Failed => {}
+                    UpdateResult::Updated => prop_assert_eq!(machine, MachineModel { is_new: true, is_healthy: true }),
+                    UpdateResult::RolledBack | UpdateResult::Refused => prop_assert_eq!(machine, MachineModel { is_new: false, is_healthy: true }),
+                    UpdateResult::Failed => {}
                 }
-                prop_assert_eq!(error.is_none(), *end == End::Updated);
+                prop_assert_eq!(error.is_none(), *end == UpdateResult::Updated);
             }
             prop_assert!(state.has_ended());
         }

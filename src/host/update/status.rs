@@ -1,12 +1,12 @@
-//! `svc-update status` and `history`: the releases on this machine, the update under way, and those that ended.
+//! `svc-update status` and `history`: the installed releases, the open update and the ended ones.
 
 use serde::Serialize;
 
 use super::history;
-use super::history::Quarantined;
+use super::history::QuarantinedRelease;
 use super::journal::Journal;
 use super::protocol;
-use super::protocol::{End, Outcome, SnapshotWait};
+use super::protocol::{Outcome, SnapshotWait, UpdateResult};
 use super::releases;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock::rfc3339_ms;
@@ -26,16 +26,16 @@ pub enum Format {
 struct Status {
     current: Option<ImageVersion>,
     previous: Option<ImageVersion>,
-    releases: Vec<Row>,
-    quarantined: Vec<Quarantined>,
-    /// The update that is open.
+    releases: Vec<ReleaseRow>,
+    quarantined: Vec<QuarantinedRelease>,
+    /// The open update.
     update: Option<Journal>,
     last: Option<Outcome>,
 }
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Row {
+struct ReleaseRow {
     version: ImageVersion,
     current: bool,
     created_at: Option<String>,
@@ -44,7 +44,7 @@ struct Row {
 }
 
 /// # Errors
-/// When a release cannot be read.
+/// If a release cannot be read.
 pub fn print(layout: &Layout, format: Format) -> Result<(), Failure> {
     let status = read(layout)?;
     match format {
@@ -63,7 +63,7 @@ fn read(layout: &Layout) -> Result<Status, Failure> {
     for version in releases::versions(layout).or_exit(Exit::Internal)? {
         let dir = layout.release(&version);
         let manifest = Release::read(&dir).or_exit(Exit::Internal)?;
-        releases.push(Row {
+        releases.push(ReleaseRow {
             current: current.as_ref() == Some(&version),
             created_at: manifest.created_at,
             bundle_sha256: release::digest(&dir).or_exit(Exit::Internal)?,
@@ -83,37 +83,37 @@ fn read(layout: &Layout) -> Result<Status, Failure> {
 
 fn print_table(status: &Status) {
     if status.releases.is_empty() {
-        println!("There is no release on this machine.");
+        println!("No release is installed on this machine.");
         return;
     }
-    let wide = status.releases.iter().map(|row| row.version.as_str().len()).max().unwrap_or(0).max(7);
-    println!("  {:wide$}  {:24}  BUNDLE", "VERSION", "CREATED");
+    let width = status.releases.iter().map(|row| row.version.as_str().len()).max().unwrap_or(0).max(7);
+    println!("  {:width$}  {:24}  BUNDLE", "VERSION", "CREATED");
     for row in &status.releases {
         let mark = if row.current { '*' } else { ' ' };
         let created = row.created_at.as_deref().unwrap_or("-");
         let digest = row.bundle_sha256.as_deref().and_then(|digest| digest.get(..12)).unwrap_or("-");
-        println!("{mark} {:wide$}  {created:24}  {digest}", row.version.as_str());
+        println!("{mark} {:width$}  {created:24}  {digest}", row.version.as_str());
     }
     if let Some(update) = &status.update {
-        println!("\nunder way: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
+        println!("\nin progress: from {} to {}, {:?}", update.plan.from, update.plan.to, update.state);
         if let Some(SnapshotWait { since, why }) = &update.waiting {
             println!("it waits for a snapshot since {}: {why}", rfc3339_ms(*since));
         }
     }
     if let Some(last) = &status.last {
-        println!("\nlast update: {}", words(last));
+        println!("\nlast update: {}", describe_outcome(last));
     }
-    for one in &status.quarantined {
-        println!("put away: {}, {}: {}", one.version, rfc3339_ms(one.at), one.why);
+    for quarantined in &status.quarantined {
+        println!("quarantined: {}, {}: {}", quarantined.version, rfc3339_ms(quarantined.at), quarantined.why);
     }
 }
 
-fn words(outcome: &Outcome) -> String {
+fn describe_outcome(outcome: &Outcome) -> String {
     let end = match outcome.outcome {
-        End::Updated => "updated",
-        End::RolledBack => "rolled back",
-        End::Refused => "refused",
-        End::Failed => "failed",
+        UpdateResult::Updated => "updated",
+        UpdateResult::RolledBack => "rolled back",
+        UpdateResult::Refused => "refused",
+        UpdateResult::Failed => "failed",
     };
     let error =
         outcome.error.as_deref().map(|error| format!(" at {}: {error}", outcome.stage)).unwrap_or_default();
@@ -121,14 +121,16 @@ fn words(outcome: &Outcome) -> String {
 }
 
 /// # Errors
-/// When the history cannot be read.
+/// If the history cannot be read.
 pub fn print_history(layout: &Layout, format: Format) -> Result<(), Failure> {
     let entries = history::history(layout).or_exit(Exit::Internal)?;
     match format {
         Format::Json => println!("{}", serde_json::to_string_pretty(&entries).or_exit(Exit::Internal)?),
         Format::Table if entries.is_empty() => println!("No update has ended on this machine."),
         Format::Table => {
-            entries.iter().for_each(|entry| println!("{} -> {}", entry.from, words(&entry.outcome)));
+            entries
+                .iter()
+                .for_each(|entry| println!("{} -> {}", entry.from, describe_outcome(&entry.outcome)));
         }
     }
     Ok(())

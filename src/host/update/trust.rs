@@ -1,8 +1,7 @@
-//! The keys whose signature on a release is believed here: those of `update.env`, which root alone can change.
+//! The keys trusted to sign releases: those of `update.env`, which only root can change.
 //!
-//! A release may bring a later key set in its signed manifest. It is trusted when that release runs and is well, and not
-//! before: one that is rolled back changes nothing. The invariant: `update.env` has the whole of one set, the old or the new
-//! one, with its sequence.
+//! A signed manifest may carry a later key set. It is adopted once that release is healthy, so a rolled-back release
+//! changes nothing. Invariant: `update.env` holds one whole set, the old or the new one, with its sequence.
 
 use super::UpdateError;
 use super::trusted_keys::TrustedKeyIds;
@@ -12,16 +11,13 @@ use crate::fsx::{self, FileError};
 use crate::host::system::layout::Layout;
 use crate::store::bundle::KeySet;
 
-/// The places of the adoption of a key set where a test can stop it.
+/// Fail points of the adoption of a key set.
 pub const KEY_POINTS: &[&str] = &["update.keys_adopting", "update.keys_written", "update.keys_reported"];
 
 const KEYS: &str = "SVC_BUNDLE_PUBLIC_KEYS";
 const SEQUENCE: &str = "SVC_BUNDLE_KEYS_SEQUENCE";
 
-/// What is trusted now. The file alone says it: a variable of the process would outlive a rotation.
-///
-/// # Errors
-/// [`ConfigError`].
+/// The trusted key set. Only the file counts: a variable of the process would survive a rotation.
 pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
     let mut env = Env::default().with_file(&layout.update_env());
     let keys = env.optional("SVC_BUNDLE_PUBLIC_KEYS").unwrap_or_default();
@@ -32,13 +28,13 @@ pub fn read(layout: &Layout) -> Result<KeySet, ConfigError> {
 /// Adopts the key set of a release that passed its health check. Idempotent; ignores a set that is not newer.
 ///
 /// # Errors
-/// [`UpdateError`]; what was trusted before still is.
+/// [`UpdateError`]; the trusted set is unchanged.
 pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
     failpoint::pass("update.keys_adopting")?;
     let trusted = read(layout)?;
     if offered.sequence > trusted.sequence {
         write(layout, offered)?;
-        tracing::info!(sequence = offered.sequence, keys = ?offered.keys, "other keys of releases are trusted");
+        tracing::info!(sequence = offered.sequence, keys = ?offered.keys, "adopted a new set of release keys");
     }
     failpoint::pass("update.keys_written")?;
     report(layout)?;
@@ -49,17 +45,14 @@ pub fn adopt(layout: &Layout, offered: &KeySet) -> Result<(), UpdateError> {
 fn write(layout: &Layout, set: &KeySet) -> Result<(), FileError> {
     let path = layout.update_env();
     fsx::remove_torn(&path)?;
-    let text = fsx::read_if_there(&path)?.unwrap_or_default();
+    let text = fsx::read_if_exists(&path)?.unwrap_or_default();
     let pairs = [(KEYS, set.keys.to_string()), (SEQUENCE, set.sequence.to_string())];
     let pairs = pairs.each_ref().map(|(name, value)| (*name, value.as_str()));
     let text = with_env_lines(&String::from_utf8_lossy(&text), &pairs);
     fsx::write_atomic(&path, text.as_bytes(), 0o600)
 }
 
-/// Writes which keys are trusted where the sync agent finds it, which may not read `update.env`: their ids alone.
-///
-/// # Errors
-/// [`UpdateError`].
+/// Writes the ids of the trusted keys for the sync agent, which may not read `update.env`.
 pub fn report(layout: &Layout) -> Result<(), UpdateError> {
     let KeySet { sequence, keys } = read(layout)?;
     Ok(TrustedKeyIds { sequence, ids: keys.ids() }.write(layout)?)
@@ -79,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn adopted_keys_replace_the_old_ones_and_nothing_else() {
+    fn adopt_replaces_only_the_keys() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let before = format!("A=1\n SVC_BUNDLE_PUBLIC_KEYS={OLD}\nSVC_BUNDLE_SHA256=\"x\"");
@@ -100,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_an_earlier_set_are_not_adopted() {
+    fn adopt_ignores_earlier_key_set() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         adopt(&layout, &set(2, NEW)).unwrap();

@@ -1,4 +1,5 @@
-//! Which keys of releases this machine trusts, by their ids: root's updater writes it, and the heartbeat reports it.
+//! The ids of the keys that this machine trusts for releases. The updater writes them as root; the heartbeat reports
+//! them.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,19 +14,17 @@ pub struct TrustedKeyIds {
 }
 
 impl TrustedKeyIds {
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
-        if fsx::read_if_there(&layout.trusted_keys())?.as_ref() == Some(&text) {
+        if fsx::read_if_exists(&layout.trusted_keys())?.as_ref() == Some(&text) {
             return Ok(());
         }
         fsx::write_atomic(&layout.trusted_keys(), &text, 0o644)
     }
 
-    /// As the updater wrote it last; nothing before its first run.
+    /// The ids that the updater wrote last; `None` before its first run.
     pub fn read(layout: &Layout) -> Option<Self> {
-        let text = fsx::read_if_there(&layout.trusted_keys()).ok().flatten()?;
+        let text = fsx::read_if_exists(&layout.trusted_keys()).ok().flatten()?;
         serde_json::from_slice(&text).ok()
     }
 }

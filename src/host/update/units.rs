@@ -1,6 +1,6 @@
-//! A release's units, users and directories below `/etc`, as the release has them: what it no longer has is removed.
+//! A release's units, users and directories in `/etc`. Files that the release no longer has are removed.
 //!
-//! Only files whose name begins with `svc` are ours; a record beside the journal tells which of them we put there.
+//! Only files whose name begins with `svc` are ours; a record beside the journal lists those that we installed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,16 +14,16 @@ use crate::host::system::layout::Layout;
 use crate::machine::name::ImageVersion;
 
 const UNITS: &str = "etc/systemd/system";
-/// Below a release's `systemd/`, and where it goes.
-const TREES: [(&str, &str); 3] =
+/// Directories below a release's `systemd/`, with their targets.
+const UNIT_TREES: [(&str, &str); 3] =
     [("system", UNITS), ("sysusers.d", "etc/sysusers.d"), ("tmpfiles.d", "etc/tmpfiles.d")];
 const RECORD_VERSION: u32 = 1;
 
 #[derive(Debug, thiserror::Error)]
 pub enum UnitsError {
-    #[error("{} is no unit of ours: its name does not begin with svc", .path.display())]
+    #[error("{}: the name of a unit must begin with svc", .path.display())]
     Foreign { path: PathBuf },
-    #[error("{} is of a version that this program does not know", .path.display())]
+    #[error("{}: unsupported version", .path.display())]
     Record { path: PathBuf },
     #[error(transparent)]
     File(#[from] FileError),
@@ -31,74 +31,72 @@ pub enum UnitsError {
     Injected(#[from] Injected),
 }
 
-/// What we installed, by paths below the root. While an installation is under way, also what it brings.
+/// The installed files, by paths below the root. During an installation it also lists the new ones.
 #[derive(Debug, Serialize, Deserialize)]
-struct Record {
+struct InstalledFiles {
     version: u32,
     files: BTreeSet<PathBuf>,
 }
 
-/// Makes `/etc` hold exactly the files of this release. Done already, it changes nothing.
+/// Makes `/etc` hold exactly the files of this release. Idempotent.
 ///
-/// What comes is recorded before its first file is there, so that whatever cuts this off, the next installation, of this
-/// release or another, removes what it does not have.
+/// New files are recorded before the first one is written, so that after an interruption the next installation, of
+/// any release, removes those that it does not have.
 ///
 /// # Errors
 /// [`UnitsError`]; the run can be repeated.
 pub fn install(layout: &Layout, version: &ImageVersion) -> Result<(), UnitsError> {
-    let wanted = wanted(layout, version)?;
-    let known = known(layout)?;
-    record(layout, known.iter().chain(wanted.keys()).cloned().collect())?;
+    let wanted = release_files(layout, version)?;
+    let installed = installed_files(layout)?;
+    write_record(layout, installed.iter().chain(wanted.keys()).cloned().collect())?;
     failpoint::pass("update.units_announced")?;
-    let places: BTreeSet<PathBuf> =
-        known.iter().chain(wanted.keys()).filter_map(|path| Some(path.parent()?.to_owned())).collect();
-    for place in places {
-        // Of an installation that was killed.
-        let ours = |name: &str| known.contains(&place.join(name)) || wanted.contains_key(&place.join(name));
-        fsx::remove_torn_in(&layout.root().join(&place), ours)?;
+    let dirs: BTreeSet<PathBuf> =
+        installed.iter().chain(wanted.keys()).filter_map(|path| Some(path.parent()?.to_owned())).collect();
+    for dir in dirs {
+        // Left by a killed installation.
+        let is_ours =
+            |name: &str| installed.contains(&dir.join(name)) || wanted.contains_key(&dir.join(name));
+        fsx::remove_torn_in(&layout.root().join(&dir), is_ours)?;
     }
     for (target, source) in &wanted {
         copy(source, &layout.root().join(target))?;
     }
     failpoint::pass("update.units_written")?;
-    for gone in known.iter().filter(|path| !wanted.contains_key(*path)) {
-        fsx::remove_if_there(&layout.root().join(gone))?;
+    for removed in installed.iter().filter(|path| !wanted.contains_key(*path)) {
+        fsx::remove_if_exists(&layout.root().join(removed))?;
     }
-    record(layout, wanted.into_keys().collect())?;
+    write_record(layout, wanted.into_keys().collect())?;
     failpoint::pass("update.units_recorded")?;
     Ok(())
 }
 
-/// Units of ours that an installation of this release would remove, and that can run.
-///
-/// # Errors
-/// [`UnitsError`].
-pub fn lost(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
-    let wanted = wanted(layout, version)?;
-    let known = known(layout)?;
-    let gone = known.iter().filter(|path| !wanted.contains_key(*path));
-    let units = gone.filter_map(|path| path.strip_prefix(UNITS).ok()?.to_str());
-    Ok(units.filter(|unit| runs(unit)).map(str::to_owned).collect())
+/// Installed units that can run and that this release does not have.
+pub fn removed_units(layout: &Layout, version: &ImageVersion) -> Result<Vec<String>, UnitsError> {
+    let wanted = release_files(layout, version)?;
+    let installed = installed_files(layout)?;
+    let removed = installed.iter().filter(|path| !wanted.contains_key(*path));
+    let units = removed.filter_map(|path| path.strip_prefix(UNITS).ok()?.to_str());
+    Ok(units.filter(|unit| is_runnable(unit)).map(str::to_owned).collect())
 }
 
-/// Whether a path below the directory of units is of one that runs: neither a drop-in nor a target.
-fn runs(unit: &str) -> bool {
+/// Whether a path below the unit directory is a unit that runs, and not a drop-in or a target.
+fn is_runnable(unit: &str) -> bool {
     let kinds = [".service", ".timer", ".path", ".socket"];
     !unit.contains('/') && kinds.iter().any(|kind| unit.ends_with(kind))
 }
 
-/// The release's files by where they go, all of them ours.
-fn wanted(layout: &Layout, version: &ImageVersion) -> Result<BTreeMap<PathBuf, PathBuf>, UnitsError> {
+/// The release's files by their target; an error if one is not ours.
+fn release_files(layout: &Layout, version: &ImageVersion) -> Result<BTreeMap<PathBuf, PathBuf>, UnitsError> {
     let root = layout.release(version).join("systemd");
     let mut wanted = BTreeMap::new();
-    for (tree, place) in TREES {
+    for (tree, dir) in UNIT_TREES {
         let mut found = Vec::new();
-        files(&root.join(tree), Path::new(""), &mut found)?;
+        collect_files(&root.join(tree), Path::new(""), &mut found)?;
         for inner in found {
             if !inner.as_os_str().as_encoded_bytes().starts_with(b"svc") {
                 return Err(UnitsError::Foreign { path: Path::new(tree).join(inner) });
             }
-            wanted.insert(Path::new(place).join(&inner), root.join(tree).join(&inner));
+            wanted.insert(Path::new(dir).join(&inner), root.join(tree).join(&inner));
         }
     }
     Ok(wanted)
@@ -108,22 +106,22 @@ fn record_path(layout: &Layout) -> PathBuf {
     layout.update_state().join("installed.json")
 }
 
-fn record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileError> {
-    let text =
-        serde_json::to_vec(&Record { version: RECORD_VERSION, files }).expect("paths of a release are text");
+fn write_record(layout: &Layout, files: BTreeSet<PathBuf>) -> Result<(), FileError> {
+    let text = serde_json::to_vec(&InstalledFiles { version: RECORD_VERSION, files })
+        .expect("paths of a release are text");
     fsx::write_atomic(&record_path(layout), &text, 0o644)
 }
 
-fn known(layout: &Layout) -> Result<BTreeSet<PathBuf>, UnitsError> {
+fn installed_files(layout: &Layout) -> Result<BTreeSet<PathBuf>, UnitsError> {
     let path = record_path(layout);
-    let Some(text) = fsx::read_if_there(&path)? else { return Ok(BTreeSet::new()) };
-    match serde_json::from_slice::<Record>(&text) {
-        Ok(known) if known.version == RECORD_VERSION => Ok(known.files),
+    let Some(text) = fsx::read_if_exists(&path)? else { return Ok(BTreeSet::new()) };
+    match serde_json::from_slice::<InstalledFiles>(&text) {
+        Ok(installed) if installed.version == RECORD_VERSION => Ok(installed.files),
         _ => Err(UnitsError::Record { path }),
     }
 }
 
-fn files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<(), FileError> {
+fn collect_files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<(), FileError> {
     let dir = root.join(inner);
     let entries = match fs::read_dir(&dir) {
         Ok(entries) => entries,
@@ -134,7 +132,7 @@ fn files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<(), File
         let entry = entry.map_err(FileError::at("read", &dir))?;
         let inner = inner.join(entry.file_name());
         if entry.file_type().map_err(FileError::at("read", &dir))?.is_dir() {
-            files(root, &inner, found)?;
+            collect_files(root, &inner, found)?;
         } else {
             found.push(inner);
         }
@@ -144,7 +142,7 @@ fn files(root: &Path, inner: &Path, found: &mut Vec<PathBuf>) -> Result<(), File
 
 fn copy(from: &Path, to: &Path) -> Result<(), FileError> {
     let content = fs::read(from).map_err(FileError::at("read", from))?;
-    if fsx::read_if_there(to)?.is_some_and(|there| there == content) {
+    if fsx::read_if_exists(to)?.is_some_and(|there| there == content) {
         return Ok(());
     }
     fsx::write_atomic(to, &content, 0o644)
@@ -165,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn etc_holds_what_the_release_has_and_what_others_put_there() {
+    fn install_replaces_own_units_and_keeps_others() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let one = release(
@@ -193,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_installation_that_failed_had_brought_is_removed_by_the_next() {
+    fn install_removes_files_of_failed_installation() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let one = release(&layout, "1", &[("system/svc-a.service", "a1")]);
@@ -208,19 +206,19 @@ mod tests {
         );
         install(&layout, &one).unwrap();
         let etc = dir.path().join(UNITS);
-        // No directory can be made there.
-        fs::write(etc.join("svc-z.service.d"), "in the way").unwrap();
+        // No directory can be created at that path.
+        fs::write(etc.join("svc-z.service.d"), "a file").unwrap();
         assert!(matches!(install(&layout, &two), Err(UnitsError::File(_))));
         assert!(etc.join("svc-b.service").exists() && etc.join("svc-a.service.d/10-x.conf").exists());
-        assert_eq!(lost(&layout, &one).unwrap(), ["svc-b.service"]);
+        assert_eq!(removed_units(&layout, &one).unwrap(), ["svc-b.service"]);
         install(&layout, &one).unwrap();
         assert_eq!(fs::read(etc.join("svc-a.service")).unwrap(), b"a1");
         assert!(!etc.join("svc-b.service").exists() && !etc.join("svc-a.service.d/10-x.conf").exists());
-        assert!(lost(&layout, &one).unwrap().is_empty());
+        assert!(removed_units(&layout, &one).unwrap().is_empty());
     }
 
     #[test]
-    fn nothing_is_copied_of_a_release_with_a_unit_of_others() {
+    fn install_copies_nothing_of_release_with_foreign_unit() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let files = [("system/svc-a.service", "a"), ("tmpfiles.d/other.conf", "x")];
@@ -230,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_unit_of_others_is_not_replaced() {
+    fn install_does_not_replace_foreign_unit() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let version = release(&layout, "1", &[("system/ssh.service", "x")]);

@@ -1,7 +1,8 @@
-//! The archive's files in a directory of their own, written while they are still on the way.
+//! Unpacks an archive into an empty directory while it is being downloaded.
 //!
-//! The bytes are not trusted yet: nothing outside the directory is ever touched. Only files, directories and links that
-//! stay inside are made; no entry is written through a link, over another, or with a bit that raises rights.
+//! The archive is not trusted yet, so nothing outside the directory is touched. Only files, directories and links
+//! that stay inside are created; no entry is written through a link, over another entry, or with setuid, setgid or
+//! sticky bits.
 
 use std::collections::HashSet;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -16,21 +17,21 @@ use tokio::sync::mpsc;
 use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, quoted};
 
-/// Chunks between download and unpacker: each can be a few hundred KiB.
-const QUEUE: usize = 2;
+/// Chunks between download and unpacker; each can have a few hundred KiB.
+const CHUNK_QUEUE_CAPACITY: usize = 2;
 const MAX_PATH_BYTES: usize = 1024;
 
-/// What an archive may unpack to at most.
+/// Limits of the unpacked content.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct UnpackLimits {
     pub entries: usize,
     pub bytes: u64,
 }
 
-impl Limits {
+impl UnpackLimits {
     pub const BUNDLE: Self = Self { entries: 200_000, bytes: 8 << 30 };
 
-    fn of_tar(self) -> TarLimits {
+    fn tar_limits(self) -> TarLimits {
         TarLimits {
             entries: self.entries,
             name_bytes: MAX_PATH_BYTES,
@@ -41,7 +42,7 @@ impl Limits {
     }
 }
 
-/// Why an archive was not unpacked.
+/// Reason why an archive was not unpacked.
 #[derive(Debug, thiserror::Error)]
 pub enum UnpackError {
     #[error("the archive is damaged")]
@@ -68,52 +69,52 @@ impl From<TarError> for UnpackError {
 }
 
 impl UnpackError {
-    /// Whether the machine's disk failed, and not the archive: one that is full or broken says nothing of a release.
-    pub fn is_of_the_disk(&self) -> bool {
+    /// Whether the machine's disk failed, and not the archive. A full or broken disk is not the release's fault.
+    pub fn is_disk_error(&self) -> bool {
         use io::ErrorKind::{AlreadyExists, InvalidFilename, IsADirectory, NotADirectory};
-        let of_the_archive = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
-        matches!(self, Self::Write { source, .. } if !of_the_archive.contains(&source.kind()))
+        let archive_errors = [AlreadyExists, InvalidFilename, IsADirectory, NotADirectory];
+        matches!(self, Self::Write { source, .. } if !archive_errors.contains(&source.kind()))
     }
 }
 
-/// The end that the download writes to, and the archive as a reader.
+/// A sender for the download, and the archive as a reader.
 pub fn channel() -> (mpsc::Sender<Bytes>, impl Read + Send + 'static) {
-    let (chunks, receiver) = mpsc::channel(QUEUE);
-    (chunks, Chunks { receiver, now: Bytes::new() })
+    let (chunks, receiver) = mpsc::channel(CHUNK_QUEUE_CAPACITY);
+    (chunks, ChunkReader { receiver, current: Bytes::new() })
 }
 
-struct Chunks {
+struct ChunkReader {
     receiver: mpsc::Receiver<Bytes>,
-    now: Bytes,
+    current: Bytes,
 }
 
-impl Read for Chunks {
+impl Read for ChunkReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        while self.now.is_empty() {
+        while self.current.is_empty() {
             match self.receiver.blocking_recv() {
-                Some(next) => self.now = next,
+                Some(next) => self.current = next,
                 None => return Ok(0),
             }
         }
-        let take = self.now.len().min(into.len());
-        self.now.copy_to_slice(&mut into[..take]);
-        Ok(take)
+        let count = self.current.len().min(into.len());
+        self.current.copy_to_slice(&mut into[..count]);
+        Ok(count)
     }
 }
 
-/// Unpacks a `.tar.gz` into the empty directory `into` and reads the archive to its very end.
+/// Unpacks a `.tar.gz` into the empty directory `into` and reads the archive to its end.
 ///
 /// # Errors
-/// [`UnpackError`]; what was written until then is in `into`, for the caller to remove.
-pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), UnpackError> {
+/// [`UnpackError`]; the caller removes the partial content of `into`.
+pub fn unpack(archive: impl Read, into: &Path, limits: UnpackLimits) -> Result<(), UnpackError> {
     let inflated = MultiGzDecoder::new(BufReader::with_capacity(64 * 1024, archive));
     let mut archive = tar::Archive::new(inflated);
     let mut tree = Tree { root: into, directories: HashSet::new(), links: Vec::new() };
-    let mut entries = TarReader::new(&mut archive, limits.of_tar())?;
+    let mut entries = TarReader::new(&mut archive, limits.tar_limits())?;
     while let Some(entry) = entries.next_entry()? {
         tree.add(entry)?;
     }
-    // What follows the end mark belongs to the digest, and may be no second gigabyte of it.
+    // Padding after the end mark is part of the digest. Its size is limited too.
     let mut rest = archive.into_inner().take(limits.bytes);
     io::copy(&mut rest, &mut io::sink()).map_err(UnpackError::Archive)?;
     tree.check_links()
@@ -121,7 +122,7 @@ pub fn unpack(archive: impl Read, into: &Path, limits: Limits) -> Result<(), Unp
 
 struct Tree<'a> {
     root: &'a Path,
-    /// Made by us, so no link can be among them.
+    /// Directories created here, so none of them is a link.
     directories: HashSet<PathBuf>,
     links: Vec<PathBuf>,
 }
@@ -129,7 +130,7 @@ struct Tree<'a> {
 impl Tree<'_> {
     fn add(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), UnpackError> {
         let refuse = |why| Err(UnpackError::Refused { path: quoted(&entry.path), why });
-        let Some(path) = inside(&entry.path) else {
+        let Some(path) = relative_path(&entry.path) else {
             return refuse("its path leaves the release");
         };
         if entry.mode & 0o7000 != 0 {
@@ -142,7 +143,7 @@ impl Tree<'_> {
         }
     }
 
-    /// Makes the directory and those above it. Where something else has the name, this fails.
+    /// Creates the directory and its parents. Fails if something else has the name.
     fn make_directory(&mut self, path: &Path) -> Result<(), UnpackError> {
         if path.as_os_str().is_empty() || self.directories.contains(path) {
             return Ok(());
@@ -165,7 +166,7 @@ impl Tree<'_> {
     fn make_file(&mut self, entry: &mut TarEntry<'_, impl Read>, path: &Path) -> Result<(), UnpackError> {
         self.make_parent(path)?;
         let failed = |source| UnpackError::Write { path: path.to_owned(), source };
-        // Readable by all and writable by root alone, whatever the builder's umask was.
+        // Readable by all and writable only by root, independent of the builder's umask.
         let mode = 0o644 | (entry.mode & 0o111);
         let mut file: File = OpenOptions::new()
             .write(true)
@@ -173,7 +174,7 @@ impl Tree<'_> {
             .mode(mode)
             .open(self.root.join(path))
             .map_err(failed)?;
-        copy(entry, &mut file, path)?;
+        copy_content(entry, &mut file, path)?;
         file.set_permissions(Permissions::from_mode(mode)).map_err(failed)
     }
 
@@ -189,7 +190,7 @@ impl Tree<'_> {
         Ok(())
     }
 
-    /// A link over a link can lead elsewhere than its text says: where each ends is looked up once all are there.
+    /// A link through another link can lead elsewhere than its text, so all links are resolved at the end.
     fn check_links(&self) -> Result<(), UnpackError> {
         let failed = |path: &Path, source| UnpackError::Write { path: path.to_owned(), source };
         let root = fs::canonicalize(self.root).map_err(|source| failed(self.root, source))?;
@@ -205,8 +206,8 @@ impl Tree<'_> {
     }
 }
 
-/// Errors of the archive and of the disk are told apart.
-fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
+/// Copies a file, keeping errors of the archive and of the disk apart.
+fn copy_content(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackError> {
     let mut piece = [0; 64 * 1024];
     loop {
         let read = from.read(&mut piece).map_err(UnpackError::Archive)?;
@@ -218,8 +219,8 @@ fn copy(from: &mut impl Read, to: &mut File, path: &Path) -> Result<(), UnpackEr
     }
 }
 
-/// The path without `./`; `None` where it is absolute or goes up.
-fn inside(path: &Path) -> Option<PathBuf> {
+/// The path without `./`; `None` if it is absolute or leaves the directory.
+fn relative_path(path: &Path) -> Option<PathBuf> {
     let mut clean = PathBuf::new();
     for part in path.components() {
         match part {
@@ -231,7 +232,7 @@ fn inside(path: &Path) -> Option<PathBuf> {
     Some(clean)
 }
 
-/// Whether a link's text, read from where it lies, stays within the tree.
+/// Whether a link's target, resolved from the link's directory, stays inside the tree.
 fn stays_inside(link: &Path, target: &Path) -> bool {
     let mut depth = link.components().count().saturating_sub(1);
     if target.as_os_str().is_empty() {

@@ -1,10 +1,10 @@
-//! Everything that can happen in the model, as data that proptest makes up and shrinks.
+//! All actions of the model, as data that proptest generates and shrinks.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
 
 use super::World;
-use super::operation::{Decision, Luck};
+use super::operation::{CallResult, Decision};
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{Event, RestoreMode};
 use crate::machine::name::ServerType;
@@ -20,17 +20,17 @@ pub enum Action {
     Recover {
         slot: usize,
     },
-    /// A request or a piece of news for any machine that ever was, however late.
-    Tell {
+    /// An event for any machine, however late.
+    Deliver {
         machine: Index,
         event: Event,
     },
-    /// The host of any machine that ever had a server, perhaps from its old disk.
+    /// An action of a host of any machine that ever had a server, perhaps from its old disk.
     Host {
         machine: Index,
-        does: HostDoes,
+        host_action: HostAction,
     },
-    /// An operator's word on an operation that has not ended.
+    /// An operator's decision on an open operation.
     Decide {
         operation: Index,
         decision: Decision,
@@ -38,29 +38,29 @@ pub enum Action {
     Undelete {
         machine: Index,
     },
-    /// All goes well for the slot's machine until it serves: without this, random steps seldom get that far.
+    /// Every step succeeds until the slot's machine serves; random steps seldom get that far.
     Serve {
         slot: usize,
     },
-    /// The reconciler deletes what is no longer kept.
+    /// The reconciler deletes servers that are no longer kept.
     Reconcile,
-    /// A step of an operation that has not ended.
+    /// A step of an open operation.
     Work {
         operation: Index,
-        luck: Luck,
+        call_result: CallResult,
     },
     ServerDies {
         machine: Index,
     },
     CreatesLand,
-    /// An owner's request: it goes where the rows say.
+    /// An owner's request, routed by the rows.
     Connect {
         slot: usize,
     },
 }
 
 #[derive(Debug, Clone, Copy)]
-pub enum HostDoes {
+pub enum HostAction {
     Register,
     Heartbeat,
     BackUp,
@@ -77,12 +77,12 @@ pub fn large() -> ServerType {
 
 /// Sequences that mostly let operations run, so that deep states are reached.
 pub fn actions() -> impl Strategy<Value = Vec<Action>> {
-    let luck = prop_oneof![
-        6 => Just(Luck::Fine), 1 => Just(Luck::LostReply), 1 => Just(Luck::Late), 1 => Just(Luck::Refused),
-        1 => Just(Luck::Asks)
+    let call_result = prop_oneof![
+        6 => Just(CallResult::Success), 1 => Just(CallResult::LostReply), 1 => Just(CallResult::Late), 1 => Just(CallResult::Refused),
+        1 => Just(CallResult::BackupFailed)
     ];
-    let does = prop_oneof![4 => Just(HostDoes::Register), 1 => Just(HostDoes::Heartbeat), 1 => Just(HostDoes::BackUp), 3 => Just(HostDoes::Write)];
-    let told = prop_oneof![
+    let host_action = prop_oneof![4 => Just(HostAction::Register), 1 => Just(HostAction::Heartbeat), 1 => Just(HostAction::BackUp), 3 => Just(HostAction::Write)];
+    let event = prop_oneof![
         2 => Just(Event::DeleteRequested),
         1 => Just(Event::OperatorFailed),
         2 => Just(Event::ResizeRequested { to: large() }),
@@ -99,9 +99,9 @@ pub fn actions() -> impl Strategy<Value = Vec<Action>> {
     let action = prop_oneof![
         2 => (0..SLOTS).prop_map(|slot| Action::Provision { slot }),
         1 => (0..SLOTS).prop_map(|slot| Action::Recover { slot }),
-        2 => (any::<Index>(), told).prop_map(|(machine, event)| Action::Tell { machine, event }),
-        4 => (any::<Index>(), does).prop_map(|(machine, does)| Action::Host { machine, does }),
-        12 => (any::<Index>(), luck).prop_map(|(operation, luck)| Action::Work { operation, luck }),
+        2 => (any::<Index>(), event).prop_map(|(machine, event)| Action::Deliver { machine, event }),
+        4 => (any::<Index>(), host_action).prop_map(|(machine, host_action)| Action::Host { machine, host_action }),
+        12 => (any::<Index>(), call_result).prop_map(|(operation, call_result)| Action::Work { operation, call_result }),
         1 => any::<Index>().prop_map(|machine| Action::ServerDies { machine }),
         1 => Just(Action::CreatesLand),
         1 => (any::<Index>(), decision).prop_map(|(operation, decision)| Action::Decide { operation, decision }),
@@ -125,22 +125,22 @@ impl World {
                     self.apply(id, &Event::RecoverRequested { restore: RestoreMode::Required });
                 }
             }
-            Action::Tell { machine, event } if !self.rows.is_empty() => {
+            Action::Deliver { machine, event } if !self.rows.is_empty() => {
                 let id = machine.index(self.rows.len());
                 match event {
-                    // Its token is in its server's user-data alone.
-                    Event::Registered { .. } => self.host(id, HostDoes::Register),
-                    Event::HealthyHeartbeat { epoch, .. } => self.hear(id, *epoch),
+                    // The token exists only in its server's user-data.
+                    Event::Registered { .. } => self.host(id, HostAction::Register),
+                    Event::HealthyHeartbeat { epoch, .. } => self.receive_heartbeat(id, *epoch),
                     Event::ResumeRequested { .. } => self.resume(id),
                     event => self.apply(id, event),
                 }
             }
-            Action::Host { machine, does } if !self.rows.is_empty() => {
-                self.host(machine.index(self.rows.len()), *does);
+            Action::Host { machine, host_action } if !self.rows.is_empty() => {
+                self.host(machine.index(self.rows.len()), *host_action);
             }
-            Action::Work { operation, luck } => {
+            Action::Work { operation, call_result } => {
                 if let Some(index) = self.open_operation(*operation) {
-                    self.work(index, *luck);
+                    self.work(index, *call_result);
                 }
             }
             Action::Decide { operation, decision } => {
@@ -159,9 +159,9 @@ impl World {
             }
             Action::ServerDies { machine } if !self.rows.is_empty() => {
                 let id = machine.index(self.rows.len());
-                self.lose(id);
+                self.lose_server(id);
             }
-            Action::CreatesLand => self.cloud.settle(),
+            Action::CreatesLand => self.cloud.complete_creates(),
             Action::Connect { slot } => {
                 if let Some(id) = self.routed(*slot) {
                     self.rows[id].connections += 1;
@@ -172,11 +172,12 @@ impl World {
         }
     }
 
-    /// The operator's request, whose caller has asked the provider for the server, and has had the host's heartbeat.
+    /// The operator's request. Its caller has checked the server at the provider and has received the host's
+    /// heartbeat.
     fn resume(&mut self, id: usize) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
         if self.rows[id].registered {
-            self.hear(id, self.rows[id].host_epoch);
+            self.receive_heartbeat(id, self.rows[id].host_epoch);
             self.apply(id, &Event::ResumeRequested { server_type });
         }
     }
@@ -187,10 +188,12 @@ impl World {
                 self.operations[*index].machine == id && self.operations[*index].ending.is_none()
             };
             let Some(index) = (0..self.operations.len()).find(of_machine) else { break };
-            self.work(index, Luck::Fine);
+            self.work(index, CallResult::Success);
         }
-        for does in [HostDoes::Register, HostDoes::Heartbeat, HostDoes::Heartbeat, HostDoes::Write] {
-            self.host(id, does);
+        for host_action in
+            [HostAction::Register, HostAction::Heartbeat, HostAction::Heartbeat, HostAction::Write]
+        {
+            self.host(id, host_action);
         }
     }
 
@@ -206,8 +209,8 @@ impl World {
             .filter(|&id| self.rows[id].machine.state.status().is_some_and(super::Status::is_routable))
     }
 
-    /// A heartbeat, however late. The caller of the transition asks the provider for the server before it believes it.
-    fn hear(&mut self, id: usize, epoch: Epoch) {
+    /// A heartbeat, however late. The caller of the transition looks the server up at the provider first.
+    fn receive_heartbeat(&mut self, id: usize, epoch: Epoch) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
         self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });
         let row = &mut self.rows[id];
@@ -219,7 +222,7 @@ impl World {
         row.proven |= row.registered && row.machine.state.is_active() && epoch == row.machine.epoch;
     }
 
-    /// A host registers once it has restored the snapshot that the pointer names.
+    /// A host registers once it has restored the pointer's snapshot.
     fn register(&mut self, id: usize) {
         let row = &mut self.rows[id];
         if !row.registered && matches!(row.machine.state, State::Provisioning | State::Recovering) {
@@ -230,29 +233,29 @@ impl World {
         self.apply(id, &Event::Registered { server_type });
     }
 
-    /// What the answer to a heartbeat says.
-    fn obey(&mut self, id: usize) {
+    /// Applies the response to a heartbeat.
+    fn apply_response(&mut self, id: usize) {
         let row = &mut self.rows[id];
         row.host_epoch = row.host_epoch.max(row.machine.epoch);
         row.quiesced &= !row.machine.state.is_active();
     }
 
-    fn host(&mut self, id: usize, does: HostDoes) {
-        self.rows[id].booted |= self.cloud.of(id).is_some();
+    fn host(&mut self, id: usize, host_action: HostAction) {
+        self.rows[id].booted |= self.cloud.server_of(id).is_some();
         if !self.rows[id].booted {
             return;
         }
-        match (does, self.server_type(id)) {
-            (HostDoes::Register, _) => self.register(id),
-            (HostDoes::Write, _) => self.write(id),
-            (HostDoes::Heartbeat, Some(_)) => {
-                self.hear(id, self.rows[id].host_epoch);
+        match (host_action, self.server_type(id)) {
+            (HostAction::Register, _) => self.register(id),
+            (HostAction::Write, _) => self.write(id),
+            (HostAction::Heartbeat, Some(_)) => {
+                self.receive_heartbeat(id, self.rows[id].host_epoch);
                 if self.is_on(id) {
-                    self.obey(id);
+                    self.apply_response(id);
                 }
             }
-            (HostDoes::Heartbeat, None) => self.apply(id, &Event::ServerGone),
-            (HostDoes::BackUp, _) => self.back_up(id),
+            (HostAction::Heartbeat, None) => self.apply(id, &Event::ServerGone),
+            (HostAction::BackUp, _) => self.back_up(id),
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The provider of the model: servers by machine, unique names, and creates that land after their caller gave up.
+//! The model of the provider: servers by machine, unique names, and creates that complete after their caller's
+//! timeout.
 
 use crate::machine::name::ServerType;
 
@@ -16,7 +17,7 @@ pub enum Power {
 
 pub struct Cloud {
     pub servers: Vec<Server>,
-    /// Creates that were sent, timed out, and are not yet decided.
+    /// Creates that were sent, timed out, and are still undecided.
     pub in_flight: Vec<usize>,
     unique_names: bool,
 }
@@ -26,21 +27,21 @@ impl Cloud {
         Self { servers: Vec::new(), in_flight: Vec::new(), unique_names }
     }
 
-    pub fn of(&self, machine: usize) -> Option<&Server> {
+    pub fn server_of(&self, machine: usize) -> Option<&Server> {
         self.servers.iter().find(|server| server.machine == machine)
     }
 
     pub fn is_on(&self, machine: usize) -> bool {
-        self.of(machine).is_some_and(|server| server.power == Power::On)
+        self.server_of(machine).is_some_and(|server| server.power == Power::On)
     }
 
-    /// Without unique names a lookup finds nothing either: there is no name to look for.
-    pub fn by_name(&self, machine: usize) -> Option<&Server> {
-        self.of(machine).filter(|_| self.unique_names)
+    /// Without unique names a lookup finds nothing, because there is no name to look up.
+    pub fn find_by_name(&self, machine: usize) -> Option<&Server> {
+        self.server_of(machine).filter(|_| self.unique_names)
     }
 
     pub fn create(&mut self, machine: usize) {
-        if self.by_name(machine).is_none() {
+        if self.find_by_name(machine).is_none() {
             let server_type = super::action::small();
             self.servers.push(Server { machine, server_type, power: Power::On });
         }
@@ -50,7 +51,7 @@ impl Cloud {
         self.servers.retain(|server| server.machine != machine);
     }
 
-    /// Changes what is switched off; the provider refuses the rest.
+    /// Changes the type of a server that is off; the provider refuses others.
     pub fn change_type(&mut self, machine: usize, to: &ServerType) {
         for server in self.servers.iter_mut().filter(|server| server.machine == machine) {
             if server.power == Power::Off {
@@ -65,8 +66,8 @@ impl Cloud {
         }
     }
 
-    /// The minute that the adapter waits before it believes that a create did not happen.
-    pub fn settle(&mut self) {
+    /// Completes late creates, as in the minute that the adapter waits before it assumes that a create failed.
+    pub fn complete_creates(&mut self) {
         for machine in std::mem::take(&mut self.in_flight) {
             self.create(machine);
         }

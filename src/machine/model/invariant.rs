@@ -1,4 +1,4 @@
-//! The invariants of the lifecycle, as a checker that looks at a world and says which are broken.
+//! Checks the invariants of the lifecycle in a world and returns the violated ones.
 
 use std::collections::BTreeSet;
 
@@ -11,37 +11,37 @@ pub enum Violation {
     TwoActiveMachinesOfOneSlot,
     /// A connection is open to a machine that is not running.
     RoutedWhileNotRunning,
-    /// A machine runs whose host never registered.
+    /// A machine is running whose host never registered.
     RunningUnregistered,
-    /// A machine runs, and its server is switched off.
+    /// A machine is running while its server is off.
     RunsSwitchedOff,
-    /// A machine holds its slot, nothing is under way, and its server is switched off.
+    /// A machine holds its slot without an open operation while its server is off.
     LeftSwitchedOff,
-    /// A machine runs, and its server has another type than its row says.
+    /// A running machine's server has another type than its row.
     WrongType,
     EpochDidNotGrow,
-    /// A machine that left its slot holds it again, and was not reinstated, or a later one has served.
+    /// A machine that left its slot holds it again, without a reinstatement or after a later one has served.
     CameBack,
-    /// An acknowledged row is on no server and in no snapshot, and no operator accepted that.
+    /// An acknowledged row is on no server and in no snapshot, and no operator accepted the loss.
     LostRows,
-    /// The server of a replaced machine was deleted, and no later machine of the slot that served has one.
+    /// A replaced machine's server was deleted, and no later machine of the slot that served has one.
     LastServerRemoved,
-    /// A machine that never served holds the slot, and one whose data is the newest still has its server.
+    /// A machine that never served holds the slot, although the one with the newest data still has its server.
     NotReinstated,
-    /// A machine has a server, and the slot's fence is below its epoch.
+    /// A machine has a server, but the slot's fence is below its epoch.
     ServerBeforeFence,
     /// A replaced machine moved the pointer.
     PointerWentBack,
-    /// A state that waits for an operation, and none is under way.
+    /// A state waits for an operation, but none is open.
     Stuck,
     OperationNeverEnds,
-    /// Nothing is under way any more, and there is a server of a machine that was to go.
+    /// No operation is open, but a server of a removed machine exists.
     Orphan,
 }
 
-/// What must hold after every action.
-pub fn always(world: &World) -> BTreeSet<Violation> {
-    let mut found = world.seen.clone();
+/// The invariants that hold after every action.
+pub fn check_always(world: &World) -> BTreeSet<Violation> {
+    let mut found = world.transition_violations.clone();
     for (id, row) in world.rows.iter().enumerate() {
         let servers = world.cloud.servers.iter().filter(|server| server.machine == id).count();
         let state = &row.machine.state;
@@ -49,24 +49,24 @@ pub fn always(world: &World) -> BTreeSet<Violation> {
         let waits = matches!(state, State::Provisioning | State::Recovering | State::Resizing { .. });
         let under_way =
             world.operations.iter().any(|operation| operation.machine == id && operation.ending.is_none());
-        let mut hold = |holds: bool, violation| {
+        let mut require = |holds: bool, violation| {
             if !holds {
                 found.insert(violation);
             }
         };
-        hold(servers <= 1, Violation::TwoServersOfOneMachine);
-        hold(
+        require(servers <= 1, Violation::TwoServersOfOneMachine);
+        require(
             servers == 0 || row.registered || world.pointers[row.slot].fence >= row.machine.epoch.0,
             Violation::ServerBeforeFence,
         );
-        hold(running || row.connections == 0, Violation::RoutedWhileNotRunning);
-        hold(!running || row.registered, Violation::RunningUnregistered);
-        hold(!waits || under_way, Violation::Stuck);
+        require(running || row.connections == 0, Violation::RoutedWhileNotRunning);
+        require(!running || row.registered, Violation::RunningUnregistered);
+        require(!waits || under_way, Violation::Stuck);
         if let State::Running { server_type } = state
             && let Some(there) = world.server_type(id)
         {
-            hold(world.is_on(id), Violation::RunsSwitchedOff);
-            hold(there == *server_type, Violation::WrongType);
+            require(world.is_on(id), Violation::RunsSwitchedOff);
+            require(there == *server_type, Violation::WrongType);
         }
     }
     for slot in 0..world.pointers.len() {
@@ -82,9 +82,9 @@ pub fn always(world: &World) -> BTreeSet<Violation> {
     found
 }
 
-/// What must hold besides, once the operations were given all the time they need and the provider was reconciled.
-pub fn settled(world: &World) -> BTreeSet<Violation> {
-    let mut found = always(world);
+/// The invariants that also hold once all operations have ended and the provider is reconciled.
+pub fn check_settled(world: &World) -> BTreeSet<Violation> {
+    let mut found = check_always(world);
     if world.operations.iter().any(|operation| operation.ending.is_none()) {
         found.insert(Violation::OperationNeverEnds);
     }
@@ -99,7 +99,7 @@ pub fn settled(world: &World) -> BTreeSet<Violation> {
         }
         let gave_up = matches!(row.machine.state, State::Failed { .. }) && !row.registered;
         let is_retired = |row: &Row| matches!(row.machine.state, State::Retired { .. });
-        // A machine that left nothing behind is as if it had never been.
+        // A machine without a server and without a backup does not count.
         let left_something =
             |one: &usize| !is_retired(&world.rows[*one]) || world.rows[*one].backed_up || has_server(*one);
         let newest = world.registered_before(id).into_iter().find(left_something);

@@ -1,4 +1,4 @@
-//! When a server may go: the reconciler of the model, with no time to wait, and what goes with a server.
+//! The removal of servers: the model's reconciler without waiting times, and the data lost with a server.
 
 use super::invariant::Violation;
 use super::{Row, World};
@@ -6,7 +6,7 @@ use crate::machine::event::Event;
 use crate::machine::state::State;
 
 impl World {
-    /// Whether the server of a machine that left its slot is no longer kept. The times for which it is kept are over.
+    /// Whether the server of a machine that left its slot is no longer kept. Retention times are ignored.
     pub fn is_removable(&self, id: usize) -> bool {
         let row = &self.rows[id];
         if row.machine.state.is_active() || self.is_under_way(id) {
@@ -18,7 +18,7 @@ impl World {
         let later = self.rows.iter().filter(|other| {
             other.slot == row.slot && other.machine.epoch > row.machine.epoch && other.registered
         });
-        // A machine whose server the provider has lost replaces no other.
+        // A machine whose server is lost at the provider replaces no other.
         let mut later = later.filter(|other| {
             let is_deleted = matches!(other.machine.state, State::Deleted { .. });
             if other.is_server_known_gone() && self.rules.distrusts_lost_successors {
@@ -43,69 +43,69 @@ impl World {
                     continue;
                 }
                 if self.is_last_copy(id) {
-                    self.seen.insert(Violation::LastServerRemoved);
+                    self.transition_violations.insert(Violation::LastServerRemoved);
                 }
                 self.remove(id);
             }
         }
     }
 
-    /// Whether the provider has the server of a machine that served and failed because it was gone; then that is noted.
+    /// Looks up the missing server of a machine that has served, and records when the provider has it.
     pub fn finds_server_again(&mut self, id: usize) -> bool {
         let row = &self.rows[id];
         let was_gone = row.is_server_known_gone() && !row.removed;
-        let may_be_found = was_gone && row.registered && self.rules.looks_for_lost_servers;
-        let is_found = may_be_found && self.cloud.of(id).is_some();
+        let may_be_found = was_gone && row.registered && self.rules.searches_lost_servers;
+        let is_found = may_be_found && self.cloud.server_of(id).is_some();
         if is_found {
             self.apply(id, &Event::ServerFound);
         }
         is_found
     }
 
-    /// Whether a machine that was replaced, and served, is the only one of its slot whose server may still exist.
+    /// Whether the replaced machine has the only server of its slot that still holds data.
     fn is_last_copy(&self, id: usize) -> bool {
         let row = &self.rows[id];
         let is_other = |other: &&Row| other.slot == row.slot && other.machine.epoch > row.machine.epoch;
         let holds = |other: &Row| other.registered && !other.is_server_known_gone();
         let is_deleted = |other: &Row| matches!(other.machine.state, State::Deleted { .. });
         let mut later = self.rows.iter().filter(is_other);
-        let was_there = row.registered && self.cloud.of(id).is_some() && !is_deleted(row);
+        let was_there = row.registered && self.cloud.server_of(id).is_some() && !is_deleted(row);
         was_there && !later.any(|other| holds(other) || is_deleted(other))
     }
 
-    /// Deletes a server. What it alone held is lost; an operator may have accepted that.
+    /// Deletes a server. Data that only it held is lost; an operator may have accepted that.
     pub fn remove(&mut self, id: usize) {
         let row = &mut self.rows[id];
         row.removed = true;
         if row.loss_accepted {
-            let forgiven = row.data.clone();
-            self.acknowledged[row.slot].forgiven.extend(forgiven);
+            let accepted_loss = row.data.clone();
+            self.acknowledged[row.slot].accepted_loss.extend(accepted_loss);
         }
         self.cloud.delete(id);
     }
 
-    /// The provider loses a server with its disk: what it alone held is nobody's to keep.
-    pub fn lose(&mut self, id: usize) {
-        if self.cloud.of(id).is_none() {
+    /// The provider loses a server with its disk. The loss of data that only it held is not a violation.
+    pub fn lose_server(&mut self, id: usize) {
+        if self.cloud.server_of(id).is_none() {
             return;
         }
         self.cloud.delete(id);
         let slot = self.rows[id].slot;
         let lost = self.missing_rows(slot);
-        self.acknowledged[slot].forgiven.extend(lost);
+        self.acknowledged[slot].accepted_loss.extend(lost);
     }
 
-    /// Acknowledged rows of a slot that neither a snapshot nor any server holds.
+    /// Acknowledged rows of a slot that are in no snapshot and on no server.
     pub fn missing_rows(&self, slot: usize) -> Vec<u32> {
         let acknowledged = &self.acknowledged[slot];
         let held = |row: &u32| {
             self.pointers[slot].data.contains(row)
                 || (0..self.rows.len()).any(|id| {
                     self.rows[id].slot == slot
-                        && self.cloud.of(id).is_some()
+                        && self.cloud.server_of(id).is_some()
                         && self.rows[id].data.contains(row)
                 })
         };
-        acknowledged.rows.difference(&acknowledged.forgiven).filter(|row| !held(row)).copied().collect()
+        acknowledged.rows.difference(&acknowledged.accepted_loss).filter(|row| !held(row)).copied().collect()
     }
 }

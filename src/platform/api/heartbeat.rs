@@ -207,7 +207,7 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
             }
         }
     }
-    if beat.epoch <= machine.epoch || beat.epoch > machine.epoch.believable() {
+    if beat.epoch <= machine.epoch || beat.epoch > machine.epoch.max_plausible() {
         return Ok(false);
     }
     let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;

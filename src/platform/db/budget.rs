@@ -5,7 +5,7 @@ use std::time::Duration;
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, execute, row};
-use crate::provider::{Grant, Seen};
+use crate::provider::{BudgetGrant, ObservedBudget};
 
 /// # Errors
 /// [`DbError`].
@@ -14,8 +14,8 @@ pub async fn reserve(
     account: &str,
     want: u32,
     back: u32,
-    seen: Option<Seen>,
-) -> Result<Grant, DbError> {
+    seen: Option<ObservedBudget>,
+) -> Result<BudgetGrant, DbError> {
     let sql = "SELECT granted, wait_seconds FROM provider_reserve($1, $2, $3, $4, $5, $6, $7)";
     let (want, back) = (i32::try_from(want).unwrap_or(i32::MAX), i32::try_from(back).unwrap_or(0));
     let left = seen.map(|seen| seen.left);
@@ -24,7 +24,7 @@ pub async fn reserve(
     let age = seen.map(|seen| seen.at.elapsed().as_secs_f64());
     let found = row(client, sql, &[&account, &want, &back, &left, &capacity, &per_second, &age]).await?;
     let (granted, wait) = found.map_or((0, 0.0), |row| (row.get::<_, i32>(0), row.get::<_, f64>(1)));
-    Ok(Grant {
+    Ok(BudgetGrant {
         calls: u32::try_from(granted).unwrap_or(0),
         wait: Duration::try_from_secs_f64(wait).unwrap_or_default(),
     })

@@ -12,7 +12,7 @@ use crate::store::key;
 const STORE: &str = "the check of the store says more";
 
 pub async fn check(config: &PlatformConfig) -> Findings {
-    let mut findings = Findings::of("bundle");
+    let mut findings = Findings::new("bundle");
     let version = &config.provisioning.image_version;
     if config.hosts.bundle_public_keys.is_none() {
         findings = findings.warning(

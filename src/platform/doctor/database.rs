@@ -10,7 +10,7 @@ use crate::platform::config::PlatformConfig;
 use crate::platform::db::{self, migrate};
 
 pub async fn check(config: &PlatformConfig) -> Findings {
-    let findings = Findings::of("database");
+    let findings = Findings::new("database");
     let next = "is it up? PLATFORM_DATABASE_URL; the database's own log";
     let mut settings = config.database.clone();
     settings.connect_timeout(Duration::from_secs(8)).application_name("svcctl doctor");

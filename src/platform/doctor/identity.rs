@@ -18,7 +18,7 @@ struct Key {
 }
 
 pub async fn check(config: &PlatformConfig) -> Findings {
-    let findings = Findings::of("identity-provider");
+    let findings = Findings::new("identity-provider");
     let url = config.routing.idp.jwks_url.clone();
     let next = "IDP_JWKS_URL (else <IDP_ISSUER>/.well-known/jwks.json); nobody new can sign in meanwhile";
     match fetch(url.clone()).await {

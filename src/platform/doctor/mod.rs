@@ -38,7 +38,7 @@ pub async fn examine(file: Option<&Path>) -> Examined {
     let config = match PlatformConfig::read(env) {
         Ok(config) => config,
         Err(error) => {
-            let wrong = error.mistakes.into_iter().fold(Findings::of("configuration"), |found, mistake| {
+            let wrong = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
                 found
                     .problem(mistake, "the README's reference has each variable; svc-platform will not start")
             });
@@ -54,7 +54,7 @@ pub async fn examine(file: Option<&Path>) -> Examined {
                 "identity-provider",
                 "tls",
             ] {
-                let skipped = Findings::of(check).skipped("the configuration is wrong");
+                let skipped = Findings::new(check).skipped("the configuration is wrong");
                 findings.extend(skipped.into_list());
             }
             return Examined { findings, operator };
@@ -72,6 +72,6 @@ pub async fn examine(file: Option<&Path>) -> Examined {
         Check::new("identity-provider", ASKED, identity::check(&config)),
         Check::new("tls", ASKED, async { serving::certificates(&config) }),
     ];
-    findings.extend(diagnosis::make(checks).await);
+    findings.extend(diagnosis::run_checks(checks).await);
     Examined { findings, operator }
 }

@@ -23,7 +23,7 @@ struct Seen {
 }
 
 pub async fn check(config: &PlatformConfig) -> Findings {
-    let findings = Findings::of("platform-key");
+    let findings = Findings::new("platform-key");
     let ids = config.keys.ids();
     let (findings, noted) = match noted(config, &ids).await {
         Ok(named) => (findings, Some(named)),

@@ -8,7 +8,7 @@ use crate::provider::Provider;
 use crate::provider::hetzner::Hetzner;
 
 pub async fn check(config: &PlatformConfig) -> Findings {
-    let findings = Findings::of("provider");
+    let findings = Findings::new("provider");
     let next = "PROVIDER_API_TOKEN and PROVIDER_API_URL; the provider's status page";
     let client = match client::build(Deadlines::CALL) {
         Ok(client) => client,

@@ -17,7 +17,7 @@ const USER: &str = "svc-platform";
 const SOON: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
-    let findings = Findings::of("env-file");
+    let findings = Findings::new("env-file");
     let Some(file) = file else { return Vec::new() };
     let shown = file.display();
     let meta = match std::fs::metadata(file) {
@@ -50,7 +50,7 @@ pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
 }
 
 pub fn settings(config: &PlatformConfig) -> Findings {
-    let mut findings = Findings::of("configuration");
+    let mut findings = Findings::new("configuration");
     if !config.provisioning.enabled.is_on() {
         findings = findings.warning(
             "CUSTOMER_VPS_ENABLED is not true: provision is closed",
@@ -87,7 +87,7 @@ pub fn settings(config: &PlatformConfig) -> Findings {
 }
 
 pub fn certificates(config: &PlatformConfig) -> Findings {
-    let mut findings = Findings::of("tls");
+    let mut findings = Findings::new("tls");
     for (name, listen) in [("PLATFORM", &config.api), ("ROUTER", &config.router)] {
         if let Some(files) = &listen.tls {
             findings = certificate(findings, name, files);

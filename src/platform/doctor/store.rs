@@ -23,7 +23,7 @@ const NEXT: &str = "is it up? OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
-    let findings = Findings::of("store");
+    let findings = Findings::new("store");
     let bucket = match config.store.open() {
         Ok(bucket) => bucket,
         Err(error) => return findings.problem(format!("{error:#}"), NEXT),
@@ -100,7 +100,7 @@ async fn conditional(bucket: &Bucket, key: &Path) -> Result<Option<String>, Stor
 
 /// Whether the bucket keeps overwritten and deleted objects.
 pub async fn protection(config: &PlatformConfig) -> Findings {
-    let findings = Findings::of("store-protection");
+    let findings = Findings::new("store-protection");
     let StoreConfig::S3(s3) = &config.store else { return findings.skipped("the store is a directory") };
     let found = match protection::read(s3).await {
         Ok(found) => found,
@@ -129,7 +129,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
 }
 
 pub async fn host_credentials(config: &PlatformConfig) -> Findings {
-    let findings = Findings::of("host-credentials");
+    let findings = Findings::new("host-credentials");
     let hosts = match HostStore::new(&config.store, &config.host_credentials) {
         Ok(hosts) => hosts,
         Err(error) => return findings.problem(format!("{error:#}"), "STS_ENDPOINT"),
@@ -167,7 +167,7 @@ async fn outage(findings: Findings, hosts: &HostStore) -> Findings {
 
 /// Whether a session that may not write over a snapshot can still write one, and only one.
 async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Temporary) -> Findings {
-    let findings = Findings::of("host-credentials");
+    let findings = Findings::new("host-credentials");
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;
     };

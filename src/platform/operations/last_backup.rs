@@ -263,7 +263,7 @@ async fn replace_invented_fence(held: &Held<'_>, machine: &MachineRow) {
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let Ok(Some(read)) = pointer_io::read(bucket, &slot).await else { return };
     let invented = read.value.fence_epoch;
-    if invented <= machine.epoch.believable() {
+    if invented <= machine.epoch.max_plausible() {
         return;
     }
     if let Err(error) = pointer_io::fence(bucket, &slot, &fence_of(held, machine)).await {

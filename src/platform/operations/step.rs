@@ -218,7 +218,7 @@ async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
         // machine's epoch goes above what the store knows.
         Err(PointerError::Fenced(fenced))
             if (machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate)
-                && fenced.fence <= machine.epoch.believable() =>
+                && fenced.fence <= machine.epoch.max_plausible() =>
         {
             held.raise_epoch(fenced.fence.next()).await?;
             Ok(Answer::wait(Duration::ZERO))

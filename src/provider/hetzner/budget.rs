@@ -1,8 +1,8 @@
-//! The provider's rate limit: one budget for every clone of the adapter, and, where there is an [`Allowance`], for all
-//! processes that share it.
+//! The provider's rate limit: one budget for all clones of the adapter and, with an [`Allowance`], for all processes
+//! that share it.
 //!
-//! Nobody sends while the provider has said that nothing is left, or before the call was taken from the shared budget.
-//! While that is ample, one round trip takes several calls. It bounds calls in flight as well.
+//! No call is sent while the provider reports an empty budget, or before it was reserved in the shared one. A round
+//! trip to an ample shared budget reserves several calls. The budget also limits the calls in flight.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,96 +11,94 @@ use http::HeaderMap;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use crate::provider::{Allowance, Seen};
+use crate::provider::{Allowance, ObservedBudget};
 
 const CALLS_IN_FLIGHT: usize = 8;
-/// Calls that are taken from the shared budget at a time, and after which time unused ones are given back.
-const BATCH: u32 = 16;
-const KEPT_FOR: Duration = Duration::from_secs(10);
-/// Who does not hear of the shared budget in time goes by what this process knows alone.
-const SHARED_DEADLINE: Duration = Duration::from_secs(2);
-/// Fewer calls than these being gone do not tell how fast they come back.
-const TELLING: u64 = 5;
+/// Calls reserved in the shared budget at a time.
+const RESERVATION_BATCH: u32 = 16;
+const RESERVATION_TTL: Duration = Duration::from_secs(10);
+/// After this timeout a process relies on its own view of the budget.
+const SHARED_TIMEOUT: Duration = Duration::from_secs(2);
+/// Minimum number of used calls for a reliable refill rate.
+const MIN_USED_CALLS: u64 = 5;
 
-/// No call came free within the longest wait.
+/// No call became available within the maximum wait.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exhausted;
 
-/// Cloned with the adapter; all clones share one gate.
+/// Cloned with the adapter; all clones share one state.
 #[derive(Clone)]
 pub(super) struct Budget {
     in_flight: Arc<Semaphore>,
     state: Arc<Mutex<State>>,
     shared: Option<Arc<dyn Allowance>>,
-    longest_wait: Duration,
+    max_wait: Duration,
 }
 
 #[derive(Default)]
 struct State {
     closed_until: Option<Instant>,
-    /// Calls taken from the shared budget and not yet made, and until when they count.
-    taken: u32,
-    taken_until: Option<Instant>,
-    seen: Option<Seen>,
+    /// Calls reserved in the shared budget but not yet made, and their expiry.
+    reserved: u32,
+    reserved_until: Option<Instant>,
+    seen: Option<ObservedBudget>,
 }
 
 impl Budget {
-    pub(super) fn new(longest_wait: Duration, shared: Option<Arc<dyn Allowance>>) -> Self {
-        Self {
-            in_flight: Arc::new(Semaphore::new(CALLS_IN_FLIGHT)),
-            state: Arc::default(),
-            shared,
-            longest_wait,
-        }
+    pub(super) fn new(max_wait: Duration, shared: Option<Arc<dyn Allowance>>) -> Self {
+        Self { in_flight: Arc::new(Semaphore::new(CALLS_IN_FLIGHT)), state: Arc::default(), shared, max_wait }
     }
 
-    /// Waits for a place, the gate, and a call of the budget; the place is held until the permit is dropped.
+    /// Waits for a slot, the gate, and a call of the budget. The slot is held until the permit is dropped.
     pub(super) async fn enter(&self) -> Result<OwnedSemaphorePermit, Exhausted> {
-        let place = Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
-        // Others may move the gate while we wait; nobody waits longer than the longest wait.
-        let latest = Instant::now() + self.longest_wait;
+        let permit =
+            Arc::clone(&self.in_flight).acquire_owned().await.expect("the semaphore is never closed");
+        // Others may move the gate during the wait, which `max_wait` limits.
+        let deadline = Instant::now() + self.max_wait;
         loop {
             let until = match self.gate() {
                 Some(until) => until,
-                None => match self.take().await {
-                    Ok(()) => return Ok(place),
+                None => match self.reserve_call().await {
+                    Ok(()) => return Ok(permit),
                     Err(wait) => Instant::now() + wait,
                 },
             };
-            if Instant::now() >= latest {
-                // Alone, the gate is a guess about others; the shared budget is not.
-                return if self.shared.is_none() { Ok(place) } else { Err(Exhausted) };
+            if Instant::now() >= deadline {
+                // Without a shared budget, the gate is only a guess about other users.
+                return if self.shared.is_none() { Ok(permit) } else { Err(Exhausted) };
             }
-            tokio::time::sleep_until(until.min(latest)).await;
+            tokio::time::sleep_until(until.min(deadline)).await;
         }
     }
 
-    /// Takes one call; the error is the time after which to try again.
-    async fn take(&self) -> Result<(), Duration> {
+    /// Reserves one call; the error is the delay before the next attempt.
+    async fn reserve_call(&self) -> Result<(), Duration> {
         let Some(shared) = &self.shared else { return Ok(()) };
         let (back, seen) = {
             let mut state = self.state();
-            if state.taken > 0 && state.taken_until.is_some_and(|until| until > Instant::now()) {
-                state.taken -= 1;
+            if state.reserved > 0 && state.reserved_until.is_some_and(|until| until > Instant::now()) {
+                state.reserved -= 1;
                 return Ok(());
             }
-            (std::mem::take(&mut state.taken), state.seen.take())
+            (std::mem::take(&mut state.reserved), state.seen.take())
         };
-        let Ok(Some(grant)) = tokio::time::timeout(SHARED_DEADLINE, shared.reserve(BATCH, back, seen)).await
+        let Ok(Some(grant)) =
+            tokio::time::timeout(SHARED_TIMEOUT, shared.reserve(RESERVATION_BATCH, back, seen)).await
         else {
             return Ok(());
         };
         if grant.calls == 0 {
-            return Err(grant.wait.max(Duration::from_millis(20)).mul_f64(1.0 + spread() / 4.0));
+            return Err(grant.wait.max(Duration::from_millis(20)).mul_f64(1.0 + jitter() / 4.0));
         }
         let mut state = self.state();
-        state.taken += grant.calls - 1;
-        state.taken_until = Some(Instant::now() + KEPT_FOR);
+        state.reserved += grant.calls - 1;
+        state.reserved_until = Some(Instant::now() + RESERVATION_TTL);
         Ok(())
     }
 
-    /// Learns from any answer, whose exchange took so long: when its budget is spent, the gate closes for the time in which one call comes back.
-    pub(super) fn learn(&self, headers: &HeaderMap, took: Duration) {
+    /// Updates the budget from a response to an exchange of duration `took`. If the budget is empty, the gate closes
+    /// for the time in which one call is refilled.
+    pub(super) fn update(&self, headers: &HeaderMap, took: Duration) {
         let (Some(limit), Some(left), Some(reset)) =
             (number(headers, "ratelimit-limit"), number(headers, "ratelimit-remaining"), reset_in(headers))
         else {
@@ -108,36 +106,37 @@ impl Budget {
         };
         let per_second = lower_rate(limit.saturating_sub(left), reset + took);
         let at = std::time::Instant::now();
-        self.state().seen = Some(Seen { left: left as f64, capacity: limit as f64, per_second, at });
+        self.state().seen =
+            Some(ObservedBudget { left: left as f64, capacity: limit as f64, per_second, at });
         if left == 0 {
-            // The provider refills evenly and names the time when all is back.
+            // The provider refills evenly and sends the time of the full refill.
             self.close_for(reset / u32::try_from(limit.max(1)).unwrap_or(u32::MAX));
         }
     }
 
-    /// Closes the gate after a 429 until the provider's reset, or for `fallback` where it names none.
+    /// Closes the gate after a 429 until the provider's reset, or for `fallback` if it names none.
     pub(super) fn refused(&self, headers: &HeaderMap, fallback: Duration) -> Duration {
-        let wait = reset_in(headers).unwrap_or(fallback).min(self.longest_wait);
+        let wait = reset_in(headers).unwrap_or(fallback).min(self.max_wait);
         self.close_for(wait);
         wait
     }
 
-    /// Lets the others know of a refusal.
-    pub(super) async fn tell(&self, wait: Duration) {
+    /// Reports a refusal to the other users of the shared budget.
+    pub(super) async fn report_refusal(&self, wait: Duration) {
         if let Some(shared) = &self.shared {
-            // Whom it does not reach learns it by a refusal of their own.
-            let _ = tokio::time::timeout(SHARED_DEADLINE, shared.close(wait)).await;
+            // A user that the report does not reach is refused by the provider itself.
+            let _ = tokio::time::timeout(SHARED_TIMEOUT, shared.close(wait)).await;
         }
     }
 
     fn close_for(&self, wait: Duration) {
-        let until = Instant::now() + wait.min(self.longest_wait);
+        let until = Instant::now() + wait.min(self.max_wait);
         let mut state = self.state();
         state.closed_until = Some(state.closed_until.map_or(until, |before| before.max(until)));
-        state.taken = 0;
+        state.reserved = 0;
     }
 
-    /// Until when nobody sends, if that lies ahead.
+    /// The end of the closed gate, if it lies in the future.
     fn gate(&self) -> Option<Instant> {
         self.state().closed_until.filter(|until| *until > Instant::now())
     }
@@ -147,15 +146,15 @@ impl Budget {
     }
 }
 
-/// The rate at which calls come back, from those that are gone and the time until all are back, seen from the start of the
-/// exchange: never above the provider's. What is left is a whole number, so up to one call less is gone; the time is of
-/// the answer, and a whole second at the end of it.
-fn lower_rate(gone: u64, back_in: Duration) -> Option<f64> {
-    (gone >= TELLING && !back_in.is_zero()).then(|| (gone - 1) as f64 / back_in.as_secs_f64())
+/// A lower bound of the refill rate, from the used calls and the time until all are refilled, counted from the start
+/// of the exchange. The remaining budget is rounded down, so up to one call less is used. The reset time is relative
+/// to the response and rounded up to a second.
+fn lower_rate(used: u64, refill_time: Duration) -> Option<f64> {
+    (used >= MIN_USED_CALLS && !refill_time.is_zero()).then(|| (used - 1) as f64 / refill_time.as_secs_f64())
 }
 
-/// Of 0 to 1, so that those who wait for the same call do not ask at once.
-fn spread() -> f64 {
+/// A random value from 0 to 1, so that waiting callers do not retry at the same time.
+fn jitter() -> f64 {
     f64::from(uuid::Uuid::new_v4().as_bytes()[0]) / 256.0
 }
 
@@ -176,7 +175,7 @@ mod tests {
     use async_trait::async_trait;
 
     use super::*;
-    use crate::provider::Grant;
+    use crate::provider::BudgetGrant;
 
     fn headers(remaining: u64, reset_in_seconds: u64) -> HeaderMap {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
@@ -188,46 +187,46 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_spent_budget_waits_for_one_call_and_a_refusal_for_the_reset_within_bounds() {
-        let longest = Duration::from_millis(400);
-        let budget = Budget::new(longest, None);
+    async fn enter_waits_for_refill_or_reset_within_bounds() {
+        let max_wait = Duration::from_millis(400);
+        let budget = Budget::new(max_wait, None);
         let clone = budget.clone();
 
-        budget.learn(&headers(1, 3600), Duration::ZERO);
+        budget.update(&headers(1, 3600), Duration::ZERO);
         assert_eq!(budget.gate(), None, "something is left");
 
         let start = Instant::now();
-        budget.learn(&headers(0, 360), Duration::ZERO);
+        budget.update(&headers(0, 360), Duration::ZERO);
         drop(clone.enter().await.unwrap());
         assert!(start.elapsed() >= Duration::from_millis(95), "{:?}", start.elapsed());
 
         let start = Instant::now();
-        assert_eq!(budget.refused(&headers(0, 3600), Duration::ZERO), longest);
+        assert_eq!(budget.refused(&headers(0, 3600), Duration::ZERO), max_wait);
         drop(clone.enter().await.unwrap());
-        assert!(start.elapsed() >= longest, "{:?}", start.elapsed());
+        assert!(start.elapsed() >= max_wait, "{:?}", start.elapsed());
     }
 
     #[test]
-    fn learnt_rate_is_never_above_the_providers() {
+    fn lower_rate_never_exceeds_providers() {
         for rate in [0.5, 1.0, 8.0, 40.0] {
             for tenths in 50..400u32 {
-                let gone = f64::from(tenths) / 10.0;
+                let used = f64::from(tenths) / 10.0;
                 for fraction in [0.0, 0.01, 0.5, 0.99] {
-                    // The provider names the next whole second after the time at which all is back.
-                    let all_back = fraction + gone / rate;
-                    let back_in = Duration::from_secs_f64(all_back.ceil() - fraction);
-                    // And rounds the remaining budget down.
-                    let shown = gone.ceil() as u64;
-                    let learnt = lower_rate(shown, back_in).unwrap();
-                    assert!(learnt <= rate, "{learnt} instead of {rate} of {gone} at {fraction}");
+                    // The provider names the next whole second after the full refill.
+                    let all_back = fraction + used / rate;
+                    let refill_time = Duration::from_secs_f64(all_back.ceil() - fraction);
+                    // It also rounds the remaining budget down.
+                    let shown = used.ceil() as u64;
+                    let rate_learnt = lower_rate(shown, refill_time).unwrap();
+                    assert!(rate_learnt <= rate, "{rate_learnt} instead of {rate} of {used} at {fraction}");
                 }
             }
         }
-        assert_eq!(lower_rate(TELLING - 1, Duration::from_secs(1)), None);
+        assert_eq!(lower_rate(MIN_USED_CALLS - 1, Duration::from_secs(1)), None);
     }
 
     #[test]
-    fn a_reset_in_the_past_or_unreadable_is_no_wait() {
+    fn reset_in_ignores_past_and_unreadable_times() {
         let mut past = headers(0, 0);
         past.insert("ratelimit-reset", 1.into());
         assert_eq!(reset_in(&past), Some(Duration::ZERO));
@@ -235,45 +234,49 @@ mod tests {
         assert_eq!(reset_in(&past), None);
     }
 
-    /// Grants what is in it, whole, and counts how often it is asked.
-    struct Purse {
+    /// Grants all it has, and counts the requests.
+    struct FakeAllowance {
         left: AtomicU32,
-        asked: AtomicU32,
+        requests: AtomicU32,
     }
 
     #[async_trait]
-    impl Allowance for Purse {
-        async fn reserve(&self, want: u32, back: u32, _seen: Option<Seen>) -> Option<Grant> {
-            self.asked.fetch_add(1, Ordering::SeqCst);
+    impl Allowance for FakeAllowance {
+        async fn reserve(&self, want: u32, back: u32, _seen: Option<ObservedBudget>) -> Option<BudgetGrant> {
+            self.requests.fetch_add(1, Ordering::SeqCst);
             self.left.fetch_add(back, Ordering::SeqCst);
             let calls = self.left.load(Ordering::SeqCst).min(want);
             self.left.fetch_sub(calls, Ordering::SeqCst);
-            Some(Grant { calls, wait: Duration::from_millis(30) })
+            Some(BudgetGrant { calls, wait: Duration::from_millis(30) })
         }
 
         async fn close(&self, _wait: Duration) {}
     }
 
     #[tokio::test]
-    async fn an_ample_budget_is_asked_for_many_calls_at_a_time_and_an_empty_one_lets_nobody_through() {
-        let purse = Arc::new(Purse { left: (2 * BATCH).into(), asked: 0.into() });
-        let budget = Budget::new(Duration::from_millis(100), Some(purse.clone()));
-        for _ in 0..2 * BATCH {
+    async fn enter_reserves_batches_and_fails_when_empty() {
+        let allowance = Arc::new(FakeAllowance { left: (2 * RESERVATION_BATCH).into(), requests: 0.into() });
+        let budget = Budget::new(Duration::from_millis(100), Some(allowance.clone()));
+        for _ in 0..2 * RESERVATION_BATCH {
             drop(budget.enter().await.unwrap());
         }
-        assert_eq!(purse.asked.load(Ordering::SeqCst), 2);
+        assert_eq!(allowance.requests.load(Ordering::SeqCst), 2);
         assert!(budget.enter().await.is_err());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_kept_for_too_long_goes_back() {
-        let purse = Arc::new(Purse { left: 100.into(), asked: 0.into() });
-        let budget = Budget::new(Duration::from_millis(100), Some(purse.clone()));
+    async fn enter_returns_expired_reservations() {
+        let allowance = Arc::new(FakeAllowance { left: 100.into(), requests: 0.into() });
+        let budget = Budget::new(Duration::from_millis(100), Some(allowance.clone()));
         for _ in 0..10 {
             drop(budget.enter().await.unwrap());
-            tokio::time::sleep(2 * KEPT_FOR).await;
+            tokio::time::sleep(2 * RESERVATION_TTL).await;
         }
-        assert_eq!(purse.asked.load(Ordering::SeqCst), 10);
-        assert_eq!(purse.left.load(Ordering::SeqCst), 100 - 10 - (BATCH - 1), "but for those it has now");
+        assert_eq!(allowance.requests.load(Ordering::SeqCst), 10);
+        assert_eq!(
+            allowance.left.load(Ordering::SeqCst),
+            100 - 10 - (RESERVATION_BATCH - 1),
+            "but for those it has now"
+        );
     }
 }

@@ -1,6 +1,6 @@
-//! One call to the provider: its deadline, what its failure means, and when it is made again.
+//! One call to the provider: its timeout, the classification of its failures, and its retries.
 //!
-//! The invariant: a call that creates is repeated only after an answer that says that nothing was done.
+//! Invariant: a call that creates something is repeated only after a response that says that nothing was done.
 
 use std::time::{Duration, Instant};
 
@@ -16,169 +16,181 @@ use super::wire::ErrorBody;
 use crate::http::request_id;
 use crate::metrics::{PROVIDER_CALLS, PROVIDER_DURATION};
 
-/// A page of fifty servers has some 150 KiB.
-const LARGEST_ANSWER: usize = 8 << 20;
+/// A page of fifty servers has about 150 KiB.
+const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// Bounds of the adapter's patience; the defaults are the contract's.
+/// Timeouts and retries of the adapter; the defaults are the contract's.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
-    /// For one exchange, from the first byte out to the last byte in.
+pub struct CallLimits {
+    /// Timeout of one exchange, from the first byte sent to the last byte received.
     pub deadline: Duration,
-    pub first_backoff: Duration,
-    pub longest_backoff: Duration,
-    /// The longest wait for a reset of the rate limit.
-    pub longest_rate_wait: Duration,
+    pub initial_backoff: Duration,
+    pub max_backoff: Duration,
+    /// Maximum wait for a reset of the rate limit.
+    pub max_rate_wait: Duration,
     pub retries: usize,
 }
 
-impl Default for Limits {
+impl Default for CallLimits {
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(10),
-            first_backoff: Duration::from_millis(250),
-            longest_backoff: Duration::from_secs(5),
-            longest_rate_wait: Duration::from_secs(30),
+            initial_backoff: Duration::from_millis(250),
+            max_backoff: Duration::from_secs(5),
+            max_rate_wait: Duration::from_secs(30),
             retries: 4,
         }
     }
 }
 
-/// Whether the provider may act on the call twice.
+/// Whether the call is idempotent at the provider.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Repeat {
-    Harmless,
-    /// It makes or changes something anew each time.
-    Harmful,
+pub(super) enum Idempotence {
+    Idempotent,
+    /// Every repeat creates or changes something again.
+    NotIdempotent,
 }
 
-/// What is asked; `name` stands for the call in errors.
+/// A request; `name` identifies the call in errors.
 pub(super) struct Call<'a> {
     pub(super) name: &'static str,
     pub(super) method: Method,
     pub(super) path: &'a str,
     pub(super) query: &'a [(&'a str, &'a str)],
     pub(super) body: Option<Vec<u8>>,
-    pub(super) repeat: Repeat,
+    pub(super) idempotence: Idempotence,
 }
 
 impl<'a> Call<'a> {
     pub(super) fn get(name: &'static str, path: &'a str, query: &'a [(&'a str, &'a str)]) -> Self {
-        Self { name, method: Method::GET, path, query, body: None, repeat: Repeat::Harmless }
+        Self { name, method: Method::GET, path, query, body: None, idempotence: Idempotence::Idempotent }
     }
 
     pub(super) fn delete(name: &'static str, path: &'a str) -> Self {
-        Self { name, method: Method::DELETE, path, query: &[], body: None, repeat: Repeat::Harmless }
+        Self {
+            name,
+            method: Method::DELETE,
+            path,
+            query: &[],
+            body: None,
+            idempotence: Idempotence::Idempotent,
+        }
     }
 
-    pub(super) fn post(name: &'static str, path: &'a str, body: Vec<u8>, repeat: Repeat) -> Self {
-        Self { name, method: Method::POST, path, query: &[], body: Some(body), repeat }
+    pub(super) fn post(name: &'static str, path: &'a str, body: Vec<u8>, idempotence: Idempotence) -> Self {
+        Self { name, method: Method::POST, path, query: &[], body: Some(body), idempotence }
     }
 }
 
-/// A failed exchange, and whether and how soon another one is worth it.
-struct Failed {
+/// A failed exchange and its retry policy.
+struct FailedExchange {
     error: ProviderError,
-    again: Again,
+    retry: Retry,
 }
 
 #[derive(Clone, Copy)]
-enum Again {
+enum Retry {
     Never,
     AfterBackoff,
-    /// The provider named the wait.
+    /// The provider named the delay.
     After(Duration),
 }
 
-/// The way to the provider: where, with which credential, within which limits.
+/// The connection to the provider: address, credential and limits.
 #[derive(Clone)]
-pub(super) struct Line {
+pub(super) struct Connection {
     pub(super) client: reqwest::Client,
     pub(super) base: Url,
-    /// Marked sensitive, so that nothing prints it.
+    /// Marked sensitive, so that it is never printed.
     pub(super) authorization: HeaderValue,
     pub(super) budget: Budget,
-    pub(super) limits: Limits,
+    pub(super) limits: CallLimits,
 }
 
-impl Line {
-    /// Makes the call, again where that is right and within bounds, and reads the answer's JSON.
+impl Connection {
+    /// Makes the call, with retries where they are safe, and parses the response's JSON.
     pub(super) async fn json<A: DeserializeOwned>(&self, call: Call<'_>) -> Result<A, ProviderError> {
-        let answer = self.exchange_until_settled(&call).await?;
-        serde_json::from_slice(&answer.body).map_err(|source| {
-            let kind = unclear(call.repeat);
-            ProviderError::new(call.name, kind, Cause::Unreadable { status: answer.status.as_u16(), source })
+        let response = self.exchange_with_retries(&call).await?;
+        serde_json::from_slice(&response.body).map_err(|source| {
+            let kind = unclear_kind(call.idempotence);
+            ProviderError::new(
+                call.name,
+                kind,
+                Cause::Unreadable { status: response.status.as_u16(), source },
+            )
         })
     }
 
-    async fn exchange_until_settled(&self, call: &Call<'_>) -> Result<Answer, ProviderError> {
+    async fn exchange_with_retries(&self, call: &Call<'_>) -> Result<Response, ProviderError> {
         let backoff = ExponentialBuilder::new()
             .with_jitter()
-            .with_min_delay(self.limits.first_backoff)
-            .with_max_delay(self.limits.longest_backoff)
+            .with_min_delay(self.limits.initial_backoff)
+            .with_max_delay(self.limits.max_backoff)
             .with_max_times(self.limits.retries);
         (|| self.exchange(call))
             .retry(backoff)
             .sleep(tokio::time::sleep)
-            .when(|failed: &Failed| !matches!(failed.again, Again::Never))
-            .adjust(|failed, backoff| match failed.again {
-                Again::After(named) => backoff.map(|backoff| backoff.max(named)),
-                Again::Never | Again::AfterBackoff => backoff,
+            .when(|failed: &FailedExchange| !matches!(failed.retry, Retry::Never))
+            .adjust(|failed, backoff| match failed.retry {
+                Retry::After(named) => backoff.map(|backoff| backoff.max(named)),
+                Retry::Never | Retry::AfterBackoff => backoff,
             })
             .notify(|failed, wait| {
                 let cause = &failed.error.cause;
-                tracing::debug!(call = call.name, %cause, wait_ms = wait.as_millis(), "provider call will be repeated");
+                tracing::debug!(call = call.name, %cause, wait_ms = wait.as_millis(), "retrying a provider call");
             })
             .await
             .map_err(|failed| failed.error)
     }
 
-    async fn exchange(&self, call: &Call<'_>) -> Result<Answer, Failed> {
+    async fn exchange(&self, call: &Call<'_>) -> Result<Response, FailedExchange> {
         let end = self.exchange_once(call).await;
         let outcome = end.as_ref().map_or_else(|failed| failed.error.kind().as_str(), |_| "ok");
         PROVIDER_CALLS.add_one([call.name, outcome]);
         end
     }
 
-    async fn exchange_once(&self, call: &Call<'_>) -> Result<Answer, Failed> {
-        let Ok(_place) = self.budget.enter().await else {
-            let cause = Cause::Exhausted { after: self.limits.longest_rate_wait };
+    async fn exchange_once(&self, call: &Call<'_>) -> Result<Response, FailedExchange> {
+        let Ok(_permit) = self.budget.enter().await else {
+            let cause = Cause::Exhausted { after: self.limits.max_rate_wait };
             let error = ProviderError::new(call.name, ErrorKind::Transient, cause);
-            return Err(Failed { error, again: Again::Never });
+            return Err(FailedExchange { error, retry: Retry::Never });
         };
         let after = self.limits.deadline;
         let start = Instant::now();
         let sent = tokio::time::timeout(after, self.send(call)).await;
         PROVIDER_DURATION.record([call.name], start.elapsed());
-        let answer = match sent {
-            Ok(Ok(answer)) => answer,
+        let response = match sent {
+            Ok(Ok(response)) => response,
             Ok(Err(cause)) => {
                 let kind = match &cause {
                     // Nothing was sent.
                     Cause::Connect(_) => ErrorKind::Transient,
-                    _ => unclear(call.repeat),
+                    _ => unclear_kind(call.idempotence),
                 };
-                return Err(Failed {
+                return Err(FailedExchange {
                     error: ProviderError::new(call.name, kind, cause),
-                    again: Again::Never,
+                    retry: Retry::Never,
                 });
             }
             Err(_) => {
-                let error = ProviderError::new(call.name, unclear(call.repeat), Cause::Deadline { after });
-                return Err(Failed { error, again: Again::Never });
+                let error =
+                    ProviderError::new(call.name, unclear_kind(call.idempotence), Cause::Deadline { after });
+                return Err(FailedExchange { error, retry: Retry::Never });
             }
         };
-        self.budget.learn(&answer.headers, start.elapsed());
-        if answer.status.is_success() {
-            return Ok(answer);
+        self.budget.update(&response.headers, start.elapsed());
+        if response.status.is_success() {
+            return Ok(response);
         }
-        let failed = self.refusal(call, &answer);
-        if let Again::After(wait) = failed.again {
-            self.budget.tell(wait).await;
+        let failed = self.refusal(call, &response);
+        if let Retry::After(wait) = failed.retry {
+            self.budget.report_refusal(wait).await;
         }
         Err(failed)
     }
 
-    async fn send(&self, call: &Call<'_>) -> Result<Answer, Cause> {
+    async fn send(&self, call: &Call<'_>) -> Result<Response, Cause> {
         let request = self.client.request(call.method.clone(), self.url(call));
         let mut request = request_id::onward(request).header(AUTHORIZATION, self.authorization.clone());
         if let Some(body) = &call.body {
@@ -190,12 +202,12 @@ impl Line {
         let (status, headers) = (response.status(), response.headers().clone());
         let mut body = Vec::new();
         while let Some(chunk) = response.chunk().await.map_err(Cause::BrokenOff)? {
-            if body.len() + chunk.len() > LARGEST_ANSWER {
-                return Err(Cause::TooLarge { limit: LARGEST_ANSWER });
+            if body.len() + chunk.len() > MAX_RESPONSE_BYTES {
+                return Err(Cause::TooLarge { limit: MAX_RESPONSE_BYTES });
             }
             body.extend_from_slice(&chunk);
         }
-        Ok(Answer { status, headers, body })
+        Ok(Response { status, headers, body })
     }
 
     fn url(&self, call: &Call<'_>) -> Url {
@@ -207,61 +219,64 @@ impl Line {
         url
     }
 
-    fn refusal(&self, call: &Call<'_>, answer: &Answer) -> Failed {
-        let (code, message) = match serde_json::from_slice::<ErrorBody>(&answer.body) {
+    fn refusal(&self, call: &Call<'_>, response: &Response) -> FailedExchange {
+        let (code, message) = match serde_json::from_slice::<ErrorBody>(&response.body) {
             Ok(body) => (body.error.code, body.error.message),
             Err(_) => (String::new(), String::new()),
         };
-        let (kind, mut again) = judge(answer.status, &code, call.repeat);
-        if answer.status == StatusCode::TOO_MANY_REQUESTS {
-            again = Again::After(self.budget.refused(&answer.headers, self.limits.first_backoff));
+        let (kind, mut retry) = classify(response.status, &code, call.idempotence);
+        if response.status == StatusCode::TOO_MANY_REQUESTS {
+            retry = Retry::After(self.budget.refused(&response.headers, self.limits.initial_backoff));
         }
-        let status = answer.status.as_u16();
-        Failed { error: ProviderError::new(call.name, kind, Cause::Answer { status, code, message }), again }
+        let status = response.status.as_u16();
+        FailedExchange {
+            error: ProviderError::new(call.name, kind, Cause::Answer { status, code, message }),
+            retry,
+        }
     }
 }
 
-struct Answer {
+struct Response {
     status: StatusCode,
     headers: HeaderMap,
     body: Vec<u8>,
 }
 
-/// The kind of a failure that does not say whether the call was acted on.
-fn unclear(repeat: Repeat) -> ErrorKind {
-    match repeat {
-        Repeat::Harmless => ErrorKind::Transient,
-        Repeat::Harmful => ErrorKind::Ambiguous,
+/// The kind of a failure that leaves open whether the call had an effect.
+fn unclear_kind(idempotence: Idempotence) -> ErrorKind {
+    match idempotence {
+        Idempotence::Idempotent => ErrorKind::Transient,
+        Idempotence::NotIdempotent => ErrorKind::Ambiguous,
     }
 }
 
-/// The provider's code decides before the status; a code that we do not know counts by its status.
-fn judge(status: StatusCode, code: &str, repeat: Repeat) -> (ErrorKind, Again) {
+/// The provider's code takes precedence over the status; an unknown code is classified by its status.
+fn classify(status: StatusCode, code: &str, idempotence: Idempotence) -> (ErrorKind, Retry) {
     match code {
-        "rate_limit_exceeded" | "conflict" | "locked" => return (ErrorKind::Transient, Again::AfterBackoff),
-        "uniqueness_error" => return (ErrorKind::Conflict, Again::Never),
-        "not_found" => return (ErrorKind::NotFound, Again::Never),
-        // Nothing was done, and the provider says that this passes.
-        "maintenance" => return (ErrorKind::Transient, Again::Never),
+        "rate_limit_exceeded" | "conflict" | "locked" => return (ErrorKind::Transient, Retry::AfterBackoff),
+        "uniqueness_error" => return (ErrorKind::Conflict, Retry::Never),
+        "not_found" => return (ErrorKind::NotFound, Retry::Never),
+        // Nothing was done, and the provider reports a temporary condition.
+        "maintenance" => return (ErrorKind::Transient, Retry::Never),
         "resource_limit_exceeded"
         | "resource_unavailable"
         | "placement_error"
         | "unauthorized"
         | "token_readonly"
-        | "forbidden" => return (ErrorKind::Account, Again::Never),
+        | "forbidden" => return (ErrorKind::Account, Retry::Never),
         _ => {}
     }
     match status {
-        StatusCode::TOO_MANY_REQUESTS => (ErrorKind::Transient, Again::AfterBackoff),
-        StatusCode::NOT_FOUND => (ErrorKind::NotFound, Again::Never),
-        StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT if repeat == Repeat::Harmless => {
-            (ErrorKind::Transient, Again::AfterBackoff)
+        StatusCode::TOO_MANY_REQUESTS => (ErrorKind::Transient, Retry::AfterBackoff),
+        StatusCode::NOT_FOUND => (ErrorKind::NotFound, Retry::Never),
+        StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT if idempotence == Idempotence::Idempotent => {
+            (ErrorKind::Transient, Retry::AfterBackoff)
         }
         StatusCode::UNAUTHORIZED | StatusCode::PAYMENT_REQUIRED | StatusCode::FORBIDDEN => {
-            (ErrorKind::Account, Again::Never)
+            (ErrorKind::Account, Retry::Never)
         }
-        status if status.is_client_error() => (ErrorKind::Refused, Again::Never),
-        _ => (unclear(repeat), Again::Never),
+        status if status.is_client_error() => (ErrorKind::Refused, Retry::Never),
+        _ => (unclear_kind(idempotence), Retry::Never),
     }
 }
 
@@ -270,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_and_statuses_have_the_kind_that_drives_retries() {
+    fn classify_maps_codes_and_statuses_to_kinds() {
         use ErrorKind::{Account, Ambiguous, Conflict, NotFound, Refused, Transient};
         let cases = [
             (429, "rate_limit_exceeded", Transient, Transient),
@@ -294,8 +309,8 @@ mod tests {
         ];
         for (status, code, harmless, harmful) in cases {
             let status = StatusCode::from_u16(status).unwrap();
-            assert_eq!(judge(status, code, Repeat::Harmless).0, harmless, "{status} {code}");
-            assert_eq!(judge(status, code, Repeat::Harmful).0, harmful, "{status} {code}");
+            assert_eq!(classify(status, code, Idempotence::Idempotent).0, harmless, "{status} {code}");
+            assert_eq!(classify(status, code, Idempotence::NotIdempotent).0, harmful, "{status} {code}");
         }
     }
 }

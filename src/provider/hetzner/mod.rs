@@ -1,6 +1,6 @@
-//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): the port's calls as requests.
+//! The adapter for the Hetzner Cloud API v1 (<https://docs.hetzner.cloud>): maps the port's calls to requests.
 //!
-//! It owns the wire form, deadlines, repeats and the rate budget; it keeps nothing of what it is told.
+//! Owns the wire format, timeouts, retries and the rate budget; stores no data of the provider.
 
 mod budget;
 mod call;
@@ -15,8 +15,8 @@ use serde::Serialize;
 use url::Url;
 
 use self::budget::Budget;
-pub use self::call::Limits;
-use self::call::{Call, Line, Repeat};
+pub use self::call::CallLimits;
+use self::call::{Call, Connection, Idempotence};
 use self::wire::{
     ChangeType, CreateServer, CreatedServer, ManyLocations, ManyServerTypes, ManyServers, OneAction,
     OneServer,
@@ -27,43 +27,43 @@ use super::{
 };
 use crate::machine::name::{Location, ServerType};
 
-/// The most that the provider puts on a page.
+/// Maximum page size of the provider.
 const PER_PAGE: &str = "50";
-/// A provider whose pages never end is broken; fifty thousand servers are more than a project holds.
-const MOST_PAGES: u32 = 1000;
+/// Only a broken provider has more pages; a project cannot hold fifty thousand servers.
+const MAX_PAGES: u32 = 1000;
 
-/// The API token has a character that no header can carry.
+/// The API token contains a character that is not allowed in a header.
 #[derive(Debug, thiserror::Error)]
-#[error("the provider's API token is not a header value")]
+#[error("the provider's API token is not a valid header value")]
 pub struct BadToken;
 
 /// The adapter. Clones share the rate budget.
 #[derive(Clone)]
 pub struct Hetzner {
-    line: Line,
+    connection: Connection,
 }
 
 impl Hetzner {
     /// `base` is the API's root, such as `https://api.hetzner.cloud/v1`.
     pub fn new(client: reqwest::Client, base: Url, token: &SecretString) -> Result<Self, BadToken> {
-        Self::with_limits(client, base, token, Limits::default())
+        Self::with_limits(client, base, token, CallLimits::default())
     }
 
-    /// Shares its rate budget with everybody who uses the same allowance.
+    /// Shares the rate budget with all users of the same allowance.
     pub fn sharing(
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
         allowance: Arc<dyn Allowance>,
     ) -> Result<Self, BadToken> {
-        Self::with(client, base, token, Limits::default(), Some(allowance))
+        Self::with(client, base, token, CallLimits::default(), Some(allowance))
     }
 
     pub fn with_limits(
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
-        limits: Limits,
+        limits: CallLimits,
     ) -> Result<Self, BadToken> {
         Self::with(client, base, token, limits, None)
     }
@@ -72,25 +72,25 @@ impl Hetzner {
         client: reqwest::Client,
         base: Url,
         token: &SecretString,
-        limits: Limits,
+        limits: CallLimits,
         allowance: Option<Arc<dyn Allowance>>,
     ) -> Result<Self, BadToken> {
         let mut authorization =
             HeaderValue::from_str(&format!("Bearer {}", token.expose_secret())).map_err(|_| BadToken)?;
         authorization.set_sensitive(true);
-        let budget = Budget::new(limits.longest_rate_wait, allowance);
-        Ok(Self { line: Line { client, base, authorization, budget, limits } })
+        let budget = Budget::new(limits.max_rate_wait, allowance);
+        Ok(Self { connection: Connection { client, base, authorization, budget, limits } })
     }
 
     async fn servers(&self, name: &'static str, filter: (&str, &str)) -> Result<Vec<Server>, ProviderError> {
         let mut found = Vec::new();
         let mut next = Some(1);
-        while let Some(page) = next.filter(|page| *page <= MOST_PAGES) {
+        while let Some(page) = next.filter(|page| *page <= MAX_PAGES) {
             let page = page.to_string();
             let query = [filter, ("page", page.as_str()), ("per_page", PER_PAGE)];
-            let answer: ManyServers = self.line.json(Call::get(name, "/servers", &query)).await?;
-            found.extend(answer.servers.into_iter().map(Server::from));
-            next = answer.meta.pagination.next_page;
+            let response: ManyServers = self.connection.json(Call::get(name, "/servers", &query)).await?;
+            found.extend(response.servers.into_iter().map(Server::from));
+            next = response.meta.pagination.next_page;
         }
         Ok(found)
     }
@@ -100,11 +100,12 @@ impl Hetzner {
         name: &'static str,
         id: ServerId,
         body: &impl Serialize,
-        repeat: Repeat,
+        idempotence: Idempotence,
     ) -> Result<Action, ProviderError> {
         let path = format!("/servers/{id}/actions/{name}");
-        let answer: OneAction = self.line.json(Call::post(name, &path, json(body), repeat)).await?;
-        Ok(answer.action.into())
+        let response: OneAction =
+            self.connection.json(Call::post(name, &path, json(body), idempotence)).await?;
+        Ok(response.action.into())
     }
 }
 
@@ -112,9 +113,11 @@ impl Hetzner {
 impl Provider for Hetzner {
     async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
         let body = json(&CreateServer::of(order, order.user_data.expose_secret()));
-        let answer: CreatedServer =
-            self.line.json(Call::post("create server", "/servers", body, Repeat::Harmful)).await?;
-        Ok(answer.into())
+        let response: CreatedServer = self
+            .connection
+            .json(Call::post("create server", "/servers", body, Idempotence::NotIdempotent))
+            .await?;
+        Ok(response.into())
     }
 
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
@@ -127,55 +130,56 @@ impl Provider for Hetzner {
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
-        let answer = self.line.json(Call::get("get server", &format!("/servers/{id}"), &[])).await;
-        Ok(some_if_found(answer)?.map(|answer: OneServer| answer.server.into()))
+        let response = self.connection.json(Call::get("get server", &format!("/servers/{id}"), &[])).await;
+        Ok(some_if_found(response)?.map(|response: OneServer| response.server.into()))
     }
 
     async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
-        let answer = self.line.json(Call::delete("delete server", &format!("/servers/{id}"))).await;
-        Ok(match some_if_found::<OneAction>(answer)? {
+        let response = self.connection.json(Call::delete("delete server", &format!("/servers/{id}"))).await;
+        Ok(match some_if_found::<OneAction>(response)? {
             Some(_) => Deleted::Done,
             None => Deleted::WasAbsent,
         })
     }
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
-        let answer: OneAction =
-            self.line.json(Call::get("get action", &format!("/actions/{id}"), &[])).await?;
-        Ok(answer.action.into())
+        let response: OneAction =
+            self.connection.json(Call::get("get action", &format!("/actions/{id}"), &[])).await?;
+        Ok(response.action.into())
     }
 
     async fn power_on(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.act("poweron", id, &Empty {}, Repeat::Harmless).await
+        self.act("poweron", id, &Empty {}, Idempotence::Idempotent).await
     }
 
     async fn power_off(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.act("poweroff", id, &Empty {}, Repeat::Harmless).await
+        self.act("poweroff", id, &Empty {}, Idempotence::Idempotent).await
     }
 
     async fn shutdown(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.act("shutdown", id, &Empty {}, Repeat::Harmless).await
+        self.act("shutdown", id, &Empty {}, Idempotence::Idempotent).await
     }
 
     async fn reboot(&self, id: ServerId) -> Result<Action, ProviderError> {
-        self.act("reboot", id, &Empty {}, Repeat::Harmful).await
+        self.act("reboot", id, &Empty {}, Idempotence::NotIdempotent).await
     }
 
     async fn change_type(&self, id: ServerId, to: &ServerType) -> Result<Action, ProviderError> {
-        self.act("change_type", id, &ChangeType::to(to), Repeat::Harmful).await
+        self.act("change_type", id, &ChangeType::to(to), Idempotence::NotIdempotent).await
     }
 
     async fn has_location(&self, name: &Location) -> Result<bool, ProviderError> {
         let query = [("name", name.as_str())];
-        let answer: ManyLocations = self.line.json(Call::get("get location", "/locations", &query)).await?;
-        Ok(answer.locations.iter().any(|found| found.name == name.as_str()))
+        let response: ManyLocations =
+            self.connection.json(Call::get("get location", "/locations", &query)).await?;
+        Ok(response.locations.iter().any(|found| found.name == name.as_str()))
     }
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let query = [("name", name.as_str())];
-        let answer: ManyServerTypes =
-            self.line.json(Call::get("get server type", "/server_types", &query)).await?;
-        Ok(answer.server_types.into_iter().map(ServerTypeInfo::from).find(|found| found.name == *name))
+        let response: ManyServerTypes =
+            self.connection.json(Call::get("get server type", "/server_types", &query)).await?;
+        Ok(response.server_types.into_iter().map(ServerTypeInfo::from).find(|found| found.name == *name))
     }
 }
 
@@ -186,9 +190,9 @@ fn json(body: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(body).expect("strings, numbers and maps with text keys are JSON")
 }
 
-fn some_if_found<A>(answer: Result<A, ProviderError>) -> Result<Option<A>, ProviderError> {
-    match answer {
-        Ok(answer) => Ok(Some(answer)),
+fn some_if_found<A>(response: Result<A, ProviderError>) -> Result<Option<A>, ProviderError> {
+    match response {
+        Ok(response) => Ok(Some(response)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }

@@ -1,4 +1,4 @@
-//! The provider's JSON, as far as it is used, and its way into our words.
+//! The used part of the provider's JSON, and its conversion into our types.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -29,7 +29,7 @@ struct PublicNetOrder {
 }
 
 impl<'a> CreateServer<'a> {
-    /// `user_data` is the order's, exposed by the caller for the time of the call.
+    /// `user_data` is the order's, exposed only for the call.
     pub(super) fn of(order: &'a ServerOrder, user_data: &'a str) -> Self {
         Self {
             name: &order.name,
@@ -44,7 +44,7 @@ impl<'a> CreateServer<'a> {
     }
 }
 
-/// The size of a disk is never given up for a larger type, so `upgrade_disk` has one value.
+/// The disk keeps its size, so `upgrade_disk` is constant.
 #[derive(Serialize)]
 pub(super) struct ChangeType<'a> {
     server_type: &'a str,
@@ -66,7 +66,7 @@ pub(super) struct OneServer {
 pub(super) struct CreatedServer {
     server: WireServer,
     action: Option<WireAction>,
-    /// That the server is started.
+    /// Starts the server.
     #[serde(default)]
     next_actions: Vec<WireAction>,
 }
@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_real_disk_wins_over_the_types() {
+    fn server_reports_real_disk_size() {
         let json = r#"{"id": 42, "name": "svc-x", "status": "running", "primary_disk_size": 80, "labels": {"a": "b"},
             "public_net": {"ipv4": {"ip": "203.0.113.1", "blocked": false}, "ipv6": null},
             "server_type": {"id": 1, "name": "cpx32", "cores": 4, "memory": 8.0, "disk": 160}}"#;
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_is_new_to_us_is_unknown_and_a_server_may_lack_an_address() {
+    fn unknown_state_and_missing_address_are_accepted() {
         let json = r#"{"id": 1, "name": "n", "status": "levitating", "public_net": {"ipv4": null},
             "server_type": {"name": "cpx22", "cores": 2, "memory": 4, "disk": 80}}"#;
         let server = Server::from(serde_json::from_str::<WireServer>(json).unwrap());

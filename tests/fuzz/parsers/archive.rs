@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use proptest::prelude::*;
-use svc::host::update::{Limits, unpack};
+use svc::host::update::{UnpackLimits, unpack};
 use tar::EntryType;
 
 use super::Target;
 
-const LIMITS: Limits = Limits { entries: 40, bytes: 200_000 };
+const LIMITS: UnpackLimits = UnpackLimits { entries: 40, bytes: 200_000 };
 /// Below what the directory is in; no entry reaches it.
 const OUTSIDE: &str = "outside";
 

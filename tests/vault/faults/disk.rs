@@ -34,7 +34,7 @@ async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() ->
         // No line fits into what is left of the last page either.
         let log = machine.path("home/svc/home/system/logs/backup.jsonl");
         if place.ends_with("logs") {
-            svc::fsx::remove_if_there(&log)?;
+            svc::fsx::remove_if_exists(&log)?;
         }
         let (before, lines) = (fs::read(&last)?, machine.backup_records().map_or(0, |lines| lines.len()));
         disk.fill(0)?;
@@ -116,8 +116,8 @@ async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() 
     assert!(new.marker() && is_restored(&new).await?);
     let names = new.databases().await?;
     assert!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{names:?}");
-    svc::fsx::remove_if_there(&marker)?;
-    svc::fsx::remove_if_there(&new.path("opt/svc/restore-complete"))?;
+    svc::fsx::remove_if_exists(&marker)?;
+    svc::fsx::remove_if_exists(&new.path("opt/svc/restore-complete"))?;
     reset(&new).await?;
     Figures { faults_tried: 4, ..Figures::of("full disks of restores") }.tell()
 }

@@ -182,7 +182,7 @@ async fn whatever_was_tampered_with_is_refused() -> Result<()> {
         tamper(&objects);
         // A dump that an earlier run has fetched whole would need nothing of the store.
         let fetched = find(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
-        fetched.iter().try_for_each(|path| svc::fsx::remove_if_there(path))?;
+        fetched.iter().try_for_each(|path| svc::fsx::remove_if_exists(path))?;
         let ended = new.run(&["svc-restore"]).context(name)?;
         assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
         ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);

@@ -116,8 +116,8 @@ impl Journal {
     /// Removes a dispatch that is recorded, or was never accepted.
     pub fn remove(&self, file: &JournalFile) {
         let mark =
-            if let JournalFile::One(id) = file { fsx::remove_if_there(&self.mark(id)) } else { Ok(()) };
-        if let Err(error) = fsx::remove_if_there(&self.path(file)).and(mark) {
+            if let JournalFile::One(id) = file { fsx::remove_if_exists(&self.mark(id)) } else { Ok(()) };
+        if let Err(error) = fsx::remove_if_exists(&self.path(file)).and(mark) {
             tracing::warn!(error = %chain(&error), "cannot remove an ended dispatch from the journal");
         }
     }
@@ -159,7 +159,7 @@ impl Journal {
                 None if self.may_have_file(id) => {}
                 // The dispatch was never accepted for certain, or is recorded.
                 None => {
-                    if let Err(error) = fsx::remove_if_there(&mark) {
+                    if let Err(error) = fsx::remove_if_exists(&mark) {
                         tracing::warn!(error = %chain(&error), "cannot remove a mark from the journal");
                     }
                 }
@@ -182,7 +182,7 @@ fn written_at(mark: &Path) -> Timestamp {
 }
 
 fn read_entry<T: DeserializeOwned>(path: &Path) -> Option<T> {
-    let text = fsx::read_if_there(path).unwrap_or_else(|error| {
+    let text = fsx::read_if_exists(path).unwrap_or_else(|error| {
         tracing::error!(error = %chain(&error), "cannot read a file of the journal; it is left in place");
         None
     })?;

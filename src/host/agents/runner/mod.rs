@@ -75,7 +75,7 @@ async fn listen(layout: Layout) -> Result<(), Failure> {
     let listener = bound.context("the unix socket").or_exit(Exit::Unavailable)?;
     let stop = server::stop_on_signal().context("signals").or_exit(Exit::Internal)?;
     let program = std::env::current_exe().context("this program").or_exit(Exit::Internal)?;
-    systemd::tell(&[sd_notify::NotifyState::Ready]);
+    systemd::notify(&[sd_notify::NotifyState::Ready]);
     let mut runs = tokio::task::JoinSet::new();
     while let Some(accepted) = stop.run_until_cancelled(listener.accept()).await {
         while runs.try_join_next().is_some() {}

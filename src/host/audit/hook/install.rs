@@ -112,7 +112,7 @@ fn change_file(
 ) -> Result<(), InstallError> {
     // The owner may have replaced the file with a link.
     let target = fsx::through_link(path);
-    let text = fsx::read_if_there(&target)?.unwrap_or_default();
+    let text = fsx::read_if_exists(&target)?.unwrap_or_default();
     let is_empty = text.iter().all(u8::is_ascii_whitespace);
     let mut settings = if is_empty {
         json!({})

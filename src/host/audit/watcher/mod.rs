@@ -84,7 +84,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
     let watcher = begun.await.or_exit(Exit::Internal)?.or_exit(Exit::Internal)?;
     let Started { handle, alive, thread, ended } = start(watcher).or_exit(Exit::Internal)?;
     let listener = unix_socket::bind(&layout.watch_sockets(), SOCKET).or_exit(Exit::Internal)?;
-    systemd::tell(&[NotifyState::Ready]);
+    systemd::notify(&[NotifyState::Ready]);
     let is_stopped = tokio::select! {
         () = listen(listener, handle) => false,
         // The thread has panicked; the panic hook has logged it.
@@ -93,7 +93,7 @@ async fn watch(layout: Layout) -> Result<(), Failure> {
         _ = term.recv() => true,
         _ = int.recv() => true,
     };
-    systemd::tell(&[NotifyState::Stopping]);
+    systemd::notify(&[NotifyState::Stopping]);
     // The listener's handle is dropped; open connections hold theirs until their timeout.
     let ended = tokio::task::spawn_blocking(move || thread.join());
     // After the timeout, the thread ends with the process.

@@ -105,7 +105,7 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledError> {
         }
     }
     let text = serde_json::to_vec_pretty(&record)?;
-    if fsx::read_if_there(&layout.bundled_apps_record())?.as_deref() != Some(&text) {
+    if fsx::read_if_exists(&layout.bundled_apps_record())?.as_deref() != Some(&text) {
         fsx::write_atomic(&layout.bundled_apps_record(), &text, 0o644)?;
     }
     Ok(skipped)
@@ -113,7 +113,7 @@ pub fn install(layout: &Layout) -> Result<Vec<SkippedApp>, BundledError> {
 
 /// An invalid record counts as empty: every app that differs is then treated as the owner's.
 fn read_record(path: &Path) -> Result<InstallRecord, BundledError> {
-    let Some(text) = fsx::read_if_there(path)? else { return Ok(InstallRecord::default()) };
+    let Some(text) = fsx::read_if_exists(path)? else { return Ok(InstallRecord::default()) };
     Ok(serde_json::from_slice(&text).unwrap_or_else(|error| {
         tracing::warn!(path = %path.display(), %error, "invalid record of bundled apps; ignoring it");
         InstallRecord::default()

@@ -198,7 +198,7 @@ impl Supervisor {
             }
         }
         self.snapshot.loaded = true;
-        systemd::tell(&[NotifyState::Status(&format!("{} apps registered", self.snapshot.apps.len()))]);
+        systemd::notify(&[NotifyState::Status(&format!("{} apps registered", self.snapshot.apps.len()))]);
         Ok(())
     }
 

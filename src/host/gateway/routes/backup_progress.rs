@@ -74,7 +74,7 @@ fn backup_status(layout: &Layout) -> Result<Value, LockError> {
         summary["uploadedBytes"] = progress.uploaded_bytes.into();
         summary["updatedAt"] = clock::rfc3339_ms(progress.updated_at).into();
     }
-    let last = fsx::read_if_there(&layout.last_backup())?;
+    let last = fsx::read_if_exists(&layout.last_backup())?;
     if let Some(last) = last.and_then(|text| serde_json::from_slice::<LastRun>(&text).ok()) {
         let taken_at = last.key.as_deref().and_then(key::taken_at);
         let LastRun { timestamp, status, key, error, held } = last;

@@ -17,7 +17,7 @@ use crate::host::gateway::body;
 use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, PLATFORM, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::system::blocking::blocking;
-use crate::host::update::protocol::Request;
+use crate::host::update::protocol::UpdateRequest;
 use crate::http::openapi::{Operation, fields, matching, object, one_of, time};
 use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
@@ -60,7 +60,7 @@ pub async fn update(
     let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let version = fields.required("imageVersion");
     let version: ImageVersion = fields.finish(version)?;
-    let request = Request::new(version);
+    let request = UpdateRequest::new(version);
     let (layout, stored) = (gateway.config.layout.clone(), request.clone());
     blocking(move || stored.write(&layout)).await?;
     let body = json!({

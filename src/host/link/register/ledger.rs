@@ -1,6 +1,7 @@
-//! `var/lib/svc/register.json`: the body as it was first sent, and whether it was accepted.
+//! `var/lib/svc/register.json`: the registration request as it was first sent, and its result.
 //!
-//! The platform takes a token once, and answers the identical body again. So the body is on disk before the first call.
+//! The platform accepts a token once, and an identical body again. Therefore the body is on disk before the first
+//! call.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +15,7 @@ use crate::machine::name::ImageVersion;
 /// The request of `POST /vps/register` (contract, part 3).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Body {
+pub struct RegistrationBody {
     pub machine_id: MachineId,
     pub image_version: ImageVersion,
     pub bundle_sha256: String,
@@ -23,9 +24,9 @@ pub struct Body {
     pub boot_ms: Option<u64>,
 }
 
-impl Body {
-    /// Whether it says the same of the machine; the time of the boot does not count.
-    fn says_the_same(&self, other: &Self) -> bool {
+impl RegistrationBody {
+    /// Whether both describe the same machine; the boot time is ignored.
+    fn describes_same_machine(&self, other: &Self) -> bool {
         Self { boot_ms: None, ..self.clone() } == Self { boot_ms: None, ..other.clone() }
     }
 }
@@ -41,23 +42,25 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// What cannot be read was never whole, so it was never sent.
+    /// Reads the file. A malformed file was never written completely, so its request was never sent.
     ///
     /// # Errors
-    /// When the file is there and the disk does not give it.
+    /// If the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&layout.registration())?;
+        let text = fsx::read_if_exists(&layout.registration())?;
         let read = text.and_then(|text| serde_json::from_slice(&text).ok());
         Ok(read.filter(|ledger: &Self| ledger.version == 1))
     }
 
-    /// The earlier text, if it says the same of this machine; else a new one, written down before it is sent.
-    ///
-    /// # Errors
-    /// [`FileError`].
-    pub fn keep_or_begin(layout: &Layout, earlier: Option<Self>, body: &Body) -> Result<Self, FileError> {
+    /// Returns the earlier request if it describes the same machine; otherwise writes a new one to disk before it is
+    /// sent.
+    pub fn reuse_or_create(
+        layout: &Layout,
+        earlier: Option<Self>,
+        body: &RegistrationBody,
+    ) -> Result<Self, FileError> {
         if let Some(earlier) = earlier
-            && earlier.body().is_some_and(|sent| sent.says_the_same(body))
+            && earlier.body().is_some_and(|sent| sent.describes_same_machine(body))
         {
             return Ok(earlier);
         }
@@ -67,9 +70,7 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// # Errors
-    /// [`FileError`].
-    pub fn done(&mut self, layout: &Layout) -> Result<(), FileError> {
+    pub fn mark_registered(&mut self, layout: &Layout) -> Result<(), FileError> {
         self.registered_at = Some(clock::rfc3339_ms(clock::now_ms()));
         self.write(layout)
     }
@@ -78,15 +79,15 @@ impl Ledger {
         &self.sent
     }
 
-    pub fn is_done_for(&self, machine: MachineId) -> bool {
+    pub fn is_registered(&self, machine: MachineId) -> bool {
         self.registered_at.is_some() && self.machine_id == machine
     }
 
-    pub fn names(&self, pin: SpkiPin) -> bool {
+    pub fn has_pin(&self, pin: SpkiPin) -> bool {
         self.body().is_some_and(|body| body.tls_spki_sha256 == pin.to_string())
     }
 
-    fn body(&self) -> Option<Body> {
+    fn body(&self) -> Option<RegistrationBody> {
         serde_json::from_str(&self.sent).ok()
     }
 
@@ -101,22 +102,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_text_stays_the_same_until_the_machine_changes() {
+    fn reuse_or_create_keeps_text_of_same_machine() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
-        let body = Body {
+        let body = RegistrationBody {
             machine_id: MachineId::new(),
             image_version: "1".parse().unwrap(),
             bundle_sha256: "00".repeat(32),
             tls_spki_sha256: "11".repeat(32),
             boot_ms: Some(7),
         };
-        let first = Ledger::keep_or_begin(&layout, None, &body).unwrap();
-        let later = Body { boot_ms: Some(9), ..body.clone() };
-        let again = Ledger::keep_or_begin(&layout, Ledger::read(&layout).unwrap(), &later).unwrap();
+        let first = Ledger::reuse_or_create(&layout, None, &body).unwrap();
+        let later = RegistrationBody { boot_ms: Some(9), ..body.clone() };
+        let again = Ledger::reuse_or_create(&layout, Ledger::read(&layout).unwrap(), &later).unwrap();
         assert_eq!(again.sent(), first.sent());
-        let moved = Body { tls_spki_sha256: "22".repeat(32), ..body };
-        let new = Ledger::keep_or_begin(&layout, Some(again), &moved).unwrap();
+        let moved = RegistrationBody { tls_spki_sha256: "22".repeat(32), ..body };
+        let new = Ledger::reuse_or_create(&layout, Some(again), &moved).unwrap();
         assert_ne!(new.sent(), first.sent());
     }
 }

@@ -1,7 +1,7 @@
-//! `svc-register`: the one-time registration of this machine, or the report of how its boot gets on.
+//! `svc-register`: registers this machine once, and reports the progress or failure of its boot.
 //!
-//! Here: the command line, the configuration, and the order of steps. What is sent again after a lost reply or a
-//! restart is byte for byte what was sent first: `ledger` keeps it.
+//! Contains the command line, the configuration and the order of steps. A retry after a lost response or a restart
+//! sends the identical bytes, which `ledger` stores.
 
 mod call;
 mod failure;
@@ -28,10 +28,10 @@ use crate::http::request_id;
 use crate::http::tls::SpkiPin;
 use crate::machine::name::ImageVersion;
 use crate::store::bundle;
-use call::{CallError, Platform};
-use ledger::{Body, Ledger};
+use call::{RegistrationClient, RegistrationError};
+use ledger::{Ledger, RegistrationBody};
 
-/// The places of a run where a test can stop it.
+/// Fail points of a registration.
 pub const POINTS: &[&str] = &["register.begin", "register.ready", "register.written", "register.answered"];
 
 #[derive(clap::Parser)]
@@ -50,17 +50,17 @@ struct Args {
 enum Command {
     /// Wait for the gateway, then register (the default)
     Register,
-    /// Say that the boot has come to a stage; best effort, it never fails
+    /// Report a stage of the boot; best effort, never fails
     Stage {
         #[arg(value_enum)]
-        stage: failure::Stage,
+        stage: failure::BootStage,
     },
     /// Report that the boot failed
     Failure {
-        /// Where the boot failed
+        /// The stage that failed
         #[arg(long, value_enum)]
-        stage: failure::Stage,
-        /// What is known of the failure; secrets of this machine are removed from it
+        stage: failure::BootStage,
+        /// Error message; this machine's secrets are removed from it
         #[arg(long)]
         message: String,
     },
@@ -88,7 +88,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     )
 }
 
-struct Settings {
+struct RegisterConfig {
     identity: Identity,
     platform: PlatformLink,
     token: SecretString,
@@ -99,18 +99,19 @@ struct Settings {
     platform_deadline: Duration,
 }
 
-impl Settings {
+impl RegisterConfig {
     fn read(layout: &Layout, env: &mut Env) -> Option<Self> {
         let identity = Identity::read(env);
         let platform = PlatformLink::read(env, layout);
         let token = env.required_secret("REGISTRATION_TOKEN");
         let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
-        // Root's `update.env` has it, which this user cannot read: it is here only where nothing is installed.
+        // The variable is in root's `update.env`, which this user cannot read. It is visible here only if no release
+        // is installed.
         let stated = env.optional::<String>("SVC_BUNDLE_SHA256");
         let version = config::image_version(env);
         let gateway_deadline = Duration::from_secs(env.or("REGISTER_GATEWAY_DEADLINE_SECONDS", 120));
         let platform_deadline = Duration::from_secs(env.or("REGISTER_PLATFORM_DEADLINE_SECONDS", 120));
-        // What runs here is what is registered; user-data only says what should.
+        // The installed release is registered, even if user-data names another one.
         let version = release::current(layout).or(version);
         let installed =
             version.as_ref().and_then(|version| release::digest(&layout.release(version)).ok()?);
@@ -134,72 +135,72 @@ impl Settings {
 
 async fn register(layout: &Layout) -> Result<(), Failure> {
     let mut env = config::environment(layout);
-    let settings = Settings::read(layout, &mut env);
-    let settings = env.finish(settings)?;
+    let config = RegisterConfig::read(layout, &mut env);
+    let config = env.finish(config)?;
     failpoint::pass("register.begin").or_exit(Exit::Internal)?;
     let ledger = Ledger::read(layout).or_exit(Exit::Internal)?;
-    if let Some(done) = ledger.as_ref().filter(|ledger| ledger.is_done_for(settings.identity.machine)) {
-        tracing::info!(epoch = %settings.identity.epoch, "registered already");
-        warn_of_another_key(layout, done);
+    if let Some(done) = ledger.as_ref().filter(|ledger| ledger.is_registered(config.identity.machine)) {
+        tracing::info!(epoch = %config.identity.epoch, "registered already");
+        warn_of_changed_key(layout, done);
         return Ok(());
     }
-    let pin = wait_for_gateway(layout, &settings).await?;
+    let pin = wait_for_gateway(layout, &config).await?;
     failpoint::pass("register.ready").or_exit(Exit::Internal)?;
-    let body = Body {
-        machine_id: settings.identity.machine,
-        image_version: settings.version.clone(),
-        bundle_sha256: settings.bundle_sha256.clone(),
+    let body = RegistrationBody {
+        machine_id: config.identity.machine,
+        image_version: config.version.clone(),
+        bundle_sha256: config.bundle_sha256.clone(),
         tls_spki_sha256: pin.to_string(),
         boot_ms: boot_ms(layout),
     };
-    let mut ledger = Ledger::keep_or_begin(layout, ledger, &body).or_exit(Exit::Internal)?;
+    let mut ledger = Ledger::reuse_or_create(layout, ledger, &body).or_exit(Exit::Internal)?;
     failpoint::pass("register.written").or_exit(Exit::Internal)?;
-    let platform = Platform::new(&settings.platform, &settings.token).or_exit(Exit::Config)?;
-    let answer = platform.register(ledger.sent(), settings.platform_deadline).await.map_err(failure)?;
+    let platform = RegistrationClient::new(&config.platform, &config.token).or_exit(Exit::Config)?;
+    let answer = platform.register(ledger.sent(), config.platform_deadline).await.map_err(failure)?;
     failpoint::pass("register.answered").or_exit(Exit::Internal)?;
-    ledger.done(layout).or_exit(Exit::Internal)?;
+    ledger.mark_registered(layout).or_exit(Exit::Internal)?;
     tracing::info!(status = answer.status, epoch = %answer.epoch, "registered");
     Ok(())
 }
 
-fn failure(error: CallError) -> Failure {
+fn failure(error: RegistrationError) -> Failure {
     let exit = match &error {
-        CallError::Rejected { .. } => Exit::Permission,
-        CallError::Unreachable { .. } => Exit::TryAgain,
-        CallError::Client(_) | CallError::Refused { .. } => Exit::Internal,
+        RegistrationError::Rejected { .. } => Exit::Permission,
+        RegistrationError::Unreachable { .. } => Exit::TryAgain,
+        RegistrationError::Client(_) | RegistrationError::Refused { .. } => Exit::Internal,
     };
     Failure::new(exit, error)
 }
 
-/// The gateway makes its key at its first start: only a gateway that answers with it is registered.
-async fn wait_for_gateway(layout: &Layout, settings: &Settings) -> Result<SpkiPin, Failure> {
-    let end = Instant::now() + settings.gateway_deadline;
+/// Waits until the gateway answers with its key. It creates the key at its first start, and only a working gateway is
+/// registered.
+async fn wait_for_gateway(layout: &Layout, config: &RegisterConfig) -> Result<SpkiPin, Failure> {
+    let end = Instant::now() + config.gateway_deadline;
     loop {
         if let Some(pin) = probe::pin(layout).or_exit(Exit::Internal)?
-            && Gateway::new(settings.listen, pin).or_exit(Exit::Config)?.is_ready().await
+            && Gateway::new(config.listen, pin).or_exit(Exit::Config)?.is_ready().await
         {
             return Ok(pin);
         }
         if Instant::now() > end {
-            let seconds = settings.gateway_deadline.as_secs();
-            let error =
-                anyhow::anyhow!("the gateway at {} was not ready within {seconds} s", settings.listen);
+            let seconds = config.gateway_deadline.as_secs();
+            let error = anyhow::anyhow!("the gateway at {} was not ready within {seconds} s", config.listen);
             return Err(Failure::new(Exit::TryAgain, error));
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-/// From user-data on disk to a gateway that is ready.
+/// Time from the writing of user-data until the gateway is ready.
 fn boot_ms(layout: &Layout) -> Option<u64> {
     let written = std::fs::metadata(layout.boot_env()).ok()?.modified().ok()?;
     u64::try_from(written.elapsed().ok()?.as_millis()).ok()
 }
 
-/// The platform knows another key than the one that the gateway has now: it will refuse this machine's certificate.
-fn warn_of_another_key(layout: &Layout, done: &Ledger) {
+/// A changed key is not known to the platform, which then refuses this machine's certificate.
+fn warn_of_changed_key(layout: &Layout, done: &Ledger) {
     if let Ok(Some(pin)) = probe::pin(layout)
-        && !done.names(pin)
+        && !done.has_pin(pin)
     {
         tracing::error!("the gateway's TLS key is not the registered one: recover this machine");
     }

@@ -1,10 +1,10 @@
-//! What the platform's answer changes on this machine.
+//! Applies the platform's response to a heartbeat on this machine.
 
 use secrecy::{ExposeSecret, SecretString};
 use serde::Serialize;
 
-use super::Settings;
-use super::heartbeat::{self, Accepted, Answer};
+use super::SyncConfig;
+use super::heartbeat::{self, AcceptedToken, HeartbeatResponse};
 use crate::chain::chain;
 use crate::clock;
 use crate::fsx::{self, FileError};
@@ -14,14 +14,15 @@ use crate::host::system::quiesce;
 use crate::host::system::quiesce::{Quiesce, QuiesceError};
 use crate::host::system::upgrade_token::TokenError;
 use crate::host::update::protocol;
-use crate::host::update::protocol::{End, Last, Request};
+use crate::host::update::protocol::{LastUpdate, UpdateRequest, UpdateResult};
 use crate::http::proof::ProofKeys;
 use crate::http::request_id;
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 use crate::machine::name::ImageVersion;
 
-/// Another machine has taken this one's place. Gateway, backup and agent stop by the file that says so.
+/// Record that another machine has replaced this one. The gateway, the backup and the agent stop when the file
+/// exists.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Superseded {
@@ -29,59 +30,54 @@ pub struct Superseded {
     at: String,
     machine_id: MachineId,
     mine: Epoch,
-    /// The slot's epoch now, as far as the platform said it.
+    /// The slot's current epoch, if the platform sent it.
     pub epoch: Option<Epoch>,
 }
 
 impl Superseded {
-    /// # Errors
-    /// [`FileError`].
     pub fn record(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(&layout.superseded(), &text, 0o644)
     }
 }
 
-/// Keeps what was delivered.
-///
-/// # Errors
-/// [`FileError`].
-pub fn obey(settings: &Settings, answer: Answer) -> Result<Option<Superseded>, FileError> {
-    if answer.superseded {
+/// Stores the delivered keys, token, epoch and update request.
+pub fn apply_response(
+    config: &SyncConfig,
+    response: HeartbeatResponse,
+) -> Result<Option<Superseded>, FileError> {
+    if response.superseded {
         return Ok(Some(Superseded {
             version: 1,
             at: clock::rfc3339_ms(clock::now_ms()),
-            machine_id: settings.identity.machine,
-            mine: settings.epoch(),
-            epoch: answer.epoch,
+            machine_id: config.identity.machine,
+            mine: config.epoch(),
+            epoch: response.epoch,
         }));
     }
-    if let Some(epoch) = answer.epoch {
-        epoch::raise(&settings.layout, settings.identity.epoch, epoch)?;
+    if let Some(epoch) = response.epoch {
+        epoch::raise(&config.layout, config.identity.epoch, epoch)?;
     }
-    // No key at all would shut the platform out: that is never meant.
-    if let Some(keys) = answer.proof_keys.filter(|keys| !keys.keys.is_empty()) {
-        keep_keys(&settings.layout, &keys)?;
+    // An empty key set would lock the platform out, so it is ignored.
+    if let Some(keys) = response.proof_keys.filter(|keys| !keys.keys.is_empty()) {
+        store_proof_keys(&config.layout, &keys)?;
     }
-    // The token in use stays good: what else the answer says is not held up.
-    if let Err(error) = keep_token(settings, answer.next_token.as_ref(), answer.accepted.as_ref()) {
-        tracing::error!(error = %chain(&error), "the next token of this machine could not be stored");
+    // The current token remains valid, so an error does not stop the rest of the response.
+    if let Err(error) = store_next_token(config, response.next_token.as_ref(), response.accepted.as_ref()) {
+        tracing::error!(error = %chain(&error), "could not store the next token of this machine");
     }
-    if let Some(desired) = answer.desired_image_version {
-        // One that the updater would not take as it is could not be known again.
-        let request = answer.desired_request_id.filter(|id| request_id::fits(id));
-        ask_for(settings, desired, request)?;
+    if let Some(desired) = response.desired_image_version {
+        // The updater would drop an invalid id, and the request could not be recognised later.
+        let request = response.desired_request_id.filter(|id| request_id::fits(id));
+        request_update(config, desired, request)?;
     }
     Ok(None)
 }
 
-/// Starts the writers again that were stopped before a heartbeat whose answer does not name their operation: it is over,
-/// and nobody called.
-///
-/// # Errors
-/// [`QuiesceError`].
+/// Resumes the writers if they were stopped before the heartbeat and its response does not name their operation: it
+/// ended without a call to resume them.
 pub async fn resume_writers(
-    settings: &Settings,
+    config: &SyncConfig,
     before: &Quiesce,
     named: Option<&str>,
 ) -> Result<(), QuiesceError> {
@@ -89,66 +85,70 @@ pub async fn resume_writers(
     if named == Some(operation.to_string().as_str()) {
         return Ok(());
     }
-    if quiesce::resume(&settings.layout, operation).await? {
-        tracing::warn!(%operation, "the platform no longer names this operation: writers may write again");
+    if quiesce::resume(&config.layout, operation).await? {
+        tracing::warn!(%operation, "operation ended without resuming the writers; resuming them");
     }
     Ok(())
 }
 
-/// Asks for the release that the platform names, unless it runs, is asked for, or came to an end here without being
-/// taken, for the same request: a release that was refused or went back would only do so again. For another request it
-/// is asked for anew. That is told by the requests' ids and by no clock, and the updater keeps the id with the outcome,
-/// whether it heard of it from here or from the gateway.
-fn ask_for(settings: &Settings, desired: ImageVersion, request: Option<String>) -> Result<(), FileError> {
-    let layout = &settings.layout;
-    if desired == heartbeat::image_version(settings)
+/// Requests the release that the platform names, unless it is current, already requested, or has failed here for the
+/// same request: a release that was refused or rolled back would fail again. A new request is tried. The updater
+/// stores the request's id with the outcome, whether the request came from here or from the gateway, so no clock is
+/// needed.
+fn request_update(
+    config: &SyncConfig,
+    desired: ImageVersion,
+    request: Option<String>,
+) -> Result<(), FileError> {
+    let layout = &config.layout;
+    if desired == heartbeat::image_version(config)
         || layout.request("update").exists()
         || layout.update_journal().exists()
-        || protocol::last(layout)?.is_some_and(|last| came_to_nothing(&last, &desired, request.as_deref()))
+        || protocol::last(layout)?.is_some_and(|last| has_failed(&last, &desired, request.as_deref()))
     {
         return Ok(());
     }
-    tracing::info!(%desired, "the platform names another release");
-    Request::under(request.unwrap_or_else(request_id::fresh), desired).write(layout)
+    tracing::info!(%desired, "the platform requests another release");
+    UpdateRequest::under(request.unwrap_or_else(request_id::fresh), desired).write(layout)
 }
 
-/// A platform that names no request means the same one each time.
-fn came_to_nothing(last: &Last, desired: &ImageVersion, request: Option<&str>) -> bool {
-    let is_for_it = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
-    last.outcome.version == *desired && last.outcome.outcome != End::Updated && is_for_it
+/// A platform that sends no request id means the same request each time.
+fn has_failed(last: &LastUpdate, desired: &ImageVersion, request: Option<&str>) -> bool {
+    let is_same_request = request.is_none_or(|request| last.request_id.as_deref() == Some(request));
+    last.outcome.version == *desired && last.outcome.outcome != UpdateResult::Updated && is_same_request
 }
 
-/// Stores the next token. The updater has handed the current one on to the release that it switches to: none is taken up
-/// while an update is under way.
-fn keep_token(
-    settings: &Settings,
+/// Stores the next token. No token is stored during an update, because the updater has written the current one for
+/// the release that it switches to.
+fn store_next_token(
+    config: &SyncConfig,
     next: Option<&SecretString>,
-    accepted: Option<&Accepted>,
+    accepted: Option<&AcceptedToken>,
 ) -> Result<(), TokenError> {
-    let Some(Accepted { token, refused }) = accepted else { return Ok(()) };
-    if settings.layout.update_journal().exists() {
+    let Some(AcceptedToken { token, refused }) = accepted else { return Ok(()) };
+    if config.layout.update_journal().exists() {
         return Ok(());
     }
-    let held = &settings.platform.upgrade_token;
+    let upgrade_token = &config.platform.upgrade_token;
     match (next, refused) {
-        (Some(next), _) if next.expose_secret() != held.current().expose_secret() => {
-            held.store(next, token)?;
-            tracing::info!("the platform handed out the next token of this machine");
+        (Some(next), _) if next.expose_secret() != upgrade_token.current().expose_secret() => {
+            upgrade_token.store(next, token)?;
+            tracing::info!("received the next token of this machine");
             Ok(())
         }
-        (None, Some(refused)) => held.store(token, refused),
+        (None, Some(refused)) => upgrade_token.store(token, refused),
         _ => Ok(()),
     }
 }
 
-fn keep_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {
+fn store_proof_keys(layout: &Layout, keys: &ProofKeys) -> Result<(), FileError> {
     let text = serde_json::to_vec(keys).expect("keys are plain JSON");
     let path = layout.proof_keys();
-    if fsx::read_if_there(&path)?.is_some_and(|now| now == text) {
+    if fsx::read_if_exists(&path)?.is_some_and(|now| now == text) {
         return Ok(());
     }
     fsx::write_atomic(&path, &text, 0o644)?;
     let kids: Vec<&str> = keys.keys.iter().map(|key| key.kid.as_str()).collect();
-    tracing::info!(?kids, "the platform delivered proof keys");
+    tracing::info!(?kids, "received new proof keys");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! One heartbeat: what is sent, what is answered, and how the answer of a replaced machine is recognised.
+//! One heartbeat: its request, its response, and the detection of a replaced machine.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::Settings;
+use super::SyncConfig;
 use super::vitals::{self, Attention, Disk, Health, LastBackup, LastCheck};
 use crate::host::system::registration;
 use crate::host::system::release;
@@ -25,7 +25,7 @@ use crate::machine::name::ImageVersion;
 /// The request of `POST /vps/:id/heartbeat`.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Beat {
+struct HeartbeatRequest {
     image_version: ImageVersion,
     epoch: Epoch,
     health: Health,
@@ -37,118 +37,120 @@ struct Beat {
     updating: bool,
     disk: Option<Disk>,
     proof_kids: Vec<String>,
-    /// As the platform accepted it once: a database that was restored from an older copy may not know it. Left out before,
-    /// and for a platform that refuses the field.
+    /// The registration that the platform accepted; a database restored from an older copy may not have it. Omitted
+    /// before the registration, and for a platform that rejects the field.
     #[serde(skip_serializing_if = "Option::is_none")]
     registration: Option<Box<RawValue>>,
-    /// Left out where there is nothing to say, and for a platform that refuses the field.
+    /// Omitted if empty, and for a platform that rejects the field.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     attention: Vec<Attention>,
-    /// Left out before the updater has reported it, and for a platform that refuses the field.
+    /// Omitted before the updater has written it, and for a platform that rejects the field.
     #[serde(skip_serializing_if = "Option::is_none")]
     trusted_keys: Option<TrustedKeyIds>,
 }
 
-/// Its answer. What we do not know is ignored: the platform may be newer.
+/// The response to a heartbeat. Unknown fields are ignored, because the platform may be newer.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Answer {
+pub struct HeartbeatResponse {
     pub desired_image_version: Option<ImageVersion>,
-    /// The request that it is desired for, where there is one.
+    /// The id of the update request, if any.
     pub desired_request_id: Option<String>,
     pub epoch: Option<Epoch>,
     pub superseded: bool,
     pub proof_keys: Option<ProofKeys>,
-    /// The operation for which writers stay stopped.
+    /// The operation for which the writers stay stopped.
     pub quiesce: Option<String>,
-    /// The token to use from now on.
+    /// The token for later calls.
     pub next_token: Option<SecretString>,
-    /// The token that this answer was given to.
+    /// The token that the platform accepted for this heartbeat.
     #[serde(skip)]
-    pub accepted: Option<Accepted>,
+    pub accepted: Option<AcceptedToken>,
 }
 
-/// Which of its tokens the platform accepted.
+/// The token that the platform accepted.
 #[derive(Debug)]
-pub struct Accepted {
+pub struct AcceptedToken {
     pub token: SecretString,
-    /// The one that it refused before that.
+    /// The token that it rejected first.
     pub refused: Option<SecretString>,
 }
 
-/// Why the platform did not take a heartbeat.
+/// Reason for a failed heartbeat.
 #[derive(Debug, thiserror::Error)]
-pub enum BeatError {
+pub enum HeartbeatError {
     #[error("send the heartbeat")]
     Transport(#[from] reqwest::Error),
-    #[error("the platform answered {0} to the heartbeat")]
+    #[error("heartbeat failed: the platform answered {0}")]
     Status(StatusCode),
-    #[error("the platform's answer to the heartbeat is not readable")]
+    #[error("cannot parse the response to the heartbeat")]
     Unreadable(#[from] serde_json::Error),
 }
 
-pub struct Heart<'a> {
-    settings: &'a Settings,
+pub struct HeartbeatClient<'a> {
+    config: &'a SyncConfig,
     client: reqwest::Client,
 }
 
-impl<'a> Heart<'a> {
+impl<'a> HeartbeatClient<'a> {
     /// # Errors
-    /// When no client can be made.
-    pub fn new(settings: &'a Settings) -> anyhow::Result<Self> {
-        Ok(Self { settings, client: client::build(Deadlines::CALL)? })
+    /// If the HTTP client cannot be created.
+    pub fn new(config: &'a SyncConfig) -> anyhow::Result<Self> {
+        Ok(Self { config, client: client::build(Deadlines::CALL)? })
     }
 
-    /// # Errors
-    /// [`BeatError`].
-    pub async fn beat(&self) -> Result<Answer, BeatError> {
-        let settings = self.settings;
-        let (health, attention) = vitals::health(settings).await;
-        let mut beat = Beat {
-            image_version: image_version(settings),
-            epoch: settings.epoch(),
+    pub async fn send_heartbeat(&self) -> Result<HeartbeatResponse, HeartbeatError> {
+        let config = self.config;
+        let (health, attention) = vitals::health(config).await;
+        let mut request = HeartbeatRequest {
+            image_version: image_version(config),
+            epoch: config.epoch(),
             health,
-            last_backup: vitals::last_backup(settings),
-            last_update: protocol::last(&settings.layout).ok().flatten().map(|last| last.outcome),
-            checks: vitals::checks(settings),
-            updating: settings.layout.update_journal().exists(),
-            disk: vitals::disk(settings),
-            proof_kids: vitals::proof_kids(settings),
-            registration: registration::accepted(&settings.layout, settings.identity.machine),
+            last_backup: vitals::last_backup(config),
+            last_update: protocol::last(&config.layout).ok().flatten().map(|last| last.outcome),
+            checks: vitals::checks(config),
+            updating: config.layout.update_journal().exists(),
+            disk: vitals::disk(config),
+            proof_kids: vitals::proof_kids(config),
+            registration: registration::accepted(&config.layout, config.identity.machine),
             attention,
-            trusted_keys: TrustedKeyIds::read(&settings.layout),
+            trusted_keys: TrustedKeyIds::read(&config.layout),
         };
-        let Tokens { current, before } = settings.platform.upgrade_token.tokens();
-        let mut accepted = Accepted { token: current, refused: None };
-        let (mut status, mut body) = self.send(&beat, &accepted.token).await?;
+        let Tokens { current, before } = config.platform.upgrade_token.tokens();
+        let mut accepted = AcceptedToken { token: current, refused: None };
+        let (mut status, mut body) = self.send(&request, &accepted.token).await?;
         if let (StatusCode::UNAUTHORIZED, Some(before)) = (status, before) {
-            // A platform that went back to an earlier key does not know the token that it handed out since.
-            accepted = Accepted { token: before, refused: Some(accepted.token) };
-            (status, body) = self.send(&beat, &accepted.token).await?;
+            // A platform restored to an earlier key does not know the token that it issued since.
+            accepted = AcceptedToken { token: before, refused: Some(accepted.token) };
+            (status, body) = self.send(&request, &accepted.token).await?;
         }
-        let says_more =
-            beat.registration.is_some() || !beat.attention.is_empty() || beat.trusted_keys.is_some();
-        if status == StatusCode::BAD_REQUEST && says_more {
-            // An earlier platform refuses what it does not know; that this machine lives, it has to hear all the same.
-            beat.attention.clear();
-            beat.registration = None;
-            beat.trusted_keys = None;
-            (status, body) = self.send(&beat, &accepted.token).await?;
+        let has_optional_fields =
+            request.registration.is_some() || !request.attention.is_empty() || request.trusted_keys.is_some();
+        if status == StatusCode::BAD_REQUEST && has_optional_fields {
+            // An older platform rejects unknown fields, but must receive the heartbeat.
+            request.attention.clear();
+            request.registration = None;
+            request.trusted_keys = None;
+            (status, body) = self.send(&request, &accepted.token).await?;
         }
-        if status == StatusCode::FORBIDDEN && code(&body).as_deref() == Some("superseded") {
-            return Ok(Answer { superseded: true, ..Answer::default() });
+        if status == StatusCode::FORBIDDEN && problem_code(&body).as_deref() == Some("superseded") {
+            return Ok(HeartbeatResponse { superseded: true, ..HeartbeatResponse::default() });
         }
         if !status.is_success() {
-            return Err(BeatError::Status(status));
+            return Err(HeartbeatError::Status(status));
         }
-        let answer: Answer = serde_json::from_slice(&body)?;
-        Ok(Answer { accepted: Some(accepted), ..answer })
+        let response: HeartbeatResponse = serde_json::from_slice(&body)?;
+        Ok(HeartbeatResponse { accepted: Some(accepted), ..response })
     }
 
-    async fn send(&self, beat: &Beat, token: &SecretString) -> Result<(StatusCode, Bytes), BeatError> {
-        let settings = self.settings;
-        let url = settings.platform.url(&format!("/vps/{}/heartbeat", settings.identity.machine));
-        let call = self.client.post(url).bearer_auth(token.expose_secret()).json(beat);
+    async fn send(
+        &self,
+        request: &HeartbeatRequest,
+        token: &SecretString,
+    ) -> Result<(StatusCode, Bytes), HeartbeatError> {
+        let config = self.config;
+        let url = config.platform.url(&format!("/vps/{}/heartbeat", config.identity.machine));
+        let call = self.client.post(url).bearer_auth(token.expose_secret()).json(request);
         let call = request_id::onward(call);
         let response = call.send().await?;
         let status = response.status();
@@ -156,13 +158,13 @@ impl<'a> Heart<'a> {
     }
 }
 
-/// What runs here, or what user-data asked for while nothing is unpacked.
-pub fn image_version(settings: &Settings) -> ImageVersion {
-    release::current(&settings.layout).unwrap_or_else(|| settings.image_version.clone())
+/// The current release, or that of user-data while none is installed.
+pub fn image_version(config: &SyncConfig) -> ImageVersion {
+    release::current(&config.layout).unwrap_or_else(|| config.image_version.clone())
 }
 
 /// The `code` of a problem (RFC 9457 with the contract's member).
-fn code(body: &[u8]) -> Option<String> {
+fn problem_code(body: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     struct Problem {
         code: String,

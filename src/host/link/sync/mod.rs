@@ -1,5 +1,5 @@
-//! `svc-sync-agent`: says to the platform and to the object store that this machine lives, and obeys what the platform
-//! answers: newer proof keys, or that another machine has taken this one's place.
+//! `svc-sync-agent`: sends heartbeats to the platform, writes the metadata in the object store, and applies the
+//! platform's responses, such as newer proof keys or a replacement by another machine.
 
 mod apply_answer;
 mod heartbeat;
@@ -29,42 +29,42 @@ use crate::host::system::postgres::Server;
 use crate::host::system::probe;
 use crate::host::system::quiesce::Quiesce;
 use crate::host::system::store::StoreLink;
-use crate::host::system::store_credentials::{DuringOutage, Renewed};
+use crate::host::system::store_credentials::{DuringOutage, RenewingCredentials};
 use crate::http::request_id;
 use crate::machine::epoch::Epoch;
 use crate::machine::name::ImageVersion;
 use crate::store::Bucket;
 use crate::store::key::SlotPrefix;
 use apply_answer::Superseded;
-use heartbeat::Heart;
+use heartbeat::HeartbeatClient;
 
 #[derive(clap::Parser)]
 #[command(
     name = "svc-sync-agent",
     version = applet::VERSION,
-    about = "Keeps platform and object store told that this machine lives"
+    about = "Sends this machine's heartbeats to the platform and its metadata to the object store"
 )]
 struct Args {}
 
-/// What the agent needs.
-pub(crate) struct Settings {
+/// Configuration of the agent.
+pub(crate) struct SyncConfig {
     layout: Layout,
     identity: Identity,
     platform: PlatformLink,
     slot: SlotPrefix,
     bucket: Bucket,
-    /// Where the store's credentials run out.
-    credentials: Option<Arc<Renewed>>,
+    /// Present if the store's credentials expire.
+    credentials: Option<Arc<RenewingCredentials>>,
     server: Server,
     listen: SocketAddr,
-    /// The release of user-data; the current one's is asked first.
+    /// The release of user-data, used while none is installed.
     image_version: ImageVersion,
-    heartbeat_each: Duration,
-    meta_each: Duration,
-    meta_at_least_each: Duration,
+    heartbeat_interval: Duration,
+    meta_interval: Duration,
+    meta_refresh_interval: Duration,
 }
 
-impl Settings {
+impl SyncConfig {
     fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
@@ -73,9 +73,9 @@ impl Settings {
         let database = DatabaseUrl::read(&mut env);
         let image_version = config::image_version(&mut env);
         let listen = env.or("GATEWAY_LISTEN", probe::DEFAULT_LISTEN);
-        let heartbeat_each = seconds(&mut env, "HEARTBEAT_SECONDS", 30);
-        let meta_each = seconds(&mut env, "VPS_META_SECONDS", 300);
-        let meta_at_least_each = seconds(&mut env, "VPS_META_AT_LEAST_SECONDS", 86_400);
+        let heartbeat_interval = read_seconds(&mut env, "HEARTBEAT_SECONDS", 30);
+        let meta_interval = read_seconds(&mut env, "VPS_META_SECONDS", 300);
+        let meta_refresh_interval = read_seconds(&mut env, "VPS_META_AT_LEAST_SECONDS", 86_400);
         let parts = identity.zip(platform).zip(store).zip(database).zip(image_version);
         let ((((identity, platform), store), database), image_version) = env.finish(parts)?;
         let (bucket, credentials) = store.open_with_source(DuringOutage::Wait).or_exit(Exit::Config)?;
@@ -89,19 +89,19 @@ impl Settings {
             platform,
             listen,
             image_version,
-            heartbeat_each,
-            meta_each,
-            meta_at_least_each,
+            heartbeat_interval,
+            meta_interval,
+            meta_refresh_interval,
         })
     }
 
-    /// The machine's epoch of now: a heartbeat may have raised it.
+    /// The current epoch; a heartbeat may have raised it.
     fn epoch(&self) -> Epoch {
         epoch::current(&self.layout, self.identity.epoch)
     }
 }
 
-fn seconds(env: &mut Env, name: &str, default: u64) -> Duration {
+fn read_seconds(env: &mut Env, name: &str, default: u64) -> Duration {
     let seconds = env.or(name, default);
     if seconds == 0 {
         env.mistake(name, "must be at least 1");
@@ -115,23 +115,23 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     }
     begin_log("svc-sync-agent", &Layout::from_process());
     applet::block_on("svc-sync-agent", async {
-        let settings = Settings::read(Layout::from_process())?;
-        if settings.layout.superseded().exists() {
-            let why = anyhow!("another machine has taken this one's place: nothing is to be done here");
+        let config = SyncConfig::read(Layout::from_process())?;
+        if config.layout.superseded().exists() {
+            let why = anyhow!("another machine has taken this one's place: the agent does not run here");
             return Err(Failure::new(Exit::Permission, why));
         }
-        settings.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
-        let heart = Heart::new(&settings).or_exit(Exit::Config)?;
+        config.platform.upgrade_token.make_durable().or_exit(Exit::Internal)?;
+        let heartbeats = HeartbeatClient::new(&config).or_exit(Exit::Config)?;
         let mut term = signal(SignalKind::terminate()).or_exit(Exit::Internal)?;
         let mut int = signal(SignalKind::interrupt()).or_exit(Exit::Internal)?;
-        // Outside systemd there is nobody to tell.
+        // Outside systemd the notification fails, which is harmless.
         let _ = sd_notify::notify(&[NotifyState::Ready]);
         tokio::select! {
-            superseded = beat(&settings, &heart) => {
-                superseded.record(&settings.layout).or_exit(Exit::Internal)?;
-                tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place: the agent ends");
+            superseded = run_heartbeats(&config, &heartbeats) => {
+                superseded.record(&config.layout).or_exit(Exit::Internal)?;
+                tracing::warn!(epoch = ?superseded.epoch, "another machine has taken this one's place: stopping");
             }
-            never = tell_store(&settings) => match never {},
+            never = run_meta_writer(&config) => match never {},
             _ = term.recv() => {}
             _ = int.recv() => {}
         }
@@ -140,29 +140,29 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     })
 }
 
-/// How long the first beat waits for a host that starts.
-const SETTLING: Duration = Duration::from_secs(10);
+/// Maximum delay of the first heartbeat while the host starts.
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Beats until the platform says that this machine has been replaced. A beat that fails is not repeated before its
-/// time: the next one says the same.
-async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
-    settle(settings).await;
-    let mut ticks = ticks(settings.heartbeat_each);
+/// Sends heartbeats until the platform reports that this machine has been replaced. A failed heartbeat is not
+/// retried: the next one carries the same data.
+async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -> Superseded {
+    wait_until_healthy(config).await;
+    let mut interval = new_interval(config.heartbeat_interval);
     loop {
-        ticks.tick().await;
-        let quiesced = Quiesce::read(&settings.layout).ok().flatten();
-        match request_id::own(heart.beat()).await {
-            Ok(answer) => {
-                if let Some(before) = quiesced.filter(|_| !answer.superseded)
+        interval.tick().await;
+        let quiesced = Quiesce::read(&config.layout).ok().flatten();
+        match request_id::own(heartbeats.send_heartbeat()).await {
+            Ok(response) => {
+                if let Some(before) = quiesced.filter(|_| !response.superseded)
                     && let Err(error) =
-                        apply_answer::resume_writers(settings, &before, answer.quiesce.as_deref()).await
+                        apply_answer::resume_writers(config, &before, response.quiesce.as_deref()).await
                 {
-                    tracing::error!(error = %chain(&error), "could not start the writers again");
+                    tracing::error!(error = %chain(&error), "could not resume the writers");
                 }
-                match apply_answer::obey(settings, answer) {
+                match apply_answer::apply_response(config, response) {
                     Ok(None) => {}
                     Ok(Some(superseded)) => return superseded,
-                    Err(error) => tracing::error!(%error, "could not keep what the platform delivered"),
+                    Err(error) => tracing::error!(%error, "could not store the platform's response"),
                 }
             }
             Err(error) => tracing::warn!(error = %crate::http::problem::chain(&error), "heartbeat failed"),
@@ -170,35 +170,36 @@ async fn beat(settings: &Settings, heart: &Heart<'_>) -> Superseded {
     }
 }
 
-/// A gateway that has only just started is not failing: what the first beat says stands until the second.
-async fn settle(settings: &Settings) {
-    let well = async {
-        while !vitals::health(settings).await.0.is_ok() {
+/// Waits for a gateway that has just started, because the platform keeps the first heartbeat's health until the
+/// second.
+async fn wait_until_healthy(config: &SyncConfig) {
+    let healthy = async {
+        while !vitals::health(config).await.0.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
-    // How it is after that is how it is.
-    let _ = tokio::time::timeout(settings.heartbeat_each.min(SETTLING), well).await;
+    // After the timeout the heartbeat reports the actual health.
+    let _ = tokio::time::timeout(config.heartbeat_interval.min(STARTUP_TIMEOUT), healthy).await;
 }
 
-async fn tell_store(settings: &Settings) -> std::convert::Infallible {
-    let mut ticks = ticks(settings.meta_each);
-    let mut written = meta::Written::default();
+async fn run_meta_writer(config: &SyncConfig) -> std::convert::Infallible {
+    let mut interval = new_interval(config.meta_interval);
+    let mut last_write = meta::LastWrite::default();
     loop {
-        ticks.tick().await;
-        if let Some(credentials) = &settings.credentials
+        interval.tick().await;
+        if let Some(credentials) = &config.credentials
             && let Err(error) = credentials.refresh().await
         {
             tracing::warn!(%error, "could not renew the credentials for the object store");
         }
-        if let Err(error) = meta::write(settings, &mut written).await {
+        if let Err(error) = meta::write(config, &mut last_write).await {
             tracing::warn!(error = %crate::http::problem::chain(&error), "could not write vps-meta.json");
         }
     }
 }
 
-fn ticks(each: Duration) -> tokio::time::Interval {
-    let mut ticks = tokio::time::interval(each);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    ticks
+fn new_interval(period: Duration) -> tokio::time::Interval {
+    let mut interval = tokio::time::interval(period);
+    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    interval
 }

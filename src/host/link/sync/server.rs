@@ -1,4 +1,4 @@
-//! What cloud-init knows of the server that this machine is: its id at the provider and its public address.
+//! The provider's data about this server, from cloud-init: its id and its public address.
 
 use std::net::Ipv4Addr;
 
@@ -8,10 +8,10 @@ use serde_json::Value;
 use crate::fsx;
 use crate::host::system::layout::Layout;
 
-/// The server as the provider's metadata service described it at boot. Each part may be unknown: a machine without
-/// cloud-init, or another provider's data.
+/// The server as the provider's metadata service described it at boot. A part is `None` without cloud-init or with
+/// another provider's data.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Server {
+pub struct CloudServer {
     pub id: Option<String>,
     pub public_ipv4: Option<Ipv4Addr>,
 }
@@ -19,13 +19,13 @@ pub struct Server {
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct InstanceData {
-    v1: Standard,
+    v1: CloudInitV1,
     ds: Datasource,
 }
 
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Standard {
+struct CloudInitV1 {
     instance_id: Option<Value>,
 }
 
@@ -42,9 +42,9 @@ struct Metadata {
     public_ipv4: Option<String>,
 }
 
-impl Server {
+impl CloudServer {
     pub fn read(layout: &Layout) -> Self {
-        match fsx::read_if_there(&layout.instance_data()) {
+        match fsx::read_if_exists(&layout.instance_data()) {
             Ok(Some(text)) => Self::parse(&text),
             Ok(None) | Err(_) => Self::default(),
         }
@@ -57,7 +57,7 @@ impl Server {
             Some(Value::Number(id)) => Some(id.to_string()),
             _ => None,
         };
-        // A server's id at the provider is a number; other data sources make ids of their own.
+        // Hetzner's server ids are numbers; other data sources use their own formats.
         let id = id.filter(|id| !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_digit()));
         Self { id, public_ipv4: data.ds.meta_data.public_ipv4.and_then(|ip| ip.parse().ok()) }
     }
@@ -68,14 +68,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_server_is_known_by_its_number_alone() {
+    fn parse_accepts_only_numeric_ids() {
         let hetzner =
             br#"{"v1": {"instance_id": "4711"}, "ds": {"meta_data": {"public-ipv4": "192.0.2.7"}}}"#;
-        let known = Server { id: Some("4711".to_owned()), public_ipv4: Some(Ipv4Addr::new(192, 0, 2, 7)) };
-        assert_eq!(Server::parse(hetzner), known);
-        assert_eq!(Server::parse(br#"{"v1": {"instance_id": 4711}}"#).id, known.id);
+        let expected =
+            CloudServer { id: Some("4711".to_owned()), public_ipv4: Some(Ipv4Addr::new(192, 0, 2, 7)) };
+        assert_eq!(CloudServer::parse(hetzner), expected);
+        assert_eq!(CloudServer::parse(br#"{"v1": {"instance_id": 4711}}"#).id, expected.id);
         for other in [&br#"{"v1": {"instance_id": "iid-local01"}}"#[..], b"{", b"", br#"{"ds": null}"#] {
-            assert_eq!(Server::parse(other), Server::default());
+            assert_eq!(CloudServer::parse(other), CloudServer::default());
         }
     }
 }

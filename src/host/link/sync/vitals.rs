@@ -1,4 +1,4 @@
-//! How the machine is: gateway, database, disk, the last backup, the proof keys that it accepts.
+//! The health of the machine: gateway, database, disk, last backup, and accepted proof keys.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::Settings;
+use super::SyncConfig;
 use crate::clock;
 use crate::fsx;
 use crate::host::snapshots::check_log::{Check, CheckKind, Status};
@@ -19,18 +19,18 @@ use crate::host::update::protocol::SnapshotWait;
 use crate::http::proof::ProofKeys;
 use crate::store::key;
 
-const DATABASE_DEADLINE: Duration = Duration::from_secs(5);
-/// The platform takes no more at one time.
-const MOST_DAMAGED: usize = 20;
+const DATABASE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The platform accepts at most this number.
+const MAX_DAMAGED_KEYS: usize = 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum State {
+pub enum ComponentHealth {
     Ok,
     Failing,
 }
 
-impl From<bool> for State {
+impl From<bool> for ComponentHealth {
     fn from(ok: bool) -> Self {
         if ok { Self::Ok } else { Self::Failing }
     }
@@ -38,13 +38,13 @@ impl From<bool> for State {
 
 #[derive(Debug, Serialize)]
 pub struct Health {
-    pub gateway: State,
-    pub database: State,
+    pub gateway: ComponentHealth,
+    pub database: ComponentHealth,
 }
 
 impl Health {
     pub fn is_ok(&self) -> bool {
-        self.gateway == State::Ok && self.database == State::Ok
+        self.gateway == ComponentHealth::Ok && self.database == ComponentHealth::Ok
     }
 }
 
@@ -55,12 +55,12 @@ pub struct Disk {
     pub free_bytes: u64,
 }
 
-/// The last run of the backup, as far as the platform wants to know.
+/// The fields of the last backup run that the platform needs.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LastBackup {
     pub status: String,
-    /// When the run began, by this machine's clock.
+    /// The start of the run, by this machine's clock.
     #[serde(skip_serializing_if = "Option::is_none", with = "clock::wire_option")]
     pub began_at: Option<Timestamp>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -73,7 +73,7 @@ pub struct LastBackup {
     pub error: Option<String>,
 }
 
-/// The last look of a kind at snapshots.
+/// The last check of snapshots of one kind.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LastCheck {
@@ -82,49 +82,49 @@ pub struct LastCheck {
     pub at: Timestamp,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// The first of them.
+    /// At most `MAX_DAMAGED_KEYS` damaged snapshots.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub damaged: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// Of every kind that there was one of.
-pub fn checks(settings: &Settings) -> BTreeMap<&'static str, LastCheck> {
+/// The last check of every kind that has run.
+pub fn checks(config: &SyncConfig) -> BTreeMap<&'static str, LastCheck> {
     let last = |kind: CheckKind| {
         let Check { status, timestamp, key, mut damaged, error, .. } =
-            Check::last(&settings.layout, kind).ok()??;
-        damaged.truncate(MOST_DAMAGED);
+            Check::last(&config.layout, kind).ok()??;
+        damaged.truncate(MAX_DAMAGED_KEYS);
         Some((kind.as_str(), LastCheck { status, at: timestamp, key, damaged, error }))
     };
     CheckKind::ALL.into_iter().filter_map(last).collect()
 }
 
-/// Something that a person has to look at, in words for the fleet's list.
+/// A condition that needs a person, as text for the fleet's list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Attention {
     pub code: &'static str,
     pub detail: String,
 }
 
-pub async fn health(settings: &Settings) -> (Health, Vec<Attention>) {
-    let (gateway, database) = tokio::join!(gateway_is_ready(settings), database_is_ours(settings));
+pub async fn health(config: &SyncConfig) -> (Health, Vec<Attention>) {
+    let (gateway, database) = tokio::join!(gateway_is_ready(config), check_database(config));
     let health = Health { gateway: gateway.into(), database: database.is_ok().into() };
     let mut attention: Vec<Attention> = database.err().flatten().into_iter().collect();
-    attention.extend(held_snapshot(settings));
-    attention.extend(waiting_update(settings));
+    attention.extend(held_snapshot(config));
+    attention.extend(waiting_update(config));
     (health, attention)
 }
 
 /// A snapshot that did not become the latest.
-fn held_snapshot(settings: &Settings) -> Option<Attention> {
-    let held = HeldSnapshot::read(&settings.layout).ok()??;
+fn held_snapshot(config: &SyncConfig) -> Option<Attention> {
+    let held = HeldSnapshot::read(&config.layout).ok()??;
     Some(Attention { code: "snapshot_held", detail: held.to_string() })
 }
 
-/// An update that is not made before a snapshot is.
-fn waiting_update(settings: &Settings) -> Option<Attention> {
-    let (version, SnapshotWait { since, why }) = SnapshotWait::read(&settings.layout).ok()??;
+/// An update that is waiting for a snapshot.
+fn waiting_update(config: &SyncConfig) -> Option<Attention> {
+    let (version, SnapshotWait { since, why }) = SnapshotWait::read(&config.layout).ok()??;
     if why.is_empty() {
         return None;
     }
@@ -133,22 +133,23 @@ fn waiting_update(settings: &Settings) -> Option<Attention> {
     Some(Attention { code: "update_waiting", detail })
 }
 
-async fn gateway_is_ready(settings: &Settings) -> bool {
-    let Ok(Some(pin)) = probe::pin(&settings.layout) else { return false };
-    match Gateway::new(settings.listen, pin) {
+async fn gateway_is_ready(config: &SyncConfig) -> bool {
+    let Ok(Some(pin)) = probe::pin(&config.layout) else { return false };
+    match Gateway::new(config.listen, pin) {
         Ok(gateway) => gateway.is_ready().await,
         Err(_) => false,
     }
 }
 
-/// The database answers, and is the one that was restored here; else what is to be said of it, if anything.
-async fn database_is_ours(settings: &Settings) -> Result<(), Option<Attention>> {
-    let asked = async {
-        let database = settings.server.database();
-        let client = settings.server.connect(database, "svc-sync-agent").await.map_err(|_| None)?;
-        database_identity::check(&settings.layout, &client).await.map_err(Some)
+/// Checks that the database is reachable and is the one restored here. The error holds a mismatch, if that is the
+/// reason.
+async fn check_database(config: &SyncConfig) -> Result<(), Option<Attention>> {
+    let check = async {
+        let database = config.server.database();
+        let client = config.server.connect(database, "svc-sync-agent").await.map_err(|_| None)?;
+        database_identity::check(&config.layout, &client).await.map_err(Some)
     };
-    match tokio::time::timeout(DATABASE_DEADLINE, asked).await {
+    match tokio::time::timeout(DATABASE_TIMEOUT, check).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(Some(error))) if error.is_mismatch() => {
             Err(Some(Attention { code: "database_mismatch", detail: error.to_string() }))
@@ -157,16 +158,16 @@ async fn database_is_ours(settings: &Settings) -> Result<(), Option<Attention>> 
     }
 }
 
-/// Of the file system that the owner's files lie on.
-pub fn disk(settings: &Settings) -> Option<Disk> {
-    let stats = fs4::statvfs(settings.layout.root()).ok()?;
+/// The space of the owner's file system.
+pub fn disk(config: &SyncConfig) -> Option<Disk> {
+    let stats = fs4::statvfs(config.layout.root()).ok()?;
     Some(Disk { total_bytes: stats.total_space(), free_bytes: stats.available_space() })
 }
 
-pub fn last_backup(settings: &Settings) -> Option<LastBackup> {
+pub fn last_backup(config: &SyncConfig) -> Option<LastBackup> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]
-    struct Record {
+    struct BackupRecord {
         #[serde(default, with = "clock::wire_option")]
         timestamp: Option<Timestamp>,
         status: String,
@@ -174,8 +175,8 @@ pub fn last_backup(settings: &Settings) -> Option<LastBackup> {
         size_bytes: Option<u64>,
         error: Option<String>,
     }
-    let text = fsx::read_if_there(&settings.layout.last_backup()).ok()??;
-    let record: Record = serde_json::from_slice(&text).ok()?;
+    let text = fsx::read_if_exists(&config.layout.last_backup()).ok()??;
+    let record: BackupRecord = serde_json::from_slice(&text).ok()?;
     Some(LastBackup {
         taken_at: record.key.as_deref().and_then(key::taken_at),
         status: record.status,
@@ -186,11 +187,11 @@ pub fn last_backup(settings: &Settings) -> Option<LastBackup> {
     })
 }
 
-/// The keys that were delivered last, or the first ones of user-data.
-pub fn proof_kids(settings: &Settings) -> Vec<String> {
-    let delivered = fsx::read_if_there(&settings.layout.proof_keys()).ok().flatten();
+/// The ids of the proof keys that were delivered last, or those of user-data.
+pub fn proof_kids(config: &SyncConfig) -> Vec<String> {
+    let delivered = fsx::read_if_exists(&config.layout.proof_keys()).ok().flatten();
     let delivered = delivered.and_then(|text| serde_json::from_slice::<ProofKeys>(&text).ok());
-    let first = || config::first_proof_keys(&mut config::environment(&settings.layout));
+    let first = || config::first_proof_keys(&mut config::environment(&config.layout));
     let keys = delivered.or_else(first).unwrap_or_default();
     keys.keys.into_iter().map(|key| key.kid).collect()
 }

@@ -153,7 +153,7 @@ async fn stream(
 ) -> Result<VerifiedDump, DumpError> {
     let start = |source| ReadError::Start { tool: "pg_dump", source };
     let Settings { tools, server, .. } = settings;
-    let compression = tools.able(settings.compression).await;
+    let compression = tools.choose_compression(settings.compression).await;
     if compression != settings.compression {
         tracing::warn!(asked = %settings.compression, taken = %compression, "the tools of this machine cannot compress so");
     }

@@ -50,7 +50,7 @@ impl ReadThrough {
     /// [`ReadError::Start`].
     pub fn start(tools: &PgTools) -> Result<Self, ReadError> {
         let start = |source| ReadError::Start { tool: "pg_restore", source };
-        let mut child = tools.read_through().spawn().map_err(start)?;
+        let mut child = tools.check_dump().spawn().map_err(start)?;
         if let Some(stdin) = &child.stdin {
             dump::widen(stdin);
         }
@@ -113,5 +113,5 @@ pub async fn tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
         kept.extend_from_slice(&piece[..read]);
         kept.drain(..kept.len().saturating_sub(COMPLAINT));
     }
-    postgres_tools::complaint(&String::from_utf8_lossy(&kept))
+    postgres_tools::summarize_stderr(&String::from_utf8_lossy(&kept))
 }

@@ -23,14 +23,14 @@ struct Notes {
 
 /// What cannot be read names none.
 fn read(layout: &Layout) -> Result<Vec<OpenUpload>, FileError> {
-    let text = fsx::read_if_there(&layout.open_uploads())?.unwrap_or_default();
+    let text = fsx::read_if_exists(&layout.open_uploads())?.unwrap_or_default();
     let notes: Notes = serde_json::from_slice(&text).unwrap_or_default();
     Ok(if notes.version == FORMAT { notes.uploads } else { Vec::new() })
 }
 
 fn write(layout: &Layout, mut uploads: Vec<OpenUpload>) -> Result<(), FileError> {
     if uploads.is_empty() {
-        return fsx::remove_if_there(&layout.open_uploads());
+        return fsx::remove_if_exists(&layout.open_uploads());
     }
     uploads.drain(..uploads.len().saturating_sub(MOST));
     let text = serde_json::to_vec(&Notes { version: FORMAT, uploads }).expect("plain fields are JSON");

@@ -32,7 +32,7 @@ impl Request {
 
     /// The id of the request that asked, where the file tells one.
     pub fn id(&self) -> Option<String> {
-        let text = fsx::read_if_there(&self.path).ok()??;
+        let text = fsx::read_if_exists(&self.path).ok()??;
         let told: serde_json::Value = serde_json::from_slice(&text).ok()?;
         told["requestId"].as_str().filter(|id| request_id::fits(id)).map(str::to_owned)
     }
@@ -46,7 +46,7 @@ impl Request {
         if version(&self.path) != self.seen.get() {
             return;
         }
-        if let Err(error) = fsx::remove_if_there(&self.path) {
+        if let Err(error) = fsx::remove_if_exists(&self.path) {
             tracing::error!(%error, "could not remove the request");
         }
     }

@@ -17,7 +17,7 @@ use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
 use crate::host;
 use crate::host::snapshots::check_log::{Check, CheckKind, Status};
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::lock::Lock;
 use crate::http::problem::chain;
 use crate::store::StoreError;
@@ -77,7 +77,7 @@ impl Memory {
 
     /// What cannot be read is begun anew: snapshots are then read earlier than they need.
     fn read(settings: &Settings) -> Result<Self, FileError> {
-        let text = fsx::read_if_there(&settings.layout.verified())?;
+        let text = fsx::read_if_exists(&settings.layout.verified())?;
         let memory = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
         let known = memory.filter(|memory| memory.version == Self::VERSION);
         Ok(known.unwrap_or(Self { version: Self::VERSION, read_at: BTreeMap::new() }))
@@ -222,7 +222,7 @@ async fn read_one(settings: &Settings, key: &str) -> Result<SideRecord, Verdict>
         Unusable::Store(error) => Verdict::Unknown(error.into()),
         error => Verdict::Damaged(error.to_string()),
     })?;
-    let mut patience = Patience::new(settings.store_deadline);
+    let mut patience = Backoff::new(settings.store_deadline);
     let (bucket, slot, tools) = (&settings.bucket, &settings.slot, &settings.tools);
     match verify_object::reread(bucket, slot, tools, &side, &mut patience).await {
         Ok(()) => Ok(side),

@@ -5,7 +5,7 @@ use object_store::{GetOptions, GetRange};
 use sha2::{Digest, Sha256};
 
 use super::dump_check::{ReadError, ReadThrough};
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::postgres_tools::PgTools;
 use crate::http::problem::chain;
 use crate::store::key::SlotPrefix;
@@ -48,7 +48,7 @@ pub async fn reread(
     slot: &SlotPrefix,
     tools: &PgTools,
     side: &SideRecord,
-    patience: &mut Patience,
+    patience: &mut Backoff,
 ) -> Result<(), RereadError> {
     let reader = ReadThrough::start(tools)?;
     let mut so_far = SoFar { length: 0, digest: Sha256::new() };

@@ -14,7 +14,7 @@ use crate::host::snapshots::restore_marker::Marker;
 use crate::host::snapshots::row_counts;
 use crate::host::snapshots::staging;
 use crate::host::snapshots::staging::{DownloadError, LoadError, Roles, Scratch};
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::lock::Lock;
 use crate::host::system::postgres;
 use crate::host::system::postgres::ConnectError;
@@ -191,7 +191,7 @@ async fn restore(settings: &Settings, local: Local) -> Result<(), RestoreError> 
 
 /// The snapshot to restore; `None` where an empty start is allowed and there is confirmed to be nothing.
 async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, RestoreError> {
-    let mut patience = Patience::new(settings.means.deadline);
+    let mut patience = Backoff::new(settings.means.deadline);
     loop {
         let found = match &settings.chosen {
             None => snapshot::latest(&settings.means.bucket, &settings.means.slot).await,
@@ -212,7 +212,7 @@ async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, RestoreError
 }
 
 async fn side_record(settings: &Settings, snapshot: &SnapshotRef) -> Result<SideRecord, RestoreError> {
-    let mut patience = Patience::new(settings.means.deadline);
+    let mut patience = Backoff::new(settings.means.deadline);
     loop {
         match snapshot::side_record(&settings.means.bucket, &settings.means.slot, snapshot).await {
             Ok(side) => return Ok(side),
@@ -225,7 +225,7 @@ async fn side_record(settings: &Settings, snapshot: &SnapshotRef) -> Result<Side
     }
 }
 
-async fn bear(patience: &mut Patience, error: StoreError) -> Result<(), RestoreError> {
+async fn bear(patience: &mut Backoff, error: StoreError) -> Result<(), RestoreError> {
     if !error.is_transient() {
         return Err(RestoreError::Store(error));
     }

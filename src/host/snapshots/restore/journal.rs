@@ -41,7 +41,7 @@ impl Journal {
     /// # Errors
     /// When the file is there and the disk does not give it.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
-        let text = fsx::read_if_there(&path(layout))?;
+        let text = fsx::read_if_exists(&path(layout))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
@@ -60,5 +60,5 @@ impl Journal {
 /// # Errors
 /// [`FileError`].
 pub fn remove(layout: &Layout) -> Result<(), FileError> {
-    fsx::remove_if_there(&path(layout))
+    fsx::remove_if_exists(&path(layout))
 }

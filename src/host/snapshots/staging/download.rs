@@ -11,7 +11,7 @@ use super::Means;
 use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::store;
 use crate::http::problem::chain;
 use crate::partial::Partial;
@@ -87,7 +87,7 @@ pub async fn fetch(
         return stream_instead(dir, partial, *free, snapshot, side);
     }
 
-    let mut patience = Patience::new(means.deadline);
+    let mut patience = Backoff::new(means.deadline);
     let mut second_try = false;
     loop {
         complete(means, snapshot, &mut partial, &mut patience).await?;
@@ -131,7 +131,7 @@ async fn complete(
     means: &Means,
     snapshot: &SnapshotRef,
     partial: &mut Partial,
-    patience: &mut Patience,
+    patience: &mut Backoff,
 ) -> Result<(), DownloadError> {
     means.progress.of_bytes(FETCHING, snapshot.size_bytes);
     while partial.length() < snapshot.size_bytes {
@@ -217,7 +217,7 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
     for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))?.flatten() {
         let name = entry.file_name();
         if name != keep && name.to_string_lossy().ends_with(".dump") {
-            crate::fsx::remove_if_there(&entry.path())?;
+            crate::fsx::remove_if_exists(&entry.path())?;
         }
     }
     Ok(())

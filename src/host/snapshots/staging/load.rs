@@ -16,7 +16,7 @@ use super::{roles, stream};
 use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::host::snapshots::row_counts;
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::postgres;
 use crate::host::system::postgres::{ConnectError, ident, literal};
 use crate::host::system::postgres_tools;
@@ -91,7 +91,7 @@ pub(super) fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Er
 /// # Errors
 /// [`ConnectError`] after the deadline.
 pub async fn connect_patiently(means: &Means, database: &str) -> Result<Client, ConnectError> {
-    let mut patience = Patience::new(means.deadline);
+    let mut patience = Backoff::new(means.deadline);
     loop {
         match means.server.connect(database, means.name).await {
             Ok(client) => return Ok(client),
@@ -215,7 +215,7 @@ pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), Loa
         return Ok(());
     }
     let said = String::from_utf8_lossy(&said);
-    let complaint = postgres_tools::complaint(&said).chars().take(2000).collect();
+    let complaint = postgres_tools::summarize_stderr(&said).chars().take(2000).collect();
     Err(LoadError::Restore { status, complaint })
 }
 

@@ -18,7 +18,7 @@ use super::Means;
 use super::download::DownloadError;
 use super::load::LoadError;
 use crate::failpoint;
-use crate::host::system::backoff::Patience;
+use crate::host::system::backoff::Backoff;
 use crate::host::system::postgres_tools;
 use crate::http::problem::chain;
 use crate::store::StoreError;
@@ -61,7 +61,7 @@ pub async fn load(means: &Means, snapshot: &SnapshotRef, database: &str) -> Resu
 }
 
 fn failure(status: ExitStatus, said: &[u8]) -> LoadError {
-    let complaint = postgres_tools::complaint(&String::from_utf8_lossy(said));
+    let complaint = postgres_tools::summarize_stderr(&String::from_utf8_lossy(said));
     LoadError::Restore { status, complaint: complaint.chars().take(2000).collect() }
 }
 
@@ -93,7 +93,7 @@ impl Transfer {
         snapshot: &SnapshotRef,
         child: &mut Child,
     ) -> Result<(), Interrupted> {
-        let mut patience = Patience::new(means.deadline);
+        let mut patience = Backoff::new(means.deadline);
         while self.length < snapshot.size_bytes {
             let before = self.length;
             match self.receive_rest(means, snapshot, child).await {

@@ -1,4 +1,4 @@
-//! `store-credentials.json`: the sessions that the platform gave last, for the next applet and the next boot.
+//! `store-credentials.json`: the sessions that the platform issued last, for the next applet and the next boot.
 
 use std::path::Path;
 
@@ -15,23 +15,23 @@ const FORMAT: u32 = 1;
 /// The file's content. It holds secrets and has no Debug.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct KeptSessions {
+pub struct StoredSessions {
     version: u32,
     machine_id: MachineId,
-    /// The session that the host works with.
+    /// The session for normal use.
     #[serde(flatten)]
-    pub session: KeptSession,
+    pub session: StoredSession,
     life_seconds: i64,
-    /// When the platform gave them, by this machine's clock. Not known to an earlier release.
+    /// Time of the renewal, by this machine's clock. An older release does not write it.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub renewed_at: Option<Timestamp>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub outage: Option<KeptSession>,
+    pub outage: Option<StoredSession>,
 }
 
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct KeptSession {
+pub struct StoredSession {
     pub access_key_id: String,
     pub secret_access_key: String,
     pub session_token: Option<String>,
@@ -40,7 +40,7 @@ pub struct KeptSession {
     pub expires_at: Timestamp,
 }
 
-impl KeptSession {
+impl StoredSession {
     pub fn signing(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key_id.clone(),
@@ -50,11 +50,11 @@ impl KeptSession {
     }
 }
 
-impl KeptSessions {
+impl StoredSessions {
     pub fn new(
         machine_id: MachineId,
-        session: KeptSession,
-        outage: Option<KeptSession>,
+        session: StoredSession,
+        outage: Option<StoredSession>,
         renewed_at: Timestamp,
     ) -> Self {
         let life_seconds = session.expires_at.duration_since(renewed_at).as_secs();
@@ -65,18 +65,13 @@ impl KeptSessions {
         SignedDuration::from_secs(self.life_seconds)
     }
 
-    /// What is kept for this machine; a file of another format or machine is none.
-    ///
-    /// # Errors
-    /// [`FileError`].
+    /// The stored sessions of this machine; `None` for a file of another format or machine.
     pub fn read(file: &Path, machine: MachineId) -> Result<Option<Self>, FileError> {
-        let Some(text) = fsx::read_if_there(file)? else { return Ok(None) };
-        let kept = serde_json::from_slice::<Self>(&text).ok();
-        Ok(kept.filter(|kept| kept.version == FORMAT && kept.machine_id == machine))
+        let Some(text) = fsx::read_if_exists(file)? else { return Ok(None) };
+        let stored = serde_json::from_slice::<Self>(&text).ok();
+        Ok(stored.filter(|stored| stored.version == FORMAT && stored.machine_id == machine))
     }
 
-    /// # Errors
-    /// [`FileError`].
     pub fn write(&self, file: &Path) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::write_atomic(file, &text, 0o600)

@@ -1,4 +1,4 @@
-//! Archives that claim more than they hold, and names that would be written where they do not belong.
+//! Archives that claim more than they contain, and names that would be written outside their directory.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const LIMITS: TarLimits = TarLimits {
     all_file_bytes: 15_000,
 };
 
-/// A header and a body, which need not fit together.
+/// A header and a body, which need not match.
 fn entry(kind: u8, path: &[u8], size: u64, body: &[u8]) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path);
@@ -56,7 +56,7 @@ fn next_entry_follows_long_names() {
 }
 
 #[test]
-fn next_entry_refuses_what_is_no_plain_tree() {
+fn next_entry_refuses_special_entries() {
     let file = || whole(b'0', "f", b"");
     let long = "n".repeat(1001);
     let mut cases = vec![
@@ -94,9 +94,9 @@ fn next_entry_refuses_what_is_no_plain_tree() {
     assert_eq!(read(many(20).as_slice()).unwrap().len(), 20);
 }
 
-/// Nothing of a record is read whose header claims more than a name can have.
+/// A record is not read if its header claims more than a name can have.
 #[test]
-fn next_entry_reads_no_record_that_claims_too_much() {
+fn next_entry_does_not_read_oversized_record() {
     struct Counted<'a>(&'a [u8], &'a std::cell::Cell<u64>);
     impl Read for Counted<'_> {
         fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {

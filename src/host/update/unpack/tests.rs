@@ -8,8 +8,8 @@ use tar::{Builder, EntryType, Header};
 
 use super::*;
 
-/// One entry as its raw header says, past all checks of the `tar` crate's builder.
-struct Raw<'a> {
+/// One raw entry, which bypasses all checks of the `tar` crate's builder.
+struct RawEntry<'a> {
     path: &'a [u8],
     kind: EntryType,
     mode: u32,
@@ -17,15 +17,21 @@ struct Raw<'a> {
     body: &'a [u8],
 }
 
-fn file<'a>(path: &'a str, body: &'a [u8]) -> Raw<'a> {
-    Raw { path: path.as_bytes(), kind: EntryType::Regular, mode: 0o644, link: b"", body }
+fn file<'a>(path: &'a str, body: &'a [u8]) -> RawEntry<'a> {
+    RawEntry { path: path.as_bytes(), kind: EntryType::Regular, mode: 0o644, link: b"", body }
 }
 
-fn link<'a>(path: &'a str, target: &'a str) -> Raw<'a> {
-    Raw { path: path.as_bytes(), kind: EntryType::Symlink, mode: 0o777, link: target.as_bytes(), body: b"" }
+fn link<'a>(path: &'a str, target: &'a str) -> RawEntry<'a> {
+    RawEntry {
+        path: path.as_bytes(),
+        kind: EntryType::Symlink,
+        mode: 0o777,
+        link: target.as_bytes(),
+        body: b"",
+    }
 }
 
-fn archive(entries: &[Raw<'_>]) -> Vec<u8> {
+fn archive(entries: &[RawEntry<'_>]) -> Vec<u8> {
     let mut builder = Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     for entry in entries {
         let mut header = Header::new_gnu();
@@ -41,13 +47,13 @@ fn archive(entries: &[Raw<'_>]) -> Vec<u8> {
     builder.into_inner().unwrap().finish().unwrap()
 }
 
-/// Unpacks beside a file that must not change, and answers what happened.
+/// Unpacks beside a file that must not change.
 fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("outside"), "untouched").unwrap();
     let into = dir.path().join("release");
     fs::create_dir(&into).unwrap();
-    let end = unpack(bytes, &into, Limits { entries: 50, bytes: 1 << 20 });
+    let end = unpack(bytes, &into, UnpackLimits { entries: 50, bytes: 1 << 20 });
     assert_eq!(fs::read_to_string(dir.path().join("outside")).unwrap(), "untouched");
     let names: Vec<_> = fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
     assert_eq!(names.len(), 2, "{names:?}");
@@ -55,7 +61,7 @@ fn try_unpack(bytes: &[u8]) -> (tempfile::TempDir, Result<(), UnpackError>) {
 }
 
 #[test]
-fn a_bundle_is_unpacked_as_it_was_packed() {
+fn unpack_restores_bundle() {
     let mut program = file("./bin/svc", b"program");
     program.mode = 0o755;
     let entries = [
@@ -74,13 +80,13 @@ fn a_bundle_is_unpacked_as_it_was_packed() {
 }
 
 #[test]
-fn every_hostile_entry_is_refused() {
-    let kind = |kind| Raw { path: b"x", kind, mode: 0o644, link: b"outside", body: b"" };
-    let setuid = Raw { mode: 0o4755, ..file("bin/x", b"") };
-    let setgid = Raw { mode: 0o2755, ..file("bin/x", b"") };
+fn unpack_refuses_hostile_entries() {
+    let kind = |kind| RawEntry { path: b"x", kind, mode: 0o644, link: b"outside", body: b"" };
+    let setuid = RawEntry { mode: 0o4755, ..file("bin/x", b"") };
+    let setgid = RawEntry { mode: 0o2755, ..file("bin/x", b"") };
     let long = "d/".repeat(49) + "x";
     let many: Vec<String> = (0..60).map(|n| format!("f{n}")).collect();
-    let cases: Vec<(&str, Vec<Raw<'_>>)> = vec![
+    let cases: Vec<(&str, Vec<RawEntry<'_>>)> = vec![
         ("absolute", vec![file("/outside", b"!")]),
         ("parent", vec![file("../outside", b"!")]),
         ("parent inside", vec![file("a/../../outside", b"!")]),
@@ -92,7 +98,7 @@ fn every_hostile_entry_is_refused() {
         ("over a file", vec![file("x", b"1"), file("x", b"2")]),
         (
             "a directory over a link",
-            vec![link("x", "d"), Raw { kind: EntryType::Directory, mode: 0o755, ..file("x", b"") }],
+            vec![link("x", "d"), RawEntry { kind: EntryType::Directory, mode: 0o755, ..file("x", b"") }],
         ),
         ("link over link", vec![file("a/b/f", b""), link("a/b/p", "../.."), link("t", "a/b/p/../outside")]),
         ("dangling link", vec![link("x", "nowhere")]),
@@ -120,20 +126,20 @@ fn pax(key: &str, value: &str) -> Vec<u8> {
     format!("{}{rest}", len.unwrap()).into_bytes()
 }
 
-fn named<'a>(kind: EntryType, body: &'a [u8]) -> Raw<'a> {
-    Raw { kind, ..file("././@LongLink", body) }
+fn long_name<'a>(kind: EntryType, body: &'a [u8]) -> RawEntry<'a> {
+    RawEntry { kind, ..file("././@LongLink", body) }
 }
 
 #[test]
-fn long_names_are_followed_and_checked_like_short_ones() {
+fn unpack_checks_long_names() {
     let long = format!("{}/file", "d".repeat(200));
-    let gnu = [named(EntryType::GNULongName, long.as_bytes()), file("short", b"1")];
+    let gnu = [long_name(EntryType::GNULongName, long.as_bytes()), file("short", b"1")];
     let (dir, end) = try_unpack(&archive(&gnu));
     end.unwrap();
     assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"1");
 
     let attributes = [pax("mtime", "1.5"), pax("path", &long)].concat();
-    let (dir, end) = try_unpack(&archive(&[named(EntryType::XHeader, &attributes), file("short", b"2")]));
+    let (dir, end) = try_unpack(&archive(&[long_name(EntryType::XHeader, &attributes), file("short", b"2")]));
     end.unwrap();
     assert_eq!(fs::read(dir.path().join("release").join(&long)).unwrap(), b"2");
 
@@ -141,13 +147,13 @@ fn long_names_are_followed_and_checked_like_short_ones() {
     let up_link = pax("linkpath", "../outside");
     let size = pax("size", "1");
     let huge = vec![b'x'; 70_000];
-    let bad: [&[Raw<'_>]; 6] = [
-        &[named(EntryType::GNULongName, b"../outside\0"), file("x", b"!")],
-        &[named(EntryType::GNULongLink, b"../outside\0"), link("x", "y")],
-        &[named(EntryType::XHeader, &up), file("x", b"!")],
-        &[named(EntryType::XHeader, &up_link), link("x", "y")],
-        &[named(EntryType::XHeader, &size), file("x", b"!")],
-        &[named(EntryType::GNULongName, &huge), file("x", b"!")],
+    let bad: [&[RawEntry<'_>]; 6] = [
+        &[long_name(EntryType::GNULongName, b"../outside\0"), file("x", b"!")],
+        &[long_name(EntryType::GNULongLink, b"../outside\0"), link("x", "y")],
+        &[long_name(EntryType::XHeader, &up), file("x", b"!")],
+        &[long_name(EntryType::XHeader, &up_link), link("x", "y")],
+        &[long_name(EntryType::XHeader, &size), file("x", b"!")],
+        &[long_name(EntryType::GNULongName, &huge), file("x", b"!")],
     ];
     for entries in bad {
         assert!(try_unpack(&archive(entries)).1.is_err());
@@ -155,7 +161,7 @@ fn long_names_are_followed_and_checked_like_short_ones() {
 }
 
 #[test]
-fn a_damaged_archive_is_refused() {
+fn unpack_refuses_damaged_archive() {
     let whole = archive(&[file("bin/svc", &[7; 50_000]), file("release.json", b"{}")]);
     assert!(try_unpack(&whole).1.is_ok());
     for cut in [0, 5, whole.len() / 2, whole.len() - 1] {
@@ -169,7 +175,7 @@ fn a_damaged_archive_is_refused() {
 }
 
 #[test]
-fn a_bomb_is_stopped_at_the_limit() {
+fn unpack_stops_bomb_at_limit() {
     let mut builder = Builder::new(GzEncoder::new(Vec::new(), Compression::best()));
     let mut header = Header::new_gnu();
     header.set_size(64 << 20);
@@ -181,17 +187,17 @@ fn a_bomb_is_stopped_at_the_limit() {
     let mut trailing = GzEncoder::new(Vec::new(), Compression::best());
     trailing.write_all(&[0; 1024]).unwrap();
     trailing.write_all(&vec![0; 8 << 20]).unwrap();
-    // After the end mark there is only padding: read to the limit, written nowhere.
+    // Padding after the end mark is read up to the limit and written nowhere.
     assert!(try_unpack(&trailing.finish().unwrap()).1.is_ok());
 }
 
 #[test]
-fn an_archive_in_pieces_is_read_like_one() {
+fn unpack_reads_archive_in_chunks() {
     let whole = archive(&[file("bin/svc", &[7; 300_000])]);
     let (chunks, reader) = channel();
     let dir = tempfile::tempdir().unwrap();
     let into = dir.path().to_owned();
-    let unpacking = std::thread::spawn(move || unpack(reader, &into, Limits::BUNDLE));
+    let unpacking = std::thread::spawn(move || unpack(reader, &into, UnpackLimits::BUNDLE));
     for piece in whole.chunks(7) {
         chunks.blocking_send(Bytes::copy_from_slice(piece)).unwrap();
     }

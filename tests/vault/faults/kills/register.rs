@@ -90,7 +90,7 @@ impl Campaign {
     /// What is on disk is whole, and says of no registration that there was none of.
     fn look(&self, id: &str) -> Result<()> {
         let path = self.machine.path("var/lib/svc/register.json");
-        let Some(text) = svc::fsx::read_if_there(&path)? else { return Ok(()) };
+        let Some(text) = svc::fsx::read_if_exists(&path)? else { return Ok(()) };
         let ledger: Value = serde_json::from_slice(&text).context("the ledger is torn")?;
         let book = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
         ensure!(book.refused == 0, "another body came from the same machine");

@@ -54,7 +54,7 @@ impl Field {
         self.store.heal();
         self.store.up()?;
         self.platform.mood(Mood::Gives);
-        svc::fsx::remove_if_there(&self.machine.path("var/lib/svc/store-credentials.json"))?;
+        svc::fsx::remove_if_exists(&self.machine.path("var/lib/svc/store-credentials.json"))?;
         self.platform.equips(&self.machine, SignedDuration::from_hours(9)).await
     }
 }

@@ -116,7 +116,7 @@ async fn export(layout: &Layout, place: &Path, partial: &Path) -> Result<u64, Ex
         return Err(ExportError::Exists { path: place.to_owned() });
     }
     // What a run that was killed left.
-    fsx::remove_if_there(partial)?;
+    fsx::remove_if_exists(partial)?;
     let mut options = File::options();
     let file = options.create_new(true).write(true).mode(0o600).open(partial);
     let file = file.map_err(FileError::at("create", partial))?;

@@ -215,12 +215,12 @@ async fn replace_database(settings: &Settings, archive: &File, args: &StepArgs) 
     let system = Staging::of(&layout.home().join(SYSTEM), args.number);
     let dump = layout.restore_state().join("import.dump");
     // An earlier run may have left it.
-    fsx::remove_if_there(&dump)?;
+    fsx::remove_if_exists(&dump)?;
     let replaced = load_and_swap(settings, archive, args, &system, &dump).await;
     if replaced.is_err() {
         // The error says more; what stays is removed by the next run.
         let _ = home::remove_staged(&layout.home().join(SYSTEM));
-        let _ = fsx::remove_if_there(&dump);
+        let _ = fsx::remove_if_exists(&dump);
     }
     replaced
 }

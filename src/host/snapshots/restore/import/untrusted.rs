@@ -107,7 +107,7 @@ pub async fn load(means: &Means, dump: &Path, side: &SideRecord) -> Result<Scrat
     let scratch = staging::create_database(&admin, Some(&role.name)).await?;
     let loaded =
         role.load(means, &admin, &scratch, Files { dump, chosen: &chosen }, (&selection, side)).await;
-    let removed = fsx::remove_if_there(&chosen);
+    let removed = fsx::remove_if_exists(&chosen);
     if let Err(error) = loaded {
         staging::drop_scratch(&admin, &scratch.name).await;
         if let Err(error) = drop_roles(&admin).await {
@@ -151,7 +151,7 @@ async fn list(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
         return Err(unreadable("it has too many entries"));
     }
     if !status.success() {
-        return Err(unreadable(&postgres_tools::complaint(&String::from_utf8_lossy(&said))));
+        return Err(unreadable(&postgres_tools::summarize_stderr(&String::from_utf8_lossy(&said))));
     }
     Ok(String::from_utf8_lossy(&listing).into_owned())
 }
