@@ -53,7 +53,7 @@ pub struct ArchiveInfo {
 /// An entry of the archive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Listed {
+pub struct ArchiveEntry {
     /// Bytes that are not UTF-8, and `%` itself, are written as `%` and two hexadecimal digits.
     pub path: String,
     pub kind: EntryKind,
@@ -67,7 +67,7 @@ pub struct Listed {
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
     pub version: u32,
-    pub entries: Vec<Listed>,
+    pub entries: Vec<ArchiveEntry>,
     /// Files below the home that are not in the archive: sockets, devices, and files deleted during the export.
     pub left_out: Vec<String>,
 }

@@ -19,7 +19,9 @@ use crate::applet::{self, Exit, Failure};
 use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::host::snapshots::archive;
-use crate::host::snapshots::archive::{ABOUT, ArchiveInfo, DUMP, HOME, Listed, MANIFEST, Manifest, SIDE};
+use crate::host::snapshots::archive::{
+    ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDE,
+};
 use crate::host::snapshots::backup::BackupSettings;
 use crate::host::snapshots::backup::dump;
 use crate::host::snapshots::backup::dump::{DumpError, Sink};
@@ -155,12 +157,12 @@ impl Sink for Entry<'_> {
 
 struct Archive<W: Write + Seek + 'static> {
     tar: Builder<W>,
-    entries: Vec<Listed>,
+    entries: Vec<ArchiveEntry>,
 }
 
 impl<W: Write + Seek + 'static> Archive<W> {
     fn add_entry(&mut self, path: &str, kind: EntryKind, size_bytes: u64, sha256: Option<String>) {
-        self.entries.push(Listed { path: path.to_owned(), kind, size_bytes, sha256 });
+        self.entries.push(ArchiveEntry { path: path.to_owned(), kind, size_bytes, sha256 });
     }
 
     fn write_json(&mut self, name: &str, value: &impl Serialize) -> std::io::Result<()> {

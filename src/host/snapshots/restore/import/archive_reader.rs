@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use super::manifest::{self, EntryDigest, entry_digest};
 use crate::fsx::FileError;
 use crate::host::snapshots::archive;
-use crate::host::snapshots::archive::{ABOUT, ArchiveInfo, DUMP, HOME, Listed, MANIFEST, SIDE, SYSTEM};
+use crate::host::snapshots::archive::{ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE, SYSTEM};
 use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
 use crate::store::snapshot::SideRecord;
@@ -242,7 +242,7 @@ impl<'a> Pass<'a> {
     fn description<T: DeserializeOwned>(
         &self,
         entry: &mut TarEntry<'_, impl Read>,
-    ) -> Result<(T, Listed), ArchiveError> {
+    ) -> Result<(T, ArchiveEntry), ArchiveError> {
         if entry.size > MAX_JSON_BYTES {
             return Err(self.damaged(format!("{} is too large", quoted(&entry.path))));
         }
@@ -267,7 +267,11 @@ impl<'a> Pass<'a> {
         self.damaged(format!("{}: {error}", quoted(path)))
     }
 
-    fn write(&mut self, entry: &mut TarEntry<'_, impl Read>, to: &Path) -> Result<Listed, ArchiveError> {
+    fn write(
+        &mut self,
+        entry: &mut TarEntry<'_, impl Read>,
+        to: &Path,
+    ) -> Result<ArchiveEntry, ArchiveError> {
         let failed = |action| FileError::at(action, to);
         let mode = entry.mode & 0o2777;
         match entry.kind {
@@ -312,17 +316,17 @@ impl<'a> Pass<'a> {
 }
 
 /// Copies an entry's content and returns the entry that the manifest must list.
-fn copy_listed(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<Listed> {
+fn copy_listed(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<ArchiveEntry> {
     let (path, kind) = (archive::encode_path(&entry.path), entry.kind);
     match kind {
-        EntryKind::Directory => Ok(Listed { path, kind, size_bytes: 0, sha256: None }),
+        EntryKind::Directory => Ok(ArchiveEntry { path, kind, size_bytes: 0, sha256: None }),
         EntryKind::Link => {
             let sha256 = Some(archive::sha256(entry.link.as_os_str().as_bytes()));
-            Ok(Listed { path, kind, size_bytes: 0, sha256 })
+            Ok(ArchiveEntry { path, kind, size_bytes: 0, sha256 })
         }
         EntryKind::File => {
             let (size_bytes, digest) = archive::copy_hashed(entry, to)?;
-            Ok(Listed { path, kind, size_bytes, sha256: Some(digest) })
+            Ok(ArchiveEntry { path, kind, size_bytes, sha256: Some(digest) })
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::manifest::{compare, entry_digest};
 use super::toc::select;
-use crate::host::snapshots::archive::Listed;
+use crate::host::snapshots::archive::ArchiveEntry;
 
 /// Selects what would be loaded of a dump with this listing: a line per entry, and the extensions.
 ///
@@ -17,7 +17,7 @@ pub fn read_listing(listing: &str) -> Result<(String, Vec<String>), String> {
 ///
 /// # Errors
 /// The difference.
-pub fn compare_manifest(manifest: &[u8], seen: &[Listed]) -> Result<(), String> {
+pub fn compare_manifest(manifest: &[u8], seen: &[ArchiveEntry]) -> Result<(), String> {
     let digests: Vec<_> = seen.iter().map(entry_digest).collect();
     compare(manifest, &digests)
 }

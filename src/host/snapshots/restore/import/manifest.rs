@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use sha2::{Digest, Sha256};
 
-use crate::host::snapshots::archive::Listed;
+use crate::host::snapshots::archive::ArchiveEntry;
 use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::tar_reader::quoted;
 use crate::untrusted_text;
@@ -19,11 +19,11 @@ use crate::untrusted_text;
 /// A path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON as six characters.
 const MAX_TEXT_BYTES: usize = 128 * 1024;
 
-/// Digest of an [`Listed`], unique per entry.
+/// Digest of an [`ArchiveEntry`], unique per entry.
 pub type EntryDigest = [u8; 32];
 
 /// Digests path, kind, size and content of an entry.
-pub fn entry_digest(listed: &Listed) -> EntryDigest {
+pub fn entry_digest(listed: &ArchiveEntry) -> EntryDigest {
     let kind = match listed.kind {
         EntryKind::File => b'f',
         EntryKind::Directory => b'd',
@@ -116,7 +116,7 @@ impl<'de> Visitor<'de> for Entries<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<(), A::Error> {
         let mut seen = self.seen.iter();
-        while let Some(listed) = entries.next_element::<Listed>()? {
+        while let Some(listed) = entries.next_element::<ArchiveEntry>()? {
             let name = quoted(Path::new(&listed.path));
             match seen.next() {
                 Some(digest) if *digest == entry_digest(&listed) => {}
@@ -170,11 +170,16 @@ impl<R: Read> Read for BoundedTexts<R> {
 mod tests {
     use super::*;
 
-    fn listed(path: &str) -> Listed {
-        Listed { path: path.to_owned(), kind: EntryKind::File, size_bytes: 3, sha256: Some("ab".repeat(32)) }
+    fn listed(path: &str) -> ArchiveEntry {
+        ArchiveEntry {
+            path: path.to_owned(),
+            kind: EntryKind::File,
+            size_bytes: 3,
+            sha256: Some("ab".repeat(32)),
+        }
     }
 
-    fn manifest(entries: &[Listed]) -> String {
+    fn manifest(entries: &[ArchiveEntry]) -> String {
         serde_json::json!({"version": 1, "entries": entries, "leftOut": ["a \" b"]}).to_string()
     }
 
