@@ -14,7 +14,7 @@ use crate::store::snapshot::TableCount;
 /// Database name at the machine's PostgreSQL.
 pub const DATABASE: &str = "svc_side";
 /// Maximum tables per copy.
-pub const MOST_TABLES: usize = 500;
+pub const MAX_TABLES: usize = 500;
 
 /// How a copy treats rows that exist in the snapshot, in the owner's database, or in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -29,7 +29,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    pub const WORDS: [&str; 3] = ["missing", "overwrite", "replace"];
+    pub const NAMES: [&str; 3] = ["missing", "overwrite", "replace"];
 }
 
 impl std::str::FromStr for Mode {
@@ -48,7 +48,7 @@ impl std::str::FromStr for Mode {
 /// The snapshot to open.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Chosen {
+pub struct SnapshotChoice {
     /// Its key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
@@ -73,7 +73,7 @@ pub struct Copy {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "action")]
 pub enum Action {
-    Open(Chosen),
+    Open(SnapshotChoice),
     Copy(Copy),
     Close,
 }
@@ -98,7 +98,7 @@ impl Request {
     ///
     /// # Errors
     /// [`FileError`].
-    pub fn ask(&self, layout: &Layout) -> Result<bool, FileError> {
+    pub fn submit(&self, layout: &Layout) -> Result<bool, FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::create_atomic(&layout.request("side"), &text, 0o600)
     }
@@ -159,7 +159,7 @@ pub struct CopiedTable {
 /// The result of the last copy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Copied {
+pub struct CopyResult {
     pub request_id: String,
     #[serde(with = "clock::wire")]
     pub at: Timestamp,
@@ -190,7 +190,7 @@ pub struct State {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last_copy: Option<Copied>,
+    pub last_copy: Option<CopyResult>,
     /// Tables that the running copy recreates, all or none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub making: Vec<String>,
@@ -243,16 +243,16 @@ mod tests {
         assert!(Request::read(&layout).unwrap().is_none());
         let copy = Copy { tables: vec!["a.b".into()], mode: Mode::Missing, dry_run: true, backup: true };
         let request = Request::new(Action::Copy(copy));
-        assert!(request.ask(&layout).unwrap());
-        assert!(!Request::new(Action::Close).ask(&layout).unwrap());
+        assert!(request.submit(&layout).unwrap());
+        assert!(!Request::new(Action::Close).submit(&layout).unwrap());
         assert_eq!(Request::read(&layout).unwrap().unwrap().unwrap(), request);
         Request::remove(&layout).unwrap();
-        assert!(Request::new(Action::Open(Chosen::default())).ask(&layout).unwrap());
+        assert!(Request::new(Action::Open(SnapshotChoice::default())).submit(&layout).unwrap());
     }
 
     #[test]
     fn mode_parses_exactly_its_names() {
-        for name in Mode::WORDS {
+        for name in Mode::NAMES {
             let mode: Mode = name.parse().unwrap();
             assert_eq!(serde_json::to_value(mode).unwrap(), name);
         }

@@ -18,7 +18,9 @@ use crate::host::gateway::body;
 use crate::host::gateway::endpoint::{Endpoint, OWN_BODY, OWNERS, told};
 use crate::host::gateway::state::Gateway;
 use crate::host::snapshots::side_database;
-use crate::host::snapshots::side_database::{Action, Chosen, Copy, MOST_TABLES, Mode, Request, Status};
+use crate::host::snapshots::side_database::{
+    Action, Copy, MAX_TABLES, Mode, Request, SnapshotChoice, Status,
+};
 use crate::host::system::blocking::blocking;
 use crate::host::system::layout::Layout;
 use crate::http::openapi::{
@@ -73,7 +75,7 @@ pub async fn open(
     if key.is_some() && at.is_some() {
         fields.wrong("at", "cannot be given beside key");
     }
-    let chosen = Chosen { key: key.map(|key| key.as_str().to_owned()), at };
+    let chosen = SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at };
     let chosen = fields.finish(Some(chosen))?;
     ask(&gateway, Action::Open(chosen)).await
 }
@@ -86,7 +88,7 @@ pub async fn copy(
 ) -> Result<Response, Problem> {
     let mut fields = body::fields(&headers, body, OWN_BODY).await?;
     let given = fields.has("tables");
-    let tables = fields.strings("tables", MOST_TABLES);
+    let tables = fields.strings("tables", MAX_TABLES);
     if !given {
         fields.wrong("tables", "is required");
     } else if tables.is_empty() || tables.iter().any(String::is_empty) {
@@ -122,7 +124,7 @@ async fn ask(gateway: &Gateway, action: Action) -> Result<Response, Problem> {
     let layout = gateway.config.layout.clone();
     let request = Request::new(action);
     let answer = json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
-    if !blocking(move || request.ask(&layout)).await? {
+    if !blocking(move || request.submit(&layout)).await? {
         let detail =
             "Something is asked of the side database already: GET /api/side-database tells when it is done.";
         return Err(Problem::new(Code::InvalidState, detail));
@@ -181,8 +183,8 @@ pub static COPY: Endpoint = Endpoint {
         body: Some(|| {
             let mut tables = array(text_to(200));
             tables["minItems"] = 1.into();
-            tables["maxItems"] = MOST_TABLES.into();
-            let options = [("mode", one_of(&Mode::WORDS)), ("dryRun", boolean()), ("backup", boolean())];
+            tables["maxItems"] = MAX_TABLES.into();
+            let options = [("mode", one_of(&Mode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
             fields(&[("tables", tables)], &options)
         }),
         answers: &[told(202, "It is asked for.", accepted)],
@@ -225,7 +227,7 @@ pub fn told_side() -> Value {
         &[
             ("requestId", text()),
             ("at", time()),
-            ("mode", one_of(&Mode::WORDS)),
+            ("mode", one_of(&Mode::NAMES)),
             ("dryRun", boolean()),
             ("tables", array(copied)),
         ],

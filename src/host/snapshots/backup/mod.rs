@@ -33,7 +33,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::side_database::{Action, Chosen, Copy, Mode};
+use super::side_database::{Action, Copy, Mode, SnapshotChoice};
 use super::staging;
 use super::staging::RestoreContext;
 use crate::applet::{self, Exit, Failure, OrExit};
@@ -408,7 +408,7 @@ async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Fa
     let action = match command {
         SideCommand::Show => return side::show(&layout),
         SideCommand::Open { key, at } => {
-            Some(Action::Open(Chosen { key: key.map(|key| key.as_str().to_owned()), at }))
+            Some(Action::Open(SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at }))
         }
         SideCommand::Copy { tables, mode, dry_run, no_backup } => {
             Some(Action::Copy(Copy { tables, mode, dry_run, backup: !no_backup }))

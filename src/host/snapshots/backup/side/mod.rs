@@ -20,7 +20,9 @@ use crate::applet::{Exit, Failure, OrExit};
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host;
-use crate::host::snapshots::side_database::{Action, Chosen, Copied, Copy, DATABASE, Request, State, Status};
+use crate::host::snapshots::side_database::{
+    Action, Copy, CopyResult, DATABASE, Request, SnapshotChoice, State, Status,
+};
 use crate::host::snapshots::staging;
 use crate::host::snapshots::staging::{DownloadError, LoadError, RoleLifetime};
 use crate::host::system::layout::Layout;
@@ -160,7 +162,7 @@ pub async fn run(
 ) -> Result<(), Failure> {
     let request = Request::new(action);
     let served = async {
-        while !request.ask(&settings.layout).or_exit(Exit::Internal)? {
+        while !request.submit(&settings.layout).or_exit(Exit::Internal)? {
             if let Err(earlier) = serve_pending(settings).await {
                 let error = chain(earlier.error.as_ref());
                 tracing::warn!(%error, "an earlier request for the side database failed");
@@ -230,7 +232,7 @@ async fn serve_action(settings: &BackupSettings, request: &Request) -> Result<()
     }
 }
 
-async fn open(settings: &BackupSettings, chosen: &Chosen, request_id: &str) -> Result<(), SideError> {
+async fn open(settings: &BackupSettings, chosen: &SnapshotChoice, request_id: &str) -> Result<(), SideError> {
     let mut state = State::new(Status::Opening, request_id);
     state.key.clone_from(&chosen.key);
     state.write(&settings.layout)?;
@@ -249,7 +251,7 @@ async fn open(settings: &BackupSettings, chosen: &Chosen, request_id: &str) -> R
 
 async fn load_side_database(
     settings: &BackupSettings,
-    chosen: &Chosen,
+    chosen: &SnapshotChoice,
     state: &mut State,
 ) -> Result<(), SideError> {
     let context = settings.context();
@@ -281,7 +283,7 @@ async fn load_side_database(
 }
 
 /// Finds the record of the chosen snapshot.
-async fn find_snapshot(settings: &BackupSettings, chosen: &Chosen) -> Result<SideRecord, SideError> {
+async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Result<SideRecord, SideError> {
     let (bucket, slot) = (&settings.bucket, &settings.slot);
     let unusable = |error| match error {
         Unusable::Store(error) => SideError::Store(error),
@@ -332,7 +334,7 @@ async fn copy_back(settings: &BackupSettings, wanted: &Copy, request_id: &str) -
     let end: Result<(), SideError> = copied.await;
     state.status = Status::Open;
     state.making.clear();
-    state.last_copy = Some(Copied {
+    state.last_copy = Some(CopyResult {
         request_id: request_id.to_owned(),
         at: crate::clock::now_ms(),
         mode: wanted.mode,
