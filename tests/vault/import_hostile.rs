@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use kit::s3::S3Server;
 use nix::sys::resource::{UsageWho, getrusage};
 use serde_json::{Value, json};
-use svc::host::snapshots::archive::{Listed, sha256};
+use svc::host::snapshots::archive::{ArchiveEntry, sha256};
 use svc::host::system::tar_reader::EntryKind;
 
 use super::machine::{self, Ended, Machine};
@@ -70,9 +70,9 @@ impl Honest {
         let side = serde_json::to_vec(&side)?;
         let mut entries =
             vec![("export.json", self.about.clone()), ("database.dump", dump), ("database.json", side)];
-        let listed: Vec<Listed> = entries
+        let listed: Vec<ArchiveEntry> = entries
             .iter()
-            .map(|(path, body)| Listed {
+            .map(|(path, body)| ArchiveEntry {
                 path: (*path).to_owned(),
                 kind: EntryKind::File,
                 size_bytes: body.len() as u64,

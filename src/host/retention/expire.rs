@@ -1,8 +1,8 @@
-//! Retention: what is older than 30 days by the day in its name is deleted. A file without such a name is never touched.
+//! Retention: deletes records whose name has a date more than 30 days ago. Files without a date are never touched.
 //!
-//! The clock alone decides nothing: today is at most the day after the newest record, and a clock that has jumped is doubted
-//! (`trust`). A machine that was off for long keeps its records until it has newer ones. Names that are later than today are
-//! of another clock and prove nothing.
+//! A wrong clock must not delete everything: today is at most the day after the newest record, and a jumped clock is
+//! not trusted (`clock_trust`). A machine that was off for long keeps its records until it writes newer ones. Names
+//! with a future date are ignored.
 
 use std::path::Path;
 
@@ -12,40 +12,40 @@ use jiff::civil::Date;
 use crate::fsx::{self, FileError};
 use crate::host::records::names::{ACTIVITY, AUDIT, INTERACTIONS};
 
-/// The specification's part 8.
-const KEPT_DAYS: i32 = 30;
+/// Specification, part 8.
+const RETENTION_DAYS: i32 = 30;
 
-/// The day in a record's name.
-fn day(name: &str) -> Option<Date> {
+/// The date in a record's name.
+fn record_day(name: &str) -> Option<Date> {
     [ACTIVITY, AUDIT, INTERACTIONS].iter().find_map(|record| record.day(name))
 }
 
-/// Of these files, those whose names say that they have had their time, in order.
-fn over(names: Vec<String>, today: Date) -> Vec<String> {
-    let newest = names.iter().filter_map(|name| day(name)).filter(|day| *day <= today).max();
+/// Returns the expired names, sorted.
+fn expired_names(names: Vec<String>, today: Date) -> Vec<String> {
+    let newest = names.iter().filter_map(|name| record_day(name)).filter(|day| *day <= today).max();
     let after_newest = newest.and_then(|newest| newest.tomorrow().ok());
     let today = after_newest.map_or(today, |after| after.min(today));
-    let Ok(oldest) = today.checked_sub(KEPT_DAYS.days()) else { return Vec::new() };
-    let mut over: Vec<String> =
-        names.into_iter().filter(|name| day(name).is_some_and(|day| day < oldest)).collect();
-    over.sort();
-    over
+    let Ok(oldest) = today.checked_sub(RETENTION_DAYS.days()) else { return Vec::new() };
+    let mut expired: Vec<String> =
+        names.into_iter().filter(|name| record_day(name).is_some_and(|day| day < oldest)).collect();
+    expired.sort();
+    expired
 }
 
-/// Deletes what has had its time; the names of it.
+/// Deletes expired records and returns their names.
 ///
 /// # Errors
-/// [`FileError`] of the first that could not be deleted; the others are all the same.
+/// [`FileError`] of the first failed deletion; the other records are deleted nevertheless.
 pub fn expire(logs: &Path, today: Date) -> Result<Vec<String>, FileError> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(logs).map_err(FileError::at("read", logs))? {
         let name = entry.map_err(FileError::at("read", logs))?.file_name();
         names.extend(name.to_str().map(str::to_owned));
     }
-    let over = over(names, today);
-    let removed: Vec<_> = over.iter().map(|name| fsx::remove_if_exists(&logs.join(name))).collect();
+    let expired = expired_names(names, today);
+    let removed: Vec<_> = expired.iter().map(|name| fsx::remove_if_exists(&logs.join(name))).collect();
     removed.into_iter().collect::<Result<(), FileError>>()?;
-    Ok(over)
+    Ok(expired)
 }
 
 #[cfg(test)]
@@ -55,45 +55,45 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::host::retention::clock_trust::{Reading, judge};
+    use crate::host::retention::clock_trust::{Reading, assess_clock};
 
     const TODAY: Date = Date::constant(2026, 11, 21);
 
     proptest! {
         #[test]
-        fn whatever_the_clock_says_the_newest_thirty_days_stay(
+        fn keeps_newest_thirty_days_at_any_clock(
             days in proptest::collection::btree_set(-400_i32..400, 0..60),
             clock in -1000_i32..1000,
         ) {
             let date = |days: i32| TODAY.checked_add(days.days()).unwrap();
             let name = |days: i32| AUDIT.dated(date(days), 1);
-            let over: BTreeSet<String> = over(days.iter().map(|day| name(*day)).collect(), date(clock)).into_iter().collect();
+            let expired: BTreeSet<String> = expired_names(days.iter().map(|day| name(*day)).collect(), date(clock)).into_iter().collect();
             let newest = days.iter().copied().rfind(|day| *day <= clock).unwrap_or(clock);
             for day in &days {
-                let is_over = over.contains(&name(*day));
-                prop_assert!(!is_over || newest - day >= KEPT_DAYS, "{} of {} at {}", day, newest, clock);
-                prop_assert!(!is_over || *day < clock, "{} at {}", day, clock);
-                prop_assert!(!is_over || clock - day > KEPT_DAYS, "{} at {}", day, clock);
-                // Where there is a record of yesterday or today, nothing stays longer.
+                let is_expired = expired.contains(&name(*day));
+                prop_assert!(!is_expired || newest - day >= RETENTION_DAYS, "{} of {} at {}", day, newest, clock);
+                prop_assert!(!is_expired || *day < clock, "{} at {}", day, clock);
+                prop_assert!(!is_expired || clock - day > RETENTION_DAYS, "{} at {}", day, clock);
+                // With a record of yesterday or today, every expired record is deleted.
                 if clock <= newest + 1 {
-                    prop_assert_eq!(is_over, clock - day > KEPT_DAYS);
+                    prop_assert_eq!(is_expired, clock - day > RETENTION_DAYS);
                 }
             }
         }
     }
 
     #[test]
-    fn a_clock_that_is_weeks_ahead_deletes_one_days_worth() {
+    fn clock_weeks_ahead_expires_one_extra_day() {
         let names: Vec<String> =
             (0..40).map(|ago| AUDIT.dated(TODAY.checked_sub(ago.days()).unwrap(), 1)).collect();
         let ahead = TODAY.checked_add(31.days()).unwrap();
-        let gone = over(names, ahead);
+        let gone = expired_names(names, ahead);
         assert_eq!(gone.len(), 10, "{gone:?}");
         assert_eq!(gone.last().unwrap(), "audit-2026-10-22.jsonl");
     }
 
     #[test]
-    fn thirty_days_are_kept_and_the_thirty_first_is_not() {
+    fn keeps_thirty_days_and_deletes_older() {
         let dir = tempfile::tempdir().unwrap();
         let stay = [
             "activity-2026-10-22.log",
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_deleted_keeps_nothing_else() {
+    fn failed_deletion_does_not_stop_the_others() {
         let dir = tempfile::tempdir().unwrap();
         let (first, last) = ("audit-2026-10-01.jsonl", "audit-2026-10-02.jsonl");
         std::fs::create_dir(dir.path().join(first)).unwrap();
@@ -125,14 +125,14 @@ mod tests {
         assert!(dir.path().join(first).exists() && !dir.path().join(last).exists());
     }
 
-    /// A machine over four months, by hours: its clock jumps ahead for less than a day now and then, or is behind, and it is
-    /// off for weeks. The check runs each hour. A record is written each day under whatever the clock says, unless it is behind.
+    /// Simulates four months by the hour. The clock jumps for less than a day at a time, and the machine is off for
+    /// weeks. The check runs hourly. A record is written daily by the current clock, except while it is behind.
     fn four_months(jumps: &[(u16, i64, u8)], off: Option<(u16, u16)>) -> Result<(), TestCaseError> {
         const HOUR: i64 = 3600;
         let start: i64 = TODAY.to_zoned(jiff::tz::TimeZone::UTC).unwrap().timestamp().as_second();
         let day_at =
             |at: i64| jiff::Timestamp::from_second(at).unwrap().to_zoned(jiff::tz::TimeZone::UTC).date();
-        // The names, with the true hour in which something was last written to each.
+        // Names, with the true hour of the last write.
         let mut files: std::collections::BTreeMap<String, i64> = std::collections::BTreeMap::new();
         let (mut known, mut up, mut right_for) = (None, 0, 0);
         for hour in 0..120 * 24 {
@@ -149,16 +149,16 @@ mod tests {
             let ahead = at_jump.filter(|_| up > 0).map_or(0, |(_, days, _)| *days);
             right_for = if ahead == 0 { right_for + 1 } else { 0 };
             let clock = truth + ahead * 24 * HOUR;
-            let (believed, kept) = judge(known, Reading { clock, up: up * HOUR });
+            let (believed, kept) = assess_clock(known, Reading { clock, up: up * HOUR });
             (known, up) = (Some(kept), up + 1);
             if ahead >= 0 {
                 files.insert(AUDIT.dated(day_at(clock), 1), hour);
             }
             let today = day_at(believed);
-            for name in over(files.keys().cloned().collect(), today) {
+            for name in expired_names(files.keys().cloned().collect(), today) {
                 let written = files.remove(&name).unwrap();
                 prop_assert!(
-                    hour - written >= i64::from(KEPT_DAYS) * 24,
+                    hour - written >= i64::from(RETENTION_DAYS) * 24,
                     "{} in hour {}, of {}",
                     name,
                     hour,
@@ -166,9 +166,9 @@ mod tests {
                 );
             }
             if right_for > 25 {
-                let late = files
-                    .keys()
-                    .find(|name| day_at(truth).since(day(name).unwrap()).unwrap().get_days() > KEPT_DAYS);
+                let late = files.keys().find(|name| {
+                    day_at(truth).since(record_day(name).unwrap()).unwrap().get_days() > RETENTION_DAYS
+                });
                 prop_assert_eq!(late, None, "in hour {}", hour);
             }
         }
@@ -179,7 +179,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(12))]
 
         #[test]
-        fn whatever_the_clock_does_for_less_than_a_day_nothing_goes_too_early_or_stays_too_long(
+        fn short_clock_jumps_never_shift_expiry(
             jumps in prop::collection::vec((0_u16..2800, -400_i64..400, 1_u8..23), 0..6),
             off in prop::option::of((0_u16..2000, 1_u16..60)),
         ) {

@@ -1,8 +1,7 @@
-//! `svc-heartbeat`: the daily check of the machine's records. Rotation, retention, the measurement of storage.
+//! `svc-heartbeat`: the daily maintenance of the machine's records: rotation, retention and the storage measurement.
 //!
-//! Here: the command line, the configuration, the order. Everything is decided by what lies there, so each run does what
-//! is left to do, and a run that was killed anywhere is simply run again. What fails does not keep the rest from being
-//! done.
+//! This module owns the command line, the configuration and the order of the steps. Each run derives its work from the
+//! files on disk, so a killed run is simply repeated. A failed step does not stop the others.
 
 pub mod clock_trust;
 mod expire;
@@ -28,7 +27,7 @@ use crate::host::system::lock::{Lock, LockError};
 use crate::host::system::postgres::Server;
 use crate::http::request_id;
 
-/// The places of a run where a test can stop it.
+/// Fail points of a run.
 pub const POINTS: &[&str] =
     &["heartbeat.begin", "heartbeat.rotated", "heartbeat.expired", "heartbeat.measured"];
 
@@ -37,7 +36,7 @@ pub const POINTS: &[&str] =
     name = "svc-heartbeat",
     version = applet::VERSION,
     about = "Rotates the machine's records, deletes those older than 30 days, and measures its storage",
-    after_help = "Days are those of costLimits.timeZone in the owner's system/config.json. It may run at any time and as often as wanted."
+    after_help = "Days are those of costLimits.timeZone in the owner's system/config.json. It can run at any time, any number of times."
 )]
 struct Args {}
 
@@ -64,17 +63,17 @@ async fn check(layout: Layout) -> Result<(), Failure> {
         .or_exit(Exit::Internal)?;
     let settings = Settings::load(&layout.settings(), &layout.good_settings());
     if let Some(mistake) = &settings.mistake {
-        tracing::warn!(mistake, "system/config.json is not used as it is now");
+        tracing::warn!(mistake, "system/config.json is invalid and is not used");
     }
     let calendar = settings.calendar;
     let now = Timestamp::now();
     let today = calendar.day(now);
-    let kept = keep(&layout, &calendar, now);
+    let rotated = rotate_and_expire(&layout, &calendar, now);
     let measured = measure(&layout, &server, today).await;
-    kept.and(measured)
+    rotated.and(measured)
 }
 
-fn keep(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Result<(), Failure> {
+fn rotate_and_expire(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Result<(), Failure> {
     let (logs, today) = (layout.logs(), calendar.day(now));
     let rotated = [names::ACTIVITY, names::AUDIT].map(|record| {
         let name = rotate::rotate(&logs, record, calendar, today).or_exit(Exit::Internal)?;
@@ -83,7 +82,7 @@ fn keep(layout: &Layout, calendar: &Calendar, now: Timestamp) -> Result<(), Fail
         }
         failpoint::pass("heartbeat.rotated").or_exit(Exit::Internal)
     });
-    let believed = clock_trust::believed(&layout.heartbeat_clock(), now);
+    let believed = clock_trust::trusted_time(&layout.heartbeat_clock(), now);
     let expired = believed.and_then(|now| expire::expire(&logs, calendar.day(now))).or_exit(Exit::Internal);
     let expired = expired.and_then(|names| {
         if !names.is_empty() {

@@ -1,8 +1,8 @@
-//! Rotation: a record that began before today gets its day's name, by one rename.
+//! Rotation: renames a record that was started before today to a dated name.
 //!
-//! A rename loses nothing, whoever has the file open: what is still written goes along with it (`host::records::jsonl` says how
-//! writers follow). No file is ever written over: a name that is taken gets a number. The file's own words say on which
-//! day it began, so nothing is kept of earlier runs, and days that were missed are caught up.
+//! A rename loses nothing: a writer with the file open keeps writing to it (`host::records::jsonl` says how writers
+//! follow). No file is overwritten: a taken name gets a number. The first line's timestamp says on which day the file
+//! was started, so rotation needs no state and catches up on missed days.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -19,26 +19,26 @@ use crate::fsx::{self, FileError};
 use crate::host::records::calendar::Calendar;
 use crate::host::records::names::Record;
 
-/// No day has more files than this; then something else is wrong.
-const MOST_OF_A_DAY: u32 = 1000;
-/// A first line that is longer says nothing of when it was written.
-const LONGEST_START: u64 = 64 << 10;
+/// Maximum files per day; more means that something else is wrong.
+const MAX_FILES_PER_DAY: u32 = 1000;
+/// Maximum length of a first line whose timestamp is read.
+const MAX_FIRST_LINE_BYTES: u64 = 64 << 10;
 
-/// When a record's content was written, by days, the earliest and the latest that it tells of.
+/// The first and last day of a record's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     pub first: Date,
     pub last: Date,
 }
 
-/// The day that a record is to be named after; `None` while it is today's. Its last day names it, so that nothing in it
-/// is younger than its name and goes too early, also where the clock was set back; but never today, which is not over.
+/// Returns the day to name a record after, `None` if it is today's. The last day is used, so that no line is younger than
+/// the name and expires early, even if the clock was set back. It is never today, which is not over.
 pub fn due(span: Span, today: Date) -> Option<Date> {
     let yesterday = today.yesterday().ok()?;
     (span.first < today).then(|| if span.last == today { yesterday } else { span.last })
 }
 
-/// Rotates a record where it is due; the name that it got.
+/// Rotates a record if due; returns its new name.
 ///
 /// # Errors
 /// [`FileError`].
@@ -53,7 +53,7 @@ pub fn rotate(
         return Ok(None);
     };
     let Some(day) = due(span, today) else { return Ok(None) };
-    for n in 1..=MOST_OF_A_DAY {
+    for n in 1..=MAX_FILES_PER_DAY {
         let name = record.dated(day, n);
         let renamed =
             renameat2(AT_FDCWD, &current, AT_FDCWD, &logs.join(&name), RenameFlags::RENAME_NOREPLACE);
@@ -63,15 +63,15 @@ pub fn rotate(
                 return Ok(Some(name));
             }
             Err(Errno::EEXIST) => {}
-            // Somebody else was faster.
+            // Another run has renamed it.
             Err(Errno::ENOENT) => return Ok(None),
             Err(error) => return Err(FileError::at("rename", &current)(error.into())),
         }
     }
-    Err(FileError::at("rename", &current)(io::Error::other("all names of its day are taken")))
+    Err(FileError::at("rename", &current)(io::Error::other("all names for its day are taken")))
 }
 
-/// `None` where there is no record, or nothing in it.
+/// Returns `None` if the record is missing or empty.
 fn span(path: &Path, calendar: &Calendar) -> io::Result<Option<Span>> {
     let mut options = File::options();
     let opened = options.read(true).custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits()).open(path);
@@ -84,22 +84,22 @@ fn span(path: &Path, calendar: &Calendar) -> io::Result<Option<Span>> {
         return Ok(None);
     }
     let modified = Timestamp::try_from(meta.modified()?).map_err(io::Error::other)?;
-    // The first line's own time; else the file's birth, which is when somebody first wrote to it.
+    // Prefer the first line's timestamp, then the file's creation time.
     let born = meta.created().ok().and_then(|at| Timestamp::try_from(at).ok());
-    let said = said(first_line(file)?.as_slice());
-    let first = said.or(born).unwrap_or(modified).min(modified);
-    let last = said.unwrap_or(modified).max(modified);
+    let line_time = line_time(first_line(file)?.as_slice());
+    let first = line_time.or(born).unwrap_or(modified).min(modified);
+    let last = line_time.unwrap_or(modified).max(modified);
     Ok(Some(Span { first: calendar.day(first), last: calendar.day(last) }))
 }
 
 fn first_line(file: File) -> io::Result<Vec<u8>> {
     let mut line = Vec::new();
-    BufReader::new(file.take(LONGEST_START)).read_until(b'\n', &mut line)?;
+    BufReader::new(file.take(MAX_FIRST_LINE_BYTES)).read_until(b'\n', &mut line)?;
     Ok(line)
 }
 
-/// The time that a line gives: its `timestamp`, or what it begins with.
-fn said(line: &[u8]) -> Option<Timestamp> {
+/// The time of a line: its `timestamp`, or its first word.
+fn line_time(line: &[u8]) -> Option<Timestamp> {
     #[derive(Deserialize)]
     struct Entry {
         timestamp: Timestamp,
@@ -138,7 +138,7 @@ mod tests {
         format!("{{\"timestamp\":\"{at}\",\"n\":{n}}}\n")
     }
 
-    /// Files of the directory with what is in them.
+    /// Files of the directory with their content.
     fn files(dir: &Path) -> BTreeMap<String, String> {
         let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
         entries
@@ -149,31 +149,31 @@ mod tests {
             .collect()
     }
 
-    fn written(path: &Path, text: &str, last: Timestamp) {
+    fn write_record(path: &Path, text: &str, last: Timestamp) {
         fs::write(path, text).unwrap();
         File::options().append(true).open(path).unwrap().set_modified(SystemTime::from(last)).unwrap();
     }
 
     #[test]
-    fn yesterdays_record_gets_yesterdays_name_and_todays_stays() {
+    fn rotates_yesterdays_record_and_keeps_todays() {
         let dir = tempfile::tempdir().unwrap();
         let yesterday = TODAY.yesterday().unwrap();
         let text = line(at(yesterday, 3), 1);
-        written(&dir.path().join("audit.jsonl"), &text, at(yesterday, 9));
+        write_record(&dir.path().join("audit.jsonl"), &text, at(yesterday, 9));
         let name = rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-20.jsonl"));
         assert_eq!(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap(), None);
-        written(&dir.path().join("audit.jsonl"), &line(at(TODAY, 0), 2), at(TODAY, 0));
+        write_record(&dir.path().join("audit.jsonl"), &line(at(TODAY, 0), 2), at(TODAY, 0));
         assert_eq!(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap(), None);
         assert_eq!(files(dir.path())["audit-2026-11-20.jsonl"], text);
     }
 
     #[test]
-    fn a_writer_that_has_the_file_open_loses_nothing() {
+    fn rotation_loses_nothing_of_an_open_writer() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("activity.log");
         let yesterday = TODAY.yesterday().unwrap();
-        written(&path, &format!("{} begin\n", at(yesterday, 1)), at(yesterday, 1));
+        write_record(&path, &format!("{} begin\n", at(yesterday, 1)), at(yesterday, 1));
         let mut open = File::options().append(true).open(&path).unwrap();
         open.write_all(b"half of a li").unwrap();
         open.set_modified(SystemTime::from(at(yesterday, 2))).unwrap();
@@ -183,11 +183,11 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_taken_is_not_written_over() {
+    fn rotation_never_overwrites_a_file() {
         let dir = tempfile::tempdir().unwrap();
         let yesterday = TODAY.yesterday().unwrap();
         for n in 1..=3 {
-            written(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
+            write_record(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
             rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap().unwrap();
         }
         let names: Vec<String> = files(dir.path()).into_keys().collect();
@@ -195,25 +195,25 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_was_set_back_makes_no_line_older_than_it_is() {
+    fn clock_set_back_never_backdates_a_line() {
         let dir = tempfile::tempdir().unwrap();
         let long_ago = TODAY.checked_sub(20.days()).unwrap();
-        // Begun on the right day, gone on with under a clock that is weeks behind, looked at by that clock.
+        // Started on the right day, continued and checked under a clock that is weeks behind.
         let text = line(at(TODAY, 3), 1) + &line(at(long_ago, 9), 2);
-        written(&dir.path().join("audit.jsonl"), &text, at(long_ago, 9));
+        write_record(&dir.path().join("audit.jsonl"), &text, at(long_ago, 9));
         let next = long_ago.tomorrow().unwrap();
         let name = rotate(dir.path(), AUDIT, &utc(), next).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.jsonl"));
-        // Under the right clock it takes no other's place.
-        written(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
+        // Under the right clock it replaces no other file.
+        write_record(&dir.path().join("audit.jsonl"), &line(at(TODAY, 4), 3), at(TODAY, 4));
         let name = rotate(dir.path(), AUDIT, &utc(), TODAY.tomorrow().unwrap()).unwrap();
         assert_eq!(name.as_deref(), Some("audit-2026-11-21.2.jsonl"));
     }
 
     #[test]
-    fn days_of_another_length_begin_where_the_owners_clock_says() {
+    fn days_follow_the_owners_time_zone() {
         for (zone, last, first, day) in [
-            // 23 and 25 hours; no midnight at all; a midnight that comes twice; a leap day.
+            // 23 and 25 hours, no midnight, two midnights, a leap day.
             ("Europe/Berlin", "2026-03-29T21:59:59Z", "2026-03-29T22:00:00Z", "2026-03-29"),
             ("Europe/Berlin", "2026-10-25T22:59:59Z", "2026-10-25T23:00:00Z", "2026-10-25"),
             ("America/Santiago", "2026-09-06T03:59:59Z", "2026-09-06T04:00:00Z", "2026-09-05"),
@@ -223,7 +223,7 @@ mod tests {
             let calendar = Calendar::for_zone(zone).unwrap();
             let (last, first): (Timestamp, Timestamp) = (last.parse().unwrap(), first.parse().unwrap());
             let dir = tempfile::tempdir().unwrap();
-            written(&dir.path().join("audit.jsonl"), &line(last, 1), last);
+            write_record(&dir.path().join("audit.jsonl"), &line(last, 1), last);
             assert_eq!(
                 rotate(dir.path(), AUDIT, &calendar, calendar.day(last)).unwrap(),
                 None,
@@ -235,11 +235,11 @@ mod tests {
     }
 
     #[test]
-    fn many_rotations_at_once_lose_and_double_nothing() {
+    fn concurrent_rotations_keep_every_line_once() {
         let dir = tempfile::tempdir().unwrap();
         let yesterday = TODAY.yesterday().unwrap();
         for n in 0..20 {
-            written(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
+            write_record(&dir.path().join("audit.jsonl"), &line(at(yesterday, 3), n), at(yesterday, 9));
             let rotated: usize = std::thread::scope(|scope| {
                 let run = || usize::from(rotate(dir.path(), AUDIT, &utc(), TODAY).unwrap().is_some());
                 let running: Vec<_> = (0..4).map(|_| scope.spawn(run)).collect();
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_and_an_empty_record_are_left_alone() {
+    fn rotation_skips_links_and_empty_records() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("activity.log"), "").unwrap();
         assert_eq!(rotate(dir.path(), ACTIVITY, &utc(), TODAY).unwrap(), None);
@@ -265,21 +265,21 @@ mod tests {
     }
 
     #[test]
-    fn lines_tell_their_time_in_either_form() {
+    fn line_time_reads_both_formats() {
         let at: Timestamp = "2026-11-20T03:00:00Z".parse().unwrap();
-        assert_eq!(said(br#"{"op":"write","timestamp":"2026-11-20T03:00:00.000Z"}"#), Some(at));
-        assert_eq!(said(b"2026-11-20T04:00:00+01:00 something happened\n"), Some(at));
-        assert_eq!(said(b"[2026-11-20T03:00:00Z] x"), Some(at));
-        assert_eq!(said(b"something happened"), None);
+        assert_eq!(line_time(br#"{"op":"write","timestamp":"2026-11-20T03:00:00.000Z"}"#), Some(at));
+        assert_eq!(line_time(b"2026-11-20T04:00:00+01:00 something happened\n"), Some(at));
+        assert_eq!(line_time(b"[2026-11-20T03:00:00Z] x"), Some(at));
+        assert_eq!(line_time(b"something happened"), None);
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Whatever days are missed and however often a day is looked at: no line is lost or doubled, and none is in a
-        /// file of an earlier day than its own, except the lines of a day that is not over.
+        /// With any missed days and any number of checks per day, no line is lost or doubled, and none is in a file of an
+        /// earlier day than its own, except lines of today.
         #[test]
-        fn every_line_stays_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
+        fn keeps_every_line_once(days in prop::collection::vec((0_i32..3, 0_usize..3, 0_usize..3), 1..12)) {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("audit.jsonl");
             let (mut today, mut lines) = (TODAY, Vec::new());
@@ -291,7 +291,7 @@ mod tests {
                 for _ in 0..new {
                     let text = line(at(today, 12), lines.len());
                     let before = fs::read_to_string(&path).unwrap_or_default();
-                    written(&path, &(before + &text), at(today, 12));
+                    write_record(&path, &(before + &text), at(today, 12));
                     lines.push((today, text));
                 }
             }
@@ -307,7 +307,7 @@ mod tests {
         }
 
         #[test]
-        fn a_name_is_never_todays(first in -40_i32..3, length in 0_i32..40) {
+        fn due_day_is_never_today(first in -40_i32..3, length in 0_i32..40) {
             let first = TODAY.checked_add(first.days()).unwrap();
             let span = Span { first, last: first.checked_add(length.days()).unwrap() };
             match due(span, TODAY) {

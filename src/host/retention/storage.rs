@@ -1,6 +1,6 @@
-//! The day's measurement: one line of `storage.jsonl` with what disk, home, apps, logs and database take.
+//! The daily measurement: one line of `storage.jsonl` with the size of disk, home, apps, logs and database.
 //!
-//! Apps and logs are parts of the home, an app's schema is part of the database. A day has at most one line.
+//! Apps and logs are part of the home; an app's schema is part of the database. A day has at most one line.
 
 mod walk;
 
@@ -21,15 +21,15 @@ use crate::host::system::app_sizes;
 use crate::host::system::layout::Layout;
 use crate::host::system::postgres::{ConnectError, Server};
 
-const DATABASE_DEADLINE: Duration = Duration::from_secs(60);
-/// Then what was not looked at is not counted; the unit itself is given half an hour.
-const WALK_DEADLINE: Duration = Duration::from_secs(600);
-/// A line has so many apps at most, the largest.
-const MOST_APPS: usize = 200;
-/// Lines are some 300 bytes, and 70 for each app: this holds the last month's of the largest.
-const TAIL: u64 = 512 << 10;
+const DATABASE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Directories that remain after this are not counted. The unit's own limit is half an hour.
+const WALK_TIMEOUT: Duration = Duration::from_secs(600);
+/// Maximum apps per line; the largest are kept.
+const MAX_APPS: usize = 200;
+/// A line is about 300 bytes, plus 70 per app: this holds the last month's largest lines.
+const TAIL_BYTES: u64 = 512 << 10;
 
-/// Why there is no line for today yet.
+/// Why today has no line yet.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
     #[error(transparent)]
@@ -38,8 +38,8 @@ pub enum StorageError {
     Connect(#[from] ConnectError),
     #[error("measure the database")]
     Database(#[source] tokio_postgres::Error),
-    #[error("measure the database: no answer in time")]
-    Silent,
+    #[error("measure the database: timed out")]
+    TimedOut,
 }
 
 impl StorageError {
@@ -56,7 +56,7 @@ pub struct Line {
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub date: Date,
-    /// Of the file system that the home is on.
+    /// Size of the home's file system.
     pub disk_bytes: u64,
     pub disk_free_bytes: u64,
     #[serde(flatten)]
@@ -71,12 +71,12 @@ pub struct Sizes {
     pub home_bytes: u64,
     pub apps_bytes: u64,
     pub logs_bytes: u64,
-    /// Directories that could not be looked into, or not in time: the sizes are then too small.
+    /// Number of directories not read, or not in time: the sizes are then too small.
     #[serde(skip_serializing_if = "is_zero")]
     pub unreadable: u64,
 }
 
-/// What an app takes: its folder, and its schema with indexes and large values.
+/// An app's sizes: its folder, and its schema with indexes and TOAST tables.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct App {
@@ -94,23 +94,23 @@ pub fn path(layout: &Layout) -> PathBuf {
     layout.logs().join("storage.jsonl")
 }
 
-/// Measures, and appends the line.
+/// Measures and appends the line.
 ///
 /// # Errors
-/// [`StorageError`]; there is then no line, and a later run of the day measures.
+/// [`StorageError`]; no line is written then, and a later run of the day measures again.
 pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<Line, StorageError> {
-    let of = layout.clone();
-    let until = Instant::now() + WALK_DEADLINE;
+    let owned = layout.clone();
+    let deadline = Instant::now() + WALK_TIMEOUT;
     let walked = tokio::task::spawn_blocking(move || {
-        let disk = fs4::statvfs(of.home()).map_err(FileError::at("measure", &of.home()))?;
-        let walked = walk::walk(&of.home(), &of.apps(), &of.logs(), until)?;
+        let disk = fs4::statvfs(owned.home()).map_err(FileError::at("measure", &owned.home()))?;
+        let walked = walk::walk(&owned.home(), &owned.apps(), &owned.logs(), deadline)?;
         Ok::<_, FileError>((disk, walked))
     });
-    // A panic in there is no error that we could name: it goes on here.
+    // Re-raise a panic of the walk.
     let (disk, (files, folders)) =
         walked.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))?;
-    let asked = tokio::time::timeout(DATABASE_DEADLINE, database(server)).await;
-    let (database_bytes, schemas) = asked.map_err(|_| StorageError::Silent)??;
+    let result = tokio::time::timeout(DATABASE_TIMEOUT, database(server)).await;
+    let (database_bytes, schemas) = result.map_err(|_| StorageError::TimedOut)??;
     let line = Line {
         version: 1,
         timestamp: clock::now_ms(),
@@ -126,7 +126,7 @@ pub async fn measure(layout: &Layout, server: &Server, today: Date) -> Result<Li
     Ok(line)
 }
 
-/// By slug; where there are more than a line holds, the largest.
+/// Merges both by slug and keeps the largest apps.
 fn apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<App> {
     let mut apps: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for (slug, bytes) in folders {
@@ -138,12 +138,12 @@ fn apps(folders: BTreeMap<String, u64>, schemas: BTreeMap<String, u64>) -> Vec<A
     let app = |(slug, (files_bytes, database_bytes))| App { slug, files_bytes, database_bytes };
     let mut apps: Vec<App> = apps.into_iter().map(app).collect();
     apps.sort_by_key(|app| std::cmp::Reverse(app.files_bytes + app.database_bytes));
-    apps.truncate(MOST_APPS);
+    apps.truncate(MAX_APPS);
     apps.sort_by(|a, b| a.slug.cmp(&b.slug));
     apps
 }
 
-/// The size of all of it, and of each app's schema by its slug.
+/// Returns the size of the database, and of each app's schema by slug.
 async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), StorageError> {
     let client = server.connect(server.database(), "svc-heartbeat").await?;
     let size = client.query_one("SELECT pg_database_size(current_database())", &[]).await;
@@ -153,31 +153,31 @@ async fn database(server: &Server) -> Result<(u64, BTreeMap<String, u64>), Stora
     Ok((u64::try_from(size).unwrap_or(0), schemas))
 }
 
-/// Whether this day has its line.
+/// Returns whether this day has its line.
 ///
 /// # Errors
 /// [`FileError`].
 pub fn is_measured(file: &Path, day: Date) -> Result<bool, FileError> {
     #[derive(Deserialize)]
-    struct Of {
+    struct DatedLine {
         date: Date,
     }
     let tail = match tail(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         tail => tail.map_err(FileError::at("read", file))?,
     };
-    // A line is whole with its end; what a crash tore is none.
+    // A line without its newline was torn by a crash.
     let lines = tail.split_inclusive(|&byte| byte == b'\n').filter(|line| line.ends_with(b"\n"));
-    let mut days = lines.filter_map(|line| serde_json::from_slice::<Of>(line).ok());
-    Ok(days.any(|of| of.date == day))
+    let mut days = lines.filter_map(|line| serde_json::from_slice::<DatedLine>(line).ok());
+    Ok(days.any(|line| line.date == day))
 }
 
 fn tail(file: &Path) -> io::Result<Vec<u8>> {
     let mut file = fs::File::open(file)?;
     let length = file.metadata()?.len();
-    file.seek(SeekFrom::Start(length.saturating_sub(TAIL)))?;
+    file.seek(SeekFrom::Start(length.saturating_sub(TAIL_BYTES)))?;
     let mut tail = Vec::new();
-    file.take(TAIL).read_to_end(&mut tail)?;
+    file.take(TAIL_BYTES).read_to_end(&mut tail)?;
     Ok(tail)
 }
 
@@ -186,19 +186,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn apps_are_by_slug_and_the_largest_of_many() {
+    fn apps_keeps_the_largest_sorted_by_slug() {
         let sizes =
             |of: &[(&str, u64)]| of.iter().map(|(slug, bytes)| ((*slug).to_owned(), *bytes)).collect();
-        let told = apps(sizes(&[("notes", 7), ("todo", 1)]), sizes(&[("notes", 5), ("gone", 3)]));
-        let told: Vec<_> = told.iter().map(|app| (&*app.slug, app.files_bytes, app.database_bytes)).collect();
-        assert_eq!(told, [("gone", 0, 3), ("notes", 7, 5), ("todo", 1, 0)]);
+        let listed = apps(sizes(&[("notes", 7), ("todo", 1)]), sizes(&[("notes", 5), ("gone", 3)]));
+        let listed: Vec<_> =
+            listed.iter().map(|app| (&*app.slug, app.files_bytes, app.database_bytes)).collect();
+        assert_eq!(listed, [("gone", 0, 3), ("notes", 7, 5), ("todo", 1, 0)]);
         let many = (0..500).map(|n| (format!("app-{n:03}"), n)).collect();
-        let told = apps(many, BTreeMap::new());
-        assert_eq!((told.len(), &*told[0].slug), (MOST_APPS, "app-300"));
+        let listed = apps(many, BTreeMap::new());
+        assert_eq!((listed.len(), &*listed[0].slug), (MAX_APPS, "app-300"));
     }
 
     #[test]
-    fn a_day_is_measured_once_its_line_is_whole() {
+    fn day_is_measured_once_its_line_is_complete() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("storage.jsonl");
         let day = Date::constant(2026, 11, 21);

@@ -1,8 +1,8 @@
-//! The owner's archive: everything of a machine that is the owner's, in one tar file that any `tar` and a stock `pg_restore`
-//! can read.
+//! The owner's archive: all of the owner's data on a machine in one tar file, readable by any `tar` and a stock
+//! `pg_restore`.
 //!
-//! Its entries, in this order: `export.json`, `database.dump`, `database.json`, `home/…`, `manifest.json`. The manifest comes
-//! last, so that an archive that was cut off is never taken for a whole one; it lists each entry before it.
+//! Its entries, in this order: `export.json`, `database.dump`, `database.json`, `home/…`, `manifest.json`. The manifest
+//! lists every other entry and comes last, so that a truncated archive is never accepted.
 
 use std::ffi::OsStr;
 use std::io::{self, Read, Write};
@@ -20,25 +20,25 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{IdpUserId, Slot};
 
 pub const VERSION: u32 = 1;
-/// Whose it is: [`About`].
+/// Describes the archive: [`ArchiveInfo`].
 pub const ABOUT: &str = "export.json";
 /// In `pg_dump`'s custom format.
 pub const DUMP: &str = "database.dump";
-/// The dump's side record, as snapshots have one.
+/// The dump's side record, as snapshots have it.
 pub const SIDE: &str = "database.json";
-/// What lies below the home, below this.
+/// Prefix of the home's files.
 pub const HOME: &str = "home";
 pub const MANIFEST: &str = "manifest.json";
 /// The gateway's part of the home, below [`HOME`]: records and the owner's settings.
 pub const SYSTEM: &str = "system";
-/// Beginnings of names below the home and its [`SYSTEM`] that are no part of an archive: what an import works with.
-pub const STAGED: &str = ".import-";
-pub const BEFORE: &str = ".before-import-";
+/// Name prefixes below the home and its [`SYSTEM`] that are not archived: an import's working directories.
+pub const STAGING_PREFIX: &str = ".import-";
+pub const REPLACED_PREFIX: &str = ".before-import-";
 
-/// Where and when an archive was made.
+/// Origin of an archive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct About {
+pub struct ArchiveInfo {
     pub version: u32,
     #[serde(with = "clock::wire")]
     pub created_at: Timestamp,
@@ -46,19 +46,19 @@ pub struct About {
     pub slot: Slot,
     pub machine_id: MachineId,
     pub epoch: Epoch,
-    /// Of the program that wrote it.
+    /// Version of the program that wrote it.
     pub made_by: String,
 }
 
 /// An entry of the archive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Listed {
-    /// Bytes that are no text are written as `%` and two hexadecimal digits, as is `%` itself.
+pub struct ArchiveEntry {
+    /// Bytes that are not UTF-8, and `%` itself, are written as `%` and two hexadecimal digits.
     pub path: String,
     pub kind: EntryKind,
     pub size_bytes: u64,
-    /// Of a file's bytes, or of a link's target.
+    /// Of a file's content, or of a link's target.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
 }
@@ -67,13 +67,13 @@ pub struct Listed {
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
     pub version: u32,
-    pub entries: Vec<Listed>,
-    /// Below the home, and no part of the archive: sockets, devices, and what was gone when its turn came.
+    pub entries: Vec<ArchiveEntry>,
+    /// Files below the home that are not in the archive: sockets, devices, and files deleted during the export.
     pub left_out: Vec<String>,
 }
 
-/// A path as a manifest writes it.
-pub fn written(path: &Path) -> String {
+/// Encodes a path for the manifest.
+pub fn encode_path(path: &Path) -> String {
     let mut text = String::new();
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {
         text.push_str(&chunk.valid().replace('%', "%25"));
@@ -82,15 +82,15 @@ pub fn written(path: &Path) -> String {
     text
 }
 
-/// Of a few bytes.
+/// The SHA-256 of a byte string, in hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// Copies to the end, and says how much and which.
+/// Copies to the end; returns the length and the SHA-256.
 ///
 /// # Errors
-/// The reader's or the writer's.
+/// I/O errors of the reader or the writer.
 pub fn copy_hashed(mut from: impl Read, mut to: impl Write) -> io::Result<(u64, String)> {
     let (mut digest, mut size, mut piece) = (Sha256::new(), 0, vec![0; 1 << 18]);
     loop {
@@ -105,10 +105,10 @@ pub fn copy_hashed(mut from: impl Read, mut to: impl Write) -> io::Result<(u64, 
     }
 }
 
-/// Whether something directly below the home is of an import, and no part of an archive.
-pub fn is_an_imports(name: &OsStr) -> bool {
+/// Returns whether a name directly below the home belongs to an import and is not archived.
+pub fn is_import_file(name: &OsStr) -> bool {
     let name = name.as_bytes();
-    name.starts_with(STAGED.as_bytes()) || name.starts_with(BEFORE.as_bytes())
+    name.starts_with(STAGING_PREFIX.as_bytes()) || name.starts_with(REPLACED_PREFIX.as_bytes())
 }
 
 #[cfg(test)]
@@ -116,15 +116,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_two_paths_are_written_alike() {
-        let of = |bytes: &[u8]| written(Path::new(OsStr::from_bytes(bytes)));
-        assert_eq!(of("home/ä b".as_bytes()), "home/ä b");
-        assert_eq!(of(b"home/\xff"), "home/%FF");
-        assert_eq!(of(b"home/%FF"), "home/%25FF");
+    fn encode_path_is_injective() {
+        let encode = |bytes: &[u8]| encode_path(Path::new(OsStr::from_bytes(bytes)));
+        assert_eq!(encode("home/ä b".as_bytes()), "home/ä b");
+        assert_eq!(encode(b"home/\xff"), "home/%FF");
+        assert_eq!(encode(b"home/%FF"), "home/%25FF");
     }
 
     #[test]
-    fn what_is_copied_is_hashed() {
+    fn copy_hashed_returns_length_and_digest() {
         let mut to = Vec::new();
         let (size, digest) = copy_hashed(&b"abc"[..], &mut to).unwrap();
         assert_eq!((size, to.as_slice(), digest), (3, &b"abc"[..], sha256(b"abc")));

@@ -1,4 +1,4 @@
-//! What the backup under way has done so far: `svc-db-backup` writes it, the gateway shows it to the platform.
+//! Progress of the running backup: `svc-db-backup` writes it, the gateway shows it to the platform.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -9,18 +9,18 @@ use crate::host::system::layout::Layout;
 
 const FORMAT: u32 = 1;
 
-/// One run of a backup.
+/// Progress of one backup run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct BackupProgress {
     version: u32,
     #[serde(with = "clock::wire")]
     pub began_at: Timestamp,
-    /// As `backup.jsonl` names it.
+    /// The stage, as named in `backup.jsonl`.
     pub stage: String,
-    /// Bytes that `pg_dump` has written.
+    /// Bytes written by `pg_dump`.
     pub dumped_bytes: u64,
-    /// Bytes that the object store has acknowledged.
+    /// Bytes acknowledged by the object store.
     pub uploaded_bytes: u64,
     #[serde(with = "clock::wire")]
     pub updated_at: Timestamp,
@@ -38,16 +38,16 @@ impl BackupProgress {
         }
     }
 
-    /// What is not readable is of a later version, and shows nothing.
+    /// An unreadable file was written by a later version, and counts as none.
     ///
     /// # Errors
-    /// When the file exists and the disk does not return it.
+    /// [`FileError`] if the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.backup_progress())?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
     }
 
-    /// Replaces the file atomically: a reader never sees a part of it.
+    /// Replaces the file atomically: a reader never sees a partial one.
     ///
     /// # Errors
     /// [`FileError`].

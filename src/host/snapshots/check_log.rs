@@ -1,5 +1,5 @@
-//! What is left of a look at snapshots: a line of `backup-checks.jsonl`, and the last of its kind for heartbeat, metrics
-//! and doctor.
+//! The record of a snapshot check: a line of `backup-checks.jsonl`, and the last check of each kind for heartbeat,
+//! metrics and doctor.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use crate::fsx::{self, FileError};
 use crate::host::records::jsonl;
 use crate::host::system::layout::Layout;
 
-/// How a run ended.
+/// The outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -17,13 +17,13 @@ pub enum Status {
     Error,
 }
 
-/// How a snapshot is looked at.
+/// The kind of check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CheckKind {
-    /// Read again from the store.
+    /// Read from the store in full.
     Verify,
-    /// Restored into a database of its own.
+    /// Restored into a scratch database.
     Drill,
 }
 
@@ -38,24 +38,24 @@ impl CheckKind {
     }
 }
 
-/// One run. Sizes in bytes.
+/// One check. Sizes in bytes.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Check {
     pub version: u32,
-    /// When it ended.
+    /// End time.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub check: CheckKind,
     pub status: Status,
-    /// Snapshots that were found as they were written.
+    /// Number of intact snapshots.
     pub snapshots: u64,
     pub size_bytes: u64,
     pub duration_ms: u64,
-    /// Of a single one that was looked at: its key.
+    /// The key, if a single snapshot was checked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// Keys of those that are not as they were written.
+    /// Keys of damaged snapshots.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub damaged: Vec<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -73,10 +73,10 @@ impl Check {
         jsonl::append_line(&layout.logs().join("backup-checks.jsonl"), &line)
     }
 
-    /// The last of its kind on this machine.
+    /// The last check of a kind on this machine.
     ///
     /// # Errors
-    /// [`FileError`]; what is there and cannot be read as one counts as none.
+    /// [`FileError`]. An unparsable file counts as none.
     pub fn last(layout: &Layout, kind: CheckKind) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.last_check(kind.as_str()))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))

@@ -1,9 +1,9 @@
-//! Which database this machine serves: the marker of the gate names it, and the database names itself.
+//! The identity of this machine's database: the restore marker names it, and the database carries it.
 //!
-//! A server that lost its volume begins with an empty database under a marker that says that all is restored. Its
-//! system identifier is another, and it has no id of a restore, so gateway and backup refuse it.
+//! A server that lost its volume starts with an empty database, while the marker says that the restore is complete. Its
+//! system identifier differs and it has no restore id, so gateway and backup refuse it.
 //!
-//! The id of a restore is a setting of the database (`svc.restore_id`): a rename keeps it, no dump carries it.
+//! The restore id is a setting of the database (`svc.restore_id`): a rename keeps it, and no dump contains it.
 
 use tokio_postgres::{Client, Error};
 use uuid::Uuid;
@@ -16,32 +16,32 @@ use crate::host::system::postgres;
 use crate::host::system::postgres::ident;
 use crate::store::snapshot::DatabaseIdentity;
 
-/// The database's own setting. A snapshot leaves it out, for it is not the owner's.
+/// The setting with the restore id. Snapshots leave it out.
 pub const SETTING: &str = "svc.restore_id";
 
 const ADOPTION_LOCK: &str = "hashtext('svc-database-identity')";
 
-/// A database as it names itself.
+/// The identity that a database reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct LiveIdentity {
     system_identifier: String,
     database_oid: u32,
-    /// `None`: no restore of ours has made or adopted it.
+    /// `None`: no restore has created or adopted it.
     restore_id: Option<Uuid>,
 }
 
-/// Why the database is not known to be this machine's.
+/// Why the database could not be confirmed as this machine's.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     #[error(
-        "the database is not the one that was restored on this machine ({difference}): nothing of it is served or backed up\n  \
+        "the database is not the one that was restored on this machine ({difference}): it is neither served nor backed up\n  \
          next: `svcctl recover` brings the latest snapshot to a new server; `svc-restore replace` restores it here and keeps \
          this database as svc_before_<n>; if this database is the right one, `svc-restore adopt`"
     )]
     Mismatch { difference: String },
     #[error("there is no database {0}")]
     Absent(String),
-    #[error("ask the database which one it is")]
+    #[error("query the identity of the database")]
     Query(#[from] Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -56,14 +56,14 @@ impl IdentityError {
         }
     }
 
-    /// That the database is another, and not that it could not be asked.
+    /// Returns whether the identity differs, rather than being unknown.
     pub fn is_mismatch(&self) -> bool {
         matches!(self, Self::Mismatch { .. })
     }
 }
 
-/// Whether the database that `client` is connected to is the one that the marker names. `None` where there is no
-/// marker, or one of an earlier release.
+/// Checks that the database of `client` is the one named by the marker. Returns `None` if there is no marker, or one of
+/// an earlier release.
 ///
 /// # Errors
 /// [`IdentityError`].
@@ -71,14 +71,14 @@ pub async fn check(layout: &Layout, client: &Client) -> Result<Option<DatabaseId
     let Some(expected) = Marker::read(layout)?.and_then(|marker| marker.database_identity) else {
         return Ok(None);
     };
-    let found = live(client, &current_database(client).await?).await?;
-    match difference(&expected, &found) {
+    let live = read_identity(client, &current_database(client).await?).await?;
+    match difference(&expected, &live) {
         None => Ok(Some(expected)),
         Some(difference) => Err(IdentityError::Mismatch { difference }),
     }
 }
 
-/// The same; a database under a marker of an earlier release is adopted, once.
+/// Like [`check`], but adopts a database under a marker of an earlier release, once.
 ///
 /// # Errors
 /// [`IdentityError`].
@@ -88,7 +88,7 @@ pub async fn verify(layout: &Layout, client: &Client) -> Result<Option<DatabaseI
         Some(marker) if marker.database_identity.is_some() => return check(layout, client).await,
         Some(_) => {}
     }
-    // Gateway and backup may adopt it at the same time: one of them does.
+    // Gateway and backup may adopt at the same time: the lock lets one of them do it.
     client.batch_execute(&format!("SELECT pg_advisory_lock({ADOPTION_LOCK})")).await?;
     let adopted = adopt_under_lock(layout, client).await;
     client.batch_execute(&format!("SELECT pg_advisory_unlock({ADOPTION_LOCK})")).await?;
@@ -105,58 +105,58 @@ async fn adopt_under_lock(
     }
     let identity = adopt(client, &current_database(client).await?).await?;
     marker.naming(identity.clone()).write(layout)?;
-    tracing::info!(restore_id = %identity.restore_id, "the marker names the database from now on");
+    tracing::info!(restore_id = %identity.restore_id, "added the database's identity to the marker");
     Ok(Some(identity))
 }
 
-fn difference(expected: &DatabaseIdentity, found: &LiveIdentity) -> Option<String> {
-    if expected.system_identifier != found.system_identifier {
-        let (expected, found) = (&expected.system_identifier, &found.system_identifier);
-        return Some(format!("its server's system identifier is {found} instead of {expected}"));
+fn difference(expected: &DatabaseIdentity, live: &LiveIdentity) -> Option<String> {
+    if expected.system_identifier != live.system_identifier {
+        let (expected, live) = (&expected.system_identifier, &live.system_identifier);
+        return Some(format!("its server's system identifier is {live} instead of {expected}"));
     }
-    if expected.database_oid != found.database_oid {
-        return Some(format!("its oid is {} instead of {}", found.database_oid, expected.database_oid));
+    if expected.database_oid != live.database_oid {
+        return Some(format!("its oid is {} instead of {}", live.database_oid, expected.database_oid));
     }
-    match found.restore_id {
+    match live.restore_id {
         Some(id) if id == expected.restore_id => None,
-        Some(id) => Some(format!("it is of the restore {id} instead of {}", expected.restore_id)),
-        None => Some("no restore has made it".to_owned()),
+        Some(id) => Some(format!("its restore id is {id} instead of {}", expected.restore_id)),
+        None => Some("it has no restore id".to_owned()),
     }
 }
 
-/// The identity of a database that is to be this machine's; it gets the id of a restore if it has none.
+/// Returns the identity of a database that becomes this machine's, with a new restore id if it has none.
 ///
 /// # Errors
 /// [`IdentityError`].
 pub async fn adopt(client: &Client, database: &str) -> Result<DatabaseIdentity, IdentityError> {
-    let found = live(client, database).await?;
-    let restore_id = match found.restore_id {
+    let live = read_identity(client, database).await?;
+    let restore_id = match live.restore_id {
         Some(id) => id,
-        None => stamp(client, database).await?,
+        None => assign_restore_id(client, database).await?,
     };
     Ok(DatabaseIdentity {
-        system_identifier: found.system_identifier,
-        database_oid: found.database_oid,
+        system_identifier: live.system_identifier,
+        database_oid: live.database_oid,
         restore_id,
     })
 }
 
-/// Gives a database a new id of a restore.
+/// Gives a database a new restore id.
 ///
 /// # Errors
-/// The database's.
-pub async fn stamp(client: &Client, database: &str) -> Result<Uuid, IdentityError> {
+/// Errors of the database.
+pub async fn assign_restore_id(client: &Client, database: &str) -> Result<Uuid, IdentityError> {
     let id = Uuid::now_v7();
     client.batch_execute(&format!("ALTER DATABASE {} SET {SETTING} = '{id}'", ident(database))).await?;
-    Ok(live(client, database).await?.restore_id.unwrap_or(id))
+    Ok(read_identity(client, database).await?.restore_id.unwrap_or(id))
 }
 
 async fn current_database(client: &Client) -> Result<String, Error> {
     client.query_one("SELECT current_database()::text", &[]).await?.try_get(0)
 }
 
-async fn live(client: &Client, database: &str) -> Result<LiveIdentity, IdentityError> {
-    let found = client
+async fn read_identity(client: &Client, database: &str) -> Result<LiveIdentity, IdentityError> {
+    let live = client
         .query_opt(
             "SELECT (SELECT system_identifier::text FROM pg_control_system()), d.oid, \
                     (SELECT substr(c, strpos(c, '=') + 1) FROM pg_db_role_setting g, unnest(g.setconfig) c \
@@ -165,7 +165,7 @@ async fn live(client: &Client, database: &str) -> Result<LiveIdentity, IdentityE
             &[&database],
         )
         .await?;
-    let row = found.ok_or_else(|| IdentityError::Absent(database.to_owned()))?;
+    let row = live.ok_or_else(|| IdentityError::Absent(database.to_owned()))?;
     let restore_id: Option<String> = row.try_get(2)?;
     Ok(LiveIdentity {
         system_identifier: row.try_get(0)?,

@@ -1,5 +1,5 @@
-//! A verified snapshot that did not become the latest: it has lost much of what the one before it holds, and nobody has
-//! said that this is meant.
+//! A verified snapshot that was held back: it has lost many rows since the previous one, and no person has confirmed the
+//! loss.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,59 +12,59 @@ use crate::fsx::{self, FileError};
 use crate::host::system::layout::Layout;
 
 const FORMAT: u32 = 1;
-/// Between two snapshots that count as agreeing: hourly runs, also where one was retried for a while.
-const MIN_APART: Duration = Duration::from_secs(45 * 60);
+/// Minimum time between two agreeing snapshots: allows for hourly runs, also after retries.
+const MIN_INTERVAL: Duration = Duration::from_secs(45 * 60);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldSnapshot {
     version: u32,
-    /// The snapshot that waits.
+    /// The snapshot that is held back.
     pub key: String,
-    /// The one that stays the latest.
+    /// The snapshot that stays the latest.
     pub latest: String,
-    /// A sentence that names the missing tables and rows.
+    /// Describes the missing tables and rows.
     pub loss: String,
-    /// Since when snapshots in a row have lost as much.
+    /// Start of the current series of shrunken snapshots.
     #[serde(with = "clock::wire")]
     pub since: Timestamp,
-    /// How many snapshots in a row agree, taken at least `MIN_APART` from each other.
+    /// Number of agreeing snapshots in a row, each at least `MIN_INTERVAL` after the previous one.
     pub agreeing: u32,
-    /// How long the system had been up when the last of these was taken. Steps of the clock do not change that.
+    /// Uptime when the last agreeing snapshot was taken. Unlike the clock, it never steps.
     #[serde(default)]
     counted_at_uptime_ms: Option<i64>,
 }
 
 impl HeldSnapshot {
-    /// The first one that is held back in favour of `latest`.
+    /// The first snapshot held back in favour of `latest`.
     pub fn new(key: String, latest: String, loss: String) -> Self {
         let since = clock::now_ms();
         Self { version: FORMAT, key, latest, loss, since, agreeing: 0, counted_at_uptime_ms: None }
     }
 
-    /// The next one in a row that has lost as much.
+    /// The next snapshot of the series.
     #[must_use]
     pub fn followed_by(self, key: String, loss: String) -> Self {
         Self { key, loss, ..self }
     }
 
-    /// Counts the newest one as agreeing, unless it was taken too soon after the last one that counted.
+    /// Counts the newest snapshot as agreeing, unless it was taken too soon after the last counted one.
     #[must_use]
     pub fn counted(self, uptime: Duration) -> Self {
         let now = i64::try_from(uptime.as_millis()).unwrap_or(i64::MAX);
         let agreeing = match self.counted_at_uptime_ms {
-            // The first one, or a count of an earlier release, which did not look at times.
+            // The first one, or a count of an earlier release, which recorded no uptime.
             None => 1,
-            Some(at) if min_elapsed_ms(at, now) < MIN_APART.as_millis() => return self,
+            Some(at) if min_elapsed_ms(at, now) < MIN_INTERVAL.as_millis() => return self,
             Some(_) => self.agreeing.saturating_add(1),
         };
         Self { agreeing, counted_at_uptime_ms: Some(now), ..self }
     }
 
-    /// What is not readable holds nothing back.
+    /// An unreadable file holds nothing back.
     ///
     /// # Errors
-    /// When the file is there and the disk does not return it.
+    /// [`FileError`] if the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.held_snapshot())?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
@@ -77,7 +77,7 @@ impl HeldSnapshot {
         fsx::write_atomic(&layout.held_snapshot(), &text, 0o644)
     }
 
-    /// Nothing is held back any more.
+    /// Removes the record: no snapshot is held back.
     ///
     /// # Errors
     /// [`FileError`].
@@ -97,7 +97,7 @@ impl fmt::Display for HeldSnapshot {
     }
 }
 
-/// The least time that can have passed between two uptimes. After a restart only the later one is known to have passed.
+/// Minimum time between two uptimes. After a reboot, only the later uptime is known to have passed.
 fn min_elapsed_ms(from: i64, to: i64) -> u128 {
     let elapsed = if to >= from { to.saturating_sub(from) } else { to };
     u128::try_from(elapsed).unwrap_or_default()
@@ -114,22 +114,23 @@ mod tests {
     }
 
     #[test]
-    fn snapshots_agree_only_when_taken_apart() {
-        let quick = held().counted(HOUR).counted(HOUR).counted(HOUR + MIN_APART - Duration::from_millis(1));
+    fn snapshots_agree_only_at_min_interval() {
+        let quick =
+            held().counted(HOUR).counted(HOUR).counted(HOUR + MIN_INTERVAL - Duration::from_millis(1));
         assert_eq!(quick.agreeing, 1);
-        assert_eq!(quick.clone().counted(HOUR + MIN_APART).agreeing, 2);
+        assert_eq!(quick.clone().counted(HOUR + MIN_INTERVAL).agreeing, 2);
         assert_eq!(quick.counted(2 * HOUR).counted(3 * HOUR).agreeing, 3);
     }
 
     #[test]
-    fn restart_shows_no_more_time_than_the_system_is_up() {
+    fn reboot_counts_only_the_new_uptime() {
         let late = held().counted(100 * HOUR);
         assert_eq!(late.clone().counted(HOUR / 2).agreeing, 1);
         assert_eq!(late.counted(HOUR).agreeing, 2);
     }
 
     #[test]
-    fn count_of_an_earlier_release_begins_again() {
+    fn count_of_earlier_release_restarts() {
         let text = r#"{"version":1,"key":"k","latest":"l","loss":"x","since":"2026-01-02T03:04:05.678Z","agreeing":2}"#;
         let earlier: HeldSnapshot = serde_json::from_str(text).unwrap();
         assert_eq!(earlier.counted(HOUR).agreeing, 1);

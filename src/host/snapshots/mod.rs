@@ -1,5 +1,5 @@
-//! Snapshots of the owner's database and archives of everything that is the owner's: how they are made and verified
-//! ([`backup`]), loaded beside the database ([`staging`]) and put in its place ([`restore`]).
+//! Snapshots of the owner's database and archives of all of the owner's data: [`backup`] takes and verifies them,
+//! [`staging`] loads them into a scratch database, and [`restore`] puts them in the live database's place.
 
 pub mod archive;
 pub mod backup;

@@ -1,4 +1,4 @@
-//! `/opt/svc/restore-complete`: the marker of the gate. It says which database this machine serves.
+//! `/opt/svc/restore-complete`: the marker of the restore gate. It names the database that this machine serves.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -10,16 +10,16 @@ use crate::store::snapshot::DatabaseIdentity;
 
 const FORMAT: u32 = 1;
 
-/// What opened the gate.
+/// The restore that opened the gate.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Marker {
     version: u32,
     #[serde(with = "clock::wire_option")]
     pub completed_at: Option<Timestamp>,
-    /// `null`: an empty start.
+    /// `null`: the machine started with an empty database.
     pub snapshot: Option<String>,
-    /// Absent in markers of releases before it.
+    /// Absent in markers of earlier releases.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub database_identity: Option<DatabaseIdentity>,
 }
@@ -34,16 +34,16 @@ impl Marker {
         }
     }
 
-    /// The same marker, which names a database from now on.
+    /// Returns the marker with the identity of a database.
     #[must_use]
     pub fn naming(self, identity: DatabaseIdentity) -> Self {
         Self { database_identity: Some(identity), ..self }
     }
 
-    /// `None`: the gate is shut. A marker that is not readable opened the gate all the same, and names no database.
+    /// `None`: the gate is shut. An unreadable marker still opens the gate, but names no database.
     ///
     /// # Errors
-    /// When it is there and the disk does not return it.
+    /// [`FileError`] if the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&layout.restore_complete())?;
         Ok(text.map(|text| serde_json::from_slice(&text).unwrap_or_default()))
@@ -53,9 +53,10 @@ impl Marker {
     /// [`FileError`].
     pub fn write(&self, layout: &Layout) -> Result<(), FileError> {
         let text = serde_json::to_vec(self).expect("a marker of plain fields is JSON");
-        // On a machine the directory is root's, and the marker a link to where this program may write.
-        let place = fsx::through_link(&layout.restore_complete());
-        fsx::write_atomic(&place, &text, 0o644)
+        // On a machine, root owns the directory, and the marker is a link into a directory that this program can write
+        // to.
+        let target = fsx::through_link(&layout.restore_complete());
+        fsx::write_atomic(&target, &text, 0o644)
     }
 }
 
@@ -64,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn markers_of_earlier_releases_name_no_database() {
+    fn marker_of_earlier_release_has_no_identity() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         assert_eq!(Marker::read(&layout).unwrap(), None, "the gate is shut");

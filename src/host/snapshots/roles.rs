@@ -1,12 +1,12 @@
-//! The roles of a server with their attributes, settings and memberships: read when a snapshot is taken, and compared
+//! The roles of a server with attributes, settings and memberships. They are read when a snapshot is taken and compared
 //! when it is restored.
 
 use tokio_postgres::{Error, GenericClient};
 
 use crate::store::role_facts::{Membership, RoleFacts, RoleSetting};
 
-/// The comment of a role that was made for a drill and belongs to no app.
-pub const OF_A_DRILL: &str = "made for a drill of svc-db-backup";
+/// Comment on a role that a drill created and no app uses.
+pub const DRILL_ROLE_COMMENT: &str = "made for a drill of svc-db-backup";
 
 const ROLES: &str = "
     SELECT rolname::text, rolsuper, rolcanlogin, rolinherit, rolcreatedb, rolcreaterole, rolreplication, rolbypassrls,
@@ -19,19 +19,19 @@ const SETTINGS: &str = "
       FROM pg_db_role_setting g JOIN pg_roles r ON r.oid = g.setrole CROSS JOIN unnest(g.setconfig) c
      WHERE g.setdatabase = 0 ORDER BY 1, 2";
 
-/// A role can be granted by several grantors: with every option that one of them gave.
+/// Several grantors may grant the same role; their options are combined.
 const MEMBERSHIPS: &str = "
     SELECT m.rolname::text, r.rolname::text, bool_or(a.admin_option), bool_or(a.inherit_option), bool_or(a.set_option)
       FROM pg_auth_members a JOIN pg_roles m ON m.oid = a.member JOIN pg_roles r ON r.oid = a.roleid
      GROUP BY 1, 2 ORDER BY 1, 2";
 
-/// Every role but the built-in ones and those of drills, by name.
+/// Returns all roles except built-in ones and those of drills, by name.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn read(client: &impl GenericClient) -> Result<Vec<RoleFacts>, Error> {
     let mut roles = Vec::new();
-    for row in client.query(ROLES, &[&OF_A_DRILL]).await? {
+    for row in client.query(ROLES, &[&DRILL_ROLE_COMMENT]).await? {
         roles.push(RoleFacts {
             name: row.try_get(0)?,
             superuser: row.try_get(1)?,

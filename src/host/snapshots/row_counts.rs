@@ -1,13 +1,13 @@
-//! The tables of a database and their rows, counted the same way when a snapshot is taken and after it is restored.
+//! Tables and row counts of a database, counted the same way at backup and after a restore.
 
 use tokio_postgres::{Client, Error};
 
 use crate::store::snapshot::TableCount;
 
-/// Every ordinary table whose rows a dump holds, as `schema.table` quoted where needed, in order.
+/// Lists the ordinary tables whose rows are in a dump, as `schema.table`, quoted where needed, in order.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn tables(client: &Client) -> Result<Vec<String>, Error> {
     let rows = client
         .query(
@@ -24,10 +24,10 @@ pub async fn tables(client: &Client) -> Result<Vec<String>, Error> {
     rows.iter().map(|row| row.try_get(0)).collect()
 }
 
-/// The first table that holds a row of the owner's; the gateway's own tables, in the schema `svc`, are not the owner's.
+/// Returns the first of the owner's tables that has a row. The schema `svc` belongs to the gateway.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn first_with_rows(client: &Client) -> Result<Option<String>, Error> {
     for name in tables(client).await?.into_iter().filter(|name| is_owners(name)) {
         let row = client.query_one(&format!("SELECT EXISTS (SELECT FROM ONLY {name})"), &[]).await?;
@@ -38,15 +38,15 @@ pub async fn first_with_rows(client: &Client) -> Result<Option<String>, Error> {
     Ok(None)
 }
 
-/// Whether a table, as `schema.table`, is none of the gateway's own.
+/// Returns whether a table, as `schema.table`, belongs to the owner rather than the gateway.
 pub fn is_owners(table: &str) -> bool {
     !table.starts_with("svc.")
 }
 
-/// Counts the rows of each of these tables; a parent's count does not hold its children's.
+/// Counts the rows of each table, without those of child tables.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn count(client: &Client, tables: &[String]) -> Result<Vec<TableCount>, Error> {
     let mut counts = Vec::with_capacity(tables.len());
     for name in tables {

@@ -1,7 +1,6 @@
-//! The side database: a snapshot in a database beside the owner's, from which tables are copied back.
+//! The side database: a snapshot loaded beside the owner's database, to copy tables back from.
 //!
-//! Here is what gateway and `svc-db-backup` share of it: how something is asked (a request file, as for a backup), and
-//! what is known of it (a file that the gateway shows).
+//! This module is shared by the gateway and `svc-db-backup`: the request file, and the state file that the gateway shows.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -12,25 +11,25 @@ use crate::host::system::layout::Layout;
 use crate::http::request_id;
 use crate::store::snapshot::TableCount;
 
-/// Its name at the machine's PostgreSQL.
+/// Database name at the machine's PostgreSQL.
 pub const DATABASE: &str = "svc_side";
-/// As many tables are copied by one request.
-pub const MOST_TABLES: usize = 500;
+/// Maximum tables per copy.
+pub const MAX_TABLES: usize = 500;
 
-/// What becomes of rows that the snapshot and the owner's database both know, or only one of them.
+/// How a copy treats rows that exist in the snapshot, in the owner's database, or in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// Rows that are gone come back; no row that is there is touched
+    /// Insert missing rows; existing rows are not touched
     Missing,
-    /// Rows of the snapshot come back as they were; rows that came since stay
+    /// Restore the snapshot's rows; newer rows stay
     Overwrite,
-    /// The table becomes what it was: rows that came since go
+    /// Restore the table as it was; newer rows are deleted
     Replace,
 }
 
 impl Mode {
-    pub const WORDS: [&str; 3] = ["missing", "overwrite", "replace"];
+    pub const NAMES: [&str; 3] = ["missing", "overwrite", "replace"];
 }
 
 impl std::str::FromStr for Mode {
@@ -46,14 +45,14 @@ impl std::str::FromStr for Mode {
     }
 }
 
-/// Which snapshot is meant.
+/// The snapshot to open.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Chosen {
-    /// The one with this key.
+pub struct SnapshotChoice {
+    /// Its key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
-    /// Without a key: the last one taken at this time or earlier. Without either, the last one.
+    /// Without a key: the last snapshot taken at or before this time. Without either, the latest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub at: Option<Timestamp>,
 }
@@ -62,19 +61,19 @@ pub struct Chosen {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Copy {
-    /// `schema.table`, as the state lists them.
+    /// `schema.table`, as listed in the state.
     pub tables: Vec<String>,
     pub mode: Mode,
-    /// It is done, counted, and undone.
+    /// Copy, count, and roll back.
     pub dry_run: bool,
-    /// A snapshot of what is there now is taken first.
+    /// Take a snapshot of the current database first.
     pub backup: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "action")]
 pub enum Action {
-    Open(Chosen),
+    Open(SnapshotChoice),
     Copy(Copy),
     Close,
 }
@@ -90,21 +89,21 @@ pub struct Request {
 }
 
 impl Request {
-    /// For the request of now.
+    /// Creates a request with the id of the current one.
     pub fn new(action: Action) -> Self {
         Self { request_id: request_id::current(), requested_at: clock::now_ms(), action }
     }
 
-    /// Asks, unless something is asked already: then the answer is `false`.
+    /// Writes the request file. Returns `false` if a request is already pending.
     ///
     /// # Errors
     /// [`FileError`].
-    pub fn ask(&self, layout: &Layout) -> Result<bool, FileError> {
+    pub fn submit(&self, layout: &Layout) -> Result<bool, FileError> {
         let text = serde_json::to_vec(self).expect("plain fields are JSON");
         fsx::create_atomic(&layout.request("side"), &text, 0o600)
     }
 
-    /// What is asked; a file that cannot be read as a request is one that nobody can serve, and says so.
+    /// Reads the pending request. The inner error is of a file that does not parse, which no retry can serve.
     ///
     /// # Errors
     /// [`FileError`].
@@ -113,7 +112,7 @@ impl Request {
         Ok(text.map(|text| serde_json::from_slice(&text)))
     }
 
-    /// It is served.
+    /// Removes the served request.
     ///
     /// # Errors
     /// [`FileError`].
@@ -129,50 +128,50 @@ pub enum Status {
     Opening,
     Open,
     Copying,
-    /// It could not be opened; `error` says why.
+    /// The side database could not be opened; `error` says why.
     Failed,
 }
 
-/// What was done to one table.
+/// The result of copying one table.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CopiedTable {
     /// `schema.table`
     pub name: String,
-    /// It was not there any more, and was made again with what belongs to it.
+    /// The table was missing and was recreated with its dependents.
     pub created: bool,
     pub inserted: u64,
     pub updated: u64,
     pub deleted: u64,
-    /// Rows of the snapshot that stayed away, because another row has what must be unique.
+    /// Rows of the snapshot that were skipped because of a unique constraint.
     pub skipped: u64,
-    /// Columns of the snapshot that the table does not have any more.
+    /// Columns of the snapshot that the table no longer has.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
-    /// Of a table that was made again: what depended on it, was dropped with it, and is there again.
+    /// Dependents of a recreated table that were dropped with it and recreated.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub recreated: Vec<String>,
-    /// What depended on it and is not made again.
+    /// Dependents that were not recreated.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_recreated: Vec<String>,
 }
 
-/// How the last copy ended.
+/// The result of the last copy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Copied {
+pub struct CopyResult {
     pub request_id: String,
     #[serde(with = "clock::wire")]
     pub at: Timestamp,
     pub mode: Mode,
     pub dry_run: bool,
-    /// Of a copy that failed: why. What `tables` then names is done, the rest is as it was.
+    /// Why the copy failed. The tables in `tables` are done, the others unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     pub tables: Vec<CopiedTable>,
 }
 
-/// What is known of the side database.
+/// The state of the side database.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct State {
@@ -180,9 +179,9 @@ pub struct State {
     pub status: Status,
     #[serde(with = "clock::wire")]
     pub updated_at: Timestamp,
-    /// Of the request that brought it here.
+    /// Id of the request that led to this state.
     pub request_id: String,
-    /// Of the snapshot.
+    /// Key of the snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub key: Option<String>,
     /// The owner's tables in it.
@@ -191,8 +190,8 @@ pub struct State {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last_copy: Option<Copied>,
-    /// Of a copy under way: tables that it makes again, all or none.
+    pub last_copy: Option<CopyResult>,
+    /// Tables that the running copy recreates, all or none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub making: Vec<String>,
 }
@@ -214,7 +213,7 @@ impl State {
         }
     }
 
-    /// The state as it was last written; `None` where there was never one, or none that can be read.
+    /// The last written state; `None` if there is none or it cannot be parsed.
     ///
     /// # Errors
     /// [`FileError`].
@@ -238,24 +237,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_thing_is_asked_at_a_time() {
+    fn request_file_holds_one_request() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         assert!(Request::read(&layout).unwrap().is_none());
         let copy = Copy { tables: vec!["a.b".into()], mode: Mode::Missing, dry_run: true, backup: true };
         let request = Request::new(Action::Copy(copy));
-        assert!(request.ask(&layout).unwrap());
-        assert!(!Request::new(Action::Close).ask(&layout).unwrap());
+        assert!(request.submit(&layout).unwrap());
+        assert!(!Request::new(Action::Close).submit(&layout).unwrap());
         assert_eq!(Request::read(&layout).unwrap().unwrap().unwrap(), request);
         Request::remove(&layout).unwrap();
-        assert!(Request::new(Action::Open(Chosen::default())).ask(&layout).unwrap());
+        assert!(Request::new(Action::Open(SnapshotChoice::default())).submit(&layout).unwrap());
     }
 
     #[test]
-    fn a_mode_is_one_of_its_words() {
-        for word in Mode::WORDS {
-            let mode: Mode = word.parse().unwrap();
-            assert_eq!(serde_json::to_value(mode).unwrap(), word);
+    fn mode_parses_exactly_its_names() {
+        for name in Mode::NAMES {
+            let mode: Mode = name.parse().unwrap();
+            assert_eq!(serde_json::to_value(mode).unwrap(), name);
         }
         assert!("all".parse::<Mode>().is_err());
     }

@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use svc::host::snapshots::archive::Listed;
+use svc::host::snapshots::archive::ArchiveEntry;
 use svc::host::snapshots::restore::import_fuzzing::{compare_manifest, read_listing};
 use svc::host::system::tar_reader::EntryKind;
 
@@ -119,8 +119,8 @@ pub fn manifest() -> Target {
 }
 
 /// What was read of the archive before its manifest.
-static SEEN: LazyLock<Vec<Listed>> = LazyLock::new(|| {
-    let entry = |path: &str, kind, size_bytes, sha256: Option<String>| Listed {
+static SEEN: LazyLock<Vec<ArchiveEntry>> = LazyLock::new(|| {
+    let entry = |path: &str, kind, size_bytes, sha256: Option<String>| ArchiveEntry {
         path: path.to_owned(),
         kind,
         size_bytes,
@@ -148,7 +148,7 @@ fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
         Ok(()) => {
             // What is passed over may be JSON that this reader refuses, as the half of a surrogate pair.
             let Ok(manifest) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
-            let listed = serde_json::from_value::<Vec<Listed>>(manifest["entries"].clone());
+            let listed = serde_json::from_value::<Vec<ArchiveEntry>>(manifest["entries"].clone());
             match listed {
                 Ok(listed) if listed == *SEEN => Ok(()),
                 other => Err(format!("{other:?} was taken for what was seen")),

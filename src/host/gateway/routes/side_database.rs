@@ -18,7 +18,9 @@ use crate::host::gateway::body;
 use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, json_answer};
 use crate::host::gateway::state::Gateway;
 use crate::host::snapshots::side_database;
-use crate::host::snapshots::side_database::{Action, Chosen, Copy, MOST_TABLES, Mode, Request, Status};
+use crate::host::snapshots::side_database::{
+    Action, Copy, MAX_TABLES, Mode, Request, SnapshotChoice, Status,
+};
 use crate::host::system::blocking::blocking;
 use crate::host::system::layout::Layout;
 use crate::http::openapi::{
@@ -73,7 +75,7 @@ pub async fn open(
     if key.is_some() && at.is_some() {
         fields.wrong("at", "must not be combined with key");
     }
-    let chosen = Chosen { key: key.map(|key| key.as_str().to_owned()), at };
+    let chosen = SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at };
     let chosen = fields.finish(Some(chosen))?;
     submit(&gateway, Action::Open(chosen)).await
 }
@@ -86,7 +88,7 @@ pub async fn copy(
 ) -> Result<Response, Problem> {
     let mut fields = body::fields(&headers, body, DEFAULT_MAX_BODY_BYTES).await?;
     let has_tables = fields.has("tables");
-    let tables = fields.strings("tables", MOST_TABLES);
+    let tables = fields.strings("tables", MAX_TABLES);
     if !has_tables {
         fields.wrong("tables", "is required");
     } else if tables.is_empty() || tables.iter().any(String::is_empty) {
@@ -123,7 +125,7 @@ async fn submit(gateway: &Gateway, action: Action) -> Result<Response, Problem> 
     let request = Request::new(action);
     let response =
         json!({ "requestId": request.request_id, "requestedAt": rfc3339_ms(request.requested_at) });
-    if !blocking(move || request.ask(&layout)).await? {
+    if !blocking(move || request.submit(&layout)).await? {
         let detail = "Another request to the side database is pending: GET /api/side-database shows it.";
         return Err(Problem::new(Code::InvalidState, detail));
     }
@@ -181,8 +183,8 @@ pub static COPY: Endpoint = Endpoint {
         body: Some(|| {
             let mut tables = array(text_to(200));
             tables["minItems"] = 1.into();
-            tables["maxItems"] = MOST_TABLES.into();
-            let options = [("mode", one_of(&Mode::WORDS)), ("dryRun", boolean()), ("backup", boolean())];
+            tables["maxItems"] = MAX_TABLES.into();
+            let options = [("mode", one_of(&Mode::NAMES)), ("dryRun", boolean()), ("backup", boolean())];
             fields(&[("tables", tables)], &options)
         }),
         answers: &[json_answer(202, "The request is accepted.", accepted)],
@@ -225,7 +227,7 @@ pub fn side_database_schema() -> Value {
         &[
             ("requestId", text()),
             ("at", time()),
-            ("mode", one_of(&Mode::WORDS)),
+            ("mode", one_of(&Mode::NAMES)),
             ("dryRun", boolean()),
             ("tables", array(copied)),
         ],

@@ -1,6 +1,7 @@
-//! What the home's files take: on the disk, each counted once whatever its names, on the home's file system alone.
+//! Disk usage of the home's files. Each file counts once, whatever its number of links, and only on the home's file
+//! system.
 //!
-//! Links are not followed, and whoever keeps the walk busy for too long is left out of it.
+//! Symbolic links are not followed. Directories not reached before the deadline are left out.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, Metadata};
@@ -11,22 +12,22 @@ use std::time::Instant;
 use super::Sizes;
 use crate::fsx::FileError;
 
-/// A directory that is still to be looked into.
+/// A directory to read.
 struct Directory {
     path: PathBuf,
-    /// The app whose it is.
+    /// The app that owns it.
     app: Option<String>,
 }
 
-/// The sizes, and of each app's folder by its slug.
+/// Returns the sizes, and the size of each app's folder by slug.
 ///
 /// # Errors
-/// [`FileError`] where there is no home.
+/// [`FileError`] if the home is missing.
 pub fn walk(
     home: &Path,
     apps: &Path,
     logs: &Path,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(Sizes, BTreeMap<String, u64>), FileError> {
     let top = fs::symlink_metadata(home).map_err(FileError::at("measure", home))?;
     let (mut sizes, mut folders) = (Sizes::default(), BTreeMap::new());
@@ -34,12 +35,12 @@ pub fn walk(
     let mut directories = vec![Directory { path: home.to_owned(), app: None }];
     while let Some(Directory { path, app }) = directories.pop() {
         let (in_apps, in_logs, is_apps) = (path.starts_with(apps), path.starts_with(logs), path == apps);
-        let entries = if Instant::now() < until { fs::read_dir(&path).ok() } else { None };
+        let entries = if Instant::now() < deadline { fs::read_dir(&path).ok() } else { None };
         let Some(entries) = entries else {
             sizes.unreadable += 1;
             continue;
         };
-        // What vanishes while we look takes no room any more.
+        // Files deleted during the walk use no space.
         for (entry, meta) in
             entries.flatten().filter_map(|entry| entry.metadata().ok().map(|meta| (entry, meta)))
         {
@@ -62,17 +63,17 @@ pub fn walk(
     Ok((sizes, folders))
 }
 
-/// A file with several names counts by the first that is met.
+/// A file with several hard links is counted once.
 fn is_first(meta: &Metadata, counted: &mut HashSet<u64>) -> bool {
     meta.is_dir() || meta.nlink() == 1 || counted.insert(meta.ino())
 }
 
-/// The app that a folder among the apps is of; others have no name that an app may have.
+/// The slug of an app's folder; `None` if the name is not a valid slug.
 fn slug(entry: &fs::DirEntry, meta: &Metadata) -> Option<String> {
-    const LONGEST: usize = 41;
+    const MAX_SLUG_BYTES: usize = 41;
     let name = entry.file_name().into_string().ok()?;
     let is_slug = name.starts_with(|c: char| c.is_ascii_lowercase())
-        && name.len() <= LONGEST
+        && name.len() <= MAX_SLUG_BYTES
         && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
     (meta.is_dir() && is_slug).then_some(name)
 }
@@ -84,14 +85,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_of_the_disk_and_each_file_counts_once() {
+    fn walk_counts_disk_blocks_of_each_file_once() {
         let dir = tempfile::tempdir().unwrap();
         let (home, apps, logs) =
             (dir.path().join("h"), dir.path().join("h/apps"), dir.path().join("h/system/logs"));
         for dir in [&apps.join("notes/deep"), &apps.join("Not An App"), &logs] {
             fs::create_dir_all(dir).unwrap();
         }
-        let walk = |until| walk(&home, &apps, &logs, until).unwrap();
+        let walk = |deadline| walk(&home, &apps, &logs, deadline).unwrap();
         let later = Instant::now() + Duration::from_secs(600);
         let (before, folders_before) = walk(later);
         fs::write(apps.join("notes/deep/a"), vec![1; 100_000]).unwrap();
@@ -107,6 +108,6 @@ mod tests {
         assert_eq!(folders.keys().collect::<Vec<_>>(), ["notes"]);
         assert!((100_000..120_000).contains(&(folders["notes"] - folders_before["notes"])), "{folders:?}");
         let (late, _) = walk(Instant::now());
-        assert_eq!((late.home_bytes, late.unreadable), (0, 1), "there was no time for it");
+        assert_eq!((late.home_bytes, late.unreadable), (0, 1), "the deadline has passed");
     }
 }

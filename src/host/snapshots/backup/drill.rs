@@ -1,10 +1,10 @@
-//! `svc-db-backup drill`: the newest snapshot is restored into a database of its own, compared with its record, and
-//! dropped. What a recovery would get is known before one is needed.
+//! `svc-db-backup drill`: restores the newest snapshot into a scratch database, compares it with its record, and drops
+//! it. A drill finds an unrestorable snapshot before a recovery needs it.
 
 use std::path::Path;
 use std::time::Instant;
 
-use super::Settings;
+use super::BackupSettings;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
 use crate::failpoint::{self, Injected};
@@ -12,7 +12,7 @@ use crate::fsx::FileError;
 use crate::host;
 use crate::host::snapshots::check_log::{Check, CheckKind, Status};
 use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{DownloadError, LoadError, Means, Roles};
+use crate::host::snapshots::staging::{DownloadError, LoadError, RestoreContext, RoleLifetime};
 use crate::host::system::lock::Lock;
 use crate::host::system::postgres;
 use crate::host::system::postgres::ConnectError;
@@ -22,7 +22,7 @@ use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 
-/// The places of a run where a test can stop it.
+/// Fail points of a run.
 pub const POINTS: &[&str] =
     &["drill.begin", "drill.cleaned", "drill.downloaded", "drill.loaded", "drill.dropped", "drill.recorded"];
 
@@ -38,7 +38,7 @@ enum DrillError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error("look for what a drill leaves")]
+    #[error("find what earlier drills left behind")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     File(#[from] FileError),
@@ -63,11 +63,15 @@ impl DrillError {
     }
 }
 
-/// Plays it and records how it went. `stop` ends it early; the next one removes what that leaves.
+/// Runs the drill and records the result. `stop` ends it early; the next drill removes what is left behind.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` where the snapshot does not become the database that it was.
-pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = ()>) -> Result<(), Failure> {
+/// [`Failure`]; `Refused` if the restored database differs from its record.
+pub async fn run(
+    _lock: &Lock,
+    settings: &BackupSettings,
+    stop: impl Future<Output = ()>,
+) -> Result<(), Failure> {
     let began = Instant::now();
     let mut snapshot = None;
     let end = tokio::select! {
@@ -94,26 +98,26 @@ pub async fn run(_lock: &Lock, settings: &Settings, stop: impl Future<Output = (
     if end.as_ref().err().is_some_and(|error| error.exit() == Exit::Refused)
         && let Err(error) = staging::remove_dumps(&settings.layout.drill_state())
     {
-        // The next one removes it, too.
+        // The next drill removes it.
         tracing::warn!(%error, "could not remove the damaged dump");
     }
     check.write(&settings.layout).or_exit(Exit::Internal)?;
     failpoint::pass("drill.recorded").or_exit(Exit::Internal)?;
-    let told = end.map_err(|error| Failure::new(error.exit(), error))?;
-    println!("{} became the database that it was: {told}", check.key.unwrap_or_default());
+    let summary = end.map_err(|error| Failure::new(error.exit(), error))?;
+    println!("{} became the database that it was: {summary}", check.key.unwrap_or_default());
     Ok(())
 }
 
-async fn drill(settings: &Settings, of: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
+async fn drill(settings: &BackupSettings, of: &mut Option<SnapshotRef>) -> Result<String, DrillError> {
     failpoint::pass("drill.begin")?;
-    let (into, dir) = (settings.means(), settings.layout.drill_state());
+    let (into, dir) = (settings.context(), settings.layout.drill_state());
     clean(&into, &dir).await?;
     failpoint::pass("drill.cleaned")?;
     let Some((snapshot, side)) = latest(settings, of).await? else { return Ok(String::new()) };
     staging::refuse_newer(&into, &side).await?;
     let dump = staging::fetch(&into, &dir, &snapshot, &side).await?;
     failpoint::pass("drill.downloaded")?;
-    let loaded = staging::into_scratch(&into, &dump, &side, Roles::OfADrill).await?;
+    let loaded = staging::into_scratch(&into, &dump, &side, RoleLifetime::Drill).await?;
     failpoint::pass("drill.loaded")?;
     staging::drop_scratch(&into.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?, &loaded.name)
         .await;
@@ -123,9 +127,9 @@ async fn drill(settings: &Settings, of: &mut Option<SnapshotRef>) -> Result<Stri
     Ok(format!("{}, {}", counted(side.tables.len() as u64, "table"), counted(rows, "row")))
 }
 
-/// The newest snapshot; its name stays where it is not usable.
+/// The newest snapshot. `of` is set even if the snapshot is unusable.
 async fn latest(
-    settings: &Settings,
+    settings: &BackupSettings,
     of: &mut Option<SnapshotRef>,
 ) -> Result<Option<(SnapshotRef, SideRecord)>, DrillError> {
     let snapshot = match snapshot::latest(&settings.bucket, &settings.slot).await {
@@ -139,8 +143,8 @@ async fn latest(
     Ok(Some((snapshot, side.map_err(DrillError::Store)?)))
 }
 
-/// What this drill, or one that was killed, leaves: databases, dumps, roles.
-async fn clean(into: &Means, dir: &Path) -> Result<(), DrillError> {
+/// Removes databases, dumps and roles of this drill or of a killed one.
+async fn clean(into: &RestoreContext, dir: &Path) -> Result<(), DrillError> {
     let client = into.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
     staging::drop_scratches(&client).await?;
     staging::drop_drills_roles(&client).await?;

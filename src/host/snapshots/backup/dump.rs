@@ -1,7 +1,7 @@
-//! The stream: `pg_dump` → SHA-256 → where it goes, while `pg_restore` reads the same bytes in full.
+//! The dump pipeline: `pg_dump` → SHA-256 → sink, while `pg_restore` reads the same bytes in full.
 //!
-//! A [`VerifiedDump`] exists only when both tools ended well, every byte has arrived and the dump has a table of contents;
-//! without one nobody completes an upload. Memory is bounded by the upload's parts and two short queues.
+//! A [`VerifiedDump`] exists only if both tools succeeded, every byte has arrived and the dump has a table of contents;
+//! no upload is completed without one. Memory is bounded by the upload's parts and two short queues.
 
 use std::os::fd::AsFd;
 use std::process::ExitStatus;
@@ -11,7 +11,7 @@ use bytes::{Bytes, BytesMut};
 use sha2::{Digest, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-use super::Settings;
+use super::BackupSettings;
 use super::dump_check;
 use super::dump_check::{ReadError, ReadThrough};
 use super::snapshot::Snapshot;
@@ -25,26 +25,26 @@ use crate::host::system::store;
 use crate::store::snapshot::{self as stored, DatabaseFacts, SideRecord, TableCount};
 use crate::store::upload::{Upload, UploadError};
 
-const CHUNK: usize = 256 * 1024;
-const PIPE: i32 = 1 << 20;
-/// The longest silence of `pg_dump`; it may wait a minute for a lock.
-const SILENCE: Duration = Duration::from_secs(600);
+const CHUNK_BYTES: usize = 256 * 1024;
+const PIPE_BYTES: i32 = 1 << 20;
+/// Maximum time without output of `pg_dump`, which may wait a minute for a lock.
+const STALL_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Where a dump goes.
+/// The destination of a dump.
 pub trait Sink {
-    /// How many bytes it takes at once.
-    fn room(&self) -> usize;
+    /// Maximum bytes per chunk.
+    fn max_chunk_bytes(&self) -> usize;
 
     /// # Errors
-    /// [`DumpError`], as all of these.
+    /// [`DumpError`], as for all methods.
     async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError>;
 
-    /// After the last byte: all have arrived.
+    /// Waits until every byte has arrived.
     async fn flush(&mut self) -> Result<(), DumpError>;
 }
 
 impl Sink for Upload {
-    fn room(&self) -> usize {
+    fn max_chunk_bytes(&self) -> usize {
         Self::room(self)
     }
 
@@ -57,7 +57,7 @@ impl Sink for Upload {
     }
 }
 
-/// A dump that was read through in full, and is where it goes to, which nobody takes for whole yet.
+/// A dump that was read in full and delivered; the upload is not completed yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifiedDump {
     pub size_bytes: u64,
@@ -73,7 +73,7 @@ pub enum DumpError {
     Reader(#[from] ReadError),
     #[error("the dump has no table of contents")]
     NoContents,
-    #[error("{tool} did not move for {seconds} s")]
+    #[error("{tool} made no progress for {seconds} s")]
     Stuck { tool: &'static str, seconds: u64 },
     #[error("read from pg_dump")]
     Read(#[source] std::io::Error),
@@ -99,16 +99,16 @@ impl DumpError {
     }
 }
 
-/// A verified dump with what its side record says of that moment.
-pub struct Told {
+/// A verified dump with the facts for its side record, taken from the same snapshot.
+pub struct DumpedSnapshot {
     pub dump: VerifiedDump,
     pub tables: Vec<TableCount>,
     pub roles: Vec<String>,
     pub facts: DatabaseFacts,
 }
 
-impl Told {
-    /// The side record of the dump, verified now, under this key.
+impl DumpedSnapshot {
+    /// Builds the side record of the dump under this key, verified now.
     pub fn side_record(self, key: &str, identity: &Identity, snapshot: &Snapshot) -> SideRecord {
         SideRecord {
             version: stored::FORMAT,
@@ -128,34 +128,38 @@ impl Told {
     }
 }
 
-/// Dumps the snapshot, and counts and notes what the dump does not say, at once.
+/// Dumps the snapshot, and reads row counts, roles and database facts at the same time.
 ///
 /// # Errors
 /// [`DumpError`].
-pub async fn take(settings: &Settings, snapshot: &Snapshot, sink: &mut impl Sink) -> Result<Told, DumpError> {
+pub async fn dump_snapshot(
+    settings: &BackupSettings,
+    snapshot: &Snapshot,
+    sink: &mut impl Sink,
+) -> Result<DumpedSnapshot, DumpError> {
     let telling = async {
-        let told = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
-        Ok::<_, DumpError>(told)
+        let facts = (snapshot.counts().await?, snapshot.roles().await?, snapshot.facts().await?);
+        Ok::<_, DumpError>(facts)
     };
     let dumping = stream(settings, &snapshot.id, sink);
     let (dump, (tables, roles, facts)) = tokio::try_join!(dumping, telling)?;
-    Ok(Told { dump, tables, roles, facts })
+    Ok(DumpedSnapshot { dump, tables, roles, facts })
 }
 
 /// Dumps the exported snapshot.
 ///
 /// # Errors
-/// [`DumpError`]; what has arrived is then good for nothing.
+/// [`DumpError`]; the bytes in the sink are then worthless.
 async fn stream(
-    settings: &Settings,
+    settings: &BackupSettings,
     snapshot: &str,
     sink: &mut impl Sink,
 ) -> Result<VerifiedDump, DumpError> {
     let start = |source| ReadError::Start { tool: "pg_dump", source };
-    let Settings { tools, server, .. } = settings;
+    let BackupSettings { tools, server, .. } = settings;
     let compression = tools.choose_compression(settings.compression).await;
     if compression != settings.compression {
-        tracing::warn!(asked = %settings.compression, taken = %compression, "the tools of this machine cannot compress so");
+        tracing::warn!(asked = %settings.compression, taken = %compression, "the tools of this machine do not support this compression");
     }
     let mut dump = tools.dump(server, snapshot, compression);
     let mut dump = dump.stdout(std::process::Stdio::piped()).spawn().map_err(start)?;
@@ -165,13 +169,13 @@ async fn stream(
     let complaint = tokio::spawn(dump_check::tail(dump.stderr.take()));
 
     let pumped = pump(stdout, &reader, sink).await;
-    let reader_gave_up = matches!(pumped, Err(DumpError::Reader(ReadError::Gone)));
+    let reader_gave_up = matches!(pumped, Err(DumpError::Reader(ReadError::ReaderExited)));
     if pumped.is_err() && !reader_gave_up {
         return Err(pumped.err().unwrap_or(DumpError::NoOutput));
     }
-    let status = dump_check::ended(&mut dump, "pg_dump").await?;
-    let read = reader.end().await;
-    // A reader that gives up breaks the pipe of a healthy pg_dump: then its word comes first.
+    let status = dump_check::wait_for_exit(&mut dump, "pg_dump").await?;
+    let read = reader.finish().await;
+    // A reader that fails breaks the pipe of a healthy pg_dump, so its error comes first.
     if !status.success() && !reader_gave_up {
         return Err(DumpError::Dump { status, complaint: complaint.await.unwrap_or_default() });
     }
@@ -183,12 +187,12 @@ async fn stream(
     }
 }
 
-/// Fewer wake-ups per byte. A kernel that refuses leaves the pipe as it is.
+/// Enlarges the pipe, for fewer wake-ups per byte. If the kernel refuses, the size stays.
 pub fn widen(pipe: impl AsFd) {
-    let _ = nix::fcntl::fcntl(pipe, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE));
+    let _ = nix::fcntl::fcntl(pipe, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
 }
 
-/// Moves every byte of the dump; the answer counts for nothing until both tools ended well.
+/// Moves every byte of the dump. The result is valid only once both tools have succeeded.
 async fn pump(
     mut stdout: impl AsyncRead + Unpin,
     reader: &ReadThrough,
@@ -198,14 +202,14 @@ async fn pump(
     let mut size_bytes = 0;
     let mut head = Vec::new();
     loop {
-        let chunk = next_chunk(&mut stdout, sink.room().min(CHUNK)).await?;
+        let chunk = next_chunk(&mut stdout, sink.max_chunk_bytes().min(CHUNK_BYTES)).await?;
         if chunk.is_empty() {
             break;
         }
         digest.update(&chunk);
         size_bytes += chunk.len() as u64;
-        head.extend_from_slice(&chunk[..chunk.len().min(toc::HEAD - head.len())]);
-        reader.take(chunk.clone()).await?;
+        head.extend_from_slice(&chunk[..chunk.len().min(toc::HEAD_BYTES - head.len())]);
+        reader.push(chunk.clone()).await?;
         sink.push(chunk).await?;
         failpoint::pass("backup.streaming")?;
     }
@@ -213,13 +217,13 @@ async fn pump(
     Ok((VerifiedDump { size_bytes, sha256: hex::encode(digest.finalize()) }, toc::entries(&head)))
 }
 
-/// A full chunk, or what is left; empty at the end.
+/// A full chunk, or the rest; empty at the end.
 async fn next_chunk(stdout: &mut (impl AsyncRead + Unpin), size: usize) -> Result<Bytes, DumpError> {
     let mut chunk = BytesMut::with_capacity(size);
     while chunk.len() < size {
-        let mut room = (&mut *stdout).take((size - chunk.len()) as u64);
-        let read = tokio::time::timeout(SILENCE, room.read_buf(&mut chunk)).await;
-        let stuck = |_| DumpError::Stuck { tool: "pg_dump", seconds: SILENCE.as_secs() };
+        let mut limited = (&mut *stdout).take((size - chunk.len()) as u64);
+        let read = tokio::time::timeout(STALL_TIMEOUT, limited.read_buf(&mut chunk)).await;
+        let stuck = |_| DumpError::Stuck { tool: "pg_dump", seconds: STALL_TIMEOUT.as_secs() };
         if read.map_err(stuck)?.map_err(DumpError::Read)? == 0 {
             break;
         }

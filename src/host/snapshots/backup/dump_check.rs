@@ -1,4 +1,4 @@
-//! `pg_restore` that reads a dump in full and makes nothing of it: the one check that finds every damage.
+//! Reads a dump in full with `pg_restore` and discards the output: the only check that finds any damage.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use super::dump;
 use crate::host::system::postgres_tools;
 use crate::host::system::postgres_tools::PgTools;
 
-/// Chunks that the reader of the dump may be behind its writer.
-const QUEUE: usize = 8;
-/// How long a tool may take to end after the last byte.
-pub const ENDING: Duration = Duration::from_secs(600);
-/// What is kept of a tool's complaints.
-const COMPLAINT: usize = 4096;
+/// Chunks by which the reader may lag behind the writer.
+const QUEUE_CAPACITY: usize = 8;
+/// Maximum time for a tool to exit after the last byte.
+pub const EXIT_TIMEOUT: Duration = Duration::from_secs(600);
+/// Maximum length of a reported error of a tool.
+const MAX_COMPLAINT_BYTES: usize = 4096;
 
 /// Why a dump was not read in full.
 #[derive(Debug, thiserror::Error)]
@@ -31,13 +31,13 @@ pub enum ReadError {
     },
     #[error("the dump is damaged, pg_restore ended with {status}: {complaint}")]
     Damaged { status: ExitStatus, complaint: String },
-    #[error("{tool} did not end for {seconds} s")]
+    #[error("{tool} did not exit within {seconds} s")]
     Stuck { tool: &'static str, seconds: u64 },
-    #[error("the reader of the dump ended early")]
-    Gone,
+    #[error("the reader of the dump exited early")]
+    ReaderExited,
 }
 
-/// The tool at work. It ends with this.
+/// A running `pg_restore`, killed on drop.
 pub struct ReadThrough {
     child: Child,
     chunks: mpsc::Sender<Bytes>,
@@ -55,36 +55,36 @@ impl ReadThrough {
             dump::widen(stdin);
         }
         let complaint = tokio::spawn(tail(child.stderr.take()));
-        let (chunks, queue) = mpsc::channel(QUEUE);
+        let (chunks, queue) = mpsc::channel(QUEUE_CAPACITY);
         let fed = tokio::spawn(feed(child.stdin.take(), queue));
         Ok(Self { child, chunks, fed, complaint })
     }
 
-    /// The next bytes.
+    /// Feeds the next bytes.
     ///
     /// # Errors
-    /// [`ReadError::Gone`] where it reads no more: [`end`](Self::end) says why.
-    pub async fn take(&self, chunk: Bytes) -> Result<(), ReadError> {
-        self.chunks.send(chunk).await.map_err(|_| ReadError::Gone)
+    /// [`ReadError::ReaderExited`] if the tool no longer reads: [`finish`](Self::finish) returns the reason.
+    pub async fn push(&self, chunk: Bytes) -> Result<(), ReadError> {
+        self.chunks.send(chunk).await.map_err(|_| ReadError::ReaderExited)
     }
 
-    /// After the last byte: whether all of it was a dump.
+    /// After the last byte: checks that everything was a valid dump.
     ///
     /// # Errors
     /// [`ReadError`].
-    pub async fn end(self) -> Result<(), ReadError> {
+    pub async fn finish(self) -> Result<(), ReadError> {
         let Self { mut child, chunks, fed, complaint } = self;
         drop(chunks);
         let read_in_full = fed.await.unwrap_or(false);
-        let status = ended(&mut child, "pg_restore").await?;
+        let status = wait_for_exit(&mut child, "pg_restore").await?;
         if !status.success() {
             return Err(ReadError::Damaged { status, complaint: complaint.await.unwrap_or_default() });
         }
-        if read_in_full { Ok(()) } else { Err(ReadError::Gone) }
+        if read_in_full { Ok(()) } else { Err(ReadError::ReaderExited) }
     }
 }
 
-/// Whether every chunk went into the reader.
+/// Feeds the tool; returns whether every chunk was written.
 async fn feed(stdin: Option<ChildStdin>, mut chunks: mpsc::Receiver<Bytes>) -> bool {
     let Some(mut stdin) = stdin else { return false };
     while let Some(chunk) = chunks.recv().await {
@@ -96,22 +96,22 @@ async fn feed(stdin: Option<ChildStdin>, mut chunks: mpsc::Receiver<Bytes>) -> b
 }
 
 /// # Errors
-/// [`ReadError::Stuck`] after [`ENDING`].
-pub async fn ended(child: &mut Child, tool: &'static str) -> Result<ExitStatus, ReadError> {
-    let ended = tokio::time::timeout(ENDING, child.wait()).await;
+/// [`ReadError::Stuck`] after [`EXIT_TIMEOUT`].
+pub async fn wait_for_exit(child: &mut Child, tool: &'static str) -> Result<ExitStatus, ReadError> {
+    let ended = tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await;
     ended
-        .map_err(|_| ReadError::Stuck { tool, seconds: ENDING.as_secs() })?
+        .map_err(|_| ReadError::Stuck { tool, seconds: EXIT_TIMEOUT.as_secs() })?
         .map_err(|source| ReadError::Start { tool, source })
 }
 
-/// The last of what a tool said, in one line.
+/// The end of a tool's error output, on one line.
 pub async fn tail(stderr: Option<impl AsyncRead + Unpin>) -> String {
     let Some(mut stderr) = stderr else { return String::new() };
-    let mut kept = Vec::new();
+    let mut output = Vec::new();
     let mut piece = [0; 1024];
     while let Ok(read @ 1..) = stderr.read(&mut piece).await {
-        kept.extend_from_slice(&piece[..read]);
-        kept.drain(..kept.len().saturating_sub(COMPLAINT));
+        output.extend_from_slice(&piece[..read]);
+        output.drain(..output.len().saturating_sub(MAX_COMPLAINT_BYTES));
     }
-    postgres_tools::summarize_stderr(&String::from_utf8_lossy(&kept))
+    postgres_tools::summarize_stderr(&String::from_utf8_lossy(&output))
 }

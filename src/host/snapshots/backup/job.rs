@@ -1,6 +1,7 @@
-//! The steps of one backup, in the order that keeps the pointer true: snapshot, dump, object, side record, pointer.
+//! The steps of a backup, ordered so that the pointer never names a missing object: snapshot, dump, object, side record,
+//! pointer.
 //!
-//! No failure moves the pointer, and nothing is ever pruned. Whatever ends a run leaves a record of it.
+//! A failure never moves the pointer, and no snapshot is ever pruned. Every run leaves a record.
 
 use std::future::Future;
 use std::time::Instant;
@@ -8,15 +9,15 @@ use std::time::Instant;
 use jiff::Timestamp;
 use serde::Serialize;
 
-use super::Settings;
+use super::BackupSettings;
 use super::dump::{self, DumpError, VerifiedDump};
 use super::old_databases;
 use super::open_uploads;
 use super::progress_writer::{TrackedUpload, Tracker};
 use super::record::{self, Record};
 use super::row_loss;
-use super::row_loss::Lost;
-use super::shrink_guard::{self, Held, Trigger};
+use super::row_loss::EmptiedDatabase;
+use super::shrink_guard::{self, HeldBackError, Trigger};
 use super::snapshot::{Snapshot, SnapshotError};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::clock;
@@ -37,7 +38,7 @@ use crate::store::pointer_io::{self, PointerError};
 use crate::store::snapshot::{self as stored, DatabaseIdentity, Recorded, SideRecord};
 use crate::store::upload::{Parts, Upload, UploadError};
 
-/// The places of a run where a test can stop it.
+/// Fail points of a run.
 pub const POINTS: &[&str] = &[
     "backup.begin",
     "backup.snapshot",
@@ -50,23 +51,23 @@ pub const POINTS: &[&str] = &[
     "backup.recorded",
 ];
 
-/// What to do when the database is empty and the previous snapshot was not.
+/// Policy for an empty database whose previous snapshot was not empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Empty {
-    /// It was lost: the snapshot before stays.
-    Refused,
+pub enum EmptyPolicy {
+    /// Treat it as data loss: the previous snapshot stays.
+    Refuse,
     /// The operator confirmed it.
-    Meant,
+    Accept,
 }
 
 /// Options of one backup run.
 #[derive(Debug, Clone, Copy)]
-pub struct Mandate {
-    pub empty: Empty,
+pub struct RunOptions {
+    pub empty: EmptyPolicy,
     pub trigger: Trigger,
 }
 
-/// How far a run came.
+/// The last stage that a run reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stage {
@@ -80,22 +81,22 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// As records name it.
+    /// The stage's name in records.
     pub fn name(self) -> String {
         let name = serde_json::to_value(self).ok();
         name.and_then(|name| name.as_str().map(str::to_owned)).unwrap_or_default()
     }
 }
 
-/// Why a backup did not happen.
+/// Why a backup failed.
 #[derive(Debug, thiserror::Error)]
 enum BackupError {
     #[error("this machine has been replaced (superseded.json): it takes no backups any more")]
     Superseded,
     #[error("{prefix}{0}", prefix = if .0.is_invented() { "" } else { "this machine has been replaced: " })]
     Fenced(Fenced),
-    /// What is in the database before the restore must never take the snapshot's place.
-    #[error("the restore gate is shut: nothing is backed up before it opens")]
+    /// The content of the database before the restore must never replace the snapshot.
+    #[error("the restore gate is shut: no backup is taken until it opens")]
     GateShut,
     #[error(transparent)]
     Connect(#[from] ConnectError),
@@ -103,7 +104,7 @@ enum BackupError {
     Identity(#[from] IdentityError),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the snapshot {key} is stored, and is not the latest, because the pointer cannot be moved")]
+    #[error("the snapshot {key} is stored, and is not the latest, because the pointer could not be moved")]
     Unpublished { key: String, source: PointerError },
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
@@ -112,9 +113,9 @@ enum BackupError {
     #[error(transparent)]
     Upload(#[from] UploadError),
     #[error(transparent)]
-    Lost(#[from] Lost),
+    Emptied(#[from] EmptiedDatabase),
     #[error(transparent)]
-    Held(#[from] Held),
+    HeldBack(#[from] HeldBackError),
     #[error(transparent)]
     File(#[from] FileError),
     #[error("stopped by a signal")]
@@ -135,27 +136,27 @@ impl BackupError {
             Self::Dump(error) => error.exit(),
             Self::Connect(_) => Exit::Unavailable,
             Self::Identity(error) => error.exit(),
-            Self::Lost(_) | Self::Held(_) => Exit::Refused,
+            Self::Emptied(_) | Self::HeldBack(_) => Exit::Refused,
             Self::GateShut | Self::Stopped => Exit::TryAgain,
             Self::Upload(_) | Self::File(_) | Self::Injected(_) => Exit::Internal,
         }
     }
 }
 
-/// A snapshot that an attempt has stored without being able to move the pointer. The next attempt of the same run moves it,
-/// rather than taking another snapshot.
+/// A stored snapshot whose attempt could not move the pointer. The next attempt of the run moves it, instead of taking
+/// another snapshot.
 pub struct Unpublished {
     snapshot: Recorded,
-    /// The snapshot that the pointer named: where it names another one by now, that is newer than this one.
+    /// The snapshot that the pointer named. If it names another one now, that one is newer.
     before: Option<String>,
 }
 
-/// What a run has come to know, for its record.
+/// The state of a run, for its record.
 struct Progress {
     stage: Stage,
     key: Option<String>,
     dump: Option<VerifiedDump>,
-    /// Set once it may become the latest.
+    /// Set once the snapshot may become the latest.
     stored: Option<Unpublished>,
     tracker: Tracker,
 }
@@ -167,27 +168,27 @@ impl Progress {
     }
 }
 
-/// Takes one backup and records how it ended. `stop` ends it early, with the upload aborted.
+/// Takes one backup and records the result. `stop` ends it early and aborts the upload.
 ///
 /// # Errors
 /// [`Failure`] with the exit code of the contract.
 pub async fn run(
     lock: &Lock,
-    settings: &Settings,
-    mandate: Mandate,
+    settings: &BackupSettings,
+    options: RunOptions,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
-    attempt(lock, settings, mandate, &mut None, stop).await
+    attempt(lock, settings, options, &mut None, stop).await
 }
 
-/// [`run`], for a caller that tries again: `unpublished` goes from one attempt to the next.
+/// [`run`] for a caller that retries: `unpublished` is passed from one attempt to the next.
 ///
 /// # Errors
 /// As [`run`].
 pub async fn attempt(
     _lock: &Lock,
-    settings: &Settings,
-    mandate: Mandate,
+    settings: &BackupSettings,
+    options: RunOptions,
     unpublished: &mut Option<Unpublished>,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
@@ -200,7 +201,7 @@ pub async fn attempt(
         stored: unpublished.take(),
         tracker: Tracker::begin(&settings.layout, timestamp),
     };
-    let end = back_up(settings, mandate, &mut progress, stop).await;
+    let end = back_up(settings, options, &mut progress, stop).await;
     let record = record_of(timestamp, began, &progress, end.as_ref().err());
     if end.is_err() {
         *unpublished = progress.stored;
@@ -239,15 +240,15 @@ fn record_of(
         duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
         error: error.map(|error| chain(error)),
         held: match error {
-            Some(BackupError::Held(held)) => Some(held.recorded()),
+            Some(BackupError::HeldBack(held)) => Some(held.recorded()),
             _ => None,
         },
     }
 }
 
 async fn back_up(
-    settings: &Settings,
-    mandate: Mandate,
+    settings: &BackupSettings,
+    options: RunOptions,
     progress: &mut Progress,
     stop: impl Future<Output = ()>,
 ) -> Result<(), BackupError> {
@@ -264,10 +265,10 @@ async fn back_up(
         return publish(settings, progress).await;
     }
     let before = match &latest {
-        Some(latest) => side_record(settings, latest).await?.filter(|_| mandate.empty == Empty::Refused),
+        Some(latest) => side_record(settings, latest).await?.filter(|_| options.empty == EmptyPolicy::Refuse),
         None => None,
     };
-    open_uploads::give_up(&settings.layout, &settings.bucket).await;
+    open_uploads::abort_all(&settings.layout, &settings.bucket).await;
 
     progress.enter(Stage::Snapshot);
     let snapshot = Snapshot::open(&settings.server).await?;
@@ -285,7 +286,7 @@ async fn back_up(
 
     progress.enter(Stage::Pointer);
     if let Some(before) = &before
-        && let Some(held) = shrink_guard::judge(settings, mandate.trigger, before, &taken.side)?
+        && let Some(held) = shrink_guard::check_shrinkage(settings, options.trigger, before, &taken.side)?
     {
         return Err(held.into());
     }
@@ -293,7 +294,7 @@ async fn back_up(
     publish(settings, progress).await
 }
 
-/// Whether an earlier attempt has stored a snapshot that nothing newer has replaced.
+/// Returns whether an earlier attempt has stored a snapshot that no newer one has replaced.
 fn is_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool {
     let latest = latest.map(|latest| &latest.key);
     let is_newest = |stored: &Unpublished| {
@@ -304,8 +305,8 @@ fn is_publishable(progress: &mut Progress, latest: Option<&SnapshotRef>) -> bool
     progress.stored.is_some()
 }
 
-/// Makes the snapshot that is stored the latest.
-async fn publish(settings: &Settings, progress: &mut Progress) -> Result<(), BackupError> {
+/// Makes the stored snapshot the latest.
+async fn publish(settings: &BackupSettings, progress: &mut Progress) -> Result<(), BackupError> {
     progress.enter(Stage::Pointer);
     if let Some(stored) = &progress.stored {
         let moved = pointer_io::advance(&settings.bucket, &settings.slot, &stored.snapshot).await;
@@ -323,23 +324,26 @@ async fn publish(settings: &Settings, progress: &mut Progress) -> Result<(), Bac
     Ok(())
 }
 
-/// A database that is not the one of the marker is never backed up: its snapshot would take the place of the owner's.
-async fn identify(settings: &Settings) -> Result<Option<DatabaseIdentity>, BackupError> {
+/// Refuses a database that is not the marker's: its snapshot would replace the owner's.
+async fn identify(settings: &BackupSettings) -> Result<Option<DatabaseIdentity>, BackupError> {
     let client = settings.server.connect(settings.server.database(), "svc-db-backup").await?;
     Ok(database_identity::verify(&settings.layout, &client).await?)
 }
 
-/// The snapshot whose place the new one takes.
+/// Returns the snapshot that the new one replaces.
 ///
-/// Detects a replaced machine before the dump. The pointer's write at the end decides all the same.
-async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, BackupError> {
+/// This detects a replaced machine before the dump; the conditional write of the pointer remains the authority.
+async fn latest(settings: &BackupSettings) -> Result<Option<SnapshotRef>, BackupError> {
     let Some(pointer) = pointer_io::read(&settings.bucket, &settings.slot).await? else { return Ok(None) };
     let mine = &settings.identity;
     pointer.value.admit(mine.epoch, mine.machine).map_err(BackupError::Fenced)?;
     Ok(pointer.value.snapshot)
 }
 
-async fn side_record(settings: &Settings, named: &SnapshotRef) -> Result<Option<SideRecord>, BackupError> {
+async fn side_record(
+    settings: &BackupSettings,
+    named: &SnapshotRef,
+) -> Result<Option<SideRecord>, BackupError> {
     match stored::side_record(&settings.bucket, &settings.slot, named).await {
         Ok(side) => Ok(Some(side)),
         // An unusable snapshot must not block its replacement.
@@ -351,15 +355,15 @@ async fn side_record(settings: &Settings, named: &SnapshotRef) -> Result<Option<
     }
 }
 
-/// A complete object and what is to be said of it.
+/// A complete object and its side record.
 struct Uploaded {
     side: SideRecord,
     etag: Option<String>,
 }
 
-/// Dump and counts of one moment. The upload is completed for a verified dump alone, and else aborted.
+/// Uploads the dump and its counts, of one moment. The upload is completed only for a verified dump, otherwise aborted.
 async fn upload(
-    settings: &Settings,
+    settings: &BackupSettings,
     progress: &mut Progress,
     snapshot: &Snapshot,
     before: Option<&SideRecord>,
@@ -367,27 +371,27 @@ async fn upload(
 ) -> Result<Uploaded, BackupError> {
     let key = key::snapshot_key(snapshot.taken_at, settings.identity.epoch);
     progress.key = Some(key.clone());
-    let object = settings.slot.snapshot(&key).expect("our own keys have the form of a snapshot's");
+    let object = settings.slot.snapshot(&key).expect("generated keys are valid");
     let growth = settings.compression.max_growth();
     let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(growth));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
     let open = upload.open().cloned();
     if let Some(open) = &open {
-        open_uploads::note(&settings.layout, open);
+        open_uploads::record(&settings.layout, open);
     }
     let end = tokio::select! {
         end = fill(settings, progress, snapshot, &key, before, &mut upload) => end,
         () = stop => Err(BackupError::Stopped),
     };
-    let over = end.is_ok() || upload.abort().await;
-    if let Some(open) = open.filter(|_| over) {
-        open_uploads::forget(&settings.layout, &open);
+    let is_closed = end.is_ok() || upload.abort().await;
+    if let Some(open) = open.filter(|_| is_closed) {
+        open_uploads::remove(&settings.layout, &open);
     }
     end
 }
 
 async fn fill(
-    settings: &Settings,
+    settings: &BackupSettings,
     progress: &mut Progress,
     snapshot: &Snapshot,
     key: &str,
@@ -395,16 +399,18 @@ async fn fill(
     upload: &mut Upload,
 ) -> Result<Uploaded, BackupError> {
     let mut sink = TrackedUpload { upload, tracker: &progress.tracker };
-    let told = dump::take(settings, snapshot, &mut sink).await?;
+    let dumped = dump::dump_snapshot(settings, snapshot, &mut sink).await?;
     if let Some(before) =
-        before.filter(|before| row_loss::rows(&before.tables) > 0 && row_loss::rows(&told.tables) == 0)
+        before.filter(|before| row_loss::rows(&before.tables) > 0 && row_loss::rows(&dumped.tables) == 0)
     {
-        return Err(Lost { before: before.key.clone(), rows: row_loss::rows(&before.tables) }.into());
+        return Err(
+            EmptiedDatabase { before: before.key.clone(), rows: row_loss::rows(&before.tables) }.into()
+        );
     }
     failpoint::pass("backup.verified")?;
     progress.enter(Stage::Upload);
-    progress.dump = Some(told.dump.clone());
-    let side = told.side_record(key, &settings.identity, snapshot);
+    progress.dump = Some(dumped.dump.clone());
+    let side = dumped.side_record(key, &settings.identity, snapshot);
     let meta = upload.complete().await?;
     Ok(Uploaded { etag: meta.e_tag, side })
 }

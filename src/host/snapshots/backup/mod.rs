@@ -1,8 +1,8 @@
-//! `svc-db-backup`: verified snapshots of the owner's database at the object store, the pointer to the latest, and the
-//! checks that they are intact.
+//! `svc-db-backup`: verified snapshots of the owner's database in the object store, the pointer to the latest, and checks
+//! of stored snapshots.
 //!
-//! Here: the command line, the configuration, the locks, the request file and the exit code. A backup is in `job`, the
-//! looks are in `verify` and `drill`.
+//! This module owns the command line, the configuration, the locks, the request file and the exit code. Backups are in
+//! `job`, checks in `verify` and `drill`.
 
 mod drill;
 mod dump;
@@ -33,9 +33,9 @@ use std::time::Duration;
 use jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::side_database::{Action, Chosen, Copy, Mode};
+use super::side_database::{Action, Copy, Mode, SnapshotChoice};
 use super::staging;
-use super::staging::Means;
+use super::staging::RestoreContext;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::chain::chain;
 use crate::config::Env;
@@ -51,11 +51,11 @@ use crate::host::system::user;
 use crate::http::request_id;
 use crate::store::Bucket;
 use crate::store::key::{SlotPrefix, SnapshotKey};
-use job::{Mandate, Unpublished};
+use job::{RunOptions, Unpublished};
 use request::Request;
 use retry::Retry;
 use shrink_guard::Trigger;
-use verify::Which;
+use verify::VerifyTargets;
 
 pub use drill::POINTS as DRILL_POINTS;
 pub use export::POINTS as EXPORT_POINTS;
@@ -65,10 +65,10 @@ pub use side::POINTS as SIDE_POINTS;
 pub use toc::entries as dump_entries;
 pub use verify::POINTS as VERIFY_POINTS;
 
-/// How long a request waits for a run that began before it was made.
-const REQUEST_WAIT: Duration = Duration::from_secs(600);
-/// How long another run waits: the gateway holds the lock for a moment when it looks whether a backup runs.
-const PROBE_WAIT: Duration = Duration::from_millis(400);
+/// Maximum wait of a request for a run that was started before it.
+const REQUEST_LOCK_TIMEOUT: Duration = Duration::from_secs(600);
+/// Maximum wait of any other run. The gateway holds the lock briefly while it checks for a running backup.
+const PROBE_LOCK_TIMEOUT: Duration = Duration::from_millis(400);
 
 #[derive(clap::Parser)]
 #[command(
@@ -88,25 +88,25 @@ struct Args {
 enum Command {
     /// Take a snapshot now (the default)
     Run(RunArgs),
-    /// Make the snapshot that is held back the latest: what it has lost since the one before is not missed
+    /// Make the held-back snapshot the latest: its loss since the previous one is intended
     Accept,
-    /// Read snapshots again from the store, in full: today's share of all, or those that are named
+    /// Read stored snapshots again, in full: today's share of all, or the named ones
     #[command(after_help = "Examples:\n  svc-db-backup verify\n  svc-db-backup verify --latest\n  \
                             svc-db-backup verify system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump")]
     Verify(VerifyArgs),
-    /// Restore the latest snapshot into a database of its own, compare it with its record, and drop it
+    /// Restore the latest snapshot into a scratch database, compare it with its record, and drop it
     Drill {
-        /// Serve the request file: wait for a look under way, and remove the file when done
+        /// Serve the request file: wait for a running check, and remove the file when done
         #[arg(long)]
         request: bool,
     },
-    /// Write everything that is the owner's into one archive: database, home, records, manifest
+    /// Write all of the owner's data into one archive: database, home, records, manifest
     #[command(
         after_help = "Run it as root. Any `tar` reads it, a stock pg_restore its database.dump, and `svc-restore import` \
 all of it.\n\nExample:\n  svc-db-backup export --output /var/backups/ada.tar"
     )]
     Export {
-        /// The archive; it appears when it is whole
+        /// The archive; it appears only when complete
         #[arg(long, short, value_name = "FILE")]
         output: PathBuf,
     },
@@ -116,107 +116,107 @@ all of it.\n\nExample:\n  svc-db-backup export --output /var/backups/ada.tar"
     /// The part of an export that runs as the owner's user
     #[command(hide = true)]
     ExportHome {
-        /// Files that are no part of it
+        /// Files to leave out
         #[arg(long, value_name = "FILE")]
         except: Vec<PathBuf>,
     },
-    /// An earlier snapshot in a database beside the owner's: to look into, and to take tables back from
+    /// Load an earlier snapshot beside the owner's database, to inspect it and copy tables back
     #[command(subcommand)]
     Side(SideCommand),
 }
 
 #[derive(clap::Subcommand)]
 enum SideCommand {
-    /// Load a snapshot into the database svc_side; one that is there already goes
+    /// Load a snapshot into the database svc_side, replacing the one there
     #[command(
         after_help = "Examples:\n  svc-db-backup side open\n  svc-db-backup side open --at 2026-01-02T03:00:00Z"
     )]
     Open {
-        /// As `svcctl backup list` and backup.jsonl show it; the latest when not given
+        /// As shown by `svcctl backup list` and backup.jsonl; default: the latest
         #[arg(value_name = "KEY")]
         key: Option<SnapshotKey>,
-        /// The last one that was taken at this time or before
+        /// The last snapshot taken at or before this time
         #[arg(long, value_name = "TIME", conflicts_with = "key")]
         at: Option<Timestamp>,
     },
-    /// What is in it, and how the last copy ended
+    /// Show its tables and the result of the last copy
     Show,
-    /// Copy the rows of tables back into the owner's database; a table that is gone is made again
+    /// Copy rows of tables back into the owner's database; a missing table is recreated
     #[command(after_help = "Example:\n  svc-db-backup side copy app_notes.notes --dry-run")]
     Copy {
-        /// As `side show` lists them
+        /// As listed by `side show`
         #[arg(value_name = "TABLE", required = true)]
         tables: Vec<String>,
         #[arg(long, value_enum, default_value_t = Mode::Missing)]
         mode: Mode,
-        /// Do it, count, and undo it
+        /// Copy, count, and roll back
         #[arg(long)]
         dry_run: bool,
-        /// Do not take a snapshot of what is there first
+        /// Do not take a snapshot of the current database first
         #[arg(long)]
         no_backup: bool,
     },
     /// Drop it
     Close,
-    /// Do what the gateway was asked for, if anything
+    /// Serve the gateway's request, if there is one
     #[command(hide = true)]
     Serve,
 }
 
 #[derive(clap::Args)]
 struct RunArgs {
-    /// Serve the request file: wait for a run under way, and remove the file when done
+    /// Serve the request file: wait for a running backup, and remove the file when done
     #[arg(long)]
     request: bool,
-    /// The hourly run: try again after minutes where store or database are away, until the next one is near
+    /// The hourly run: retry for minutes while store or database are unavailable, until the next run is near
     #[arg(long, conflicts_with = "request")]
     retry: bool,
-    /// What the database has lost since the snapshot before is meant, also where no row is left
+    /// The loss since the previous snapshot is intended, even if no row remains
     #[arg(long, visible_alias = "accept-loss")]
     allow_empty: bool,
 }
 
 #[derive(clap::Args)]
 struct VerifyArgs {
-    /// Keys of snapshots, as backup.jsonl and `svcctl backup list` show them
+    /// Keys of snapshots, as shown by backup.jsonl and `svcctl backup list`
     #[arg(value_name = "KEY", conflicts_with_all = ["latest", "all"])]
     keys: Vec<String>,
-    /// The one that a recovery would take
+    /// The snapshot that a recovery would restore
     #[arg(long, conflicts_with = "all")]
     latest: bool,
-    /// Every snapshot there is
+    /// Every stored snapshot
     #[arg(long)]
     all: bool,
 }
 
 impl VerifyArgs {
-    fn which(self) -> Which {
+    fn targets(self) -> VerifyTargets {
         match self {
-            Self { latest: true, .. } => Which::Latest,
-            Self { all: true, .. } => Which::All,
-            Self { keys, .. } if !keys.is_empty() => Which::Named(keys),
-            _ => Which::Share,
+            Self { latest: true, .. } => VerifyTargets::Latest,
+            Self { all: true, .. } => VerifyTargets::All,
+            Self { keys, .. } if !keys.is_empty() => VerifyTargets::Named(keys),
+            _ => VerifyTargets::Share,
         }
     }
 }
 
-/// What a run needs.
-pub(crate) struct Settings {
+/// The configuration and clients of a run.
+pub(crate) struct BackupSettings {
     pub layout: Layout,
     pub identity: Identity,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
     pub server: Server,
     pub tools: PgTools,
-    /// As it is wanted: the tools may not have it.
+    /// The wanted compression; the tools may not support it.
     pub compression: Compression,
-    /// Each snapshot is read again within so many days.
+    /// Every snapshot is read again within this number of days.
     pub verify_within_days: u32,
-    /// How long the store may be away from a look at snapshots, counted from the last progress.
+    /// Maximum outage of the store during a check, counted from the last progress.
     pub store_deadline: Duration,
 }
 
-impl Settings {
+impl BackupSettings {
     fn read(layout: Layout, during_outage: DuringOutage) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read_current(&mut env, &layout);
@@ -241,9 +241,9 @@ impl Settings {
         })
     }
 
-    /// The same, for a snapshot in a database beside the owner's.
-    fn means(&self) -> Means {
-        Means {
+    /// The context for loading a snapshot beside the owner's database.
+    fn context(&self) -> RestoreContext {
+        RestoreContext {
             name: "svc-db-backup",
             slot: self.slot.clone(),
             bucket: self.bucket.clone(),
@@ -271,7 +271,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     let layout = Layout::from_process();
     let command = args.command.unwrap_or(Command::Run(args.run));
     let stepped_down = match command {
-        // An export starts a process for each of the users whose files it reads.
+        // An export starts a process for each user whose files it reads.
         Command::Export { .. } | Command::ExportHome { .. } => Ok(()),
         Command::ExportArchive => user::become_gateway(&layout),
         _ => user::step_down(&layout),
@@ -282,66 +282,70 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     begin_log("svc-db-backup", &layout);
     applet::block_on("svc-db-backup", async move {
         match command {
-            Command::Run(args) => take_turn(layout, &args).await,
+            Command::Run(args) => run_backup(layout, &args).await,
             Command::Accept => request_id::own(accept(layout)).await,
-            Command::Verify(args) => request_id::own(look(layout, Some(args.which()), Duration::ZERO)).await,
-            Command::Drill { request: false } => request_id::own(look(layout, None, Duration::ZERO)).await,
-            Command::Drill { request: true } => drill_as_asked(layout).await,
+            Command::Verify(args) => {
+                request_id::own(run_check(layout, Some(args.targets()), Duration::ZERO)).await
+            }
+            Command::Drill { request: false } => {
+                request_id::own(run_check(layout, None, Duration::ZERO)).await
+            }
+            Command::Drill { request: true } => serve_drill_request(layout).await,
             Command::Export { output } => export::run(&layout, &output, stopped()?).await,
             Command::ExportArchive => {
                 request_id::own(async {
-                    let settings = Settings::read(layout, DuringOutage::Wait)?;
+                    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
                     export::write_archive(&settings).await
                 })
                 .await
             }
             Command::ExportHome { except } => tokio::task::block_in_place(|| {
-                let (asked, to) = (std::io::stdin(), std::io::stdout());
-                export::send_home(&layout.home(), &except, asked.lock(), to.lock())
+                let (start, to) = (std::io::stdin(), std::io::stdout());
+                export::send_home(&layout.home(), &except, start.lock(), to.lock())
             }),
-            Command::Side(command) => request_id::own(beside(layout, command)).await,
+            Command::Side(command) => request_id::own(run_side_command(layout, command)).await,
         }
     })
 }
 
 async fn accept(layout: Layout) -> Result<(), Failure> {
-    let settings = Settings::read(layout, DuringOutage::Wait)?;
-    let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_WAIT).await;
-    let lock = lock.map_err(|error| held(error, "another backup is under way"))?;
+    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+    let lock = Lock::wait(&settings.layout.backup_lock(), REQUEST_LOCK_TIMEOUT).await;
+    let lock = lock.map_err(|error| lock_failure(error, "another backup is under way"))?;
     shrink_guard::accept(&lock, &settings).await
 }
 
-/// Serves the request to accept; a request for a backup may lie beside it.
-async fn accept_as_asked(layout: &Layout, request: &Request) -> Result<(), Failure> {
+/// Serves a request to accept. A request for a backup may be pending at the same time.
+async fn serve_accept_request(layout: &Layout, request: &Request) -> Result<(), Failure> {
     let id = request.id().unwrap_or_else(request_id::fresh);
     let end = request_id::under(id, accept(layout.clone())).await;
-    request.done();
+    request.complete();
     end
 }
 
-async fn take_turn(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
+async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     let acceptance = Request::new(&layout, "accept");
-    if args.request && acceptance.is_there() {
-        accept_as_asked(&layout, &acceptance).await?;
-        if !Request::new(&layout, "backup").is_there() {
+    if args.request && acceptance.is_pending() {
+        serve_accept_request(&layout, &acceptance).await?;
+        if !Request::new(&layout, "backup").is_pending() {
             return Ok(());
         }
     }
     let request = args.request.then(|| Request::new(&layout, "backup"));
     let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
-    let end = match Settings::read(layout, DuringOutage::StoreSnapshots) {
+    let end = match BackupSettings::read(layout, DuringOutage::StoreSnapshots) {
         Ok(settings) => request_id::under(id, back_up_with_retries(&settings, args, request.as_ref())).await,
         Err(failure) => Err(failure),
     };
-    // A request that failed is over, too: the failure is on record, and the path unit would start us at once.
+    // A failed request is removed too: the failure is on record, and the path unit would restart us at once.
     if let Some(request) = request {
-        request.done();
+        request.complete();
     }
     end
 }
 
 async fn back_up_with_retries(
-    settings: &Settings,
+    settings: &BackupSettings,
     args: &RunArgs,
     request: Option<&Request>,
 ) -> Result<(), Failure> {
@@ -354,7 +358,7 @@ async fn back_up_with_retries(
         };
         let Some(pause) = retry.pause(&failure) else { return Err(failure) };
         let (seconds, error) = (pause.as_secs(), chain(failure.error.as_ref()));
-        tracing::warn!(%error, seconds, "the backup failed and is tried again");
+        tracing::warn!(%error, seconds, "the backup failed and is retried");
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             () = stopped()? => return Err(failure),
@@ -363,48 +367,48 @@ async fn back_up_with_retries(
 }
 
 async fn back_up(
-    settings: &Settings,
+    settings: &BackupSettings,
     args: &RunArgs,
     request: Option<&Request>,
     unpublished: &mut Option<Unpublished>,
 ) -> Result<(), Failure> {
-    let wait = if request.is_some() { REQUEST_WAIT } else { PROBE_WAIT };
+    let wait = if request.is_some() { REQUEST_LOCK_TIMEOUT } else { PROBE_LOCK_TIMEOUT };
     let lock = Lock::wait(&settings.layout.backup_lock(), wait).await;
-    let lock = lock.map_err(|error| held(error, "another backup is under way"))?;
+    let lock = lock.map_err(|error| lock_failure(error, "another backup is under way"))?;
     if let Some(request) = request {
         request.begin();
     }
-    let empty = if args.allow_empty { job::Empty::Meant } else { job::Empty::Refused };
+    let empty = if args.allow_empty { job::EmptyPolicy::Accept } else { job::EmptyPolicy::Refuse };
     // Only the hourly unit retries.
     let trigger = if args.retry { Trigger::Schedule } else { Trigger::Request };
-    job::attempt(&lock, settings, Mandate { empty, trigger }, unpublished, stopped()?).await
+    job::attempt(&lock, settings, RunOptions { empty, trigger }, unpublished, stopped()?).await
 }
 
-async fn drill_as_asked(layout: Layout) -> Result<(), Failure> {
+async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
     let request = Request::new(&layout, "drill");
     let id = request.id().unwrap_or_else(request_id::fresh);
-    let end = request_id::under(id, look(layout, None, REQUEST_WAIT)).await;
-    // As with a backup: a drill that failed is over, too.
-    request.done();
+    let end = request_id::under(id, run_check(layout, None, REQUEST_LOCK_TIMEOUT)).await;
+    // As with a backup, a failed drill's request is removed too.
+    request.complete();
     end
 }
 
-/// A look at snapshots: they are read, or with `None`, the latest is restored.
-async fn look(layout: Layout, which: Option<Which>, wait: Duration) -> Result<(), Failure> {
-    let settings = Settings::read(layout, DuringOutage::Wait)?;
+/// Checks snapshots: reads them, or with `None` restores the latest.
+async fn run_check(layout: Layout, targets: Option<VerifyTargets>, wait: Duration) -> Result<(), Failure> {
+    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
-    let lock = lock.map_err(|error| held(error, "another check of snapshots is under way"))?;
-    match which {
-        Some(which) => verify::run(&lock, &settings, &which, stopped()?).await,
+    let lock = lock.map_err(|error| lock_failure(error, "another check of snapshots is under way"))?;
+    match targets {
+        Some(targets) => verify::run(&lock, &settings, &targets, stopped()?).await,
         None => drill::run(&lock, &settings, stopped()?).await,
     }
 }
 
-async fn beside(layout: Layout, command: SideCommand) -> Result<(), Failure> {
+async fn run_side_command(layout: Layout, command: SideCommand) -> Result<(), Failure> {
     let action = match command {
         SideCommand::Show => return side::show(&layout),
         SideCommand::Open { key, at } => {
-            Some(Action::Open(Chosen { key: key.map(|key| key.as_str().to_owned()), at }))
+            Some(Action::Open(SnapshotChoice { key: key.map(|key| key.as_str().to_owned()), at }))
         }
         SideCommand::Copy { tables, mode, dry_run, no_backup } => {
             Some(Action::Copy(Copy { tables, mode, dry_run, backup: !no_backup }))
@@ -412,18 +416,18 @@ async fn beside(layout: Layout, command: SideCommand) -> Result<(), Failure> {
         SideCommand::Close => Some(Action::Close),
         SideCommand::Serve => None,
     };
-    let settings = Settings::read(layout, DuringOutage::Wait)?;
-    // A drill has the same place for its dump and its databases.
-    let wait = if action.is_none() { REQUEST_WAIT } else { Duration::ZERO };
+    let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
+    // Drills use the same directory and databases.
+    let wait = if action.is_none() { REQUEST_LOCK_TIMEOUT } else { Duration::ZERO };
     let lock = Lock::wait(&settings.layout.drill_state().join("lock"), wait).await;
-    let lock = lock.map_err(|error| held(error, "another check of snapshots is under way"))?;
+    let lock = lock.map_err(|error| lock_failure(error, "another check of snapshots is under way"))?;
     match action {
         Some(action) => side::run(&lock, &settings, action, stopped()?).await,
         None => side::serve(&lock, &settings, stopped()?).await,
     }
 }
 
-fn held(error: LockError, what: &'static str) -> Failure {
+fn lock_failure(error: LockError, what: &'static str) -> Failure {
     match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!(what)),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),

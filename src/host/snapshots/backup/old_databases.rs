@@ -1,5 +1,5 @@
-//! The databases that restores and imports replaced, as `svc_before_<n>`: they are the way back from a wrong one. They
-//! stay seven days, or until space is short, the oldest going first; never before a good backup, which is when this runs.
+//! Databases replaced by restores and imports, kept as `svc_before_<n>` to revert a wrong one. They are dropped after
+//! seven days, or oldest first when space is short. This runs only after a good backup.
 
 use std::path::Path;
 
@@ -12,35 +12,34 @@ use crate::http::problem::chain;
 
 use super::snapshot::SnapshotError;
 
-/// How long a replaced database is kept.
-const KEEP: SignedDuration = SignedDuration::from_hours(7 * 24);
-/// Space is short when less than this share of the disk is free.
+/// Retention of a replaced database.
+const RETENTION: SignedDuration = SignedDuration::from_hours(7 * 24);
+/// Space is short when less of the disk is free.
 const MIN_FREE_PERCENT: u64 = 10;
 
 /// A replaced database and when it was replaced.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Replaced {
+struct ReplacedDatabase {
     name: String,
     at: Timestamp,
 }
 
-impl Replaced {
+impl ReplacedDatabase {
     /// The number in the name is the time of the swap, in milliseconds.
-    fn of(name: String) -> Option<Self> {
+    fn parse(name: String) -> Option<Self> {
         let at = name.strip_prefix("svc_before_")?.parse().ok()?;
         Some(Self { at: Timestamp::from_millisecond(at).ok()?, name })
     }
 
     fn is_expired(&self, now: Timestamp) -> bool {
-        now.duration_since(self.at) > KEEP
+        now.duration_since(self.at) > RETENTION
     }
 }
 
-/// Drops those that are kept for nothing any more. One that somebody looks into stays until the next backup; no failure
-/// here spoils a backup that is good.
+/// Drops expired databases. One with open sessions stays until the next backup. A failure here does not fail the backup.
 pub async fn drop_expired(server: &Server, disk: &Path) {
     if let Err(error) = try_drop_expired(server, disk).await {
-        tracing::warn!(error = %chain(&error), "could not drop a database that was replaced");
+        tracing::warn!(error = %chain(&error), "could not drop a replaced database");
     }
 }
 
@@ -49,7 +48,7 @@ async fn try_drop_expired(server: &Server, disk: &Path) -> Result<(), SnapshotEr
     let replaced = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_before_[0-9]+$'";
     let mut all = Vec::new();
     for row in client.query(replaced, &[]).await? {
-        all.extend(Replaced::of(row.try_get(0)?));
+        all.extend(ReplacedDatabase::parse(row.try_get(0)?));
     }
     all.sort_by_key(|one| one.at);
     for one in all {
@@ -57,14 +56,14 @@ async fn try_drop_expired(server: &Server, disk: &Path) -> Result<(), SnapshotEr
             one.is_expired(Timestamp::now()) || is_short_of_space(disk) || is_empty(server, &one).await;
         if is_due {
             client.batch_execute(&format!("DROP DATABASE IF EXISTS {}", postgres::ident(&one.name))).await?;
-            tracing::info!(database = one.name, "dropped a database that was replaced");
+            tracing::info!(database = one.name, "dropped a replaced database");
         }
     }
     Ok(())
 }
 
-/// One that holds no row of the owner's is nobody's way back. What cannot be asked may hold some.
-async fn is_empty(server: &Server, one: &Replaced) -> bool {
+/// Returns whether the database has no rows of the owner's, so that it is not worth keeping. Unknown counts as not empty.
+async fn is_empty(server: &Server, one: &ReplacedDatabase) -> bool {
     let Ok(client) = server.connect(&one.name, "svc-db-backup").await else { return false };
     row_counts::first_with_rows(&client).await.is_ok_and(|table| table.is_none())
 }
@@ -82,19 +81,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_replaced_database_expires_after_seven_days() {
+    fn replaced_database_expires_after_seven_days() {
         let now: Timestamp = "2026-01-10T00:00:00Z".parse().unwrap();
         let at = |text: &str| {
             let at: Timestamp = text.parse().unwrap();
-            Replaced::of(format!("svc_before_{}", at.as_millisecond())).unwrap()
+            ReplacedDatabase::parse(format!("svc_before_{}", at.as_millisecond())).unwrap()
         };
         assert!(!at("2026-01-03T00:00:01Z").is_expired(now));
         assert!(at("2026-01-02T23:59:59Z").is_expired(now));
-        assert_eq!(Replaced::of("svc_before_x".to_owned()), None);
+        assert_eq!(ReplacedDatabase::parse("svc_before_x".to_owned()), None);
     }
 
     #[test]
-    fn space_is_short_below_its_share_of_the_disk() {
+    fn space_is_short_below_its_share() {
         assert!(is_short(9 << 30, 100 << 30));
         assert!(!is_short(11 << 30, 100 << 30));
     }

@@ -1,4 +1,4 @@
-//! Tells whoever waits for a backup how far it is: `host::snapshots::backup_progress`, at most every two seconds.
+//! Writes the progress of a backup for the gateway (`host::snapshots::backup_progress`), at most every two seconds.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -16,7 +16,7 @@ use crate::host::snapshots::backup_progress::BackupProgress;
 use crate::host::system::layout::Layout;
 use crate::store::upload::Upload;
 
-const INTERVAL: Duration = Duration::from_secs(2);
+const WRITE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The progress of one run.
 pub struct Tracker {
@@ -30,9 +30,9 @@ struct State {
 }
 
 impl Tracker {
-    /// The caller holds the lock of backups.
+    /// The caller holds the backup's lock.
     pub fn begin(layout: &Layout, began_at: Timestamp) -> Self {
-        // A run that was killed while it wrote leaves a part.
+        // A killed run may leave a temporary file.
         if let Err(error) = fsx::remove_torn(&layout.backup_progress()) {
             tracing::warn!(error = %chain(&error), "could not remove the progress of a killed backup");
         }
@@ -50,12 +50,12 @@ impl Tracker {
     fn update(&self, urgency: Urgency, change: impl FnOnce(&mut BackupProgress)) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut state.progress);
-        if urgency == Urgency::Later && state.written.elapsed() < INTERVAL {
+        if urgency == Urgency::Later && state.written.elapsed() < WRITE_INTERVAL {
             return;
         }
         state.written = Instant::now();
         state.progress.updated_at = clock::now_ms();
-        // A backup does not fail because nobody can see how far it is.
+        // The backup does not depend on its progress being visible.
         if let Err(error) = tokio::task::block_in_place(|| state.progress.write(&self.layout)) {
             tracing::warn!(error = %chain(&error), "could not write the progress of the backup");
         }
@@ -68,15 +68,15 @@ enum Urgency {
     Later,
 }
 
-/// An upload whose bytes are counted.
+/// An upload with counted bytes.
 pub struct TrackedUpload<'a> {
     pub upload: &'a mut Upload,
     pub tracker: &'a Tracker,
 }
 
 impl Sink for TrackedUpload<'_> {
-    fn room(&self) -> usize {
-        self.upload.room()
+    fn max_chunk_bytes(&self) -> usize {
+        self.upload.max_chunk_bytes()
     }
 
     async fn push(&mut self, chunk: Bytes) -> Result<(), DumpError> {

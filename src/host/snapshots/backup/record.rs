@@ -1,4 +1,4 @@
-//! What is left of a run: a line of `backup.jsonl`, and `last-backup.json` for heartbeat and gateway.
+//! The record of a run: a line of `backup.jsonl`, and `last-backup.json` for heartbeat and gateway.
 
 use jiff::Timestamp;
 use serde::Serialize;
@@ -14,11 +14,11 @@ use crate::host::system::layout::Layout;
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
-    /// When the run began.
+    /// Start time.
     #[serde(with = "clock::wire")]
     pub timestamp: Timestamp,
     pub status: Status,
-    /// How far it came.
+    /// The last stage reached.
     pub stage: Stage,
     pub key: Option<String>,
     pub size_bytes: Option<u64>,
@@ -26,21 +26,21 @@ pub struct Record {
     pub duration_ms: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Set where the snapshot is whole and was held back.
+    /// Set if the snapshot is complete but was held back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held: Option<HeldBack>,
 }
 
-/// Why a whole snapshot did not become the latest.
+/// Why a complete snapshot did not become the latest.
 #[derive(Debug, Serialize)]
 pub struct HeldBack {
     /// The snapshot that stays the latest.
     pub latest: String,
-    /// A sentence that names the missing tables and rows.
+    /// Describes the missing tables and rows.
     pub loss: String,
 }
 
-/// Writes both, and the one where the other fails. The caller holds the lock of the backup, so nobody else appends.
+/// Writes both, each even if the other fails. The caller holds the backup's lock, so there is no other writer.
 ///
 /// # Errors
 /// [`FileError`].

@@ -1,6 +1,6 @@
-//! A request file: whoever wants a backup or a drill writes it, the run that serves it removes it.
+//! A request file: written by the requester of a backup or a drill, removed by the run that serves it.
 //!
-//! A request made while a run is under way asks for a later snapshot than that run's: it is left for the next one.
+//! A request made during a run needs a later snapshot than that run's, so it is left for the next run.
 
 use std::cell::Cell;
 use std::os::unix::fs::MetadataExt;
@@ -10,7 +10,7 @@ use crate::fsx;
 use crate::host::system::layout::Layout;
 use crate::http::request_id;
 
-/// The file as it was when this run began.
+/// The request file as it was when this run started.
 pub struct Request {
     path: PathBuf,
     seen: Cell<Option<Version>>,
@@ -25,24 +25,24 @@ impl Request {
         Self { path, seen }
     }
 
-    /// Whether something was asked when this was made.
-    pub fn is_there(&self) -> bool {
+    /// Returns whether there was a request when this was created.
+    pub fn is_pending(&self) -> bool {
         self.seen.get().is_some()
     }
 
-    /// The id of the request that asked, where the file tells one.
+    /// The request's id, if the file has one.
     pub fn id(&self) -> Option<String> {
         let text = fsx::read_if_exists(&self.path).ok()??;
-        let told: serde_json::Value = serde_json::from_slice(&text).ok()?;
-        told["requestId"].as_str().filter(|id| request_id::fits(id)).map(str::to_owned)
+        let request: serde_json::Value = serde_json::from_slice(&text).ok()?;
+        request["requestId"].as_str().filter(|id| request_id::fits(id)).map(str::to_owned)
     }
 
-    /// The snapshot comes after this moment: it serves what was asked until now.
+    /// Marks the requests that this run serves: all until now, because the snapshot is taken later.
     pub fn begin(&self) {
         self.seen.set(version(&self.path));
     }
 
-    pub fn done(&self) {
+    pub fn complete(&self) {
         if version(&self.path) != self.seen.get() {
             return;
         }
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_newer_request_is_left_for_the_next_run() {
+    fn newer_request_is_left_for_the_next_run() {
         let dir = tempfile::tempdir().unwrap();
         let layout = Layout::new(dir.path());
         let path = layout.request("backup");
@@ -70,10 +70,10 @@ mod tests {
         let request = Request::new(&layout, "backup");
         request.begin();
         fsx::write_atomic(&path, b"2", 0o600).unwrap();
-        request.done();
+        request.complete();
         assert!(path.exists());
         request.begin();
-        request.done();
+        request.complete();
         assert!(!path.exists());
     }
 }

@@ -1,15 +1,15 @@
-//! The hourly run again after minutes: a store or a database that was away for a moment costs no hour of changes.
+//! Retries of the hourly run, so that a short outage of store or database does not cost an hour of changes.
 
 use std::time::{Duration, Instant};
 
 use crate::applet::{Exit, Failure};
 use crate::config::Env;
 
-/// The next hourly run is near: it goes on from here.
-const GIVE_UP_AFTER: Duration = Duration::from_secs(45 * 60);
-const MAX_PAUSE: Duration = Duration::from_secs(15 * 60);
+/// Retries end before the next hourly run.
+const RETRY_WINDOW: Duration = Duration::from_secs(45 * 60);
+const MAX_BACKOFF: Duration = Duration::from_secs(15 * 60);
 
-/// The pauses between the tries of one run: they double.
+/// The backoff between the attempts of one run; it doubles.
 #[derive(Debug)]
 pub struct Retry {
     next: Duration,
@@ -23,16 +23,16 @@ impl Retry {
         if seconds == 0 {
             env.mistake("BACKUP_RETRY_SECONDS", "must be at least 1");
         }
-        Self { next: Duration::from_secs(seconds.max(1)), end: Instant::now() + GIVE_UP_AFTER }
+        Self { next: Duration::from_secs(seconds.max(1)), end: Instant::now() + RETRY_WINDOW }
     }
 
-    /// How long to wait before the next try; `None` when this failure is not one that time heals, or time is over.
+    /// The pause before the next attempt; `None` if the failure is permanent or the time is up.
     pub fn pause(&mut self, failure: &Failure) -> Option<Duration> {
         if !matches!(failure.exit, Exit::Unavailable | Exit::Internal | Exit::TryAgain) {
             return None;
         }
         let pause = self.next;
-        self.next = (pause * 2).min(MAX_PAUSE);
+        self.next = (pause * 2).min(MAX_BACKOFF);
         (Instant::now() + pause < self.end).then_some(pause)
     }
 }
@@ -42,14 +42,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_until_the_next_hourly_run() {
+    fn backoff_doubles_until_next_hourly_run() {
         let mut retry = Retry::read(&mut Env::from_pairs([("BACKUP_RETRY_SECONDS", "600")]));
         let failed = |exit| Failure::new(exit, anyhow::anyhow!("x"));
         assert_eq!(retry.pause(&failed(Exit::Refused)), None, "a person decides");
         assert_eq!(retry.pause(&failed(Exit::Permission)), None, "this machine was replaced");
         assert_eq!(retry.pause(&failed(Exit::Unavailable)), Some(Duration::from_secs(600)));
         assert_eq!(retry.pause(&failed(Exit::Internal)), Some(Duration::from_secs(900)));
-        let mut late = Retry { next: GIVE_UP_AFTER, end: Instant::now() + GIVE_UP_AFTER };
+        let mut late = Retry { next: RETRY_WINDOW, end: Instant::now() + RETRY_WINDOW };
         assert_eq!(late.pause(&failed(Exit::Unavailable)), None);
     }
 }

@@ -1,11 +1,11 @@
-//! Whether a verified snapshot becomes the latest: one of a database that has shrunk waits for a person, or until three
-//! hourly ones in a row agree. It is uploaded and kept all the same.
+//! Decides whether a verified snapshot becomes the latest: one of a shrunken database is held back until a person
+//! accepts it, or three hourly snapshots in a row agree. It is uploaded and kept in any case.
 
 use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 
-use super::Settings;
+use super::BackupSettings;
 use super::job::Stage;
 use super::record::{self, HeldBack, Record};
 use super::row_loss;
@@ -19,44 +19,46 @@ use crate::host::system::lock::Lock;
 use crate::store::pointer_io::{self, PointerError};
 use crate::store::snapshot::{self as stored, SideRecord, Unusable};
 
-/// So many hourly snapshots in a row show a lasting change.
-const ENOUGH: u32 = 3;
+/// Number of agreeing hourly snapshots that show a permanent change.
+const MIN_AGREEING: u32 = 3;
 
 /// Why a snapshot is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trigger {
     /// The hourly run.
     Schedule,
-    /// A person or a program asked for it: such ones follow each other at once, and their number says nothing.
+    /// A person or a program requested it. Such snapshots may follow each other at once, so they do not count as
+    /// agreeing.
     Request,
 }
 
-/// A snapshot that is kept and is not the latest.
+/// A snapshot that is kept but is not the latest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0}\n  next: `svc-db-backup accept`, if nothing is missed; else `svc-db-backup side open`, or `svcctl recover`"
 )]
-pub struct Held(HeldSnapshot);
+pub struct HeldBackError(HeldSnapshot);
 
-impl Held {
-    /// As the record of the run has it.
+impl HeldBackError {
+    /// Returns the entry for the run's record.
     pub fn recorded(&self) -> HeldBack {
         HeldBack { latest: self.0.latest.clone(), loss: self.0.loss.clone() }
     }
 }
 
-/// Notes what becomes of the snapshot `taken`, where `before` is the latest. `Some`: it is held back.
+/// Compares the snapshot `taken` with the latest, `before`. Returns `Some` if it is held back.
 ///
 /// # Errors
-/// [`FileError`]: what cannot be noted is not held back in silence.
-pub fn judge(
-    settings: &Settings,
+/// [`FileError`]: a snapshot is never held back without a record of it.
+pub fn check_shrinkage(
+    settings: &BackupSettings,
     trigger: Trigger,
     before: &SideRecord,
     taken: &SideRecord,
-) -> Result<Option<Held>, FileError> {
+) -> Result<Option<HeldBackError>, FileError> {
     let layout = &settings.layout;
-    let Some(loss) = row_loss::shrunk(&before.tables, &taken.tables).filter(|_| is_same(before, taken))
+    let Some(loss) =
+        row_loss::describe_loss(&before.tables, &taken.tables).filter(|_| is_same(before, taken))
     else {
         return Ok(None);
     };
@@ -69,20 +71,20 @@ pub fn judge(
         Trigger::Schedule => held.counted(uptime()),
         Trigger::Request => held,
     };
-    if held.agreeing >= ENOUGH {
-        tracing::warn!(%held, "{ENOUGH} hourly snapshots in a row agree: the last becomes the latest");
+    if held.agreeing >= MIN_AGREEING {
+        tracing::warn!(%held, "{MIN_AGREEING} hourly snapshots in a row agree: the last becomes the latest");
         return Ok(None);
     }
     held.write(layout)?;
-    Ok(Some(Held(held)))
+    Ok(Some(HeldBackError(held)))
 }
 
-/// Since the system started. A clock that cannot be read counts nothing.
+/// Time since boot. Zero if the clock cannot be read.
 fn uptime() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
-/// Whether both are of the same database. One that a person has restored, imported or adopted since may be smaller.
+/// Returns whether both are of the same database. One restored, imported or adopted since may legitimately be smaller.
 fn is_same(before: &SideRecord, taken: &SideRecord) -> bool {
     match (&before.database_identity, &taken.database_identity) {
         (Some(before), Some(taken)) => before.restore_id == taken.restore_id,
@@ -114,18 +116,18 @@ impl AcceptError {
     }
 }
 
-/// Makes the snapshot that is held back the latest, because a person says so.
+/// Makes the held-back snapshot the latest, on a person's decision.
 ///
 /// # Errors
 /// [`Failure`].
-pub async fn accept(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
+pub async fn accept(_lock: &Lock, settings: &BackupSettings) -> Result<(), Failure> {
     let (began, timestamp) = (Instant::now(), clock::now_ms());
     let accepted = accept_held(settings).await.map_err(|error| Failure::new(error.exit(), error))?;
     let Some(side) = accepted else {
         println!("no snapshot is held back");
         return Ok(());
     };
-    println!("{} is the latest snapshot from now on", side.key);
+    println!("{} is now the latest snapshot", side.key);
     let record = Record {
         timestamp,
         status: Status::Success,
@@ -140,7 +142,7 @@ pub async fn accept(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
     record::write(&settings.layout, &record).or_exit(Exit::Internal)
 }
 
-async fn accept_held(settings: &Settings) -> Result<Option<SideRecord>, AcceptError> {
+async fn accept_held(settings: &BackupSettings) -> Result<Option<SideRecord>, AcceptError> {
     let Some(held) = HeldSnapshot::read(&settings.layout)? else { return Ok(None) };
     let (side, snapshot) = stored::recorded(&settings.bucket, &settings.slot, &held.key).await?;
     pointer_io::advance(&settings.bucket, &settings.slot, &snapshot).await?;

@@ -1,7 +1,7 @@
-//! One moment of the database, held open: the dump and the row counts both see it.
+//! A consistent snapshot of the database, shared by the dump and the row counts.
 //!
-//! Owns the transaction that exports the snapshot. The tables are locked against DDL (as `pg_dump` locks them), so
-//! that what was listed is what is dumped and counted.
+//! Owns the transaction that exports the snapshot. The tables are locked against DDL, as by `pg_dump`, so that the listed
+//! tables are the dumped and counted ones.
 
 use jiff::Timestamp;
 use tokio_postgres::error::SqlState;
@@ -15,30 +15,30 @@ use crate::host::system::postgres;
 use crate::host::system::postgres::{ConnectError, Server};
 use crate::store::snapshot::{DatabaseFacts, DatabaseGrant, DatabaseSetting, TableCount};
 
-const ATTEMPTS: u32 = 3;
-/// How long a table that somebody has locked is waited for, in seconds.
-const LOCK_TIMEOUT: u32 = 60;
+const MAX_ATTEMPTS: u32 = 3;
+/// Maximum wait for a table lock, in seconds.
+const LOCK_TIMEOUT_SECONDS: u32 = 60;
 
-/// The open transaction. It ends with the connection, when this is dropped.
+/// The open transaction. Dropping it closes the connection and ends the transaction.
 pub struct Snapshot {
     client: Client,
     /// For `pg_dump --snapshot`.
     pub id: String,
-    /// Read just before: all that was committed until then is in it.
+    /// Read just before the snapshot: everything committed until then is in it.
     pub taken_at: Timestamp,
     pub pg_version: String,
-    /// Of the database on disk.
+    /// Size of the database on disk.
     pub database_bytes: u64,
     tables: Vec<String>,
 }
 
-/// Why there is no snapshot.
+/// Why no snapshot could be taken.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// Something that takes long has it to itself, such as a migration.
-    #[error("a table is locked by another session, for longer than {LOCK_TIMEOUT} s")]
+    /// A long operation, such as a migration, has locked it exclusively.
+    #[error("a table is locked by another session for more than {LOCK_TIMEOUT_SECONDS} s")]
     Locked(#[source] Error),
     #[error("take a snapshot of the database")]
     Query(#[from] Error),
@@ -55,7 +55,7 @@ impl SnapshotError {
 }
 
 impl Snapshot {
-    /// A table that is dropped between the list and its lock makes us start over with a later moment.
+    /// Opens a snapshot. If a table is dropped between the list and its lock, starts over with a later moment.
     ///
     /// # Errors
     /// [`SnapshotError`].
@@ -64,7 +64,7 @@ impl Snapshot {
         loop {
             let client = server.connect(server.database(), "svc-db-backup").await?;
             match Self::export(client).await {
-                Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) && attempt < ATTEMPTS => {
+                Err(error) if error.code() == Some(&SqlState::UNDEFINED_TABLE) && attempt < MAX_ATTEMPTS => {
                     attempt += 1;
                 }
                 Err(error) if error.code() == Some(&SqlState::LOCK_NOT_AVAILABLE) => {
@@ -78,7 +78,7 @@ impl Snapshot {
     async fn export(client: Client) -> Result<Self, Error> {
         client
             .batch_execute(&format!(
-                "SET statement_timeout = 0; SET lock_timeout = '{LOCK_TIMEOUT}s'; \
+                "SET statement_timeout = 0; SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'; \
                  SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; \
                  SET search_path = pg_catalog; SET row_security = off"
             ))
@@ -109,18 +109,18 @@ impl Snapshot {
         })
     }
 
-    /// The rows of every table.
+    /// The row counts of every table.
     ///
     /// # Errors
-    /// The database's.
+    /// Errors of the database.
     pub async fn counts(&self) -> Result<Vec<TableCount>, Error> {
         row_counts::count(&self.client, &self.tables).await
     }
 
-    /// Roles that own or are granted something in this database; the built-in ones are everywhere.
+    /// Roles that own objects or have privileges in this database, without the built-in ones.
     ///
     /// # Errors
-    /// The database's.
+    /// Errors of the database.
     pub async fn roles(&self) -> Result<Vec<String>, Error> {
         let rows = self
             .client
@@ -140,10 +140,10 @@ impl Snapshot {
         rows.iter().map(|row| row.try_get(0)).collect()
     }
 
-    /// What belongs to the database itself and is in no dump of its content.
+    /// Facts of the database itself that a dump of its content does not contain.
     ///
     /// # Errors
-    /// The database's.
+    /// Errors of the database.
     pub async fn facts(&self) -> Result<DatabaseFacts, Error> {
         let row = self
             .client

@@ -1,11 +1,11 @@
-//! The head of a custom-format dump, as far as the number of entries in its table of contents.
+//! Parses the head of a custom-format dump, up to the number of entries in its table of contents.
 //!
 //! The layout is `ReadHead` of PostgreSQL's `pg_backup_archiver.c`; formats 1.14 (PostgreSQL 14, 15) to 1.16.
 
-/// Where [`entries`] finds all that it needs, with names of any sensible length.
-pub const HEAD: usize = 4096;
+/// Bytes that [`entries`] needs, with names of reasonable length.
+pub const HEAD_BYTES: usize = 4096;
 
-/// The number of entries, or `None` where this is no head of such a dump.
+/// The number of entries, or `None` if this is not the head of such a dump.
 pub fn entries(head: &[u8]) -> Option<u32> {
     let mut rest = Reader { bytes: head.strip_prefix(b"PGDMP")?, int_size: 4 };
     let (major, minor, _revision) = (rest.byte()?, rest.byte()?, rest.byte()?);
@@ -51,12 +51,12 @@ impl Reader<'_> {
         for at in 0..self.int_size {
             value |= i64::from(self.byte()?).checked_shl(8 * u32::try_from(at).ok()?)?;
         }
-        // The lowest number has no opposite.
+        // The minimum has no positive counterpart.
         if negative { value.checked_neg() } else { Some(value) }
     }
 
     fn text(&mut self) -> Option<()> {
-        // -1 stands for no text at all.
+        // -1 encodes a missing string.
         let length = usize::try_from(self.int()?.max(0)).ok()?;
         self.bytes = self.bytes.get(length..)?;
         Some(())
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn the_entries_are_counted() {
+    fn entries_reads_the_count() {
         assert_eq!(entries(&head(7)), Some(7));
         assert_eq!(entries(&head(0)), Some(0));
         assert_eq!(entries(b"PGDMP"), None);
@@ -90,7 +90,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn entries_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = entries(&bytes);
             let _ = entries(&[b"PGDMP\x01\x0f\x00", bytes.as_slice()].concat());
         }

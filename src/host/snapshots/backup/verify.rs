@@ -1,5 +1,4 @@
-//! `svc-db-backup verify`: snapshots are read again from the store, so that one which has become unreadable is known
-//! before it is needed.
+//! `svc-db-backup verify`: reads stored snapshots again, so that an unreadable one is found before it is needed.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -7,7 +6,7 @@ use std::time::Instant;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use super::Settings;
+use super::BackupSettings;
 use super::verify_object;
 use super::verify_object::RereadError;
 use super::verify_schedule;
@@ -25,15 +24,15 @@ use crate::store::key;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 use crate::store::snapshots;
 
-/// The places of a run where a test can stop it.
+/// Fail points of a run.
 pub const POINTS: &[&str] = &["verify.begin", "verify.read", "verify.noted", "verify.recorded"];
 
-/// Which snapshots are read.
+/// The snapshots to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Which {
-    /// The one that the pointer names.
+pub enum VerifyTargets {
+    /// The one named by the pointer.
     Latest,
-    /// Today's share of all: each within the days that the settings give.
+    /// Today's share of all, so that each is read within the configured days.
     Share,
     All,
     /// By their keys.
@@ -64,58 +63,58 @@ impl VerifyError {
     }
 }
 
-/// When each snapshot was last read in full by this program: `verified.json`.
+/// Time of the last full read of each snapshot by this program: `verified.json`.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Memory {
+struct ReadTimes {
     version: u32,
     read_at: BTreeMap<String, Timestamp>,
 }
 
-impl Memory {
+impl ReadTimes {
     const VERSION: u32 = 1;
 
-    /// What cannot be read is begun anew: snapshots are then read earlier than they need.
-    fn read(settings: &Settings) -> Result<Self, FileError> {
+    /// An unreadable file counts as empty: snapshots are then read earlier than needed.
+    fn read(settings: &BackupSettings) -> Result<Self, FileError> {
         let text = fsx::read_if_exists(&settings.layout.verified())?;
-        let memory = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
-        let known = memory.filter(|memory| memory.version == Self::VERSION);
-        Ok(known.unwrap_or(Self { version: Self::VERSION, read_at: BTreeMap::new() }))
+        let read_times = text.and_then(|text| serde_json::from_slice::<Self>(&text).ok());
+        let supported = read_times.filter(|read_times| read_times.version == Self::VERSION);
+        Ok(supported.unwrap_or(Self { version: Self::VERSION, read_at: BTreeMap::new() }))
     }
 
-    fn note(&mut self, settings: &Settings, key: &str) -> Result<(), FileError> {
+    fn record_read(&mut self, settings: &BackupSettings, key: &str) -> Result<(), FileError> {
         self.read_at.insert(key.to_owned(), clock::now_ms());
         let text = serde_json::to_vec(self).expect("a map of plain fields is JSON");
         fsx::write_atomic(&settings.layout.verified(), &text, 0o600)
     }
 }
 
-/// What a run has found until now.
+/// The results of a run.
 #[derive(Default)]
-struct Found {
+struct VerifyResults {
     whole: u64,
     bytes: u64,
     only: Option<String>,
     damaged: Vec<(String, String)>,
 }
 
-/// Reads them and records what was found. `stop` ends it early; what was read by then counts.
+/// Reads snapshots and records the results. `stop` ends it early; snapshots read until then count.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` where a snapshot is not as it was written.
+/// [`Failure`]; `Refused` if a snapshot is damaged.
 pub async fn run(
     _lock: &Lock,
-    settings: &Settings,
-    which: &Which,
+    settings: &BackupSettings,
+    targets: &VerifyTargets,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
     let began = Instant::now();
-    let mut found = Found::default();
+    let mut results = VerifyResults::default();
     let end = tokio::select! {
-        end = read_all(settings, which, &mut found) => end,
+        end = read_all(settings, targets, &mut results) => end,
         () = stop => Err(VerifyError::Stopped),
     };
-    let error = match (&end, found.damaged.as_slice()) {
+    let error = match (&end, results.damaged.as_slice()) {
         (Err(error), _) => Some(chain(error)),
         (Ok(()), [(_, why), ..]) => Some(why.clone()),
         (Ok(()), []) => None,
@@ -125,17 +124,17 @@ pub async fn run(
         timestamp: clock::now_ms(),
         check: CheckKind::Verify,
         status: if error.is_none() { Status::Success } else { Status::Error },
-        snapshots: found.whole,
-        size_bytes: found.bytes,
+        snapshots: results.whole,
+        size_bytes: results.bytes,
         duration_ms: u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
-        key: found.only,
-        damaged: found.damaged.iter().map(|(key, _)| key.clone()).collect(),
+        key: results.only,
+        damaged: results.damaged.iter().map(|(key, _)| key.clone()).collect(),
         error,
     };
     check.write(&settings.layout).or_exit(Exit::Internal)?;
     failpoint::pass("verify.recorded").or_exit(Exit::Internal)?;
     end.map_err(|error| Failure::new(error.exit(), error))?;
-    match found.damaged.as_slice() {
+    match results.damaged.as_slice() {
         [] => {
             println!(
                 "{} snapshots, {} bytes, read in full: as they were written",
@@ -144,50 +143,58 @@ pub async fn run(
             Ok(())
         }
         damaged => {
-            let told: Vec<_> = damaged.iter().map(|(_, why)| format!("  {why}")).collect();
+            let lines: Vec<_> = damaged.iter().map(|(_, why)| format!("  {why}")).collect();
             let error = anyhow::anyhow!(
                 "{} of {} snapshots are not as they were written:\n{}\n  next: `svc-db-backup run` takes a new one at once",
                 damaged.len(),
                 damaged.len() as u64 + check.snapshots,
-                told.join("\n")
+                lines.join("\n")
             );
             Err(Failure::new(Exit::Refused, error))
         }
     }
 }
 
-async fn read_all(settings: &Settings, which: &Which, found: &mut Found) -> Result<(), VerifyError> {
+async fn read_all(
+    settings: &BackupSettings,
+    targets: &VerifyTargets,
+    results: &mut VerifyResults,
+) -> Result<(), VerifyError> {
     failpoint::pass("verify.begin")?;
-    let mut memory = Memory::read(settings)?;
-    let keys = keys(settings, which, &mut memory).await?;
+    let mut read_times = ReadTimes::read(settings)?;
+    let keys = keys(settings, targets, &mut read_times).await?;
     if let [only] = keys.as_slice() {
-        found.only = Some(only.clone());
+        results.only = Some(only.clone());
     }
     for key in keys {
         match read_one(settings, &key).await {
             Ok(side) => {
                 failpoint::pass("verify.read")?;
-                memory.note(settings, &key)?;
+                read_times.record_read(settings, &key)?;
                 failpoint::pass("verify.noted")?;
-                found.whole += 1;
-                found.bytes += side.size_bytes;
+                results.whole += 1;
+                results.bytes += side.size_bytes;
                 tracing::info!(key, bytes = side.size_bytes, "a snapshot is as it was written");
             }
-            Err(Verdict::Damaged(why)) => {
+            Err(ReadFailure::Damaged(why)) => {
                 tracing::error!(key, why, "a snapshot is not as it was written");
-                found.damaged.push((key, why));
+                results.damaged.push((key, why));
             }
-            Err(Verdict::Unknown(error)) => return Err(error),
+            Err(ReadFailure::Unknown(error)) => return Err(error),
         }
     }
     Ok(())
 }
 
-async fn keys(settings: &Settings, which: &Which, memory: &mut Memory) -> Result<Vec<String>, VerifyError> {
-    if let Which::Named(keys) = which {
+async fn keys(
+    settings: &BackupSettings,
+    targets: &VerifyTargets,
+    read_times: &mut ReadTimes,
+) -> Result<Vec<String>, VerifyError> {
+    if let VerifyTargets::Named(keys) = targets {
         return Ok(keys.clone());
     }
-    if *which == Which::Latest {
+    if *targets == VerifyTargets::Latest {
         return match snapshot::latest(&settings.bucket, &settings.slot).await {
             Ok(latest) => Ok(vec![latest.key]),
             Err(Unusable::Absent) => Ok(Vec::new()),
@@ -196,37 +203,37 @@ async fn keys(settings: &Settings, which: &Which, memory: &mut Memory) -> Result
         };
     }
     let all = snapshots::keys(&settings.bucket, &settings.slot).await?;
-    memory.read_at.retain(|key, _| all.contains(key));
+    read_times.read_at.retain(|key, _| all.contains(key));
     let mut taken: Vec<(String, Timestamp)> = all
         .into_iter()
         .map(|key| (key.clone(), key::taken_at(&key).unwrap_or(Timestamp::UNIX_EPOCH)))
         .collect();
     taken.sort_unstable_by(|a, b| b.cmp(a));
-    if *which == Which::All {
+    if *targets == VerifyTargets::All {
         return Ok(taken.into_iter().map(|(key, _)| key).collect());
     }
-    let known = verify_schedule::known(&taken, &memory.read_at);
-    Ok(verify_schedule::of_today(known, clock::now_ms(), settings.verify_within_days))
+    let snapshots = verify_schedule::last_reads(&taken, &read_times.read_at);
+    Ok(verify_schedule::select_today(snapshots, clock::now_ms(), settings.verify_within_days))
 }
 
-/// What is wrong.
-enum Verdict {
+/// Why a snapshot was not read.
+enum ReadFailure {
     Damaged(String),
-    /// Nothing is known of the snapshot.
+    /// The state of the snapshot is unknown.
     Unknown(VerifyError),
 }
 
-async fn read_one(settings: &Settings, key: &str) -> Result<SideRecord, Verdict> {
+async fn read_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, ReadFailure> {
     let side = snapshot::by_key(&settings.bucket, &settings.slot, key).await;
     let side = side.map_err(|unusable| match unusable {
-        Unusable::Store(error) => Verdict::Unknown(error.into()),
-        error => Verdict::Damaged(error.to_string()),
+        Unusable::Store(error) => ReadFailure::Unknown(error.into()),
+        error => ReadFailure::Damaged(error.to_string()),
     })?;
     let mut patience = Backoff::new(settings.store_deadline);
     let (bucket, slot, tools) = (&settings.bucket, &settings.slot, &settings.tools);
     match verify_object::reread(bucket, slot, tools, &side, &mut patience).await {
         Ok(()) => Ok(side),
-        Err(error) if error.is_damage() => Err(Verdict::Damaged(format!("{key}: {}", chain(&error)))),
-        Err(error) => Err(Verdict::Unknown(error.into())),
+        Err(error) if error.is_damage() => Err(ReadFailure::Damaged(format!("{key}: {}", chain(&error)))),
+        Err(error) => Err(ReadFailure::Unknown(error.into())),
     }
 }

@@ -1,4 +1,4 @@
-//! A snapshot read again from the store, every byte: size, SHA-256, and `pg_restore` through the whole of it.
+//! Reads a stored snapshot again, in full: size, SHA-256, and `pg_restore` over all of it.
 
 use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
@@ -12,13 +12,13 @@ use crate::store::key::SlotPrefix;
 use crate::store::snapshot::SideRecord;
 use crate::store::{Bucket, StoreError};
 
-/// Why a snapshot could not be read again as it was written.
+/// Why a snapshot could not be verified.
 #[derive(Debug, thiserror::Error)]
 pub enum RereadError {
-    /// Nothing is known of the snapshot.
+    /// The state of the snapshot is unknown.
     #[error("the object store could not be read in time")]
     Store(#[source] StoreError),
-    #[error("{key} is not in the object store any more")]
+    #[error("{key} is missing from the object store")]
     Missing { key: String },
     #[error("{key} has {found} bytes instead of {expected}")]
     WrongSize { key: String, expected: u64, found: u64 },
@@ -29,17 +29,17 @@ pub enum RereadError {
 }
 
 impl RereadError {
-    /// Whether the snapshot is at fault, and not whoever reads it.
+    /// Returns whether the snapshot is at fault, rather than store or tool.
     pub fn is_damage(&self) -> bool {
         match self {
             Self::Missing { .. } | Self::WrongSize { .. } | Self::WrongDigest { .. } => true,
-            Self::Reader(error) => matches!(error, ReadError::Damaged { .. } | ReadError::Gone),
+            Self::Reader(error) => matches!(error, ReadError::Damaged { .. } | ReadError::ReaderExited),
             Self::Store(_) => false,
         }
     }
 }
 
-/// Reads it; where the connection breaks, on from there.
+/// Reads the object; resumes after a broken connection.
 ///
 /// # Errors
 /// [`RereadError`].
@@ -51,37 +51,37 @@ pub async fn reread(
     patience: &mut Backoff,
 ) -> Result<(), RereadError> {
     let reader = ReadThrough::start(tools)?;
-    let mut so_far = SoFar { length: 0, digest: Sha256::new() };
-    while so_far.length < side.size_bytes {
-        let before = so_far.length;
-        match so_far.read_on(bucket, slot, &reader, side).await {
+    let mut state = ReadState { length: 0, digest: Sha256::new() };
+    while state.length < side.size_bytes {
+        let before = state.length;
+        match state.read_on(bucket, slot, &reader, side).await {
             Ok(()) => {}
             Err(RereadError::Store(error)) if error.is_transient() => {
-                tracing::warn!(error = %chain(&error), at = so_far.length, "the read broke off");
-                if so_far.length > before {
+                tracing::warn!(error = %chain(&error), at = state.length, "the read was interrupted");
+                if state.length > before {
                     patience.progress();
                 }
                 patience.pause().await.map_err(|_| RereadError::Store(error))?;
             }
-            // The tool's own word says more.
-            Err(RereadError::Reader(ReadError::Gone)) => break,
+            // The tool's own error says more.
+            Err(RereadError::Reader(ReadError::ReaderExited)) => break,
             Err(error) => return Err(error),
         }
     }
-    let read = reader.end().await;
-    let whole = so_far.length == side.size_bytes;
-    if whole && hex::encode(so_far.digest.finalize()) != side.sha256 {
+    let read = reader.finish().await;
+    let whole = state.length == side.size_bytes;
+    if whole && hex::encode(state.digest.finalize()) != side.sha256 {
         return Err(RereadError::WrongDigest { key: side.key.clone() });
     }
     Ok(read?)
 }
 
-struct SoFar {
+struct ReadState {
     length: u64,
     digest: Sha256,
 }
 
-impl SoFar {
+impl ReadState {
     async fn read_on(
         &mut self,
         bucket: &Bucket,
@@ -111,7 +111,7 @@ impl SoFar {
             if self.length > side.size_bytes {
                 return Err(wrong(self.length));
             }
-            reader.take(chunk).await?;
+            reader.push(chunk).await?;
         }
         Ok(())
     }

@@ -1,39 +1,39 @@
-//! Which snapshots are read again today, pure: so many that each is read again within a given number of days, those
-//! first that were not read for longest.
+//! Chooses the snapshots to read today, so that each is read again within a given number of days, the longest unread
+//! first. Pure.
 
 use std::collections::BTreeMap;
 
 use jiff::{SignedDuration, Timestamp};
 
 const DAY: SignedDuration = SignedDuration::from_hours(24);
-/// After days off, at most so many days' shares at once.
-const CATCH_UP: usize = 3;
+/// Maximum daily shares per run, to catch up after days off.
+const MAX_CATCH_UP_DAYS: usize = 3;
 
-/// A snapshot, and when it was last read in full: by its backup, or by a check since.
+/// A snapshot and when it was last read in full, by its backup or by a check since.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Known {
+pub struct LastRead {
     pub key: String,
     pub read_at: Timestamp,
 }
 
-/// All snapshots with what is known of them; what is not known was read when it was taken.
-pub fn known(taken: &[(String, Timestamp)], checked: &BTreeMap<String, Timestamp>) -> Vec<Known> {
-    let known = |(key, taken): &(String, Timestamp)| {
+/// All snapshots with the time of their last read. One without a check was read when it was taken.
+pub fn last_reads(taken: &[(String, Timestamp)], checked: &BTreeMap<String, Timestamp>) -> Vec<LastRead> {
+    let last_read = |(key, taken): &(String, Timestamp)| {
         let read_at = checked.get(key).copied().unwrap_or(*taken).max(*taken);
-        Known { key: key.clone(), read_at }
+        LastRead { key: key.clone(), read_at }
     };
-    taken.iter().map(known).collect()
+    taken.iter().map(last_read).collect()
 }
 
-/// Today's, in the order in which they are to be read.
-pub fn of_today(mut all: Vec<Known>, now: Timestamp, within_days: u32) -> Vec<String> {
+/// Today's snapshots, in the order to read them.
+pub fn select_today(mut all: Vec<LastRead>, now: Timestamp, within_days: u32) -> Vec<String> {
     let days = usize::try_from(within_days.max(1)).unwrap_or(usize::MAX);
     let share = all.len().div_ceil(days);
     all.sort_by(|a, b| (a.read_at, &a.key).cmp(&(b.read_at, &b.key)));
     let overdue_before = now - DAY * i32::try_from(within_days.max(1)).unwrap_or(i32::MAX);
     let overdue = all.iter().filter(|one| one.read_at <= overdue_before).count();
-    let many = share.max(overdue).min(share.saturating_mul(CATCH_UP));
-    // What was read within the day need not be read again, however few there are.
+    let many = share.max(overdue).min(share.saturating_mul(MAX_CATCH_UP_DAYS));
+    // A snapshot read within the last day is skipped, however few there are.
     all.into_iter().take(many).filter(|one| one.read_at <= now - DAY).map(|one| one.key).collect()
 }
 
@@ -44,9 +44,9 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// A machine that is on each day: nothing goes unread for longer than it should, while hourly snapshots come.
+        /// On a machine that runs every day, no snapshot stays unread for too long, while hourly snapshots arrive.
         #[test]
-        fn each_is_read_again_in_time(within in 1_u32..20, a_day in 0_usize..30, days in 1_usize..60) {
+        fn schedule_reads_every_snapshot_in_time(within in 1_u32..20, a_day in 0_usize..30, days in 1_usize..60) {
             let mut now: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
             let (mut taken, mut checked) = (Vec::new(), BTreeMap::new());
             for day in 0..days {
@@ -54,24 +54,24 @@ mod tests {
                     taken.push((format!("{day:03}-{hour:02}"), now));
                 }
                 now += DAY;
-                for key in of_today(known(&taken, &checked), now, within) {
+                for key in select_today(last_reads(&taken, &checked), now, within) {
                     checked.insert(key, now);
                 }
-                // One more day, since a snapshot's day begins when it is taken.
-                let oldest = known(&taken, &checked).into_iter().map(|one| one.read_at).min();
+                // One more day, because a snapshot's day starts when it is taken.
+                let oldest = last_reads(&taken, &checked).into_iter().map(|one| one.read_at).min();
                 if let Some(oldest) = oldest {
                     prop_assert!(now.duration_since(oldest) <= DAY * i32::try_from(within + 1).unwrap(), "{oldest} at {now}");
                 }
             }
         }
 
-        /// After any time off it catches up without reading all at once.
+        /// After any time off, it catches up without reading everything at once.
         #[test]
-        fn a_long_pause_is_caught_up_in_steps(many in 1_usize..500, off in 0_i32..400, within in 1_u32..40) {
+        fn schedule_catches_up_in_steps(many in 1_usize..500, off in 0_i32..400, within in 1_u32..40) {
             let start: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
             let taken: Vec<_> = (0..many).map(|n| (format!("{n:03}"), start)).collect();
-            let today = of_today(known(&taken, &BTreeMap::new()), start + DAY * off, within);
-            prop_assert!(today.len() <= many.div_ceil(within as usize) * CATCH_UP);
+            let today = select_today(last_reads(&taken, &BTreeMap::new()), start + DAY * off, within);
+            prop_assert!(today.len() <= many.div_ceil(within as usize) * MAX_CATCH_UP_DAYS);
             prop_assert_eq!(today.is_empty(), off < 1);
         }
     }

@@ -1,9 +1,9 @@
-//! The steps of a restore. The old database is untouched until the swap, which is one transaction; the marker comes
-//! last. A run that was killed anywhere is simply run again.
+//! The steps of a restore. The old database is untouched until the swap, which is one transaction; the marker is written
+//! last. A killed run is simply repeated.
 
 use super::journal::{self, Journal};
 use super::swap::{self, SwapError};
-use super::{Mode, Settings};
+use super::{Mode, RestoreSettings};
 use crate::applet::{Exit, Failure};
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
@@ -13,7 +13,7 @@ use crate::host::snapshots::database_identity::IdentityError;
 use crate::host::snapshots::restore_marker::Marker;
 use crate::host::snapshots::row_counts;
 use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{DownloadError, LoadError, Roles, Scratch};
+use crate::host::snapshots::staging::{DownloadError, LoadError, RoleLifetime, Scratch};
 use crate::host::system::backoff::Backoff;
 use crate::host::system::lock::Lock;
 use crate::host::system::postgres;
@@ -23,7 +23,7 @@ use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 
-/// The places of a run where a test can stop it.
+/// Fail points of a run.
 pub const POINTS: &[&str] = &[
     "restore.begin",
     "restore.named",
@@ -72,7 +72,7 @@ enum RestoreError {
     Injected(#[from] Injected),
 }
 
-/// The gate is what the machine does by itself: there is nobody whose wish is refused.
+/// The gate runs at boot, without a user: there is no request to refuse.
 fn never_refused(exit: Exit) -> Exit {
     if exit == Exit::Refused { Exit::Internal } else { exit }
 }
@@ -92,94 +92,99 @@ impl RestoreError {
     }
 }
 
-/// What a restore does to a database that holds rows of the owner's.
+/// Policy for an existing database that has rows of the owner's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Local {
-    /// Nothing: it may be newer than the snapshot, under a marker that was lost.
-    Refused,
-    /// A person says so: it is kept as `svc_before_<n>`.
-    Replaced,
+pub enum ExistingRows {
+    /// Refuse: it may be newer than the snapshot, with a lost marker.
+    Refuse,
+    /// Replace it, as a person requested. It is kept as `svc_before_<n>`.
+    Replace,
 }
 
-/// Restores what there is to restore and sets the marker.
+/// Restores the snapshot, if there is one, and writes the marker.
 ///
 /// # Errors
-/// [`Failure`]; the gate is then shut and the old database as it was.
-pub async fn open(_lock: &Lock, settings: &Settings, local: Local) -> Result<(), Failure> {
-    restore(settings, local).await.map_err(|error| Failure::new(error.exit(), error))
+/// [`Failure`]; the gate then stays shut and the old database is unchanged.
+pub async fn open(
+    _lock: &Lock,
+    settings: &RestoreSettings,
+    existing_rows: ExistingRows,
+) -> Result<(), Failure> {
+    restore(settings, existing_rows).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Keeps the database that is there, whatever it is, as this machine's.
+/// Adopts the existing database as this machine's.
 ///
 /// # Errors
 /// [`Failure`].
-pub async fn adopt(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
+pub async fn adopt(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     set_marker(settings, None).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Finishes or undoes the swap of a run that was cut off: at every boot, marker or not, for an import has a marker.
+/// Finishes or undoes an interrupted swap. It runs at every boot, even with a marker, because an import happens after
+/// one.
 ///
 /// # Errors
 /// [`Failure`].
-pub async fn settle(_lock: &Lock, settings: &Settings) -> Result<(), Failure> {
+pub async fn settle(_lock: &Lock, settings: &RestoreSettings) -> Result<(), Failure> {
     settle_swap(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-async fn settle_swap(settings: &Settings) -> Result<(), RestoreError> {
+async fn settle_swap(settings: &RestoreSettings) -> Result<(), RestoreError> {
     let Some(journal) = Journal::read(&settings.layout)? else { return Ok(()) };
-    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
-    staging::end_sessions_of(&client, settings.means.name).await.map_err(SwapError::from)?;
-    let database = settings.means.server.database();
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    staging::end_sessions_of(&client, settings.context.name).await.map_err(SwapError::from)?;
+    let database = settings.context.server.database();
     let was_swapped =
         staging::oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid);
     swap::allow_connections(&client, database).await?;
     if was_swapped {
         set_marker(settings, Some(&journal.key)).await?;
-        tracing::warn!(key = journal.key, "finished the swap of databases that was cut off");
+        tracing::warn!(key = journal.key, "finished an interrupted swap of databases");
     } else {
         staging::drop_scratches(&client).await.map_err(SwapError::from)?;
-        tracing::warn!(key = journal.key, "undid the swap of databases that was cut off");
+        tracing::warn!(key = journal.key, "undid an interrupted swap of databases");
     }
     Ok(journal::remove(&settings.layout)?)
 }
 
-async fn restore(settings: &Settings, local: Local) -> Result<(), RestoreError> {
+async fn restore(settings: &RestoreSettings, existing_rows: ExistingRows) -> Result<(), RestoreError> {
     failpoint::pass("restore.begin")?;
     fsx::remove_torn_in(&settings.layout.restore_state(), |_| true)?;
     let Some(snapshot) = latest(settings).await? else {
-        tracing::info!("there is no snapshot: this machine begins with an empty database");
+        tracing::info!("there is no snapshot: this machine starts with an empty database");
         return set_marker(settings, None).await;
     };
     failpoint::pass("restore.named")?;
-    let was_cut_off = is_unserved_restore(settings).await?;
-    if swapped_before(settings, &snapshot).await? {
+    let is_unserved = is_unserved_restore(settings).await?;
+    if was_swapped_before(settings, &snapshot).await? {
         tracing::info!(key = snapshot.key, "an earlier run had swapped the databases");
     } else {
-        if local == Local::Refused && !was_cut_off {
+        if existing_rows == ExistingRows::Refuse && !is_unserved {
             refuse_rows(settings).await?;
         }
         let side = side_record(settings, &snapshot).await?;
-        staging::refuse_newer(&settings.means, &side).await?;
+        staging::refuse_newer(&settings.context, &side).await?;
         let dump =
-            staging::fetch(&settings.means, &settings.layout.restore_state(), &snapshot, &side).await?;
+            staging::fetch(&settings.context, &settings.layout.restore_state(), &snapshot, &side).await?;
         failpoint::pass("restore.downloaded")?;
-        let loaded = staging::into_scratch(&settings.means, &dump, &side, Roles::Stay).await?;
-        stamp(settings, &loaded).await?;
-        settings.means.progress.at("putting the snapshot in place");
+        let loaded = staging::into_scratch(&settings.context, &dump, &side, RoleLifetime::Permanent).await?;
+        assign_restore_id(settings, &loaded).await?;
+        settings.context.progress.at("putting the snapshot in place");
         let journal = Journal::new(&snapshot, &loaded);
         let swapped = async {
             journal.write(&settings.layout)?;
             failpoint::pass("restore.journal")?;
-            swap::swap(&settings.means.server, &loaded).await?;
+            swap::swap(&settings.context.server, &loaded).await?;
             Ok(())
         };
         if let Err(error) = swapped.await {
-            swap::undo(&settings.means.server, &loaded).await;
+            swap::undo(&settings.context.server, &loaded).await;
             return Err(error);
         }
     }
     if settings.chosen.is_some() {
-        // The pointer names another: until the first backup, that is what a recovery would take.
+        // The pointer names another snapshot; until the first backup, a recovery would restore that one.
         let request = serde_json::json!({"requestId": request_id::current()}).to_string();
         fsx::write_atomic(&settings.layout.request("backup"), request.as_bytes(), 0o600)?;
     }
@@ -189,56 +194,59 @@ async fn restore(settings: &Settings, local: Local) -> Result<(), RestoreError> 
     Ok(())
 }
 
-/// The snapshot to restore; `None` where an empty start is allowed and there is confirmed to be nothing.
-async fn latest(settings: &Settings) -> Result<Option<SnapshotRef>, RestoreError> {
-    let mut patience = Backoff::new(settings.means.deadline);
+/// Returns the snapshot to restore; `None` if there is none and an empty start is allowed.
+async fn latest(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, RestoreError> {
+    let mut backoff = Backoff::new(settings.context.deadline);
     loop {
-        let found = match &settings.chosen {
-            None => snapshot::latest(&settings.means.bucket, &settings.means.slot).await,
+        let latest_snapshot = match &settings.chosen {
+            None => snapshot::latest(&settings.context.bucket, &settings.context.slot).await,
             Some(key) => {
                 let chosen =
-                    snapshot::by_key(&settings.means.bucket, &settings.means.slot, key.as_str()).await;
+                    snapshot::by_key(&settings.context.bucket, &settings.context.slot, key.as_str()).await;
                 chosen.map(|side| side.named())
             }
         };
-        match (found, settings.mode) {
+        match (latest_snapshot, settings.mode) {
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
             (Err(Unusable::Absent), Mode::Empty) => return Ok(None),
             (Err(Unusable::Absent), Mode::Required) => return Err(RestoreError::Absent),
             (Err(Unusable::Damaged { key, why }), _) => return Err(RestoreError::Damaged { key, why }),
-            (Err(Unusable::Store(error)), _) => bear(&mut patience, error).await?,
+            (Err(Unusable::Store(error)), _) => wait_to_retry(&mut backoff, error).await?,
         }
     }
 }
 
-async fn side_record(settings: &Settings, snapshot: &SnapshotRef) -> Result<SideRecord, RestoreError> {
-    let mut patience = Backoff::new(settings.means.deadline);
+async fn side_record(settings: &RestoreSettings, snapshot: &SnapshotRef) -> Result<SideRecord, RestoreError> {
+    let mut backoff = Backoff::new(settings.context.deadline);
     loop {
-        match snapshot::side_record(&settings.means.bucket, &settings.means.slot, snapshot).await {
+        match snapshot::side_record(&settings.context.bucket, &settings.context.slot, snapshot).await {
             Ok(side) => return Ok(side),
             Err(StoreError::Corrupt { key, why }) => return Err(RestoreError::Damaged { key, why }),
             Err(StoreError::NotFound { key }) => {
                 return Err(RestoreError::Damaged { key, why: "it is missing".to_owned() });
             }
-            Err(error) => bear(&mut patience, error).await?,
+            Err(error) => wait_to_retry(&mut backoff, error).await?,
         }
     }
 }
 
-async fn bear(patience: &mut Backoff, error: StoreError) -> Result<(), RestoreError> {
+async fn wait_to_retry(backoff: &mut Backoff, error: StoreError) -> Result<(), RestoreError> {
     if !error.is_transient() {
         return Err(RestoreError::Store(error));
     }
     tracing::warn!(error = %crate::http::problem::chain(&error), "the object store does not answer");
-    patience.pause().await.map_err(|_| RestoreError::Store(error))
+    backoff.pause().await.map_err(|_| RestoreError::Store(error))
 }
 
-/// An earlier run may have been killed between the swap and the marker.
-async fn swapped_before(settings: &Settings, snapshot: &SnapshotRef) -> Result<bool, RestoreError> {
-    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
-    staging::end_sessions_of(&client, settings.means.name).await.map_err(SwapError::from)?;
+/// Returns whether an earlier run was killed between the swap and the marker.
+async fn was_swapped_before(
+    settings: &RestoreSettings,
+    snapshot: &SnapshotRef,
+) -> Result<bool, RestoreError> {
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    staging::end_sessions_of(&client, settings.context.name).await.map_err(SwapError::from)?;
     let journal = Journal::read(&settings.layout)?;
-    let database = settings.means.server.database();
+    let database = settings.context.server.database();
     if let Some(journal) = journal.filter(|journal| journal.is_for(snapshot))
         && staging::oid(&client, database).await.map_err(SwapError::from)? == Some(journal.scratch_oid)
     {
@@ -251,47 +259,48 @@ async fn swapped_before(settings: &Settings, snapshot: &SnapshotRef) -> Result<b
     Ok(false)
 }
 
-/// Whether the database is what an earlier run restored, before its gate opened: nobody has written to it.
-async fn is_unserved_restore(settings: &Settings) -> Result<bool, RestoreError> {
+/// Returns whether the database was restored by an earlier run whose gate never opened, so that it has no new rows.
+async fn is_unserved_restore(settings: &RestoreSettings) -> Result<bool, RestoreError> {
     let Some(journal) = Journal::read(&settings.layout)? else { return Ok(false) };
-    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
-    let found = staging::oid(&client, settings.means.server.database()).await.map_err(SwapError::from)?;
-    Ok(found == Some(journal.scratch_oid))
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let live_oid =
+        staging::oid(&client, settings.context.server.database()).await.map_err(SwapError::from)?;
+    Ok(live_oid == Some(journal.scratch_oid))
 }
 
-/// The owner's rows are never replaced by what may be older. Whoever lost the marker alone keeps them with `adopt`.
-async fn refuse_rows(settings: &Settings) -> Result<(), RestoreError> {
-    let maintenance = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
-    let database = settings.means.server.database();
+/// Refuses to replace rows that may be newer than the snapshot. If only the marker was lost, `adopt` keeps them.
+async fn refuse_rows(settings: &RestoreSettings) -> Result<(), RestoreError> {
+    let maintenance = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let database = settings.context.server.database();
     if staging::oid(&maintenance, database).await.map_err(SwapError::from)?.is_none() {
         return Ok(());
     }
-    let client = staging::connect_patiently(&settings.means, database).await?;
+    let client = staging::connect_with_retries(&settings.context, database).await?;
     match row_counts::first_with_rows(&client).await.map_err(SwapError::from)? {
         None => Ok(()),
         Some(table) => Err(RestoreError::HoldsRows { database: database.to_owned(), table }),
     }
 }
 
-/// The restored database gets its id before the swap, so that there is no moment in which it has none.
-async fn stamp(settings: &Settings, loaded: &Scratch) -> Result<(), RestoreError> {
-    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
-    database_identity::stamp(&client, &loaded.name).await?;
+/// Gives the restored database its restore id before the swap, so that the live database always has one.
+async fn assign_restore_id(settings: &RestoreSettings, loaded: &Scratch) -> Result<(), RestoreError> {
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    database_identity::assign_restore_id(&client, &loaded.name).await?;
     Ok(())
 }
 
-/// Marks the database that is there as this machine's.
-async fn set_marker(settings: &Settings, snapshot: Option<&str>) -> Result<(), RestoreError> {
-    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
-    let identity = database_identity::adopt(&client, settings.means.server.database()).await?;
+/// Writes the marker for the existing database.
+async fn set_marker(settings: &RestoreSettings, snapshot: Option<&str>) -> Result<(), RestoreError> {
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     fsx::remove_torn(&fsx::through_link(&settings.layout.restore_complete()))?;
     Marker::new(snapshot.map(str::to_owned), identity).write(&settings.layout)?;
     failpoint::pass("restore.marker")?;
     Ok(())
 }
 
-/// The gate is open: what is left of the way here only takes room.
-fn clean(settings: &Settings) {
+/// Removes temporary data once the gate is open. Failures only cost space.
+fn clean(settings: &RestoreSettings) {
     let state = settings.layout.restore_state();
     if let Err(error) = journal::remove(&settings.layout).and_then(|()| staging::remove_dumps(&state)) {
         tracing::warn!(%error, "could not clean up after the restore");

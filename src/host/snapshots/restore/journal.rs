@@ -1,5 +1,5 @@
-//! The note that a swap is about to happen, so that the next run can tell whether it did: by the database's oid, which
-//! a rename keeps.
+//! The journal entry written before a swap, so that the next run can see whether the swap happened: by the database's
+//! oid, which a rename keeps.
 
 use serde::{Deserialize, Serialize};
 
@@ -31,15 +31,15 @@ impl Journal {
         }
     }
 
-    /// Whether a run was cut off between its note and its end.
+    /// Returns whether a run was interrupted between journal entry and end.
     pub fn is_open(layout: &Layout) -> bool {
         path(layout).exists()
     }
 
-    /// What cannot be read was never a whole note, and says nothing.
+    /// An unreadable journal was never completely written, and counts as none.
     ///
     /// # Errors
-    /// When the file is there and the disk does not give it.
+    /// [`FileError`] if the file exists and cannot be read.
     pub fn read(layout: &Layout) -> Result<Option<Self>, FileError> {
         let text = fsx::read_if_exists(&path(layout))?;
         Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))

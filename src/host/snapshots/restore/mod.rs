@@ -1,8 +1,8 @@
-//! `svc-restore`: the gate before the gateway. It opens only on a whole restored snapshot, on a database that was
-//! restored before, or where there is confirmed to be nothing to restore and that is allowed.
+//! `svc-restore`: the gate before the gateway. It opens only for a completely restored snapshot, for a database that was
+//! restored before, or if there is confirmed to be no snapshot and an empty start is allowed.
 //!
-//! Here: the command line, the configuration, the exit code. The steps are in `gate`; `import` brings an owner's archive onto a
-//! machine whose gate is open.
+//! This module owns the command line, the configuration and the exit code. The steps are in `gate`; `import` imports an
+//! owner's archive onto a machine whose gate is open.
 
 mod gate;
 mod import;
@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use super::staging;
-use super::staging::Means;
+use super::staging::RestoreContext;
 use crate::applet::{self, Exit, Failure, OrExit};
 use crate::host::system::boot_progress::BootReporter;
 use crate::host::system::config;
@@ -30,7 +30,7 @@ use crate::http::request_id;
 use crate::machine::name::IdpUserId;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 
-use gate::Local;
+use gate::ExistingRows;
 use journal::Journal;
 
 pub use gate::POINTS;
@@ -51,11 +51,11 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Serve the database that is here as this machine's own, although the marker names another or is lost
+    /// Adopt the existing database as this machine's, although the marker names another or is lost
     Adopt,
-    /// Restore the latest snapshot in place of the database that is here, which is kept as svc_before_<n>
+    /// Restore the latest snapshot in place of the existing database, which is kept as svc_before_<n>
     Replace,
-    /// Bring an archive of `svc-db-backup export` onto this machine: its database and its files
+    /// Import an archive of `svc-db-backup export`: its database and its files
     #[command(
         after_help = "Run it as root. Every byte is compared with the archive's manifest first. What it replaces \
 stays: the database as svc_before_<n> for seven days, and as a snapshot that is taken first; files in ~/.before-import-<n> and ~/system/.before-import-<n>.\n\n\
@@ -68,17 +68,17 @@ Examples:\n  svc-restore import ada.tar --check\n  svc-restore import ada.tar"
         #[command(flatten)]
         options: import::Options,
     },
-    /// A step of an import, as the user whose files it works on
+    /// A step of an import, run as the user who owns the files
     #[command(hide = true)]
     ImportStep(import::StepArgs),
 }
 
-/// What a confirmed absence of a snapshot means. It rules nothing else: a snapshot that is there is restored.
+/// Policy for a confirmed absence of snapshots. An existing snapshot is always restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// There must be one.
+    /// A snapshot must exist.
     Required,
-    /// A new or intentionally empty user begins with an empty database.
+    /// A new or intentionally empty user starts with an empty database.
     Empty,
 }
 
@@ -94,17 +94,17 @@ impl std::str::FromStr for Mode {
     }
 }
 
-struct Settings {
+struct RestoreSettings {
     layout: Layout,
-    /// Whose machine this is.
+    /// The user of this machine.
     user: IdpUserId,
-    means: Means,
+    context: RestoreContext,
     mode: Mode,
     /// The snapshot to restore; `None`: the one that the pointer names.
     chosen: Option<SnapshotKey>,
 }
 
-impl Settings {
+impl RestoreSettings {
     fn read(layout: Layout) -> Result<Self, Failure> {
         let mut env = config::environment(&layout);
         let identity = Identity::read(&mut env);
@@ -116,7 +116,7 @@ impl Settings {
         let deadline = staging::deadline(&mut env);
         let parts = identity.zip(store).zip(database).zip(mode);
         let (((identity, store), database), mode) = env.finish(parts)?;
-        let means = Means {
+        let context = RestoreContext {
             name: "svc-restore",
             slot: SlotPrefix::new(&identity.user, &identity.slot),
             bucket: store.open().or_exit(Exit::Config)?,
@@ -125,7 +125,7 @@ impl Settings {
             deadline,
             progress: Arc::default(),
         };
-        Ok(Self { layout, user: identity.user, means, mode, chosen })
+        Ok(Self { layout, user: identity.user, context, mode, chosen })
     }
 }
 
@@ -136,7 +136,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     };
     let layout = Layout::from_process();
     let stepped_down = match &args.command {
-        // An import starts a process for each of the users whose files it writes.
+        // An import starts a process for each user whose files it writes.
         Some(Command::Import { .. }) => Ok(()),
         Some(Command::ImportStep(step)) if step.step.is_owners() => Ok(()),
         Some(Command::ImportStep(_)) => user::become_gateway(&layout),
@@ -152,12 +152,12 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
             match args.command {
                 None => open_gate(layout).await,
                 Some(Command::Adopt) => {
-                    let settings = Settings::read(layout)?;
+                    let settings = RestoreSettings::read(layout)?;
                     gate::adopt(&lock(&settings)?, &settings).await
                 }
                 Some(Command::Replace) => {
-                    let settings = Settings::read(layout)?;
-                    gate::open(&lock(&settings)?, &settings, Local::Replaced).await
+                    let settings = RestoreSettings::read(layout)?;
+                    gate::open(&lock(&settings)?, &settings, ExistingRows::Replace).await
                 }
                 Some(Command::Import { archive, options }) => import::run(&layout, &archive, options).await,
                 Some(Command::ImportStep(step)) => import::run_step(layout, step).await,
@@ -169,19 +169,19 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
 async fn open_gate(layout: Layout) -> Result<(), Failure> {
     if layout.restore_complete().exists() {
         if Journal::is_open(&layout) {
-            let settings = Settings::read(layout)?;
+            let settings = RestoreSettings::read(layout)?;
             return gate::settle(&lock(&settings)?, &settings).await;
         }
-        tracing::info!("the database of this machine is in use already; nothing is restored over it");
+        tracing::info!("the database of this machine is already in use; nothing is restored");
         return Ok(());
     }
-    let settings = Settings::read(layout)?;
+    let settings = RestoreSettings::read(layout)?;
     let lock = lock(&settings)?;
-    let _reporter = BootReporter::start(&settings.layout, settings.means.progress.subscribe());
-    gate::open(&lock, &settings, Local::Refused).await
+    let _reporter = BootReporter::start(&settings.layout, settings.context.progress.subscribe());
+    gate::open(&lock, &settings, ExistingRows::Refuse).await
 }
 
-fn lock(settings: &Settings) -> Result<Lock, Failure> {
+fn lock(settings: &RestoreSettings) -> Result<Lock, Failure> {
     Lock::take(&settings.layout.restore_state().join("lock")).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another restore is under way")),
         error @ LockError::File(_) => Failure::new(Exit::Internal, error),

@@ -1,4 +1,4 @@
-//! The swap: the owner's database and the restored one change names in one transaction. The replaced one stays as
+//! Swaps the names of the owner's database and the restored one in one transaction. The replaced database is kept as
 //! `svc_before_<n>` for seven days, and at least until the first good backup.
 
 use std::time::{Duration, Instant};
@@ -12,10 +12,10 @@ use crate::host::system::postgres;
 use crate::host::system::postgres::{ConnectError, Server, ident};
 use crate::http::problem::chain;
 
-/// How long sessions may take to end.
-const SESSIONS: Duration = Duration::from_secs(30);
+/// Maximum time for sessions to end.
+const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why the databases were not swapped. They are then as they were.
+/// Why the databases were not swapped; they are unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
     #[error(transparent)]
@@ -43,8 +43,8 @@ impl SwapError {
 pub async fn swap(server: &Server, scratch: &Scratch) -> Result<(), SwapError> {
     let client = server.connect(postgres::MAINTENANCE, "svc-restore").await?;
     let database = server.database();
-    let there = oid(&client, database).await?.is_some();
-    if there {
+    let exists = oid(&client, database).await?.is_some();
+    if exists {
         let close = format!("ALTER DATABASE {} ALLOW_CONNECTIONS false", ident(database));
         client.batch_execute(&close).await?;
         failpoint::pass("restore.closed")?;
@@ -52,7 +52,7 @@ pub async fn swap(server: &Server, scratch: &Scratch) -> Result<(), SwapError> {
     }
     end_sessions(&client, &scratch.name).await?;
     let replaced = format!("svc_before_{}", scratch.number);
-    let first = if there {
+    let first = if exists {
         format!("ALTER DATABASE {} RENAME TO {};", ident(database), ident(&replaced))
     } else {
         String::new()
@@ -71,7 +71,8 @@ pub async fn swap(server: &Server, scratch: &Scratch) -> Result<(), SwapError> {
     Ok(())
 }
 
-/// After a failed swap: the owner's database is open again and the scratch gone, unless the swap did happen.
+/// Cleans up after a failed swap: reopens the owner's database and drops the scratch database, unless the swap did
+/// happen.
 pub async fn undo(server: &Server, scratch: &Scratch) {
     match server.connect(postgres::MAINTENANCE, "svc-restore").await {
         Ok(client) => {
@@ -85,7 +86,7 @@ pub async fn undo(server: &Server, scratch: &Scratch) {
 }
 
 async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> {
-    let end = Instant::now() + SESSIONS;
+    let end = Instant::now() + SESSION_END_TIMEOUT;
     loop {
         let row = client
             .query_one(
@@ -104,10 +105,10 @@ async fn end_sessions(client: &Client, database: &str) -> Result<(), SwapError> 
     }
 }
 
-/// Lets sessions in; a database that does not exist needs nothing.
+/// Allows connections; a missing database is ignored.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn allow_connections(client: &Client, database: &str) -> Result<(), SwapError> {
     if oid(client, database).await?.is_some() {
         client.batch_execute(&format!("ALTER DATABASE {} ALLOW_CONNECTIONS true", ident(database))).await?;

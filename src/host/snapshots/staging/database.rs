@@ -1,4 +1,4 @@
-//! A database that nobody uses yet: what it is called, and its end.
+//! Scratch databases: names, oids and removal.
 
 use std::time::{Duration, Instant};
 
@@ -6,37 +6,37 @@ use tokio_postgres::{Client, Error};
 
 use crate::host::system::postgres::ident;
 
-/// One that a snapshot is loaded into.
+/// A database into which a snapshot is loaded.
 #[derive(Debug)]
 pub struct Scratch {
     pub name: String,
     pub oid: u32,
-    /// Its number, which the replaced database gets, too.
+    /// Its number; the replaced database gets the same one.
     pub number: i64,
 }
 
 /// The oid of a database, which a rename keeps.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn oid(client: &Client, database: &str) -> Result<Option<u32>, Error> {
     let row = client.query_opt("SELECT oid FROM pg_database WHERE datname = $1", &[&database]).await?;
     row.map(|row| row.try_get(0)).transpose()
 }
 
-/// How long a session may take to end.
-const SESSION: Duration = Duration::from_secs(30);
+/// Maximum time for a session to end.
+const SESSION_END_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Ends the sessions that killed runs of this program left in the server, where a statement goes on without its client. Once
-/// they are gone, what they had begun is done or undone: a database that is being made is not overlooked. The caller holds
-/// the lock by which all other sessions of that name are of killed runs.
+/// Ends the sessions of killed runs: a server completes a statement even without its client. Once they have ended,
+/// their work is committed or rolled back, so a database that they were creating is not missed. The caller holds the
+/// lock that makes all other sessions of that name those of killed runs.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn end_sessions_of(client: &Client, application: &str) -> Result<(), Error> {
     let others = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
                   WHERE application_name = $1 AND pid <> pg_backend_pid()";
-    let end = Instant::now() + SESSION;
+    let end = Instant::now() + SESSION_END_TIMEOUT;
     loop {
         let left: i64 = client.query_one(others, &[&application]).await?.try_get(0)?;
         if left == 0 || Instant::now() > end {
@@ -46,10 +46,10 @@ pub async fn end_sessions_of(client: &Client, application: &str) -> Result<(), E
     }
 }
 
-/// What runs that were killed left behind.
+/// Drops scratch databases of killed runs.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn drop_scratches(client: &Client) -> Result<(), Error> {
     let left = "SELECT datname::text FROM pg_database WHERE datname ~ '^svc_restore_[0-9]+$'";
     for row in client.query(left, &[]).await? {
@@ -59,7 +59,7 @@ pub async fn drop_scratches(client: &Client) -> Result<(), Error> {
     Ok(())
 }
 
-/// Best effort: the next run drops what stays.
+/// Drops a scratch database, best effort: the next run drops it otherwise.
 pub async fn drop_scratch(client: &Client, name: &str) {
     if let Err(error) = client.batch_execute(&drop_statement(name)).await {
         tracing::warn!(%error, database = name, "could not drop the scratch database");

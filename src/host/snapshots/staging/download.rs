@@ -1,13 +1,13 @@
-//! The dump on this machine's disk: fetched with resume, believed only with the right size and SHA-256.
+//! Downloads the dump to this machine's disk, with resume, and accepts it only with the right size and SHA-256.
 //!
-//! A part that an earlier run fetched is kept and hashed again, never trusted by its name.
+//! A partial file of an earlier run is kept, but hashed again.
 
 use std::path::{Path, PathBuf};
 
 use futures_util::StreamExt;
 use object_store::{GetOptions, GetRange};
 
-use super::Means;
+use super::RestoreContext;
 use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
@@ -19,10 +19,10 @@ use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::SideRecord;
 
-/// Room that is left free.
-const MARGIN: u64 = 64 << 20;
-/// A database is larger than its compressed dump; where the side record does not say, by this.
-const UNKNOWN_GROWTH: u64 = 6;
+/// Disk space that stays free.
+const FREE_SPACE_MARGIN_BYTES: u64 = 64 << 20;
+/// Assumed ratio of database to compressed dump, if the side record has no size.
+const DEFAULT_GROWTH: u64 = 6;
 const FETCHING: &str = "fetching the snapshot";
 
 /// Why there is no dump to load.
@@ -46,7 +46,7 @@ pub enum DownloadError {
 }
 
 impl DownloadError {
-    /// `Refused` where it is the object that is not what its record says.
+    /// `Refused` if the object differs from its record.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Store(error) => store::exit(error),
@@ -56,21 +56,21 @@ impl DownloadError {
     }
 }
 
-/// Where a dump is read from while it is loaded.
+/// The source from which a dump is loaded.
 #[derive(Debug)]
 pub enum Dump {
-    /// The whole, checked dump on this machine's disk.
+    /// The complete, verified dump on this machine's disk.
     File(PathBuf),
-    /// Only the database fits on the disk: the dump is streamed from the store, and checked as it passes.
+    /// The disk has room only for the database: the dump is streamed from the store and verified on the way.
     InStore(Box<SnapshotRef>),
 }
 
-/// The whole, checked dump, as a file in `dir`; or, where it does not fit beside the database, the one in the store.
+/// Downloads the verified dump into `dir`; or returns the one in the store, if it does not fit beside the database.
 ///
 /// # Errors
 /// [`DownloadError`].
 pub async fn fetch(
-    means: &Means,
+    context: &RestoreContext,
     dir: &Path,
     snapshot: &SnapshotRef,
     side: &SideRecord,
@@ -87,24 +87,24 @@ pub async fn fetch(
         return stream_instead(dir, partial, *free, snapshot, side);
     }
 
-    let mut patience = Backoff::new(means.deadline);
+    let mut patience = Backoff::new(context.deadline);
     let mut second_try = false;
     loop {
-        complete(means, snapshot, &mut partial, &mut patience).await?;
+        complete(context, snapshot, &mut partial, &mut patience).await?;
         if partial.sha256() == snapshot.sha256 {
-            // Nobody waits for the disk: after a power cut it is hashed again.
+            // No sync needed: after a power failure it is hashed again.
             return Ok(Dump::File(path));
         }
         partial.restart()?;
         if second_try {
             return Err(DownloadError::WrongDigest { key: snapshot.key.clone() });
         }
-        tracing::warn!(key = snapshot.key, "the bytes are damaged; once more from the start");
+        tracing::warn!(key = snapshot.key, "the downloaded bytes are damaged; starting over");
         second_try = true;
     }
 }
 
-/// Without the part of the dump that an earlier run fetched, the database must fit.
+/// Checks that the database fits without the dump, whose partial file is removed.
 fn stream_instead(
     dir: &Path,
     partial: Partial,
@@ -112,7 +112,7 @@ fn stream_instead(
     snapshot: &SnapshotRef,
     side: &SideRecord,
 ) -> Result<Dump, DownloadError> {
-    let (free, needed) = (free.saturating_add(partial.length()), database_room(snapshot, side));
+    let (free, needed) = (free.saturating_add(partial.length()), database_bytes_needed(snapshot, side));
     drop(partial);
     remove_others(dir, "")?;
     if free < needed {
@@ -126,20 +126,20 @@ fn stream_instead(
     Ok(Dump::InStore(Box::new(snapshot.clone())))
 }
 
-/// Reads until the file has the snapshot's size, again from where it broke off.
+/// Downloads until the file has the snapshot's size; resumes after interruptions.
 async fn complete(
-    means: &Means,
+    context: &RestoreContext,
     snapshot: &SnapshotRef,
     partial: &mut Partial,
     patience: &mut Backoff,
 ) -> Result<(), DownloadError> {
-    means.progress.of_bytes(FETCHING, snapshot.size_bytes);
+    context.progress.of_bytes(FETCHING, snapshot.size_bytes);
     while partial.length() < snapshot.size_bytes {
         let before = partial.length();
-        match read_on(means, snapshot, partial).await {
+        match resume_download(context, snapshot, partial).await {
             Ok(()) => {}
             Err(DownloadError::Store(error)) if error.is_transient() => {
-                tracing::warn!(error = %chain(&error), at = partial.length(), "the download broke off");
+                tracing::warn!(error = %chain(&error), at = partial.length(), "the download was interrupted");
                 if partial.length() > before {
                     patience.progress();
                 }
@@ -151,12 +151,16 @@ async fn complete(
     Ok(())
 }
 
-async fn read_on(means: &Means, snapshot: &SnapshotRef, partial: &mut Partial) -> Result<(), DownloadError> {
-    let key = means.slot.snapshot(&snapshot.key).expect("the snapshot was looked at by this key");
+async fn resume_download(
+    context: &RestoreContext,
+    snapshot: &SnapshotRef,
+    partial: &mut Partial,
+) -> Result<(), DownloadError> {
+    let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
     let failed = |error| DownloadError::Store(StoreError::of(&key, error));
     let range = (partial.length() > 0).then_some(GetRange::Offset(partial.length()));
     let options = GetOptions { range, ..GetOptions::default() };
-    let got = means.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+    let got = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
     if got.meta.size != snapshot.size_bytes {
         return Err(DownloadError::WrongSize {
             key: snapshot.key.clone(),
@@ -168,7 +172,7 @@ async fn read_on(means: &Means, snapshot: &SnapshotRef, partial: &mut Partial) -
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(failed)?;
         tokio::task::block_in_place(|| partial.append(&chunk))?;
-        means.progress.bytes(FETCHING, partial.length(), snapshot.size_bytes);
+        context.progress.bytes(FETCHING, partial.length(), snapshot.size_bytes);
         failpoint::pass("restore.downloading")?;
         if partial.length() > snapshot.size_bytes {
             return Err(DownloadError::WrongSize {
@@ -181,7 +185,7 @@ async fn read_on(means: &Means, snapshot: &SnapshotRef, partial: &mut Partial) -
     Ok(())
 }
 
-/// Dump and database must both fit, as far as this file system holds them both; `there` bytes of the dump are there.
+/// Checks that dump and database fit on this file system; `already_downloaded` is the size of its partial file.
 ///
 /// # Errors
 /// [`DownloadError::NoSpace`].
@@ -189,12 +193,15 @@ pub fn ensure_room(
     dir: &Path,
     snapshot: &SnapshotRef,
     side: &SideRecord,
-    there: u64,
+    already_downloaded: u64,
 ) -> Result<(), DownloadError> {
-    ensure_bytes(dir, (snapshot.size_bytes - there).saturating_add(database_room(snapshot, side)))
+    ensure_bytes(
+        dir,
+        (snapshot.size_bytes - already_downloaded).saturating_add(database_bytes_needed(snapshot, side)),
+    )
 }
 
-/// So much must fit into the file system of a directory.
+/// Checks that a directory's file system has room for this many bytes.
 ///
 /// # Errors
 /// [`DownloadError::NoSpace`].
@@ -206,13 +213,13 @@ pub fn ensure_bytes(dir: &Path, needed: u64) -> Result<(), DownloadError> {
     Ok(())
 }
 
-fn database_room(snapshot: &SnapshotRef, side: &SideRecord) -> u64 {
+fn database_bytes_needed(snapshot: &SnapshotRef, side: &SideRecord) -> u64 {
     let database = side.database.as_ref().map(|facts| facts.size_bytes);
-    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(UNKNOWN_GROWTH));
-    database.saturating_add(MARGIN)
+    let database = database.unwrap_or_else(|| snapshot.size_bytes.saturating_mul(DEFAULT_GROWTH));
+    database.saturating_add(FREE_SPACE_MARGIN_BYTES)
 }
 
-/// Dumps of snapshots that are no longer the latest.
+/// Removes dumps of snapshots that are no longer the latest.
 fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
     for entry in std::fs::read_dir(dir).map_err(FileError::at("read", dir))?.flatten() {
         let name = entry.file_name();
@@ -223,7 +230,7 @@ fn remove_others(dir: &Path, keep: &str) -> Result<(), FileError> {
     Ok(())
 }
 
-/// All that is in it; a directory that is not there holds none.
+/// Removes all files of a directory; a missing directory is empty.
 ///
 /// # Errors
 /// [`FileError`].

@@ -1,5 +1,5 @@
-//! The snapshot in a new database beside the old one: roles, content, the database's own rights and settings, and
-//! the count that shows that nothing is missing.
+//! Loads a snapshot into a new database beside the old one: roles, content, the database's privileges and settings. Row
+//! counts then confirm that nothing is missing.
 
 use std::convert::Infallible;
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio_postgres::Client;
 
-use super::Means;
+use super::RestoreContext;
 use super::database::{self, Scratch};
 use super::download::{DownloadError, Dump};
 use super::{roles, stream};
@@ -23,22 +23,22 @@ use crate::host::system::postgres_tools;
 use crate::quantity::counted;
 use crate::store::snapshot::{DatabaseFacts, DatabaseSetting, SideRecord};
 
-/// Nothing on a machine of ours takes longer to load.
-const DEADLINE: Duration = Duration::from_secs(12 * 3600);
+/// No database of a supported server type takes longer to load.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(12 * 3600);
 
-/// How often it is asked how much is loaded.
-const WATCH: Duration = Duration::from_secs(2);
+/// Interval at which the loaded size is queried.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 
-/// What becomes of roles that are made for a snapshot.
+/// Lifetime of the roles created for a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Roles {
+pub enum RoleLifetime {
     /// They stay: it becomes the owner's database.
-    Stay,
-    /// They go with the drill, by [`super::drop_drills_roles`].
-    OfADrill,
+    Permanent,
+    /// They are dropped after the drill, by [`super::drop_drills_roles`].
+    Drill,
 }
 
-/// Why the snapshot is not in a database.
+/// Why the snapshot could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error(
@@ -58,7 +58,7 @@ pub enum LoadError {
     Start(#[source] std::io::Error),
     #[error("pg_restore ended with {status}: {complaint}")]
     Restore { status: ExitStatus, complaint: String },
-    #[error("pg_restore did not end in time")]
+    #[error("pg_restore did not exit in time")]
     Stuck,
     #[error("the restored database is not what the record says: {0}")]
     Differs(String),
@@ -69,7 +69,7 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    /// `Refused` where it is the snapshot that does not become a database here.
+    /// `Refused` if the snapshot itself cannot become a database here.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Connect(_) => Exit::Unavailable,
@@ -86,14 +86,14 @@ pub(super) fn query(action: impl Into<String>) -> impl FnOnce(tokio_postgres::Er
     move |source| LoadError::Query { action, source }
 }
 
-/// The database's container may still be starting.
+/// Connects with retries: the database's container may still be starting.
 ///
 /// # Errors
 /// [`ConnectError`] after the deadline.
-pub async fn connect_patiently(means: &Means, database: &str) -> Result<Client, ConnectError> {
-    let mut patience = Backoff::new(means.deadline);
+pub async fn connect_with_retries(context: &RestoreContext, database: &str) -> Result<Client, ConnectError> {
+    let mut patience = Backoff::new(context.deadline);
     loop {
-        match means.server.connect(database, means.name).await {
+        match context.server.connect(database, context.name).await {
             Ok(client) => return Ok(client),
             Err(error) => {
                 let for_good = match &error {
@@ -108,14 +108,14 @@ pub async fn connect_patiently(means: &Means, database: &str) -> Result<Client, 
     }
 }
 
-/// A dump of an older PostgreSQL goes into a newer one, and never the other way round.
+/// Refuses a dump of a newer PostgreSQL than the server's.
 ///
 /// # Errors
 /// [`LoadError::Newer`].
-pub async fn refuse_newer(means: &Means, side: &SideRecord) -> Result<(), LoadError> {
-    let client = connect_patiently(means, postgres::MAINTENANCE).await?;
+pub async fn refuse_newer(context: &RestoreContext, side: &SideRecord) -> Result<(), LoadError> {
+    let client = connect_with_retries(context, postgres::MAINTENANCE).await?;
     let row = client.query_one("SELECT current_setting('server_version_num')::int4 / 10000", &[]).await;
-    let here: i32 = row.and_then(|row| row.try_get(0)).map_err(query("ask for the server's version"))?;
+    let here: i32 = row.and_then(|row| row.try_get(0)).map_err(query("query the server's version"))?;
     match side.pg_major() {
         Some(of) if i64::from(of) > i64::from(here) => {
             Err(LoadError::Newer { key: side.key.clone(), of, here })
@@ -124,18 +124,18 @@ pub async fn refuse_newer(means: &Means, side: &SideRecord) -> Result<(), LoadEr
     }
 }
 
-/// Loads and checks. On failure the scratch database is dropped.
+/// Loads and verifies a snapshot. On failure, the scratch database is dropped.
 ///
 /// # Errors
 /// [`LoadError`].
 pub async fn into_scratch(
-    means: &Means,
+    context: &RestoreContext,
     dump: &Dump,
     side: &SideRecord,
-    roles: Roles,
+    lifetime: RoleLifetime,
 ) -> Result<Scratch, LoadError> {
-    let mut client = connect_patiently(means, postgres::MAINTENANCE).await?;
-    for what in roles::create(&mut client, side, roles).await? {
+    let mut client = connect_with_retries(context, postgres::MAINTENANCE).await?;
+    for what in roles::create(&mut client, side, lifetime).await? {
         tracing::warn!(what, "not kept by the restore");
     }
     failpoint::pass("restore.roles")?;
@@ -143,17 +143,17 @@ pub async fn into_scratch(
     let loaded = async {
         failpoint::pass("restore.created")?;
         tokio::select! {
-            end = load(means, dump, &scratch.name) => end?,
-            never = watch(means, &client, &scratch.name, side) => match never {},
+            end = load(context, dump, &scratch.name) => end?,
+            never = watch(context, &client, &scratch.name, side) => match never {},
         }
         failpoint::pass("restore.loaded")?;
-        let inside = connect_patiently(means, &scratch.name).await?;
+        let inside = connect_with_retries(context, &scratch.name).await?;
         if let Some(facts) = &side.database {
             apply(&inside, &scratch.name, facts).await?;
         }
         failpoint::pass("restore.applied")?;
-        means.progress.at("comparing tables and rows with the record");
-        compare(means, &inside, side).await?;
+        context.progress.at("comparing tables and rows with the record");
+        compare(context, &inside, side).await?;
         failpoint::pass("restore.counted")?;
         Ok(())
     };
@@ -166,8 +166,8 @@ pub async fn into_scratch(
     }
 }
 
-/// A new database, of the user's own or of another role. Its number is one that no run used before: a `pg_restore` that
-/// outlived a killed run cannot write into it.
+/// Creates a database, owned by this user or by another role. Its number is new, so that a `pg_restore` that outlived a
+/// killed run cannot write into it.
 ///
 /// # Errors
 /// [`LoadError`].
@@ -184,57 +184,57 @@ pub async fn create_database(client: &Client, owner: Option<&str>) -> Result<Scr
     Ok(Scratch { name, oid, number })
 }
 
-async fn load(means: &Means, dump: &Dump, database: &str) -> Result<(), LoadError> {
+async fn load(context: &RestoreContext, dump: &Dump, database: &str) -> Result<(), LoadError> {
     match dump {
-        Dump::File(path) => load_file(means, path, database).await,
-        Dump::InStore(snapshot) => stream::load(means, snapshot, database).await,
+        Dump::File(path) => load_file(context, path, database).await,
+        Dump::InStore(snapshot) => stream::load(context, snapshot, database).await,
     }
 }
 
-async fn load_file(means: &Means, dump: &Path, database: &str) -> Result<(), LoadError> {
-    run_restore(means.tools.load(&means.server, database, dump).map_err(LoadError::Start)?).await
+async fn load_file(context: &RestoreContext, dump: &Path, database: &str) -> Result<(), LoadError> {
+    run_restore(context.tools.load(&context.server, database, dump).map_err(LoadError::Start)?).await
 }
 
 /// Runs `pg_restore` to its end.
 ///
 /// # Errors
-/// [`LoadError`], with what it complained of.
+/// [`LoadError`], with the tool's error output.
 pub async fn run_restore(mut command: tokio::process::Command) -> Result<(), LoadError> {
     let mut child = command.spawn().map_err(LoadError::Start)?;
-    let mut said = Vec::new();
+    let mut stderr_bytes = Vec::new();
     let mut stderr = child.stderr.take();
     let talking = async {
         if let Some(stderr) = &mut stderr {
-            // A pipe that breaks has said what it had to say.
-            let _ = stderr.take(64 * 1024).read_to_end(&mut said).await;
+            // A broken pipe just ends the output.
+            let _ = stderr.take(64 * 1024).read_to_end(&mut stderr_bytes).await;
         }
     };
-    let ended = tokio::time::timeout(DEADLINE, async { tokio::join!(child.wait(), talking).0 }).await;
+    let ended = tokio::time::timeout(LOAD_TIMEOUT, async { tokio::join!(child.wait(), talking).0 }).await;
     let status = ended.map_err(|_| LoadError::Stuck)?.map_err(LoadError::Start)?;
     if status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&said);
-    let complaint = postgres_tools::summarize_stderr(&said).chars().take(2000).collect();
+    let stderr_text = String::from_utf8_lossy(&stderr_bytes);
+    let complaint = postgres_tools::summarize_stderr(&stderr_text).chars().take(2000).collect();
     Err(LoadError::Restore { status, complaint })
 }
 
-/// Tells how much of the database is there while it is loaded.
-async fn watch(means: &Means, client: &Client, database: &str, side: &SideRecord) -> Infallible {
+/// Reports the size of the database while it is loaded.
+async fn watch(context: &RestoreContext, client: &Client, database: &str, side: &SideRecord) -> Infallible {
     const LOADING: &str = "loading the snapshot";
     let whole = side.database.as_ref().map_or(0, |facts| facts.size_bytes);
-    means.progress.of_bytes(LOADING, whole);
+    context.progress.of_bytes(LOADING, whole);
     loop {
-        tokio::time::sleep(WATCH).await;
-        // What cannot be asked now is asked again.
+        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        // A failed query is repeated at the next interval.
         if let Ok(row) = client.query_one("SELECT pg_database_size($1::text::name)", &[&database]).await {
-            let there: i64 = row.try_get(0).unwrap_or_default();
-            means.progress.bytes(LOADING, there.unsigned_abs(), whole);
+            let loaded_bytes: i64 = row.try_get(0).unwrap_or_default();
+            context.progress.bytes(LOADING, loaded_bytes.unsigned_abs(), whole);
         }
     }
 }
 
-/// What a dump of the content does not hold: owner, rights and settings of the database itself.
+/// Applies what a dump of the content does not contain: owner, privileges and settings of the database itself.
 async fn apply(client: &Client, database: &str, facts: &DatabaseFacts) -> Result<(), LoadError> {
     let name = ident(database);
     let run = async |statement: String| {
@@ -257,18 +257,18 @@ async fn apply(client: &Client, database: &str, facts: &DatabaseFacts) -> Result
     Ok(())
 }
 
-fn is_privilege(word: &str) -> bool {
-    ["CREATE", "CONNECT", "TEMPORARY", "TEMP"].contains(&word)
+fn is_privilege(name: &str) -> bool {
+    ["CREATE", "CONNECT", "TEMPORARY", "TEMP"].contains(&name)
 }
 
-/// `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no session may change is
-/// written as a plain value.
+/// Applies a setting. `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no
+/// session may change is written as a plain value.
 async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSetting) -> Result<(), LoadError> {
     let target = match &setting.role {
         Some(role) => format!("ALTER ROLE {} IN DATABASE {database}", ident(role)),
         None => format!("ALTER DATABASE {database}"),
     };
-    // A custom setting is named with a dot between two identifiers.
+    // A custom setting's name is two identifiers joined by a dot.
     let name = setting.name.split('.').map(ident).collect::<Vec<_>>().join(".");
     let here = "SELECT set_config($1, $2, false)";
     let statement = match client.query_one(here, &[&setting.name, &setting.value]).await {
@@ -277,36 +277,36 @@ async fn apply_setting(client: &Client, database: &str, setting: &DatabaseSettin
     };
     let action = || query(format!("set {} for the database", setting.name));
     client.batch_execute(&statement).await.map_err(action())?;
-    // This session goes on with what it had; the count reads with no setting of the owner's.
+    // This session keeps its current values, so the row counts use none of the owner's settings.
     client.batch_execute("RESET ALL").await.map_err(action())
 }
 
-/// Every table with its rows, no more and no less.
+/// Checks that all recorded tables and rows are there, and no others.
 ///
 /// # Errors
 /// [`LoadError`].
-pub async fn compare(means: &Means, client: &Client, side: &SideRecord) -> Result<(), LoadError> {
+pub async fn compare(context: &RestoreContext, client: &Client, side: &SideRecord) -> Result<(), LoadError> {
     client
         .batch_execute("SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0")
         .await
         .map_err(query("count the rows"))?;
     let names = row_counts::tables(client).await.map_err(query("list the tables"))?;
     let whole = side.tables.iter().fold(0_u64, |sum, table| sum.saturating_add(table.rows));
-    let (mut found, mut rows) = (Vec::with_capacity(names.len()), 0_u64);
+    let (mut counted_tables, mut rows) = (Vec::with_capacity(names.len()), 0_u64);
     for name in &names {
-        found.extend(
+        counted_tables.extend(
             row_counts::count(client, std::slice::from_ref(name)).await.map_err(query("count the rows"))?,
         );
-        rows = rows.saturating_add(found.last().map_or(0, |table| table.rows));
-        means.progress.rows(rows, whole);
+        rows = rows.saturating_add(counted_tables.last().map_or(0, |table| table.rows));
+        context.progress.rows(rows, whole);
     }
     let mut recorded = side.tables.clone();
-    found.sort();
+    counted_tables.sort();
     recorded.sort();
     match recorded
         .iter()
-        .find(|table| !found.contains(table))
-        .or_else(|| found.iter().find(|table| !recorded.contains(table)))
+        .find(|table| !counted_tables.contains(table))
+        .or_else(|| counted_tables.iter().find(|table| !recorded.contains(table)))
     {
         None => Ok(()),
         Some(table) => {
@@ -314,7 +314,8 @@ pub async fn compare(means: &Means, client: &Client, side: &SideRecord) -> Resul
                 let rows = tables.iter().find(|other| other.name == table.name).map(|other| other.rows);
                 rows.map_or("is not there".to_owned(), |rows| format!("has {}", counted(rows, "row")))
             };
-            let why = format!("{} {} and was recorded as: {}", table.name, of(&found), of(&recorded));
+            let why =
+                format!("{} {} and was recorded as: {}", table.name, of(&counted_tables), of(&recorded));
             Err(LoadError::Differs(why))
         }
     }

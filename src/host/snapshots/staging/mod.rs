@@ -1,5 +1,5 @@
-//! A snapshot in a database of its own: fetched from the store, loaded, and compared with its record. What becomes of it
-//! then is for whoever asked: the restore puts it in the owner's place, the drill drops it.
+//! Loads a snapshot into a scratch database: downloads it, loads it, and compares it with its record. The caller
+//! decides what happens next: a restore puts it in the owner's place, a drill drops it.
 
 mod database;
 mod download;
@@ -20,19 +20,20 @@ use crate::store::key::SlotPrefix;
 pub use database::{Scratch, drop_scratch, drop_scratches, end_sessions_of, oid};
 pub use download::{DownloadError, Dump, ensure_bytes, ensure_room, fetch, remove_all as remove_dumps};
 pub use load::{
-    LoadError, Roles, compare, connect_patiently, create_database, into_scratch, refuse_newer, run_restore,
+    LoadError, RoleLifetime, compare, connect_with_retries, create_database, into_scratch, refuse_newer,
+    run_restore,
 };
 pub use roles::drop_drills_roles;
 
-/// Where snapshots come from and go to.
-pub struct Means {
-    /// Of the program, for the database's log.
+/// The context for loading a snapshot: source, destination and limits.
+pub struct RestoreContext {
+    /// Name of the program, for the database's log.
     pub name: &'static str,
     pub slot: SlotPrefix,
     pub bucket: Bucket,
     pub server: Server,
     pub tools: PgTools,
-    /// How long store and database may be away, counted from the last progress.
+    /// Maximum outage of store and database, counted from the last progress.
     pub deadline: Duration,
     pub progress: Arc<Progress>,
 }

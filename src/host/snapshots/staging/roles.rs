@@ -1,87 +1,90 @@
-//! The roles that a snapshot needs: made before it is loaded, with the attributes, settings and memberships that its
-//! record has of them.
+//! Creates the roles that a snapshot needs, before it is loaded, with the recorded attributes, settings and memberships.
 //!
-//! All roles are made in one transaction, so that none stays without its attributes. A role that is there already is
-//! not changed: what differs is named. No role can log in before it gets a password.
+//! All roles are created in one transaction, so that none lacks its attributes. Existing roles are not changed;
+//! differences are reported. No role can log in before it gets a password.
 
 use std::collections::BTreeSet;
 
 use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, Transaction};
 
-use super::load::{LoadError, Roles, query};
+use super::load::{LoadError, RoleLifetime, query};
 use crate::host::snapshots::roles;
-use crate::host::snapshots::roles::OF_A_DRILL;
+use crate::host::snapshots::roles::DRILL_ROLE_COMMENT;
 use crate::host::system::postgres::{ident, literal};
 use crate::store::role_facts::{Membership, RoleFacts, RoleSetting};
 use crate::store::snapshot::SideRecord;
 
-/// Roles of apps: the gateway sets their passwords and lets them log in.
+/// Prefix of the apps' roles: the gateway sets their passwords and lets them log in.
 const APP_PREFIX: &str = "app_";
 
-/// Makes the roles that are missing. The answer names what is not kept.
+/// Creates the missing roles. Returns descriptions of what is not kept.
 ///
 /// # Errors
 /// [`LoadError`].
-pub async fn create(client: &mut Client, side: &SideRecord, roles: Roles) -> Result<Vec<String>, LoadError> {
+pub async fn create(
+    client: &mut Client,
+    side: &SideRecord,
+    lifetime: RoleLifetime,
+) -> Result<Vec<String>, LoadError> {
     let facts = side.database.iter().flat_map(|facts| facts.roles.iter().flatten());
     let facts: Vec<&RoleFacts> =
-        facts.filter(|role| roles == Roles::Stay && !is_built_in(&role.name)).collect();
+        facts.filter(|role| lifetime == RoleLifetime::Permanent && !is_built_in(&role.name)).collect();
     let owners = side.database.iter().flat_map(|facts| &facts.owner);
     let names = side.roles.iter().chain(owners).chain(facts.iter().map(|role| &role.name));
     let names: BTreeSet<&str> = names.map(String::as_str).filter(|name| !is_built_in(name)).collect();
 
     let transaction = client.transaction().await.map_err(query("create roles"))?;
-    let there = roles::read(&transaction).await.map_err(query("read the roles"))?;
-    let mut made = BTreeSet::new();
+    let existing = roles::read(&transaction).await.map_err(query("read the roles"))?;
+    let mut created = BTreeSet::new();
     for name in names {
         let exists = transaction.query_opt("SELECT FROM pg_roles WHERE rolname = $1", &[&name]).await;
         if exists.map_err(query("look for a role"))?.is_some() {
             continue;
         }
         let mut create = format!("CREATE ROLE {} NOLOGIN", ident(name));
-        if roles == Roles::OfADrill {
-            create.push_str(&format!("; COMMENT ON ROLE {} IS '{OF_A_DRILL}'", ident(name)));
+        if lifetime == RoleLifetime::Drill {
+            create.push_str(&format!("; COMMENT ON ROLE {} IS '{DRILL_ROLE_COMMENT}'", ident(name)));
         }
         transaction.batch_execute(&create).await.map_err(query(format!("create the role {name}")))?;
-        made.insert(name);
+        created.insert(name);
     }
-    let mut keeper = Keeper { transaction, not_kept: Vec::new() };
+    let mut setup = RoleSetup { transaction, not_kept: Vec::new() };
     for role in &facts {
-        if made.contains(role.name.as_str()) {
-            keeper.set_attributes(role).await?;
-        } else if let Some(now) = there.iter().find(|now| now.name == role.name) {
-            keeper.compare(role, now);
+        if created.contains(role.name.as_str()) {
+            setup.set_attributes(role).await?;
+        } else if let Some(now) = existing.iter().find(|now| now.name == role.name) {
+            setup.compare(role, now);
         }
     }
-    for role in facts.iter().filter(|role| made.contains(role.name.as_str())) {
+    for role in facts.iter().filter(|role| created.contains(role.name.as_str())) {
         for membership in &role.member_of {
-            keeper.grant(role, membership).await?;
+            setup.grant(role, membership).await?;
         }
     }
-    keeper.transaction.commit().await.map_err(query("create roles"))?;
-    Ok(keeper.not_kept)
+    setup.transaction.commit().await.map_err(query("create roles"))?;
+    Ok(setup.not_kept)
 }
 
 fn is_built_in(name: &str) -> bool {
     name.starts_with("pg_")
 }
 
-/// Gives roles what their record has, and notes what cannot be given.
-struct Keeper<'a> {
+/// Applies a role's recorded facts and collects those that cannot be applied.
+struct RoleSetup<'a> {
     transaction: Transaction<'a>,
     not_kept: Vec<String>,
 }
 
-impl Keeper<'_> {
+impl RoleSetup<'_> {
     async fn set_attributes(&mut self, role: &RoleFacts) -> Result<(), LoadError> {
-        let word = |is_set: bool, word: &str| if is_set { word.to_owned() } else { format!("NO{word}") };
+        let option = |is_set: bool, name: &str| if is_set { name.to_owned() } else { format!("NO{name}") };
         let mut attributes = vec![
-            word(role.inherit, "INHERIT"),
-            word(role.create_database, "CREATEDB"),
-            word(role.create_role, "CREATEROLE"),
-            word(role.replication, "REPLICATION"),
-            word(role.bypass_rls, "BYPASSRLS"),
+            option(role.inherit, "INHERIT"),
+            option(role.create_database, "CREATEDB"),
+            option(role.create_role, "CREATEROLE"),
+            option(role.replication, "REPLICATION"),
+            option(role.bypass_rls, "BYPASSRLS"),
             format!("CONNECTION LIMIT {}", role.connection_limit),
         ];
         attributes.extend(role.valid_until.as_ref().map(|until| format!("VALID UNTIL {}", literal(until))));
@@ -99,8 +102,8 @@ impl Keeper<'_> {
         Ok(())
     }
 
-    /// `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no session may change
-    /// is written as a plain value.
+    /// Applies a setting. `FROM CURRENT` keeps the stored form of list values such as a search path; a setting that no
+    /// session may change is written as a plain value.
     async fn set(&mut self, role: &RoleFacts, setting: &RoleSetting) -> Result<(), LoadError> {
         let name = setting.name.split('.').map(ident).collect::<Vec<_>>().join(".");
         let (target, value) = (ident(&role.name), literal(&setting.value));
@@ -129,12 +132,12 @@ impl Keeper<'_> {
         self.attempt(&[grant], what).await
     }
 
-    /// A role that is there keeps what it has now.
+    /// Compares an existing role, which is not changed.
     fn compare(&mut self, then: &RoleFacts, now: &RoleFacts) {
         let attributes = |role: &RoleFacts| RoleFacts {
             settings: Vec::new(),
             member_of: Vec::new(),
-            // The gateway opens and closes logins; a password is never recorded.
+            // The gateway enables and disables logins; a password is never recorded.
             login: false,
             ..role.clone()
         };
@@ -164,7 +167,7 @@ impl Keeper<'_> {
         Ok(())
     }
 
-    /// Statements that the server refuses are rolled back and reported; a lost connection is an error.
+    /// Runs statements. Those refused by the server are rolled back and reported; a lost connection is an error.
     async fn run(&mut self, statements: &[String]) -> Result<Result<(), String>, LoadError> {
         let savepoint = self.transaction.savepoint("role").await.map_err(query("set up roles"))?;
         for statement in statements {
@@ -181,19 +184,20 @@ impl Keeper<'_> {
     }
 }
 
-/// Drops the roles of drills, after their databases. One that has come into use since is the owner's.
+/// Drops the roles of drills, after their databases. A role that is in use by now belongs to the owner and is kept.
 ///
 /// # Errors
 /// [`LoadError`].
 pub async fn drop_drills_roles(client: &Client) -> Result<(), LoadError> {
     let drills = "SELECT rolname::text FROM pg_roles WHERE NOT rolcanlogin AND shobj_description(oid, 'pg_authid') = $1";
-    let rows = client.query(drills, &[&OF_A_DRILL]).await.map_err(query("look for the roles of a drill"))?;
+    let rows =
+        client.query(drills, &[&DRILL_ROLE_COMMENT]).await.map_err(query("look for the roles of a drill"))?;
     for row in rows {
         let role: String = row.try_get(0).map_err(query("look for the roles of a drill"))?;
         match client.batch_execute(&format!("DROP ROLE IF EXISTS {}", ident(&role))).await {
             Err(error) if error.code() == Some(&SqlState::DEPENDENT_OBJECTS_STILL_EXIST) => {
-                let kept = format!("COMMENT ON ROLE {} IS NULL", ident(&role));
-                client.batch_execute(&kept).await.map_err(query(format!("keep the role {role}")))?;
+                let keep = format!("COMMENT ON ROLE {} IS NULL", ident(&role));
+                client.batch_execute(&keep).await.map_err(query(format!("keep the role {role}")))?;
             }
             end => end.map_err(query(format!("drop the role {role}")))?,
         }

@@ -1,8 +1,7 @@
-//! The dump on its way from the store straight into `pg_restore`, for a disk that holds the database but not the dump
-//! beside it.
+//! Streams the dump from the store straight into `pg_restore`, for a disk without room for the dump beside the database.
 //!
-//! The bytes are hashed as they pass. Nothing is believed before the end: the caller drops the database where size or
-//! SHA-256 differ.
+//! The bytes are hashed on the way. The result is valid only at the end: the caller drops the database if size or SHA-256
+//! differ.
 
 use std::process::ExitStatus;
 use std::time::Duration;
@@ -14,7 +13,7 @@ use sha2::{Digest, Sha256};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, ChildStdin};
 
-use super::Means;
+use super::RestoreContext;
 use super::download::DownloadError;
 use super::load::LoadError;
 use crate::failpoint;
@@ -24,27 +23,27 @@ use crate::http::problem::chain;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
 
-/// How long `pg_restore` may take after the last byte: it builds indexes then.
+/// Maximum time of `pg_restore` after the last byte, when it builds indexes.
 const INDEXES_TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 const MAX_COMPLAINT_BYTES: u64 = 64 * 1024;
 
-/// Loads the dump into a database without writing it to the disk.
+/// Loads the dump into a database without writing it to disk.
 ///
 /// # Errors
-/// [`LoadError`]; `Download` where the store does not deliver the dump of the record.
-pub async fn load(means: &Means, snapshot: &SnapshotRef, database: &str) -> Result<(), LoadError> {
-    let mut child = means.tools.load_stream(&means.server, database).spawn().map_err(LoadError::Start)?;
+/// [`LoadError`]; `Download` if the store does not deliver the recorded dump.
+pub async fn load(context: &RestoreContext, snapshot: &SnapshotRef, database: &str) -> Result<(), LoadError> {
+    let mut child = context.tools.load_stream(&context.server, database).spawn().map_err(LoadError::Start)?;
     let stderr = child.stderr.take();
-    let said = tokio::spawn(async move {
-        let mut said = Vec::new();
+    let errors = tokio::spawn(async move {
+        let mut output = Vec::new();
         if let Some(stderr) = stderr {
-            // A pipe that breaks has said what it had to say.
-            let _ = stderr.take(MAX_COMPLAINT_BYTES).read_to_end(&mut said).await;
+            // A broken pipe just ends the output.
+            let _ = stderr.take(MAX_COMPLAINT_BYTES).read_to_end(&mut output).await;
         }
-        said
+        output
     });
     let mut transfer = Transfer { length: 0, digest: Sha256::new(), stdin: child.stdin.take() };
-    let received = transfer.receive(means, snapshot, &mut child).await;
+    let received = transfer.receive(context, snapshot, &mut child).await;
     transfer.stdin = None;
     if let Err(Interrupted::Download(error)) = received {
         return Err(error.into());
@@ -52,7 +51,7 @@ pub async fn load(means: &Means, snapshot: &SnapshotRef, database: &str) -> Resu
     let ended = tokio::time::timeout(INDEXES_TIMEOUT, child.wait()).await;
     let status = ended.map_err(|_| LoadError::Stuck)?.map_err(LoadError::Start)?;
     if !status.success() {
-        return Err(failure(status, &said.await.unwrap_or_default()));
+        return Err(failure(status, &errors.await.unwrap_or_default()));
     }
     if hex::encode(transfer.digest.finalize()) != snapshot.sha256 {
         return Err(DownloadError::WrongDigest { key: snapshot.key.clone() }.into());
@@ -60,14 +59,14 @@ pub async fn load(means: &Means, snapshot: &SnapshotRef, database: &str) -> Resu
     Ok(())
 }
 
-fn failure(status: ExitStatus, said: &[u8]) -> LoadError {
-    let complaint = postgres_tools::summarize_stderr(&String::from_utf8_lossy(said));
+fn failure(status: ExitStatus, stderr: &[u8]) -> LoadError {
+    let complaint = postgres_tools::summarize_stderr(&String::from_utf8_lossy(stderr));
     LoadError::Restore { status, complaint: complaint.chars().take(2000).collect() }
 }
 
 /// Why not every byte was received.
 enum Interrupted {
-    /// `pg_restore` has failed, and says why.
+    /// `pg_restore` failed, and its own error says why.
     Reader,
     Download(DownloadError),
 }
@@ -81,25 +80,25 @@ impl<E: Into<DownloadError>> From<E> for Interrupted {
 struct Transfer {
     length: u64,
     digest: Sha256,
-    /// `None` once `pg_restore` reads no more; the rest of the bytes is still hashed.
+    /// `None` once `pg_restore` no longer reads; the remaining bytes are still hashed.
     stdin: Option<ChildStdin>,
 }
 
 impl Transfer {
-    /// Reads the whole dump, again from where it broke off.
+    /// Receives the whole dump; resumes after interruptions.
     async fn receive(
         &mut self,
-        means: &Means,
+        context: &RestoreContext,
         snapshot: &SnapshotRef,
         child: &mut Child,
     ) -> Result<(), Interrupted> {
-        let mut patience = Backoff::new(means.deadline);
+        let mut patience = Backoff::new(context.deadline);
         while self.length < snapshot.size_bytes {
             let before = self.length;
-            match self.receive_rest(means, snapshot, child).await {
+            match self.receive_rest(context, snapshot, child).await {
                 Ok(()) => {}
                 Err(Interrupted::Download(DownloadError::Store(error))) if error.is_transient() => {
-                    tracing::warn!(error = %chain(&error), at = self.length, "the transfer broke off");
+                    tracing::warn!(error = %chain(&error), at = self.length, "the transfer was interrupted");
                     if self.length > before {
                         patience.progress();
                     }
@@ -113,11 +112,11 @@ impl Transfer {
 
     async fn receive_rest(
         &mut self,
-        means: &Means,
+        context: &RestoreContext,
         snapshot: &SnapshotRef,
         child: &mut Child,
     ) -> Result<(), Interrupted> {
-        let key = means.slot.snapshot(&snapshot.key).expect("the snapshot was looked at by this key");
+        let key = context.slot.snapshot(&snapshot.key).expect("the key was validated before");
         let failed = |error| DownloadError::Store(StoreError::of(&key, error));
         let wrong_size = |found| DownloadError::WrongSize {
             key: snapshot.key.clone(),
@@ -126,7 +125,7 @@ impl Transfer {
         };
         let range = (self.length > 0).then_some(GetRange::Offset(self.length));
         let options = GetOptions { range, ..GetOptions::default() };
-        let got = means.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
+        let got = context.bucket.raw().get_opts(&key, options).await.map_err(failed)?;
         if got.meta.size != snapshot.size_bytes {
             return Err(wrong_size(got.meta.size).into());
         }
@@ -139,12 +138,12 @@ impl Transfer {
             if self.length > snapshot.size_bytes {
                 return Err(wrong_size(self.length).into());
             }
-            self.pass_on(chunk, child).await?;
+            self.write_chunk(chunk, child).await?;
         }
         Ok(())
     }
 
-    async fn pass_on(&mut self, chunk: Bytes, child: &mut Child) -> Result<(), Interrupted> {
+    async fn write_chunk(&mut self, chunk: Bytes, child: &mut Child) -> Result<(), Interrupted> {
         let Some(stdin) = &mut self.stdin else { return Ok(()) };
         if stdin.write_all(&chunk).await.is_ok() {
             return Ok(());

@@ -1,5 +1,5 @@
-//! `svc-db-backup export-archive`: writes the archive, as the gateway's user. The file is its standard output; the home's
-//! entries come by its standard input from the process that reads them.
+//! `svc-db-backup export-archive`: writes the archive to standard output, as the gateway's user. The home's entries
+//! arrive on standard input from the process that reads them.
 
 use std::fs::File;
 use std::io::{BufReader, BufWriter, Read, Seek, Write};
@@ -13,14 +13,16 @@ use bytes::Bytes;
 use serde::Serialize;
 use tar::{Builder, EntryType, EntryWriter, Header};
 
-use super::files::{Found, LeftOut};
+use super::files::{HomeEntry, LeftOut};
 use super::stream::Frame;
 use crate::applet::{self, Exit, Failure};
 use crate::clock;
 use crate::failpoint::{self, Injected};
 use crate::host::snapshots::archive;
-use crate::host::snapshots::archive::{ABOUT, About, DUMP, HOME, Listed, MANIFEST, Manifest, SIDE};
-use crate::host::snapshots::backup::Settings;
+use crate::host::snapshots::archive::{
+    ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, Manifest, SIDE,
+};
+use crate::host::snapshots::backup::BackupSettings;
 use crate::host::snapshots::backup::dump;
 use crate::host::snapshots::backup::dump::{DumpError, Sink};
 use crate::host::snapshots::backup::snapshot::{Snapshot, SnapshotError};
@@ -28,7 +30,7 @@ use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::user;
 
 const CHUNK: usize = 256 * 1024;
-/// How long the process that reads the home may be silent.
+/// Maximum silence of the process that reads the home.
 const HOME_TIMEOUT: Duration = Duration::from_secs(600);
 
 #[derive(Debug, thiserror::Error)]
@@ -61,12 +63,12 @@ impl WriteError {
 /// Writes the archive.
 ///
 /// # Errors
-/// [`Failure`]; what was written until then is no archive.
-pub async fn write(settings: &Settings) -> Result<(), Failure> {
+/// [`Failure`]; the output is then not a valid archive.
+pub async fn write(settings: &BackupSettings) -> Result<(), Failure> {
     write_archive(settings).await.map_err(|error| Failure::new(error.exit(), error))
 }
 
-async fn write_archive(settings: &Settings) -> Result<(), WriteError> {
+async fn write_archive(settings: &BackupSettings) -> Result<(), WriteError> {
     user::end_with_parent();
     failpoint::pass("export.begin")?;
     if !settings.layout.restore_complete().exists() {
@@ -76,7 +78,7 @@ async fn write_archive(settings: &Settings) -> Result<(), WriteError> {
     let output = File::from(std::io::stdout().as_fd().try_clone_to_owned().map_err(write)?);
     let mut archive =
         Archive { tar: Builder::new(BufWriter::with_capacity(CHUNK, output)), entries: Vec::new() };
-    let about = About {
+    let about = ArchiveInfo {
         version: archive::VERSION,
         created_at: clock::now_ms(),
         idp_user_id: settings.identity.user.clone(),
@@ -85,62 +87,62 @@ async fn write_archive(settings: &Settings) -> Result<(), WriteError> {
         epoch: settings.identity.epoch,
         made_by: format!("svc {}", applet::VERSION),
     };
-    archive.json(ABOUT, &about).map_err(write)?;
+    archive.write_json(ABOUT, &about).map_err(write)?;
 
     let snapshot = Snapshot::open(&settings.server).await?;
-    let told = {
+    let dumped = {
         let mut header = header(EntryType::Regular, 0o600, 0);
         let writer = archive.tar.append_writer(&mut header, DUMP);
         let mut sink = Entry { writer: writer.map_err(write)? };
-        let told = dump::take(settings, &snapshot, &mut sink).await?;
+        let dumped = dump::dump_snapshot(settings, &snapshot, &mut sink).await?;
         sink.writer.finish().map_err(write)?;
-        told
+        dumped
     };
-    archive.note(DUMP, EntryKind::File, told.dump.size_bytes, Some(told.dump.sha256.clone()));
-    let side = told.side_record(DUMP, &settings.identity, &snapshot);
+    archive.add_entry(DUMP, EntryKind::File, dumped.dump.size_bytes, Some(dumped.dump.sha256.clone()));
+    let side = dumped.side_record(DUMP, &settings.identity, &snapshot);
     drop(snapshot);
-    archive.json(SIDE, &side).map_err(write)?;
+    archive.write_json(SIDE, &side).map_err(write)?;
     failpoint::pass("export.dumped")?;
 
     let left_out = tokio::task::block_in_place(|| {
         let mut home = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
         home.set_read_timeout(Some(HOME_TIMEOUT))?;
         home.write_all(b"g")?;
-        archive.home(&mut BufReader::with_capacity(CHUNK, home))
+        archive.copy_home(&mut BufReader::with_capacity(CHUNK, home))
     });
     let left_out = left_out.map_err(WriteError::Home)?;
     failpoint::pass("export.listed")?;
     let manifest = Manifest {
         version: archive::VERSION,
         entries: std::mem::take(&mut archive.entries),
-        left_out: left_out.iter().map(|left| archive::written(&left.path)).collect(),
+        left_out: left_out.iter().map(|left| archive::encode_path(&left.path)).collect(),
     };
-    archive.json(MANIFEST, &manifest).map_err(write)?;
+    archive.write_json(MANIFEST, &manifest).map_err(write)?;
     let mut file = archive.tar.into_inner().map_err(write)?;
     file.flush().map_err(write)?;
     file.get_ref().sync_all().map_err(write)?;
     failpoint::pass("export.written")?;
-    tell(&manifest, &left_out);
+    report(&manifest, &left_out);
     Ok(())
 }
 
-/// Standard output is the archive.
-fn tell(manifest: &Manifest, left_out: &[LeftOut]) {
+/// Prints a summary to standard error: standard output is the archive.
+fn report(manifest: &Manifest, left_out: &[LeftOut]) {
     let files = manifest.entries.iter().filter(|entry| entry.path.starts_with(HOME)).count();
     let bytes: u64 = manifest.entries.iter().map(|entry| entry.size_bytes).sum();
     eprintln!("exported the database and {files} entries of the home, {bytes} bytes");
     for left in left_out {
-        eprintln!("  left out: {}: {}", archive::written(&left.path), left.reason);
+        eprintln!("  left out: {}: {}", archive::encode_path(&left.path), left.reason);
     }
 }
 
-/// The dump's entry, whose size is written when it is known.
+/// The dump's entry. Its size is written at the end.
 struct Entry<'a> {
     writer: EntryWriter<'a>,
 }
 
 impl Sink for Entry<'_> {
-    fn room(&self) -> usize {
+    fn max_chunk_bytes(&self) -> usize {
         CHUNK
     }
 
@@ -155,29 +157,29 @@ impl Sink for Entry<'_> {
 
 struct Archive<W: Write + Seek + 'static> {
     tar: Builder<W>,
-    entries: Vec<Listed>,
+    entries: Vec<ArchiveEntry>,
 }
 
 impl<W: Write + Seek + 'static> Archive<W> {
-    fn note(&mut self, path: &str, kind: EntryKind, size_bytes: u64, sha256: Option<String>) {
-        self.entries.push(Listed { path: path.to_owned(), kind, size_bytes, sha256 });
+    fn add_entry(&mut self, path: &str, kind: EntryKind, size_bytes: u64, sha256: Option<String>) {
+        self.entries.push(ArchiveEntry { path: path.to_owned(), kind, size_bytes, sha256 });
     }
 
-    fn json(&mut self, name: &str, value: &impl Serialize) -> std::io::Result<()> {
+    fn write_json(&mut self, name: &str, value: &impl Serialize) -> std::io::Result<()> {
         let text = serde_json::to_vec_pretty(value)?;
         let mut header = header(EntryType::Regular, 0o600, 0);
         header.set_size(text.len() as u64);
         self.tar.append_data(&mut header, name, text.as_slice())?;
-        self.note(name, EntryKind::File, text.len() as u64, Some(archive::sha256(&text)));
+        self.add_entry(name, EntryKind::File, text.len() as u64, Some(archive::sha256(&text)));
         Ok(())
     }
 
-    /// Copies the entries that come from the process which reads the home. Gives what that left out.
-    fn home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<LeftOut>> {
+    /// Copies the entries from the process that reads the home. Returns the files that it left out.
+    fn copy_home(&mut self, frames: &mut impl Read) -> std::io::Result<Vec<LeftOut>> {
         let mut left_out = Vec::new();
         loop {
             match Frame::read(frames)? {
-                Frame::Entry { found, link_target } => self.entry(&found, link_target, frames)?,
+                Frame::Entry { entry, link_target } => self.write_entry(&entry, link_target, frames)?,
                 Frame::LeftOut(left) => left_out.push(left),
                 Frame::End => return Ok(left_out),
                 Frame::Data(_) | Frame::FileEnd => return Err(out_of_order()),
@@ -185,41 +187,41 @@ impl<W: Write + Seek + 'static> Archive<W> {
         }
     }
 
-    fn entry(
+    fn write_entry(
         &mut self,
-        found: &Found,
+        entry: &HomeEntry,
         link_target: Option<PathBuf>,
         frames: &mut impl Read,
     ) -> std::io::Result<()> {
-        let path = Path::new(HOME).join(&found.path);
-        let written = archive::written(&path);
-        let mut header = header(found.kind.into(), found.mode, found.modified);
-        match found.kind {
+        let path = Path::new(HOME).join(&entry.path);
+        let encoded = archive::encode_path(&path);
+        let mut header = header(entry.kind.into(), entry.mode, entry.modified);
+        match entry.kind {
             EntryKind::Directory => {
                 header.set_size(0);
                 self.tar.append_data(&mut header, &path, std::io::empty())?;
-                self.note(&written, EntryKind::Directory, 0, None);
+                self.add_entry(&encoded, EntryKind::Directory, 0, None);
             }
             EntryKind::Link => {
                 let target = link_target.ok_or_else(out_of_order)?;
                 header.set_size(0);
                 self.tar.append_link(&mut header, &path, &target)?;
                 let digest = archive::sha256(target.as_os_str().as_bytes());
-                self.note(&written, EntryKind::Link, 0, Some(digest));
+                self.add_entry(&encoded, EntryKind::Link, 0, Some(digest));
             }
             EntryKind::File => {
-                // It may grow meanwhile: its size is what was read.
+                // The file may grow while it is read: the size is that of the bytes read.
                 let mut writer = self.tar.append_writer(&mut header, &path)?;
                 let (size, digest) = archive::copy_hashed(FileContent::new(frames), &mut writer)?;
                 writer.finish()?;
-                self.note(&written, EntryKind::File, size, Some(digest));
+                self.add_entry(&encoded, EntryKind::File, size, Some(digest));
             }
         }
         Ok(())
     }
 }
 
-/// The frames of one file as a reader.
+/// Reads the frames of one file.
 struct FileContent<'a, R> {
     frames: &'a mut R,
     part: Vec<u8>,

@@ -1,4 +1,4 @@
-//! What lies below the home, in order: each directory before what is in it.
+//! Lists the files below the home, each directory before its content.
 
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use crate::host::snapshots::archive;
 use crate::host::system::tar_reader::EntryKind;
 
-/// One entry.
+/// A file, directory or link to export.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
+pub struct HomeEntry {
     /// Relative to the home.
     pub path: PathBuf,
     pub kind: EntryKind,
@@ -18,7 +18,7 @@ pub struct Found {
     pub modified: u64,
 }
 
-/// Something of the home that is not in the archive.
+/// A file of the home that is not in the archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeftOut {
     /// Relative to the home.
@@ -26,11 +26,11 @@ pub struct LeftOut {
     pub reason: String,
 }
 
-/// Everything but the files of `except`, and what is neither file, directory nor link or cannot be read. Links are not
-/// followed.
-pub fn below(home: &Path, except: &[&Path]) -> (Vec<Found>, Vec<LeftOut>) {
+/// Lists everything except `except`, and the files that were left out: those that cannot be read, and those that are not
+/// files, directories or links. Links are not followed.
+pub fn below(home: &Path, except: &[&Path]) -> (Vec<HomeEntry>, Vec<LeftOut>) {
     let except: Vec<PathBuf> = except.iter().filter_map(|path| std::path::absolute(path).ok()).collect();
-    let (mut found, mut left_out) = (Vec::new(), Vec::new());
+    let (mut listed, mut left_out) = (Vec::new(), Vec::new());
     let mut directories = vec![PathBuf::new()];
     while let Some(directory) = directories.pop() {
         let at = home.join(&directory);
@@ -47,7 +47,7 @@ pub fn below(home: &Path, except: &[&Path]) -> (Vec<Found>, Vec<LeftOut>) {
         let mut inside = Vec::new();
         for name in names {
             let (path, whole) = (directory.join(&name), at.join(&name));
-            if (is_imports_place(&directory) && archive::is_an_imports(&name)) || except.contains(&whole) {
+            if (is_import_target(&directory) && archive::is_import_file(&name)) || except.contains(&whole) {
                 continue;
             }
             match fs::symlink_metadata(&whole).ok().and_then(|meta| Some((kind(&meta)?, meta))) {
@@ -56,7 +56,7 @@ pub fn below(home: &Path, except: &[&Path]) -> (Vec<Found>, Vec<LeftOut>) {
                         inside.push(path.clone());
                     }
                     let modified = u64::try_from(meta.mtime()).unwrap_or(0);
-                    found.push(Found { path, kind, mode: meta.mode() & 0o7777, modified });
+                    listed.push(HomeEntry { path, kind, mode: meta.mode() & 0o7777, modified });
                 }
                 None => {
                     left_out.push(LeftOut { path, reason: "neither file, directory nor link".to_owned() });
@@ -65,11 +65,11 @@ pub fn below(home: &Path, except: &[&Path]) -> (Vec<Found>, Vec<LeftOut>) {
         }
         directories.extend(inside.into_iter().rev());
     }
-    (found, left_out)
+    (listed, left_out)
 }
 
-/// Where imports stage files and put aside what was there: the home, and the gateway's part of it.
-fn is_imports_place(directory: &Path) -> bool {
+/// Returns whether imports stage files in this directory: the home, and the gateway's part of it.
+fn is_import_target(directory: &Path) -> bool {
     directory.as_os_str().is_empty() || directory == Path::new(archive::SYSTEM)
 }
 
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_directory_comes_before_what_is_in_it_and_links_are_not_followed() {
+    fn lists_directories_first_and_follows_no_links() {
         let home = tempfile::tempdir().unwrap();
         let at = |path: &str| home.path().join(path);
         for dir in ["b/c", ".import-7/x", ".before-import-7", "system/.import-7", "system/.before-import-7"] {
@@ -99,8 +99,8 @@ mod tests {
         fs::write(at("out.tar.partial"), "").unwrap();
         std::os::unix::fs::symlink("/", at("b/root")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
-        let (found, left_out) = below(home.path(), &[&at("out.tar.partial")]);
-        let paths: Vec<_> = found.iter().map(|one| one.path.to_str().unwrap()).collect();
+        let (listed, left_out) = below(home.path(), &[&at("out.tar.partial")]);
+        let paths: Vec<_> = listed.iter().map(|one| one.path.to_str().unwrap()).collect();
         assert_eq!(paths, ["a", "b", "system", "b/c", "b/root", "b/c/d"]);
         let left_out: Vec<_> = left_out.iter().map(|left| left.path.to_str().unwrap()).collect();
         assert_eq!(left_out, ["socket"]);

@@ -8,26 +8,26 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::OFlag;
 
-use super::files::{self, Found, LeftOut};
+use super::files::{self, HomeEntry, LeftOut};
 use super::stream::{Frame, MAX_FRAME_BYTES, write_data};
 use crate::applet::{Exit, Failure, OrExit};
 use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::user;
 
-/// Sends everything below `home` but `except`, once it is asked to.
+/// Sends everything below `home` except `except`, after the start byte has arrived.
 ///
 /// # Errors
-/// When the other end is gone, or a file cannot be read to its end.
-pub fn send(home: &Path, except: &[PathBuf], mut asked: impl Read, to: impl Write) -> Result<(), Failure> {
+/// If the receiver has exited, or a file cannot be read to its end.
+pub fn send(home: &Path, except: &[PathBuf], mut start: impl Read, to: impl Write) -> Result<(), Failure> {
     user::end_with_parent();
     let mut go = [0; 1];
-    asked.read_exact(&mut go).or_exit(Exit::TryAgain)?;
+    start.read_exact(&mut go).or_exit(Exit::TryAgain)?;
     let mut to = BufWriter::with_capacity(MAX_FRAME_BYTES, to);
     let except: Vec<&Path> = except.iter().map(PathBuf::as_path).collect();
-    let (found, left_out) = files::below(home, &except);
+    let (entries, left_out) = files::below(home, &except);
     let sent = left_out.into_iter().try_for_each(|left| Frame::LeftOut(left).write(&mut to)).and_then(|()| {
-        for one in found {
-            send_one(home, one, &mut to)?;
+        for entry in entries {
+            send_entry(home, entry, &mut to)?;
         }
         Frame::End.write(&mut to)?;
         to.flush()
@@ -35,27 +35,27 @@ pub fn send(home: &Path, except: &[PathBuf], mut asked: impl Read, to: impl Writ
     sent.or_exit(Exit::Internal)
 }
 
-fn send_one(home: &Path, found: Found, to: &mut impl Write) -> io::Result<()> {
-    let at = home.join(&found.path);
+fn send_entry(home: &Path, entry: HomeEntry, to: &mut impl Write) -> io::Result<()> {
+    let at = home.join(&entry.path);
     let left_out =
         |error: io::Error, path: PathBuf| Frame::LeftOut(LeftOut { path, reason: error.to_string() });
-    match found.kind {
-        EntryKind::Directory => Frame::Entry { found, link_target: None }.write(to),
+    match entry.kind {
+        EntryKind::Directory => Frame::Entry { entry, link_target: None }.write(to),
         EntryKind::Link => match std::fs::read_link(&at) {
-            Ok(target) => Frame::Entry { found, link_target: Some(target) }.write(to),
-            Err(error) => left_out(error, found.path).write(to),
+            Ok(target) => Frame::Entry { entry, link_target: Some(target) }.write(to),
+            Err(error) => left_out(error, entry.path).write(to),
         },
         EntryKind::File => match open(&at) {
             Ok(file) => {
-                Frame::Entry { found, link_target: None }.write(to)?;
+                Frame::Entry { entry, link_target: None }.write(to)?;
                 send_content(file, to)
             }
-            Err(error) => left_out(error, found.path).write(to),
+            Err(error) => left_out(error, entry.path).write(to),
         },
     }
 }
 
-/// A file that has become a link or a FIFO since it was listed is neither followed nor waited for.
+/// Opens a file without following or waiting: it may have become a link or a FIFO since it was listed.
 fn open(path: &Path) -> io::Result<File> {
     let flags = OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     let file = File::options().read(true).custom_flags(flags.bits()).open(path)?;

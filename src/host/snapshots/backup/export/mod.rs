@@ -1,8 +1,8 @@
-//! `svc-db-backup export`: everything that is the owner's in one archive (`host::snapshots::archive`): a verified dump of this moment,
+//! `svc-db-backup export`: writes all of the owner's data to one archive (`host::snapshots::archive`): a verified dump,
 //! the home with its records, and a manifest with checksums.
 //!
-//! Root, who calls it, opens the archive's file and gives it its name at the end. `archive` reads the database and writes the
-//! file as the gateway's user; `home` reads the home as the owner's.
+//! Root runs it, opens the archive's file and renames it at the end. `archive` reads the database and writes the file as
+//! the gateway's user; `home` reads the home as the owner's user.
 
 mod archive;
 mod files;
@@ -26,9 +26,9 @@ use crate::host::system::user::MachineUser;
 pub use archive::write as write_archive;
 pub use home::send as send_home;
 
-/// The places of a run where a test can stop it.
+/// Fail points of a run.
 pub const POINTS: &[&str] = &["export.begin", "export.dumped", "export.listed", "export.written"];
-/// How long the process that reads the home may take to end when the archive is written.
+/// Maximum time for the process that reads the home to exit once the archive is written.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
@@ -67,17 +67,17 @@ impl ExportError {
     }
 }
 
-/// Writes the archive to `output`, which appears when it is whole.
+/// Writes the archive to `output`, which appears only when complete.
 ///
 /// # Errors
-/// [`Failure`]; there is then nothing under that name.
+/// [`Failure`]; no file of that name exists then.
 pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>) -> Result<(), Failure> {
-    let place = place(layout, output).map_err(|error| Failure::new(error.exit(), error))?;
-    let mut partial = place.as_os_str().to_owned();
+    let path = output_path(layout, output).map_err(|error| Failure::new(error.exit(), error))?;
+    let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let partial = PathBuf::from(partial);
     let end = tokio::select! {
-        end = export(layout, &place, &partial) => end,
+        end = export(layout, &path, &partial) => end,
         () = stop => Err(ExportError::Stopped),
     };
     match end {
@@ -87,7 +87,7 @@ pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>)
         }
         Err(error) => {
             if !matches!(error, ExportError::Exists { .. }) {
-                // Half of it is of no use.
+                // A partial archive is useless.
                 let _ = std::fs::remove_file(&partial);
             }
             Err(Failure::new(error.exit(), error))
@@ -95,14 +95,14 @@ pub async fn run(layout: &Layout, output: &Path, stop: impl Future<Output = ()>)
     }
 }
 
-/// Where the archive comes to lie. Where root writes for others, none of them may be able to put another file there.
-fn place(layout: &Layout, output: &Path) -> Result<PathBuf, ExportError> {
+/// Returns the path of the archive. When root writes it, no other user may be able to replace the file.
+fn output_path(layout: &Layout, output: &Path) -> Result<PathBuf, ExportError> {
     let parent = output.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let parent = parent.canonicalize().map_err(FileError::at("find", parent))?;
     let is_for_others =
         user::is_root_for_others(layout).map_err(FileError::at("find", &layout.host_env()))?;
     for dir in parent.ancestors().filter(|_| is_for_others) {
-        let meta = dir.symlink_metadata().map_err(FileError::at("look at", dir))?;
+        let meta = dir.symlink_metadata().map_err(FileError::at("inspect", dir))?;
         if meta.uid() != 0 || meta.mode() & 0o022 != 0 && meta.mode() & 0o1000 == 0 {
             return Err(ExportError::NotRoots { path: dir.to_owned() });
         }
@@ -111,19 +111,19 @@ fn place(layout: &Layout, output: &Path) -> Result<PathBuf, ExportError> {
     Ok(parent.join(name))
 }
 
-async fn export(layout: &Layout, place: &Path, partial: &Path) -> Result<u64, ExportError> {
-    if place.symlink_metadata().is_ok() {
-        return Err(ExportError::Exists { path: place.to_owned() });
+async fn export(layout: &Layout, path: &Path, partial: &Path) -> Result<u64, ExportError> {
+    if path.symlink_metadata().is_ok() {
+        return Err(ExportError::Exists { path: path.to_owned() });
     }
-    // What a run that was killed left.
+    // Left behind by a killed run.
     fsx::remove_if_exists(partial)?;
     let mut options = File::options();
     let file = options.create_new(true).write(true).mode(0o600).open(partial);
     let file = file.map_err(FileError::at("create", partial))?;
-    write(layout, &file, &[place, partial]).await?;
-    std::fs::rename(partial, place).map_err(FileError::at("rename", partial))?;
-    fsx::sync_dir(place.parent().unwrap_or(Path::new("/")))?;
-    Ok(file.metadata().map_err(FileError::at("look at", place))?.len())
+    write(layout, &file, &[path, partial]).await?;
+    std::fs::rename(partial, path).map_err(FileError::at("rename", partial))?;
+    fsx::sync_dir(path.parent().unwrap_or(Path::new("/")))?;
+    Ok(file.metadata().map_err(FileError::at("inspect", path))?.len())
 }
 
 async fn write(layout: &Layout, file: &File, except: &[&Path]) -> Result<(), ExportError> {
@@ -139,7 +139,7 @@ async fn write(layout: &Layout, file: &File, except: &[&Path]) -> Result<(), Exp
     reader.args(except.iter().flat_map(|path| [Path::new("--except"), path]));
     reader.stdin(OwnedFd::from(homes_input)).stdout(OwnedFd::from(homes_end));
     let mut reading = reader.spawn().map_err(start(HOME))?;
-    // With this, the ends of the connection that this process holds are closed.
+    // Dropping the commands closes this process's ends of the connection.
     drop(reader);
     let mut writer = user::program_as(layout, MachineUser::Gateway, &["svc-db-backup", "export-archive"])
         .map_err(start(ARCHIVE))?;

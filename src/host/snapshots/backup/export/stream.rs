@@ -1,5 +1,5 @@
-//! The home's entries on their way from the process that reads them, as the owner's user, to the one that writes the
-//! archive: frames of a kind, a length and a payload. The writer trusts nothing of them but their order.
+//! The protocol between the process that reads the home as the owner's user and the one that writes the archive: frames
+//! of a kind, a length and a payload. The writer trusts only their order.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -8,10 +8,10 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::files::{Found, LeftOut};
+use super::files::{HomeEntry, LeftOut};
 use crate::host::system::tar_reader::EntryKind;
 
-/// Of a frame's payload.
+/// Maximum payload of a frame.
 pub const MAX_FRAME_BYTES: usize = 256 * 1024;
 
 /// A message about the home.
@@ -19,21 +19,21 @@ pub const MAX_FRAME_BYTES: usize = 256 * 1024;
 pub enum Frame {
     /// An entry; a file's content follows, up to [`Frame::FileEnd`].
     Entry {
-        found: Found,
+        entry: HomeEntry,
         link_target: Option<PathBuf>,
     },
-    /// A part of a file.
+    /// A chunk of a file.
     Data(Vec<u8>),
     FileEnd,
     LeftOut(LeftOut),
-    /// That was all.
+    /// End of the stream.
     End,
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct EntryHead {
-    /// Hexadecimal: a path need not be text.
+    /// Hexadecimal, because a path need not be UTF-8.
     path: String,
     kind: EntryKind,
     mode: u32,
@@ -50,31 +50,31 @@ struct LeftOutHead {
 
 impl Frame {
     /// # Errors
-    /// The writer's.
+    /// Errors of the writer.
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
         match self {
-            Self::Entry { found, link_target } => {
+            Self::Entry { entry, link_target } => {
                 let head = EntryHead {
-                    path: to_hex(&found.path),
-                    kind: found.kind,
-                    mode: found.mode,
-                    modified: found.modified,
+                    path: to_hex(&entry.path),
+                    kind: entry.kind,
+                    mode: entry.mode,
+                    modified: entry.modified,
                     link_target: link_target.as_deref().map(to_hex),
                 };
-                put(to, b'E', &serde_json::to_vec(&head)?)
+                write_frame(to, b'E', &serde_json::to_vec(&head)?)
             }
             Self::Data(part) => write_data(part, to),
-            Self::FileEnd => put(to, b'F', b""),
+            Self::FileEnd => write_frame(to, b'F', b""),
             Self::LeftOut(LeftOut { path, reason }) => {
                 let head = LeftOutHead { path: to_hex(path), reason: reason.clone() };
-                put(to, b'L', &serde_json::to_vec(&head)?)
+                write_frame(to, b'L', &serde_json::to_vec(&head)?)
             }
-            Self::End => put(to, b'Z', b""),
+            Self::End => write_frame(to, b'Z', b""),
         }
     }
 
     /// # Errors
-    /// The reader's; `InvalidData` for what is no frame, or names no path below the home.
+    /// Errors of the reader; `InvalidData` if it is not a valid frame, or its path is not below the home.
     pub fn read(from: &mut impl Read) -> io::Result<Self> {
         let mut head = [0; 5];
         from.read_exact(&mut head)?;
@@ -92,9 +92,9 @@ impl Frame {
                     return Err(invalid());
                 }
                 let path = below_home(from_hex(&head.path)?)?;
-                let found =
-                    Found { path, kind: head.kind, mode: head.mode & 0o7777, modified: head.modified };
-                Ok(Self::Entry { found, link_target })
+                let entry =
+                    HomeEntry { path, kind: head.kind, mode: head.mode & 0o7777, modified: head.modified };
+                Ok(Self::Entry { entry, link_target })
             }
             b'D' => Ok(Self::Data(payload)),
             b'F' => Ok(Self::FileEnd),
@@ -109,15 +109,15 @@ impl Frame {
     }
 }
 
-/// [`Frame::Data`] without a copy.
+/// Writes [`Frame::Data`] without a copy.
 ///
 /// # Errors
-/// The writer's.
+/// Errors of the writer.
 pub fn write_data(part: &[u8], to: &mut impl Write) -> io::Result<()> {
-    put(to, b'D', part)
+    write_frame(to, b'D', part)
 }
 
-fn put(to: &mut impl Write, kind: u8, payload: &[u8]) -> io::Result<()> {
+fn write_frame(to: &mut impl Write, kind: u8, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len()).map_err(io::Error::other)?;
     to.write_all(&[kind])?;
     to.write_all(&length.to_be_bytes())?;
@@ -138,7 +138,7 @@ fn below_home(path: PathBuf) -> io::Result<PathBuf> {
 }
 
 fn invalid() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "the process that reads the home sent no entry of it")
+    io::Error::new(io::ErrorKind::InvalidData, "the process that reads the home sent an invalid entry")
 }
 
 #[cfg(test)]
@@ -147,19 +147,19 @@ mod tests {
 
     use super::*;
 
-    fn found(path: &[u8], kind: EntryKind) -> Found {
-        Found { path: OsStr::from_bytes(path).into(), kind, mode: 0o640, modified: 7 }
+    fn entry(path: &[u8], kind: EntryKind) -> HomeEntry {
+        HomeEntry { path: OsStr::from_bytes(path).into(), kind, mode: 0o640, modified: 7 }
     }
 
     #[test]
-    fn frames_come_back_as_they_were() {
+    fn frames_round_trip() {
         let frames = [
-            Frame::Entry { found: found(b"odd \xff\n", EntryKind::Directory), link_target: None },
+            Frame::Entry { entry: entry(b"odd \xff\n", EntryKind::Directory), link_target: None },
             Frame::Entry {
-                found: found(b"a/link", EntryKind::Link),
+                entry: entry(b"a/link", EntryKind::Link),
                 link_target: Some("/etc/passwd".into()),
             },
-            Frame::Entry { found: found(b"a/file", EntryKind::File), link_target: None },
+            Frame::Entry { entry: entry(b"a/file", EntryKind::File), link_target: None },
             Frame::Data(vec![0; 70_000]),
             Frame::FileEnd,
             Frame::LeftOut(LeftOut { path: "a/socket".into(), reason: "not a file".into() }),
@@ -175,10 +175,10 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_out_of_the_home_is_no_entry() {
+    fn read_refuses_paths_outside_the_home() {
         for path in ["../x", "a/../x", "/etc/passwd", ""] {
             let mut bytes = Vec::new();
-            let frame = Frame::Entry { found: found(path.as_bytes(), EntryKind::File), link_target: None };
+            let frame = Frame::Entry { entry: entry(path.as_bytes(), EntryKind::File), link_target: None };
             frame.write(&mut bytes).unwrap();
             assert_eq!(Frame::read(&mut bytes.as_slice()).unwrap_err().kind(), io::ErrorKind::InvalidData);
         }

@@ -1,28 +1,28 @@
-//! What a database's catalogue says of its tables, as far as copying rows needs it.
+//! Reads what copying rows needs to know of a database's tables.
 
 use tokio_postgres::{Error, GenericClient};
 
 use super::plan::Column;
 
-/// Of a session that reads or copies: no setting of the owner's changes what comes out, and nothing ends it early.
+/// Session settings for reading and copying: the owner's settings do not change the result, and no timeout applies.
 pub const PLAIN_SESSION: &str = "SET search_path = pg_catalog; SET row_security = off; SET statement_timeout = 0; \
      SET idle_in_transaction_session_timeout = 0; SET idle_session_timeout = 0; SET client_encoding = 'UTF8'; \
      SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET bytea_output = 'hex'; \
      SET extra_float_digits = 1; SET xmlbinary = 'base64'";
 
-/// Whether there is such an ordinary table; `table` is quoted where needed.
+/// Returns whether an ordinary table exists; `table` is quoted where needed.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn is_table(client: &impl GenericClient, table: &str) -> Result<bool, Error> {
-    let found = "SELECT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($1) AND relkind = 'r')";
-    client.query_one(found, &[&table]).await?.try_get(0)
+    let query = "SELECT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass($1) AND relkind = 'r')";
+    client.query_one(query, &[&table]).await?.try_get(0)
 }
 
-/// A table's columns, in order.
+/// The columns of a table, in order.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn columns(client: &impl GenericClient, table: &str) -> Result<Vec<Column>, Error> {
     let columns = "
         SELECT a.attname::text, format_type(a.atttypid, a.atttypmod),
@@ -43,18 +43,18 @@ pub async fn columns(client: &impl GenericClient, table: &str) -> Result<Vec<Col
     client.query(columns, &[&table]).await?.iter().map(column).collect()
 }
 
-/// A foreign key, by its two tables.
+/// A foreign key between two tables.
 pub struct Reference {
     pub from: String,
     pub to: String,
-    /// A deleted row changes the rows that refer to it.
-    pub passes_on: bool,
+    /// Deleting a row changes the rows that refer to it.
+    pub cascades: bool,
 }
 
 /// Foreign keys that refer to one of these tables.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn references(client: &impl GenericClient, to: &[&str]) -> Result<Vec<Reference>, Error> {
     let references = "
         SELECT format('%I.%I', fn.nspname, f.relname), t.name, k.confdeltype IN ('c', 'n', 'd')
@@ -62,15 +62,15 @@ pub async fn references(client: &impl GenericClient, to: &[&str]) -> Result<Vec<
           JOIN pg_constraint k ON k.confrelid = to_regclass(t.name) AND k.contype = 'f'
           JOIN pg_class f ON f.oid = k.conrelid JOIN pg_namespace fn ON fn.oid = f.relnamespace";
     let reference = |row: &tokio_postgres::Row| {
-        Ok(Reference { from: row.try_get(0)?, to: row.try_get(1)?, passes_on: row.try_get(2)? })
+        Ok(Reference { from: row.try_get(0)?, to: row.try_get(1)?, cascades: row.try_get(2)? })
     };
     client.query(references, &[&to]).await?.iter().map(reference).collect()
 }
 
-/// Statements that bring the sequences of a table's columns past the largest value that is there.
+/// Statements that advance the sequences of a table's columns past the largest value.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn sequences(client: &impl GenericClient, table: &str) -> Result<Vec<String>, Error> {
     let sequences = "
         SELECT format('SELECT setval(%L, m) FROM (SELECT max(%I)::bigint AS m FROM %s) AS t, %I.%I AS s
@@ -85,10 +85,10 @@ pub async fn sequences(client: &impl GenericClient, table: &str) -> Result<Vec<S
     client.query(sequences, &[&table]).await?.iter().map(|row| row.try_get(0)).collect()
 }
 
-/// The schema's name and who owns it.
+/// The table's schema and its owner.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn schema(client: &impl GenericClient, table: &str) -> Result<(String, String), Error> {
     let schema = "
         SELECT n.nspname::text, r.rolname::text FROM pg_class c

@@ -1,8 +1,8 @@
-//! What a `DROP … CASCADE` took away with a table: other tables' foreign keys, views, extended statistics. It comes back
-//! with a table that is made again, and what cannot come back is named.
+//! The dependents that a `DROP … CASCADE` removed with a table: other tables' foreign keys, views, extended statistics.
+//! They are recreated with the table; those that cannot be are listed.
 //!
-//! The definitions are those of the side database. Views are part of the dump that makes the table again, in the same
-//! transaction; foreign keys and statistics are added in one that can be repeated after a kill.
+//! Definitions come from the side database. Views are part of the dump that recreates the table, in the same transaction;
+//! foreign keys and statistics are added in one that can be repeated after a kill.
 
 use std::collections::BTreeSet;
 
@@ -12,14 +12,14 @@ use tokio_postgres::{Client, Error, GenericClient};
 use crate::host::snapshots::side_database::CopiedTable;
 use crate::host::system::postgres::ident;
 
-/// Everything that depended on tables that are made again, as far as the owner's database lacks it.
+/// The dependents of recreated tables that the owner's database lacks.
 #[derive(Debug, Default)]
 pub struct Dependents {
     views: Vec<View>,
     statements: Vec<Statement>,
-    /// Of kinds that are not re-created.
+    /// Dependents of kinds that are not recreated.
     others: Vec<Dependent>,
-    /// That a run before this one, which was cut off, has re-created.
+    /// Recreated by an earlier, interrupted run.
     earlier: Vec<Dependent>,
 }
 
@@ -82,7 +82,7 @@ const STATISTICS: &str = "
       JOIN pg_namespace n ON n.oid = s.stxnamespace JOIN pg_roles r ON r.oid = s.stxowner
      ORDER BY 1";
 
-/// Functions, defaults, policies, rules and columns of others that need the table or its row type, and publications.
+/// Functions, defaults, policies, rules and columns that need the table or its row type, and publications.
 const OTHERS: &str = "
     WITH tables AS (SELECT name, to_regclass(name)::oid AS oid FROM unnest($1::text[]) AS name)
     SELECT DISTINCT ON (d.classid, d.objid, d.objsubid) pg_describe_object(d.classid, d.objid, d.objsubid), t.name
@@ -103,14 +103,19 @@ const OTHERS: &str = "
      ORDER BY 1";
 
 impl Dependents {
-    /// What depended on these tables in the side database and is not in the owner's. `made` are those that an earlier
-    /// run of the same request made.
+    /// Finds dependents of these tables in the side database that the owner's lacks. An earlier run of the same request
+    /// recreated the tables in `recreated`.
     ///
     /// # Errors
-    /// The database's.
-    pub async fn find(side: &Client, live: &Client, gone: &[&str], made: &[&str]) -> Result<Self, Error> {
-        let (mut found, tables) = (Self::default(), [gone, made].concat());
-        let of_earlier_run = |dependent: &Dependent| made.contains(&dependent.table.as_str());
+    /// Errors of the database.
+    pub async fn find(
+        side: &Client,
+        live: &Client,
+        missing: &[&str],
+        recreated: &[&str],
+    ) -> Result<Self, Error> {
+        let (mut found, tables) = (Self::default(), [missing, recreated].concat());
+        let of_earlier_run = |dependent: &Dependent| recreated.contains(&dependent.table.as_str());
         if tables.is_empty() {
             return Ok(found);
         }
@@ -157,27 +162,27 @@ impl Dependents {
         for row in side.query(OTHERS, &[&tables]).await? {
             found.others.push(Dependent { name: row.try_get(0)?, table: row.try_get(1)? });
         }
-        found.drop_impossible_views(live, &tables).await?;
+        found.drop_unresolvable_views(live, &tables).await?;
         Ok(found)
     }
 
-    /// A view over a relation that is not there either is not made, and neither are views over it.
-    async fn drop_impossible_views(&mut self, live: &Client, tables: &[&str]) -> Result<(), Error> {
-        let mut there: BTreeSet<String> = tables.iter().map(|table| (*table).to_owned()).collect();
+    /// Removes views over missing relations, and views over those views.
+    async fn drop_unresolvable_views(&mut self, live: &Client, tables: &[&str]) -> Result<(), Error> {
+        let mut existing: BTreeSet<String> = tables.iter().map(|table| (*table).to_owned()).collect();
         for needed in self.views.iter().flat_map(|view| &view.needs) {
             if is_relation(live, needed).await? {
-                there.insert(needed.clone());
+                existing.insert(needed.clone());
             }
         }
         let (mut possible, mut waiting) = (Vec::new(), std::mem::take(&mut self.views));
         loop {
             let (ready, rest): (Vec<View>, Vec<View>) =
-                waiting.into_iter().partition(|view| view.needs.iter().all(|name| there.contains(name)));
+                waiting.into_iter().partition(|view| view.needs.iter().all(|name| existing.contains(name)));
             waiting = rest;
             if ready.is_empty() {
                 break;
             }
-            there.extend(ready.iter().map(|view| view.relation.clone()));
+            existing.extend(ready.iter().map(|view| view.relation.clone()));
             possible.extend(ready);
         }
         self.others.extend(waiting.into_iter().map(|view| view.dependent));
@@ -185,35 +190,35 @@ impl Dependents {
         Ok(())
     }
 
-    /// The views to make with the tables.
+    /// The views to create with the tables.
     pub fn views(&self) -> impl Iterator<Item = &str> {
         self.views.iter().map(|view| view.relation.as_str())
     }
 
-    /// Lists with each table what comes back with it.
+    /// Lists the dependents to recreate with each table.
     pub fn announce(&self, done: &mut [CopiedTable]) {
         self.announce_views(done);
         for statement in &self.statements {
-            note(done, &statement.dependent, true, "");
+            record_result(done, &statement.dependent, true, "");
         }
         for dependent in &self.others {
-            note(done, dependent, false, "");
+            record_result(done, dependent, false, "");
         }
     }
 
     fn announce_views(&self, done: &mut [CopiedTable]) {
         for dependent in self.views.iter().map(|view| &view.dependent).chain(&self.earlier) {
-            note(done, dependent, true, "");
+            record_result(done, dependent, true, "");
         }
     }
 
-    /// Adds foreign keys and statistics to tables that are there again, and lists with each table what came back.
+    /// Adds foreign keys and statistics to recreated tables, and lists the results with each table.
     ///
-    /// A foreign key that rows of today break is added for the rows to come. What the tables of today do not allow is
+    /// A foreign key that existing rows violate applies to new rows only. What the current tables do not allow is
     /// listed with the reason.
     ///
     /// # Errors
-    /// The database's.
+    /// Errors of the database.
     pub async fn add(&self, live: &mut Client, done: &mut [CopiedTable]) -> Result<(), Error> {
         let mut transaction = live.transaction().await?;
         transaction.batch_execute("SET LOCAL lock_timeout = '60s'").await?;
@@ -225,21 +230,23 @@ impl Dependents {
                 && let Err(error) = &ended
                 && error.code() == Some(&SqlState::FOREIGN_KEY_VIOLATION)
             {
-                remark = " (NOT VALID: rows that are there refer to rows that are not)";
+                remark = " (NOT VALID: existing rows refer to missing rows)";
                 let later: Vec<String> = statement.sql.iter().map(|sql| format!("{sql} NOT VALID")).collect();
                 ended = attempt(&mut transaction, &later).await;
             }
             match ended {
-                Ok(()) => note(done, &statement.dependent, true, remark),
+                Ok(()) => record_result(done, &statement.dependent, true, remark),
                 Err(error) => match error.as_db_error() {
-                    // The message alone: its detail quotes rows.
-                    Some(why) => note(done, &statement.dependent, false, &format!(": {}", why.message())),
+                    // Only the message: its detail quotes rows.
+                    Some(why) => {
+                        record_result(done, &statement.dependent, false, &format!(": {}", why.message()))
+                    }
                     None => return Err(error),
                 },
             }
         }
         for dependent in &self.others {
-            note(done, dependent, false, "");
+            record_result(done, dependent, false, "");
         }
         transaction.commit().await
     }
@@ -248,15 +255,15 @@ impl Dependents {
 async fn attempt(transaction: &mut tokio_postgres::Transaction<'_>, sql: &[String]) -> Result<(), Error> {
     let attempt = transaction.savepoint("dependent").await?;
     for statement in sql {
-        // A failed statement drops the savepoint, and with it is undone.
+        // Dropping the savepoint rolls a failed statement back.
         attempt.batch_execute(statement).await?;
     }
     attempt.commit().await
 }
 
-fn note(done: &mut [CopiedTable], dependent: &Dependent, is_back: bool, remark: &str) {
+fn record_result(done: &mut [CopiedTable], dependent: &Dependent, is_recreated: bool, remark: &str) {
     let Some(table) = done.iter_mut().find(|table| table.name == dependent.table) else { return };
-    let list = if is_back { &mut table.recreated } else { &mut table.not_recreated };
+    let list = if is_recreated { &mut table.recreated } else { &mut table.not_recreated };
     list.push(format!("{}{remark}", dependent.name));
 }
 
@@ -265,12 +272,12 @@ async fn is_relation(client: &impl GenericClient, name: &str) -> Result<bool, Er
 }
 
 async fn has_constraint(client: &impl GenericClient, table: &str, name: &str) -> Result<bool, Error> {
-    let found = "SELECT EXISTS (SELECT FROM pg_constraint WHERE conrelid = to_regclass($1) AND conname = $2)";
-    client.query_one(found, &[&table, &name]).await?.try_get(0)
+    let query = "SELECT EXISTS (SELECT FROM pg_constraint WHERE conrelid = to_regclass($1) AND conname = $2)";
+    client.query_one(query, &[&table, &name]).await?.try_get(0)
 }
 
 async fn has_statistics(client: &impl GenericClient, table: &str, name: &str) -> Result<bool, Error> {
-    let found = "SELECT EXISTS (SELECT FROM pg_statistic_ext s JOIN pg_namespace n ON n.oid = s.stxnamespace \
+    let query = "SELECT EXISTS (SELECT FROM pg_statistic_ext s JOIN pg_namespace n ON n.oid = s.stxnamespace \
                   WHERE s.stxrelid = to_regclass($1) AND format('%I.%I', n.nspname, s.stxname) = $2)";
-    client.query_one(found, &[&table, &name]).await?.try_get(0)
+    client.query_one(query, &[&table, &name]).await?.try_get(0)
 }

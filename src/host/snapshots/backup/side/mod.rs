@@ -1,7 +1,7 @@
-//! `svc-db-backup side`: an earlier snapshot in a database beside the owner's, to look into and to take tables back from.
+//! `svc-db-backup side`: loads an earlier snapshot beside the owner's database, to inspect it and copy tables back.
 //!
-//! Here: one action at a time, whoever asked for it, and its state in a file. An action that was cut off is done again: a
-//! copy that was committed is known by its request.
+//! This module runs one action at a time and keeps its state in a file. An interrupted action is repeated; a committed
+//! copy is recognized by its request id.
 
 mod catalog;
 mod copy;
@@ -13,16 +13,18 @@ use std::path::PathBuf;
 
 use tokio_postgres::Client;
 
-use super::Settings;
-use super::job::{self, Empty, Mandate};
+use super::BackupSettings;
+use super::job::{self, EmptyPolicy, RunOptions};
 use super::shrink_guard::Trigger;
 use crate::applet::{Exit, Failure, OrExit};
 use crate::failpoint::{self, Injected};
 use crate::fsx::FileError;
 use crate::host;
-use crate::host::snapshots::side_database::{Action, Chosen, Copied, Copy, DATABASE, Request, State, Status};
+use crate::host::snapshots::side_database::{
+    Action, Copy, CopyResult, DATABASE, Request, SnapshotChoice, State, Status,
+};
 use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{DownloadError, LoadError, Roles};
+use crate::host::snapshots::staging::{DownloadError, LoadError, RoleLifetime};
 use crate::host::system::layout::Layout;
 use crate::host::system::lock::Lock;
 use crate::host::system::postgres;
@@ -35,7 +37,7 @@ use crate::store::snapshot::{self, SideRecord, Unusable};
 use crate::store::snapshots;
 use copy::CopyError;
 
-/// The places of a run where a test can stop it.
+/// Fail points of a run.
 pub const POINTS: &[&str] = &[
     "side.begin",
     "side.cleaned",
@@ -53,8 +55,8 @@ pub const POINTS: &[&str] = &[
     "side.dropped",
 ];
 
-/// The gateway's own tables are not shown: they are not the owner's to bring back.
-const OURS: &str = "svc.";
+/// The gateway's own tables are not shown, because they cannot be copied back.
+const GATEWAY_SCHEMA_PREFIX: &str = "svc.";
 
 #[derive(Debug, thiserror::Error)]
 enum SideError {
@@ -72,10 +74,10 @@ enum SideError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Load(#[from] LoadError),
-    #[error("make or drop the side database")]
+    #[error("create or drop the side database")]
     Query(#[from] tokio_postgres::Error),
     #[error(
-        "the snapshot of what is there now, which is taken first, failed: {why}\n  next: copy without it (--no-backup)"
+        "the snapshot of the current database, which is taken first, failed: {why}\n  next: copy without it (--no-backup)"
     )]
     Save { exit: Exit, why: String },
     #[error("the platform has stopped this machine's writers for a last backup; nothing is copied")]
@@ -85,7 +87,7 @@ enum SideError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(
-        "stopped by a signal\n  next: svc-db-side.service goes on with it; `svc-db-backup side show` tells how far it is"
+        "stopped by a signal\n  next: svc-db-side.service resumes it; `svc-db-backup side show` shows its progress"
     )]
     Stopped,
     #[error(transparent)]
@@ -112,61 +114,65 @@ impl SideError {
     }
 }
 
-/// Where its dump lies while it is opened.
+/// Directory of the dump while the side database is opened.
 fn dir(layout: &Layout) -> PathBuf {
     layout.drill_state()
 }
 
-/// Does what a request file asks, and nothing where there is none.
+/// Serves the pending request, if there is one.
 ///
 /// # Errors
-/// [`Failure`]. The request is then over, too, unless it was stopped: then the next start does it again.
-pub async fn serve(_lock: &Lock, settings: &Settings, stop: impl Future<Output = ()>) -> Result<(), Failure> {
+/// [`Failure`]. The request is then removed, unless it was stopped: the next start repeats it.
+pub async fn serve(
+    _lock: &Lock,
+    settings: &BackupSettings,
+    stop: impl Future<Output = ()>,
+) -> Result<(), Failure> {
     tokio::select! {
-        end = serve_asked(settings) => end,
+        end = serve_pending(settings) => end,
         () = stop => Err(Failure::new(SideError::Stopped.exit(), SideError::Stopped)),
     }
 }
 
-async fn serve_asked(settings: &Settings) -> Result<(), Failure> {
+async fn serve_pending(settings: &BackupSettings) -> Result<(), Failure> {
     let Some(request) = Request::read(&settings.layout).or_exit(Exit::Internal)? else { return Ok(()) };
     let request = match request {
         Ok(request) => request,
         Err(error) => {
             Request::remove(&settings.layout).or_exit(Exit::Internal)?;
-            let error = anyhow::Error::new(error).context("the request cannot be read, and is dropped");
+            let error = anyhow::Error::new(error).context("the request cannot be parsed and is dropped");
             return Err(Failure::new(Exit::Refused, error));
         }
     };
-    let end = act(settings, &request).await;
+    let end = serve_action(settings, &request).await;
     Request::remove(&settings.layout).or_exit(Exit::Internal)?;
     end.map_err(|error| Failure::new(error.exit(), error))
 }
 
-/// Asks for one thing, does it, and prints what came of it. It is asked as the gateway asks: whatever ends this run, the
-/// unit goes on with it. What was asked before comes first.
+/// Requests an action, serves it, and prints the result. It writes the same request file as the gateway, so the unit
+/// resumes it if this run ends. A request that is already pending comes first.
 ///
 /// # Errors
 /// [`Failure`].
 pub async fn run(
     lock: &Lock,
-    settings: &Settings,
+    settings: &BackupSettings,
     action: Action,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Failure> {
     let request = Request::new(action);
-    let asked = async {
-        while !request.ask(&settings.layout).or_exit(Exit::Internal)? {
-            if let Err(earlier) = serve_asked(settings).await {
+    let served = async {
+        while !request.submit(&settings.layout).or_exit(Exit::Internal)? {
+            if let Err(earlier) = serve_pending(settings).await {
                 let error = chain(earlier.error.as_ref());
-                tracing::warn!(%error, "what was asked of the side database before has failed");
+                tracing::warn!(%error, "an earlier request for the side database failed");
             }
         }
         Ok(())
     };
     tokio::pin!(stop);
     tokio::select! {
-        asked = asked => asked,
+        served = served => served,
         () = &mut stop => Err(Failure::new(SideError::Stopped.exit(), SideError::Stopped)),
     }?;
     let end = serve(lock, settings, stop).await;
@@ -181,9 +187,9 @@ pub async fn run(
 pub fn show(layout: &Layout) -> Result<(), Failure> {
     let state = State::read(layout).or_exit(Exit::Internal)?;
     let state = state.unwrap_or_else(|| State::new(Status::Closed, ""));
-    let word = serde_json::to_value(state.status).unwrap_or_default();
+    let status = serde_json::to_value(state.status).unwrap_or_default();
     let key = state.key.as_deref().map(|key| format!(": {key} in the database {DATABASE}"));
-    println!("{}{}", word.as_str().unwrap_or_default(), key.unwrap_or_default());
+    println!("{}{}", status.as_str().unwrap_or_default(), key.unwrap_or_default());
     if let Some(error) = &state.error {
         println!("  {error}");
     }
@@ -203,7 +209,7 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
                 table.name, table.inserted, table.updated, table.deleted, table.skipped
             );
             if !table.left_out.is_empty() {
-                println!("    left out, for the table has them no more: {}", table.left_out.join(", "));
+                println!("    left out, because the table no longer has them: {}", table.left_out.join(", "));
             }
             for name in &table.recreated {
                 println!("    with it: {name}");
@@ -216,48 +222,52 @@ pub fn show(layout: &Layout) -> Result<(), Failure> {
     Ok(())
 }
 
-async fn act(settings: &Settings, request: &Request) -> Result<(), SideError> {
+async fn serve_action(settings: &BackupSettings, request: &Request) -> Result<(), SideError> {
     failpoint::pass("side.begin")?;
     let id = &request.request_id;
     match &request.action {
         Action::Open(chosen) => open(settings, chosen, id).await,
-        Action::Copy(wanted) => take_back(settings, wanted, id).await,
+        Action::Copy(wanted) => copy_back(settings, wanted, id).await,
         Action::Close => close(settings, id).await,
     }
 }
 
-async fn open(settings: &Settings, chosen: &Chosen, request_id: &str) -> Result<(), SideError> {
+async fn open(settings: &BackupSettings, chosen: &SnapshotChoice, request_id: &str) -> Result<(), SideError> {
     let mut state = State::new(Status::Opening, request_id);
     state.key.clone_from(&chosen.key);
     state.write(&settings.layout)?;
-    let opened = opened(settings, chosen, &mut state).await;
+    let opened = load_side_database(settings, chosen, &mut state).await;
     state.status = Status::Open;
     if let Err(error) = &opened {
         (state.status, state.error) = (Status::Failed, Some(chain(error)));
         state.tables.clear();
         if let Err(error) = clean(settings).await {
-            tracing::warn!(error = %chain(&error), "could not clean up; the next request does");
+            tracing::warn!(error = %chain(&error), "could not clean up; the next request will");
         }
     }
     state.write(&settings.layout)?;
     opened
 }
 
-async fn opened(settings: &Settings, chosen: &Chosen, state: &mut State) -> Result<(), SideError> {
-    let means = settings.means();
+async fn load_side_database(
+    settings: &BackupSettings,
+    chosen: &SnapshotChoice,
+    state: &mut State,
+) -> Result<(), SideError> {
+    let context = settings.context();
     clean(settings).await?;
     failpoint::pass("side.cleaned")?;
-    let side = find(settings, chosen).await?;
+    let side = find_snapshot(settings, chosen).await?;
     state.key = Some(side.key.clone());
     state.write(&settings.layout)?;
-    staging::refuse_newer(&means, &side).await?;
-    let dump = staging::fetch(&means, &dir(&settings.layout), &side.named(), &side).await?;
+    staging::refuse_newer(&context, &side).await?;
+    let dump = staging::fetch(&context, &dir(&settings.layout), &side.named(), &side).await?;
     failpoint::pass("side.downloaded")?;
-    let loaded = staging::into_scratch(&means, &dump, &side, Roles::OfADrill).await?;
+    let loaded = staging::into_scratch(&context, &dump, &side, RoleLifetime::Drill).await?;
     failpoint::pass("side.loaded")?;
-    let client = means.server.connect(postgres::MAINTENANCE, means.name).await?;
+    let client = context.server.connect(postgres::MAINTENANCE, context.name).await?;
     let from = ident(&loaded.name);
-    // No app reads in it what it may not read here any more.
+    // Apps must not read in it what they may no longer read in the live database.
     client
         .batch_execute(&format!(
             "REVOKE ALL ON DATABASE {from} FROM PUBLIC; ALTER DATABASE {from} RENAME TO {DATABASE}"
@@ -265,14 +275,15 @@ async fn opened(settings: &Settings, chosen: &Chosen, state: &mut State) -> Resu
         .await?;
     failpoint::pass("side.renamed")?;
     staging::remove_dumps(&dir(&settings.layout))?;
-    state.tables = side.tables.into_iter().filter(|table| !table.name.starts_with(OURS)).collect();
+    state.tables =
+        side.tables.into_iter().filter(|table| !table.name.starts_with(GATEWAY_SCHEMA_PREFIX)).collect();
     state.tables.sort();
     failpoint::pass("side.opened")?;
     Ok(())
 }
 
-/// The record of the snapshot that is meant.
-async fn find(settings: &Settings, chosen: &Chosen) -> Result<SideRecord, SideError> {
+/// Finds the record of the chosen snapshot.
+async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Result<SideRecord, SideError> {
     let (bucket, slot) = (&settings.bucket, &settings.slot);
     let unusable = |error| match error {
         Unusable::Store(error) => SideError::Store(error),
@@ -296,12 +307,12 @@ async fn find(settings: &Settings, chosen: &Chosen) -> Result<SideRecord, SideEr
     snapshot::by_key(bucket, slot, &key).await.map_err(unusable)
 }
 
-async fn take_back(settings: &Settings, wanted: &Copy, request_id: &str) -> Result<(), SideError> {
+async fn copy_back(settings: &BackupSettings, wanted: &Copy, request_id: &str) -> Result<(), SideError> {
     let state = State::read(&settings.layout)?;
-    let there = state.filter(|state| matches!(state.status, Status::Open | Status::Copying));
-    let mut state = there.ok_or(SideError::NotOpen)?;
+    let open_state = state.filter(|state| matches!(state.status, Status::Open | Status::Copying));
+    let mut state = open_state.ok_or(SideError::NotOpen)?;
     if state.status != Status::Copying || state.request_id != request_id {
-        // Another one's, which was given up.
+        // Left by another, abandoned request.
         state.making.clear();
     }
     request_id.clone_into(&mut state.request_id);
@@ -309,12 +320,12 @@ async fn take_back(settings: &Settings, wanted: &Copy, request_id: &str) -> Resu
     state.write(&settings.layout)?;
     let mut tables = Vec::new();
     let copied = async {
-        // After the state says that a copy runs: a quiesce waits for it, or it sees the quiesce.
+        // Checked after the state says that a copy runs: either a quiesce waits for it, or it sees the quiesce.
         if Quiesce::read(&settings.layout)?.is_some() {
             return Err(SideError::Quiesced);
         }
         if wanted.backup && !wanted.dry_run {
-            save(settings).await?;
+            snapshot_current(settings).await?;
             failpoint::pass("side.saved")?;
         }
         copy::copy(settings, wanted, &mut state, &mut tables).await?;
@@ -323,7 +334,7 @@ async fn take_back(settings: &Settings, wanted: &Copy, request_id: &str) -> Resu
     let end: Result<(), SideError> = copied.await;
     state.status = Status::Open;
     state.making.clear();
-    state.last_copy = Some(Copied {
+    state.last_copy = Some(CopyResult {
         request_id: request_id.to_owned(),
         at: crate::clock::now_ms(),
         mode: wanted.mode,
@@ -336,13 +347,13 @@ async fn take_back(settings: &Settings, wanted: &Copy, request_id: &str) -> Resu
     end
 }
 
-/// What is there now becomes a snapshot, so that a copy can be undone. A database without a row has none to lose.
-async fn save(settings: &Settings) -> Result<(), SideError> {
+/// Takes a snapshot of the current database, so that a copy can be undone. A database without rows needs none.
+async fn snapshot_current(settings: &BackupSettings) -> Result<(), SideError> {
     let failed = |exit, why: String| SideError::Save { exit, why };
-    let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_WAIT).await;
+    let lock = Lock::wait(&settings.layout.backup_lock(), super::REQUEST_LOCK_TIMEOUT).await;
     let lock = lock.map_err(|error| failed(Exit::TryAgain, chain(&error)))?;
-    let mandate = Mandate { empty: Empty::Refused, trigger: Trigger::Request };
-    match job::run(&lock, settings, mandate, std::future::pending()).await {
+    let options = RunOptions { empty: EmptyPolicy::Refuse, trigger: Trigger::Request };
+    match job::run(&lock, settings, options, std::future::pending()).await {
         Err(failure) if failure.exit != Exit::Refused => {
             Err(failed(failure.exit, chain(failure.error.as_ref())))
         }
@@ -350,7 +361,7 @@ async fn save(settings: &Settings) -> Result<(), SideError> {
     }
 }
 
-async fn close(settings: &Settings, request_id: &str) -> Result<(), SideError> {
+async fn close(settings: &BackupSettings, request_id: &str) -> Result<(), SideError> {
     clean(settings).await?;
     failpoint::pass("side.dropped")?;
     let last_copy = State::read(&settings.layout)?.and_then(|state| state.last_copy);
@@ -358,8 +369,8 @@ async fn close(settings: &Settings, request_id: &str) -> Result<(), SideError> {
     Ok(state.write(&settings.layout)?)
 }
 
-/// What an earlier one, or one that was killed, leaves: databases, dumps, roles that nobody needs.
-async fn clean(settings: &Settings) -> Result<(), SideError> {
+/// Removes databases, dumps and unused roles of an earlier or killed run.
+async fn clean(settings: &BackupSettings) -> Result<(), SideError> {
     let client: Client = settings.server.connect(postgres::MAINTENANCE, "svc-db-backup").await?;
     client.batch_execute(&format!("DROP DATABASE IF EXISTS {DATABASE} WITH (FORCE)")).await?;
     staging::drop_scratches(&client).await?;

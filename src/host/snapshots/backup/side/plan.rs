@@ -1,52 +1,52 @@
-//! What is said to PostgreSQL to copy a table back: pure, from what the catalogues of both databases say of it.
+//! The SQL statements that copy a table back. Pure: built from the catalogues of both databases.
 
 use crate::host::snapshots::side_database::Mode;
 use crate::host::system::postgres::ident;
 
-/// A column as one database has it.
+/// A column of one database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Column {
     pub name: String,
-    /// As `format_type` writes it.
+    /// As written by `format_type`.
     pub kind: String,
     /// Part of the primary key.
     pub key: bool,
-    /// Its value is computed, or only ever made by an identity.
+    /// A generated column, or an identity that accepts no value.
     pub generated: bool,
     pub always_identity: bool,
 }
 
-/// Why a table cannot be copied so.
+/// Why a table cannot be copied.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     #[error(
         "{table} has no primary key, so its rows cannot be told apart\n  next: mode replace puts the snapshot's rows in the \
          place of all that are there"
     )]
-    NoKey { table: String },
+    NoPrimaryKey { table: String },
     #[error(
         "{table}.{column} is {now} and was {then} in the snapshot: copy it by hand from the database svc_side"
     )]
-    OtherType { table: String, column: String, now: String, then: String },
+    TypeChanged { table: String, column: String, now: String, then: String },
     #[error("{table} has another primary key than in the snapshot: mode replace does not ask for it")]
-    OtherKey { table: String },
-    #[error("{table} has no column any more that it had in the snapshot")]
-    NothingLeft { table: String },
+    KeyChanged { table: String },
+    #[error("{table} has none of the columns that it had in the snapshot")]
+    NoCommonColumns { table: String },
 }
 
-/// The statements for one table. The rows of the snapshot come into a temporary table first.
+/// The statements for one table. The snapshot's rows are loaded into a temporary table first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// `schema.table`, quoted where needed.
     pub table: String,
     /// The number of its temporary table.
     number: usize,
-    /// That both databases have.
+    /// Columns of both databases.
     columns: Vec<String>,
     key: Vec<String>,
-    /// Of `columns`, those that an update may set.
+    /// The columns that an update may set.
     settable: Vec<String>,
-    /// Columns that only the snapshot has.
+    /// Columns of the snapshot only.
     pub left_out: Vec<String>,
 }
 
@@ -68,23 +68,23 @@ impl Plan {
                 Some(new) if new.generated => {}
                 Some(new) if new.kind != old.kind => {
                     let (now, then) = (new.kind.clone(), old.kind.clone());
-                    return Err(PlanError::OtherType { table, column: old.name.clone(), now, then });
+                    return Err(PlanError::TypeChanged { table, column: old.name.clone(), now, then });
                 }
                 Some(new) => columns.push(new.clone()),
                 None => left_out.push(old.name.clone()),
             }
         }
         if columns.is_empty() {
-            return Err(PlanError::NothingLeft { table });
+            return Err(PlanError::NoCommonColumns { table });
         }
         let key: Vec<String> = names(now.iter().filter(|column| column.key));
         let is_whole = key.iter().all(|name| columns.iter().any(|column| column.name == *name));
         if mode != Mode::Replace {
             if key.is_empty() {
-                return Err(PlanError::NoKey { table });
+                return Err(PlanError::NoPrimaryKey { table });
             }
             if !is_whole || key != names(then.iter().filter(|column| column.key)) {
-                return Err(PlanError::OtherKey { table });
+                return Err(PlanError::KeyChanged { table });
             }
         }
         let key = if is_whole { key } else { Vec::new() };
@@ -105,7 +105,7 @@ impl Plan {
         )
     }
 
-    /// Run in the side database.
+    /// Runs in the side database.
     pub fn copy_out(&self) -> String {
         format!("COPY (SELECT {} FROM ONLY {}) TO STDOUT", list(&self.columns, ""), self.table)
     }
@@ -114,7 +114,7 @@ impl Plan {
         format!("COPY {} ({}) FROM STDIN", self.temporary(), list(&self.columns, ""))
     }
 
-    /// After the rows are there: the statements that follow ask for them by key.
+    /// Created once the rows are loaded: the statements that follow look rows up by key.
     pub fn index(&self) -> Vec<String> {
         let mut statements = Vec::new();
         if !self.key.is_empty() {
@@ -124,7 +124,7 @@ impl Plan {
         statements
     }
 
-    /// Rows that the snapshot does not have; without a key, all of them.
+    /// Deletes rows that the snapshot does not have; without a key, all rows.
     pub fn delete(&self) -> String {
         let table = &self.table;
         if self.key.is_empty() {
@@ -134,13 +134,13 @@ impl Plan {
         format!("DELETE FROM ONLY {table} AS t WHERE NOT EXISTS (SELECT FROM {temporary} AS s WHERE {same})")
     }
 
-    /// Rows that are there and differ; `None` where nothing of a row can differ.
+    /// Updates existing rows that differ; `None` if no column can differ.
     pub fn update(&self) -> Option<String> {
         if self.settable.is_empty() || self.key.is_empty() {
             return None;
         }
         let sets = self.settable.iter().map(|name| format!("{0} = s.{0}", ident(name)));
-        // As text: not every type knows what is equal.
+        // Compared as text: not every type has an equality operator.
         let rows = |of| format!("ROW({})::text", list(&self.settable, of));
         Some(format!(
             "UPDATE ONLY {} AS t SET {} FROM {} AS s WHERE {} AND {} <> {}",
@@ -153,19 +153,19 @@ impl Plan {
         ))
     }
 
-    /// Rows that are not there. With `leave`, what must be unique and is taken keeps a row away instead of ending all.
-    pub fn insert(&self, leave: bool) -> String {
+    /// Inserts missing rows. With `skip_conflicts`, rows that violate a unique constraint are skipped.
+    pub fn insert(&self, skip_conflicts: bool) -> String {
         let (columns, table, temporary) = (list(&self.columns, ""), &self.table, self.temporary());
         let only_missing =
             if self.key.is_empty() { String::new() } else { format!(" WHERE {}", self.absent()) };
-        let end = if leave { " ON CONFLICT DO NOTHING" } else { "" };
+        let end = if skip_conflicts { " ON CONFLICT DO NOTHING" } else { "" };
         format!(
             "INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT {} FROM {temporary} AS s{only_missing}{end}",
             list(&self.columns, "s."),
         )
     }
 
-    /// How many rows of the snapshot are not there.
+    /// Counts the rows of the snapshot that are missing.
     pub fn missing(&self) -> Option<String> {
         (!self.key.is_empty())
             .then(|| format!("SELECT count(*) FROM {} AS s WHERE {}", self.temporary(), self.absent()))
@@ -189,7 +189,7 @@ fn list(names: &[String], of: &str) -> String {
     names.iter().map(|name| format!("{of}{}", ident(name))).collect::<Vec<_>>().join(", ")
 }
 
-/// The tables, each after those that it refers to. Where they refer to each other in a circle, the given order stays.
+/// Sorts tables after those that they refer to. Tables in a cycle keep the given order.
 pub fn parents_first<'a>(tables: &[&'a str], references: &[(String, String)]) -> Vec<&'a str> {
     let mut left: Vec<&str> = tables.to_vec();
     let mut ordered = Vec::with_capacity(left.len());
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn only_columns_of_both_are_copied_and_the_others_are_named() {
+    fn copies_common_columns_and_lists_the_others() {
         let then = [column("id", "integer", true), column("old", "text", false), column("a", "text", false)];
         let now = [column("id", "integer", true), column("a", "text", false), column("new", "text", false)];
         let plan = Plan::new(0, "public.t", &now, &then, Mode::Overwrite).unwrap();
@@ -227,26 +227,26 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_told_apart_or_has_another_type_is_refused() {
+    fn refuses_missing_key_and_changed_type() {
         let (id, text) = (column("id", "integer", true), column("a", "text", false));
         let of = |now: &[Column], then: &[Column], mode| Plan::new(0, "t", now, then, mode).map(|_| ());
         let none = [column("id", "integer", false), text.clone()];
-        assert!(matches!(of(&none, &none, Mode::Missing), Err(PlanError::NoKey { .. })));
+        assert!(matches!(of(&none, &none, Mode::Missing), Err(PlanError::NoPrimaryKey { .. })));
         assert_eq!(of(&none, &none, Mode::Replace), Ok(()));
         let both = [id.clone(), text.clone()];
         let other = [id, column("a", "integer", false)];
-        assert!(matches!(of(&other, &both, Mode::Replace), Err(PlanError::OtherType { .. })));
+        assert!(matches!(of(&other, &both, Mode::Replace), Err(PlanError::TypeChanged { .. })));
         let key = [column("id", "integer", true), column("a", "text", true)];
-        assert!(matches!(of(&key, &both, Mode::Missing), Err(PlanError::OtherKey { .. })));
-        assert!(matches!(of(&[], &both, Mode::Replace), Err(PlanError::NothingLeft { .. })));
+        assert!(matches!(of(&key, &both, Mode::Missing), Err(PlanError::KeyChanged { .. })));
+        assert!(matches!(of(&[], &both, Mode::Replace), Err(PlanError::NoCommonColumns { .. })));
     }
 
     proptest! {
         #[test]
-        fn every_table_comes_once_and_after_its_parents(edges in proptest::collection::vec((0_usize..8, 0_usize..8), 0..12)) {
+        fn parents_first_lists_each_table_once(edges in proptest::collection::vec((0_usize..8, 0_usize..8), 0..12)) {
             let names: Vec<String> = (0..8).map(|n| format!("t{n}")).collect();
             let tables: Vec<&str> = names.iter().map(String::as_str).collect();
-            // Downwards only: without a circle.
+            // Edges only point downwards: no cycle.
             let references: Vec<(String, String)> = edges.iter().filter(|(a, b)| a >= b)
                 .map(|(a, b)| (names[*a].clone(), names[*b].clone())).collect();
             let ordered = parents_first(&tables, &references);
@@ -260,7 +260,7 @@ mod tests {
         }
 
         #[test]
-        fn a_circle_ends(edges in proptest::collection::vec((0_usize..5, 0_usize..5), 0..20)) {
+        fn parents_first_terminates_on_cycles(edges in proptest::collection::vec((0_usize..5, 0_usize..5), 0..20)) {
             let names: Vec<String> = (0..5).map(|n| format!("t{n}")).collect();
             let tables: Vec<&str> = names.iter().map(String::as_str).collect();
             let references: Vec<(String, String)> =

@@ -1,5 +1,5 @@
-//! Tables that the owner's database does not have any more, made again as the snapshot has them: columns, rows, indexes,
-//! triggers, rights.
+//! Recreates tables that the owner's database no longer has, as in the snapshot: columns, rows, indexes, triggers,
+//! privileges.
 
 use std::process::ExitStatus;
 
@@ -7,7 +7,7 @@ use tokio_postgres::Client;
 
 use super::catalog;
 use crate::applet::Exit;
-use crate::host::snapshots::backup::Settings;
+use crate::host::snapshots::backup::BackupSettings;
 use crate::host::snapshots::backup::dump_check;
 use crate::host::snapshots::backup::dump_check::ReadError;
 use crate::host::snapshots::row_counts;
@@ -16,21 +16,21 @@ use crate::host::system::postgres;
 use crate::host::system::postgres::{ident, literal};
 use crate::store::snapshot::TableCount;
 
-/// Why a table was not made again.
+/// Why a table was not recreated.
 #[derive(Debug, thiserror::Error)]
-pub enum MadeError {
+pub enum RecreateError {
     #[error(transparent)]
     Tool(#[from] ReadError),
     #[error("{tool} ended with {status}: {complaint}")]
     Ended { tool: &'static str, status: ExitStatus, complaint: String },
-    #[error("pass the tables on")]
+    #[error("pipe the tables from pg_dump to pg_restore")]
     Pipe(#[source] std::io::Error),
-    #[error("look at the tables that are gone")]
+    #[error("inspect the missing tables")]
     Query(#[from] tokio_postgres::Error),
 }
 
-impl MadeError {
-    /// `Refused` where a tool of PostgreSQL says why not.
+impl RecreateError {
+    /// `Refused` if one of PostgreSQL's tools reports an error.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Ended { .. } => Exit::Refused,
@@ -40,72 +40,72 @@ impl MadeError {
     }
 }
 
-/// What is told of tables that are made again: the rows that they have in the side database.
+/// The results for recreated tables: their row counts in the side database.
 ///
 /// # Errors
-/// [`MadeError`].
-pub async fn counted(side: &Client, tables: &[&str]) -> Result<Vec<CopiedTable>, MadeError> {
+/// [`RecreateError`].
+pub async fn count_recreated(side: &Client, tables: &[&str]) -> Result<Vec<CopiedTable>, RecreateError> {
     let names: Vec<String> = tables.iter().map(|table| (*table).to_owned()).collect();
-    let told = |count: TableCount| CopiedTable {
+    let to_result = |count: TableCount| CopiedTable {
         name: count.name,
         created: true,
         inserted: count.rows,
         ..CopiedTable::default()
     };
-    Ok(row_counts::count(side, &names).await?.into_iter().map(told).collect())
+    Ok(row_counts::count(side, &names).await?.into_iter().map(to_result).collect())
 }
 
-/// All of them or none, by `pg_dump` and `pg_restore`.
+/// Recreates all tables or none, with `pg_dump` and `pg_restore`.
 ///
 /// # Errors
-/// [`MadeError`].
-pub async fn make_again(
-    settings: &Settings,
+/// [`RecreateError`].
+pub async fn recreate(
+    settings: &BackupSettings,
     side: &Client,
     live: &Client,
     tables: &[&str],
-) -> Result<(), MadeError> {
+) -> Result<(), RecreateError> {
     for table in tables {
         let (schema, owner) = catalog::schema(side, table).await?;
-        make_schema(live, &schema, &owner).await?;
+        create_schema(live, &schema, &owner).await?;
     }
-    pass_on(settings, tables).await
+    pipe_tables(settings, tables).await
 }
 
-async fn make_schema(live: &Client, schema: &str, owner: &str) -> Result<(), MadeError> {
+async fn create_schema(live: &Client, schema: &str, owner: &str) -> Result<(), RecreateError> {
     let make = format!("CREATE SCHEMA IF NOT EXISTS {} AUTHORIZATION {}", ident(schema), ident(owner));
-    let there = format!("SELECT FROM pg_namespace WHERE nspname = {}", literal(schema));
-    if live.query_opt(&there, &[]).await?.is_none() {
+    let exists = format!("SELECT FROM pg_namespace WHERE nspname = {}", literal(schema));
+    if live.query_opt(&exists, &[]).await?.is_none() {
         live.batch_execute(&make).await?;
     }
     Ok(())
 }
 
-async fn pass_on(settings: &Settings, tables: &[&str]) -> Result<(), MadeError> {
+async fn pipe_tables(settings: &BackupSettings, tables: &[&str]) -> Result<(), RecreateError> {
     let start = |tool| move |source| ReadError::Start { tool, source };
     let mut dump = settings.tools.dump_tables(&settings.server, DATABASE, tables);
     let mut dump = dump.spawn().map_err(start("pg_dump"))?;
     let mut load = settings.tools.load_stdin(&settings.server, settings.server.database());
     let mut load = load.spawn().map_err(start("pg_restore"))?;
-    let said = tokio::spawn(dump_check::tail(dump.stderr.take()));
-    let complaint = tokio::spawn(dump_check::tail(load.stderr.take()));
+    let dump_error = tokio::spawn(dump_check::tail(dump.stderr.take()));
+    let load_error = tokio::spawn(dump_check::tail(load.stderr.take()));
     let (from, to) = (dump.stdout.take(), load.stdin.take());
-    let passed = async {
+    let piped = async {
         if let (Some(mut from), Some(mut to)) = (from, to) {
             tokio::io::copy(&mut from, &mut to).await?;
         }
         Ok(())
     };
-    let passed: std::io::Result<()> = passed.await;
-    for (tool, child, said) in [("pg_dump", &mut dump, said), ("pg_restore", &mut load, complaint)] {
-        // A dump whose reader gave up says only that: the reader's word comes first.
-        if tool == "pg_dump" && passed.is_err() {
+    let piped: std::io::Result<()> = piped.await;
+    for (tool, child, error) in [("pg_dump", &mut dump, dump_error), ("pg_restore", &mut load, load_error)] {
+        // A dump whose reader failed only reports the broken pipe: the reader's error comes first.
+        if tool == "pg_dump" && piped.is_err() {
             continue;
         }
-        let status = dump_check::ended(child, tool).await?;
+        let status = dump_check::wait_for_exit(child, tool).await?;
         if !status.success() {
-            return Err(MadeError::Ended { tool, status, complaint: said.await.unwrap_or_default() });
+            return Err(RecreateError::Ended { tool, status, complaint: error.await.unwrap_or_default() });
         }
     }
-    passed.map_err(MadeError::Pipe)
+    piped.map_err(RecreateError::Pipe)
 }

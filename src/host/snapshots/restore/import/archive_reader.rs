@@ -1,8 +1,8 @@
-//! An archive as it is read: in one pass, in which every entry is compared with the manifest at the end, and which may write
-//! some of the entries where nobody looks for them yet.
+//! Reads an archive in one pass, compares every entry with the manifest at the end, and can extract some entries into a
+//! staging directory.
 //!
-//! What a pass keeps in memory is a digest for each entry, and the names of the directories that it writes: the manifest,
-//! which can be as large as all names together, is compared while it is read (`manifest.rs`).
+//! A pass keeps only a digest per entry and the names of the directories that it writes. The manifest can be as large
+//! as all names together, so it is compared while it is read (`manifest.rs`).
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -16,18 +16,18 @@ use serde::de::DeserializeOwned;
 use super::manifest::{self, EntryDigest, entry_digest};
 use crate::fsx::FileError;
 use crate::host::snapshots::archive;
-use crate::host::snapshots::archive::{ABOUT, About, DUMP, HOME, Listed, MANIFEST, SIDE, SYSTEM};
+use crate::host::snapshots::archive::{ABOUT, ArchiveEntry, ArchiveInfo, DUMP, HOME, MANIFEST, SIDE, SYSTEM};
 use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::tar_reader::{TarEntry, TarError, TarLimits, TarReader, name_digest, quoted};
 use crate::store::snapshot::SideRecord;
 
-/// Of `export.json` and `database.json`: the latter has a line for each table.
+/// Limit for `export.json` and `database.json`; the latter has a line per table.
 const MAX_JSON_BYTES: u64 = 8 << 20;
-/// A manifest of two million entries has less.
+/// Enough for two million entries.
 const MAX_MANIFEST_BYTES: u64 = 512 << 20;
 const BUFFER: usize = 1 << 18;
 
-/// What the archive in a file of this size may hold: no entry can be larger than the file.
+/// Limits for an archive of this size: no entry can be larger than the file.
 fn limits(archive_bytes: u64) -> TarLimits {
     TarLimits {
         entries: 4_000_000,
@@ -38,7 +38,7 @@ fn limits(archive_bytes: u64) -> TarLimits {
     }
 }
 
-/// Why an archive is not taken.
+/// Why an archive is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
     #[error("read {}", .path.display())]
@@ -47,11 +47,11 @@ pub enum ArchiveError {
         #[source]
         source: io::Error,
     },
-    #[error("{} is no whole archive: {why}; nothing of it is taken", .path.display())]
+    #[error("{} is no whole archive: {why}; nothing was imported", .path.display())]
     Damaged { path: PathBuf, why: String },
     #[error("{} was written by a later version of svc ({made_by:?})", .path.display())]
     Later { path: PathBuf, made_by: String },
-    #[error("{} is no whole archive; nothing of it is taken", .path.display())]
+    #[error("{} is no whole archive; nothing was imported", .path.display())]
     Refused {
         path: PathBuf,
         #[source]
@@ -61,21 +61,21 @@ pub enum ArchiveError {
     File(#[from] FileError),
 }
 
-/// What a pass writes; all other entries are only read.
-pub enum Part<'a> {
+/// The entries that a pass extracts; all others are only read.
+pub enum Extract<'a> {
     Nothing,
     /// The owner's files, into a directory.
     Home(&'a Path),
-    /// What belongs to the gateway's user: the dump into a file, its part of the home into a directory.
+    /// The gateway user's entries: the dump into a file, its part of the home into a directory.
     Gateway {
         dump: &'a Path,
         system: &'a Path,
     },
 }
 
-impl Part<'_> {
-    /// Where an entry of this part goes.
-    fn place(&self, name: &Path) -> Option<PathBuf> {
+impl Extract<'_> {
+    /// Returns the destination of an entry, if it is extracted.
+    fn destination(&self, name: &Path) -> Option<PathBuf> {
         let inside = name.strip_prefix(HOME).ok();
         let inside = inside.filter(|inside| !inside.as_os_str().is_empty());
         let in_system = inside.and_then(|inside| inside.strip_prefix(SYSTEM).ok());
@@ -90,25 +90,25 @@ impl Part<'_> {
     }
 }
 
-/// An archive that is whole.
+/// A complete archive.
 #[derive(Debug)]
 pub struct Archived {
-    pub about: About,
+    pub about: ArchiveInfo,
     pub side: SideRecord,
-    /// How many entries below the home there are.
+    /// Number of entries below the home.
     pub home_entries: usize,
 }
 
 impl Archived {
-    /// Reads all of it, and writes a part of it into directories that are there and empty.
+    /// Reads the whole archive and extracts a part into existing, empty directories.
     ///
     /// # Errors
-    /// [`ArchiveError`]; what was written until then is the caller's to remove.
-    pub fn read(file: &File, path: &Path, part: &Part<'_>) -> Result<Self, ArchiveError> {
-        Pass::new(path, part).run(file)
+    /// [`ArchiveError`]; the caller removes what was extracted.
+    pub fn read(file: &File, path: &Path, extract: &Extract<'_>) -> Result<Self, ArchiveError> {
+        Pass::new(path, extract).run(file)
     }
 
-    /// How large the dump of an archive that has not been compared yet says that it is.
+    /// Returns the dump's size as the archive claims it, before it is verified.
     ///
     /// # Errors
     /// [`ArchiveError`].
@@ -131,25 +131,25 @@ impl Archived {
 /// One pass over an archive.
 struct Pass<'a> {
     path: &'a Path,
-    part: &'a Part<'a>,
-    about: Option<About>,
+    extract: &'a Extract<'a>,
+    about: Option<ArchiveInfo>,
     side: Option<SideRecord>,
-    /// Of the dump: its size and its SHA-256.
+    /// Size and SHA-256 of the dump.
     dump: Option<(u64, String)>,
     is_complete: bool,
     seen: Vec<EntryDigest>,
     home_entries: usize,
-    /// What an entry may be below, by [`name_digest`].
+    /// Directories and archive roots that may contain entries, by [`name_digest`].
     directories: HashSet<u128>,
-    /// Of directories that were written: their own mode might keep us out of them.
+    /// Modes of extracted directories, set at the end because they might deny access.
     modes: Vec<(PathBuf, u32)>,
 }
 
 impl<'a> Pass<'a> {
-    fn new(path: &'a Path, part: &'a Part<'a>) -> Self {
+    fn new(path: &'a Path, extract: &'a Extract<'a>) -> Self {
         Self {
             path,
-            part,
+            extract,
             about: None,
             side: None,
             dump: None,
@@ -174,7 +174,7 @@ impl<'a> Pass<'a> {
         let mut tar = tar::Archive::new(BufReader::with_capacity(BUFFER, file));
         let mut entries = TarReader::new(&mut tar, limits).map_err(refused)?;
         while let Some(entry) = entries.next_entry().map_err(refused)? {
-            self.entry(entry)?;
+            self.read_entry(entry)?;
         }
         for (path, mode) in self.modes.iter().rev() {
             let permissions = fs::Permissions::from_mode(*mode);
@@ -183,8 +183,8 @@ impl<'a> Pass<'a> {
         self.finish()
     }
 
-    fn entry(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
-        self.check(&entry)?;
+    fn read_entry(&mut self, mut entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+        self.check_entry(&entry)?;
         if self.is_complete {
             return Err(self.damaged(format!("{} comes after the manifest", quoted(&entry.path))));
         }
@@ -199,10 +199,12 @@ impl<'a> Pass<'a> {
                 self.side = Some(side);
                 listed
             }
-            Some(MANIFEST) => return self.compare(entry),
-            _ => match self.part.place(&entry.path) {
-                Some(place) => self.write(&mut entry, &place)?,
-                None => list(&mut entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))?,
+            Some(MANIFEST) => return self.compare_manifest(entry),
+            _ => match self.extract.destination(&entry.path) {
+                Some(destination) => self.write(&mut entry, &destination)?,
+                None => {
+                    copy_listed(&mut entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))?
+                }
             },
         };
         if listed.path == DUMP {
@@ -213,8 +215,8 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Only what an archive of ours may hold passes: plain relative paths, and nothing below what is no directory.
-    fn check(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+    /// Accepts only plain relative paths, below directories that the archive contains.
+    fn check_entry(&mut self, entry: &TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         let path = entry.path.as_path();
         let is_plain = path.components().all(|part| matches!(part, Component::Normal(_)));
         let is_ours = [ABOUT, DUMP, SIDE, MANIFEST].iter().any(|name| path == Path::new(name));
@@ -240,19 +242,19 @@ impl<'a> Pass<'a> {
     fn description<T: DeserializeOwned>(
         &self,
         entry: &mut TarEntry<'_, impl Read>,
-    ) -> Result<(T, Listed), ArchiveError> {
+    ) -> Result<(T, ArchiveEntry), ArchiveError> {
         if entry.size > MAX_JSON_BYTES {
             return Err(self.damaged(format!("{} is too large", quoted(&entry.path))));
         }
         let mut text = Vec::new();
-        let listed = list(entry, &mut text).map_err(|error| self.broken(&entry.path, &error))?;
+        let listed = copy_listed(entry, &mut text).map_err(|error| self.broken(&entry.path, &error))?;
         let parsed = serde_json::from_slice(&text);
         let parsed =
             parsed.map_err(|error| self.damaged(format!("{} is not valid: {error}", quoted(&entry.path))))?;
         Ok((parsed, listed))
     }
 
-    fn compare(&mut self, entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
+    fn compare_manifest(&mut self, entry: TarEntry<'_, impl Read>) -> Result<(), ArchiveError> {
         if entry.size > MAX_MANIFEST_BYTES {
             return Err(self.damaged(format!("{MANIFEST} is too large")));
         }
@@ -265,7 +267,11 @@ impl<'a> Pass<'a> {
         self.damaged(format!("{}: {error}", quoted(path)))
     }
 
-    fn write(&mut self, entry: &mut TarEntry<'_, impl Read>, to: &Path) -> Result<Listed, ArchiveError> {
+    fn write(
+        &mut self,
+        entry: &mut TarEntry<'_, impl Read>,
+        to: &Path,
+    ) -> Result<ArchiveEntry, ArchiveError> {
         let failed = |action| FileError::at(action, to);
         let mode = entry.mode & 0o2777;
         match entry.kind {
@@ -275,11 +281,11 @@ impl<'a> Pass<'a> {
             }
             EntryKind::Link => std::os::unix::fs::symlink(&entry.link, to).map_err(failed("link"))?,
             EntryKind::File => {
-                // New, and never through a link that an earlier entry made.
+                // Always a new file, never through a link that an earlier entry created.
                 let mut options = File::options();
                 let file = options.write(true).mode(0o600).create_new(true).open(to);
                 let file = file.map_err(failed("create"))?;
-                let listed = list(entry, &file).map_err(failed("write"))?;
+                let listed = copy_listed(entry, &file).map_err(failed("write"))?;
                 let modified = std::time::UNIX_EPOCH
                     .checked_add(std::time::Duration::from_secs(entry.modified))
                     .ok_or_else(|| self.damaged(format!("{} has no valid time", quoted(&entry.path))))?;
@@ -289,38 +295,38 @@ impl<'a> Pass<'a> {
                 return Ok(listed);
             }
         }
-        list(entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))
+        copy_listed(entry, io::sink()).map_err(|error| self.broken(&entry.path, &error))
     }
 
     fn finish(self) -> Result<Archived, ArchiveError> {
         let damaged = |why: String| ArchiveError::Damaged { path: self.path.to_owned(), why };
-        let about = self.about.ok_or_else(|| damaged(format!("it has no {ABOUT}")))?;
+        let about = self.about.ok_or_else(|| damaged(format!("{ABOUT} is missing")))?;
         if about.version > archive::VERSION {
             return Err(ArchiveError::Later { path: self.path.to_owned(), made_by: about.made_by });
         }
         if !self.is_complete {
             return Err(damaged("its end is missing".to_owned()));
         }
-        let side = self.side.ok_or_else(|| damaged(format!("it has no {SIDE}")))?;
+        let side = self.side.ok_or_else(|| damaged(format!("{SIDE} is missing")))?;
         if self.dump != Some((side.size_bytes, side.sha256.clone())) {
-            return Err(damaged(format!("{SIDE} is not of its {DUMP}")));
+            return Err(damaged(format!("{SIDE} does not match {DUMP}")));
         }
         Ok(Archived { about, side, home_entries: self.home_entries })
     }
 }
 
-/// Passes an entry's bytes on, and says what the manifest has to say of it.
-fn list(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<Listed> {
-    let (path, kind) = (archive::written(&entry.path), entry.kind);
+/// Copies an entry's content and returns the entry that the manifest must list.
+fn copy_listed(entry: &mut TarEntry<'_, impl Read>, to: impl Write) -> io::Result<ArchiveEntry> {
+    let (path, kind) = (archive::encode_path(&entry.path), entry.kind);
     match kind {
-        EntryKind::Directory => Ok(Listed { path, kind, size_bytes: 0, sha256: None }),
+        EntryKind::Directory => Ok(ArchiveEntry { path, kind, size_bytes: 0, sha256: None }),
         EntryKind::Link => {
             let sha256 = Some(archive::sha256(entry.link.as_os_str().as_bytes()));
-            Ok(Listed { path, kind, size_bytes: 0, sha256 })
+            Ok(ArchiveEntry { path, kind, size_bytes: 0, sha256 })
         }
         EntryKind::File => {
             let (size_bytes, digest) = archive::copy_hashed(entry, to)?;
-            Ok(Listed { path, kind, size_bytes, sha256: Some(digest) })
+            Ok(ArchiveEntry { path, kind, size_bytes, sha256: Some(digest) })
         }
     }
 }

@@ -1,18 +1,18 @@
-//! What the SQL of an archive has made, read from the catalog of the new database before anything else is done with it.
+//! Inspects the catalog of the new database for objects that the archive's SQL must not create, before any other use.
 //!
-//! A database with one of these is refused, also where the dump does not list it: code of any kind, rights that were granted,
-//! and expressions that call more than a value needs. Later sessions of the superuser (a backup, a restore, the gateway)
-//! evaluate checks, defaults and indexes of these tables.
+//! A database with such an object is refused, even if the dump does not list it: code of any kind, granted privileges,
+//! and expressions that call more than a value needs. Later sessions of the superuser (a backup, a restore, the
+//! gateway) evaluate checks, defaults and indexes of these tables.
 
 use std::fmt::Write as _;
 
 use tokio_postgres::{Client, Error};
 
-/// Functions that PostgreSQL calls volatile and that an expression may call.
+/// Volatile functions that an expression may call.
 const VOLATILE: &str = "'nextval', 'currval', 'random', 'gen_random_uuid', 'uuid_generate_v1', 'uuid_generate_v4', \
                         'clock_timestamp', 'timeofday'";
 
-/// Kinds of objects that must not be there: what one is called, its catalog, its name there, and a condition.
+/// Forbidden kinds of objects: label, catalog, name column, and condition.
 const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
     ("function", "pg_proc", "proname", ""),
     ("operator", "pg_operator", "oprname", ""),
@@ -43,7 +43,7 @@ const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
         "typname",
         "o.typtype NOT IN ('c', 'e', 'd') AND NOT (o.typtype = 'b' AND o.typcategory = 'A')",
     ),
-    // Tables, sequences, indexes, composite types, and what belongs to them; the gateway's schema has tables alone.
+    // Tables, sequences, indexes, composite types, and their dependents; the gateway's schema has only tables.
     (
         "relation",
         "pg_class",
@@ -53,7 +53,7 @@ const FORBIDDEN: [(&str, &str, &str, &str); 24] = [
     ),
 ];
 
-/// Columns with expressions: the catalog, the name of what has it, and the column.
+/// Columns with expressions: the catalog, the name of the object, and the column.
 const EXPRESSIONS: [(&str, &str, &str); 7] = [
     ("pg_attrdef", "adrelid::regclass", "adbin"),
     ("pg_constraint", "conname", "conbin"),
@@ -64,8 +64,8 @@ const EXPRESSIONS: [(&str, &str, &str); 7] = [
     ("pg_type", "typname", "typdefaultbin"),
 ];
 
-/// Lists of rights: the catalog, the owner, the list, the name, and a condition. Rights of others than the owner were
-/// granted by the archive's SQL, since its own are not loaded.
+/// Privilege lists: catalog, owner, list, name, and condition. The archive's own are not loaded, so privileges of
+/// anyone but the owner were granted by its SQL.
 const RIGHTS: [(&str, &str, &str, &str, &str); 4] = [
     ("pg_class", "o.relowner", "o.relacl", "o.relname", "o.oid >= 16384"),
     ("pg_type", "o.typowner", "o.typacl", "o.typname", "o.oid >= 16384"),
@@ -86,12 +86,12 @@ const RIGHTS: [(&str, &str, &str, &str, &str); 4] = [
     ),
 ];
 
-/// The first thing that must not be there, as `kind name`.
+/// Returns the first forbidden object, as `kind name`.
 ///
 /// # Errors
-/// The database's.
+/// Errors of the database.
 pub async fn find_forbidden(client: &Client) -> Result<Option<String>, Error> {
-    // Nothing that the archive has made is found by its name.
+    // Objects of the archive must not shadow built-in names.
     client.batch_execute("SET search_path = pg_catalog").await?;
     let row = client.query_opt(&forbidden(), &[]).await?;
     row.map(|row| row.try_get(0)).transpose()

@@ -1,23 +1,23 @@
-//! The parsers of an owner's archive as `tests/fuzz` reaches them. Absent from what is shipped.
+//! The parsers of an owner's archive, exposed to `tests/fuzz`. Absent from release builds.
 
 use super::manifest::{compare, entry_digest};
 use super::toc::select;
-use crate::host::snapshots::archive::Listed;
+use crate::host::snapshots::archive::ArchiveEntry;
 
-/// What would be loaded of a dump with this listing: a line for each entry, and the extensions.
+/// Selects what would be loaded of a dump with this listing: a line per entry, and the extensions.
 ///
 /// # Errors
-/// Why it is not loaded.
+/// The reason for a refusal.
 pub fn read_listing(listing: &str) -> Result<(String, Vec<String>), String> {
     let selection = select(listing).map_err(|error| error.to_string())?;
     Ok((selection.list, selection.extensions.into_iter().collect()))
 }
 
-/// Whether a manifest lists exactly these entries.
+/// Compares a manifest with these entries.
 ///
 /// # Errors
-/// What differs.
-pub fn compare_manifest(manifest: &[u8], seen: &[Listed]) -> Result<(), String> {
+/// The difference.
+pub fn compare_manifest(manifest: &[u8], seen: &[ArchiveEntry]) -> Result<(), String> {
     let digests: Vec<_> = seen.iter().map(entry_digest).collect();
     compare(manifest, &digests)
 }

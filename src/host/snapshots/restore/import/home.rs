@@ -1,4 +1,4 @@
-//! The home's entries of an archive, put in place: each by one rename, by the user whose they are.
+//! Puts the home's entries of an archive in place, each by one rename, as the user who owns them.
 
 use std::ffi::OsString;
 use std::fs;
@@ -6,9 +6,9 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::fsx::{self, FileError};
-use crate::host::snapshots::archive::{BEFORE, STAGED};
+use crate::host::snapshots::archive::{REPLACED_PREFIX, STAGING_PREFIX};
 
-/// Where an import's files are made ready in the directory that they come to, and where it puts aside what was there.
+/// The working directories of an import: one for staged files, one for the replaced ones.
 pub struct Staging {
     directory: PathBuf,
     staged: PathBuf,
@@ -16,16 +16,16 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Of the import of this number into a directory.
-    pub fn of(directory: &Path, number: i64) -> Self {
+    /// The directories of import `number`, below `directory`.
+    pub fn new(directory: &Path, number: i64) -> Self {
         Self {
             directory: directory.to_owned(),
-            staged: directory.join(format!("{STAGED}{number}")),
-            before: directory.join(format!("{BEFORE}{number}")),
+            staged: directory.join(format!("{STAGING_PREFIX}{number}")),
+            before: directory.join(format!("{REPLACED_PREFIX}{number}")),
         }
     }
 
-    /// Makes an empty directory for the files, and removes those of runs that were killed.
+    /// Creates an empty staging directory and removes those of killed runs.
     ///
     /// # Errors
     /// [`FileError`].
@@ -37,14 +37,14 @@ impl Staging {
         Ok(&self.staged)
     }
 
-    /// Whether this user may move away what has the names of the staged files: in a directory with the sticky bit, which the
-    /// home is on a machine, only what is this user's own.
+    /// Checks that this user may rename the files to be replaced. In a directory with the sticky bit, such as the home,
+    /// a user may rename only files that it owns.
     ///
     /// # Errors
-    /// [`FileError`]; it names what has to be given to this user or moved away first.
+    /// [`FileError`]; it names the file that must change its owner or be moved away first.
     pub fn ensure_replaceable(&self) -> Result<(), FileError> {
         let user = nix::unistd::geteuid().as_raw();
-        let home = fs::metadata(&self.directory).map_err(FileError::at("look at", &self.directory))?;
+        let home = fs::metadata(&self.directory).map_err(FileError::at("inspect", &self.directory))?;
         if user == 0 || home.uid() == user || home.mode() & 0o1000 == 0 {
             return Ok(());
         }
@@ -58,11 +58,11 @@ impl Staging {
         Ok(())
     }
 
-    /// Puts everything in place; gives the directory with what was there before, if anything was.
+    /// Puts everything in place; returns the directory with the replaced files, if any.
     ///
     /// # Errors
-    /// [`FileError`]; what is in place then is whole, and so is what is not.
-    pub fn place(&self) -> Result<Option<&Path>, FileError> {
+    /// [`FileError`]; every entry is then either completely replaced or unchanged.
+    pub fn install(&self) -> Result<Option<&Path>, FileError> {
         for name in names(&self.staged)? {
             self.exchange(&name)?;
         }
@@ -71,7 +71,7 @@ impl Staging {
         Ok(self.before.exists().then_some(self.before.as_path()))
     }
 
-    /// The staged entry takes the place of the one of the same name, which is put aside.
+    /// Puts a staged entry in place and sets the existing one of that name aside.
     fn exchange(&self, name: &OsString) -> Result<(), FileError> {
         let to = self.directory.join(name);
         if fs::symlink_metadata(&to).is_ok() {
@@ -84,13 +84,13 @@ impl Staging {
     }
 }
 
-/// Removes what runs that were killed have made ready.
+/// Removes the staging directories of killed runs.
 ///
 /// # Errors
 /// [`FileError`].
 pub fn remove_staged(directory: &Path) -> Result<(), FileError> {
     for name in names(directory)? {
-        if name.to_string_lossy().starts_with(STAGED) {
+        if name.to_string_lossy().starts_with(STAGING_PREFIX) {
             let path = directory.join(name);
             fs::remove_dir_all(&path).map_err(FileError::at("remove", &path))?;
         }

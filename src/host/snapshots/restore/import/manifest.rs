@@ -1,7 +1,7 @@
-//! An archive's manifest, compared with the entries that were read before it while it is read itself.
+//! Compares an archive's manifest, while it is read, with the entries that preceded it.
 //!
-//! Of each entry there is a digest, in the archive's order; the manifest's entries are in the same order. So neither is ever
-//! in memory as a whole, and no text of the manifest is longer than an entry's can be.
+//! The entries' digests and the manifest's entries are in the same order, so neither is ever in memory as a whole. No
+//! string of the manifest may be longer than a valid entry needs.
 
 use std::fmt;
 use std::io::{self, BufReader, Read};
@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use sha2::{Digest, Sha256};
 
-use crate::host::snapshots::archive::Listed;
+use crate::host::snapshots::archive::ArchiveEntry;
 use crate::host::system::tar_reader::EntryKind;
 use crate::host::system::tar_reader::quoted;
 use crate::untrusted_text;
@@ -19,11 +19,11 @@ use crate::untrusted_text;
 /// A path of 16 KiB in which every byte is written as `%XX`, or escaped by JSON as six characters.
 const MAX_TEXT_BYTES: usize = 128 * 1024;
 
-/// Of a [`Listed`]; two that differ have different ones.
+/// Digest of an [`ArchiveEntry`], unique per entry.
 pub type EntryDigest = [u8; 32];
 
-/// The digest of what an entry is: path, kind, size and content.
-pub fn entry_digest(listed: &Listed) -> EntryDigest {
+/// Digests path, kind, size and content of an entry.
+pub fn entry_digest(listed: &ArchiveEntry) -> EntryDigest {
     let kind = match listed.kind {
         EntryKind::File => b'f',
         EntryKind::Directory => b'd',
@@ -38,10 +38,10 @@ pub fn entry_digest(listed: &Listed) -> EntryDigest {
     hash.finalize().into()
 }
 
-/// Whether the manifest lists exactly the entries that were seen.
+/// Checks that the manifest lists exactly the entries that were read.
 ///
 /// # Errors
-/// Says what differs, or why it is no manifest, in a text that can be printed: it may quote the manifest.
+/// Describes the difference or the syntax error. The text may quote the manifest and is safe to print.
 pub fn compare(manifest: impl Read, seen: &[EntryDigest]) -> Result<(), String> {
     let bounded = BoundedTexts { inner: BufReader::with_capacity(1 << 16, manifest), state: Text::Outside };
     let mut json = serde_json::Deserializer::from_reader(BufReader::with_capacity(1 << 16, bounded));
@@ -116,12 +116,12 @@ impl<'de> Visitor<'de> for Entries<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<(), A::Error> {
         let mut seen = self.seen.iter();
-        while let Some(listed) = entries.next_element::<Listed>()? {
+        while let Some(listed) = entries.next_element::<ArchiveEntry>()? {
             let name = quoted(Path::new(&listed.path));
             match seen.next() {
                 Some(digest) if *digest == entry_digest(&listed) => {}
                 Some(_) => {
-                    let why = format!("the entry in the place of {name} is not what the manifest says of it");
+                    let why = format!("the entry at the position of {name} differs from the manifest");
                     return Err(serde::de::Error::custom(why));
                 }
                 None => return Err(serde::de::Error::custom(format!("the entry {name} is missing"))),
@@ -129,12 +129,12 @@ impl<'de> Visitor<'de> for Entries<'_> {
         }
         match seen.len() {
             0 => Ok(()),
-            more => Err(serde::de::Error::custom(format!("it does not list the last {more} entries"))),
+            more => Err(serde::de::Error::custom(format!("the last {more} entries are not listed"))),
         }
     }
 }
 
-/// Passes JSON on, and fails where a text in it is longer than [`MAX_TEXT_BYTES`]: a parser holds a text as a whole.
+/// Passes JSON through and fails at a string longer than [`MAX_TEXT_BYTES`], because a parser buffers whole strings.
 struct BoundedTexts<R> {
     inner: R,
     state: Text,
@@ -155,7 +155,7 @@ impl<R: Read> Read for BoundedTexts<R> {
                 (Text::Outside, _) => Text::Outside,
                 (Text::Inside { is_escaped: false, .. }, b'"') => Text::Outside,
                 (Text::Inside { length, .. }, _) if length >= MAX_TEXT_BYTES => {
-                    return Err(io::Error::other("a text in it is too long"));
+                    return Err(io::Error::other("a string in it is too long"));
                 }
                 (Text::Inside { length, is_escaped }, byte) => {
                     Text::Inside { length: length + 1, is_escaped: !is_escaped && *byte == b'\\' }
@@ -170,11 +170,16 @@ impl<R: Read> Read for BoundedTexts<R> {
 mod tests {
     use super::*;
 
-    fn listed(path: &str) -> Listed {
-        Listed { path: path.to_owned(), kind: EntryKind::File, size_bytes: 3, sha256: Some("ab".repeat(32)) }
+    fn listed(path: &str) -> ArchiveEntry {
+        ArchiveEntry {
+            path: path.to_owned(),
+            kind: EntryKind::File,
+            size_bytes: 3,
+            sha256: Some("ab".repeat(32)),
+        }
     }
 
-    fn manifest(entries: &[Listed]) -> String {
+    fn manifest(entries: &[ArchiveEntry]) -> String {
         serde_json::json!({"version": 1, "entries": entries, "leftOut": ["a \" b"]}).to_string()
     }
 
@@ -206,7 +211,7 @@ mod tests {
         assert!(refused.contains("unknown variant") && !refused.contains('\x1b'), "{refused}");
     }
 
-    /// 100 MB of text without an end, which a parser would hold.
+    /// 100 MB of text without an end, which a parser would buffer.
     #[test]
     fn compare_refuses_a_text_that_is_too_long() {
         let endless = Read::chain(&b"{\"leftOut\":[\""[..], io::repeat(b'x').take(100 << 20));

@@ -1,10 +1,10 @@
-//! `svc-restore import`: an owner's archive (`host::snapshots::archive`) onto this machine: its database in the place of the one that is
-//! there, its home's entries in the place of those of the same name.
+//! `svc-restore import`: imports an owner's archive (`host::snapshots::archive`) onto this machine. Its database
+//! replaces the existing one, and its home entries replace those of the same name.
 //!
-//! Root, who calls it, opens the archive, and starts a process for each step: as the gateway's user, whose the database is,
-//! or as the owner's. Nothing is touched before every byte was compared with the manifest. Of a database that holds rows a
-//! snapshot is taken first. What is replaced stays: the database for seven days, the home's entries in directories that are
-//! named at the end. A run that was killed is run again.
+//! Root runs it, opens the archive, and starts a process per step: as the gateway's user, who owns the database, or as
+//! the owner's. Nothing changes before every byte was compared with the manifest. If the database has rows, a snapshot
+//! of it is taken first. Replaced data is kept: the database for seven days, the home's entries in directories that are
+//! printed at the end. A killed run is simply repeated.
 
 pub mod archive_reader;
 mod catalog;
@@ -39,7 +39,7 @@ use crate::http::problem::chain;
 use steps::Step;
 pub use steps::{StepArgs, run_step};
 
-/// The places of a run where a test can stop it.
+/// Fail points of a run.
 pub const POINTS: &[&str] = &[
     "import.begin",
     "import.checked",
@@ -51,23 +51,23 @@ pub const POINTS: &[&str] = &[
     "import.done",
 ];
 
-/// How an archive is imported.
+/// Options of an import.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Options {
-    /// Look at it and change nothing
+    /// Check the archive and change nothing
     #[arg(long)]
     check: bool,
-    /// It may be of another user than this machine
+    /// Accept the archive of another user
     #[arg(long)]
     of_another_user: bool,
-    /// Do not take a snapshot of the database that is here first
+    /// Do not take a snapshot of the current database first
     #[arg(long)]
     no_backup: bool,
 }
 
 impl Options {
-    /// As the command line of a step has them.
-    fn words(self) -> impl Iterator<Item = &'static str> {
+    /// The options as arguments of a step.
+    fn arguments(self) -> impl Iterator<Item = &'static str> {
         let flags = [
             (self.check, "--check"),
             (self.of_another_user, "--of-another-user"),
@@ -98,10 +98,10 @@ impl ImportError {
     }
 }
 
-/// Imports it.
+/// Imports an archive.
 ///
 /// # Errors
-/// [`Failure`]; before the databases are swapped, everything is as it was.
+/// [`Failure`]; before the swap of the databases, everything is unchanged.
 pub async fn run(layout: &Layout, name: &Path, options: Options) -> Result<(), Failure> {
     let lock = Lock::take(&layout.import_lock()).map_err(|error| match error {
         LockError::Held => Failure::new(Exit::TryAgain, anyhow::anyhow!("another import is under way")),
@@ -118,7 +118,7 @@ pub async fn run(layout: &Layout, name: &Path, options: Options) -> Result<(), F
     Ok(())
 }
 
-/// The archive may lie where others can change the path: what is opened is a regular file, and opened once.
+/// Opens the archive once and checks that it is a regular file: other users may be able to change its path.
 fn open(path: &Path) -> Result<File, io::Error> {
     let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     let mut options = File::options();
@@ -156,7 +156,7 @@ impl Run<'_> {
         self.step(Step::Place).await
     }
 
-    /// Runs a step to its end as the user whose files it works on.
+    /// Runs a step to its end, as the user who owns the files.
     async fn step(&self, step: Step) -> Result<(), ImportError> {
         let name = step.name();
         let start = |source| ImportError::Start { step: name, source };
@@ -164,14 +164,14 @@ impl Run<'_> {
         let mut command =
             user::program_as(self.layout, user, &["svc-restore", "import-step", name]).map_err(start)?;
         command.args(["--number", &self.number.to_string(), "--archive"]).arg(self.name);
-        command.args(self.options.words());
+        command.args(self.options.arguments());
         command.stdin(self.archive.try_clone().map_err(start)?);
         let end = command.status().await.map_err(start)?;
         if end.success() { Ok(()) } else { Err(ImportError::Failed { step: name, end }) }
     }
 }
 
-/// The gateway gives the database's roles their passwords when it starts.
+/// Restarts the gateway, which then sets the passwords of the database's roles.
 async fn restart(layout: &Layout) {
     let Some(systemctl) = systemd::systemctl(layout) else {
         println!("next: restart svc-gateway");

@@ -1,5 +1,5 @@
-//! A snapshot of the database that an import replaces: `svc-db-backup run`, as a program of its own, which steps down to
-//! its user.
+//! Takes a snapshot of the database that an import replaces, by running `svc-db-backup run`, which switches to its own
+//! user.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -7,13 +7,13 @@ use std::time::Duration;
 use crate::applet::Exit;
 use crate::host::snapshots::database_identity;
 use crate::host::snapshots::database_identity::IdentityError;
-use crate::host::snapshots::restore::Settings;
+use crate::host::snapshots::restore::RestoreSettings;
 use crate::host::snapshots::row_counts;
 use crate::host::snapshots::staging;
 use crate::host::system::postgres;
 use crate::host::system::postgres::ConnectError;
 
-/// As long as its unit may take.
+/// The timeout of its unit.
 const TIMEOUT: Duration = Duration::from_secs(6 * 3600);
 
 #[derive(Debug, thiserror::Error)]
@@ -22,12 +22,12 @@ pub enum SnapshotFirstError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
-    #[error("look for rows in the database that is here")]
+    #[error("look for rows in the current database")]
     Query(#[from] tokio_postgres::Error),
     #[error("start svc-db-backup")]
     Start(#[source] std::io::Error),
     #[error(
-        "the snapshot of the database that is here, which is taken first, failed ({end}); nothing was changed\n  next: see its \
+        "the snapshot of the current database, which is taken first, failed ({end}); nothing was changed\n  next: see its \
          message above; `--no-backup` imports without it"
     )]
     Failed { end: String },
@@ -45,19 +45,19 @@ impl SnapshotFirstError {
     }
 }
 
-/// Takes it, unless the database holds no row of the owner's. One that is held back is taken, too: it is kept.
+/// Takes the snapshot, unless the database has no rows of the owner's. A held-back snapshot is enough: it is kept.
 ///
 /// # Errors
 /// [`SnapshotFirstError`]; nothing was changed.
-pub async fn take(settings: &Settings) -> Result<(), SnapshotFirstError> {
-    let server = &settings.means.server;
-    let client = staging::connect_patiently(&settings.means, server.database()).await?;
+pub async fn take_snapshot(settings: &RestoreSettings) -> Result<(), SnapshotFirstError> {
+    let server = &settings.context.server;
+    let client = staging::connect_with_retries(&settings.context, server.database()).await?;
     if row_counts::first_with_rows(&client).await?.is_none() {
         return Ok(());
     }
     database_identity::verify(&settings.layout, &client).await?;
     drop(client);
-    println!("taking a snapshot of the database that is here");
+    println!("taking a snapshot of the current database");
     let program = std::env::current_exe().map_err(SnapshotFirstError::Start)?;
     let mut backup = tokio::process::Command::new(program);
     backup.args(["svc-db-backup", "run"]).stdin(Stdio::null()).kill_on_drop(true);

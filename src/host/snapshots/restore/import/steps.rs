@@ -1,11 +1,11 @@
-//! The steps of an import, each a process of its own whose standard input is the archive.
+//! The steps of an import. Each runs in a process whose standard input is the archive.
 
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use super::Options;
-use super::archive_reader::{ArchiveError, Archived, Part};
+use super::archive_reader::{ArchiveError, Archived, Extract};
 use super::home::{self, Staging};
 use super::snapshot_first::{self, SnapshotFirstError};
 use super::untrusted::{self, UntrustedError};
@@ -16,7 +16,7 @@ use crate::host::snapshots::archive::SYSTEM;
 use crate::host::snapshots::database_identity;
 use crate::host::snapshots::database_identity::IdentityError;
 use crate::host::snapshots::restore;
-use crate::host::snapshots::restore::Settings;
+use crate::host::snapshots::restore::RestoreSettings;
 use crate::host::snapshots::restore::journal;
 use crate::host::snapshots::restore::journal::Journal;
 use crate::host::snapshots::restore::swap;
@@ -30,16 +30,16 @@ use crate::host::system::postgres::ConnectError;
 use crate::host::system::user;
 use crate::http::request_id;
 
-/// A step.
+/// A step of an import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Step {
-    /// Compares all of the archive with its manifest.
+    /// Compares the whole archive with its manifest.
     Check,
-    /// Makes the owner's files ready beside those that are there.
+    /// Extracts the owner's files into the staging directory.
     Stage,
-    /// Takes away what [`Step::Stage`] made.
+    /// Removes the staging directory of [`Step::Stage`].
     Unstage,
-    /// Replaces the database, and the gateway's part of the home.
+    /// Replaces the database and the gateway's part of the home.
     Database,
     /// Puts the owner's files in place.
     Place,
@@ -56,7 +56,7 @@ impl Step {
         }
     }
 
-    /// Whether it works on the owner's files, and not on the gateway's.
+    /// Returns whether the step runs as the owner rather than the gateway's user.
     pub fn is_owners(self) -> bool {
         matches!(self, Self::Stage | Self::Unstage | Self::Place)
     }
@@ -65,10 +65,10 @@ impl Step {
 #[derive(clap::Args)]
 pub struct StepArgs {
     pub step: Step,
-    /// Of this import
+    /// Number of this import
     #[arg(long)]
     number: i64,
-    /// What the archive on standard input is called
+    /// Name of the archive on standard input
     #[arg(long)]
     archive: PathBuf,
     #[command(flatten)]
@@ -78,13 +78,13 @@ pub struct StepArgs {
 #[derive(Debug, thiserror::Error)]
 enum StepError {
     #[error(
-        "the restore gate is shut: `svc-restore` brings this machine's own snapshot first, and an import comes after it"
+        "the restore gate is shut: `svc-restore` must restore this machine's own snapshot before an import"
     )]
     GateShut,
     #[error("this machine has been replaced (superseded.json)")]
     Superseded,
     #[error(
-        "the archive is {of}'s, and this machine is {here}'s\n  next: `--of-another-user` says that it is meant"
+        "the archive is {of}'s, and this machine is {here}'s\n  next: `--of-another-user` confirms that this is intended"
     )]
     Anothers { of: String, here: String },
     #[error("the archive on standard input")]
@@ -101,7 +101,7 @@ enum StepError {
     Untrusted(#[from] UntrustedError),
     #[error(transparent)]
     SnapshotFirst(#[from] SnapshotFirstError),
-    #[error("look for what an earlier run left")]
+    #[error("look for temporary data of an earlier run")]
     Query(#[from] tokio_postgres::Error),
     #[error(transparent)]
     Identity(#[from] IdentityError),
@@ -134,7 +134,7 @@ impl StepError {
     }
 }
 
-/// Runs one.
+/// Runs one step.
 ///
 /// # Errors
 /// [`Failure`].
@@ -143,22 +143,22 @@ pub async fn run_step(layout: Layout, args: StepArgs) -> Result<(), Failure> {
     let archive = std::io::stdin().as_fd().try_clone_to_owned().map(File::from).map_err(StepError::Input);
     let ended = match (args.step, archive) {
         (_, Err(error)) => Err(error),
-        (Step::Check, Ok(archive)) => check(&Settings::read(layout)?, &archive, &args),
+        (Step::Check, Ok(archive)) => check(&RestoreSettings::read(layout)?, &archive, &args),
         (Step::Stage, Ok(archive)) => stage(&layout, &archive, &args),
         (Step::Unstage, Ok(_)) => home::remove_staged(&layout.home()).map_err(StepError::from),
         (Step::Database, Ok(archive)) => {
-            let settings = Settings::read(layout)?;
+            let settings = RestoreSettings::read(layout)?;
             let _lock = restore::lock(&settings)?;
             replace_database(&settings, &archive, &args).await
         }
-        (Step::Place, Ok(_)) => place(&layout, &args),
+        (Step::Place, Ok(_)) => install_files(&layout, &args),
     };
     ended.map_err(|error| Failure::new(error.exit(), error))
 }
 
-fn check(settings: &Settings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
+fn check(settings: &RestoreSettings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
     failpoint::pass("import.begin")?;
-    let archived = read(archive, &args.archive, &Part::Nothing)?;
+    let archived = read(archive, &args.archive, &Extract::Nothing)?;
     let rows: u64 = archived.side.tables.iter().map(|table| table.rows).sum();
     println!(
         "{}'s, of {}: {} tables with {rows} rows, {} entries of the home; every byte is as it was written",
@@ -185,40 +185,44 @@ fn check(settings: &Settings, archive: &File, args: &StepArgs) -> Result<(), Ste
     Ok(())
 }
 
-fn read(archive: &File, name: &Path, part: &Part<'_>) -> Result<Archived, ArchiveError> {
-    tokio::task::block_in_place(|| Archived::read(archive, name, part))
+fn read(archive: &File, name: &Path, extract: &Extract<'_>) -> Result<Archived, ArchiveError> {
+    tokio::task::block_in_place(|| Archived::read(archive, name, extract))
 }
 
 fn stage(layout: &Layout, archive: &File, args: &StepArgs) -> Result<(), StepError> {
-    let staging = Staging::of(&layout.home(), args.number);
-    read(archive, &args.archive, &Part::Home(staging.create()?))?;
+    let staging = Staging::new(&layout.home(), args.number);
+    read(archive, &args.archive, &Extract::Home(staging.create()?))?;
     staging.ensure_replaceable()?;
     failpoint::pass("import.staged")?;
     Ok(())
 }
 
-fn place(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
-    let staging = Staging::of(&layout.home(), args.number);
-    let before = tokio::task::block_in_place(|| staging.place())?;
+fn install_files(layout: &Layout, args: &StepArgs) -> Result<(), StepError> {
+    let staging = Staging::new(&layout.home(), args.number);
+    let before = tokio::task::block_in_place(|| staging.install())?;
     failpoint::pass("import.placed")?;
     if let Some(before) = before {
-        println!("what had the same names in the home is in {}", before.display());
+        println!("replaced files of the home are in {}", before.display());
     }
     Ok(())
 }
 
-async fn replace_database(settings: &Settings, archive: &File, args: &StepArgs) -> Result<(), StepError> {
+async fn replace_database(
+    settings: &RestoreSettings,
+    archive: &File,
+    args: &StepArgs,
+) -> Result<(), StepError> {
     let layout = &settings.layout;
     if !args.options.no_backup {
-        snapshot_first::take(settings).await?;
+        snapshot_first::take_snapshot(settings).await?;
     }
-    let system = Staging::of(&layout.home().join(SYSTEM), args.number);
+    let system = Staging::new(&layout.home().join(SYSTEM), args.number);
     let dump = layout.restore_state().join("import.dump");
-    // An earlier run may have left it.
+    // Left behind by an earlier run.
     fsx::remove_if_exists(&dump)?;
     let replaced = load_and_swap(settings, archive, args, &system, &dump).await;
     if replaced.is_err() {
-        // The error says more; what stays is removed by the next run.
+        // The first error says more; the next run removes what stays.
         let _ = home::remove_staged(&layout.home().join(SYSTEM));
         let _ = fsx::remove_if_exists(&dump);
     }
@@ -226,7 +230,7 @@ async fn replace_database(settings: &Settings, archive: &File, args: &StepArgs) 
 }
 
 async fn load_and_swap(
-    settings: &Settings,
+    settings: &RestoreSettings,
     archive: &File,
     args: &StepArgs,
     system: &Staging,
@@ -238,29 +242,29 @@ async fn load_and_swap(
     std::fs::create_dir_all(&state).map_err(FileError::at("create directory", &state))?;
     let dump_bytes = Archived::dump_bytes(archive, &args.archive)?;
     staging::ensure_bytes(&state, dump_bytes)?;
-    let archived = read(archive, &args.archive, &Part::Gateway { dump, system: staged })?;
+    let archived = read(archive, &args.archive, &Extract::Gateway { dump, system: staged })?;
     let snapshot = archived.side.named();
-    staging::refuse_newer(&settings.means, &archived.side).await?;
-    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
-    staging::end_sessions_of(&client, settings.means.name).await?;
+    staging::refuse_newer(&settings.context, &archived.side).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    staging::end_sessions_of(&client, settings.context.name).await?;
     staging::drop_scratches(&client).await?;
     drop(client);
     staging::ensure_room(&layout.restore_state(), &snapshot, &archived.side, snapshot.size_bytes)?;
-    let loaded = untrusted::load(&settings.means, dump, &archived.side).await?;
+    let loaded = untrusted::load(&settings.context, dump, &archived.side).await?;
     failpoint::pass("import.loaded")?;
-    let client = staging::connect_patiently(&settings.means, postgres::MAINTENANCE).await?;
-    database_identity::stamp(&client, &loaded.name).await?;
+    let client = staging::connect_with_retries(&settings.context, postgres::MAINTENANCE).await?;
+    database_identity::assign_restore_id(&client, &loaded.name).await?;
     Journal::new(&snapshot, &loaded).write(layout)?;
-    if let Err(error) = swap::swap(&settings.means.server, &loaded).await {
-        swap::undo(&settings.means.server, &loaded).await;
+    if let Err(error) = swap::swap(&settings.context.server, &loaded).await {
+        swap::undo(&settings.context.server, &loaded).await;
         return Err(error.into());
     }
     failpoint::pass("import.swapped")?;
-    let identity = database_identity::adopt(&client, settings.means.server.database()).await?;
+    let identity = database_identity::adopt(&client, settings.context.server.database()).await?;
     Marker::new(Some(snapshot.key.clone()), identity).write(layout)?;
     drop(client);
-    let before = tokio::task::block_in_place(|| system.place())?;
-    // Until then the pointer names what was here before.
+    let before = tokio::task::block_in_place(|| system.install())?;
+    // Until then, the pointer names a snapshot of the old database.
     let request = serde_json::json!({"requestId": request_id::current()}).to_string();
     fsx::write_atomic(&layout.request("backup"), request.as_bytes(), 0o600)?;
     journal::remove(layout)?;
@@ -270,7 +274,7 @@ async fn load_and_swap(
         loaded.number
     );
     if let Some(before) = before {
-        println!("records that had the same names are in {}", before.display());
+        println!("replaced records are in {}", before.display());
     }
     Ok(())
 }

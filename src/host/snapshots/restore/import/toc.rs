@@ -1,19 +1,19 @@
-//! What of an archive's dump is loaded, chosen from the listing that `pg_restore -l` gives of it.
+//! Selects the parts of an archive's dump to load, from the output of `pg_restore -l`.
 //!
-//! An archive holds tables and what belongs to them, and no code: nothing that a later session, least of all the database's
-//! superuser, would run without knowing. A listing is only what the dump says of itself, so this gives early and plain
-//! refusals; what was really made is inspected afterwards (`catalog.rs`).
+//! An archive holds tables and their dependents, but no code that a later session, least of all the database's
+//! superuser, would run unknowingly. The listing is only the dump's own claim, so this check gives early, plain
+//! refusals; the objects that were really created are inspected afterwards (`catalog.rs`).
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
 
 use crate::host::system::tar_reader::quoted;
 
-/// Extensions with types and operators alone, none of which reaches files, programs or other servers. The superuser
-/// creates those that an archive names.
+/// Extensions with only types and operators, without access to files, programs or other servers. The superuser creates
+/// those that an archive names.
 const EXTENSIONS: [&str; 5] = ["citext", "hstore", "pg_trgm", "pgcrypto", "uuid-ossp"];
 
-/// Entries that are loaded. Where one name is the beginning of another, the longer one comes first.
+/// Entries to load. If a name is a prefix of another, the longer one comes first.
 const LOADED: [&str; 16] = [
     "CHECK CONSTRAINT",
     "FK CONSTRAINT",
@@ -33,25 +33,25 @@ const LOADED: [&str; 16] = [
     "TYPE",
 ];
 
-/// Entries that are left out: rights, which the gateway grants to the apps that are installed.
+/// Entries to skip: privileges, which the gateway grants to installed apps.
 const LEFT_OUT: [&str; 2] = ["DEFAULT ACL", "ACL"];
 
-/// Comments on these are loaded; those on others need the object's owner, or are of what is left out.
-const COMMENTED: [&str; 7] = ["COLUMN", "CONSTRAINT", "DOMAIN", "INDEX", "SEQUENCE", "TABLE", "TYPE"];
+/// Objects whose comments are loaded. Other comments need the object's owner, or belong to skipped entries.
+const COMMENT_TARGETS: [&str; 7] = ["COLUMN", "CONSTRAINT", "DOMAIN", "INDEX", "SEQUENCE", "TABLE", "TYPE"];
 
-/// Of what the gateway makes again itself: the outbox of changes.
+/// The outbox of changes, which the gateway recreates itself.
 const OUTBOX_FUNCTIONS: [&str; 2] = ["svc note_change() ", "svc note_truncate() "];
 const OUTBOX_TRIGGER: &str = " svc_changes_";
 
-/// What is loaded.
+/// The entries to load.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Selection {
-    /// For `pg_restore -L`: a line for each entry.
+    /// Input of `pg_restore -L`: a line per entry.
     pub list: String,
     pub extensions: BTreeSet<String>,
 }
 
-/// Why a dump is not loaded.
+/// Why a dump is refused.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum TocError {
     #[error(
@@ -67,23 +67,23 @@ pub enum TocError {
     RepeatedId { id: u32 },
 }
 
-/// Chooses from a listing.
+/// Selects entries from a listing.
 ///
 /// # Errors
-/// [`TocError`] when the dump has what is neither loaded nor left out.
+/// [`TocError`] if the dump has an entry that is neither loaded nor skipped.
 pub fn select(listing: &str) -> Result<Selection, TocError> {
     let mut selection = Selection::default();
     let mut ids = HashSet::new();
     for line in listing.lines().filter(|line| !line.is_empty() && !line.starts_with(';')) {
         let (id, entry) = parse(line).ok_or_else(|| TocError::Line { line: shown(line) })?;
-        // `pg_restore` is given numbers, and loads only one entry of a number: perhaps the one that was to be left out.
+        // `pg_restore -L` takes numbers and loads one entry per number: with duplicates, perhaps the one to skip.
         if !ids.insert(id) {
             return Err(TocError::RepeatedId { id });
         }
-        match judge(entry)? {
-            Verdict::Load => selection.list.push_str(&format!("{id};\n")),
-            Verdict::LeaveOut => {}
-            Verdict::Extension(name) => {
+        match classify(entry)? {
+            EntryAction::Load => selection.list.push_str(&format!("{id};\n")),
+            EntryAction::LeaveOut => {}
+            EntryAction::Extension(name) => {
                 selection.extensions.insert(name);
             }
         }
@@ -91,7 +91,7 @@ pub fn select(listing: &str) -> Result<Selection, TocError> {
     Ok(selection)
 }
 
-/// `12; 1259 16385 TABLE app_notes notes postgres`: the number, and what follows the two oids.
+/// `12; 1259 16385 TABLE app_notes notes postgres`: the number, and the text after the two oids.
 fn parse(line: &str) -> Option<(u32, &str)> {
     let (id, rest) = line.split_once("; ")?;
     let mut parts = rest.splitn(3, ' ');
@@ -100,36 +100,36 @@ fn parse(line: &str) -> Option<(u32, &str)> {
     (is_number(catalog) && is_number(object)).then_some((id.parse().ok()?, entry))
 }
 
-enum Verdict {
+enum EntryAction {
     Load,
     LeaveOut,
     Extension(String),
 }
 
-fn judge(entry: &str) -> Result<Verdict, TocError> {
+fn classify(entry: &str) -> Result<EntryAction, TocError> {
     let after = |kind: &str| entry.strip_prefix(kind).and_then(|rest| rest.strip_prefix(' '));
     if let Some(extension) = after("EXTENSION") {
         let name = extension.trim_start_matches("- ").trim();
         return match EXTENSIONS.contains(&name) {
-            true => Ok(Verdict::Extension(name.to_owned())),
+            true => Ok(EntryAction::Extension(name.to_owned())),
             false => Err(TocError::Extension { name: shown(name) }),
         };
     }
     if let Some(commented) = after("COMMENT") {
         // `COMMENT app_notes TABLE notes postgres`; a name with a space in it loses its comment.
         let mut words = commented.split(' ');
-        let is_loaded = words.nth(1).is_some_and(|kind| COMMENTED.contains(&kind));
-        return Ok(if is_loaded { Verdict::Load } else { Verdict::LeaveOut });
+        let is_loaded = words.nth(1).is_some_and(|kind| COMMENT_TARGETS.contains(&kind));
+        return Ok(if is_loaded { EntryAction::Load } else { EntryAction::LeaveOut });
     }
     let is_public = after("SCHEMA").is_some_and(|schema| schema.starts_with("- public "));
     let is_outbox = after("FUNCTION")
         .is_some_and(|of| OUTBOX_FUNCTIONS.iter().any(|name| of.starts_with(name)))
         || after("TRIGGER").is_some_and(|trigger| trigger.contains(OUTBOX_TRIGGER));
     if is_public || is_outbox || LEFT_OUT.iter().any(|kind| after(kind).is_some()) {
-        return Ok(Verdict::LeaveOut);
+        return Ok(EntryAction::LeaveOut);
     }
     if LOADED.iter().any(|kind| after(kind).is_some()) {
-        return Ok(Verdict::Load);
+        return Ok(EntryAction::Load);
     }
     Err(TocError::NotAllowed { entry: shown(entry) })
 }

@@ -1,8 +1,9 @@
-//! An archive's dump in a new database, loaded by a role that can do nothing else.
+//! Loads an archive's dump into a new database as an unprivileged role.
 //!
-//! `pg_restore` sends SQL that the author of the archive has written. It runs as this user, and in the server as a role of
-//! this import alone: no superuser, a member of nothing, which owns the new database and reaches no other. Owners, rights and
-//! extensions are given by us. Before the superuser reads a row of it, its catalog is inspected (`catalog.rs`).
+//! `pg_restore` sends SQL written by the author of the archive. The client runs as this user, and in the server as a
+//! role created for this import: not a superuser, a member of no role, owner of the new database and without access to
+//! any other. Owners, privileges and extensions are set by this program. The catalog is inspected before the superuser
+//! reads a row (`catalog.rs`).
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use crate::applet::Exit;
 use crate::failpoint::{self, Injected};
 use crate::fsx::{self, FileError};
 use crate::host::snapshots::staging;
-use crate::host::snapshots::staging::{LoadError, Means, Scratch};
+use crate::host::snapshots::staging::{LoadError, RestoreContext, Scratch};
 use crate::host::system::postgres;
 use crate::host::system::postgres::{ConnectError, ident, literal};
 use crate::host::system::postgres_tools;
@@ -30,14 +31,14 @@ use crate::store::snapshot::SideRecord;
 use crate::untrusted_text;
 
 const ROLE: &str = "svc_import_";
-/// `pg_restore` has one session and one for each job.
+/// One session of `pg_restore`, and one per job.
 const MAX_SESSIONS: usize = 4;
 const LISTING_TIMEOUT: Duration = Duration::from_secs(600);
-/// Of a listing: a line for each table, index and constraint.
+/// Limit of a listing, which has a line per table, index and constraint.
 const MAX_LISTING_BYTES: u64 = 32 << 20;
 const MAX_COMPLAINT_BYTES: u64 = 64 * 1024;
 
-/// Why the archive's database is not taken.
+/// Why the archive's database is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum UntrustedError {
     #[error("the archive's database is refused")]
@@ -55,7 +56,7 @@ pub enum UntrustedError {
     NoTools,
     #[error("run pg_restore")]
     Tool(#[source] std::io::Error),
-    #[error("the system gives no random bytes")]
+    #[error("no random bytes from the system")]
     Random,
     #[error("{action}")]
     Query {
@@ -90,23 +91,27 @@ fn query(action: &'static str) -> impl FnOnce(tokio_postgres::Error) -> Untruste
     move |source| UntrustedError::Query { action, source }
 }
 
-/// Loads a dump and checks what it made. On failure nothing of it stays.
+/// Loads a dump and checks the created objects. On failure, the database is dropped.
 ///
 /// # Errors
 /// [`UntrustedError`].
-pub async fn load(means: &Means, dump: &Path, side: &SideRecord) -> Result<Scratch, UntrustedError> {
-    if means.tools == PgTools::Container {
+pub async fn load(
+    context: &RestoreContext,
+    dump: &Path,
+    side: &SideRecord,
+) -> Result<Scratch, UntrustedError> {
+    if context.tools == PgTools::Container {
         return Err(UntrustedError::NoTools);
     }
-    let selection = toc::select(&list(&means.tools, dump).await?)?;
+    let selection = toc::select(&list_contents(&context.tools, dump).await?)?;
     let chosen = dump.with_extension("list");
     fsx::write_atomic(&chosen, selection.list.as_bytes(), 0o600)?;
-    let admin = staging::connect_patiently(means, postgres::MAINTENANCE).await?;
+    let admin = staging::connect_with_retries(context, postgres::MAINTENANCE).await?;
     drop_roles(&admin).await?;
     let role = Loader::create(&admin).await?;
     let scratch = staging::create_database(&admin, Some(&role.name)).await?;
     let loaded =
-        role.load(means, &admin, &scratch, Files { dump, chosen: &chosen }, (&selection, side)).await;
+        role.load(context, &admin, &scratch, Files { dump, chosen: &chosen }, (&selection, side)).await;
     let removed = fsx::remove_if_exists(&chosen);
     if let Err(error) = loaded {
         staging::drop_scratch(&admin, &scratch.name).await;
@@ -117,15 +122,15 @@ pub async fn load(means: &Means, dump: &Path, side: &SideRecord) -> Result<Scrat
     }
     removed?;
     drop_roles(&admin).await?;
-    tell_not_kept(side);
+    warn_not_imported(side);
     Ok(scratch)
 }
 
-/// The listing of a dump, made by a process that has no connection to the database.
-async fn list(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
+/// Lists a dump, in a process without a connection to the database.
+async fn list_contents(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
     let mut child = tools.list(dump).spawn().map_err(UntrustedError::Tool)?;
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    let (mut listing, mut said) = (Vec::new(), Vec::new());
+    let (mut listing, mut stderr_bytes) = (Vec::new(), Vec::new());
     let reading = async {
         let listing = async {
             match stdout {
@@ -133,30 +138,30 @@ async fn list(tools: &PgTools, dump: &Path) -> Result<String, UntrustedError> {
                 None => Ok(0),
             }
         };
-        let said = async {
+        let errors = async {
             match stderr {
-                Some(stderr) => stderr.take(MAX_COMPLAINT_BYTES).read_to_end(&mut said).await,
+                Some(stderr) => stderr.take(MAX_COMPLAINT_BYTES).read_to_end(&mut stderr_bytes).await,
                 None => Ok(0),
             }
         };
-        let (listed, complained) = tokio::join!(listing, said);
+        let (listed, complained) = tokio::join!(listing, errors);
         listed.and(complained)?;
         child.wait().await
     };
     let ended = tokio::time::timeout(LISTING_TIMEOUT, reading).await;
     let unreadable =
         |complaint: &str| UntrustedError::Unreadable { complaint: untrusted_text::bounded(complaint) };
-    let status = ended.map_err(|_| unreadable("it was not listed in time"))?.map_err(UntrustedError::Tool)?;
+    let status = ended.map_err(|_| unreadable("the listing timed out"))?.map_err(UntrustedError::Tool)?;
     if listing.len() as u64 > MAX_LISTING_BYTES {
         return Err(unreadable("it has too many entries"));
     }
     if !status.success() {
-        return Err(unreadable(&postgres_tools::summarize_stderr(&String::from_utf8_lossy(&said))));
+        return Err(unreadable(&postgres_tools::summarize_stderr(&String::from_utf8_lossy(&stderr_bytes))));
     }
     Ok(String::from_utf8_lossy(&listing).into_owned())
 }
 
-/// Roles of imports that were killed, and of one that has ended. Their databases are dropped before, or owned by another.
+/// Drops roles of killed or finished imports. Their databases were dropped before, or have another owner.
 async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
     let failed = || query("drop the role of an import");
     let left = format!("SELECT rolname::text FROM pg_roles WHERE rolname ~ '^{ROLE}[0-9]+$'");
@@ -168,7 +173,7 @@ async fn drop_roles(admin: &Client) -> Result<(), UntrustedError> {
     Ok(())
 }
 
-/// The role can start no other session from here on, and has none.
+/// Ends the role's sessions and prevents new ones.
 async fn end_sessions(admin: &Client, role: &str) -> Result<(), UntrustedError> {
     let failed = || query("end the sessions of the import");
     admin.batch_execute(&format!("ALTER ROLE {} NOLOGIN", ident(role))).await.map_err(failed())?;
@@ -196,7 +201,7 @@ impl Loader {
         let name = format!("{ROLE}{}", crate::clock::now_ms().as_millisecond());
         let verifier = scram_sha_256(password.expose_secret().as_bytes());
         let quoted = ident(&name);
-        // The server's log does not quote its statements, whose text holds rows.
+        // Statement text holds rows, so the server must not log it.
         let sql = format!(
             "BEGIN;
              CREATE ROLE {quoted} LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE NOINHERIT NOREPLICATION NOBYPASSRLS
@@ -212,38 +217,38 @@ impl Loader {
 
     async fn load(
         &self,
-        means: &Means,
+        context: &RestoreContext,
         admin: &Client,
         scratch: &Scratch,
         files: Files<'_>,
         (selection, side): (&Selection, &SideRecord),
     ) -> Result<(), UntrustedError> {
-        create_extensions(means, scratch, selection).await?;
-        let server = means.server.as_role(&self.name, self.password.expose_secret());
-        let command = means.tools.load_chosen(&server, &scratch.name, files.dump, files.chosen);
+        create_extensions(context, scratch, selection).await?;
+        let server = context.server.as_role(&self.name, self.password.expose_secret());
+        let command = context.tools.load_chosen(&server, &scratch.name, files.dump, files.chosen);
         staging::run_restore(command).await?;
         end_sessions(admin, &self.name).await?;
         reset_database(admin, &scratch.name).await?;
         failpoint::pass("import.inspected")?;
-        let client = staging::connect_patiently(means, &scratch.name).await?;
-        let found = catalog::find_forbidden(&client).await.map_err(query("inspect the new database"))?;
-        if let Some(what) = found {
+        let client = staging::connect_with_retries(context, &scratch.name).await?;
+        let forbidden = catalog::find_forbidden(&client).await.map_err(query("inspect the new database"))?;
+        if let Some(what) = forbidden {
             return Err(UntrustedError::Forbidden { what: untrusted_text::bounded(&what) });
         }
         let role = ident(&self.name);
         let adopt = format!("REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}");
-        client.batch_execute(&adopt).await.map_err(query("take over what the import has made"))?;
-        staging::compare(means, &client, side).await?;
+        client.batch_execute(&adopt).await.map_err(query("take ownership of the imported objects"))?;
+        staging::compare(context, &client, side).await?;
         Ok(())
     }
 }
 
 async fn create_extensions(
-    means: &Means,
+    context: &RestoreContext,
     scratch: &Scratch,
     selection: &Selection,
 ) -> Result<(), UntrustedError> {
-    let client = staging::connect_patiently(means, &scratch.name).await?;
+    let client = staging::connect_with_retries(context, &scratch.name).await?;
     for name in &selection.extensions {
         let create = format!("CREATE EXTENSION {} WITH SCHEMA public", ident(name));
         client.batch_execute(&create).await.map_err(query("create an extension of the archive"))?;
@@ -251,7 +256,7 @@ async fn create_extensions(
     Ok(())
 }
 
-/// What the owner of a database can set for all its sessions, ours included.
+/// Resets settings that the owner of a database can make for all its sessions, including the superuser's.
 async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedError> {
     let database = ident(database);
     let sql = format!(
@@ -261,8 +266,9 @@ async fn reset_database(admin: &Client, database: &str) -> Result<(), UntrustedE
     admin.batch_execute(&sql).await.map_err(query("reset the settings of the new database"))
 }
 
-/// Roles are made by the gateway for the apps that are installed; nothing of the archive decides what one may do.
-fn tell_not_kept(side: &SideRecord) {
+/// Warns about roles and settings that are not imported: the gateway creates roles for installed apps, and an archive
+/// must not grant any privileges.
+fn warn_not_imported(side: &SideRecord) {
     let others = side.roles.iter().filter(|role| !role.starts_with("app_")).count();
     if others > 0 {
         tracing::warn!("not kept by the import: {} that belong to no app", counted(others as u64, "role"));
