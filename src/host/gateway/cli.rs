@@ -40,8 +40,8 @@ pub struct UsageArgs {
 #[derive(clap::Args)]
 pub struct LogsArgs {
     /// Record to print
-    #[arg(value_enum, default_value_t = RecordKind::Activity)]
-    record: RecordKind,
+    #[arg(value_enum, default_value_t = RecordName::Activity)]
+    record: RecordName,
     /// Number of existing lines to print
     #[arg(short = 'n', long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100_000))]
     lines: u32,
@@ -51,7 +51,7 @@ pub struct LogsArgs {
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
-enum RecordKind {
+enum RecordName {
     /// Events on the machine
     Activity,
     /// Ended dispatches
@@ -64,14 +64,14 @@ enum RecordKind {
     Backups,
 }
 
-impl From<RecordKind> for RecordKind {
-    fn from(kind: RecordKind) -> Self {
+impl From<RecordName> for RecordKind {
+    fn from(kind: RecordName) -> Self {
         match kind {
-            RecordKind::Activity => Self::Activity,
-            RecordKind::Interactions => Self::Interactions,
-            RecordKind::Audit => Self::Audit,
-            RecordKind::Storage => Self::Storage,
-            RecordKind::Backups => Self::Backups,
+            RecordName::Activity => Self::Activity,
+            RecordName::Interactions => Self::Interactions,
+            RecordName::Audit => Self::Audit,
+            RecordName::Storage => Self::Storage,
+            RecordName::Backups => Self::Backups,
         }
     }
 }

@@ -129,7 +129,7 @@ async fn of_pointer(
     }
     // No machine of the slot has had such an epoch: only a host that lies writes it.
     let highest = db::machines::highest_epoch(&session, user, slot).await?;
-    let is_believed = epoch <= highest.believable();
+    let is_believed = epoch <= highest.max_plausible();
     Ok(if is_believed { Beyond::Unverified(holder) } else { Beyond::Nothing })
 }
 

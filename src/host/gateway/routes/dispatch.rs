@@ -29,8 +29,8 @@ use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, OWNERS, j
 use crate::host::gateway::events::{self, HEARTBEAT_INTERVAL, MAX_STREAM_DURATION, RETRY_MS};
 use crate::host::gateway::state::Gateway;
 use crate::http::openapi::{
-    Answer, Content, LinePosition, Operation, Parameter, array, boolean, fields, matching, named, nullable,
-    object, one_of, text, text_to, time,
+    Answer, Content, Operation, Parameter, Place, array, boolean, fields, matching, named, nullable, object,
+    one_of, text, text_to, time,
 };
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -258,7 +258,7 @@ const EVENTS: Answer = Answer {
 
 const ID: Parameter = Parameter {
     name: "id",
-    place: LinePosition::Path,
+    place: Place::Path,
     schema: || matching(DispatchId::PATTERN),
     about: "The id of a dispatch, a batch, or a batch entry: the batch's id, a dot and the entry's index.",
 };
@@ -338,7 +338,7 @@ pub static FOLLOW: Endpoint = Endpoint {
             ID,
             Parameter {
                 name: "Last-Event-ID",
-                place: LinePosition::Header,
+                place: Place::Header,
                 schema: || matching("^[0-9]{0,18}$"),
                 about: "Resumes after this event.",
             },

@@ -27,7 +27,7 @@ use crate::host::records::writer::Record;
 use crate::host::system::blocking::blocking;
 use crate::http::fields::Fields;
 use crate::http::openapi::{
-    LinePosition, Operation, Parameter, boolean, fields, named, nullable, number, object, text, text_to, time,
+    Operation, Parameter, Place, boolean, fields, named, nullable, number, object, text, text_to, time,
 };
 use crate::http::problem::{Code, Problem};
 use crate::http::usage::MAX_SENDER_CHARS;
@@ -225,7 +225,7 @@ pub static SHOW_LIMITS: Endpoint = Endpoint {
         credentials: READERS,
         parameters: &[Parameter {
             name: "userId",
-            place: LinePosition::Query,
+            place: Place::Query,
             schema: || text_to(MAX_SENDER_CHARS),
             about: "The user or channel; the default is the owner.",
         }],

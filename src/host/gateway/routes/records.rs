@@ -12,34 +12,34 @@ use crate::host::gateway::endpoint::{DEFAULT_MAX_BODY_BYTES, Endpoint, READERS, 
 use crate::host::gateway::state::Gateway;
 use crate::host::records::files::RecordKind;
 use crate::http::openapi::{
-    Answer, Content, LinePosition, Operation, Parameter, array, boolean, count, matching, named, nullable,
-    number, object, one_of, text, text_to, time,
+    Answer, Content, Operation, Parameter, Place, array, boolean, count, matching, named, nullable, number,
+    object, one_of, text, text_to, time,
 };
 use crate::http::problem::Code;
 
 const fn filter(name: &'static str, about: &'static str) -> Parameter {
-    Parameter { name, place: LinePosition::Query, schema: || text_to(MAX_FILTER_CHARS), about }
+    Parameter { name, place: Place::Query, schema: || text_to(MAX_FILTER_CHARS), about }
 }
 
 const SINCE: Parameter =
-    Parameter { name: "since", place: LinePosition::Query, schema: time, about: "At or after this time." };
+    Parameter { name: "since", place: Place::Query, schema: time, about: "At or after this time." };
 const UNTIL: Parameter =
-    Parameter { name: "until", place: LinePosition::Query, schema: time, about: "Before this time." };
+    Parameter { name: "until", place: Place::Query, schema: time, about: "Before this time." };
 const LIMIT: Parameter = Parameter {
     name: "limit",
-    place: LinePosition::Query,
+    place: Place::Query,
     schema: || json!({ "type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT }),
     about: "Maximum number of lines.",
 };
 const CURSOR: Parameter = Parameter {
     name: "cursor",
-    place: LinePosition::Query,
+    place: Place::Query,
     schema: || matching(POSITION_PATTERN),
     about: "The `nextCursor` of the previous page.",
 };
 const AFTER: Parameter = Parameter {
     name: "Last-Event-ID",
-    place: LinePosition::Header,
+    place: Place::Header,
     schema: || matching(POSITIONS_PATTERN),
     about: "Resumes after this event.",
 };
