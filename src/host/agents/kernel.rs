@@ -118,7 +118,7 @@ impl Kernel {
     /// The book; waits for it for a short time while it is being read.
     ///
     /// # Errors
-    /// The records are still being read after [`BOOK_TIMEOUT`].
+    /// The records are still being read after `BOOK_TIMEOUT`.
     pub async fn ready(&self) -> Result<&Book, Problem> {
         // The result below shows whether it was opened in time.
         let _ = tokio::time::timeout(BOOK_TIMEOUT, self.opened.cancelled()).await;

@@ -118,7 +118,7 @@ impl Settings {
     }
 }
 
-/// Reads a file of settings. Fails for other file types and files above [`MAX_CONFIG_BYTES`].
+/// Reads a file of settings. Fails for other file types and files above `MAX_CONFIG_BYTES`.
 ///
 /// # Errors
 /// [`FileError`].

@@ -199,7 +199,7 @@ impl RenewingCredentials {
     fn load_stored(&self, state: &mut SourceState) {
         match StoredSessions::read(&self.file, self.machine) {
             Ok(Some(stored)) if stored.session.expires_at > state.active.expires_at => {
-                state.active = ActiveSession::from_stored(&stored)
+                state.active = ActiveSession::from_stored(&stored);
             }
             Ok(_) => {}
             Err(error) => tracing::warn!(%error, "cannot read the stored credentials"),

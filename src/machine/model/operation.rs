@@ -298,7 +298,7 @@ impl World {
             CallResult::LostReply => self.cloud.create(id),
             CallResult::Late => self.cloud.in_flight.push(id),
             CallResult::Refused => {
-                self.apply(id, &Event::CreationFailed { why: CreationFailure::ProviderRefused })
+                self.apply(id, &Event::CreationFailed { why: CreationFailure::ProviderRefused });
             }
             CallResult::BackupFailed => {}
         }

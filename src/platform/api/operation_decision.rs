@@ -72,7 +72,10 @@ async fn go_ahead(
     };
     let decision = said.finish(Some(decision))?;
     if is_twofold {
-        return Err(Problem::field("/snapshotKey", "cannot be combined with acceptLoss"));
+        return Err(Problem::field(
+            "/snapshotKey",
+            "cannot be combined with an accepted loss: choose one of the two",
+        ));
     }
     decide(&platform, &Mutation::of(&call, &operator)?, &id, decision).await
 }

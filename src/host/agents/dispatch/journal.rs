@@ -141,7 +141,7 @@ impl Journal {
             match path.extension().and_then(OsStr::to_str) {
                 // The file of an entry is newer than its batch.
                 Some("json") => {
-                    found.extend(read_entry::<JournalEntry>(&path).map(|entry| (entry.id.clone(), entry)))
+                    found.extend(read_entry::<JournalEntry>(&path).map(|entry| (entry.id.clone(), entry)));
                 }
                 Some("batch") => {
                     for entry in read_entry::<Vec<JournalEntry>>(&path).into_iter().flatten() {

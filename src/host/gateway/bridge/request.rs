@@ -185,7 +185,7 @@ impl<'a, 'w> Reader<'a, 'w> {
         match Fields::of(raw) {
             Ok(fields) => Some(Self { fields, pointer, errors }),
             Err(reason) => {
-                errors.push(FieldError { pointer: pointer, detail: reason.to_owned() });
+                errors.push(FieldError { pointer, detail: reason.to_owned() });
                 None
             }
         }

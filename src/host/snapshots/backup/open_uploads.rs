@@ -75,7 +75,7 @@ pub async fn abort_all(layout: &Layout, bucket: &Bucket) {
                 remove(layout, &upload);
             }
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "could not abort the upload of an interrupted run")
+                tracing::warn!(error = %chain(&error), "could not abort the upload of an interrupted run");
             }
         }
     }

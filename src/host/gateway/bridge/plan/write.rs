@@ -286,7 +286,7 @@ impl<'t> TablePlanner<'_, 't> {
         let mut given: Vec<Option<Param>> = vec![None; self.table.columns.len()];
         for (name, raw) in &fields.0 {
             let mut reject = |message: &str| {
-                errors.push(field_error(format!("{pointer}/{}", escape_segment(name)), message))
+                errors.push(field_error(format!("{pointer}/{}", escape_segment(name)), message));
             };
             let found = self.table.columns.iter().position(|column| column.name.as_str() == name);
             let Some(index) = found else {

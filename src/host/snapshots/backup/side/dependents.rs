@@ -239,7 +239,7 @@ impl Dependents {
                 Err(error) => match error.as_db_error() {
                     // Only the message: its detail quotes rows.
                     Some(why) => {
-                        record_result(done, &statement.dependent, false, &format!(": {}", why.message()))
+                        record_result(done, &statement.dependent, false, &format!(": {}", why.message()));
                     }
                     None => return Err(error),
                 },
