@@ -180,7 +180,7 @@ impl Bucket {
         Self { call_timeout: Some(timeout), ..self }
     }
 
-    /// One call, counted, and ended at its deadline.
+    /// One call, counted, and ended at its deadline. Callers box the work: it is deep, and a part of most futures of the platform.
     async fn call<T>(
         &self,
         name: &'static str,
@@ -248,7 +248,7 @@ impl Bucket {
     /// # Errors
     /// [`StoreError`]; absence is `Ok(None)`.
     pub async fn head(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
-        self.call("head", key, self.head_once(key)).await
+        self.call("head", key, Box::pin(self.head_once(key))).await
     }
 
     async fn head_once(&self, key: &Path) -> Result<Option<ObjectMeta>, StoreError> {
@@ -286,7 +286,7 @@ impl Bucket {
     /// # Errors
     /// [`StoreError`]; absence is `Ok(None)`, a larger object is `Corrupt`.
     pub async fn get(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
-        self.call("get", key, self.get_once(key, limit)).await
+        self.call("get", key, Box::pin(self.get_once(key, limit))).await
     }
 
     async fn get_once(&self, key: &Path, limit: u64) -> Result<Option<Versioned<Bytes>>, StoreError> {
@@ -328,8 +328,12 @@ impl Bucket {
     /// [`StoreError`].
     pub async fn put(&self, key: &Path, body: impl Into<Bytes>) -> Result<(), StoreError> {
         let put = self.inner.put(key, body.into().into());
-        self.call("put", key, async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) })
-            .await
+        self.call(
+            "put",
+            key,
+            Box::pin(async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) }),
+        )
+        .await
     }
 
     /// # Errors
@@ -368,7 +372,7 @@ impl Bucket {
         let options = PutOptions { mode, ..PutOptions::default() };
         let put = self.inner.put_opts(key, body.into().into(), options);
         let put = async { put.await.map(|_| ()).map_err(|error| StoreError::of(key, error)) };
-        self.call("put_if", key, put).await
+        self.call("put_if", key, Box::pin(put)).await
     }
 }
 

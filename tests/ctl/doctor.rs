@@ -226,7 +226,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     ] {
         assert_eq!(well.levels(check), ["ok"], "{check}: {}", well.said);
     }
-    well.has("backup", "warning", "none on this machine yet");
+    well.has("backup", "warning", "no backup on this machine yet");
     well.has("units", "skipped", "systemd does not run here");
     well.has("ports", "skipped", "shares its network");
 
@@ -256,7 +256,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
         fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", "http://127.0.0.1:9"))).await;
     dead.has("platform", "problem", "cannot be reached");
     dead.has("clock", "skipped", "cannot be reached");
-    dead.has("configuration", "problem", "update.env is another");
+    dead.has("configuration", "problem", "update.env and host.env differ");
     let past = at_another_time("Thu, 01 Jan 2026 00:00:00 GMT").await;
     let late = fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", &past))).await;
     late.has("clock", "problem", "ahead of the platform's");
@@ -310,7 +310,8 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     let kept = fs::read_to_string(&file).unwrap();
     let ended = "2026-01-01T00:00:00.000Z";
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
-    for (renewed_at, level, what) in [(ended, "problem", "ran out"), (&now, "ok", "renewed by its next use")]
+    for (renewed_at, level, what) in
+        [(ended, "problem", "expired at"), (&now, "ok", "renewed on its next use")]
     {
         let mut sessions: Value = serde_json::from_str(&kept).unwrap();
         sessions["expiresAt"] = ended.into();
@@ -345,12 +346,11 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     let run = fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap();
     run.good().unwrap();
     fleet.host().await.has("backup", "ok", "0 min old");
-
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     fleet.host().await.has("gateway", "problem", "not ready");
     // Not before: a gateway or an agent that finds this file ends.
     let replaced = fleet.host_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
-    replaced.has("platform", "problem", "taken this one's place");
+    replaced.has("platform", "problem", "has replaced this one");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
     let pid = nix::unistd::Pid::from_raw(pid.lines().next().unwrap().parse().unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).unwrap();

@@ -343,6 +343,8 @@ async fn what_is_stored(world: &World, database: &PgServer) {
     world.send(world.query(&insert)).await.assert_problem(409, "conflict");
     let quota = json!({ "storage": { "appBytes": 1 } }).to_string();
     world.host.machine.write("home/svc/home/system/config.json", &quota).unwrap();
+    // Writes are admitted by settings that are at most a second old.
+    tokio::time::sleep(std::time::Duration::from_millis(1100)).await;
     let by_app = world.by("app", &Method::POST, "/api/bridge/query");
     world.send(by_app.json(&insert)).await.assert_problem(507, "storage_quota_reached");
     for (body, status, code) in [

@@ -127,7 +127,7 @@ async fn an_agent_uses_the_bridge_of_its_apps_while_it_runs() -> Result<()> {
     assert_eq!(read("own.json")?["data"][0]["title"], "of notes");
     let schemas = read("schemas.json")?;
     assert_eq!(schemas["data"].as_array().map(Vec::len), Some(1), "it sees its own apps: {schemas}");
-    assert!(read("other.json")?["detail"].to_string().contains(&format!("the tables of {notes} alone")));
+    assert!(read("other.json")?["detail"].to_string().contains(&format!("only the tables of {notes}.")));
     // The dispatch is over, and its token with it; nothing that is told of the run shows it.
     let token = fs::read_to_string(home.join("token"))?;
     assert!(token.len() > 40 && !shown.to_string().contains(&token), "{shown}");

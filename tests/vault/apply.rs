@@ -228,7 +228,7 @@ async fn a_release_that_lost_a_part_is_never_switched_to() -> Result<()> {
         let has = current.join(part);
         fs::create_dir_all(&has)?;
         let refused = stage.apply(NEW).await?.expect(65);
-        assert!(refused.stderr.contains(&format!("comes without {part}")), "{}", refused.stderr);
+        assert!(refused.stderr.contains(&format!("lacks {part}")), "{}", refused.stderr);
         let last = stage.last()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
         stage.is_untouched()?;

@@ -54,7 +54,7 @@ pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> R
         return Ok(reply.into_response());
     }
     drop(session);
-    max_plausible(&platform, &wanted.version).await?;
+    check_release(&platform, &wanted.version).await?;
     Ok(begin(&platform, &wanted, &mutation).await?.into_response())
 }
 
@@ -82,7 +82,7 @@ fn wanted(mut fields: Fields) -> Result<Wanted, Problem> {
 }
 
 /// Hosts would refuse a release whose manifest is missing or not signed for them: better here, once, than there.
-async fn max_plausible(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
+async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
     let published = bundle::digest(&platform.bucket, version).await?;
     let Some(digest) = published else {
         return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));

@@ -141,7 +141,7 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
     let (now, options) = (held.now().await?, held.operation.options);
     if is_answered(held) {
         let reason = if options.give_up_backup { Reason::GivenUp } else { Reason::Silent };
-        return pass_over(held, &machine, &progress, reason).await;
+        return Box::pin(pass_over(held, &machine, &progress, reason)).await;
     }
     if progress.trouble.is_some() || options.give_up_backup {
         // An operator has answered: a snapshot that was held back may be the latest by now.
@@ -151,7 +151,7 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
             return Ok(saved(&machine, taken_at));
         }
         if options.accept_loss && progress.trouble.is_none() {
-            return pass_over(held, &machine, &progress, Reason::GivenUp).await;
+            return Box::pin(pass_over(held, &machine, &progress, Reason::GivenUp)).await;
         }
         if options.accept_loss {
             return Ok(accepted(held, &machine).await);
@@ -176,7 +176,7 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
         }
         Err(HostCallError::Unreachable(error)) => {
             tracing::info!(machine = %machine.id, error = format!("{error:#}"), "no last backup yet");
-            unreachable(held, &machine, progress, now).await
+            Box::pin(unreachable(held, &machine, progress, now)).await
         }
     }
 }
@@ -188,10 +188,10 @@ async fn needs_none(
     progress: &mut Progress,
 ) -> Result<Option<Answer>, StepError> {
     if machine.power_off_ordered_at.is_some() {
-        return pass_over(held, machine, progress, Reason::OutOfService).await.map(Some);
+        return Box::pin(pass_over(held, machine, progress, Reason::OutOfService)).await.map(Some);
     }
     if !machine.server_exists() && !held.finds_server_again(machine).await? {
-        return pass_over(held, machine, progress, Reason::ServerGone).await.map(Some);
+        return Box::pin(pass_over(held, machine, progress, Reason::ServerGone)).await.map(Some);
     }
     // A deletion of that machine takes it.
     let session = held.platform.db.session().await?;
@@ -368,7 +368,7 @@ async fn unreachable(
         let trouble = "the host sends heartbeats, and the platform cannot call it".to_owned();
         return Ok(ask(held, machine, progress, Trouble::Failed(trouble)).await);
     }
-    pass_over(held, machine, &progress, Reason::Silent).await
+    Box::pin(pass_over(held, machine, &progress, Reason::Silent)).await
 }
 
 /// The operator accepted beforehand, or is asked now.

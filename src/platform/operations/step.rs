@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use jiff::Timestamp;
 use serde_json::{Map, Value};
 
@@ -184,29 +185,31 @@ impl From<ProviderError> for StepError {
 /// # Errors
 /// [`StepError`].
 pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
-    if let Some(answer) = later_holder::check_step(held, step).await? {
+    if let Some(answer) = Box::pin(later_holder::check_step(held, step)).await? {
         return Ok(answer);
     }
-    match step {
-        Step::LastBackup => last_backup::last_backup(held).await,
-        Step::Fence => fence(held).await,
-        Step::PowerOffServer => predecessor::power_off(held).await,
-        Step::DeletePredecessor => predecessor::delete(held).await,
-        Step::CreateServer => create::server(held).await,
-        Step::AwaitRegistration => await_registration(held).await,
-        Step::DeleteServer => delete::own(held).await,
-        Step::ShutDown => resize::shut_down(held).await,
-        Step::PowerOff => resize::power_off(held).await,
-        Step::ChangeType => resize::change_type(held).await,
-        Step::PowerOn => resize::power_on(held).await,
-        Step::AwaitHealth => resize::await_health(held).await,
-        Step::SwitchOn => reinstate::switch_on(held).await,
-        Step::AwaitHost => reinstate::await_host(held).await,
-        Step::StartServer => power::start(held).await,
-        Step::StopServer => power::stop(held).await,
-        Step::RebootServer => power::reboot(held).await,
-        Step::AwaitHeartbeat => power::await_heartbeat(held).await,
-    }
+    // Each in a box: a future holds room for the largest of its parts, and a thread's stack for all that is polled.
+    let work: BoxFuture<'_, Result<Answer, StepError>> = match step {
+        Step::LastBackup => Box::pin(last_backup::last_backup(held)),
+        Step::Fence => Box::pin(fence(held)),
+        Step::PowerOffServer => Box::pin(predecessor::power_off(held)),
+        Step::DeletePredecessor => Box::pin(predecessor::delete(held)),
+        Step::CreateServer => Box::pin(create::server(held)),
+        Step::AwaitRegistration => Box::pin(await_registration(held)),
+        Step::DeleteServer => Box::pin(delete::own(held)),
+        Step::ShutDown => Box::pin(resize::shut_down(held)),
+        Step::PowerOff => Box::pin(resize::power_off(held)),
+        Step::ChangeType => Box::pin(resize::change_type(held)),
+        Step::PowerOn => Box::pin(resize::power_on(held)),
+        Step::AwaitHealth => Box::pin(resize::await_health(held)),
+        Step::SwitchOn => Box::pin(reinstate::switch_on(held)),
+        Step::AwaitHost => Box::pin(reinstate::await_host(held)),
+        Step::StartServer => Box::pin(power::start(held)),
+        Step::StopServer => Box::pin(power::stop(held)),
+        Step::RebootServer => Box::pin(power::reboot(held)),
+        Step::AwaitHeartbeat => Box::pin(power::await_heartbeat(held)),
+    };
+    work.await
 }
 
 async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {

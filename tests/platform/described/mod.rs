@@ -180,6 +180,8 @@ impl Side for World {
             "bundleSha256" => json!(DIGEST),
             "epoch" => json!(1),
             "allowEmpty" | "empty" => json!(false),
+            // A decision names a snapshot, or accepts the loss.
+            "acceptLoss" if is_of_operation(operation) => json!(false),
             "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
             _ => return None,
         })
@@ -343,7 +345,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
             "backUp" | "drill" | "getUsage" => Some((502, "host_unreachable")),
             // It holds none back.
             "acceptBackup" => Some((409, "invalid_state")),
-            "recover" | "rebuildPointer" => Some((409, "snapshot_unusable")),
+            "recover" | "rebuildPointer" | "continueOperation" => Some((409, "snapshot_unusable")),
             // Nothing is missing.
             "releaseAlarm" => Some((404, "not_found")),
             // The machine that waited has registered by then.
@@ -351,7 +353,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
             // Nothing waits, nothing is deleted, and nothing is kept: platform::{last_backup, undelete, kept_servers}.
             // It is being resized.
             "power" => Some((409, "invalid_state")),
-            "continueOperation" | "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
+            "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
             _ => None,
         };
         match refused {

@@ -150,6 +150,12 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     rows.post(&of(waits, "power"), &json!({"action": "off"}), 409, "invalid_state").await;
     let operation = |what: &str| format!("/vps/operations/{}/{what}", world.operation);
     rows.post(&operation("continue"), &json!({"acceptLoss": true}), 409, "invalid_state").await;
+    let restore = |name: &str| json!({"snapshotKey": format!("system/db/snapshots/{name}-1.dump")});
+    let unknown = restore("2026-01-01T00-00-00.000Z");
+    rows.post(&operation("continue"), &unknown, 409, "snapshot_unusable").await;
+    world.stack.snapshot_of_size("user_2", 1 << 40);
+    let large = restore("2026-01-02T03-04-05.678Z");
+    rows.post(&operation("continue"), &large, 409, "disk_too_small").await;
     rows.row(world.ask(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;
     rows.post(&of(runs, "resize"), &to("cpx62"), 403, "server_type_not_allowed").await;
     let free = process(&world.stack, settings, &[("BILLING_ENFORCEMENT", "off")]);
@@ -216,6 +222,8 @@ async fn rollouts(rows: &mut Rows<'_>) {
     world.send(world.ask(Method::POST, &of("abort"), &json!({}))).await;
     let nobody = json!({"imageVersion": "v1", "handles": ["nobody"]});
     rows.post(path, &nobody, 404, "machine_not_found").await;
+    let waits = json!({"imageVersion": "v1", "handles": ["h-user-2"]});
+    rows.post(path, &waits, 409, "invalid_state").await;
     let open = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
     let first = world.send(world.ask(Method::POST, path, &open)).await;
     assert_eq!(first.status, 202, "{first:?}");

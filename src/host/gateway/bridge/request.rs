@@ -334,8 +334,7 @@ impl<'a, 'w> Reader<'a, 'w> {
         };
         for (name, _) in self.fields.0.iter().filter(|(name, _)| !known(name)) {
             let pointer = format!("{}/{}", self.pointer, escape_segment(name));
-            let detail =
-                format!("is not a field of this action; its fields are {}", fields_of(shape, always));
+            let detail = format!("is not a field of this action; it takes {}", fields_of(shape, always));
             self.errors.push(FieldError { pointer, detail });
         }
     }

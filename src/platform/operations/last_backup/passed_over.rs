@@ -60,7 +60,7 @@ pub async fn pass_over(
     reason: Reason,
 ) -> Result<Answer, StepError> {
     let latest = saved_until(held, machine).await;
-    let Some(newer) = find(held, machine).await? else {
+    let Some(newer) = Box::pin(find(held, machine)).await? else {
         return Ok(done(held, machine, reason, &latest, ""));
     };
     let stored = format!("{} of {}", newer.key, rfc3339_ms(newer.taken_at));
@@ -90,7 +90,7 @@ pub async fn pass_over(
 
 /// After a host that answers has made no last backup, and an operator accepted that: what the log says of a newer snapshot.
 pub async fn note_unrestored(held: &Held<'_>, machine: &MachineRow) -> String {
-    let Ok(Some(newer)) = find(held, machine).await else { return String::new() };
+    let Ok(Some(newer)) = Box::pin(find(held, machine)).await else { return String::new() };
     if held.kind != OperationKind::Delete && held.not_restored(newer.key.clone()).await.is_err() {
         tracing::warn!(key = newer.key, "it is not noted that a newer snapshot is not restored");
     }
@@ -156,7 +156,7 @@ async fn find(held: &Held<'_>, machine: &MachineRow) -> Result<Option<SideRecord
             Err(Unusable::Absent | Unusable::Damaged { .. }) => Ok(None),
         }
     };
-    match bucket.within(&slot.snapshots(), SEARCH_TIMEOUT, search).await {
+    match bucket.within(&slot.snapshots(), SEARCH_TIMEOUT, Box::pin(search)).await {
         Ok(found) => Ok(found),
         Err(StoreError::Corrupt { .. }) => Ok(None),
         Err(_) if held.kind == OperationKind::Delete => Ok(None),

@@ -193,10 +193,10 @@ mod tests {
         let swapped = [entries[1].clone(), entries[0].clone()];
         let more = [entries[0].clone(), entries[1].clone(), listed("home/c")];
         for (other, why) in [
-            (&larger[..], "is not what the manifest says"),
-            (&swapped, "is not what the manifest says"),
+            (&larger[..], "differs from the manifest"),
+            (&swapped, "differs from the manifest"),
             (&more, "\"home/c\" is missing"),
-            (&entries[..1], "does not list the last 1 entries"),
+            (&entries[..1], "the last 1 entries are not listed"),
         ] {
             let refused = compare(manifest(other).as_bytes(), &seen).unwrap_err();
             assert!(refused.contains(why), "{refused}");
