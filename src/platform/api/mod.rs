@@ -131,14 +131,14 @@ const API: Api = Api {
         ("Subscription", shape::subscription),
         ("Alarm", alarm::shape),
         ("Operator", operators::shape),
-        ("OwnSlot", router::own_slot),
+        ("OwnSlot", router::own_slot_schema),
     ],
 };
 
 /// The document of all routes: the control API's, and the router's own on the public hosts.
 pub fn description() -> Value {
     let own = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
-    let public = router::ROUTES.iter().map(|own| &own.operation);
+    let public = router::ROUTES.iter().map(|route| &route.operation);
     let mut document = openapi::document(&API, own.chain(public));
     for endpoint in ENDPOINTS {
         let Some(scopes) = endpoint.access.scopes() else { continue };
@@ -152,7 +152,7 @@ pub fn description() -> Value {
         }
     }
     for route in router::ROUTES {
-        document["paths"][route.operation.path]["servers"] = router::servers();
+        document["paths"][route.operation.path]["servers"] = router::openapi_servers();
     }
     document
 }
