@@ -16,7 +16,7 @@ use super::session::{LIFETIME_SECONDS, sha256};
 use super::{RouterState, page, sign_in};
 use crate::http::problem::Problem;
 use crate::machine::name::IdpUserId;
-use crate::platform::api::call::Call;
+use crate::platform::api::call::ApiCall;
 
 pub(super) const PATH: &str = "/_svc/account";
 const TEMPLATE: &str = include_str!("account.html");
@@ -70,12 +70,12 @@ pub(super) fn account_prompt(
 pub(super) async fn choose_account(
     router: &RouterState,
     context: &RequestContext,
-    call: &Call,
+    call: &ApiCall,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return Err(sign_in::sign_in_required());
     };
-    let mut fields = if call.is_form() { call.form()? } else { call.fields()? };
+    let mut fields = if call.is_form() { call.form_fields()? } else { call.json_fields()? };
     let choice = fields.required::<AccountChoice>("account");
     let return_to = fields.optional::<String>("returnTo");
     let choice = fields.finish(choice)?;

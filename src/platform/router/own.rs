@@ -21,7 +21,7 @@ use super::{RouterState, account, app_token, sign_in};
 use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::Slot;
-use crate::platform::api::call::{self, Call};
+use crate::platform::api::call::{self, ApiCall};
 
 const SLOTS_PAGE: &str = include_str!("slots.html");
 const PREFIX: &str = "/_svc";
@@ -77,7 +77,7 @@ pub(super) async fn handle(
     let Some(route) = candidates.iter().find(|route| route.accepts(request.method())) else {
         return Ok(reject(&candidates, request).await);
     };
-    let call = Call::read(request).await?;
+    let call = ApiCall::read(request).await?;
     match route.action {
         BuiltinAction::ListSlots => list_slots(router, context, &call).await,
         BuiltinAction::ChooseSlot => choose_slot(router, context, &call).await,
@@ -91,7 +91,7 @@ pub(super) async fn handle(
 
 /// Rejects an unknown path or a wrong method.
 async fn reject(candidates: &[&BuiltinRoute], request: Request) -> Response {
-    call::discard(&mut request.into_body()).await;
+    call::drain_body(&mut request.into_body()).await;
     if candidates.is_empty() {
         return Problem::new(Code::NotFound, "The router has no route at this path.").into_response();
     }
@@ -108,7 +108,7 @@ async fn reject(candidates: &[&BuiltinRoute], request: Request) -> Response {
 async fn list_slots(
     router: &RouterState,
     context: &RequestContext,
-    call: &Call,
+    call: &ApiCall,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return sign_in::start_sign_in(router, context, &call.uri);
@@ -152,14 +152,14 @@ async fn list_slots(
 async fn choose_slot(
     router: &RouterState,
     context: &RequestContext,
-    call: &Call,
+    call: &ApiCall,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return Err(sign_in::sign_in_required());
     };
     // Pages send a form, programs send JSON.
     let is_form = call.is_form();
-    let mut fields = if is_form { call.is_form()? } else { call.fields()? };
+    let mut fields = if is_form { call.is_form()? } else { call.json_fields()? };
     let slot = fields.required::<Slot>("slot");
     let slot = fields.finish(slot)?;
     let machines = router.directory.machines(identity.user());
@@ -207,12 +207,12 @@ async fn choose_slot(
 async fn mint_app_token(
     router: &RouterState,
     context: &RequestContext,
-    call: &Call,
+    call: &ApiCall,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return Err(sign_in::sign_in_required());
     };
-    let mut fields = call.fields()?;
+    let mut fields = call.json_fields()?;
     let app: Option<String> = fields.required("app");
     if app.as_deref().is_some_and(|app| !app_token::is_slug(app)) {
         fields.wrong("app", "must be an app's slug, such as notes");

@@ -17,7 +17,7 @@ use super::door::PublicHost;
 use super::serve::{RequestContext, redirect, session_problem};
 use super::session::{LIFETIME_SECONDS, SessionGrant, SessionOrigin, random_token};
 use crate::http::problem::{Code, Problem};
-use crate::platform::api::call::Call;
+use crate::platform::api::call::ApiCall;
 
 /// On `APP_HOST`: issues a code for the browser that holds `state` on `CODE_HOST`.
 pub(super) const ISSUE_CODE_PATH: &str = "/_svc/code-session";
@@ -69,7 +69,7 @@ pub(super) fn start_sign_in(
 pub(super) async fn issue_code(
     router: &RouterState,
     context: &RequestContext,
-    call: &Call,
+    call: &ApiCall,
 ) -> Result<Response, Problem> {
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return start_sign_in(router, context, &call.uri);
@@ -77,7 +77,7 @@ pub(super) async fn issue_code(
     if let Some(page) = account::account_prompt(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
     }
-    let mut query = call.query();
+    let mut query = call.query_fields();
     let state: Option<String> = query.required("state");
     let return_to: Option<String> = query.optional("return_to");
     let state = query.with_others().finish(state)?;
@@ -99,9 +99,9 @@ pub(super) async fn issue_code(
 pub(super) async fn redeem_code(
     router: &RouterState,
     context: &RequestContext,
-    call: &Call,
+    call: &ApiCall,
 ) -> Result<Response, Problem> {
-    let mut query = call.query();
+    let mut query = call.query_fields();
     let code: Option<String> = query.required("code");
     let code = query.with_others().finish(code)?;
     router.admit_check(context)?;
