@@ -18,7 +18,7 @@ use crate::http::openapi::{Operation, count, nullable, object, one_of};
 use crate::http::problem::chain;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
-use crate::platform::router::Routes;
+use crate::platform::router::RoutesState;
 use axum::routing::get;
 
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -137,7 +137,8 @@ pub static READY_TO_CONTROL: Endpoint = Endpoint {
 };
 
 fn readiness() -> serde_json::Value {
-    let routes = [Routes::NotLoaded, Routes::Current, Routes::Stale, Routes::TooOld].map(Routes::as_str);
+    let routes = [RoutesState::NotLoaded, RoutesState::Current, RoutesState::Stale, RoutesState::TooOld]
+        .map(RoutesState::as_str);
     object(
         &[
             ("status", component_status()),

@@ -19,7 +19,7 @@ pub struct Freshness {
 
 /// Whether the routes are current enough to be served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Routes {
+pub enum RoutesState {
     NotLoaded,
     Current,
     /// The database is unreachable, but the routes are young enough to be served.
@@ -27,7 +27,7 @@ pub enum Routes {
     TooOld,
 }
 
-impl Routes {
+impl RoutesState {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::NotLoaded => "not_loaded",
@@ -68,12 +68,12 @@ impl Freshness {
         }
     }
 
-    pub fn routes(&self) -> Routes {
+    pub fn routes(&self) -> RoutesState {
         match self.age() {
-            None => Routes::NotLoaded,
-            Some(age) if age < MAX_CURRENT_AGE.min(self.max_staleness) => Routes::Current,
-            Some(age) if age < self.max_staleness => Routes::Stale,
-            Some(_) => Routes::TooOld,
+            None => RoutesState::NotLoaded,
+            Some(age) if age < MAX_CURRENT_AGE.min(self.max_staleness) => RoutesState::Current,
+            Some(age) if age < self.max_staleness => RoutesState::Stale,
+            Some(_) => RoutesState::TooOld,
         }
     }
 }
@@ -85,19 +85,19 @@ mod tests {
     #[test]
     fn routes_become_stale_then_too_old() {
         let freshness = Freshness::new(Duration::from_secs(1800));
-        assert_eq!((freshness.routes(), freshness.age()), (Routes::NotLoaded, None));
+        assert_eq!((freshness.routes(), freshness.age()), (RoutesState::NotLoaded, None));
         let start = Instant::now();
         freshness.confirm(start);
-        assert_eq!(freshness.routes(), Routes::Current);
+        assert_eq!(freshness.routes(), RoutesState::Current);
         let confirmed_ago = |seconds: u64| {
             let mut freshness = Freshness::new(Duration::from_secs(1800));
             freshness.start = start.checked_sub(Duration::from_secs(seconds)).unwrap();
             freshness.confirm(freshness.start);
             freshness.routes()
         };
-        assert_eq!(confirmed_ago(15), Routes::Stale);
-        assert_eq!(confirmed_ago(1799), Routes::Stale);
-        assert_eq!(confirmed_ago(1801), Routes::TooOld);
-        assert!(!Routes::NotLoaded.are_served() && !Routes::TooOld.are_served());
+        assert_eq!(confirmed_ago(15), RoutesState::Stale);
+        assert_eq!(confirmed_ago(1799), RoutesState::Stale);
+        assert_eq!(confirmed_ago(1801), RoutesState::TooOld);
+        assert!(!RoutesState::NotLoaded.are_served() && !RoutesState::TooOld.are_served());
     }
 }

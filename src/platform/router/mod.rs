@@ -38,7 +38,7 @@ use tokio_util::sync::CancellationToken;
 pub use config::RouterConfig;
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
-pub use freshness::{Freshness, Routes};
+pub use freshness::{Freshness, RoutesState};
 pub use own::{BuiltinRoute, ROUTES};
 pub use own_routes::{openapi_servers, own_slot_schema};
 pub use sign_outs::SIGN_OUT_TTL;

@@ -18,7 +18,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
 use super::door::PublicHost;
-use super::freshness::{Freshness, Routes};
+use super::freshness::{Freshness, RoutesState};
 use super::session_token;
 use crate::http::rate::RateLimit;
 use crate::machine::name::{IdpUserId, Slot};
@@ -324,7 +324,7 @@ impl Sessions {
     /// Fails at once if the watcher has lost the database, so that requests do not wait for the timeout.
     fn ensure_reachable(&self) -> Result<(), SessionError> {
         match self.freshness.routes() {
-            Routes::Stale | Routes::TooOld => Err(SessionError::Unreachable),
+            RoutesState::Stale | RoutesState::TooOld => Err(SessionError::Unreachable),
             _ => Ok(()),
         }
     }

@@ -16,7 +16,7 @@ use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Statement};
 use tokio_util::sync::CancellationToken;
 
 use super::directory::Directory;
-use super::freshness::{Freshness, Routes};
+use super::freshness::{Freshness, RoutesState};
 use super::machine::{Endpoint, MachineRecord};
 use super::session::Sessions;
 use super::sign_outs::{SIGN_OUT_TTL, SignOuts};
@@ -144,14 +144,14 @@ impl Watcher {
 /// The last logged state of a database outage, so that each state is logged once.
 #[derive(Default)]
 struct Outage {
-    logged: Option<Routes>,
+    logged: Option<RoutesState>,
 }
 
 impl Outage {
     fn report(&mut self, freshness: &Freshness, error: &anyhow::Error) {
         let routes = match freshness.routes() {
             // One poll has failed already, so the routes are no longer confirmed.
-            Routes::Current => Routes::Stale,
+            RoutesState::Current => RoutesState::Stale,
             routes => routes,
         };
         ROUTES_AGE.set([], freshness.age().map_or(f64::NAN, |age| age.as_secs_f64()));
@@ -160,11 +160,11 @@ impl Outage {
         }
         let (error, max_seconds) = (format!("{error:#}"), freshness.max_staleness().as_secs());
         match routes {
-            Routes::NotLoaded => {
+            RoutesState::NotLoaded => {
                 tracing::error!(error, "database unreachable; no routes loaded yet, requests get 503");
             }
-            Routes::TooOld => tracing::error!(error, max_seconds, "routes too old; requests get 503"),
-            Routes::Stale | Routes::Current => {
+            RoutesState::TooOld => tracing::error!(error, max_seconds, "routes too old; requests get 503"),
+            RoutesState::Stale | RoutesState::Current => {
                 tracing::warn!(error, max_seconds, "database unreachable; serving stale routes");
             }
         }
