@@ -46,7 +46,7 @@ pub use sign_outs::SIGN_OUT_TTL;
 const USER_BURST_SECONDS: u32 = 2;
 
 /// Maximum lifetime of an app token or a session cookie, which the same key signs.
-pub const MAX_SIGNED_LIFE: Duration = Duration::from_secs(session::LIFETIME_SECONDS);
+pub const MAX_SIGNED_LIFETIME: Duration = Duration::from_secs(session::LIFETIME_SECONDS);
 
 use crate::http::observe::{self, Listener};
 use crate::http::rate::RateLimit;
