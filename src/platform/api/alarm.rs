@@ -32,7 +32,7 @@ pub async fn handle(
     };
     let alarm_kind: Alarm = alarm.parse().map_err(|_| not_found())?;
     if !alarm_kind.is_fuse() {
-        return Err(informs_only(alarm_kind));
+        return Err(not_releasable(alarm_kind));
     }
     let mutation = Mutation::from_call(&call, &operator)?;
     let mut session = platform.db.session().await?;
@@ -60,7 +60,7 @@ pub async fn handle(
 }
 
 /// The problem of an alarm that holds nothing back.
-fn informs_only(alarm: Alarm) -> Problem {
+fn not_releasable(alarm: Alarm) -> Problem {
     let detail = format!(
         "The alarm {} holds nothing back, so there is nothing to release: it ends {}. `svcctl fleet` shows what to do about it.",
         alarm.as_str(),
@@ -69,7 +69,6 @@ fn informs_only(alarm: Alarm) -> Problem {
     Problem::new(Code::InvalidState, detail)
 }
 
-/// The route and its description.
 pub static RELEASE: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

@@ -45,7 +45,6 @@ async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Resu
     Ok(Json(json!({"entries": entries, "nextCursor": next})).into_response())
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ_OR_ADMIN),
     operation: Operation {

@@ -51,7 +51,6 @@ pub async fn handle(
     object::serve(&platform.bucket, &dump, "application/octet-stream", &call, absent).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

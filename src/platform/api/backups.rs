@@ -96,7 +96,6 @@ fn backup_record(record: &Listed, latest: Option<&str>) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {

@@ -55,7 +55,6 @@ pub async fn handle(
     Ok(Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "status": "failed"})).into_response())
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {

@@ -123,7 +123,6 @@ async fn record_progress(
     db::operations::progressed(tx, machine.id).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {

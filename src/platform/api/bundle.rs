@@ -39,7 +39,6 @@ pub async fn handle(
     object::serve(&platform.bucket, &key::bundle(&parsed, suffix), kind, &call, not_found).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::OperatorOrHost(READ),
     operation: Operation {

@@ -208,7 +208,6 @@ fn response_schema() -> Value {
     )
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

@@ -278,7 +278,6 @@ async fn abort(
     execute_command(&platform, &id, request, RolloutCommand::Abort).await
 }
 
-/// The routes and their descriptions.
 pub static START: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

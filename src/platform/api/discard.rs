@@ -151,7 +151,6 @@ fn invalid(status: &str, detail: &str) -> Problem {
     Problem::new(Code::InvalidState, detail).with("machineStatus", json!(status)).with("allowed", json!([]))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

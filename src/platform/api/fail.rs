@@ -60,7 +60,6 @@ async fn fail(
     change.end(effect, StatusCode::OK, MachineRow::record).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

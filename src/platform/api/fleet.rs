@@ -66,7 +66,6 @@ fn overdue_record(overdue: &Overdue) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {

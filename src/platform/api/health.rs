@@ -82,7 +82,6 @@ async fn store(platform: &Platform) -> bool {
     }
 }
 
-/// The route and its description.
 pub static LIVE: Endpoint = Endpoint {
     access: Access::Open,
     operation: Operation {
@@ -99,7 +98,6 @@ pub static LIVE: Endpoint = Endpoint {
     serve: || get(live),
 };
 
-/// The route and its description.
 pub static READY: Endpoint = Endpoint {
     access: Access::Open,
     operation: Operation {
@@ -116,7 +114,6 @@ pub static READY: Endpoint = Endpoint {
     serve: || get(ready),
 };
 
-/// The route and its description.
 pub static READY_TO_CONTROL: Endpoint = Endpoint {
     access: Access::Open,
     operation: Operation {

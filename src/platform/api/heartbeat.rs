@@ -447,7 +447,6 @@ fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
     Some(json!({"status": status?, "at": at, "key": key, "damaged": damaged, "error": error}))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {

@@ -53,7 +53,6 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     Ok(Json(json!({"machines": records, "nextCursor": next})).into_response())
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {

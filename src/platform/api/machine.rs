@@ -53,7 +53,6 @@ async fn read_machine(platform: &Platform, id: MachineId) -> Result<(Value, Copi
     Ok((record, copies))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {

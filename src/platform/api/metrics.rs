@@ -26,7 +26,6 @@ pub async fn handle(
     Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], scrape.text()).into_response())
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(METRICS),
     operation: Operation {

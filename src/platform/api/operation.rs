@@ -42,7 +42,6 @@ pub async fn record(client: &impl GenericClient, operation: &OperationRow) -> Re
     Ok(record)
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {

@@ -281,7 +281,6 @@ fn invalid(operation: &OperationRow, detail: &str) -> Problem {
         .with("allowed", json!([]))
 }
 
-/// The routes and their descriptions.
 pub static CONTINUE: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

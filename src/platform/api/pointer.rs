@@ -333,7 +333,6 @@ const SNAPSHOT_KEY: Parameter = Parameter {
     about: "The snapshot that a rebuild would name; default: the newest complete one of the highest epoch.",
 };
 
-/// The route and its description.
 pub static SHOW: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {
@@ -368,7 +367,6 @@ pub static SHOW: Endpoint = Endpoint {
     serve: || get(show),
 };
 
-/// The route and its description.
 pub static REBUILD: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

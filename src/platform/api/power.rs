@@ -182,7 +182,6 @@ fn body(machine: &MachineRow, action: PowerAction, operation: Option<OperationId
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

@@ -133,7 +133,7 @@ async fn provision(
         return Err(handle_taken(&request.handle));
     }
     let filed = create_machine(platform, &tx, request, plan, existing.as_ref()).await?;
-    let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| gone(filed))?;
+    let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| machine_missing(filed))?;
     let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
     let (before, mut after) = (existing.as_ref().map(MachineRow::record), machine.record());
     after["allowEmpty"] = (request.empty == EmptyStart::Allowed).into();
@@ -329,7 +329,7 @@ fn handle_taken(handle: &Handle) -> Problem {
     Problem::new(Code::HandleTaken, format!("The handle {handle} belongs to another user."))
 }
 
-fn gone(filed: Filed) -> Problem {
+fn machine_missing(filed: Filed) -> Problem {
     fault::machine_not_found(&filed.machine.to_string())
 }
 
@@ -346,7 +346,6 @@ fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

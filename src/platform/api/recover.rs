@@ -183,7 +183,7 @@ async fn recover(
         image_version: plan.image_version,
         bundle_sha256: plan.bundle_sha256,
         https_port: platform.config.hosts.https_port,
-        lives_for: preview_life(platform, &machine),
+        lives_for: preview_ttl(platform, &machine),
         restore_snapshot: plan.snapshot,
     };
     let event = Event::RecoverRequested { restore: plan.restore };
@@ -218,7 +218,7 @@ fn changed_meanwhile() -> Problem {
     Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1)
 }
 
-fn preview_life(platform: &Platform, machine: &MachineRow) -> Option<std::time::Duration> {
+fn preview_ttl(platform: &Platform, machine: &MachineRow) -> Option<std::time::Duration> {
     (machine.kind == Kind::Preview).then_some(platform.config.provisioning.preview_ttl)
 }
 
@@ -260,9 +260,8 @@ async fn find_initial_data(
         Err(Unusable::Absent) => {
             restorable::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
             if request.empty == EmptyStart::Refused {
-                return Err(
-                    never_backed_up(machine).unwrap_or_else(|| fault::snapshot_unusable(Unusable::Absent))
-                );
+                return Err(unsaved_machine_problem(machine)
+                    .unwrap_or_else(|| fault::snapshot_unusable(Unusable::Absent)));
             }
             Ok(InitialData { restore: RestoreMode::Empty, key: None, side: None })
         }
@@ -271,7 +270,7 @@ async fn find_initial_data(
 }
 
 /// The problem of a machine whose server has the only copy of the slot's data: a backup can be taken first.
-fn never_backed_up(machine: &MachineRow) -> Option<Problem> {
+fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     if machine.registered_at.is_none() || !machine.server_exists() {
         return None;
     }
@@ -363,7 +362,6 @@ fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

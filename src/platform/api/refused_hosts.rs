@@ -1,5 +1,5 @@
 //! Reports hosts of known machines whose token was not issued with a current platform key: either the platform has the
-//! wrong key, or the token is forged. Without a report, such a host would only seem lost.
+//! wrong key, or the token is forged. Without a report, such a host would look like a lost machine.
 //!
 //! Anyone can send such a token, so the log lines and alarms are rate-limited for the whole process.
 

@@ -224,7 +224,6 @@ async fn register(
     Ok(response)
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {

@@ -172,7 +172,6 @@ fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

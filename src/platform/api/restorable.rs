@@ -254,7 +254,7 @@ async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result
 
 fn unsaved_problem(machine: &MachineRow) -> Problem {
     let id = machine.id;
-    let back = if !machine.server_exists() {
+    let next_step = if !machine.server_exists() {
         "Its server no longer exists.".to_owned()
     } else if machine.is_active() {
         format!("`svcctl resume {id}` brings it back if its server runs and its host is healthy.")
@@ -264,7 +264,7 @@ fn unsaved_problem(machine: &MachineRow) -> Problem {
         format!("`svcctl status {id}` shows its state.")
     };
     let detail = format!(
-        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {back} `svcctl \
+        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {next_step} `svcctl \
          provision --allow-empty` starts empty anyway."
     );
     Problem::new(Code::SnapshotUnusable, detail)

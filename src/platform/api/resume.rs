@@ -109,7 +109,6 @@ fn refused(detail: &str) -> Problem {
         .with("allowed", json!([Status::Failed]))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

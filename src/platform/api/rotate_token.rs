@@ -52,7 +52,6 @@ async fn rotate(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     change.end(effect, StatusCode::OK, MachineRow::record).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
@@ -94,7 +93,6 @@ async fn handle_all(State(platform): State<Arc<Platform>>, request: Request) -> 
     Ok(reply.into_response())
 }
 
-/// The route for all machines.
 pub static ALL: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

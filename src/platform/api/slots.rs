@@ -64,12 +64,11 @@ pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Re
     let user = query.optional("idpUserId");
     query.finish(Some(()))?;
     let session = platform.report_db.session().await?;
-    let found = slots::list(&session, user.as_ref()).await?;
-    let records: Vec<_> = found.iter().map(SlotRow::record).collect();
+    let rows = slots::list(&session, user.as_ref()).await?;
+    let records: Vec<_> = rows.iter().map(SlotRow::record).collect();
     Ok(Json(json!({"slots": records})).into_response())
 }
 
-/// The route and its description.
 pub static PUT: Endpoint = Endpoint {
     access: Access::Operator(BILLING),
     operation: Operation {
@@ -95,7 +94,6 @@ pub static PUT: Endpoint = Endpoint {
     serve: || routing::put(put),
 };
 
-/// The route and its description.
 pub static LIST: Endpoint = Endpoint {
     access: Access::Operator(READ_OR_BILLING),
     operation: Operation {

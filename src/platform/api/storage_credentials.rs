@@ -56,7 +56,6 @@ pub async fn handle(
     Ok(response)
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {

@@ -80,9 +80,11 @@ async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<
         return Ok(None);
     }
     let deletion = db::operations::newest(tx, machine.id, "delete").await?;
-    let back = db::operations::newest(tx, machine.id, "reinstate").await?;
-    let back = deletion.zip(back).filter(|(deletion, back)| deletion.created_at < back.created_at);
-    Ok(back.map(|(_, back)| Filed { machine: machine.id, operation: back.id }))
+    let reinstatement = db::operations::newest(tx, machine.id, "reinstate").await?;
+    let reinstatement = deletion
+        .zip(reinstatement)
+        .filter(|(deletion, reinstatement)| deletion.created_at < reinstatement.created_at);
+    Ok(reinstatement.map(|(_, reinstatement)| Filed { machine: machine.id, operation: reinstatement.id }))
 }
 
 /// Returns a deleted machine to its slot.
@@ -161,7 +163,6 @@ fn body(machine: &MachineRow, filed: Filed, already_undone: bool) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {

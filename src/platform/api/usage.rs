@@ -211,7 +211,6 @@ pub fn read_report(response: &[u8]) -> Result<serde_json::Value, String> {
     UsageReport::parse(response).map(|report| json!(report))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(BILLING),
     operation: Operation {

@@ -45,7 +45,7 @@ impl std::str::FromStr for AccountChoice {
 }
 
 /// The page that prompts for the choice, if a browser shows it and the person has not chosen between these two users.
-pub(super) fn account_prompt(
+pub(super) fn prompt(
     router: &RouterState,
     context: &RequestContext,
     identity: &Identity,
@@ -67,7 +67,7 @@ pub(super) fn account_prompt(
 }
 
 /// Keeps the session, or replaces it by a session of the provider's user.
-pub(super) async fn choose_account(
+pub(super) async fn choose(
     router: &RouterState,
     context: &RequestContext,
     call: &ApiCall,

@@ -70,7 +70,7 @@ pub(super) fn is_app_token(text: &str) -> bool {
 }
 
 /// # Errors
-/// `Malformed`, `BadSignature` or `Stale`; the caller checks the machine.
+/// [`ProofError`], except `WrongMachine`: the caller checks the machine.
 pub(super) fn verify(keys: &ProofKeys, token: &str, now: Timestamp) -> Result<AppClaims, ProofError> {
     let jwt =
         token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES).ok_or(ProofError::Malformed)?;

@@ -18,9 +18,9 @@ static FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RouterCookie {
     Session(PublicHost),
-    /// Binds a one-time code to the browser that requested it.
+    /// Binds a single-use code to the browser that requested it.
     State,
-    /// Remembers which account the person kept when session and provider disagreed.
+    /// Records that the person kept the session's account although the provider's cookie names another user.
     KeptAccount,
 }
 

@@ -1,7 +1,7 @@
 //! Maps users to their machines: an in-memory copy of the active rows of `user_machines`.
 //!
 //! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its row is active
-//! and running; then it is closed with its connections.
+//! and running; when that ends, it is closed with its connections.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};

@@ -12,7 +12,7 @@ const NOT_LOADED: u64 = 0;
 /// The last time at which the routes matched the database.
 pub struct Freshness {
     start: Instant,
-    /// Milliseconds after `start`, plus one; [`NEVER`] before the first load.
+    /// Milliseconds after `start`, plus one; [`NOT_LOADED`] before the first load.
     confirmed_ms: AtomicU64,
     max_staleness: Duration,
 }

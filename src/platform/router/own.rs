@@ -81,7 +81,7 @@ pub(super) async fn handle(
     match route.action {
         BuiltinAction::ListSlots => list_slots(router, context, &call).await,
         BuiltinAction::ChooseSlot => choose_slot(router, context, &call).await,
-        BuiltinAction::ChooseAccount => account::choose_account(router, context, &call).await,
+        BuiltinAction::ChooseAccount => account::choose(router, context, &call).await,
         BuiltinAction::SignOut => sign_in::sign_out(router, context, &call.headers).await,
         BuiltinAction::IssueCode => sign_in::issue_code(router, context, &call).await,
         BuiltinAction::RedeemCode => sign_in::redeem_code(router, context, &call).await,
@@ -113,7 +113,7 @@ async fn list_slots(
     let Some(identity) = router.identify(context, &call.headers).await? else {
         return sign_in::start_sign_in(router, context, &call.uri);
     };
-    if let Some(page) = account::account_prompt(router, context, &identity, &call.headers, &call.uri) {
+    if let Some(page) = account::prompt(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
     }
     let Some(machines) = router.directory.machines(identity.user()) else {

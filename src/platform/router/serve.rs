@@ -97,9 +97,7 @@ impl RouterState {
         let Some(identity) = self.identify(&context, request.headers()).await? else {
             return sign_in::start_sign_in(self, &context, request.uri());
         };
-        if let Some(page) =
-            account::account_prompt(self, &context, &identity, request.headers(), request.uri())
-        {
+        if let Some(page) = account::prompt(self, &context, &identity, request.headers(), request.uri()) {
             return Ok(page);
         }
         self.user_rate.check(identity.user()).map_err(rate_limited)?;

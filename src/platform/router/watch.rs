@@ -1,8 +1,9 @@
 //! Keeps the directory and the session cache current: polls the database at an interval, and at once after a NOTIFY.
 //!
 //! A sequence does not follow the commit order, so a "last number seen" could miss rows. The poll compares a digest over
-//! the change numbers of all active rows instead, which changes with the committed set. Sessions and acknowledged keys
-//! change rarely: each poll reads those of a window that is longer than any transaction, by an index on the time.
+//! the change numbers of all active rows instead, which changes with the committed set. Only few
+//! sessions and acknowledged keys change: each poll reads those of a window that is longer than any transaction, by an
+//! index on the time.
 
 use std::future::poll_fn;
 use std::sync::Arc;
