@@ -1,5 +1,4 @@
-//! POST `/vps/:id/heartbeat`: receives a host's report, and responds with its desired version, keys, and whether it is
-//! superseded.
+//! POST `/vps/:id/heartbeat`: receives a host's report and responds with its desired state.
 
 use std::sync::Arc;
 
@@ -116,8 +115,7 @@ pub async fn handle(
         heal::resume_healthy_machine(&platform, machine, epoch).await;
     }
     heal::detect_power_on(&platform, machine, epoch).await;
-    // From the database: this process's cached keys may lack a key that another process has delivered and already
-    // signs with.
+    // Not from this process's cache, which may lack a key that another process has delivered and already signs with.
     let session = platform.host_db.session().await?;
     let keys = db::keys::public_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
@@ -203,7 +201,7 @@ async fn holds_slot_in_store(
     if let Some(registration) = registration.filter(|_| machine.registered_at.is_none()) {
         match register::register_from_heartbeat(platform, machine, registration).await {
             Ok(()) => {
-                tracing::warn!(machine = %machine.id, "machine registered by its heartbeat: the database was restored from an older copy");
+                tracing::warn!(machine = %machine.id, "registered by its heartbeat; the database is outdated");
             }
             Err(problem) => {
                 tracing::warn!(machine = %machine.id, %problem, "a machine serves, but cannot be registered");
@@ -242,10 +240,7 @@ async fn holds_slot_in_store(
 }
 
 /// Whether the platform still waits for the machine's last backup, which its host must be able to write.
-pub(super) async fn is_last_backup_pending(
-    platform: &Platform,
-    machine: &MachineRow,
-) -> Result<bool, Problem> {
+pub(super) async fn needs_last_backup(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
     let session = platform.host_db.session().await?;
     let Some(operation) = db::machines::stopped_for(&session, machine).await? else { return Ok(false) };
     let operation = db::operations::get(&session, operation).await?;

@@ -38,7 +38,7 @@ pub async fn handle(
     platform.rates.admit_credentials(id)?;
     let grant = if machine.is_active() {
         Grant::WithOutage
-    } else if heartbeat::is_last_backup_pending(&platform, &machine).await? {
+    } else if heartbeat::needs_last_backup(&platform, &machine).await? {
         Grant::Working
     } else if machine.deleted_at.is_some() {
         return Err(unauthorized());
