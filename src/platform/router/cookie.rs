@@ -49,7 +49,7 @@ impl RouterCookie {
     }
 
     /// The `Set-Cookie` value for this host. Scripts cannot read the cookie, and browsers send it only over HTTPS.
-    pub(super) fn set(self, value: &str, scheme: &str, max_age_seconds: u64) -> HeaderValue {
+    pub(super) fn set_cookie(self, value: &str, scheme: &str, max_age_seconds: u64) -> HeaderValue {
         let prefix = if scheme == "https" { HOST_PREFIX } else { "" };
         let name = self.name();
         let line = format!(
@@ -61,7 +61,7 @@ impl RouterCookie {
     }
 
     pub(super) fn clear(self, scheme: &str) -> HeaderValue {
-        self.set("", scheme, 0)
+        self.set_cookie("", scheme, 0)
     }
 }
 
@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(session.get(&headers, "https"), None);
         headers.append(COOKIE, HeaderValue::from_static("__Host-svc_session=own"));
         assert_eq!(session.get(&headers, "https"), Some("own"));
-        let line = session.set("x", "https", 60);
+        let line = session.set_cookie("x", "https", 60);
         let line = line.to_str().unwrap();
         assert!(line.starts_with("__Host-svc_session=x; Path=/; ") && line.contains("; Secure"), "{line}");
         assert!(!line.to_ascii_lowercase().contains("domain"), "{line}");

@@ -73,7 +73,7 @@ pub(super) enum AuthError {
 pub(super) struct Authenticator {
     verifier: Verifier,
     sessions: Arc<Sessions>,
-    verdicts: Mutex<HashMap<TokenHash, CachedVerdict>>,
+    cache: Mutex<HashMap<TokenHash, CachedVerdict>>,
     checks: RateLimit<IpAddr>,
 }
 
@@ -87,7 +87,7 @@ impl Authenticator {
     /// `check_rate` limits the checks of uncached credentials per address per second.
     pub(super) fn new(verifier: Verifier, sessions: Arc<Sessions>, check_rate: u32) -> Self {
         let checks = RateLimit::new(check_rate, CHECK_BURST_SECONDS);
-        Self { verifier, sessions, verdicts: Mutex::default(), checks }
+        Self { verifier, sessions, cache: Mutex::default(), checks }
     }
 
     /// Identifies the caller; `None` for a request without a valid session or token.

@@ -49,10 +49,10 @@ impl BuiltinRoute {
     /// Whether the route accepts the method. HEAD is accepted only where GET has no side effects: the other GET routes issue
     /// or redeem a code.
     fn accepts(&self, method: &Method) -> bool {
-        let route = &self.operation.method;
-        route == method
+        let declared = &self.operation.method;
+        declared == method
             || (method == Method::HEAD
-                && route == Method::GET
+                && declared == Method::GET
                 && matches!(self.action, BuiltinAction::ListSlots))
     }
 }
@@ -97,8 +97,8 @@ async fn reject(candidates: &[&BuiltinRoute], request: Request) -> Response {
     }
     let detail = "This route does not accept the method; see the Allow header.";
     let mut response = Problem::new(Code::MethodNotAllowed, detail).into_response();
-    let accepts: Vec<&str> = candidates.iter().map(|route| route.operation.method.as_str()).collect();
-    if let Ok(allow) = HeaderValue::from_str(&accepts.join(", ")) {
+    let methods: Vec<&str> = candidates.iter().map(|route| route.operation.method.as_str()).collect();
+    if let Ok(allow) = HeaderValue::from_str(&methods.join(", ")) {
         response.headers_mut().insert(ALLOW, allow);
     }
     response

@@ -41,7 +41,7 @@ pub(super) struct RequestContext {
     /// The peer's address; `None` behind a proxy, because all its clients share one address.
     pub(super) client: Option<IpAddr>,
     /// Whether a browser shows the response to a person.
-    pub(super) page: bool,
+    pub(super) wants_page: bool,
     pub(super) now: Timestamp,
 }
 
