@@ -145,7 +145,7 @@ async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Res
     };
     let (state, next) = match machine.powered_off_at {
         Some(_) => ("switched off", format!("`svcctl power on {handle} --wait` first")),
-        None => (machine.status.as_str(), format!("`svcctl status {handle}` says why")),
+        None => (machine.status.as_str(), format!("`svcctl status {handle}` shows the reason")),
     };
     let detail = format!(
         "Machine {handle} is {state}, and a rollout reaches only running machines: {next}, or leave it out. Nothing was changed."

@@ -40,7 +40,7 @@ pub fn snapshot_unusable(error: Unusable) -> Problem {
             "There is no snapshot to recover from; `svcctl recover` with `--allow-empty` starts with an empty database.",
         ),
         Unusable::Damaged { key, why } => {
-            Problem::new(Code::SnapshotUnusable, format!("{key} cannot be recovered from: {why}."))
+            Problem::new(Code::SnapshotUnusable, format!("{key} cannot be restored: {why}."))
         }
         Unusable::Store(error) => error.into(),
     }
@@ -86,6 +86,6 @@ pub fn provisioning_error() -> Problem {
     Problem::new(Code::ProvisioningError, "The request to the provider failed; nothing was changed.")
 }
 
-pub fn machine_not_found(what: &str) -> Problem {
-    Problem::new(Code::MachineNotFound, format!("There is no machine {what}."))
+pub fn machine_not_found(name: &str) -> Problem {
+    Problem::new(Code::MachineNotFound, format!("There is no machine {name}."))
 }
