@@ -18,7 +18,7 @@ use super::config::KeyTiming;
 use super::db::keys::{APP, Acknowledged, Laggards, PROOF, Standing};
 use super::db::{self, Db};
 use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
-use super::router::MAX_SIGNED_LIFE;
+use super::router::MAX_SIGNED_LIFETIME;
 use crate::http::problem::chain;
 
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
@@ -67,7 +67,7 @@ enum Due {
 /// For keys that only platform processes read.
 fn due_app(standing: &[Standing], timing: KeyTiming) -> Due {
     let Some(newest) = standing.last() else { return Due::Nothing };
-    if standing.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFE {
+    if standing.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFETIME {
         return Due::Retirement;
     }
     if newest.age >= timing.rotate && standing.len() < MOST_KEYS { Due::Successor } else { Due::Nothing }
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn an_app_key_goes_when_its_last_token_has_ended() {
-        let life = MAX_SIGNED_LIFE.as_secs();
+        let life = MAX_SIGNED_LIFETIME.as_secs();
         let short = KeyTiming { rotate: Duration::from_secs(life * 2), ..TIMING };
         let due = |ages: &[u64]| {
             let standing: Vec<Standing> = ages.iter().map(|age| key(*age, None)).collect();

@@ -173,7 +173,7 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
         ],
     );
     let said = operator.does(65, &["discard", HANDLE, "--yes"]).await;
-    has(&said, &["invalid_state", "No snapshot holds", &format!("`svcctl discard {id} --accept-loss`")]);
+    has(&said, &["invalid_state", "No snapshot contains", &format!("`svcctl discard {id} --accept-loss`")]);
     assert!(operator.has_server(id), "a refusal deletes nothing");
 
     operator.does(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;

@@ -191,7 +191,7 @@ async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
     };
     let over = stack.eventually("its server is deleted", over).await;
     assert_eq!(over.body["machineStatus"], "server_deleted", "{over:?}");
-    assert!(over.body["detail"].as_str().unwrap().contains("deleted already"), "{over:?}");
+    assert!(over.body["detail"].as_str().unwrap().contains("already been deleted"), "{over:?}");
     let path = format!("/vps/{}/discard", new.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");

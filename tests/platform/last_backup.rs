@@ -257,7 +257,7 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     let path = continue_path(&recovery);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     let asks = waiting(&stack, &process, &recovery).await;
-    assert!(asks["log"].to_string().contains("run again"), "{asks}");
+    assert!(asks["log"].to_string().contains("retried the step"), "{asks}");
     let accept = format!("/vps/{}/backup-accept", old.guest.machine);
     let accepted = stack.post(&process, &accept, &json!({})).await;
     assert_eq!(accepted.status, 202, "out of service, it still has its last backup to make: {accepted:?}");

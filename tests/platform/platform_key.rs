@@ -394,7 +394,7 @@ async fn host_that_is_refused_for_its_token_is_told_of() {
         let token = mint.token(machine, Purpose::Upgrade, Generation(generation));
         secrecy::ExposeSecret::expose_secret(&token).to_owned()
     };
-    let told = || stack.log().matches("no platform key in force has made it").count();
+    let told = || stack.log().matches("not issued with a current platform key").count();
     let with = |upgrade_token: String| Guest { upgrade_token, ..guest.clone() };
     // One that the platform made itself, and that has ended.
     client_sets_generation(&stack, 3).await;

@@ -346,7 +346,7 @@ async fn slot_with_untried_snapshots_starts_empty_by_force_alone() {
     stack.store.write(BUCKET, LATEST, "{not json");
     let unusable = stack.post(&process, REBUILD, &body()).await;
     unusable.assert_problem(409, "snapshot_unusable");
-    assert!(unusable.body["detail"].as_str().unwrap().contains("were not tried"), "{unusable:?}");
+    assert!(unusable.body["detail"].as_str().unwrap().contains("were not checked"), "{unusable:?}");
     let emptied = json!({"idpUserId": "user_1", "empty": true});
     let refused = stack.post(&process, REBUILD, &emptied).await;
     refused.assert_problem(409, "conflict");

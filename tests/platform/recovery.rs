@@ -149,7 +149,7 @@ async fn recovery_under_way_refuses_other_options() {
         ("location", json!("hel1"), "the location"),
         ("fallbackLocations", json!(["fsn1"]), "the fallback locations"),
         ("imageVersion", json!("v0"), "the image version"),
-        ("replaceFirst", json!(true), "replacing first"),
+        ("replaceFirst", json!(true), "replace first"),
     ] {
         let refused =
             stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1", member: value})).await;

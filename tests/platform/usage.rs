@@ -120,7 +120,7 @@ async fn each_failure_of_the_host_is_named_and_audited() {
         (404, "", 502, "host_refused", "svcctl deploy start"),
         (500, "", 502, "host_refused", "answered 500"),
         (503, "", 503, "unavailable", "try again"),
-        (200, "{}", 502, "host_answer_invalid", "not a usage report"),
+        (200, "{}", 502, "host_answer_invalid", "not a valid usage report"),
         (200, &large, 502, "host_answer_invalid", "larger than 1048576 bytes"),
     ] {
         host.script.lock().unwrap().usage = (StatusCode::from_u16(status).unwrap(), body.to_owned());

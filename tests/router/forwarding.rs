@@ -136,7 +136,7 @@ async fn a_machine_that_is_down_is_said_by_accept() -> Result<()> {
         (StatusCode::BAD_GATEWAY, &"no-store".parse()?)
     );
     assert!(
-        page.body.contains("does not answer") && page.body.contains("http-equiv=\"refresh\""),
+        page.body.contains("does not respond") && page.body.contains("http-equiv=\"refresh\""),
         "{page:?}"
     );
     Ok(())

@@ -1,7 +1,7 @@
-//! Who may call a route of the control API, and how a caller's token is verified.
+//! Access control of the control API: the access that a route declares, and the verification of operators' tokens.
 //!
-//! Invariants: a route declares its access beside its handler, and one that declares none for operators lets none in.
-//! Tokens of named operators are looked up for every request: a revocation counts at once in every process.
+//! Invariants: a route declares its access beside its handler, and a route without access for operators rejects them.
+//! Tokens of named operators are looked up for every request, so that a revocation takes effect at once in every process.
 
 use std::time::Duration;
 
@@ -15,24 +15,24 @@ use crate::platform::db::operators::{TokenRow, TokenState};
 use crate::platform::operators::{Operator, Scope};
 use crate::platform::tokens;
 
-/// `last_used_at` is written at most this often, so that a busy token costs no write for each request.
+/// Minimum interval between writes of `last_used_at`, so that not every request costs a write.
 const LAST_USED_INTERVAL: Duration = Duration::from_secs(300);
 
-/// Who may call a route.
+/// The callers that a route accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Anybody: health, and the description of the API.
+    /// Everyone: health, and the description of the API.
     Open,
-    /// A machine, by its own token.
+    /// A machine with its own token.
     Machine,
-    /// An operator who has one of these scopes.
+    /// An operator with one of these scopes.
     Operator(&'static [Scope]),
-    /// The same, or the machine of a slot.
+    /// An operator with one of these scopes, or a slot's machine.
     OperatorOrHost(&'static [Scope]),
 }
 
 impl Access {
-    /// The scopes of which an operator needs one; `None` where no operator is let in.
+    /// The scopes of which an operator needs one; `None` if the route does not accept operators.
     pub fn scopes(self) -> Option<&'static [Scope]> {
         match self {
             Self::Operator(scopes) | Self::OperatorOrHost(scopes) => Some(scopes),
@@ -41,19 +41,19 @@ impl Access {
     }
 }
 
-/// The operator whose token this is, if they may call a route of this access.
+/// Authenticates an operator and checks that they may call a route with this access.
 ///
 /// # Errors
-/// `unauthorized` for a token that is unknown, expired or revoked, `rate_limited` for an operator who sends too many
-/// requests, `forbidden` where the scope is missing, `database_unavailable`.
-pub async fn admit(
+/// `unauthorized` for a token that is unknown, expired or revoked, `rate_limited` for too many requests of the operator,
+/// `forbidden` for a missing scope, `database_unavailable`.
+pub async fn authorize(
     platform: &Platform,
     access: Access,
     method: &Method,
     token: &str,
 ) -> Result<Operator, Problem> {
     let Some(scopes) = access.scopes() else {
-        tracing::error!("a handler admits operators on a route that is not declared for them");
+        tracing::error!("the handler authenticates operators, but its route declares no access for them");
         return Err(unauthorized());
     };
     let operator = authenticate(platform, method, token).await?;
@@ -81,8 +81,8 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
         TokenState::Valid => {}
         TokenState::Expired => {
             let detail = format!(
-                "This token of operator {name} has expired: use the newer one, or have an operator with the scope admin make \
-                 one by `svcctl operator rotate {name}`."
+                "This token of operator {name} has expired: use the newer one, or have an operator with the scope admin \
+                 issue one with `svcctl operator rotate {name}`."
             );
             return Err(Problem::new(Code::Unauthorized, detail));
         }
@@ -92,7 +92,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
     }
     if is_use_unrecorded && let Err(error) = db::operators::record_use(&session, id, LAST_USED_INTERVAL).await
     {
-        tracing::warn!(operator = %name, error = %chain(&error), "the token's last use was not recorded");
+        tracing::warn!(operator = %name, error = %chain(&error), "cannot record the last use of the token");
     }
     Ok(Operator::Named { name, scopes })
 }
@@ -100,7 +100,7 @@ async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Resu
 fn missing_scope(operator: &Operator, scopes: &[Scope]) -> Problem {
     let needed: Vec<_> = scopes.iter().map(|scope| scope.as_str()).collect();
     let detail = format!(
-        "Operator {} lacks the scope {}, which this request needs; they have: {}.",
+        "Operator {} lacks the scope {}, which this request requires; its scopes are: {}.",
         operator.actor(),
         needed.join(" or "),
         operator.scopes().names().join(", ")

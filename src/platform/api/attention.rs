@@ -1,4 +1,4 @@
-//! What a host says needs a person, in a heartbeat: `[{code, detail}]`.
+//! Items that need attention, in a heartbeat: `[{code, detail}]`.
 
 use serde_json::{Value, json};
 
@@ -8,19 +8,19 @@ use crate::http::openapi::{fields, matching, some_text};
 const MAX_ITEMS: usize = 16;
 const MAX_CODE_CHARS: usize = 40;
 
-/// What the heartbeat says; nothing where it leaves the field out.
-pub fn read(beat: &mut Fields) -> Value {
-    if !beat.has("attention") {
+/// Reads the items of a heartbeat; an empty list if the field is absent.
+pub fn read(heartbeat: &mut Fields) -> Value {
+    if !heartbeat.has("attention") {
         return json!([]);
     }
     let mut items = Vec::new();
-    for mut item in beat.each("attention", 0..=MAX_ITEMS).unwrap_or_default() {
+    for mut item in heartbeat.each("attention", 0..=MAX_ITEMS).unwrap_or_default() {
         let code = item.text("code", MAX_CODE_CHARS);
         if code.as_deref().is_some_and(|code| !is_code(code)) {
-            item.wrong("code", "must be lower-case letters and underscores");
+            item.wrong("code", "must consist of lower-case letters and underscores");
         }
         let detail = item.required_reported("detail");
-        beat.close(item);
+        heartbeat.close(item);
         items.extend(code.zip(detail).map(|(code, detail)| json!({"code": code, "detail": detail})));
     }
     items.into()
@@ -30,7 +30,7 @@ fn is_code(text: &str) -> bool {
     text.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')
 }
 
-pub fn shape() -> Value {
+pub fn attention_schema() -> Value {
     let code = matching(&format!("^[a-z_]{{1,{MAX_CODE_CHARS}}}$"));
     let item = fields(&[("code", code), ("detail", some_text())], &[]);
     json!({ "type": "array", "items": item, "maxItems": MAX_ITEMS })

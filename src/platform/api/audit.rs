@@ -1,4 +1,4 @@
-//! GET `/audit`: who changed what, the newest first, in pages by key.
+//! GET `/audit`: lists audit entries, newest first, with keyset pagination.
 
 use std::sync::Arc;
 
@@ -9,21 +9,21 @@ use axum::routing::get;
 use http::Method;
 use serde_json::{Value, json};
 
-use super::call::Call;
-use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, told};
+use super::call::ApiCall;
+use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, json_answer};
 use crate::http::openapi::{Operation, Parameter, Place, array, nullable, object, text, text_to, time, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
 use crate::platform::db::audit::{self, AuditRow, Filter};
 
-const PAGE: usize = 100;
-const MAX_PAGE: usize = 500;
+const DEFAULT_PAGE_SIZE: usize = 100;
+const MAX_PAGE_SIZE: usize = 500;
 const MAX_FILTER_CHARS: usize = 256;
 
 async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
-    let mut query = call.query();
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    let mut query = call.query_fields();
     let filter = Filter {
         actor: query.optional_text("actor", MAX_FILTER_CHARS),
         action: query.optional_text("action", MAX_FILTER_CHARS),
@@ -32,60 +32,60 @@ async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Resu
         until: query.time("until"),
         before: query.optional("cursor"),
     };
-    let limit = query.within("limit", 1..=MAX_PAGE, PAGE);
+    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     query.finish(Some(()))?;
 
     let session = platform.report_db.session().await?;
-    let one_more = i64::try_from(limit + 1).unwrap_or(i64::MAX);
-    let mut found = audit::list(&session, &filter, one_more).await?;
-    let more = found.len() > limit;
-    found.truncate(limit);
-    let next = found.last().filter(|_| more).map(|entry| entry.id.to_string());
-    let entries: Vec<_> = found.iter().map(AuditRow::record).collect();
+    let fetch_limit = i64::try_from(limit + 1).unwrap_or(i64::MAX);
+    let mut rows = audit::list(&session, &filter, fetch_limit).await?;
+    let has_more = rows.len() > limit;
+    rows.truncate(limit);
+    let next = rows.last().filter(|_| has_more).map(|entry| entry.id.to_string());
+    let entries: Vec<_> = rows.iter().map(AuditRow::record).collect();
     Ok(Json(json!({"entries": entries, "nextCursor": next})).into_response())
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ_OR_ADMIN),
     operation: Operation {
         id: "listAudit",
         method: Method::GET,
         path: "/audit",
-        summary: "Who changed what, and who read an owner's data; the newest first.",
+        summary: "Lists changes and reads of owners' data with their actors, newest first.",
         credentials: &[OPERATOR],
         parameters: &[ACTOR, ACTION, TARGET, SINCE, UNTIL, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        answers: &[told(200, "A page.", page)],
+        answers: &[json_answer(200, "A page.", page_schema)],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };
 
-const fn by(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
+const fn filter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
     Parameter { name, place: Place::Query, schema, about }
 }
 
-fn exact() -> Value {
+fn filter_schema() -> Value {
     text_to(MAX_FILTER_CHARS)
 }
 
-const ACTOR: Parameter = by(
+const ACTOR: Parameter = filter(
     "actor",
-    exact,
-    "An operator's name; `operator` for PLATFORM_SECRET, `platform` for its own work, `machine:<id>`.",
+    filter_schema,
+    "An operator's name, `operator` for PLATFORM_SECRET, `platform` for the platform itself, or `machine:<id>`.",
 );
-const ACTION: Parameter = by("action", exact, "Such as `recover` or `operator.add`.");
-const TARGET: Parameter = by("target", exact, "A machine's id, USER/SLOT, or what else the action is about.");
-const SINCE: Parameter = by("since", time, "Entries from this time on.");
-const UNTIL: Parameter = by("until", time, "Entries before this time.");
-const LIMIT: Parameter = by(
+const ACTION: Parameter = filter("action", filter_schema, "For example `recover` or `operator.add`.");
+const TARGET: Parameter =
+    filter("target", filter_schema, "A machine's id, USER/SLOT, or another subject of the action.");
+const SINCE: Parameter = filter("since", time, "Entries at or after this time.");
+const UNTIL: Parameter = filter("until", time, "Entries before this time.");
+const LIMIT: Parameter = filter(
     "limit",
-    || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": PAGE }),
-    "The size of a page.",
+    || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
+    "Page size.",
 );
 
-fn page() -> Value {
+fn page_schema() -> Value {
     let any = || json!({});
     let entry = object(
         &[

@@ -1,5 +1,6 @@
-//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: asks the host of a running machine for a backup now, to
-//! restore the latest snapshot on trial, or to make the snapshot that it holds back the latest. What came of it shows in its next heartbeats and in `/vps/:id/backups`.
+//! POST `/vps/:id/backup`, `/vps/:id/drill` and `/vps/:id/backup-accept`: requests a backup from the host of a running
+//! machine, a trial restore of the latest snapshot, or that the host makes the snapshot that it holds back the latest. The
+//! result shows in its next heartbeats and in `/vps/:id/backups`.
 
 use std::sync::Arc;
 
@@ -9,10 +10,10 @@ use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id};
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
+use super::call::{ApiCall, path_id};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
 use super::fault;
-use super::mutation::{Changed, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, Reply};
 use crate::clock::{now_ms, rfc3339_ms};
 use crate::http::openapi::{Operation, fields, object, time, uuid};
 use crate::http::problem::{Code, Problem};
@@ -25,15 +26,15 @@ use crate::platform::db::{self};
 use crate::platform::operations::{ask_host, last_backup};
 use axum::routing::post;
 
-/// What is asked.
+/// The requested task of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum What {
+enum HostTask {
     Backup,
     Drill,
     Accept,
 }
 
-impl What {
+impl HostTask {
     fn as_str(self) -> &'static str {
         match self {
             Self::Backup => "backup",
@@ -48,7 +49,7 @@ pub async fn back_up(
     id: Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    handle(state, id, request, What::Backup).await
+    handle(state, id, request, HostTask::Backup).await
 }
 
 pub async fn drill(
@@ -56,7 +57,7 @@ pub async fn drill(
     id: Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    handle(state, id, request, What::Drill).await
+    handle(state, id, request, HostTask::Drill).await
 }
 
 pub async fn accept(
@@ -64,47 +65,52 @@ pub async fn accept(
     id: Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    handle(state, id, request, What::Accept).await
+    handle(state, id, request, HostTask::Accept).await
 }
 
 async fn handle(
     State(platform): State<Arc<Platform>>,
     Segments(id): Segments<String>,
     request: Request,
-    what: What,
+    task: HostTask,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let fields = call.fields()?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let fields = call.json_fields()?;
     let id = path_id("machineId", &id)?;
     fields.finish(Some(()))?;
-    let mutation = Mutation::of(&call, &operator)?;
-    Ok(ask(&platform, id, &mutation, what).await?.into_response())
+    let mutation = Mutation::from_call(&call, &operator)?;
+    Ok(request_from_host(&platform, id, &mutation, task).await?.into_response())
 }
 
-async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What) -> Result<Reply, Problem> {
+async fn request_from_host(
+    platform: &Platform,
+    id: MachineId,
+    mutation: &Mutation,
+    task: HostTask,
+) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
     let machine = db::machines::get(&session, id).await?;
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
-    let machine = match what {
-        What::Backup | What::Drill => running(&machine).map(|()| machine)?,
-        What::Accept => holder_of_held_back(&session, machine).await?,
+    let machine = match task {
+        HostTask::Backup | HostTask::Drill => ensure_running(&machine).map(|()| machine)?,
+        HostTask::Accept => find_holding_machine(&session, machine).await?,
     };
     let id = machine.id;
-    // Held by nobody while the host is asked.
+    // No session is held during the request to the host.
     drop(session);
-    let asked = match what {
-        What::Backup => ask_host::backup(platform, &machine).await,
-        What::Drill => ask_host::drill(platform, &machine).await,
-        What::Accept => ask_host::accept_backup(platform, &machine).await,
+    let response = match task {
+        HostTask::Backup => ask_host::backup(platform, &machine).await,
+        HostTask::Drill => ask_host::drill(platform, &machine).await,
+        HostTask::Accept => ask_host::accept_backup(platform, &machine).await,
     };
-    let requested_at = asked.map_err(|error| {
-        let what = what.as_str();
-        tracing::warn!(machine = %id, what, error = format!("{error:#}"), "the host cannot be asked");
-        Problem::new(Code::HostUnreachable, "The machine's host did not take the request.")
+    let requested_at = response.map_err(|error| {
+        let task = task.as_str();
+        tracing::warn!(machine = %id, task, error = format!("{error:#}"), "the request to the host failed");
+        Problem::new(Code::HostUnreachable, "The machine's host did not accept the request.")
     })?;
     let requested_at = rfc3339_ms(requested_at.unwrap_or_else(now_ms));
     let reply = Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "requestedAt": requested_at}));
@@ -114,36 +120,43 @@ async fn ask(platform: &Platform, id: MachineId, mutation: &Mutation, what: What
         return Ok(first);
     }
     let target = id.to_string();
-    // What is accepted is what the host last said that it holds back.
-    let before = (what == What::Accept).then(|| json!({"attention": machine.attention}));
-    let changed =
-        Changed { action: what.as_str(), target: &target, before: before.as_ref(), after: Some(&reply.body) };
+    // The snapshot that the host last reported as held back.
+    let before = (task == HostTask::Accept).then(|| json!({"attention": machine.attention}));
+    let changed = AuditChange {
+        action: task.as_str(),
+        target: &target,
+        before: before.as_ref(),
+        after: Some(&reply.body),
+    };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
 }
 
-/// The machine whose host holds a snapshot back: the one that is named, or the one that it is to replace while that still
-/// has its last backup to make.
-async fn holder_of_held_back(session: &impl GenericClient, named: MachineRow) -> Result<MachineRow, Problem> {
-    let machine = match to_be_replaced(session, &named).await? {
+/// Finds the machine whose host holds a snapshot back: the named one, or its predecessor while that still has to make its
+/// last backup.
+async fn find_holding_machine(
+    session: &impl GenericClient,
+    named: MachineRow,
+) -> Result<MachineRow, Problem> {
+    let machine = match find_predecessor(session, &named).await? {
         Some(replaced) => replaced,
         None => named,
     };
-    let mut asks_about_it = false;
-    if let Err(refusal) = running(&machine) {
-        // Out of service, it may have made the last backup that an operation asks about.
+    let mut is_asked_about = false;
+    if let Err(refusal) = ensure_running(&machine) {
+        // An operation may be waiting for a decision about the last backup of a machine that is out of service.
         let operation = db::slot_operations::needs_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
         let question = question.filter(|_| machine.server_exists()).ok_or(refusal)?;
-        asks_about_it = question["code"] == last_backup::HELD_BACK;
+        is_asked_about = question["code"] == last_backup::HELD_BACK;
     }
-    if asks_about_it || reports_held_back(&machine) {
+    if is_asked_about || reports_held_snapshot(&machine) {
         return Ok(machine);
     }
     let detail = format!(
-        "Machine {0} is not holding back a snapshot; there is nothing to accept. `svcctl backup list {0}` shows the snapshots of \
-         its slot.",
+        "Machine {0} is not holding back a snapshot; there is nothing to accept. `svcctl backup list {0}` lists the snapshots \
+         of its slot.",
         machine.id
     );
     Err(Problem::new(Code::InvalidState, detail)
@@ -151,8 +164,8 @@ async fn holder_of_held_back(session: &impl GenericClient, named: MachineRow) ->
         .with("allowed", json!([])))
 }
 
-/// The machine whose last backup an operation still waits for before it is replaced by this one.
-async fn to_be_replaced(
+/// Finds the predecessor whose last backup an operation still needs before this machine replaces it.
+async fn find_predecessor(
     session: &impl GenericClient,
     successor: &MachineRow,
 ) -> Result<Option<MachineRow>, Problem> {
@@ -164,15 +177,15 @@ async fn to_be_replaced(
     Ok(Some(replaced).filter(|replaced| is_needed && replaced.server_exists()))
 }
 
-/// Whether its host has said so, in its heartbeat or as the error of its last backup.
-fn reports_held_back(machine: &MachineRow) -> bool {
+/// Whether the host reports a held-back snapshot, as an attention item or as the error of its last backup.
+fn reports_held_snapshot(machine: &MachineRow) -> bool {
     let items = machine.attention.as_array().into_iter().flatten();
     let error = machine.last_backup.as_ref().and_then(|backup| backup["error"].as_str());
     items.into_iter().any(|item| item["code"] == "snapshot_held")
         || error.is_some_and(|error| error.contains(last_backup::HELD_BACK_HINT))
 }
 
-fn running(machine: &MachineRow) -> Result<(), Problem> {
+fn ensure_running(machine: &MachineRow) -> Result<(), Problem> {
     if machine.deleted_at.is_some() {
         return Err(fault::machine_not_found(&machine.id.to_string()));
     }
@@ -184,8 +197,8 @@ fn running(machine: &MachineRow) -> Result<(), Problem> {
     }
     if machine.powered_off_at.is_some() {
         let detail = format!(
-            "The machine is switched off: its host cannot make a backup or restore one. `svcctl power on {} --wait` switches \
-             it on; try again then.",
+            "The machine is switched off, so its host cannot make or restore a backup. Switch it on with `svcctl power on {} \
+             --wait`, then try again.",
             machine.id
         );
         return Err(Problem::new(Code::InvalidState, detail)
@@ -203,7 +216,7 @@ const PROBLEMS: &[Code] = &[
     Code::IdempotencyMismatch,
 ];
 
-fn asked() -> Value {
+fn requested_schema() -> Value {
     object(&[("machineId", uuid()), ("requestedAt", time())], &[])
 }
 
@@ -213,12 +226,12 @@ pub static BACKUP: Endpoint = Endpoint {
         id: "backUp",
         method: Method::POST,
         path: "/vps/{id}/backup",
-        summary: "Asks the host of a running machine for a backup now. `requestedAt` is by the host's clock, as is \
-                  `lastBackup.beganAt` of the machine: what began before it is an earlier run.",
+        summary: "Requests a backup from the host of a running machine. `requestedAt` and the machine's `lastBackup.beganAt` \
+                  are by the host's clock: a backup that began before `requestedAt` is an earlier run.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        answers: &[told(202, "The request is sent to the host.", asked)],
+        answers: &[json_answer(202, "The request has been sent to the host.", requested_schema)],
         problems: PROBLEMS,
     },
     serve: || post(back_up),
@@ -230,11 +243,11 @@ pub static DRILL: Endpoint = Endpoint {
         id: "drill",
         method: Method::POST,
         path: "/vps/{id}/drill",
-        summary: "Asks the host of a running machine to restore the latest snapshot on trial.",
+        summary: "Requests a trial restore of the latest snapshot from the host of a running machine.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        answers: &[told(202, "The request is sent to the host.", asked)],
+        answers: &[json_answer(202, "The request has been sent to the host.", requested_schema)],
         problems: PROBLEMS,
     },
     serve: || post(drill),
@@ -246,13 +259,13 @@ pub static ACCEPT: Endpoint = Endpoint {
         id: "acceptBackup",
         method: Method::POST,
         path: "/vps/{id}/backup-accept",
-        summary: "Asks the host of a running machine, or of one whose last backup an operation asks about, to make the \
-                  snapshot that it holds back, because its database has shrunk, the latest. A machine that is to replace \
-                  another one stands for that one; `machineId` in the answer names the machine whose host was asked.",
+        summary: "Makes the snapshot that a host holds back, because its database has shrunk, the latest. The host is that of a \
+                  running machine, or of one whose last backup an operation waits for. Naming the replacement of such a \
+                  machine has the same effect; `machineId` in the response names the machine whose host got the request.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[])),
-        answers: &[told(202, "The request is sent to the host.", asked)],
+        answers: &[json_answer(202, "The request has been sent to the host.", requested_schema)],
         problems: PROBLEMS,
     },
     serve: || post(accept),

@@ -1,5 +1,5 @@
-//! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. Who has it has
-//! the owner's data, so that each reading is on record.
+//! GET and HEAD `/vps/:id/backups/:name`: a snapshot's dump, streamed from the object store, with ranges. It contains the
+//! owner's data, so each read is audited.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use axum::routing::get;
 use http::Method;
 use serde_json::json;
 
-use super::call::{Call, path_id};
+use super::call::{ApiCall, path_id};
 use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATE, OPERATOR};
-use super::mutation::{self, Changed};
+use super::mutation::{self, AuditChange};
 use super::{fault, object};
 use crate::http::openapi::{Operation, Parameter, Place, matching};
 use crate::http::problem::{Code, Problem};
@@ -26,16 +26,15 @@ pub async fn handle(
     Segments((id, name)): Segments<(String, String)>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
     let mut session = platform.db.session().await?;
     let machine = db::machines::get(&session, id).await?;
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let absent = || {
-        let detail =
-            format!("The slot has no snapshot {name}; `/vps/{id}/backups` lists those that there are.");
+        let detail = format!("The slot has no snapshot {name}; `/vps/{id}/backups` lists its snapshots.");
         Problem::new(Code::NotFound, detail)
     };
     let key = format!("system/db/snapshots/{name}");
@@ -43,15 +42,15 @@ pub async fn handle(
     if call.method == Method::GET {
         let tx = db::begin(&mut session).await?;
         let (target, read) = (format!("{}/{}", machine.user, machine.slot), json!({"key": key}));
-        let changed = Changed { action: "backup.read", target: &target, before: None, after: Some(&read) };
-        mutation::audit(&tx, operator.actor(), &changed).await?;
+        let changed =
+            AuditChange { action: "backup.read", target: &target, before: None, after: Some(&read) };
+        mutation::write_audit(&tx, operator.actor(), &changed).await?;
         db::commit(tx).await?;
     }
     drop(session);
     object::serve(&platform.bucket, &dump, "application/octet-stream", &call, absent).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
@@ -78,5 +77,5 @@ const NAME: Parameter = Parameter {
     name: "name",
     place: Place::Path,
     schema: || matching("^[^/]+\\.dump$"),
-    about: "The last part of its key.",
+    about: "The last part of the snapshot's key.",
 };

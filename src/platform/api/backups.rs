@@ -1,4 +1,4 @@
-//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, the newest first, whoever took them.
+//! GET `/vps/:id/backups`: the verified snapshots of the machine's slot, newest first, including those of earlier machines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,8 +8,8 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id};
-use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, told};
+use super::call::{ApiCall, path_id};
+use super::endpoint::{Access, CURSOR, Endpoint, MACHINE_ID, OPERATOR, READ, json_answer};
 use super::fault;
 use crate::clock::rfc3339_ms;
 use crate::http::openapi::{
@@ -27,20 +27,20 @@ use crate::store::{pointer_io, snapshots};
 use axum::routing::get;
 use http::Method;
 
-const PAGE: usize = 50;
-const LARGEST_PAGE: usize = 200;
-const DEADLINE: Duration = Duration::from_secs(10);
+const DEFAULT_PAGE_SIZE: usize = 50;
+const MAX_PAGE_SIZE: usize = 200;
+const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
-    let mut query = call.query();
-    let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
+    let mut query = call.query_fields();
+    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     let before: Option<SnapshotCursor> = query.optional("cursor");
     let only_latest = query.optional::<bool>("latest").unwrap_or(false);
     query.finish(Some(()))?;
@@ -53,9 +53,9 @@ pub async fn handle(
     let read = async {
         let pointer = match pointer_io::read(&platform.bucket, &slot).await {
             Ok(pointer) => pointer,
-            // The store answers: what it has is listed all the same.
+            // The store is available, so list its snapshots without the pointer.
             Err(error @ StoreError::Corrupt { .. }) => {
-                tracing::warn!(machine = %id, error = %chain(&error), "snapshots are listed without the pointer");
+                tracing::warn!(machine = %id, error = %chain(&error), "pointer corrupt; listing snapshots without it");
                 None
             }
             Err(error) => return Err(error.into()),
@@ -76,13 +76,14 @@ pub async fn handle(
         Ok::<_, Problem>((latest, page))
     };
     let (latest, page) =
-        tokio::time::timeout(DEADLINE, read).await.map_err(|_| fault::store_unavailable())??;
+        tokio::time::timeout(STORE_TIMEOUT, read).await.map_err(|_| fault::store_unavailable())??;
     let latest = latest.map(|latest| latest.key);
-    let backups: Vec<Value> = page.records.iter().map(|record| shown(record, latest.as_deref())).collect();
+    let backups: Vec<Value> =
+        page.records.iter().map(|record| backup_record(record, latest.as_deref())).collect();
     Ok(Json(json!({"latest": latest, "backups": backups, "nextCursor": page.next})).into_response())
 }
 
-fn shown(record: &Listed, latest: Option<&str>) -> Value {
+fn backup_record(record: &Listed, latest: Option<&str>) -> Value {
     json!({
         "key": record.key,
         "sizeBytes": record.size_bytes,
@@ -95,14 +96,13 @@ fn shown(record: &Listed, latest: Option<&str>) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {
         id: "listBackups",
         method: Method::GET,
         path: "/vps/{id}/backups",
-        summary: "The verified snapshots of the machine's slot, the newest first.",
+        summary: "Lists the verified snapshots of the machine's slot, newest first.",
         credentials: &[OPERATOR],
         parameters: &[
             MACHINE_ID,
@@ -111,7 +111,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             LATEST,
         ],
         body: None,
-        answers: &[told(200, "A page.", page)],
+        answers: &[json_answer(200, "A page.", page_schema)],
         problems: &[Code::MachineNotFound, Code::StoreUnavailable, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
@@ -121,17 +121,17 @@ const LATEST: Parameter = Parameter {
     name: "latest",
     place: Place::Query,
     schema: boolean,
-    about: "true: only the snapshot that the pointer names, without a listing of the others.",
+    about: "true: only the snapshot that the pointer names.",
 };
 
 const LIMIT: Parameter = Parameter {
     name: "limit",
     place: Place::Query,
-    schema: || json!({ "type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE }),
-    about: "The size of a page.",
+    schema: || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
+    about: "Page size.",
 };
 
-fn page() -> Value {
+fn page_schema() -> Value {
     let backup = object(
         &[
             ("key", text()),

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/boot-failure`: a host that could not boot says at which stage.
+//! POST `/vps/:id/boot-failure`: a host reports that its boot failed, and at which stage.
 
 use std::sync::Arc;
 
@@ -7,9 +7,9 @@ use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 use serde_json::json;
 
-use super::call::{Call, path_id, registration_rejected};
-use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, status, told};
-use super::mutation::{self, Changed, Reply};
+use super::call::{ApiCall, path_id, registration_rejected};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION, json_answer, status};
+use super::mutation::{self, AuditChange, Reply};
 use super::{fault, register};
 use crate::http::openapi::{Operation, extensible, fields, object, some_text, text_to, uuid};
 use crate::http::problem::{Code, Problem};
@@ -29,11 +29,11 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let (claimed, token) = call.registration(&platform)?;
+    let call = ApiCall::read(request).await?;
+    let (claimed, token) = call.claimed_registration(&platform)?;
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let machine = register::authentic(&tx, claimed, token).await?;
+    let machine = register::lock_claimed_machine(&tx, claimed, token).await?;
     let mut fields = call.host_fields()?;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
@@ -46,29 +46,28 @@ pub async fn handle(
     let with = Circumstances { failed_at: Some((&stage, &message)), ..Circumstances::default() };
     lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, with)
         .await
-        .map_err(|error| fault::lifecycle(error, &machine))?;
+        .map_err(|error| fault::lifecycle_problem(error, &machine))?;
     let (target, after) = (id.to_string(), json!({"stage": stage, "message": message}));
-    let changed = Changed { action: "boot-failure", target: &target, before: None, after: Some(&after) };
-    mutation::audit(&tx, &format!("machine:{id}"), &changed).await?;
+    let changed = AuditChange { action: "boot-failure", target: &target, before: None, after: Some(&after) };
+    mutation::write_audit(&tx, &format!("machine:{id}"), &changed).await?;
     db::commit(tx).await?;
-    tracing::warn!(machine = %id, stage, "the host could not boot");
+    tracing::warn!(machine = %id, stage, "host failed to boot");
     Ok(Reply::new(StatusCode::ACCEPTED, json!({"machineId": id, "status": "failed"})).into_response())
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {
         id: "reportBootFailure",
         method: Method::POST,
         path: "/vps/{id}/boot-failure",
-        summary: "A host says at which stage its boot failed.",
+        summary: "Reports that a host's boot failed, and at which stage.",
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
             extensible(fields(&[("stage", text_to(MAX_STAGE_CHARS)), ("message", some_text())], &[]))
         }),
-        answers: &[told(202, "The machine has failed.", || {
+        answers: &[json_answer(202, "The machine has failed.", || {
             object(&[("machineId", uuid()), ("status", status())], &[])
         })],
         problems: &[

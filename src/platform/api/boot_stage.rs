@@ -1,5 +1,5 @@
-//! POST `/vps/:id/boot-stage`: a booting host says which stage it is at, and how far. It changes no state; progress
-//! extends the time that the host has to register.
+//! POST `/vps/:id/boot-stage`: a booting host reports its stage and progress. A report does not change the machine's
+//! state; progress extends the deadline of the registration.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id, registration_rejected};
+use super::call::{ApiCall, path_id, registration_rejected};
 use super::endpoint::{Access, Endpoint, MACHINE_ID, REGISTRATION};
 use super::register;
 use crate::clock::{now_ms, rfc3339_ms};
@@ -24,8 +24,8 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, DbError, machine_changes};
 use axum::routing::post;
 
-/// A host that starts again and again says the same again and again: only the last ones are kept.
-const MOST: usize = 20;
+/// Maximum number of stored stages; a host in a boot loop reports the same ones repeatedly.
+const MAX_STAGES: usize = 20;
 
 struct Stage(String);
 
@@ -45,36 +45,36 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let (claimed, token) = call.registration(&platform)?;
+    let call = ApiCall::read(request).await?;
+    let (claimed, token) = call.claimed_registration(&platform)?;
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let machine = register::authentic(&tx, claimed, token).await?;
+    let machine = register::lock_claimed_machine(&tx, claimed, token).await?;
     let mut fields = call.host_fields()?;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
         return Err(registration_rejected());
     }
     let stage = fields.required("stage");
-    let progress = progress(&mut fields);
+    let progress = read_progress(&mut fields);
     let Stage(stage) = fields.finish(stage)?;
-    if let Some(progress) = progress.map(|progress| progress.of(&stage)) {
-        note_progress(&platform, &tx, &machine, &progress).await?;
+    if let Some(progress) = progress.map(|progress| progress.record(&stage)) {
+        record_progress(&platform, &tx, &machine, &progress).await?;
         db::commit(tx).await?;
         return Ok(StatusCode::NO_CONTENT.into_response());
     }
 
     let mut stages = machine.boot_stages.as_array().cloned().unwrap_or_default();
     stages.push(json!({"stage": stage, "at": rfc3339_ms(now_ms())}));
-    let surplus = stages.len().saturating_sub(MOST);
+    let surplus = stages.len().saturating_sub(MAX_STAGES);
     stages.drain(..surplus);
     machine_changes::boot_stages(&tx, id, &stages.into()).await?;
     db::commit(tx).await?;
-    tracing::info!(machine = %id, stage, "the host boots");
+    tracing::info!(machine = %id, stage, "host boot stage");
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-/// How far a stage has got; each figure only grows while the stage makes progress.
+/// Progress within a stage. The figures only increase.
 struct StageProgress {
     bytes: Option<u64>,
     total_bytes: Option<u64>,
@@ -83,7 +83,7 @@ struct StageProgress {
 }
 
 impl StageProgress {
-    fn of(&self, stage: &str) -> Value {
+    fn record(&self, stage: &str) -> Value {
         json!({
             "stage": stage,
             "bytes": self.bytes,
@@ -94,7 +94,7 @@ impl StageProgress {
     }
 }
 
-fn progress(fields: &mut Fields) -> Option<StageProgress> {
+fn read_progress(fields: &mut Fields) -> Option<StageProgress> {
     let mut inner = fields.optional_nested("progress")?;
     let mut figure = |name: &str| inner.optional_number(name);
     let progress = StageProgress {
@@ -107,8 +107,8 @@ fn progress(fields: &mut Fields) -> Option<StageProgress> {
     Some(progress)
 }
 
-/// A boot that gets further has more time to register, and its operation to end; one that says the same again has not.
-async fn note_progress(
+/// Records progress, which extends the deadlines of the registration and its operation. A repeated report does not.
+async fn record_progress(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
@@ -123,14 +123,13 @@ async fn note_progress(
     db::operations::progressed(tx, machine.id).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {
         id: "reportBootStage",
         method: Method::POST,
         path: "/vps/{id}/boot-stage",
-        summary: "A booting host says which stage it is at.",
+        summary: "Reports the stage and progress of a booting host.",
         credentials: &[REGISTRATION],
         parameters: &[MACHINE_ID],
         body: Some(|| {
@@ -138,7 +137,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
             let stages = one_of(&["bundle", "database", "restore", "gateway", "register"]);
             extensible(fields(&[("stage", stages)], &[("progress", extensible(fields(&[], &figures)))]))
         }),
-        answers: &[Answer { status: 204, about: "Noted.", content: Content::Nothing }],
+        answers: &[Answer { status: 204, about: "Recorded.", content: Content::Nothing }],
         problems: &[Code::RegistrationRejected, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),

@@ -7,7 +7,7 @@ use axum::response::Response;
 use axum::routing::get;
 use http::Method;
 
-use super::call::Call;
+use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, HOST, OPERATOR, READ};
 use super::object;
 use crate::http::openapi::{Operation, Parameter, Place, one_of, text};
@@ -22,12 +22,13 @@ pub async fn handle(
     Segments((version, file)): Segments<(String, String)>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator_or_host(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator_or_host(&platform).await?;
     let suffix = file.strip_prefix(BUNDLE_FILE).filter(|s| ["", ".sha256", ".json", ".json.sig"].contains(s));
-    let suffix = suffix.ok_or_else(|| Problem::new(Code::NotFound, "A bundle has no such file."))?;
-    let not_found =
-        || Problem::new(Code::BundleNotFound, format!("No such file of version {version} is published."));
+    let suffix = suffix.ok_or_else(|| Problem::new(Code::NotFound, "Bundles have no such file."))?;
+    let not_found = || {
+        Problem::new(Code::BundleNotFound, format!("Version {version} has no published file of this name."))
+    };
     let parsed: ImageVersion = version.parse().map_err(|_| not_found())?;
     let kind = match suffix {
         "" => "application/gzip",
@@ -38,14 +39,13 @@ pub async fn handle(
     object::serve(&platform.bucket, &key::bundle(&parsed, suffix), kind, &call, not_found).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::OperatorOrHost(READ),
     operation: Operation {
         id: "getBundle",
         method: Method::GET,
         path: "/system-bundles/{version}/{file}",
-        summary: "A file of a published host bundle; Range, If-Range and If-None-Match as in RFC 9110.",
+        summary: "Serves a file of a published host bundle; Range, If-Range and If-None-Match as in RFC 9110.",
         credentials: &[OPERATOR, HOST],
         parameters: &[VERSION, FILE],
         body: None,

@@ -1,4 +1,4 @@
-//! One call on its way in, in the contract's order: size, then credential, then JSON. Schema and state come after.
+//! An incoming API call. Checks run in the contract's order: size, credential, JSON; then schema and state.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -24,52 +24,56 @@ use crate::platform::operators::Operator;
 use crate::platform::token_rotation::Standing;
 use crate::platform::tokens::{self, Purpose};
 
-/// The largest body of the platform's API.
-pub const LARGEST_BODY: usize = 64 << 10;
-const BODY_DEADLINE: Duration = Duration::from_secs(15);
-const LARGEST_DISCARD: usize = 1 << 20;
-const DISCARD_DEADLINE: Duration = Duration::from_secs(2);
-const LONGEST_WAIT_SECONDS: u64 = 60;
+/// Maximum body size of the platform's API.
+pub const MAX_BODY_BYTES: usize = 64 << 10;
+const BODY_TIMEOUT: Duration = Duration::from_secs(15);
+const MAX_DRAINED_BYTES: usize = 1 << 20;
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+const MAX_WAIT_SECONDS: u64 = 60;
 
-pub struct Call {
+pub struct ApiCall {
     pub method: Method,
     pub uri: Uri,
     pub headers: HeaderMap,
-    /// What the route declares.
+    /// The access that the route declares.
     access: Access,
     /// The peer of the connection.
     client: Option<IpAddr>,
     body: Bytes,
 }
 
-/// A token that a host presented and that is accepted.
-pub struct HostToken {
+/// A host's accepted token, and its machine.
+pub struct AuthenticatedHost {
     pub machine: MachineRow,
     pub standing: Standing,
     pub hash: Vec<u8>,
 }
 
-impl Call {
-    /// Reads the body, within its bounds.
+impl ApiCall {
+    /// Reads the body, within the limits on size and time.
     pub async fn read(request: Request) -> Result<Self, Problem> {
         let (parts, mut body) = request.into_parts();
-        let too_large =
-            || Problem::new(Code::RequestTooLarge, format!("A body has at most {LARGEST_BODY} bytes."));
-        let stated = parts.headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-        if stated.and_then(|text| text.parse::<u64>().ok()).is_some_and(|size| size > LARGEST_BODY as u64) {
-            discard(&mut body).await;
+        let too_large = || {
+            Problem::new(Code::RequestTooLarge, format!("The body is larger than {MAX_BODY_BYTES} bytes."))
+        };
+        let content_length = parts.headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok());
+        if content_length
+            .and_then(|text| text.parse::<u64>().ok())
+            .is_some_and(|size| size > MAX_BODY_BYTES as u64)
+        {
+            drain_body(&mut body).await;
             return Err(too_large());
         }
-        let bounded = Limited::new(&mut body, LARGEST_BODY).collect();
-        let collected = tokio::time::timeout(BODY_DEADLINE, bounded).await;
+        let limited = Limited::new(&mut body, MAX_BODY_BYTES).collect();
+        let collected = tokio::time::timeout(BODY_TIMEOUT, limited).await;
         let body = match collected {
             Ok(Ok(body)) => body.to_bytes(),
             Ok(Err(error)) if error.is::<LengthLimitError>() => {
-                discard(&mut body).await;
+                drain_body(&mut body).await;
                 return Err(too_large());
             }
             Ok(Err(_)) | Err(_) => {
-                return Err(Problem::field("", "the body did not arrive whole"));
+                return Err(Problem::field("", "the body is incomplete"));
             }
         };
         let access = parts.extensions.get().copied().unwrap_or(Access::Open);
@@ -83,64 +87,64 @@ impl Call {
         if scheme.eq_ignore_ascii_case("bearer") { Ok(token.trim()) } else { Err(unauthorized()) }
     }
 
-    /// The bearer token, where its address may have one more verified.
-    fn counted_bearer(&self, platform: &Platform) -> Result<&str, Problem> {
+    /// The bearer token, within the check limit of the client's address.
+    fn rate_limited_bearer(&self, platform: &Platform) -> Result<&str, Problem> {
         let token = self.bearer()?;
         platform.rates.admit_check(self.client, token)?;
         Ok(token)
     }
 
-    /// The operator who calls, with a scope that the route takes.
+    /// Authenticates the operator and checks the scopes of the route.
     ///
     /// # Errors
-    /// As [`access::admit`].
-    pub async fn operator(&self, platform: &Platform) -> Result<Operator, Problem> {
-        let token = self.counted_bearer(platform)?;
-        access::admit(platform, self.access, &self.method, token).await
+    /// As [`access::authorize`].
+    pub async fn authenticate_operator(&self, platform: &Platform) -> Result<Operator, Problem> {
+        let token = self.rate_limited_bearer(platform)?;
+        access::authorize(platform, self.access, &self.method, token).await
     }
 
-    /// The machine whose `UPGRADE_TOKEN` this is, whatever has become of it.
-    pub async fn host(&self, platform: &Platform) -> Result<MachineRow, Problem> {
-        Ok(self.host_token(platform).await?.machine)
+    /// Authenticates a host by its `UPGRADE_TOKEN`; its machine may have left its slot.
+    pub async fn authenticate_host(&self, platform: &Platform) -> Result<MachineRow, Problem> {
+        Ok(self.authenticate_host_token(platform).await?.machine)
     }
 
-    /// The same, with what is known of the token.
-    pub async fn host_token(&self, platform: &Platform) -> Result<HostToken, Problem> {
-        let token = self.counted_bearer(platform)?;
+    /// [`Self::authenticate_host`], with the state of the token.
+    pub async fn authenticate_host_token(&self, platform: &Platform) -> Result<AuthenticatedHost, Problem> {
+        let token = self.rate_limited_bearer(platform)?;
         let claim = tokens::claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
         match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
             Standing::Refused => {
                 drop(session);
-                refused_hosts::note(platform, &machine, token, claim).await;
+                refused_hosts::report_rejected_token(platform, &machine, token, claim).await;
                 Err(unauthorized())
             }
             standing => {
                 platform.rates.accept(token);
                 platform.rates.admit_host(machine.id)?;
-                Ok(HostToken { machine, standing, hash: tokens::hash(token) })
+                Ok(AuthenticatedHost { machine, standing, hash: tokens::hash(token) })
             }
         }
     }
 
-    /// An operator, or the current machine whose `UPGRADE_TOKEN` this is.
-    pub async fn operator_or_host(&self, platform: &Platform) -> Result<(), Problem> {
+    /// Authenticates an operator, or the host of a slot's current machine.
+    pub async fn authenticate_operator_or_host(&self, platform: &Platform) -> Result<(), Problem> {
         if !self.bearer()?.starts_with("svcu_") {
-            return self.operator(platform).await.map(drop);
+            return self.authenticate_operator(platform).await.map(drop);
         }
-        let machine = self.host(platform).await?;
+        let machine = self.authenticate_host(platform).await?;
         if machine.deleted_at.is_some() {
             return Err(unauthorized());
         }
         if machine.retired_at.is_some() {
-            return Err(Problem::new(Code::Superseded, "Another machine has taken this one's place."));
+            return Err(Problem::new(Code::Superseded, "Another machine has replaced this one."));
         }
         Ok(())
     }
 
-    /// The machine whose registration token this is, and the token; nothing is known of its expiry yet.
-    pub fn registration(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
+    /// The machine that a registration token claims, and the token, which is not verified yet.
+    pub fn claimed_registration(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
         let token = self.bearer().map_err(|_| registration_rejected())?;
         platform.rates.admit_check(self.client, token)?;
         let claim = tokens::claim(token, Purpose::Registration);
@@ -157,40 +161,40 @@ impl Call {
         self.media_type().eq_ignore_ascii_case("application/x-www-form-urlencoded")
     }
 
-    /// The body as a form's fields.
-    pub fn form(&self) -> Result<Fields, Problem> {
-        let text = std::str::from_utf8(&self.body).map_err(|_| Problem::field("", "is not a form"))?;
+    /// The fields of a form.
+    pub fn form_fields(&self) -> Result<Fields, Problem> {
+        let text = std::str::from_utf8(&self.body).map_err(|_| Problem::field("", "is not a valid form"))?;
         Ok(Fields::of_form(text))
     }
 
-    /// The body as an object whose fields are taken one by one.
-    pub fn fields(&self) -> Result<Fields, Problem> {
+    /// The fields of a JSON body.
+    pub fn json_fields(&self) -> Result<Fields, Problem> {
         if !self.media_type().eq_ignore_ascii_case("application/json") {
             return Err(Problem::new(Code::UnsupportedMediaType, "Send the body as application/json."));
         }
         match serde_json::from_slice(&self.body) {
             Ok(Value::Object(map)) => Ok(Fields::of_body(map)),
             Ok(_) => Err(Problem::field("", "must be a JSON object")),
-            Err(error) => Err(Problem::field("", format!("is not JSON: {error}"))),
+            Err(error) => Err(Problem::field("", format!("is not valid JSON: {error}"))),
         }
     }
 
-    /// The fields of a host's body: what a newer release of the host adds is ignored, so that a platform can be older.
+    /// The fields of a host's JSON body. Unknown fields are ignored, because the host's release may be newer.
     pub fn host_fields(&self) -> Result<Fields, Problem> {
-        Ok(self.fields()?.ignoring_unknown())
+        Ok(self.json_fields()?.ignoring_unknown())
     }
 
-    /// Refuses an operator's body that says anything, where none is needed.
-    pub fn no_body(&self) -> Result<(), Problem> {
-        if self.body.is_empty() { Ok(()) } else { self.fields()?.finish(Some(())) }
+    /// Rejects an operator's body with any fields.
+    pub fn ensure_no_body(&self) -> Result<(), Problem> {
+        if self.body.is_empty() { Ok(()) } else { self.json_fields()?.finish(Some(())) }
     }
 
-    /// Passes a host's request that needs no body: a newer host may send an object.
-    pub fn nothing_needed(&self) -> Result<(), Problem> {
+    /// Accepts a host's request with or without a body, because a newer release may send one.
+    pub fn validate_optional_body(&self) -> Result<(), Problem> {
         if self.body.is_empty() { Ok(()) } else { self.host_fields()?.finish(Some(())) }
     }
 
-    pub fn query(&self) -> Fields {
+    pub fn query_fields(&self) -> Fields {
         Fields::of_query(self.uri.query().unwrap_or_default())
     }
 
@@ -199,36 +203,35 @@ impl Call {
         Sha256::digest(&self.body).to_vec()
     }
 
-    /// The seconds of `Prefer: wait=N` (RFC 7240), at most a minute.
+    /// The seconds of `Prefer: wait=N` (RFC 7240), up to [`MAX_WAIT_SECONDS`].
     pub fn wait_seconds(&self) -> Option<u64> {
         let values = self.headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
         let mut preferences = values.flat_map(|value| value.split(',')).map(str::trim);
         let wait = preferences.find_map(|preference| preference.strip_prefix("wait="))?;
-        wait.trim_matches('"').parse::<u64>().ok().map(|seconds| seconds.min(LONGEST_WAIT_SECONDS))
+        wait.trim_matches('"').parse::<u64>().ok().map(|seconds| seconds.min(MAX_WAIT_SECONDS))
     }
 }
 
-/// Reads what is left of a refused body, within bounds: a connection closed on unread bytes can lose the answer.
-pub async fn discard(body: &mut Body) {
+/// Drains a rejected body, within limits: closing a connection with unread bytes can lose the response.
+pub async fn drain_body(body: &mut Body) {
     let read = async {
-        let mut left = LARGEST_DISCARD;
+        let mut remaining = MAX_DRAINED_BYTES;
         while let Some(Ok(frame)) = body.frame().await {
             let size = frame.data_ref().map_or(0, Bytes::len);
-            if size > left {
+            if size > remaining {
                 return;
             }
-            left -= size;
+            remaining -= size;
         }
     };
-    // What does not come in time is not waited for.
-    let _ = tokio::time::timeout(DISCARD_DEADLINE, read).await;
+    let _ = tokio::time::timeout(DRAIN_TIMEOUT, read).await;
 }
 
-/// An id in the path; a request for what is no id is not valid.
+/// Parses an id in the path.
 pub fn path_id<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Problem> {
     text.parse().map_err(|_| Problem::field(name, "must be a UUID"))
 }
 
 pub fn registration_rejected() -> Problem {
-    Problem::new(Code::RegistrationRejected, "The registration token is not valid for this, or not any more.")
+    Problem::new(Code::RegistrationRejected, "The registration token is invalid or has expired.")
 }

@@ -1,4 +1,4 @@
-//! DELETE `/vps/:id`: the machine leaves its slot at once, its server is deleted after; objects stay.
+//! DELETE `/vps/:id`: the machine leaves its slot at once, and its server is deleted later. Its objects are kept.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use jiff::SignedDuration;
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, handle_name, idp_user_id, kind,
-    slot_name, status, told,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, handle_name, idp_user_id,
+    json_answer, kind, slot_name, status,
 };
 use super::fault;
 use super::machine_change::ChangeRequest;
-use super::mutation::{self, Changed, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, Reply};
 use crate::clock::rfc3339_ms;
 use crate::http::fields::Fields;
 use crate::http::openapi::{
@@ -40,7 +40,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut query = call.query();
+    let mut query = call.query_fields();
     let options = OperationOptions {
         now: flag(&mut query, "now"),
         accept_loss: flag(&mut query, "acceptLoss"),
@@ -49,7 +49,7 @@ pub async fn handle(
     let options = query.finish(Some(options))?;
     let reply = delete(&platform, id, options, &mutation).await?;
     platform.nudge.notify_one();
-    mutation::answer(&platform, &call, reply).await
+    mutation::respond(&platform, &call, reply).await
 }
 
 fn flag(query: &mut Fields, name: &str) -> bool {
@@ -66,7 +66,7 @@ async fn delete(
     let not_found = || fault::machine_not_found(&id.to_string());
     let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
     let copies = copies::of_slot(&session, &seen, &platform.config.timing).await?;
-    // The store may take its time: no session is held meanwhile.
+    // No session is held during requests to the store.
     drop(session);
     let copies = copies.with_snapshot(&platform.bucket).await;
     let mut session = platform.db.session().await?;
@@ -79,10 +79,10 @@ async fn delete(
     let event = Event::DeleteRequested;
     let with = Circumstances { options, ..Circumstances::default() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
-    let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
+    let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
         Change::Moved { filed } => filed.map(|filed| filed.operation),
         Change::Unchanged => {
-            // Asked again: the operation that the first request filed.
+            // A repeated request responds with the operation of the first one.
             let operation = db::operations::newest(&tx, id, "delete").await?;
             let options = operation.as_ref().map_or(options, |operation| operation.options);
             let operation = operation.map(|operation| operation.id);
@@ -99,17 +99,18 @@ async fn delete(
     let reply = Reply::new(StatusCode::ACCEPTED, body);
     let (before, after) = (machine.record(), deleted.record());
     let target = id.to_string();
-    let changed = Changed { action: "delete", target: &target, before: Some(&before), after: Some(&after) };
+    let changed =
+        AuditChange { action: "delete", target: &target, before: Some(&before), after: Some(&after) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
 }
 
-/// What deletes a machine's server.
+/// The deletion of a machine's server.
 struct Deletion {
     operation: Option<OperationId>,
     options: OperationOptions,
-    /// Of the slot, before it.
+    /// The copies of the slot's data before the deletion.
     copies: Value,
 }
 
@@ -119,7 +120,7 @@ async fn body(
     machine: &MachineRow,
     deletion: &Deletion,
 ) -> Result<Value, DbError> {
-    let also = deleted_along(tx, machine).await?.map(|(other, operation)| {
+    let also = find_also_deleted(tx, machine).await?.map(|(other, operation)| {
         json!({
             "machineId": other.id,
             "operationId": operation.id,
@@ -146,13 +147,13 @@ async fn body(
 
 fn undeletable_until(platform: &Platform, machine: &MachineRow, options: OperationOptions) -> Option<String> {
     let grace = SignedDuration::try_from(platform.config.timing.delete_grace).unwrap_or(SignedDuration::MAX);
-    // A machine that never registered holds no data: its server is not kept.
-    let kept = machine.deleted_at.filter(|_| !options.now && machine.registered_at.is_some());
-    kept.and_then(|at| at.checked_add(grace).ok()).map(rfc3339_ms)
+    // The server of a machine that never registered holds no data, and is not kept.
+    let deleted_at = machine.deleted_at.filter(|_| !options.now && machine.registered_at.is_some());
+    deleted_at.and_then(|at| at.checked_add(grace).ok()).map(rfc3339_ms)
 }
 
-/// The machine that was deleted with one that was to replace it, and the operation that deletes its server.
-async fn deleted_along(
+/// Finds the predecessor that was deleted together with its replacement, and the operation that deletes its server.
+async fn find_also_deleted(
     tx: &Transaction<'_>,
     machine: &MachineRow,
 ) -> Result<Option<(MachineRow, OperationRow)>, DbError> {
@@ -160,7 +161,7 @@ async fn deleted_along(
         return Ok(None);
     }
     let Some(last) = db::machines::last_registered(tx, machine).await? else { return Ok(None) };
-    // One transaction deleted both: an earlier deletion has another time.
+    // One transaction deleted both; an earlier deletion has a different time.
     if last.deleted_at.is_none() || last.deleted_at != machine.deleted_at {
         return Ok(None);
     }
@@ -172,16 +173,16 @@ const NOW: Parameter = Parameter {
     name: "now",
     place: Place::Query,
     schema: boolean,
-    about: "true: the server is deleted as soon as the last backup is taken, and undelete is not possible.",
+    about: "true: the server is deleted as soon as the last backup has been taken, and undelete is not possible.",
 };
 const ACCEPT_LOSS: Parameter = Parameter {
     name: "acceptLoss",
     place: Place::Query,
     schema: boolean,
-    about: "true: where no last backup can be made, what no snapshot holds may be lost.",
+    about: "true: if no last backup can be taken, data that no snapshot contains may be lost.",
 };
 
-fn answer() -> Value {
+fn response_schema() -> Value {
     let also = object(
         &[("machineId", uuid()), ("operationId", uuid()), ("undeletableUntil", nullable(time()))],
         &[],
@@ -207,23 +208,23 @@ fn answer() -> Value {
     )
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "delete",
         method: Method::DELETE,
         path: "/vps/{id}",
-        summary: "Deletes a machine: a last backup is taken, its server is switched off and kept for a grace.",
+        summary: "Deletes a machine: a last backup is taken, then its server is switched off and kept for a grace period.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, NOW, ACCEPT_LOSS, IDEMPOTENCY_KEY, PREFER],
         body: None,
-        answers: &[told(
+        answers: &[json_answer(
             202,
-            "The machine is deleted; undelete brings it back while its server is kept. `alsoDeleted` is the machine that it \
-             was to replace: its server has the slot's data and is kept. `newestSnapshotAt` is what the store's pointer names; \
-             where the store does not say, what a host last reported, with the reason in `snapshotProblem`.",
-            answer,
+            "The machine has been deleted; undelete restores it while its server is kept. `alsoDeleted` is the machine that it \
+             was to replace, whose server has the slot's data and is kept. `newestSnapshotAt` is the time of the snapshot that \
+             the store's pointer names; if the store is unavailable, of the last one that a host reported, with the reason in \
+             `snapshotProblem`.",
+            response_schema,
         )],
         problems: &[
             Code::MachineNotFound,

@@ -1,4 +1,5 @@
-//! `/vps/deploy`: a release for many machines, in batches: begun, listed, looked at, paused, resumed, aborted.
+//! `/vps/deploy`: rolls out a release to many machines in batches. Rollouts can be started, listed, shown, paused, resumed
+//! and aborted.
 
 use std::sync::Arc;
 
@@ -10,12 +11,12 @@ use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id};
+use super::call::{ApiCall, path_id};
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, handle_name, image_version, told,
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, handle_name, image_version, json_answer,
 };
 use super::fault;
-use super::mutation::{Changed, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, Reply};
 use crate::http::fields::Fields;
 use crate::http::openapi::{Answer, Operation, Parameter, Place, array, fields, named, object, uuid};
 use crate::http::problem::{Code, Problem};
@@ -28,15 +29,15 @@ use crate::platform::db::{self};
 use crate::platform::rollouts::plan;
 use crate::store::bundle::{self, Unusable};
 
-const MOST: u64 = 1000;
-const MOST_HANDLES: usize = 1000;
-/// Rollouts of the list.
-const MOST_LISTED: i64 = 20;
-const CANARY: u64 = 1;
-const BATCH: u64 = 10;
-const FAILURES: u64 = 1;
+const MAX_COUNT: u64 = 1000;
+const MAX_HANDLES: usize = 1000;
+/// Maximum number of listed rollouts.
+const MAX_LISTED_ROLLOUTS: i64 = 20;
+const DEFAULT_CANARY: u64 = 1;
+const DEFAULT_BATCH_SIZE: u64 = 10;
+const DEFAULT_MAX_FAILURES: u64 = 1;
 
-struct Wanted {
+struct RolloutRequest {
     version: ImageVersion,
     handles: Option<Vec<Handle>>,
     canary: u64,
@@ -45,43 +46,43 @@ struct Wanted {
 }
 
 pub async fn start(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let wanted = wanted(call.fields()?)?;
-    let mutation = Mutation::of(&call, &operator)?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let request = parse_request(call.json_fields()?)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
     let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply.into_response());
     }
     drop(session);
-    check_release(&platform, &wanted.version).await?;
-    Ok(begin(&platform, &wanted, &mutation).await?.into_response())
+    check_release(&platform, &request.version).await?;
+    Ok(create_rollout(&platform, &request, &mutation).await?.into_response())
 }
 
-fn wanted(mut fields: Fields) -> Result<Wanted, Problem> {
+fn parse_request(mut fields: Fields) -> Result<RolloutRequest, Problem> {
     let version = fields.required("imageVersion");
-    let named = fields.has("handles");
-    let texts = fields.strings("handles", MOST_HANDLES);
+    let has_handles = fields.has("handles");
+    let texts = fields.strings("handles", MAX_HANDLES);
     let handles: Result<Vec<Handle>, _> = texts.iter().map(|text| text.parse()).collect();
-    if named && (texts.is_empty() || handles.is_err()) {
-        fields.wrong("handles", "must name at least one handle, and only handles");
+    if has_handles && (texts.is_empty() || handles.is_err()) {
+        fields.wrong("handles", "must contain at least one handle, and only valid handles");
     }
-    let mut number = |name: &str, least: u64, default: u64| {
+    let mut number = |name: &str, min: u64, default: u64| {
         let number = fields.optional_number(name).unwrap_or(default);
-        if !(least..=MOST).contains(&number) {
-            fields.wrong(name, format!("must be {least} to {MOST}"));
+        if !(min..=MAX_COUNT).contains(&number) {
+            fields.wrong(name, format!("must be {min} to {MAX_COUNT}"));
         }
         number
     };
-    let canary = number("canary", 0, CANARY);
-    let batch_size = number("batchSize", 1, BATCH);
-    let max_failures = number("maxFailures", 1, FAILURES);
-    let handles = handles.ok().filter(|_| named);
-    let built = version.map(|version| Wanted { version, handles, canary, batch_size, max_failures });
+    let canary = number("canary", 0, DEFAULT_CANARY);
+    let batch_size = number("batchSize", 1, DEFAULT_BATCH_SIZE);
+    let max_failures = number("maxFailures", 1, DEFAULT_MAX_FAILURES);
+    let handles = handles.ok().filter(|_| has_handles);
+    let built = version.map(|version| RolloutRequest { version, handles, canary, batch_size, max_failures });
     fields.finish(built)
 }
 
-/// Hosts would refuse a release whose manifest is missing or not signed for them: better here, once, than there.
+/// Rejects a release that hosts would refuse, because its manifest is missing or not signed with a trusted key.
 async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<(), Problem> {
     let published = bundle::digest(&platform.bucket, version).await?;
     let Some(digest) = published else {
@@ -95,7 +96,11 @@ async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<()
     }
 }
 
-async fn begin(platform: &Platform, wanted: &Wanted, mutation: &Mutation) -> Result<Reply, Problem> {
+async fn create_rollout(
+    platform: &Platform,
+    request: &RolloutRequest,
+    mutation: &Mutation,
+) -> Result<Reply, Problem> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
@@ -103,44 +108,44 @@ async fn begin(platform: &Platform, wanted: &Wanted, mutation: &Mutation) -> Res
     }
     db::lock(&tx, "rollouts").await?;
     if let Some(open) = rollouts::open(&tx).await? {
-        let problem = Problem::new(Code::Conflict, format!("The rollout {} is under way.", open.id));
+        let problem = Problem::new(Code::Conflict, format!("Rollout {} is already running.", open.id));
         return Err(problem.with("rolloutId", json!(open.id)));
     }
-    let reachable = rollouts::reachable(&tx, wanted.handles.as_deref()).await?;
-    for handle in wanted.handles.iter().flatten() {
+    let reachable = rollouts::reachable(&tx, request.handles.as_deref()).await?;
+    for handle in request.handles.iter().flatten() {
         if !reachable.iter().any(|(_, of)| of == handle.as_str()) {
-            return Err(no_target(&tx, handle).await?);
+            return Err(unreachable_target(&tx, handle).await?);
         }
     }
     let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
-    let batches = plan::batches(reachable.len(), count(wanted.canary), count(wanted.batch_size));
+    let batches = plan::batches(reachable.len(), count(request.canary), count(request.batch_size));
     let machines: Vec<_> = reachable.iter().map(|(id, _)| *id).zip(batches).collect();
     let whole = |number: u64| i32::try_from(number).unwrap_or(i32::MAX);
     let new = NewRollout {
-        image_version: &wanted.version,
-        canary: whole(wanted.canary),
-        batch_size: whole(wanted.batch_size),
-        max_failures: whole(wanted.max_failures),
+        image_version: &request.version,
+        canary: whole(request.canary),
+        batch_size: whole(request.batch_size),
+        max_failures: whole(request.max_failures),
         machines: &machines,
     };
     let id = rollouts::insert(&tx, &new).await?;
     let row = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
     let reply = Reply::new(StatusCode::ACCEPTED, rollouts::record(&tx, &row).await?);
     let target = id.to_string();
-    let changed = Changed { action: "deploy", target: &target, before: None, after: Some(&reply.body) };
+    let changed = AuditChange { action: "deploy", target: &target, before: None, after: Some(&reply.body) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
 }
 
-/// Why a rollout cannot reach the machine of a handle.
-async fn no_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
+/// The problem of a handle whose machine a rollout cannot reach.
+async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
     let Some(machine) = db::machines::of_handle(client, handle).await? else {
         return Ok(fault::machine_not_found(handle.as_str()));
     };
     let (state, next) = match machine.powered_off_at {
         Some(_) => ("switched off", format!("`svcctl power on {handle} --wait` first")),
-        None => (machine.status.as_str(), format!("`svcctl status {handle}` says why")),
+        None => (machine.status.as_str(), format!("`svcctl status {handle}` shows the reason")),
     };
     let detail = format!(
         "Machine {handle} is {state}, and a rollout reaches only running machines: {next}, or leave it out. Nothing was changed."
@@ -155,36 +160,36 @@ fn not_found(id: RolloutId) -> Problem {
 }
 
 async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
-    call.query().finish(Some(()))?;
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    call.query_fields().finish(Some(()))?;
     let session = platform.db.session().await?;
-    let rollouts = rollouts::newest(&session, MOST_LISTED).await?;
+    let rollouts = rollouts::newest(&session, MAX_LISTED_ROLLOUTS).await?;
     Ok(Json(json!({ "rollouts": rollouts })).into_response())
 }
 
-pub async fn look(
+pub async fn show(
     State(platform): State<Arc<Platform>>,
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
     let id: RolloutId = path_id("rolloutId", &id)?;
     let session = platform.db.session().await?;
     let found = rollouts::get(&session, id).await?.ok_or_else(|| not_found(id))?;
     Ok(Json(rollouts::record(&session, &found).await?).into_response())
 }
 
-/// What an operator says to a rollout.
+/// An operator's command to a rollout.
 #[derive(Debug, Clone, Copy)]
-enum Word {
+enum RolloutCommand {
     Pause,
     Resume,
     Abort,
 }
 
-impl Word {
+impl RolloutCommand {
     fn action(self) -> &'static str {
         match self {
             Self::Pause => "deploy.pause",
@@ -193,8 +198,8 @@ impl Word {
         }
     }
 
-    /// What it leads to; `None` where the state does not allow it.
-    fn leads_to(self, from: RolloutState) -> Option<RolloutState> {
+    /// The resulting state; `None` if the current state does not allow the command.
+    fn next_state(self, from: RolloutState) -> Option<RolloutState> {
         match (self, from) {
             (Self::Pause, RolloutState::Running | RolloutState::Paused) => Some(RolloutState::Paused),
             (Self::Resume, RolloutState::Running | RolloutState::Paused) => Some(RolloutState::Running),
@@ -206,20 +211,25 @@ impl Word {
     }
 }
 
-async fn say(platform: &Platform, id: &str, request: Request, word: Word) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(platform).await?;
-    let fields = call.fields()?;
+async fn execute_command(
+    platform: &Platform,
+    id: &str,
+    request: Request,
+    command: RolloutCommand,
+) -> Result<Response, Problem> {
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(platform).await?;
+    let fields = call.json_fields()?;
     let id: RolloutId = path_id("rolloutId", id)?;
     fields.finish(Some(()))?;
-    let mutation = Mutation::of(&call, &operator)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply.into_response());
     }
     let before = rollouts::locked(&tx, id).await?.ok_or_else(|| not_found(id))?;
-    let Some(next) = word.leads_to(before.state) else { return Err(ended(&before)) };
+    let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
     rollouts::set_state(&tx, id, next, None).await?;
     if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
         rollouts::count_anew(&tx, id).await?;
@@ -232,14 +242,14 @@ async fn say(platform: &Platform, id: &str, request: Request, word: Word) -> Res
         let (target, was) = (id.to_string(), json!({"state": before.state.as_str()}));
         let is = json!({"state": next.as_str()});
         let changed =
-            Changed { action: word.action(), target: &target, before: Some(&was), after: Some(&is) };
+            AuditChange { action: command.action(), target: &target, before: Some(&was), after: Some(&is) };
         mutation.record(&tx, &reply, &changed).await?;
     }
     db::commit(tx).await?;
     Ok(reply.into_response())
 }
 
-fn ended(rollout: &RolloutRow) -> Problem {
+fn rollout_ended(rollout: &RolloutRow) -> Problem {
     let state = rollout.state.as_str();
     Problem::new(Code::Conflict, format!("The rollout is {state}.")).with("state", state.into())
 }
@@ -249,7 +259,7 @@ async fn pause(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    say(&platform, &id, request, Word::Pause).await
+    execute_command(&platform, &id, request, RolloutCommand::Pause).await
 }
 
 async fn resume(
@@ -257,7 +267,7 @@ async fn resume(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    say(&platform, &id, request, Word::Resume).await
+    execute_command(&platform, &id, request, RolloutCommand::Resume).await
 }
 
 async fn abort(
@@ -265,21 +275,20 @@ async fn abort(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    say(&platform, &id, request, Word::Abort).await
+    execute_command(&platform, &id, request, RolloutCommand::Abort).await
 }
 
-/// The routes and their descriptions.
 pub static START: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "deploy",
         method: Method::POST,
         path: "/vps/deploy",
-        summary: "Brings a release to machines: a canary first, then batches, stopping at failures.",
+        summary: "Rolls out a release to machines: a canary first, then batches, and halts at failures.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
-        body: Some(asked),
-        answers: &[told(202, "The rollout has begun.", || named("Rollout"))],
+        body: Some(request_schema),
+        answers: &[json_answer(202, "The rollout has started.", || named("Rollout"))],
         problems: &[
             Code::BundleNotFound,
             Code::MachineNotFound,
@@ -293,9 +302,9 @@ pub static START: Endpoint = Endpoint {
     serve: || post(start),
 };
 
-fn asked() -> Value {
-    let number = |least: u64| json!({ "type": "integer", "minimum": least, "maximum": MOST });
-    let handles = json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MOST_HANDLES });
+fn request_schema() -> Value {
+    let number = |min: u64| json!({ "type": "integer", "minimum": min, "maximum": MAX_COUNT });
+    let handles = json!({ "type": "array", "items": handle_name(), "minItems": 1, "maxItems": MAX_HANDLES });
     fields(
         &[("imageVersion", image_version())],
         &[("handles", handles), ("canary", number(0)), ("batchSize", number(1)), ("maxFailures", number(1))],
@@ -308,42 +317,42 @@ pub static LIST: Endpoint = Endpoint {
         id: "listDeploys",
         method: Method::GET,
         path: "/vps/deploy",
-        summary: "The 20 newest rollouts, the newest first; one that is open is the first.",
+        summary: "Lists the 20 newest rollouts, newest first; a running one is the first.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[told(200, "The rollouts, without their machines.", listed)],
+        answers: &[json_answer(200, "The rollouts, without their machines.", list_schema)],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(list),
 };
 
-fn listed() -> Value {
+fn list_schema() -> Value {
     object(&[("rollouts", array(named("RolloutSummary")))], &[])
 }
 
-pub static LOOK: Endpoint = Endpoint {
+pub static SHOW: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {
         id: "getDeploy",
         method: Method::GET,
         path: "/vps/deploy/{id}",
-        summary: "How far a rollout is, machine by machine.",
+        summary: "Shows the progress of a rollout for each machine.",
         credentials: &[OPERATOR],
         parameters: &[ROLLOUT_ID],
         body: None,
-        answers: &[told(200, "The rollout.", || named("Rollout"))],
+        answers: &[json_answer(200, "The rollout.", || named("Rollout"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable],
     },
-    serve: || get(look),
+    serve: || get(show),
 };
 
 const ROLLOUT_ID: Parameter =
     Parameter { name: "id", place: Place::Path, schema: uuid, about: "The rollout." };
 
-const THE_ROLLOUT: Answer = told(200, "The rollout.", || named("Rollout"));
+const THE_ROLLOUT: Answer = json_answer(200, "The rollout.", || named("Rollout"));
 
-const fn word(id: &'static str, path: &'static str, summary: &'static str) -> Operation {
+const fn command_operation(id: &'static str, path: &'static str, summary: &'static str) -> Operation {
     Operation {
         id,
         method: Method::POST,
@@ -359,16 +368,24 @@ const fn word(id: &'static str, path: &'static str, summary: &'static str) -> Op
 
 pub static PAUSE: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
-    operation: word("pauseDeploy", "/vps/deploy/{id}/pause", "Asks no further machine."),
+    operation: command_operation(
+        "pauseDeploy",
+        "/vps/deploy/{id}/pause",
+        "Pauses a rollout: no more machines are updated.",
+    ),
     serve: || post(pause),
 };
 pub static RESUME: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
-    operation: word("resumeDeploy", "/vps/deploy/{id}/resume", "Goes on where it was paused."),
+    operation: command_operation("resumeDeploy", "/vps/deploy/{id}/resume", "Resumes a paused rollout."),
     serve: || post(resume),
 };
 pub static ABORT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
-    operation: word("abortDeploy", "/vps/deploy/{id}/abort", "Ends a rollout; machines stay as they are."),
+    operation: command_operation(
+        "abortDeploy",
+        "/vps/deploy/{id}/abort",
+        "Ends a rollout; machines stay as they are.",
+    ),
     serve: || post(abort),
 };

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/discard`: the kept server of a machine that left its slot is deleted before its time.
+//! POST `/vps/:id/discard`: deletes the kept server of a machine that left its slot before its grace period ends.
 
 use std::sync::Arc;
 
@@ -9,8 +9,8 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
-use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
+use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
 use super::shape;
 use crate::clock::rfc3339_ms;
@@ -23,7 +23,7 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, machine_changes};
 use crate::platform::operations::OperationKind;
 
-/// Whether what no snapshot holds may be lost.
+/// Whether data that no snapshot contains may be lost.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Loss {
     Accepted,
@@ -36,9 +36,9 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut said = call.fields()?;
-    let loss = if said.boolean("acceptLoss") == Some(true) { Loss::Accepted } else { Loss::Refused };
-    let loss = said.finish(Some(loss))?;
+    let mut fields = call.json_fields()?;
+    let loss = if fields.boolean("acceptLoss") == Some(true) { Loss::Accepted } else { Loss::Refused };
+    let loss = fields.finish(Some(loss))?;
     let reply = discard(&platform, id, loss, &mutation).await?;
     platform.reconcile.notify_one();
     Ok(reply.into_response())
@@ -51,32 +51,32 @@ async fn discard(
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let mut session = platform.db.session().await?;
-    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
-        Begun::Replayed(reply) => return Ok(reply),
-        Begun::Open(change) => change,
+    let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {
+        ChangeStart::Replayed(reply) => return Ok(reply),
+        ChangeStart::Started(change) => change,
     };
-    check_left(&change.machine)?;
-    let removal = removal_under_way(&change.tx, id).await?;
-    if removal.is_some() || is_ordered(&change.machine) {
+    ensure_left_slot(&change.machine)?;
+    let removal = pending_removal(&change.tx, id).await?;
+    if removal.is_some() || is_discard_ordered(&change.machine) {
         let body = |after: &MachineRow| body(after, removal, true);
-        return change.end(Effect::Unchanged, StatusCode::ACCEPTED, body).await;
+        return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     if loss == Loss::Refused {
-        check_saved(&change.tx, &change.machine).await?;
+        ensure_data_saved(&change.tx, &change.machine).await?;
     }
     machine_changes::discard_ordered(&change.tx, id).await?;
-    // The reconciler files the removal, once it knows all servers at the provider.
-    change.end(Effect::Changed("discard"), StatusCode::ACCEPTED, |after| body(after, None, false)).await
+    // The reconciler files the removal after it has listed the provider's servers.
+    change.end(ChangeEffect::Changed("discard"), StatusCode::ACCEPTED, |after| body(after, None, false)).await
 }
 
-/// The operation that deletes the server already.
-async fn removal_under_way(tx: &Transaction<'_>, id: MachineId) -> Result<Option<OperationId>, Problem> {
+/// The running operation that deletes the server.
+async fn pending_removal(tx: &Transaction<'_>, id: MachineId) -> Result<Option<OperationId>, Problem> {
     let removal = db::operations::newest(tx, id, OperationKind::RemoveServer.as_str()).await?;
     Ok(removal.filter(|removal| !removal.has_ended()).map(|removal| removal.id))
 }
 
-/// Whether the server is not kept any more, by an order that nothing has taken back since.
-fn is_ordered(machine: &MachineRow) -> bool {
+/// Whether the discard has been ordered and not abandoned since.
+fn is_discard_ordered(machine: &MachineRow) -> bool {
     machine.discard_ordered_at.is_some() && machine.removal_abandoned_at.is_none()
 }
 
@@ -87,14 +87,14 @@ fn body(machine: &MachineRow, removal: Option<OperationId>, already_ordered: boo
     body
 }
 
-fn check_left(machine: &MachineRow) -> Result<(), Problem> {
+fn ensure_left_slot(machine: &MachineRow) -> Result<(), Problem> {
     if machine.is_active() {
         let detail = format!("The machine holds its slot: `svcctl delete {}` deletes it.", machine.id);
         return Err(invalid(machine.status.as_str(), &detail));
     }
     if machine.server_deleted_at.is_some() {
         let detail = format!(
-            "Its server is deleted already; `svcctl backup list {}` shows the snapshots of its slot.",
+            "Its server has already been deleted; `svcctl backup list {}` lists the snapshots of its slot.",
             machine.id
         );
         return Err(invalid("server_deleted", &detail));
@@ -102,16 +102,16 @@ fn check_left(machine: &MachineRow) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Refuses a server that is still needed, or that may hold the only copy of the slot's data: without `acceptLoss`, the
-/// database must say that a last backup exists or that an operator has accepted the loss already.
-async fn check_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
+/// Rejects a server that is still needed, or that may hold the only copy of the slot's data: without `acceptLoss`, the
+/// database must have a last backup or an earlier accepted loss on record.
+async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if let Some(since) = machine.unsaved_since {
-        let why = format!("No snapshot holds what was written on it since {}.", rfc3339_ms(since));
+        let why = format!("No snapshot contains the data written on it since {}.", rfc3339_ms(since));
         return Err(refused(machine, &why));
     }
     if let Some(operation) = db::slot_operations::needs_server(tx, machine).await? {
         let why = format!(
-            "The {} {} still needs this server: wait until it has ended.",
+            "The {} {} still needs this server; wait until it has ended.",
             operation.noun(),
             operation.id
         );
@@ -119,29 +119,29 @@ async fn check_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), P
     }
     if db::machines::is_successor_unproven(tx, machine).await? {
         let holds = match machine.final_backup_at {
-            Some(at) => format!("The snapshot of {} holds its data", rfc3339_ms(at)),
+            Some(at) => format!("The snapshot of {} contains its data", rfc3339_ms(at)),
             None => "No last backup of it is on record, so this server may hold the only copy of its data"
                 .to_owned(),
         };
         let why = format!(
-            "No later machine of the slot has served yet: if the new one does not start, this server is what the slot \
-             goes back to. {holds}."
+            "No later machine of the slot has served yet: if the new one does not start, the slot falls back to this \
+             server. {holds}."
         );
         return Err(refused(machine, &why));
     }
-    // A machine that gets its slot back loses its `final_backup_at`: one that is set was made for this departure.
+    // A machine that returns to its slot loses its `final_backup_at`, so a value is of this departure.
     if machine.registered_at.is_none() || machine.final_backup_at.is_some() {
         return Ok(());
     }
     if db::slot_operations::is_loss_accepted(tx, machine.id).await? {
         return Ok(());
     }
-    Err(refused(machine, "No last backup of this machine is on record, and no accepted loss."))
+    Err(refused(machine, "Neither a last backup of this machine nor an accepted loss is on record."))
 }
 
 fn refused(machine: &MachineRow, why: &str) -> Problem {
     let detail = format!(
-        "{why} `svcctl status {0}` shows what its server holds; `svcctl discard {0} --accept-loss` deletes it all the same.",
+        "{why} `svcctl status {0}` shows what its server holds; `svcctl discard {0} --accept-loss` deletes it anyway.",
         machine.id
     );
     invalid("kept", &detail)
@@ -151,22 +151,21 @@ fn invalid(status: &str, detail: &str) -> Problem {
     Problem::new(Code::InvalidState, detail).with("machineStatus", json!(status)).with("allowed", json!([]))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "discard",
         method: Method::POST,
         path: "/vps/{id}/discard",
-        summary: "Deletes the kept server of a replaced or deleted machine before its time.",
+        summary: "Deletes the kept server of a replaced or deleted machine before its grace period ends.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: Some(|| fields(&[], &[("acceptLoss", boolean())])),
-        answers: &[told(
+        answers: &[json_answer(
             202,
-            "Its server is deleted as soon as the reconciler has looked at the servers of the provider. `operationId` is the \
-             removal, once it is filed; `alreadyOrdered`: an earlier request or the end of its time ordered it.",
-            shape::discarded,
+            "The server will be deleted after the reconciler has listed the provider's servers. `operationId` is the removal, \
+             once it has been filed; `alreadyOrdered`: an earlier request or the end of the grace period ordered it.",
+            shape::discarded_machine,
         )],
         problems: &[
             Code::MachineNotFound,

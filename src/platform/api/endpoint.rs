@@ -1,4 +1,4 @@
-//! A route together with its description: the router and the document are made of the same list.
+//! A route with its description. The router and the OpenAPI document are built from one list.
 
 use std::sync::Arc;
 
@@ -13,29 +13,29 @@ use axum::routing::MethodRouter;
 use axum::{Extension, Router};
 use serde_json::Value;
 
-/// One method of one path, who may call it, and what serves it.
+/// One method of one path, its access and its handler.
 pub struct Endpoint {
     pub access: Access,
     pub operation: Operation,
     pub serve: fn() -> MethodRouter<Arc<Platform>>,
 }
 
-/// The router of these endpoints.
+/// Builds the router of the endpoints.
 pub fn routes(endpoints: &[&Endpoint]) -> Router<Arc<Platform>> {
     endpoints
         .iter()
-        .fold(Router::new(), |router, endpoint| router.route(endpoint.operation.path, guarded(endpoint)))
+        .fold(Router::new(), |router, endpoint| router.route(endpoint.operation.path, with_access(endpoint)))
 }
 
-/// Tells [`Call::operator`](super::call::Call::operator) which scopes this route takes.
-fn guarded(endpoint: &Endpoint) -> MethodRouter<Arc<Platform>> {
+/// Passes the route's access to [`ApiCall`](super::call::ApiCall).
+fn with_access(endpoint: &Endpoint) -> MethodRouter<Arc<Platform>> {
     (endpoint.serve)().route_layer(Extension(endpoint.access))
 }
 
 pub const OPERATOR: Credential = Credential {
     name: "operator",
     scheme: Scheme::ScopedBearer,
-    about: "The token of a named operator (svco_…) that has one of the listed scopes, or PLATFORM_SECRET, which has all",
+    about: "The token of a named operator (svco_…) with one of the listed scopes, or PLATFORM_SECRET, which has all scopes",
 };
 
 pub const READ: &[Scope] = &[Scope::Read];
@@ -49,12 +49,12 @@ pub const READ_OR_ADMIN: &[Scope] = &[Scope::Read, Scope::Admin];
 pub const HOST: Credential = Credential {
     name: "host",
     scheme: Scheme::Bearer,
-    about: "The UPGRADE_TOKEN of one machine, while it is its slot's machine",
+    about: "The UPGRADE_TOKEN of a machine, while it holds its slot",
 };
 pub const REGISTRATION: Credential = Credential {
     name: "registration",
     scheme: Scheme::Bearer,
-    about: "The one-time registration token of one machine",
+    about: "The single-use registration token of a machine",
 };
 
 pub const MACHINE_ID: Parameter =
@@ -63,22 +63,22 @@ pub const IDEMPOTENCY_KEY: Parameter = Parameter {
     name: "Idempotency-Key",
     place: Place::Header,
     schema: || matching("^[ -~]{1,255}$"),
-    about: "The same key with the same body gets the first answer again.",
+    about: "A repeated request with the same key and body gets the response to the first one.",
 };
 pub const PREFER: Parameter = Parameter {
     name: "Prefer",
     place: Place::Header,
     schema: any_text,
-    about: "wait=N: answer when the operation has ended, or after N seconds, at most 60 (RFC 7240).",
+    about: "wait=N: respond when the operation has ended, or after N seconds, at most 60 (RFC 7240).",
 };
 pub const CURSOR: Parameter = Parameter {
     name: "cursor",
     place: Place::Query,
     schema: any_text,
-    about: "The nextCursor of an earlier page.",
+    about: "The nextCursor of the previous page.",
 };
 
-/// An answer of JSON.
-pub const fn told(status: u16, about: &'static str, schema: fn() -> Value) -> Answer {
+/// A JSON response.
+pub const fn json_answer(status: u16, about: &'static str, schema: fn() -> Value) -> Answer {
     Answer { status, about, content: Content::Json(schema) }
 }

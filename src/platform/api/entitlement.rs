@@ -1,4 +1,4 @@
-//! What a slot's subscription pays for: whether it is active, and which server types its plan contains.
+//! Entitlements of a slot's subscription: whether it is active, and which server types its plan includes.
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
@@ -11,19 +11,19 @@ use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::machine_row::{Kind, MachineRow};
 
-/// Passes a type that the slot's active subscription pays for.
+/// Ensures that the slot has an active subscription whose plan includes the server type.
 ///
 /// # Errors
 /// `subscription_required`, `server_type_not_allowed`.
-pub async fn entitled(
+pub async fn ensure_entitled(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
     server_type: &ServerType,
 ) -> Result<(), Problem> {
-    let found = db::slots::get(client, user, slot).await?;
-    match found.filter(|found| found.is_entitled(Timestamp::now())) {
-        Some(found) => contained(found.plan, server_type),
+    let subscription = db::slots::get(client, user, slot).await?;
+    match subscription.filter(|subscription| subscription.is_entitled(Timestamp::now())) {
+        Some(subscription) => ensure_plan_includes(subscription.plan, server_type),
         None => Err(Problem::new(
             Code::SubscriptionRequired,
             format!("The slot {slot} has no active subscription."),
@@ -31,36 +31,36 @@ pub async fn entitled(
     }
 }
 
-/// Passes a type that this machine may have: what its slot's plan contains, or what a preview may have.
+/// Ensures that this machine may have the server type: by its slot's plan, or by the limits of previews.
 ///
 /// # Errors
-/// As [`entitled`] and [`contained`].
-pub async fn of_machine(
+/// As [`ensure_entitled`] and [`ensure_plan_includes`].
+pub async fn ensure_machine_entitled(
     platform: &Platform,
     client: &impl GenericClient,
     machine: &MachineRow,
     server_type: &ServerType,
 ) -> Result<(), Problem> {
     match machine.kind {
-        Kind::Preview => contained(Plan::Max, server_type),
+        Kind::Preview => ensure_plan_includes(Plan::Max, server_type),
         Kind::Customer if platform.config.provisioning.billing_enforcement == Flag::On => {
-            entitled(client, &machine.user, &machine.slot, server_type).await
+            ensure_entitled(client, &machine.user, &machine.slot, server_type).await
         }
         Kind::Customer => Ok(()),
     }
 }
 
-/// Passes a type that the plan contains.
+/// Ensures that the plan includes the server type.
 ///
 /// # Errors
 /// `server_type_not_allowed`.
-pub fn contained(plan: Plan, server_type: &ServerType) -> Result<(), Problem> {
+pub fn ensure_plan_includes(plan: Plan, server_type: &ServerType) -> Result<(), Problem> {
     if plan.contains(server_type) {
         return Ok(());
     }
     let types = plan.server_types().join(", ");
     Err(Problem::new(
         Code::ServerTypeNotAllowed,
-        format!("The plan {plan} contains {types}, not {server_type}."),
+        format!("The plan {plan} includes {types}, but not {server_type}."),
     ))
 }

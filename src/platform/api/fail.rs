@@ -1,4 +1,4 @@
-//! POST `/vps/:id/fail`: an operator takes a machine out of `running`, or out of a state that it is stuck in.
+//! POST `/vps/:id/fail`: marks a machine as failed that should not run, or is stuck in another state.
 
 use std::sync::Arc;
 
@@ -6,9 +6,9 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
 use super::fault;
-use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
+use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
 use crate::http::openapi::{Operation, fields, named, text_to};
 use crate::http::problem::{Code, Problem};
@@ -20,9 +20,9 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::lifecycle::{self, Change, Circumstances};
 use axum::routing::post;
 
-const LONGEST_REASON: usize = 1024;
-/// Where a machine failed that somebody has failed.
-const STAGE: &str = "operator";
+const MAX_REASON_CHARS: usize = 1024;
+/// The failure stage of a machine that an operator failed.
+const FAILURE_STAGE: &str = "operator";
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -30,11 +30,11 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut fields = call.fields()?;
-    let reason = fields.text("reason", LONGEST_REASON);
+    let mut fields = call.json_fields()?;
+    let reason = fields.text("reason", MAX_REASON_CHARS);
     let reason = fields.finish(reason)?;
     let reply = fail(&platform, id, &reason, &mutation).await?;
-    // The operation that it ends may have left something behind.
+    // The cancelled operation may have left resources behind.
     platform.reconcile.notify_one();
     Ok(reply.into_response())
 }
@@ -46,32 +46,31 @@ async fn fail(
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let mut session = platform.db.session().await?;
-    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
-        Begun::Replayed(reply) => return Ok(reply),
-        Begun::Open(change) => change,
+    let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {
+        ChangeStart::Replayed(reply) => return Ok(reply),
+        ChangeStart::Started(change) => change,
     };
-    let with = Circumstances { failed_at: Some((STAGE, reason)), ..Circumstances::default() };
+    let with = Circumstances { failed_at: Some((FAILURE_STAGE, reason)), ..Circumstances::default() };
     let event = Event::OperatorFailed;
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
-    let effect = match changed.map_err(|error| fault::lifecycle(error, &change.machine))? {
-        Change::Unchanged => Effect::Unchanged,
-        Change::Moved { .. } => Effect::Changed("fail"),
+    let effect = match changed.map_err(|error| fault::lifecycle_problem(error, &change.machine))? {
+        Change::Unchanged => ChangeEffect::Unchanged,
+        Change::Moved { .. } => ChangeEffect::Changed("fail"),
     };
     change.end(effect, StatusCode::OK, MachineRow::record).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "fail",
         method: Method::POST,
         path: "/vps/{id}/fail",
-        summary: "Takes a machine out of running, or out of a state that it is stuck in.",
+        summary: "Marks a machine as failed that should not run, or is stuck in another state.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
-        body: Some(|| fields(&[("reason", text_to(LONGEST_REASON))], &[])),
-        answers: &[told(200, "The machine has failed.", || named("Machine"))],
+        body: Some(|| fields(&[("reason", text_to(MAX_REASON_CHARS))], &[])),
+        answers: &[json_answer(200, "The machine has failed.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

@@ -1,4 +1,4 @@
-//! What our errors are to a caller: the code alone; everything else goes to the log under the request id.
+//! Maps internal errors to problems. The caller gets the code; details are logged under the request id.
 
 use crate::http::problem::{Code, Problem, chain};
 use crate::machine::state::Status;
@@ -16,7 +16,7 @@ impl From<DbError> for Problem {
             return Self::internal(&error);
         }
         tracing::warn!(error = %chain(&error), "database error");
-        Self::new(Code::DatabaseUnavailable, "The database cannot be reached; try again.").retry_after(2)
+        Self::new(Code::DatabaseUnavailable, "The database is unreachable; try again.").retry_after(2)
     }
 }
 
@@ -28,34 +28,34 @@ impl From<StoreError> for Problem {
 }
 
 pub fn store_unavailable() -> Problem {
-    Problem::new(Code::StoreUnavailable, "The object store cannot be reached; nothing was changed.")
+    Problem::new(Code::StoreUnavailable, "The object store is unreachable; nothing was changed.")
         .retry_after(5)
 }
 
-/// A snapshot that cannot be recovered from, or a store that does not say.
-pub fn unusable(error: Unusable) -> Problem {
+/// The problem of an unusable snapshot or an unavailable store.
+pub fn snapshot_unusable(error: Unusable) -> Problem {
     match error {
         Unusable::Absent => Problem::new(
             Code::SnapshotUnusable,
             "There is no snapshot to recover from; `svcctl recover` with `--allow-empty` starts with an empty database.",
         ),
         Unusable::Damaged { key, why } => {
-            Problem::new(Code::SnapshotUnusable, format!("{key} cannot be recovered from: {why}."))
+            Problem::new(Code::SnapshotUnusable, format!("{key} cannot be restored: {why}."))
         }
         Unusable::Store(error) => error.into(),
     }
 }
 
-/// A refused change of a machine, for an operator.
-pub fn lifecycle(error: LifecycleError, machine: &MachineRow) -> Problem {
+/// The problem of a rejected change of a machine, for an operator.
+pub fn lifecycle_problem(error: LifecycleError, machine: &MachineRow) -> Problem {
     match error {
         LifecycleError::Db(error) => error.into(),
-        LifecycleError::Refused(refusal) => refused(&refusal, machine),
+        LifecycleError::Refused(refusal) => refusal_problem(&refusal, machine),
         error @ LifecycleError::Missing(_) => Problem::internal(&error),
     }
 }
 
-fn refused(refusal: &Refusal, machine: &MachineRow) -> Problem {
+fn refusal_problem(refusal: &Refusal, machine: &MachineRow) -> Problem {
     match refusal {
         Refusal::InvalidState { status, allowed } => invalid_state(status.as_str(), allowed),
         Refusal::Superseded => invalid_state("retired", &[]),
@@ -63,7 +63,7 @@ fn refused(refusal: &Refusal, machine: &MachineRow) -> Problem {
     }
 }
 
-/// The problem's own `status` is the HTTP status, so the machine's is `machineStatus`.
+/// The problem's `status` is the HTTP status, so the machine's status is in `machineStatus`.
 pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
     let allowed: Vec<_> = allowed.iter().map(|status| status.as_str()).collect();
     let detail = if allowed.is_empty() {
@@ -76,16 +76,16 @@ pub fn invalid_state(status: &str, allowed: &[Status]) -> Problem {
         .with("allowed", allowed.into())
 }
 
-/// A failed call to the provider; what it said is in the log alone.
-pub fn provider(error: &ProviderError) -> Problem {
+/// The problem of a failed call to the provider; details are only logged.
+pub fn provider_problem(error: &ProviderError) -> Problem {
     tracing::warn!(error = %chain(error), "provider error");
     provisioning_error()
 }
 
 pub fn provisioning_error() -> Problem {
-    Problem::new(Code::ProvisioningError, "The provider could not do this; nothing was changed.")
+    Problem::new(Code::ProvisioningError, "The request to the provider failed; nothing was changed.")
 }
 
-pub fn machine_not_found(what: &str) -> Problem {
-    Problem::new(Code::MachineNotFound, format!("There is no machine {what}."))
+pub fn machine_not_found(name: &str) -> Problem {
+    Problem::new(Code::MachineNotFound, format!("There is no machine {name}."))
 }

@@ -1,5 +1,5 @@
-//! GET `/vps/fleet`: all active machines in one look, those that need somebody, operations that take too long, alarms,
-//! and the rollout that is open.
+//! GET `/vps/fleet`: a summary of all active machines, the machines that need attention, overdue operations, alarms, and
+//! the running rollout.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,8 +8,10 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 
-use super::call::Call;
-use super::endpoint::{Access, Endpoint, OPERATOR, READ, handle_name, idp_user_id, slot_name, status, told};
+use super::call::ApiCall;
+use super::endpoint::{
+    Access, Endpoint, OPERATOR, READ, handle_name, idp_user_id, json_answer, slot_name, status,
+};
 use crate::clock::{now_ms, rfc3339_ms};
 use crate::http::openapi::{
     Operation, array, boolean, count, named, nullable, object, one_of, text, time, uuid,
@@ -24,14 +26,14 @@ use axum::routing::get;
 use http::Method;
 use serde_json::{Value, json};
 
-/// An operation that is under way for longer needs somebody, whatever its machine is.
+/// An operation that has been running for longer needs attention.
 const OPERATION_OVERDUE: Duration = Duration::from_secs(1800);
 const MAX_LISTED: i64 = 100;
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
-    call.query().finish(Some(()))?;
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    call.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = db::fleet::all(&session).await?;
     let mut body = fleet::summary(&rows, platform.config.timing.tokens.rotate);
@@ -64,24 +66,23 @@ fn overdue_record(overdue: &Overdue) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {
         id: "fleet",
         method: Method::GET,
         path: "/vps/fleet",
-        summary: "All active machines in one look, those that need somebody, and the rollout that is open.",
+        summary: "Summarizes all active machines, those that need attention, overdue operations, alarms, and the running rollout.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[told(200, "The fleet.", shape)],
+        answers: &[json_answer(200, "The fleet.", fleet_schema)],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(handle),
 };
 
-fn shape() -> Value {
+fn fleet_schema() -> Value {
     let counts = || json!({ "type": "object", "additionalProperties": count() });
     let totals = object(
         &[
@@ -94,7 +95,7 @@ fn shape() -> Value {
     );
     let age = || nullable(count());
     let backups = object(&[("maxAgeSeconds", age()), ("p50AgeSeconds", age()), ("never", count())], &[]);
-    let in_need = object(
+    let attention = object(
         &[
             ("machineId", uuid()),
             ("idpUserId", idp_user_id()),
@@ -120,10 +121,10 @@ fn shape() -> Value {
     );
     object(
         &[
-            ("bundleKeys", bundle_keys_shape()),
+            ("bundleKeys", bundle_keys_schema()),
             ("totals", totals),
             ("backups", backups),
-            ("attention", array(in_need)),
+            ("attention", array(attention)),
             ("attentionTotal", count()),
             ("overdueOperations", array(overdue)),
             ("overdueOperationsTotal", count()),
@@ -135,7 +136,7 @@ fn shape() -> Value {
     )
 }
 
-fn bundle_keys_shape() -> Value {
+fn bundle_keys_schema() -> Value {
     let handles = || array(handle_name());
     let bundle_key = object(
         &[

@@ -1,7 +1,7 @@
-//! What a heartbeat says against what the platform has noted of its machine: one that failed and is well runs again, and
-//! one that was switched off and sends heartbeats has been switched on.
+//! Corrections of a machine's state by its heartbeats: a failed machine with a healthy host runs again, and a machine that
+//! was switched off and sends heartbeats has been switched on.
 
-use super::mutation::{self, Changed};
+use super::mutation::{self, AuditChange};
 use crate::http::problem::chain;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::Event;
@@ -12,9 +12,9 @@ use crate::platform::db::{self, machine_server};
 use crate::platform::lifecycle::{self, Change, Circumstances};
 use crate::provider::{ServerId, ServerStatus};
 
-/// A machine whose resize failed, or that has its slot again, and whose host is well, runs with the type that the provider
-/// reports. A failure is temporary: the next heartbeat tries again.
-pub async fn heal(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
+/// Returns a machine with a healthy host to service after its resize failed, or after it got its slot back, with the type
+/// that the provider reports. On an error, the next heartbeat retries.
+pub async fn resume_healthy_machine(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     let failed = machine.failure.as_ref().is_some_and(|failure| failure.cause.heals());
     if !machine.is_active() || machine.status != Status::Failed || !failed || epoch != machine.epoch {
         return;
@@ -22,22 +22,22 @@ pub async fn heal(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     if !platform.server_checks.take_turn(machine.id) {
         return;
     }
-    match healed(platform, machine, epoch).await {
-        Ok(true) => tracing::info!(machine = %machine.id, "runs again with a healthy heartbeat"),
+    match try_resume(platform, machine, epoch).await {
+        Ok(true) => tracing::info!(machine = %machine.id, "machine runs again after a healthy heartbeat"),
         Ok(false) => {}
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "a machine could not be healed yet");
+            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "cannot return the machine to service yet");
         }
     }
 }
 
-async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyhow::Result<bool> {
+async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyhow::Result<bool> {
     let Some(server) = machine.provider_server_id else { return Ok(false) };
     let Some(server) = platform.provider.get(ServerId(server)).await? else {
         platform.reconcile.notify_one();
         return Ok(false);
     };
-    // A word from before the power went.
+    // The heartbeat was sent before the server was switched off.
     if server.status != ServerStatus::Running {
         return Ok(false);
     }
@@ -52,29 +52,29 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
     let changed =
-        Changed { action: "heal", target: &target, before: Some(&row.record()), after: after.as_ref() };
-    mutation::audit(&tx, &actor, &changed).await?;
+        AuditChange { action: "heal", target: &target, before: Some(&row.record()), after: after.as_ref() };
+    mutation::write_audit(&tx, &actor, &changed).await?;
     db::commit(tx).await?;
     Ok(true)
 }
 
-/// Routes to a machine again that an operator had switched off and that was switched on at the provider.
-pub async fn note_power(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
+/// Resumes routing to a machine that an operator switched off and that was switched on at the provider.
+pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: Epoch) {
     if !machine.is_active() || machine.powered_off_at.is_none() || epoch != machine.epoch {
         return;
     }
-    match found_on(platform, machine).await {
-        Ok(true) => tracing::warn!(machine = %machine.id, "a machine that was switched off is on"),
+    match record_power_on(platform, machine).await {
+        Ok(true) => tracing::warn!(machine = %machine.id, "machine was switched on outside the platform"),
         Ok(false) => {}
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "its server's power is not known");
+            tracing::warn!(machine = %machine.id, error = %chain(error.as_ref()), "cannot determine the power state of the server");
         }
     }
 }
 
-async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<bool> {
+async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<bool> {
     let Some(server) = machine.provider_server_id else { return Ok(false) };
-    // The operation that switches it off or on says itself how it is.
+    // A running power operation records the state itself.
     if db::operations::under_way(&platform.host_db.session().await?, machine.id).await?.is_some() {
         return Ok(false);
     }
@@ -82,7 +82,7 @@ async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<b
         return Ok(false);
     }
     let found = platform.provider.get(ServerId(server)).await?;
-    // A heartbeat that was sent before it was off.
+    // The heartbeat was sent before the server was switched off.
     if found.is_none_or(|server| server.status != ServerStatus::Running) {
         return Ok(false);
     }
@@ -97,9 +97,13 @@ async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<b
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
     let before = row.record();
-    let changed =
-        Changed { action: "power.found_on", target: &target, before: Some(&before), after: after.as_ref() };
-    mutation::audit(&tx, &actor, &changed).await?;
+    let changed = AuditChange {
+        action: "power.found_on",
+        target: &target,
+        before: Some(&before),
+        after: after.as_ref(),
+    };
+    mutation::write_audit(&tx, &actor, &changed).await?;
     db::commit(tx).await?;
     Ok(true)
 }

@@ -1,8 +1,7 @@
-//! GET `/livez`, `/readyz` and `/readyz/control`: whether the process lives; whether it routes; whether it can change
-//! machines.
+//! GET `/livez`, `/readyz` and `/readyz/control`: liveness, readiness to route, and readiness to manage machines.
 //!
-//! Routing needs neither the object store nor, for a while, the database: a load balancer that asks `/readyz` keeps
-//! users' requests coming while either is unreachable.
+//! Routing needs no object store, and works for a while without the database: a load balancer that checks `/readyz` keeps
+//! sending users' requests while either is unreachable.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,15 +13,15 @@ use http::{Method, StatusCode};
 use object_store::path::Path;
 use serde_json::json;
 
-use super::endpoint::{Access, Endpoint, told, well};
+use super::endpoint::{Access, Endpoint, component_status, json_answer};
 use crate::http::openapi::{Operation, count, nullable, object, one_of};
 use crate::http::problem::chain;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
-use crate::platform::router::Routes;
+use crate::platform::router::RoutesState;
 use axum::routing::get;
 
-const PROBE: Duration = Duration::from_secs(3);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub async fn live() -> Response {
     Json(json!({"status": "ok"})).into_response()
@@ -32,7 +31,7 @@ pub async fn ready(State(platform): State<Arc<Platform>>) -> Response {
     let routes = platform.routes.routes();
     let ok = routes.are_served() && !platform.stop.is_cancelled();
     let age = platform.routes.age().map(|age| age.as_secs());
-    answer(ok, json!({"status": word(ok), "routes": routes.as_str(), "routesAgeSeconds": age}))
+    respond(ok, json!({"status": status_text(ok), "routes": routes.as_str(), "routesAgeSeconds": age}))
 }
 
 pub async fn ready_to_control(State(platform): State<Arc<Platform>>) -> Response {
@@ -41,16 +40,16 @@ pub async fn ready_to_control(State(platform): State<Arc<Platform>>) -> Response
     let ok = database && store && clock && !platform.stop.is_cancelled();
     let skew = platform.clock.skew_ms();
     let body = json!({
-        "status": word(ok), "database": word(database), "store": word(store), "clock": word(clock), "clockSkewMs": skew,
+        "status": status_text(ok), "database": status_text(database), "store": status_text(store), "clock": status_text(clock), "clockSkewMs": skew,
     });
-    answer(ok, body)
+    respond(ok, body)
 }
 
-fn word(ok: bool) -> &'static str {
+fn status_text(ok: bool) -> &'static str {
     if ok { "ok" } else { "failing" }
 }
 
-fn answer(ok: bool, body: serde_json::Value) -> Response {
+fn respond(ok: bool, body: serde_json::Value) -> Response {
     let status = if ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(body)).into_response()
 }
@@ -60,7 +59,7 @@ async fn database(platform: &Platform) -> bool {
         let session = platform.db.session().await?;
         db::rows(&session, "SELECT 1", &[]).await
     };
-    match tokio::time::timeout(PROBE, probe).await {
+    match tokio::time::timeout(PROBE_TIMEOUT, probe).await {
         Ok(Ok(_)) => true,
         Ok(Err(error)) => {
             tracing::warn!(error = %chain(&error), "not ready: database");
@@ -70,10 +69,10 @@ async fn database(platform: &Platform) -> bool {
     }
 }
 
-/// Absence of the object that is asked for is an answer.
+/// The store is available even if the object does not exist.
 async fn store(platform: &Platform) -> bool {
     let key = Path::from("system-bundles/.ready");
-    match tokio::time::timeout(PROBE, platform.bucket.head(&key)).await {
+    match tokio::time::timeout(PROBE_TIMEOUT, platform.bucket.head(&key)).await {
         Ok(Ok(_)) => true,
         Ok(Err(error)) => {
             tracing::warn!(error = %chain(&error), "not ready: object store");
@@ -83,65 +82,77 @@ async fn store(platform: &Platform) -> bool {
     }
 }
 
-/// The route and its description.
 pub static LIVE: Endpoint = Endpoint {
     access: Access::Open,
     operation: Operation {
         id: "live",
         method: Method::GET,
         path: "/livez",
-        summary: "Whether the process runs.",
+        summary: "Liveness of the process.",
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[told(200, "It does.", || object(&[("status", well())], &[]))],
+        answers: &[json_answer(200, "The process runs.", || object(&[("status", component_status())], &[]))],
         problems: &[],
     },
     serve: || get(live),
 };
 
-/// The route and its description.
 pub static READY: Endpoint = Endpoint {
     access: Access::Open,
     operation: Operation {
         id: "ready",
         method: Method::GET,
         path: "/readyz",
-        summary: "Whether the router can serve: its routes are loaded and young enough. For load balancers.",
+        summary: "Readiness of the router, for load balancers: its routes are loaded and young enough.",
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[told(200, "It can.", readiness), told(503, "It cannot now.", readiness)],
+        answers: &[json_answer(200, "Ready.", readiness), json_answer(503, "Not ready.", readiness)],
         problems: &[],
     },
     serve: || get(ready),
 };
 
-/// The route and its description.
 pub static READY_TO_CONTROL: Endpoint = Endpoint {
     access: Access::Open,
     operation: Operation {
         id: "readyToControl",
         method: Method::GET,
         path: "/readyz/control",
-        summary: "Whether the control plane can work: it reaches its database and its object store, and its clock is right. For \
-                  alerts.",
+        summary: "Readiness of the control plane, for alerts: its database and object store are reachable, and its clock is right.",
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[told(200, "It can.", control_readiness), told(503, "It cannot now.", control_readiness)],
+        answers: &[
+            json_answer(200, "Ready.", control_readiness),
+            json_answer(503, "Not ready.", control_readiness),
+        ],
         problems: &[],
     },
     serve: || get(ready_to_control),
 };
 
 fn readiness() -> serde_json::Value {
-    let routes = [Routes::NotLoaded, Routes::Current, Routes::Stale, Routes::TooOld].map(Routes::as_str);
-    object(&[("status", well()), ("routes", one_of(&routes)), ("routesAgeSeconds", nullable(count()))], &[])
+    let routes = [RoutesState::NotLoaded, RoutesState::Current, RoutesState::Stale, RoutesState::TooOld]
+        .map(RoutesState::as_str);
+    object(
+        &[
+            ("status", component_status()),
+            ("routes", one_of(&routes)),
+            ("routesAgeSeconds", nullable(count())),
+        ],
+        &[],
+    )
 }
 
 fn control_readiness() -> serde_json::Value {
     let skew = nullable(json!({ "type": "integer" }));
-    let parts = [("database", well()), ("store", well()), ("clock", well()), ("clockSkewMs", skew)];
-    object(&[&[("status", well())], &parts[..]].concat(), &[])
+    let parts = [
+        ("database", component_status()),
+        ("store", component_status()),
+        ("clock", component_status()),
+        ("clockSkewMs", skew),
+    ];
+    object(&[&[("status", component_status())], &parts[..]].concat(), &[])
 }

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/heartbeat`: what a host says of itself, and what it is to know: its version, keys, its end.
+//! POST `/vps/:id/heartbeat`: receives a host's report and responds with its desired state.
 
 use std::sync::Arc;
 
@@ -11,14 +11,14 @@ use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
 use super::attention;
-use super::call::{Call, HostToken, path_id};
+use super::call::{ApiCall, AuthenticatedHost, path_id};
 use super::endpoint::{
-    Access, CHECKS, Endpoint, HOST, MACHINE_ID, MOST_DAMAGED, UPDATE_ENDS, checks_told, image_version,
-    last_backup_told, last_update_told, told,
+    Access, Endpoint, HOST, MACHINE_ID, MAX_DAMAGED_KEYS, SNAPSHOT_CHECKS, UPDATE_OUTCOMES, image_version,
+    json_answer, last_backup_schema, last_update_schema, snapshot_checks_schema,
 };
 use super::heal;
-use super::mutation::{self, Changed};
-use super::register::{self, Registered};
+use super::mutation::{self, AuditChange};
+use super::register::{self, HostRegistration};
 use crate::failpoint;
 use crate::http::fields::Fields;
 use crate::http::openapi::{
@@ -44,25 +44,25 @@ use crate::untrusted_text;
 use axum::routing::post;
 use http::Method;
 
-/// Keys that a host may know at one time.
-const MOST_KIDS: usize = 16;
+/// Maximum number of proof keys that a host acknowledges.
+const MAX_PROOF_KIDS: usize = 16;
 
-struct Beat {
+struct HeartbeatReport {
     image_version: ImageVersion,
     health: Value,
     last_backup: Option<Value>,
     last_update: Option<Value>,
     checks: Option<Value>,
     updating: bool,
-    /// What needs a person.
+    /// Items that need attention.
     attention: Value,
-    /// Of the verified snapshot that it tells of.
+    /// When the reported verified snapshot was taken.
     backup_taken_at: Option<Timestamp>,
     epoch: Epoch,
     proof_kids: Vec<String>,
     trusted_keys: Option<TrustedKeys>,
-    /// As it registered once.
-    registration: Option<Registered>,
+    /// The registration that the platform accepted.
+    registration: Option<HostRegistration>,
 }
 
 pub async fn handle(
@@ -70,82 +70,81 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let host = call.host_token(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    let host = call.authenticate_host_token(&platform).await?;
     let machine = &host.machine;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
-        return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
+        return Err(Problem::new(Code::Forbidden, "This token belongs to another machine."));
     }
-    let beat = beat(&call)?;
+    let report = parse_report(&call)?;
     let next_token = next_token(&platform, &host).await?;
-    // A machine that may still get its slot back is not sent away: its writers stay stopped.
+    // A machine that may still get its slot back is not superseded yet; its writers stay stopped.
     let stopped_for = {
         let session = platform.host_db.session().await?;
         db::machines::stopped_for(&session, machine).await?
     };
-    let serves_after_all = serves_after_all(&platform, machine, &beat).await?;
-    let superseded = !machine.is_active() && stopped_for.is_none() && !serves_after_all;
-    let epoch = beat.epoch;
-    let is_well = beat.health["gateway"] == "ok" && beat.health["database"] == "ok";
+    let holds_slot_in_store = holds_slot_in_store(&platform, machine, &report).await?;
+    let superseded = !machine.is_active() && stopped_for.is_none() && !holds_slot_in_store;
+    let epoch = report.epoch;
+    let is_healthy = report.health["gateway"] == "ok" && report.health["database"] == "ok";
     if !superseded {
         let session = platform.host_db.session().await?;
-        let beat = Heartbeat {
-            image_version: &beat.image_version,
-            health: &beat.health,
-            last_backup: beat.last_backup.as_ref(),
-            last_update: beat.last_update.as_ref(),
-            checks: beat.checks.as_ref(),
-            updating: beat.updating,
-            attention: &beat.attention,
-            backup_taken_at: beat.backup_taken_at,
-            proof_kids: &beat.proof_kids,
-            trusted_keys: beat.trusted_keys.as_ref(),
+        let heartbeat = Heartbeat {
+            image_version: &report.image_version,
+            health: &report.health,
+            last_backup: report.last_backup.as_ref(),
+            last_update: report.last_update.as_ref(),
+            checks: report.checks.as_ref(),
+            updating: report.updating,
+            attention: &report.attention,
+            backup_taken_at: report.backup_taken_at,
+            proof_kids: &report.proof_kids,
+            trusted_keys: report.trusted_keys.as_ref(),
         };
-        machine_changes::heartbeat(&session, id, &beat).await?;
-        // The host is running, even if a power-off was ordered: what it writes must be saved again.
+        machine_changes::heartbeat(&session, id, &heartbeat).await?;
+        // The host runs although a power-off was ordered, so its data is unsaved again.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
             machine_server::runs_in_slot(&session, id).await?;
         }
-        if is_well && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
+        if is_healthy && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
             machine_changes::proven(&session, id).await?;
         }
     }
-    if is_well {
-        heal::heal(&platform, machine, epoch).await;
+    if is_healthy {
+        heal::resume_healthy_machine(&platform, machine, epoch).await;
     }
-    heal::note_power(&platform, machine, epoch).await;
-    // From the database: an answer by what this process knew a moment ago could take a key away that another process
-    // has delivered, and that is signed with already.
+    heal::detect_power_on(&platform, machine, epoch).await;
+    // Not from this process's cache, which may lack a key that another process has delivered and already signs with.
     let session = platform.host_db.session().await?;
     let keys = db::keys::public_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
     drop(session);
-    let mut answer = json!({
-        "desiredImageVersion": beat.image_version,
+    let mut body = json!({
+        "desiredImageVersion": report.image_version,
         "epoch": machine.epoch,
         "superseded": superseded,
         "proofKeys": keys,
         "quiesce": stopped_for,
     });
     if let Some(desired) = desired {
-        answer["desiredImageVersion"] = desired.image_version.into();
-        answer["desiredRequestId"] = desired.request_id.into();
+        body["desiredImageVersion"] = desired.image_version.into();
+        body["desiredRequestId"] = desired.request_id.into();
     }
     if let Some(token) = next_token.filter(|_| !superseded && machine.is_active()) {
-        answer["nextToken"] = token.expose_secret().into();
+        body["nextToken"] = token.expose_secret().into();
     }
-    let mut response = Json(answer).into_response();
+    let mut response = Json(body).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)
 }
 
-/// Notes a token of a later generation, which its host has stored since it sends heartbeats with it, and makes the token
-/// that the host is to use from now on, if that is another one.
-async fn next_token(platform: &Platform, host: &HostToken) -> Result<Option<SecretString>, Problem> {
+/// Records a token of a later generation, which the host has evidently stored. Returns the token that the host must use
+/// from now on, if it differs.
+async fn next_token(platform: &Platform, host: &AuthenticatedHost) -> Result<Option<SecretString>, Problem> {
     let (id, timing) = (host.machine.id, platform.config.timing.tokens);
     let (current, standing) = match host.standing {
-        Standing::Later(generation) => (take_up(platform, host, generation).await?, Standing::Current),
+        Standing::Later(generation) => (advance_token(platform, host, generation).await?, Standing::Current),
         standing => (host.machine.upgrade_token.clone(), standing),
     };
     let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());
@@ -159,7 +158,7 @@ async fn next_token(platform: &Platform, host: &HostToken) -> Result<Option<Secr
     }
 }
 
-/// Whether a token of a later generation may be made: not while processes with another current platform key run.
+/// Whether a token of a later generation may be issued: not while processes with another current platform key run.
 async fn is_next_due(platform: &Platform) -> Result<bool, Problem> {
     if platform.process.ids.previous.is_none() {
         return Ok(true);
@@ -167,9 +166,9 @@ async fn is_next_due(platform: &Platform) -> Result<bool, Problem> {
     Ok(platform.process.is_settled(&platform.host_db.session().await?).await?)
 }
 
-async fn take_up(
+async fn advance_token(
     platform: &Platform,
-    host: &HostToken,
+    host: &AuthenticatedHost,
     generation: Generation,
 ) -> Result<UpgradeToken, Problem> {
     let id = host.machine.id;
@@ -181,42 +180,46 @@ async fn take_up(
     let after = before.clone().advanced(generation, host.hash.clone(), overlap, Timestamp::now());
     let (target, actor) = (id.to_string(), format!("machine:{id}"));
     let (was, is) = (before.record(), after.record());
-    let changed = Changed { action: "token.taken_up", target: &target, before: Some(&was), after: Some(&is) };
-    mutation::audit(&tx, &actor, &changed).await?;
+    let changed =
+        AuditChange { action: "token.taken_up", target: &target, before: Some(&was), after: Some(&is) };
+    mutation::write_audit(&tx, &actor, &changed).await?;
     failpoint::pass("token-take-up-before-commit").map_err(|error| Problem::internal(&error))?;
     db::commit(tx).await?;
     failpoint::pass("token-take-up-after-commit").map_err(|error| Problem::internal(&error))?;
-    tracing::info!(machine = %id, generation = generation.0, "its token has rotated");
+    tracing::info!(machine = %id, generation = generation.0, "token rotated");
     Ok(after)
 }
 
-/// Notes what the host knows and this database, restored from an older copy, does not: that it has registered, or got its
-/// slot back since, under a later epoch. Answers whether it holds its slot although the database says otherwise.
-async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat) -> Result<bool, Problem> {
-    let registration = beat.registration.as_ref().filter(|registration| registration.is_of(machine.id));
+/// Records what is missing in a database that was restored from an older copy: that the host has registered, or holds its
+/// slot under a later epoch. Returns whether the machine holds its slot although it is inactive in the database.
+async fn holds_slot_in_store(
+    platform: &Platform,
+    machine: &MachineRow,
+    report: &HeartbeatReport,
+) -> Result<bool, Problem> {
+    let registration = report.registration.as_ref().filter(|registration| registration.is_of(machine.id));
     if let Some(registration) = registration.filter(|_| machine.registered_at.is_none()) {
-        match register::again(platform, machine, registration).await {
+        match register::register_from_heartbeat(platform, machine, registration).await {
             Ok(()) => {
-                tracing::warn!(machine = %machine.id, "registered by its heartbeat: the database is older");
+                tracing::warn!(machine = %machine.id, "registered by its heartbeat; the database is outdated");
             }
             Err(problem) => {
-                tracing::warn!(machine = %machine.id, %problem, "a machine serves and is not registered");
-                // Its server is kept: it may hold the only copy.
+                tracing::warn!(machine = %machine.id, %problem, "a machine serves, but cannot be registered");
+                // Keep its server, which may hold the only copy of the data.
                 let session = platform.host_db.session().await?;
                 machine_changes::mark_unsaved(&session, machine.id).await?;
             }
         }
     }
-    if beat.epoch <= machine.epoch || beat.epoch > machine.epoch.max_plausible() {
+    if report.epoch <= machine.epoch || report.epoch > machine.epoch.max_plausible() {
         return Ok(false);
     }
     let found = later_holder::find(platform, &platform.host_db, &machine.user, &machine.slot).await;
     let holder = match found {
         Ok(found) => found.holder().filter(|holder| holder.machine == machine.id),
-        // The machine may hold its slot: it is not told that it is superseded before the fence is known. The next heartbeat
-        // looks again.
+        // The machine may hold its slot, so it is not superseded before the fence is known. The next heartbeat retries.
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error), "the fence of the slot is not known");
+            tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot read the fence of the slot");
             return Ok(true);
         }
     };
@@ -236,8 +239,8 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
     Ok(false)
 }
 
-/// A host that is asked for its last backup may write it before it is sent away.
-pub(super) async fn still_needed(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
+/// Whether the platform still waits for the machine's last backup, which its host must be able to write.
+pub(super) async fn needs_last_backup(platform: &Platform, machine: &MachineRow) -> Result<bool, Problem> {
     let session = platform.host_db.session().await?;
     let Some(operation) = db::machines::stopped_for(&session, machine).await? else { return Ok(false) };
     let operation = db::operations::get(&session, operation).await?;
@@ -253,32 +256,32 @@ fn epoch(fields: &mut Fields) -> Option<Epoch> {
     epoch
 }
 
-/// What a heartbeat's body would leave in the database, as `tests/fuzz` reaches it.
+/// Parses a heartbeat's body, for `tests/fuzz`.
 ///
 /// # Errors
-/// What the host is answered.
+/// The problem that the host would get.
 #[cfg(feature = "fuzzing")]
 pub async fn read_body(body: Vec<u8>) -> Result<Value, Problem> {
     let mut request = Request::new(axum::body::Body::from(body));
     let json = http::HeaderValue::from_static("application/json");
     request.headers_mut().insert(http::header::CONTENT_TYPE, json);
-    let beat = beat(&Call::read(request).await?)?;
+    let report = parse_report(&ApiCall::read(request).await?)?;
     Ok(json!({
-        "imageVersion": beat.image_version,
-        "health": beat.health,
-        "lastBackup": beat.last_backup,
-        "lastUpdate": beat.last_update,
-        "checks": beat.checks,
-        "updating": beat.updating,
-        "attention": beat.attention,
-        "backupTakenAt": beat.backup_taken_at.map(crate::clock::rfc3339_ms),
-        "epoch": beat.epoch,
-        "proofKids": beat.proof_kids,
-        "hasRegistration": beat.registration.is_some(),
+        "imageVersion": report.image_version,
+        "health": report.health,
+        "lastBackup": report.last_backup,
+        "lastUpdate": report.last_update,
+        "checks": report.checks,
+        "updating": report.updating,
+        "attention": report.attention,
+        "backupTakenAt": report.backup_taken_at.map(crate::clock::rfc3339_ms),
+        "epoch": report.epoch,
+        "proofKids": report.proof_kids,
+        "hasRegistration": report.registration.is_some(),
     }))
 }
 
-fn beat(call: &Call) -> Result<Beat, Problem> {
+fn parse_report(call: &ApiCall) -> Result<HeartbeatReport, Problem> {
     let mut fields = call.host_fields()?;
     let image_version = fields.required("imageVersion");
     let epoch = epoch(&mut fields);
@@ -289,7 +292,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     let checks = checks(&mut fields);
     let updating = fields.boolean("updating").unwrap_or(false);
     let attention = attention::read(&mut fields);
-    let proof_kids = fields.strings("proofKids", MOST_KIDS);
+    let proof_kids = fields.strings("proofKids", MAX_PROOF_KIDS);
     let trusted_keys = trusted_keys(&mut fields);
     let registration = registration(&mut fields);
     let built = (|| {
@@ -297,7 +300,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
         health["disk"] = disk?;
         let (last_backup, backup_taken_at) = last_backup.unzip();
         let backup_taken_at = backup_taken_at.flatten();
-        Some(Beat {
+        Some(HeartbeatReport {
             image_version: image_version?,
             health,
             last_backup,
@@ -315,7 +318,7 @@ fn beat(call: &Call) -> Result<Beat, Problem> {
     fields.finish(built)
 }
 
-/// Whose signature on a release the host believes, by the ids of the keys.
+/// The ids of the keys whose signatures on releases the host accepts.
 fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeys> {
     let mut inner = fields.optional_nested("trustedKeys")?;
     let sequence = inner.required_number("sequence").map(u32::try_from);
@@ -328,15 +331,15 @@ fn trusted_keys(fields: &mut Fields) -> Option<TrustedKeys> {
     let ids = inner.strings("ids", MAX_KEYS);
     let is_id = |id: &String| id.len() == 16 && id.bytes().all(|byte| byte.is_ascii_hexdigit());
     if !ids.iter().all(is_id) {
-        inner.wrong("ids", "must be of 16 hexadecimal digits each");
+        inner.wrong("ids", "must each have 16 hexadecimal digits");
     }
     fields.close(inner);
     Some(TrustedKeys { sequence: sequence?.ok()?, ids })
 }
 
-fn registration(fields: &mut Fields) -> Option<Registered> {
+fn registration(fields: &mut Fields) -> Option<HostRegistration> {
     let mut inner = fields.optional_nested("registration")?;
-    let registration = Registered::read(&mut inner);
+    let registration = HostRegistration::read(&mut inner);
     fields.close(inner);
     registration
 }
@@ -365,7 +368,7 @@ fn disk(fields: &mut Fields) -> Option<Value> {
     Some(json!({"totalBytes": total?, "freeBytes": free?}))
 }
 
-/// What the host says of its last backup, and when its snapshot was taken, if it succeeded.
+/// The report of the last backup, and when its snapshot was taken if it succeeded.
 fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
     let mut inner = fields.optional_nested("lastBackup")?;
     let status: Option<String> = inner.required("status");
@@ -379,7 +382,7 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
     fields.close(inner);
     let status = status?;
     let verified = taken_at.filter(|_| status == "success");
-    let told = json!({
+    let record = json!({
         "status": status,
         "beganAt": began_at.map(crate::clock::rfc3339_ms),
         "key": key,
@@ -387,15 +390,15 @@ fn last_backup(fields: &mut Fields) -> Option<(Value, Option<Timestamp>)> {
         "sizeBytes": size,
         "error": error,
     });
-    Some((told, verified))
+    Some((record, verified))
 }
 
-/// What the host says of its last update.
+/// The report of the last update.
 fn last_update(fields: &mut Fields) -> Option<Value> {
     let mut inner = fields.optional_nested("lastUpdate")?;
     let version: Option<ImageVersion> = inner.required("version");
     let outcome: Option<String> = inner.required("outcome");
-    if outcome.as_deref().is_some_and(|outcome| !UPDATE_ENDS.contains(&outcome)) {
+    if outcome.as_deref().is_some_and(|outcome| !UPDATE_OUTCOMES.contains(&outcome)) {
         inner.wrong("outcome", "must be updated, rolled_back, refused or failed");
     }
     let stage: Option<String> = inner.required("stage");
@@ -403,24 +406,24 @@ fn last_update(fields: &mut Fields) -> Option<Value> {
     let error = inner.reported("error");
     let at = inner.required_time("at");
     fields.close(inner);
-    let mut told = json!({"version": version?, "outcome": outcome?, "stage": stage?, "at": crate::clock::rfc3339_ms(at?)});
+    let mut record = json!({"version": version?, "outcome": outcome?, "stage": stage?, "at": crate::clock::rfc3339_ms(at?)});
     if let Some(error) = error {
-        told["error"] = error.into();
+        record["error"] = error.into();
     }
-    Some(told)
+    Some(record)
 }
 
-/// What the host says of its last looks at snapshots, by kind.
+/// The report of the last snapshot checks, by kind.
 fn checks(fields: &mut Fields) -> Option<Value> {
     let mut inner = fields.optional_nested("checks")?;
-    let mut told = serde_json::Map::new();
-    for kind in CHECKS {
+    let mut record = serde_json::Map::new();
+    for kind in SNAPSHOT_CHECKS {
         if let Some(check) = check(&mut inner, kind) {
-            told.insert(kind.to_owned(), check);
+            record.insert(kind.to_owned(), check);
         }
     }
     fields.close(inner);
-    Some(Value::Object(told))
+    Some(Value::Object(record))
 }
 
 fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
@@ -431,7 +434,7 @@ fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
     }
     let at = inner.required_time("at");
     let key = inner.reported("key");
-    let damaged = inner.strings("damaged", MOST_DAMAGED);
+    let damaged = inner.strings("damaged", MAX_DAMAGED_KEYS);
     let damaged: Vec<String> = damaged.iter().map(|key| untrusted_text::bounded(key)).collect();
     let error = inner.reported("error");
     checks.close(inner);
@@ -439,26 +442,25 @@ fn check(checks: &mut Fields, kind: &str) -> Option<Value> {
     Some(json!({"status": status?, "at": at, "key": key, "damaged": damaged, "error": error}))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {
         id: "heartbeat",
         method: Method::POST,
         path: "/vps/{id}/heartbeat",
-        summary: "What a host says of itself, and what it is to know.",
+        summary: "Receives a host's status and responds with its desired version, keys and token.",
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
-        body: Some(said),
-        answers: &[told(200, "What the host is to know.", known)],
+        body: Some(report_schema),
+        answers: &[json_answer(200, "The desired state of the host.", response_schema)],
         problems: &[Code::Forbidden, Code::RateLimited, Code::DatabaseUnavailable],
     },
     serve: || post(handle),
 };
 
-fn said() -> Value {
+fn report_schema() -> Value {
     let word = || one_of(&["ok", "failing"]);
-    let kids = json!({ "type": "array", "items": any_text(), "maxItems": MOST_KIDS });
+    let kids = json!({ "type": "array", "items": any_text(), "maxItems": MAX_PROOF_KIDS });
     let sequence = json!({ "type": "integer", "minimum": 0, "maximum": u32::MAX });
     let key_ids = json!({ "type": "array", "items": matching("^[0-9A-Fa-f]{16}$"), "maxItems": MAX_KEYS });
     extensible(fields(
@@ -469,19 +471,19 @@ fn said() -> Value {
             ("disk", fields(&[("totalBytes", count()), ("freeBytes", count())], &[])),
         ],
         &[
-            ("lastBackup", last_backup_told()),
-            ("lastUpdate", last_update_told()),
-            ("checks", checks_told()),
+            ("lastBackup", last_backup_schema()),
+            ("lastUpdate", last_update_schema()),
+            ("checks", snapshot_checks_schema()),
             ("updating", boolean()),
-            ("attention", attention::shape()),
+            ("attention", attention::attention_schema()),
             ("proofKids", kids),
             ("trustedKeys", fields(&[("sequence", sequence), ("ids", key_ids)], &[])),
-            ("registration", Registered::shape()),
+            ("registration", HostRegistration::schema()),
         ],
     ))
 }
 
-fn known() -> Value {
+fn response_schema() -> Value {
     let key = object(&[("kid", text()), ("x", text())], &[]);
     object(
         &[

@@ -1,4 +1,4 @@
-//! GET `/vps`: machines, the newest first, in pages by key.
+//! GET `/vps`: lists machines, newest first, with keyset pagination.
 
 use std::sync::Arc;
 
@@ -7,9 +7,9 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use super::call::Call;
+use super::call::ApiCall;
 use super::endpoint::{
-    Access, CURSOR, Endpoint, OPERATOR, READ, handle_name, idp_user_id, slot_name, status, told,
+    Access, CURSOR, Endpoint, OPERATOR, READ, handle_name, idp_user_id, json_answer, slot_name, status,
 };
 use crate::http::openapi::{
     Operation, Parameter, Place, array, boolean, named, nullable, object, text, uuid,
@@ -21,13 +21,13 @@ use crate::platform::db::machines::{self, Filter, Which};
 use axum::routing::get;
 use http::Method;
 
-const PAGE: usize = 100;
-const LARGEST_PAGE: usize = 500;
+const DEFAULT_PAGE_SIZE: usize = 100;
+const MAX_PAGE_SIZE: usize = 500;
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
-    let mut query = call.query();
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    let mut query = call.query_fields();
     let which = match query.flag("deleted") {
         Some(true) => Which::Ended,
         Some(false) | None => Which::Active,
@@ -40,31 +40,30 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
         which,
         before: query.optional("cursor"),
     };
-    let limit = query.within("limit", 1..=LARGEST_PAGE, PAGE);
+    let limit = query.within("limit", 1..=MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE);
     query.finish(Some(()))?;
 
     let session = platform.report_db.session().await?;
-    let one_more = i64::try_from(limit + 1).unwrap_or(i64::MAX);
-    let mut found = machines::list(&session, &filter, one_more).await?;
-    let more = found.len() > limit;
-    found.truncate(limit);
-    let next = found.last().filter(|_| more).map(|machine| machine.id.to_string());
-    let records: Vec<_> = found.iter().map(MachineRow::record).collect();
+    let fetch_limit = i64::try_from(limit + 1).unwrap_or(i64::MAX);
+    let mut rows = machines::list(&session, &filter, fetch_limit).await?;
+    let has_more = rows.len() > limit;
+    rows.truncate(limit);
+    let next = rows.last().filter(|_| has_more).map(|machine| machine.id.to_string());
+    let records: Vec<_> = rows.iter().map(MachineRow::record).collect();
     Ok(Json(json!({"machines": records, "nextCursor": next})).into_response())
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {
         id: "listMachines",
         method: Method::GET,
         path: "/vps",
-        summary: "Machines, the newest first.",
+        summary: "Lists machines, newest first.",
         credentials: &[OPERATOR],
         parameters: &[STATUS, USER, SLOT, HANDLE, DELETED, LIMIT, Parameter { schema: uuid, ..CURSOR }],
         body: None,
-        answers: &[told(200, "A page.", || {
+        answers: &[json_answer(200, "A page.", || {
             object(&[("machines", array(named("Machine"))), ("nextCursor", nullable(text()))], &[])
         })],
         problems: &[Code::DatabaseUnavailable],
@@ -72,17 +71,18 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || get(handle),
 };
 
-const fn by(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
+const fn filter(name: &'static str, schema: fn() -> Value, about: &'static str) -> Parameter {
     Parameter { name, place: Place::Query, schema, about }
 }
 
-const STATUS: Parameter = by("status", status, "Only machines of this status.");
-const USER: Parameter = by("idpUserId", idp_user_id, "Only this user's.");
-const SLOT: Parameter = by("slot", slot_name, "Only of slots of this name.");
-const HANDLE: Parameter = by("handle", handle_name, "Only with this handle.");
-const DELETED: Parameter = by("deleted", boolean, "The ended ones instead of the active ones.");
-const LIMIT: Parameter = by(
+const STATUS: Parameter = filter("status", status, "Only machines with this status.");
+const USER: Parameter = filter("idpUserId", idp_user_id, "Only machines of this user.");
+const SLOT: Parameter = filter("slot", slot_name, "Only machines of slots with this name.");
+const HANDLE: Parameter = filter("handle", handle_name, "Only machines with this handle.");
+const DELETED: Parameter =
+    filter("deleted", boolean, "true: deleted and replaced machines instead of active ones.");
+const LIMIT: Parameter = filter(
     "limit",
-    || json!({ "type": "integer", "minimum": 1, "maximum": LARGEST_PAGE, "default": PAGE }),
-    "The size of a page.",
+    || json!({ "type": "integer", "minimum": 1, "maximum": MAX_PAGE_SIZE, "default": DEFAULT_PAGE_SIZE }),
+    "Page size.",
 );

@@ -1,4 +1,4 @@
-//! Where a new machine's server is created: the location that is asked for, and those to fall back to.
+//! Locations for a new machine's server: the requested one, and fallbacks.
 
 use crate::http::fields::Fields;
 use crate::http::problem::{Problem, chain};
@@ -6,14 +6,14 @@ use crate::machine::name::Location;
 use crate::platform::config::MAX_FALLBACK_LOCATIONS;
 use crate::platform::context::Platform;
 
-/// The locations of a request; `None` where it leaves the choice to the platform.
+/// The locations of a request; `None` means the platform's default.
 #[derive(Debug, Clone, Default)]
-pub struct AskedLocations {
+pub struct RequestedLocations {
     pub location: Option<Location>,
     pub fallback: Option<Vec<Location>>,
 }
 
-impl AskedLocations {
+impl RequestedLocations {
     pub fn read(fields: &mut Fields) -> Self {
         let name = "fallbackLocations";
         let location = fields.optional("location");
@@ -24,8 +24,7 @@ impl AskedLocations {
         Self { location, fallback }
     }
 
-    /// Refuses what is no location of the provider. A provider that does not answer now decides nothing: it is asked
-    /// again for the server itself.
+    /// Rejects unknown locations. An unreachable provider passes the check, because the order of the server checks again.
     ///
     /// # Errors
     /// `invalid_request`.
@@ -37,19 +36,19 @@ impl AskedLocations {
             match platform.provider.has_location(location).await {
                 Ok(true) => {}
                 Ok(false) => {
-                    let detail = format!("{location} is no location of the provider");
+                    let detail = format!("{location} is not a location of the provider");
                     return Err(Problem::field(pointer, detail));
                 }
                 Err(error) => {
-                    tracing::warn!(%location, error = %chain(&error), "whether the provider has a location is not known");
+                    tracing::warn!(%location, error = %chain(&error), "cannot check the location with the provider");
                 }
             }
         }
         Ok(())
     }
 
-    /// The platform's unless the request names its own; never the location itself.
-    pub fn fallback_of(&self, platform: &Platform, location: &Location) -> Vec<Location> {
+    /// The requested fallbacks, or the platform's; without the location itself.
+    pub fn fallback_for(&self, platform: &Platform, location: &Location) -> Vec<Location> {
         let fallback = self.fallback.as_ref().unwrap_or(&platform.config.provisioning.fallback_locations);
         fallback.iter().filter(|other| *other != location).cloned().collect()
     }

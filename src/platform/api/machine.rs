@@ -1,4 +1,4 @@
-//! GET `/vps/:id`: one machine with its operations, whatever has become of it.
+//! GET `/vps/:id`: a machine with its operations, also after it has been replaced or deleted.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::Value;
 
-use super::call::{Call, path_id};
-use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATOR, READ, machine_with_operations, told};
+use super::call::{ApiCall, path_id};
+use super::endpoint::{Access, Endpoint, MACHINE_ID, OPERATOR, READ, json_answer, machine_with_operations};
 use super::{fault, operation};
 use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
@@ -25,27 +25,27 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
     let id = path_id("machineId", &id)?;
-    call.query().finish(Some(()))?;
-    // The store may take its time: no session is held meanwhile.
-    let (mut record, copies) = read(&platform, id).await?;
+    call.query_fields().finish(Some(()))?;
+    // No session is held during requests to the store.
+    let (mut record, copies) = read_machine(&platform, id).await?;
     record["copies"] = copies.with_snapshot(&platform.bucket).await;
     Ok(Json(record).into_response())
 }
 
-/// The machine with its operations, and the copies of its slot, all as of one moment: the log of an operation never names a
-/// step whose effect the machine does not show yet.
-async fn read(platform: &Platform, id: MachineId) -> Result<(Value, Copies), Problem> {
+/// Reads the machine with its operations and the copies of its slot in one snapshot, so that the log of an operation never
+/// names a step whose effect the machine does not show yet.
+async fn read_machine(platform: &Platform, id: MachineId) -> Result<(Value, Copies), Problem> {
     let mut session = platform.report_db.session().await?;
     let tx = db::begin_snapshot(&mut session).await?;
     let machine = db::machines::get(&tx, id).await?;
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     let mut record = machine.record();
     let mut operations = Vec::new();
-    for one in db::operations::of_machine(&tx, id).await? {
-        operations.push(operation::record(&tx, &one).await?);
+    for operation_row in db::operations::of_machine(&tx, id).await? {
+        operations.push(operation::record(&tx, &operation_row).await?);
     }
     record["operations"] = operations.into();
     let copies = copies::of_slot(&tx, &machine, &platform.config.timing).await?;
@@ -53,18 +53,17 @@ async fn read(platform: &Platform, id: MachineId) -> Result<(Value, Copies), Pro
     Ok((record, copies))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {
         id: "getMachine",
         method: Method::GET,
         path: "/vps/{id}",
-        summary: "One machine with its operations, whatever has become of it.",
+        summary: "Shows a machine with its operations, also after it has been replaced or deleted.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID],
         body: None,
-        answers: &[told(200, "The machine.", machine_with_operations)],
+        answers: &[json_answer(200, "The machine.", machine_with_operations)],
         problems: &[Code::MachineNotFound, Code::DatabaseUnavailable],
     },
     serve: || get(handle),

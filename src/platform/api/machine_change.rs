@@ -1,74 +1,74 @@
-//! What the routes by which an operator changes one machine share: replay, the row's lock, and the audit row and the
-//! answer in the transaction of the change.
+//! The common part of the routes that change one machine: replay, the lock of the row, and the audit row and the stored
+//! response in the transaction of the change.
 
 use axum::extract::Request;
 use deadpool_postgres::{Object, Transaction};
 use http::StatusCode;
 use serde_json::Value;
 
-use super::call::{Call, path_id};
+use super::call::{ApiCall, path_id};
 use super::fault;
-use super::mutation::{Changed, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, Reply};
 use crate::http::problem::Problem;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 
-/// A request of an operator to change one machine. What its body or query says is still to be read.
+/// An operator's request to change one machine. Its body and query have not been parsed yet.
 pub struct ChangeRequest {
-    pub call: Call,
+    pub call: ApiCall,
     pub id: MachineId,
     pub mutation: Mutation,
 }
 
 impl ChangeRequest {
-    /// Reads all but the body: who sends it, which machine it is about, and under which key.
+    /// Reads the operator, the machine's id and the idempotency key.
     ///
     /// # Errors
     /// `request_too_large`, `unauthorized`, `invalid_request`.
     pub async fn read(platform: &Platform, id: &str, request: Request) -> Result<Self, Problem> {
-        let call = Call::read(request).await?;
-        let operator = call.operator(platform).await?;
+        let call = ApiCall::read(request).await?;
+        let operator = call.authenticate_operator(platform).await?;
         let id = path_id("machineId", id)?;
-        let mutation = Mutation::of(&call, &operator)?;
+        let mutation = Mutation::from_call(&call, &operator)?;
         Ok(Self { call, id, mutation })
     }
 }
 
-/// What else is locked besides the machine's row.
+/// The scope of the lock, besides the machine's row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lock {
+pub enum LockScope {
     Machine,
-    /// Everything of its user: the change may give or take a slot.
+    /// All machines of its user, for a change that may assign or release a slot.
     User,
 }
 
-/// How a change begins.
-pub enum Begun<'a> {
-    /// The request was answered before: nothing is to be done.
+/// Result of beginning a change.
+pub enum ChangeStart<'a> {
+    /// An earlier request with this key already got this response.
     Replayed(Reply),
-    Open(Box<MachineChange<'a>>),
+    Started(Box<MachineChange<'a>>),
 }
 
-/// A change of one machine that is under way.
+/// A change of one machine in progress.
 pub struct MachineChange<'a> {
     pub tx: Transaction<'a>,
-    /// As it was, locked.
+    /// The locked row before the change.
     pub machine: MachineRow,
     mutation: &'a Mutation,
 }
 
-/// How a change ends.
+/// The effect of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Effect {
+pub enum ChangeEffect {
     Unchanged,
-    /// Audited under this name.
+    /// Changed, with the name of the action in the audit.
     Changed(&'static str),
 }
 
 impl<'a> MachineChange<'a> {
-    /// Locks the machine, if the request was not answered before.
+    /// Locks the machine, unless the request is replayed.
     ///
     /// # Errors
     /// `machine_not_found`, `idempotency_mismatch`, `database_unavailable`.
@@ -76,31 +76,31 @@ impl<'a> MachineChange<'a> {
         session: &'a mut Object,
         mutation: &'a Mutation,
         id: MachineId,
-        lock: Lock,
-    ) -> Result<Begun<'a>, Problem> {
+        lock: LockScope,
+    ) -> Result<ChangeStart<'a>, Problem> {
         let not_found = || fault::machine_not_found(&id.to_string());
         let user = match lock {
-            Lock::User => Some(db::machines::get(session, id).await?.ok_or_else(not_found)?.user),
-            Lock::Machine => None,
+            LockScope::User => Some(db::machines::get(session, id).await?.ok_or_else(not_found)?.user),
+            LockScope::Machine => None,
         };
         let tx = db::begin(session).await?;
         if let Some(user) = user {
             db::lock(&tx, &format!("user {user}")).await?;
         }
         if let Some(reply) = mutation.begin(&tx).await? {
-            return Ok(Begun::Replayed(reply));
+            return Ok(ChangeStart::Replayed(reply));
         }
         let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
-        Ok(Begun::Open(Box::new(Self { tx, machine, mutation })))
+        Ok(ChangeStart::Started(Box::new(Self { tx, machine, mutation })))
     }
 
-    /// Writes audit row and answer, and commits. The answer is made of the machine as it is after the change.
+    /// Writes the audit row and the stored response, and commits. `body` gets the machine after the change.
     ///
     /// # Errors
     /// `database_unavailable`.
     pub async fn end(
         self,
-        effect: Effect,
+        effect: ChangeEffect,
         status: StatusCode,
         body: impl FnOnce(&MachineRow) -> Value,
     ) -> Result<Reply, Problem> {
@@ -110,10 +110,10 @@ impl<'a> MachineChange<'a> {
         let after = after.ok_or_else(|| fault::machine_not_found(&id))?;
         let reply = Reply::new(status, body(&after));
         match effect {
-            Effect::Unchanged => mutation.store(&tx, &reply).await?,
-            Effect::Changed(action) => {
+            ChangeEffect::Unchanged => mutation.store(&tx, &reply).await?,
+            ChangeEffect::Changed(action) => {
                 let (before, after) = (machine.record(), after.record());
-                let changed = Changed { action, target: &id, before: Some(&before), after: Some(&after) };
+                let changed = AuditChange { action, target: &id, before: Some(&before), after: Some(&after) };
                 mutation.record(&tx, &reply, &changed).await?;
             }
         }

@@ -1,4 +1,4 @@
-//! GET `/metrics`: what this process has counted, and the installation as the database has it, for Prometheus.
+//! GET `/metrics`: the counters of this process, and the state of the installation from the database, for Prometheus.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use http::{Method, header};
 
-use super::call::Call;
+use super::call::ApiCall;
 use super::endpoint::{Access, Endpoint, METRICS, OPERATOR};
 use crate::http::openapi::{Answer, Content, Operation};
 use crate::http::problem::{Code, Problem};
@@ -21,23 +21,22 @@ pub async fn handle(
     Extension(scrape): Extension<Scrape>,
     request: Request,
 ) -> Result<Response, Problem> {
-    Call::read(request).await?.operator(&platform).await?;
+    ApiCall::read(request).await?.authenticate_operator(&platform).await?;
     measure::take(&platform).await;
     Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], scrape.text()).into_response())
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(METRICS),
     operation: Operation {
         id: "metrics",
         method: Method::GET,
         path: "/metrics",
-        summary: "What this process has counted, and the installation, in Prometheus' text format.",
+        summary: "The counters of this process and the state of the installation, in the Prometheus text format.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[Answer { status: 200, about: "Every series.", content: Content::Other("text/plain") }],
+        answers: &[Answer { status: 200, about: "All series.", content: Content::Other("text/plain") }],
         problems: &[Code::DatabaseUnavailable],
     },
     serve: || get(handle),

@@ -1,4 +1,4 @@
-//! The control API: one route per file. Errors are problem+json; the order of checks is the contract's.
+//! The control API, with one route per file. Errors are problem+json; the contract defines the order of checks.
 
 pub mod access;
 pub mod alarm;
@@ -57,14 +57,14 @@ use axum::{Json, Router};
 use http::Method;
 use serde_json::{Value, json};
 
-use self::endpoint::{Access, Endpoint, OPERATOR, told};
+use self::endpoint::{Access, Endpoint, OPERATOR, json_answer};
 use super::context::Platform;
 use super::router;
 use crate::http::observe::{self, Listener};
 use crate::http::openapi::{self, Api, Operation};
 use crate::http::problem::{Code, Problem};
 
-/// Every route, in the order of the document.
+/// All routes, in the order of the OpenAPI document.
 pub static ENDPOINTS: [&Endpoint; 51] = [
     &provision::ENDPOINT,
     &register::ENDPOINT,
@@ -97,7 +97,7 @@ pub static ENDPOINTS: [&Endpoint; 51] = [
     &operation_decision::ABANDON,
     &deploy::START,
     &deploy::LIST,
-    &deploy::LOOK,
+    &deploy::SHOW,
     &deploy::PAUSE,
     &deploy::RESUME,
     &deploy::ABORT,
@@ -121,7 +121,7 @@ pub static ENDPOINTS: [&Endpoint; 51] = [
 
 const API: Api = Api {
     title: "svc platform",
-    about: "The control plane: machines of slots, their lives, and what their hosts ask.",
+    about: "The control plane: the machines of slots, their life cycle, and the requests of their hosts.",
     version: env!("CARGO_PKG_VERSION"),
     schemas: &[
         ("Machine", shape::machine),
@@ -129,30 +129,30 @@ const API: Api = Api {
         ("Rollout", shape::rollout),
         ("RolloutSummary", shape::rollout_summary),
         ("Subscription", shape::subscription),
-        ("Alarm", alarm::shape),
-        ("Operator", operators::shape),
-        ("OwnSlot", router::own_slot),
+        ("Alarm", alarm::alarm_schema),
+        ("Operator", operators::operator_schema),
+        ("OwnSlot", router::own_slot_schema),
     ],
 };
 
-/// The document of all routes: the control API's, and the router's own on the public hosts.
+/// The OpenAPI document of all routes: the control API's, and the router's on the public hosts.
 pub fn description() -> Value {
-    let own = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
-    let public = router::ROUTES.iter().map(|own| &own.operation);
-    let mut document = openapi::document(&API, own.chain(public));
+    let control = ENDPOINTS.iter().map(|endpoint| &endpoint.operation);
+    let public = router::ROUTES.iter().map(|route| &route.operation);
+    let mut document = openapi::document(&API, control.chain(public));
     for endpoint in ENDPOINTS {
         let Some(scopes) = endpoint.access.scopes() else { continue };
         let operation = &endpoint.operation;
         let path = operation.path.replace("{*", "{");
-        let described = &mut document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
-        for way in described["security"].as_array_mut().into_iter().flatten() {
-            if way[OPERATOR.name].is_array() {
-                way[OPERATOR.name] = scopes.iter().map(|scope| scope.as_str()).collect();
+        let description = &mut document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
+        for requirement in description["security"].as_array_mut().into_iter().flatten() {
+            if requirement[OPERATOR.name].is_array() {
+                requirement[OPERATOR.name] = scopes.iter().map(|scope| scope.as_str()).collect();
             }
         }
     }
     for route in router::ROUTES {
-        document["paths"][route.operation.path]["servers"] = router::servers();
+        document["paths"][route.operation.path]["servers"] = router::openapi_servers();
     }
     document
 }
@@ -163,11 +163,11 @@ static DESCRIPTION: Endpoint = Endpoint {
         id: "describe",
         method: Method::GET,
         path: "/openapi.json",
-        summary: "This document.",
+        summary: "Returns this document.",
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[told(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
+        answers: &[json_answer(200, "OpenAPI 3.1.", || json!({ "type": "object" }))],
         problems: &[],
     },
     serve: || get(|| async { Json(description()) }),
@@ -182,11 +182,11 @@ pub fn routes(platform: Arc<Platform>) -> Router {
 }
 
 async fn not_found(request: Request) -> Problem {
-    call::discard(&mut request.into_body()).await;
-    Problem::new(Code::NotFound, "There is no such route.")
+    call::drain_body(&mut request.into_body()).await;
+    Problem::new(Code::NotFound, "No such route.")
 }
 
 async fn method_not_allowed(request: Request) -> Problem {
-    call::discard(&mut request.into_body()).await;
-    Problem::new(Code::MethodNotAllowed, "This route does not take that method.")
+    call::drain_body(&mut request.into_body()).await;
+    Problem::new(Code::MethodNotAllowed, "This route does not accept this method.")
 }

@@ -1,6 +1,6 @@
-//! What every mutating call of an operator has in common: replay by `Idempotency-Key`, the audit row, `Prefer: wait`.
+//! The common part of all mutating calls of operators: replay by `Idempotency-Key`, the audit row, `Prefer: wait`.
 //!
-//! The invariant: audit row, stored answer and change are one transaction.
+//! Invariant: the change, its audit row and the stored response are one transaction.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use http::{HeaderValue, StatusCode};
 use serde_json::Value;
 use tokio::time::Instant;
 
-use super::call::Call;
+use super::call::ApiCall;
 use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
 use crate::machine::id::{MachineId, OperationId};
@@ -20,9 +20,9 @@ use crate::platform::db::idempotency::Stored;
 use crate::platform::db::{self, DbError};
 use crate::platform::operators::{Operator, PLATFORM_SECRET_ACTOR};
 
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// An answer that can be stored and given again.
+/// A response that can be stored and replayed.
 #[derive(Debug, Clone)]
 pub struct Reply {
     pub status: StatusCode,
@@ -43,15 +43,15 @@ impl IntoResponse for Reply {
 
 /// One mutating call.
 pub struct Mutation {
-    /// Who makes it. Keys of one operator are nothing to another.
+    /// The operator. Idempotency keys are separate per operator.
     actor: String,
     key: Option<String>,
     route: String,
     body_hash: Vec<u8>,
 }
 
-/// What changed, for the audit.
-pub struct Changed<'a> {
+/// The content of an audit row.
+pub struct AuditChange<'a> {
     pub action: &'a str,
     pub target: &'a str,
     pub before: Option<&'a Value>,
@@ -60,8 +60,8 @@ pub struct Changed<'a> {
 
 impl Mutation {
     /// # Errors
-    /// `invalid_request` where the key is not one.
-    pub fn of(call: &Call, operator: &Operator) -> Result<Self, Problem> {
+    /// `invalid_request` if the idempotency key is invalid.
+    pub fn from_call(call: &ApiCall, operator: &Operator) -> Result<Self, Problem> {
         let key = match call.headers.get("idempotency-key") {
             None => None,
             Some(value) => match value.to_str() {
@@ -69,35 +69,35 @@ impl Mutation {
                 _ => return Err(Problem::field("Idempotency-Key", "must be 1 to 255 printable characters")),
             },
         };
-        // Options in the query are part of what is asked.
-        let asked = call.uri.path_and_query().map_or_else(|| call.uri.path(), |whole| whole.as_str());
-        let route = format!("{} {asked}", call.method);
+        // Options in the query are part of the request.
+        let path = call.uri.path_and_query().map_or_else(|| call.uri.path(), |path| path.as_str());
+        let route = format!("{} {path}", call.method);
         Ok(Self { actor: operator.actor().to_owned(), key, route, body_hash: call.body_hash() })
     }
 
-    /// Who makes it, as the audit names them.
+    /// The operator's name in the audit.
     pub fn actor(&self) -> &str {
         &self.actor
     }
 
-    /// The answer that this key got before.
+    /// The stored response to an earlier request with this key.
     ///
     /// # Errors
-    /// `idempotency_mismatch` where it was another request.
+    /// `idempotency_mismatch` if that was a different request.
     pub async fn replay(&self, client: &impl GenericClient) -> Result<Option<Reply>, Problem> {
         let Some(key) = &self.key else { return Ok(None) };
         let Some(stored) = db::idempotency::get(client, &self.actor, key).await? else { return Ok(None) };
         if stored.route != self.route || stored.body_hash != self.body_hash {
             return Err(Problem::new(
                 Code::IdempotencyMismatch,
-                "This Idempotency-Key was used with another request.",
+                "This Idempotency-Key was used for a different request.",
             ));
         }
         let status = StatusCode::from_u16(stored.status).unwrap_or(StatusCode::OK);
         Ok(Some(Reply::new(status, stored.response)))
     }
 
-    /// [`Self::replay`] in the transaction of the change; requests with the same key take turns.
+    /// [`Self::replay`] in the transaction of the change; requests with the same key are serialized.
     ///
     /// # Errors
     /// As [`Self::replay`].
@@ -108,7 +108,7 @@ impl Mutation {
         self.replay(tx).await
     }
 
-    /// Of [`PLATFORM_SECRET_ACTOR`] the name that earlier releases lock, which may run beside this one.
+    /// The lock name. For [`PLATFORM_SECRET_ACTOR`] it is that of earlier releases, which may run at the same time.
     fn lock_subject(&self, key: &str) -> String {
         if self.actor == PLATFORM_SECRET_ACTOR {
             format!("idempotency {key}")
@@ -117,7 +117,7 @@ impl Mutation {
         }
     }
 
-    /// Writes the audit row and the answer, before the commit.
+    /// Writes the audit row and the stored response; must run before the commit.
     ///
     /// # Errors
     /// `database_unavailable`.
@@ -125,13 +125,13 @@ impl Mutation {
         &self,
         tx: &Transaction<'_>,
         reply: &Reply,
-        changed: &Changed<'_>,
+        changed: &AuditChange<'_>,
     ) -> Result<(), DbError> {
-        audit(tx, &self.actor, changed).await?;
+        write_audit(tx, &self.actor, changed).await?;
         self.store(tx, reply).await
     }
 
-    /// Writes the answer of a call that changed nothing.
+    /// Stores the response of a call that changed nothing.
     ///
     /// # Errors
     /// `database_unavailable`.
@@ -147,30 +147,34 @@ impl Mutation {
     }
 }
 
-/// The audit row of a change.
+/// Writes the audit row of a change.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn audit(tx: &Transaction<'_>, actor: &str, changed: &Changed<'_>) -> Result<(), DbError> {
+pub async fn write_audit(
+    tx: &Transaction<'_>,
+    actor: &str,
+    changed: &AuditChange<'_>,
+) -> Result<(), DbError> {
     let request_id = request_id::current();
-    let Changed { action, target, before, after } = *changed;
+    let AuditChange { action, target, before, after } = *changed;
     let entry = db::audit::Entry { actor, action, target, before, after, request_id: &request_id };
     db::audit::write(tx, &entry).await
 }
 
-/// Sends the answer; with `Prefer: wait=N`, when the operation has ended or N seconds are over, with the status of then.
-pub async fn answer(platform: &Platform, call: &Call, mut reply: Reply) -> Result<Response, Problem> {
-    let named = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
-    let operation: Option<OperationId> = named("operationId").and_then(|id| id.parse().ok());
-    let machine: Option<MachineId> = named("machineId").and_then(|id| id.parse().ok());
+/// Responds; with `Prefer: wait=N`, after the operation has ended or N seconds have passed, with the current status.
+pub async fn respond(platform: &Platform, call: &ApiCall, mut reply: Reply) -> Result<Response, Problem> {
+    let body_text = |name: &str| reply.body.get(name).and_then(Value::as_str).map(str::to_owned);
+    let operation: Option<OperationId> = body_text("operationId").and_then(|id| id.parse().ok());
+    let machine: Option<MachineId> = body_text("machineId").and_then(|id| id.parse().ok());
     let (Some(seconds), Some(operation), Some(machine)) = (call.wait_seconds(), operation, machine) else {
         return Ok(reply.into_response());
     };
-    wait(platform, operation, Duration::from_secs(seconds)).await?;
+    wait_for_operation(platform, operation, Duration::from_secs(seconds)).await?;
     let session = platform.db.session().await?;
     if let Some(row) = db::machines::get(&session, machine).await? {
         reply.body["status"] = serde_json::json!(row.status);
-        // A resize answers with the type that was asked for; one that did not come about is told as it is.
+        // A resize responds with the requested type; after a failed one, respond with the actual type.
         if reply.body.get("serverType").is_some() && row.resize_to.is_none() {
             reply.body["serverType"] = serde_json::json!(row.server_type);
         }
@@ -182,16 +186,20 @@ pub async fn answer(platform: &Platform, call: &Call, mut reply: Reply) -> Resul
     Ok(response)
 }
 
-/// Until the operation has ended, the time is over, or the platform stops.
-async fn wait(platform: &Platform, operation: OperationId, longest: Duration) -> Result<(), Problem> {
-    let deadline = Instant::now() + longest;
+/// Waits until the operation has ended, the timeout has passed, or the platform stops.
+async fn wait_for_operation(
+    platform: &Platform,
+    operation: OperationId,
+    timeout: Duration,
+) -> Result<(), Problem> {
+    let deadline = Instant::now() + timeout;
     loop {
         let session = platform.db.session().await?;
-        let ended = db::operations::get(&session, operation).await?.is_none_or(|found| found.has_ended());
+        let has_ended = db::operations::get(&session, operation).await?.is_none_or(|found| found.has_ended());
         drop(session);
-        if ended || Instant::now() >= deadline || platform.stop.is_cancelled() {
+        if has_ended || Instant::now() >= deadline || platform.stop.is_cancelled() {
             return Ok(());
         }
-        tokio::time::sleep_until(deadline.min(Instant::now() + LOOK_AGAIN)).await;
+        tokio::time::sleep_until(deadline.min(Instant::now() + POLL_INTERVAL)).await;
     }
 }

@@ -1,4 +1,4 @@
-//! An object of the store as the answer to GET and HEAD, streamed, with ranges (RFC 9110).
+//! Serves an object of the store for GET and HEAD, streamed, with ranges (RFC 9110).
 
 use std::ops::Range;
 
@@ -9,28 +9,32 @@ use http::{Method, StatusCode};
 use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore};
 
-use super::call::Call;
+use super::call::ApiCall;
 use super::fault;
 use crate::http::openapi::{Answer, Content};
 use crate::http::problem::{Code, Problem};
 use crate::store::Bucket;
 
-/// What such a route answers with.
+/// The responses of a route that serves an object.
 pub const ANSWERS: [Answer; 3] = [
     Answer { status: 200, about: "The file.", content: Content::Other("application/octet-stream") },
-    Answer { status: 206, about: "A range of it.", content: Content::Other("application/octet-stream") },
-    Answer { status: 304, about: "It is as it was.", content: Content::Nothing },
+    Answer {
+        status: 206,
+        about: "A range of the file.",
+        content: Content::Other("application/octet-stream"),
+    },
+    Answer { status: 304, about: "The file has not changed.", content: Content::Nothing },
 ];
 
-/// The object, or the range of it that is asked for; `kind` is its media type.
+/// Responds with the object or the requested range of it; `kind` is its media type.
 ///
 /// # Errors
-/// `absent` where there is none; `StoreUnavailable`, `RangeNotSatisfiable`.
+/// `absent` if there is no such object; `StoreUnavailable`, `RangeNotSatisfiable`.
 pub async fn serve(
     bucket: &Bucket,
     object: &Path,
     kind: &'static str,
-    call: &Call,
+    call: &ApiCall,
     absent: impl FnOnce() -> Problem,
 ) -> Result<Response, Problem> {
     let meta = bucket.head(object).await?.ok_or_else(absent)?;
@@ -39,10 +43,10 @@ pub async fn serve(
         return Ok((StatusCode::NOT_MODIFIED, headers).into_response());
     }
     let whole = 0..meta.size;
-    let (status, range) = match wanted(&call.headers, &meta) {
-        Wanted::Whole => (StatusCode::OK, whole),
-        Wanted::Part(range) => (StatusCode::PARTIAL_CONTENT, range),
-        Wanted::Outside => return Err(outside(&meta)),
+    let (status, range) = match requested_range(&call.headers, &meta) {
+        RequestedRange::Whole => (StatusCode::OK, whole),
+        RequestedRange::Partial(range) => (StatusCode::PARTIAL_CONTENT, range),
+        RequestedRange::Unsatisfiable => return Err(range_not_satisfiable(&meta)),
     };
     if status == StatusCode::PARTIAL_CONTENT {
         let text = format!("bytes {}-{}/{}", range.start, range.end - 1, meta.size);
@@ -52,14 +56,14 @@ pub async fn serve(
     if call.method == Method::HEAD || range.is_empty() {
         return Ok((status, headers).into_response());
     }
-    // Only the object that the headers describe: one that was written anew meanwhile is an error, not a mixture.
+    // Only the object that the headers describe: if it has been overwritten since, the request fails.
     let options = GetOptions {
         range: Some(GetRange::Bounded(range)),
         if_match: meta.e_tag.clone(),
         ..GetOptions::default()
     };
     let got = bucket.raw().get_opts(object, options).await.map_err(|error| {
-        tracing::warn!(%error, key = %object, "an object could not be read");
+        tracing::warn!(%error, key = %object, "cannot read an object");
         fault::store_unavailable()
     })?;
     Ok((status, headers, Body::from_stream(got.into_stream())).into_response())
@@ -93,39 +97,39 @@ fn matches_etag(headers: &HeaderMap, name: &HeaderName, meta: &ObjectMeta) -> bo
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum Wanted {
+enum RequestedRange {
     Whole,
-    Part(Range<u64>),
-    Outside,
+    Partial(Range<u64>),
+    Unsatisfiable,
 }
 
-/// What of the object is asked for (RFC 9110, sections 13.1.5 and 14.2). Several ranges at once are answered whole.
-fn wanted(headers: &HeaderMap, meta: &ObjectMeta) -> Wanted {
+/// The requested range (RFC 9110, sections 13.1.5 and 14.2). A request for several ranges gets the whole object.
+fn requested_range(headers: &HeaderMap, meta: &ObjectMeta) -> RequestedRange {
     let Some(text) = headers.get(header::RANGE).and_then(|value| value.to_str().ok()) else {
-        return Wanted::Whole;
+        return RequestedRange::Whole;
     };
     if headers.contains_key(header::IF_RANGE) && !matches_etag(headers, &header::IF_RANGE, meta) {
-        return Wanted::Whole;
+        return RequestedRange::Whole;
     }
     parse_range(text, meta.size)
 }
 
-fn parse_range(text: &str, size: u64) -> Wanted {
+fn parse_range(text: &str, size: u64) -> RequestedRange {
     let Some((first, last)) = text.strip_prefix("bytes=").and_then(|range| range.split_once('-')) else {
-        return Wanted::Whole;
+        return RequestedRange::Whole;
     };
     let (first, last) = (first.trim(), last.trim());
     let range = match (first.parse::<u64>(), last.parse::<u64>()) {
         (Ok(first), Ok(last)) if first <= last => first..last.saturating_add(1).min(size),
         (Ok(first), Err(_)) if last.is_empty() => first..size,
-        (Err(_), Ok(0)) if first.is_empty() => return Wanted::Outside,
+        (Err(_), Ok(0)) if first.is_empty() => return RequestedRange::Unsatisfiable,
         (Err(_), Ok(suffix)) if first.is_empty() => size.saturating_sub(suffix)..size,
-        _ => return Wanted::Whole,
+        _ => return RequestedRange::Whole,
     };
-    if range.start < range.end { Wanted::Part(range) } else { Wanted::Outside }
+    if range.start < range.end { RequestedRange::Partial(range) } else { RequestedRange::Unsatisfiable }
 }
 
-fn outside(meta: &ObjectMeta) -> Problem {
+fn range_not_satisfiable(meta: &ObjectMeta) -> Problem {
     Problem::new(Code::RangeNotSatisfiable, format!("The object has {} bytes.", meta.size))
         .with("sizeBytes", meta.size.into())
 }
@@ -136,14 +140,14 @@ mod tests {
 
     #[test]
     fn ranges_are_read_as_the_standard_says() {
-        assert_eq!(parse_range("bytes=0-4", 10), Wanted::Part(0..5));
-        assert_eq!(parse_range("bytes=5-", 10), Wanted::Part(5..10));
-        assert_eq!(parse_range("bytes=-3", 10), Wanted::Part(7..10));
-        assert_eq!(parse_range("bytes=5-99", 10), Wanted::Part(5..10));
-        assert_eq!(parse_range("bytes=10-", 10), Wanted::Outside);
-        assert_eq!(parse_range("bytes=-0", 10), Wanted::Outside);
+        assert_eq!(parse_range("bytes=0-4", 10), RequestedRange::Partial(0..5));
+        assert_eq!(parse_range("bytes=5-", 10), RequestedRange::Partial(5..10));
+        assert_eq!(parse_range("bytes=-3", 10), RequestedRange::Partial(7..10));
+        assert_eq!(parse_range("bytes=5-99", 10), RequestedRange::Partial(5..10));
+        assert_eq!(parse_range("bytes=10-", 10), RequestedRange::Unsatisfiable);
+        assert_eq!(parse_range("bytes=-0", 10), RequestedRange::Unsatisfiable);
         for whole in ["bytes=4-2", "bytes=0-1,3-4", "lines=1-2", "bytes=a-b", "bytes=-"] {
-            assert_eq!(parse_range(whole, 10), Wanted::Whole, "{whole}");
+            assert_eq!(parse_range(whole, 10), RequestedRange::Whole, "{whole}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! GET `/vps/operations/:id`: how far an operation is, step by step.
+//! GET `/vps/operations/:id`: an operation with the log of its steps.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use axum::response::{IntoResponse, Response};
 use deadpool_postgres::GenericClient;
 use serde_json::{Value, json};
 
-use super::call::{Call, path_id};
-use super::endpoint::{Access, Endpoint, OPERATOR, READ, told};
+use super::call::{ApiCall, path_id};
+use super::endpoint::{Access, Endpoint, OPERATOR, READ, json_answer};
 use crate::http::openapi::{Operation, Parameter, Place, named, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -25,8 +25,8 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
     let id: OperationId = path_id("operationId", &id)?;
     let session = platform.db.session().await?;
     let found = db::operations::get(&session, id).await?;
@@ -34,7 +34,7 @@ pub async fn handle(
     Ok(Json(record(&session, &found).await?).into_response())
 }
 
-/// With the newest lines of its log, and how many older ones were left out.
+/// The operation's record with the newest lines of its log, and the number of older ones that are omitted.
 pub async fn record(client: &impl GenericClient, operation: &OperationRow) -> Result<Value, DbError> {
     let log = db::operation_log::newest(client, operation.id).await?;
     let mut record = operation.record(&log.lines);
@@ -42,18 +42,17 @@ pub async fn record(client: &impl GenericClient, operation: &OperationRow) -> Re
     Ok(record)
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {
         id: "getOperation",
         method: Method::GET,
         path: "/vps/operations/{id}",
-        summary: "How far an operation is, step by step.",
+        summary: "Shows an operation with the log of its steps.",
         credentials: &[OPERATOR],
         parameters: &[Parameter { name: "id", place: Place::Path, schema: uuid, about: "The operation." }],
         body: None,
-        answers: &[told(200, "The operation.", || named("Operation"))],
+        answers: &[json_answer(200, "The operation.", || named("Operation"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable],
     },
     serve: || get(handle),

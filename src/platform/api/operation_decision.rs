@@ -1,5 +1,5 @@
-//! POST `/vps/operations/:id/continue` and `…/abandon`: what an operator decides where an operation waits for them, or
-//! does not get on.
+//! POST `/vps/operations/:id/continue` and `…/abandon`: an operator's decision about an operation that waits for one or
+//! makes no progress.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,9 +11,9 @@ use deadpool_postgres::Transaction;
 use http::{Method, StatusCode};
 use serde_json::json;
 
-use super::call::{Call, path_id};
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, told};
-use super::mutation::{Changed, Mutation, Reply};
+use super::call::{ApiCall, path_id};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, json_answer};
+use super::mutation::{AuditChange, Mutation, Reply};
 use super::{fault, operation, restorable, undelete};
 use crate::clock::rfc3339_ms;
 use crate::http::openapi::{Operation, Parameter, Place, boolean, fields, matching, named, uuid};
@@ -31,16 +31,16 @@ use crate::platform::operations::{OperationKind, OperationOptions, Step, later_h
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::snapshot;
 
-/// For the record of a snapshot that an operator names.
+/// Timeout of reading the record of a snapshot.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 const ID: Parameter = Parameter { name: "id", place: Place::Path, schema: uuid, about: "The operation." };
 
 enum Decision {
-    /// The step that asks runs again: what it asked about may have changed.
+    /// Runs the waiting step again, because its conditions may have changed.
     Retry,
     AcceptLoss,
-    /// The new machine begins with this snapshot.
+    /// Restores this snapshot on the new machine.
     Restore(SnapshotKey),
     Abandon,
 }
@@ -54,30 +54,27 @@ impl Decision {
     }
 }
 
-async fn go_ahead(
+async fn continue_operation(
     State(platform): State<Arc<Platform>>,
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let mut said = call.fields()?;
-    let accepts = said.boolean("acceptLoss").unwrap_or(false);
-    let snapshot: Option<SnapshotKey> = said.optional("snapshotKey");
-    let is_twofold = accepts && snapshot.is_some();
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let mut body = call.json_fields()?;
+    let accepts = body.boolean("acceptLoss").unwrap_or(false);
+    let snapshot: Option<SnapshotKey> = body.optional("snapshotKey");
+    let is_ambiguous = accepts && snapshot.is_some();
     let decision = match snapshot {
         Some(key) => Decision::Restore(key),
         None if accepts => Decision::AcceptLoss,
         None => Decision::Retry,
     };
-    let decision = said.finish(Some(decision))?;
-    if is_twofold {
-        return Err(Problem::field(
-            "/snapshotKey",
-            "cannot be combined with an accepted loss: choose one of the two",
-        ));
+    let decision = body.finish(Some(decision))?;
+    if is_ambiguous {
+        return Err(Problem::field("/snapshotKey", "cannot be combined with acceptLoss"));
     }
-    decide(&platform, &Mutation::of(&call, &operator)?, &id, decision).await
+    apply_decision(&platform, &Mutation::from_call(&call, &operator)?, &id, decision).await
 }
 
 async fn abandon(
@@ -85,13 +82,13 @@ async fn abandon(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    call.no_body()?;
-    decide(&platform, &Mutation::of(&call, &operator)?, &id, Decision::Abandon).await
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    call.ensure_no_body()?;
+    apply_decision(&platform, &Mutation::from_call(&call, &operator)?, &id, Decision::Abandon).await
 }
 
-async fn decide(
+async fn apply_decision(
     platform: &Platform,
     mutation: &Mutation,
     id: &str,
@@ -105,8 +102,8 @@ async fn decide(
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply.into_response());
     }
-    let is_undone = matches!(decision, Decision::Abandon) && seen.kind == OperationKind::Delete.as_str();
-    if is_undone && machine.deleted_at.is_some() && !seen.has_ended() {
+    let is_undo = matches!(decision, Decision::Abandon) && seen.kind == OperationKind::Delete.as_str();
+    if is_undo && machine.deleted_at.is_some() && !seen.has_ended() {
         drop(session);
         undelete::ensure_may_return(platform, &machine).await?;
         session = platform.db.session().await?;
@@ -114,9 +111,15 @@ async fn decide(
     if let Decision::Restore(key) = &decision {
         drop(session);
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
-        let side = snapshot::by_key(&platform.bucket, &slot, key.as_str());
-        let side = tokio::time::timeout(STORE_TIMEOUT, side).await.map_err(|_| fault::store_unavailable())?;
-        restorable::fits(platform, &side.map_err(fault::unusable)?, &machine.server_type).await?;
+        let record = snapshot::by_key(&platform.bucket, &slot, key.as_str());
+        let record =
+            tokio::time::timeout(STORE_TIMEOUT, record).await.map_err(|_| fault::store_unavailable())?;
+        restorable::ensure_fits_disk(
+            platform,
+            &record.map_err(fault::snapshot_unusable)?,
+            &machine.server_type,
+        )
+        .await?;
         session = platform.db.session().await?;
     }
     let tx = db::begin(&mut session).await?;
@@ -124,26 +127,26 @@ async fn decide(
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply.into_response());
     }
-    // Machines are locked before their operations, everywhere.
+    // Lock order: machines before their operations.
     let machine = db::machines::locked(&tx, seen.machine).await?.ok_or_else(not_found)?;
-    let was = db::operations::locked(&tx, id).await?.ok_or_else(not_found)?;
-    if was.has_ended() {
-        return Err(invalid(&was, &ended(&was)));
+    let operation = db::operations::locked(&tx, id).await?.ok_or_else(not_found)?;
+    if operation.has_ended() {
+        return Err(invalid(&operation, &ended_detail(&operation)));
     }
     match &decision {
         Decision::Retry => {
-            let options = OperationOptions { give_up_backup: false, ..was.options };
-            resume(&tx, &was, options, "the operator had the step run again").await?;
+            let options = OperationOptions { give_up_backup: false, ..operation.options };
+            resume_step(&tx, &operation, options, "the operator retried the step").await?;
         }
-        Decision::AcceptLoss => accept_loss(&tx, &was).await?,
-        Decision::Restore(key) => restore(&tx, &was, key).await?,
-        Decision::Abandon => give_up(platform, &tx, &machine, &was).await?,
+        Decision::AcceptLoss => accept_loss(&tx, &operation).await?,
+        Decision::Restore(key) => restore_snapshot(&tx, &operation, key).await?,
+        Decision::Abandon => abandon_operation(platform, &tx, &machine, &operation).await?,
     }
     let now = db::operations::get(&tx, id).await?.ok_or_else(not_found)?;
     let reply = Reply::new(StatusCode::OK, operation::record(&tx, &now).await?);
-    let (before, target) = (was.record(&[]), id.to_string());
+    let (before, target) = (operation.record(&[]), id.to_string());
     let after = Some(&reply.body);
-    let changed = Changed { action: decision.action(), target: &target, before: Some(&before), after };
+    let changed = AuditChange { action: decision.action(), target: &target, before: Some(&before), after };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     platform.nudge.notify_one();
@@ -151,95 +154,100 @@ async fn decide(
     Ok(reply.into_response())
 }
 
-/// Accepts what the question says is lost. Where it asks whether an outdated deletion is repeated, that is all that is
-/// confirmed: a last backup that is missing is asked about on its own.
-async fn accept_loss(tx: &Transaction<'_>, was: &OperationRow) -> Result<(), Problem> {
-    let asks = |code: &str| was.question.as_ref().is_some_and(|question| question["code"] == code);
-    if asks(later_holder::UNVERIFIED_FENCE) {
-        let options = OperationOptions { disregard_fence: true, ..was.options };
-        return resume(tx, was, options, "the operator disregarded the fence").await;
+/// Accepts the loss that the question describes. For an outdated deletion this only confirms the deletion: a missing last
+/// backup raises its own question.
+async fn accept_loss(tx: &Transaction<'_>, operation: &OperationRow) -> Result<(), Problem> {
+    let has_question =
+        |code: &str| operation.question.as_ref().is_some_and(|question| question["code"] == code);
+    if has_question(later_holder::UNVERIFIED_FENCE) {
+        let options = OperationOptions { disregard_fence: true, ..operation.options };
+        return resume_step(tx, operation, options, "the operator disregarded the fence").await;
     }
-    if asks(later_holder::BEHIND_STORE) {
-        resume(tx, was, was.options, "the operator confirmed the deletion").await?;
-        return Ok(db::operations::add_fact(tx, was.id, later_holder::CONFIRMED, &json!(true)).await?);
+    if has_question(later_holder::BEHIND_STORE) {
+        resume_step(tx, operation, operation.options, "the operator confirmed the deletion").await?;
+        return Ok(db::operations::add_fact(tx, operation.id, later_holder::CONFIRMED, &json!(true)).await?);
     }
-    if asks_for_snapshot(was) {
-        resume(tx, was, was.options, "the operator chose the latest snapshot").await?;
-        return Ok(db::operations::add_fact(tx, was.id, ANSWERED, &json!(true)).await?);
+    if is_snapshot_question(operation) {
+        resume_step(tx, operation, operation.options, "the operator chose the latest snapshot").await?;
+        return Ok(db::operations::add_fact(tx, operation.id, ANSWERED, &json!(true)).await?);
     }
-    // Its host may claim for hours that the backup makes progress.
-    let give_up_backup = was.question.is_none() && was.step == Step::LastBackup.as_str();
-    let options = OperationOptions { accept_loss: true, give_up_backup, ..was.options };
-    resume(tx, was, options, "the operator accepted the loss").await
+    // The host may report progress for hours.
+    let give_up_backup = operation.question.is_none() && operation.step == Step::LastBackup.as_str();
+    let options = OperationOptions { accept_loss: true, give_up_backup, ..operation.options };
+    resume_step(tx, operation, options, "the operator accepted the loss").await
 }
 
-fn asks_for_snapshot(was: &OperationRow) -> bool {
-    was.question.as_ref().is_some_and(|question| question["code"] == NEWER_SNAPSHOT)
+fn is_snapshot_question(operation: &OperationRow) -> bool {
+    operation.question.as_ref().is_some_and(|question| question["code"] == NEWER_SNAPSHOT)
 }
 
-/// Sets the snapshot that the new machine begins with, where that is asked.
-async fn restore(tx: &Transaction<'_>, was: &OperationRow, key: &SnapshotKey) -> Result<(), Problem> {
-    if !asks_for_snapshot(was) {
+/// Sets the snapshot that the new machine restores, if that is the question.
+async fn restore_snapshot(
+    tx: &Transaction<'_>,
+    operation: &OperationRow,
+    key: &SnapshotKey,
+) -> Result<(), Problem> {
+    if !is_snapshot_question(operation) {
         let detail = format!(
-            "The {} does not ask which snapshot is restored, and nothing was changed; `svcctl operation abandon {}`, then \
-             `svcctl recover` with `--snapshot`, begins with another one.",
-            was.noun(),
-            was.id
+            "The {} is not waiting for the choice of a snapshot, and nothing was changed. To restore another one: `svcctl \
+             operation abandon {}`, then `svcctl recover` with `--snapshot`.",
+            operation.noun(),
+            operation.id
         );
-        return Err(invalid(was, &detail));
+        return Err(invalid(operation, &detail));
     }
     let why = format!("the operator chose the snapshot {}", key.as_str());
-    resume(tx, was, was.options, &why).await?;
-    db::machine_changes::restore_from(tx, was.machine, key.as_str()).await?;
-    Ok(db::operations::add_fact(tx, was.id, ANSWERED, &json!(true)).await?)
+    resume_step(tx, operation, operation.options, &why).await?;
+    db::machine_changes::restore_from(tx, operation.machine, key.as_str()).await?;
+    Ok(db::operations::add_fact(tx, operation.id, ANSWERED, &json!(true)).await?)
 }
 
-/// Has the step that asks run again, with what was decided.
-async fn resume(
+/// Runs the waiting step again with the decision.
+async fn resume_step(
     tx: &Transaction<'_>,
-    was: &OperationRow,
+    operation: &OperationRow,
     options: OperationOptions,
     why: &str,
 ) -> Result<(), Problem> {
-    if was.question.is_none() && !options.give_up_backup {
+    if operation.question.is_none() && !options.give_up_backup {
         let detail = format!(
-            "The {} does not wait for a decision: it is at {}. `svcctl operation show {} --wait` follows it.",
-            was.noun(),
-            was.step,
-            was.id
+            "The {} is not waiting for a decision; its step is {}. `svcctl operation show {} --wait` follows it.",
+            operation.noun(),
+            operation.step,
+            operation.id
         );
-        return Err(invalid(was, &detail));
+        return Err(invalid(operation, &detail));
     }
-    db::operations::decide(tx, was.id, options).await?;
-    Ok(db::operations::log(tx, was.id, &was.step, "continued", Some(why)).await?)
+    db::operations::decide(tx, operation.id, options).await?;
+    Ok(db::operations::log(tx, operation.id, &operation.step, "continued", Some(why)).await?)
 }
 
-/// Ends the operation in a way that leaves the slot as it was, as far as it can be.
-async fn give_up(
+/// Abandons the operation and restores the slot's previous state as far as possible.
+async fn abandon_operation(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
-    was: &OperationRow,
+    operation: &OperationRow,
 ) -> Result<(), Problem> {
-    db::operations::log(tx, was.id, &was.step, "abandoned", None).await?;
+    db::operations::log(tx, operation.id, &operation.step, "abandoned", None).await?;
     let kind: OperationKind =
-        was.kind.parse().map_err(|_| invalid(was, "This release does not know its kind."))?;
+        operation.kind.parse().map_err(|_| invalid(operation, "This release does not know its kind."))?;
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
             let with = Circumstances {
-                failed_at: Some((&was.step, "the operator abandoned the operation")),
+                failed_at: Some((&operation.step, "the operator abandoned the operation")),
                 ..Circumstances::default()
             };
             let event = Event::OperationAbandoned;
             let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
-            change.map_err(|error| fault::lifecycle(error, machine))?;
+            change.map_err(|error| fault::lifecycle_problem(error, machine))?;
         }
         OperationKind::Delete if machine.registered_at.is_some() => {
             undelete::reinstate(platform, tx, machine).await?;
         }
-        // Its server is switched on again before it ends.
+        // The operation ends after it has switched its server on again.
         OperationKind::Resize => {
-            return Ok(db::operations::skip_to(tx, was.id, Step::PowerOn.as_str()).await?);
+            return Ok(db::operations::skip_to(tx, operation.id, Step::PowerOn.as_str()).await?);
         }
         OperationKind::RemoveServer => machine_changes::removal_abandoned(tx, machine.id).await?,
         OperationKind::Delete
@@ -248,12 +256,12 @@ async fn give_up(
         | OperationKind::PowerOff
         | OperationKind::Reboot => {}
     }
-    // What the machine's change has not ended.
-    Ok(db::operations::end_one(tx, was.id, "cancelled", Some("abandoned")).await?)
+    // Unless the change of the machine has ended it.
+    Ok(db::operations::end_one(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 
-/// How an operation ended that nothing can be decided about any more.
-fn ended(operation: &OperationRow) -> String {
+/// The detail of a decision about an operation that has ended.
+fn ended_detail(operation: &OperationRow) -> String {
     let how = match operation.state.as_str() {
         "cancelled" => "was cancelled",
         state => state,
@@ -273,20 +281,19 @@ fn invalid(operation: &OperationRow, detail: &str) -> Problem {
         .with("allowed", json!([]))
 }
 
-/// The routes and their descriptions.
 pub static CONTINUE: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "continueOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/continue",
-        summary: "Runs the step that waits for a decision again. `acceptLoss`: it goes ahead without what it asked for, and at any time during `last_backup`. `snapshotKey` answers `newer_snapshot`: the new machine begins with it.",
+        summary: "Runs the waiting step of an operation again. `acceptLoss` accepts the loss that the question describes; it also works at any time during `last_backup`. `snapshotKey` answers `newer_snapshot`: the new machine restores that snapshot.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: Some(|| {
             fields(&[], &[("acceptLoss", boolean()), ("snapshotKey", matching(SnapshotKey::PATTERN))])
         }),
-        answers: &[told(200, "The operation runs again.", || named("Operation"))],
+        answers: &[json_answer(200, "The operation runs again.", || named("Operation"))],
         problems: &[
             Code::NotFound,
             Code::InvalidState,
@@ -297,7 +304,7 @@ pub static CONTINUE: Endpoint = Endpoint {
             Code::IdempotencyMismatch,
         ],
     },
-    serve: || post(go_ahead),
+    serve: || post(continue_operation),
 };
 pub static ABANDON: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
@@ -305,13 +312,15 @@ pub static ABANDON: Endpoint = Endpoint {
         id: "abandonOperation",
         method: Method::POST,
         path: "/vps/operations/{id}/abandon",
-        summary: "Gives an operation up: the slot goes back to the machine it had, where that still exists.",
+        summary: "Abandons an operation: the slot returns to its previous machine if that still exists.",
         credentials: &[OPERATOR],
         parameters: &[ID, IDEMPOTENCY_KEY],
         body: None,
-        answers: &[told(200, "The operation has ended, or switches the server on and ends.", || {
-            named("Operation")
-        })],
+        answers: &[json_answer(
+            200,
+            "The operation has ended, or ends after it has switched the server on.",
+            || named("Operation"),
+        )],
         problems: &[Code::NotFound, Code::InvalidState, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(abandon),

@@ -1,5 +1,5 @@
-//! `/operators`: named operators, their scopes and tokens. A token is in the answer to the request that makes it, and
-//! nowhere else: neither stored answer nor audit has it.
+//! `/operators`: named operators, their scopes and tokens. Only the response to the request that issues a token contains
+//! it; the stored response and the audit do not.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use http::{Method, StatusCode};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
-use super::call::Call;
-use super::endpoint::{ADMIN, Access, Endpoint, IDEMPOTENCY_KEY, OPERATOR, told};
-use super::mutation::{Changed, Mutation, Reply};
+use super::call::ApiCall;
+use super::endpoint::{ADMIN, Access, Endpoint, IDEMPOTENCY_KEY, OPERATOR, json_answer};
+use super::mutation::{AuditChange, Mutation, Reply};
 use crate::http::fields::Fields;
 use crate::http::openapi::{
     Operation, Parameter, Place, array, fields, matching, named, nullable, object, one_of, text, time,
@@ -36,45 +36,45 @@ const MIN_TTL_SECONDS: u64 = 60;
 const MAX_TTL_SECONDS: u64 = 400 * DAY_SECONDS;
 const DEFAULT_OVERLAP_SECONDS: u64 = 3600;
 const MAX_OVERLAP_SECONDS: u64 = 7 * DAY_SECONDS;
-/// Those that have ended among them, for as long as the audit names them.
+/// Includes revoked and expired operators, which are kept as long as the audit names them.
 const MAX_OPERATORS: i64 = 1000;
 
 async fn add(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let mut fields = call.fields()?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let mut fields = call.json_fields()?;
     let name: Option<OperatorName> = fields.required("name");
     let scopes = scopes(&mut fields);
     let ttl = ttl(&mut fields);
     let (name, scopes) = fields.finish(name.zip(scopes))?;
     ensure_may_grant(&operator, &scopes)?;
-    let mutation = Mutation::of(&call, &operator)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
 
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(repeated(&platform, &tx, reply).await?.into_response());
+        return Ok(replayed(&platform, &tx, reply).await?.into_response());
     }
     db::lock(&tx, "operators").await?;
     if db::operators::count(&tx).await? >= MAX_OPERATORS {
-        return Err(Problem::new(Code::Conflict, format!("There are {MAX_OPERATORS} operators already.")));
+        return Err(Problem::new(Code::Conflict, format!("There are already {MAX_OPERATORS} operators.")));
     }
     let id = OperatorTokenId::new();
-    let made = platform.mint.operator_token(id);
-    let hash = tokens::hash(made.expose_secret());
+    let token_value = platform.mint.operator_token(id);
+    let hash = tokens::hash(token_value.expose_secret());
     let token = NewToken { id, hash: &hash, ttl };
     let added = db::operators::insert(&tx, &name, &scopes, &token, operator.actor()).await?;
     let added = added.ok_or_else(|| {
         let detail = format!(
-            "There is an operator {name} already, who may have been revoked: `svcctl operator list` shows them. A name stays \
-             taken for as long as the audit has it."
+            "An operator {name} already exists, possibly revoked: `svcctl operator list` shows all. A name cannot be reused \
+             while the audit contains it."
         );
         Problem::new(Code::Conflict, detail)
     })?;
     let reply = reply(StatusCode::CREATED, &added);
     record(&tx, &mutation, &reply, "operator.add", None, &added).await?;
     db::commit(tx).await?;
-    Ok(with_token(reply, &made).into_response())
+    Ok(with_token(reply, &token_value).into_response())
 }
 
 async fn rotate(
@@ -82,35 +82,35 @@ async fn rotate(
     Segments(name): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let mut fields = call.fields()?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let mut fields = call.json_fields()?;
     let ttl = ttl(&mut fields);
     let overlap = seconds(&mut fields, "overlapSeconds", 0, MAX_OVERLAP_SECONDS, DEFAULT_OVERLAP_SECONDS);
     let name = fields.finish(Some(path_name(&name)?))?;
-    let mutation = Mutation::of(&call, &operator)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
 
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
-        return Ok(repeated(&platform, &tx, reply).await?.into_response());
+        return Ok(replayed(&platform, &tx, reply).await?.into_response());
     }
     let before = db::operators::locked(&tx, &name).await?.ok_or_else(|| not_found(&name))?;
-    // Who gets a token has its scopes.
+    // A rotation hands the operator's scopes to the caller.
     ensure_may_grant(&operator, &before.scopes)?;
     if before.revoked_at.is_some() {
-        let detail = format!("Operator {name} has been revoked: add one of another name instead.");
+        let detail = format!("Operator {name} has been revoked: add one with another name instead.");
         return Err(Problem::new(Code::Conflict, detail));
     }
     let id = OperatorTokenId::new();
-    let made = platform.mint.operator_token(id);
-    let hash = tokens::hash(made.expose_secret());
+    let token_value = platform.mint.operator_token(id);
+    let hash = tokens::hash(token_value.expose_secret());
     let token = NewToken { id, hash: &hash, ttl };
     let after = db::operators::rotate(&tx, &name, &token, overlap).await?;
     let reply = reply(StatusCode::OK, &after);
     record(&tx, &mutation, &reply, "operator.rotate", Some(&before), &after).await?;
     db::commit(tx).await?;
-    Ok(with_token(reply, &made).into_response())
+    Ok(with_token(reply, &token_value).into_response())
 }
 
 async fn revoke(
@@ -118,11 +118,11 @@ async fn revoke(
     Segments(name): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    call.no_body()?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    call.ensure_no_body()?;
     let name = path_name(&name)?;
-    let mutation = Mutation::of(&call, &operator)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
 
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -142,9 +142,9 @@ async fn revoke(
 }
 
 async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
-    call.query().finish(Some(()))?;
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    call.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let all = db::operators::list(&session, MAX_OPERATORS).await?;
     let records: Vec<_> = all.iter().map(OperatorRow::record).collect();
@@ -152,9 +152,9 @@ async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result
 }
 
 async fn who_am_i(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    call.query().finish(Some(()))?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    call.query_fields().finish(Some(()))?;
     let expires_at = match &operator {
         Operator::PlatformSecret => None,
         Operator::Named { name, .. } => {
@@ -198,18 +198,18 @@ fn path_name(name: &str) -> Result<OperatorName, Problem> {
 }
 
 fn not_found(name: &OperatorName) -> Problem {
-    let detail = format!("There is no operator {name}; `svcctl operator list` shows them.");
+    let detail = format!("There is no operator {name}; `svcctl operator list` shows all.");
     Problem::new(Code::NotFound, detail)
 }
 
-/// Refuses to give scopes that the giver does not have.
+/// Rejects granting scopes that the caller does not have.
 fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem> {
     let missing = operator.scopes().missing(scopes);
     if missing.is_empty() {
         return Ok(());
     }
     let detail = format!(
-        "Operator {} lacks the scope {}, and operators give only scopes that they have: use PLATFORM_SECRET, or an operator \
+        "Operator {} lacks the scope {}, and can only grant scopes that it has: use PLATFORM_SECRET, or an operator \
          with these scopes and admin.",
         operator.actor(),
         missing.join(", ")
@@ -217,7 +217,7 @@ fn ensure_may_grant(operator: &Operator, scopes: &Scopes) -> Result<(), Problem>
     Err(Problem::new(Code::Forbidden, detail).with("missingScopes", json!(missing)))
 }
 
-/// Without the token: this is what is stored for a repetition.
+/// The response without the token, as it is stored for replays.
 fn reply(status: StatusCode, operator: &OperatorRow) -> Reply {
     Reply::new(status, json!({"operator": operator.record(), "tokenId": operator.token_id}))
 }
@@ -227,17 +227,17 @@ fn with_token(mut reply: Reply, token: &SecretString) -> Reply {
     reply
 }
 
-/// A stored reply with its token, made again from its id by the platform key that made it first.
-async fn repeated(platform: &Platform, tx: &Transaction<'_>, reply: Reply) -> Result<Reply, Problem> {
+/// Adds the token to a stored response. The token is derived again from its id with the platform key that issued it.
+async fn replayed(platform: &Platform, tx: &Transaction<'_>, reply: Reply) -> Result<Reply, Problem> {
     let id: Option<OperatorTokenId> = reply.body["tokenId"].as_str().and_then(|id| id.parse().ok());
     let Some(id) = id else { return Ok(reply) };
     let stored = db::operators::by_token(tx, id, Duration::ZERO).await?;
-    // One that has ended is of no use, whichever key made it.
+    // A token that has expired or was replaced is useless, so any key will do.
     let Some(stored) = stored else { return Ok(with_token(reply, &platform.mint.operator_token(id))) };
     let token = platform.mint.stored_operator_token(id, &stored.token_hash).ok_or_else(|| {
         let detail = format!(
-            "The token of this answer was made with a PLATFORM_KEY that is not in force any more, and cannot be shown again: \
-             `svcctl operator rotate {}` gives another one.",
+            "The token of this response was issued with a PLATFORM_KEY that is no longer in use, and cannot be shown again: \
+             `svcctl operator rotate {}` issues a new one.",
             stored.name
         );
         Problem::new(Code::Conflict, detail)
@@ -254,12 +254,13 @@ async fn record(
     after: &OperatorRow,
 ) -> Result<(), Problem> {
     let (before, now) = (before.map(OperatorRow::record), after.record());
-    let changed = Changed { action, target: after.name.as_str(), before: before.as_ref(), after: Some(&now) };
+    let changed =
+        AuditChange { action, target: after.name.as_str(), before: before.as_ref(), after: Some(&now) };
     Ok(mutation.record(tx, reply, &changed).await?)
 }
 
-/// Of an operator, as others refer to it.
-pub fn shape() -> Value {
+/// Schema of an operator.
+pub fn operator_schema() -> Value {
     object(
         &[
             ("name", text()),
@@ -278,11 +279,11 @@ pub fn shape() -> Value {
     )
 }
 
-fn issued() -> Value {
+fn issued_token_schema() -> Value {
     object(&[("operator", named("Operator")), ("tokenId", text()), ("token", text())], &[])
 }
 
-fn span(min: u64, max: u64) -> Value {
+fn seconds_schema(min: u64, max: u64) -> Value {
     json!({ "type": "integer", "minimum": min, "maximum": max })
 }
 
@@ -299,7 +300,7 @@ pub static ADD: Endpoint = Endpoint {
         id: "addOperator",
         method: Method::POST,
         path: "/operators",
-        summary: "Adds a named operator with some of the caller's scopes. The answer alone has the token.",
+        summary: "Adds a named operator with some of the caller's scopes. Only this response contains the token.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {
@@ -308,10 +309,10 @@ pub static ADD: Endpoint = Endpoint {
                 json!({ "type": "array", "items": scope, "minItems": 1, "maxItems": Scope::ALL.len() });
             fields(
                 &[("name", matching(OperatorName::PATTERN)), ("scopes", scopes)],
-                &[("ttlSeconds", span(MIN_TTL_SECONDS, MAX_TTL_SECONDS))],
+                &[("ttlSeconds", seconds_schema(MIN_TTL_SECONDS, MAX_TTL_SECONDS))],
             )
         }),
-        answers: &[told(201, "The operator and the token.", issued)],
+        answers: &[json_answer(201, "The operator and the token.", issued_token_schema)],
         problems: &[Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(add),
@@ -323,11 +324,13 @@ pub static LIST: Endpoint = Endpoint {
         id: "listOperators",
         method: Method::GET,
         path: "/operators",
-        summary: "All operators by name, with those that have ended.",
+        summary: "Lists all operators by name, including revoked and expired ones.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[told(200, "The operators.", || object(&[("operators", array(named("Operator")))], &[]))],
+        answers: &[json_answer(200, "The operators.", || {
+            object(&[("operators", array(named("Operator")))], &[])
+        })],
         problems: &[Code::InvalidRequest, Code::DatabaseUnavailable],
     },
     serve: || get(list),
@@ -339,19 +342,19 @@ pub static ROTATE: Endpoint = Endpoint {
         id: "rotateOperator",
         method: Method::POST,
         path: "/operators/{operator}/rotate",
-        summary: "Gives an operator a new token; the one before stays valid for the overlap.",
+        summary: "Issues a new token to an operator; the previous one stays valid for the overlap.",
         credentials: &[OPERATOR],
         parameters: &[NAME, IDEMPOTENCY_KEY],
         body: Some(|| {
             fields(
                 &[],
                 &[
-                    ("ttlSeconds", span(MIN_TTL_SECONDS, MAX_TTL_SECONDS)),
-                    ("overlapSeconds", span(0, MAX_OVERLAP_SECONDS)),
+                    ("ttlSeconds", seconds_schema(MIN_TTL_SECONDS, MAX_TTL_SECONDS)),
+                    ("overlapSeconds", seconds_schema(0, MAX_OVERLAP_SECONDS)),
                 ],
             )
         }),
-        answers: &[told(200, "The operator and the new token.", issued)],
+        answers: &[json_answer(200, "The operator and the new token.", issued_token_schema)],
         problems: &[Code::NotFound, Code::Conflict, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(rotate),
@@ -363,11 +366,11 @@ pub static REVOKE: Endpoint = Endpoint {
         id: "revokeOperator",
         method: Method::POST,
         path: "/operators/{operator}/revoke",
-        summary: "Ends an operator's tokens, for good and in every process at once.",
+        summary: "Revokes an operator's tokens permanently, with immediate effect in every process.",
         credentials: &[OPERATOR],
         parameters: &[NAME, IDEMPOTENCY_KEY],
         body: None,
-        answers: &[told(200, "The operator.", || named("Operator"))],
+        answers: &[json_answer(200, "The operator.", || named("Operator"))],
         problems: &[Code::NotFound, Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || post(revoke),
@@ -379,11 +382,11 @@ pub static WHO_AM_I: Endpoint = Endpoint {
         id: "whoAmI",
         method: Method::GET,
         path: "/operators/whoami",
-        summary: "The operator whose token this is.",
+        summary: "Shows the operator of the token.",
         credentials: &[OPERATOR],
         parameters: &[],
         body: None,
-        answers: &[told(200, "Name, scopes, and until when the newest token is valid.", || {
+        answers: &[json_answer(200, "Name, scopes, and expiry of the newest token.", || {
             let scopes = array(one_of(&Scope::ALL.map(Scope::as_str)));
             object(&[("name", text()), ("scopes", scopes), ("expiresAt", nullable(time()))], &[])
         })],

@@ -1,7 +1,7 @@
-//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: what a slot's snapshot pointer says, and another one in
-//! the place of a pointer that was lost, is unreadable, or names what is not there.
+//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: shows a slot's snapshot pointer, and replaces one that is
+//! missing, unreadable, or names a missing snapshot.
 //!
-//! The audit row, with what is unreadable, is committed before the pointer is written: the bytes are never lost.
+//! The audit row, with the unreadable bytes, is committed before the pointer is written, so that they are never lost.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,12 +16,12 @@ use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::Call;
+use super::call::ApiCall;
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, idp_user_id, slot_name, told,
+    Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, READ, idp_user_id, json_answer, slot_name,
 };
 use super::fault;
-use super::mutation::{self, Changed, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::shape;
 use crate::clock::rfc3339_ms;
 use crate::http::fields::Fields;
@@ -37,19 +37,19 @@ use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
 use crate::store::pointer_repair::{self, Found, Holder, Inspection, OnRecord, RepairError, Wanted};
 
-/// Of all requests to the store together: a slot's snapshots are listed once. An operator's client waits longer.
+/// Timeout of all requests to the store together. It is shorter than that of an operator's client.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
-struct Target {
+struct PointerTarget {
     user: IdpUserId,
     slot: Slot,
-    /// The snapshot to name, instead of the newest of the highest epoch.
+    /// The snapshot to name, instead of the newest one of the highest epoch.
     to: Option<SnapshotKey>,
-    /// Whether the slot is to start without any.
+    /// Whether the pointer should name no snapshot.
     empty: bool,
 }
 
-impl Target {
+impl PointerTarget {
     fn read(fields: &mut Fields) -> Option<Self> {
         let user = fields.required("idpUserId");
         let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
@@ -69,15 +69,15 @@ impl Target {
         }
     }
 
-    /// Whether the database knows of the slot.
+    /// Whether the database knows the slot.
     async fn is_known(&self, client: &impl GenericClient) -> Result<bool, DbError> {
         let machines = db::machines::newest_of_slot(client, &self.user, &self.slot).await?;
         Ok(!machines.is_empty() || db::slots::get(client, &self.user, &self.slot).await?.is_some())
     }
 
-    async fn on_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
+    async fn load_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
         let current = db::machines::of_slot(client, &self.user, &self.slot).await?;
-        // Before its server is ordered, the fence is still that of the machine which it is to replace.
+        // Until its server has been ordered, the fence is still its predecessor's.
         let holder = match current {
             Some(current) if current.create_ordered_at.is_none() && current.provider_server_id.is_none() => {
                 db::machines::last_registered(client, &current).await?
@@ -93,47 +93,47 @@ impl Target {
     }
 }
 
-/// Whether a pointer that can be used is replaced all the same.
+/// Handling of a sound pointer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Sound {
-    Kept,
-    Replaced,
+enum SoundPointer {
+    Keep,
+    Replace,
 }
 
 pub async fn show(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
-    let mut query = call.query();
-    let target = Target::read(&mut query);
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    let mut query = call.query_fields();
+    let target = PointerTarget::read(&mut query);
     let target = query.finish(target)?;
     let session = platform.db.session().await?;
     let (record, is_known) =
-        (target.on_record(&session, &platform.mint).await?, target.is_known(&session).await?);
+        (target.load_record(&session, &platform.mint).await?, target.is_known(&session).await?);
     drop(session);
     let inspection = inspect(&platform, &target, record).await?;
     ensure_exists(&target, is_known, &inspection)?;
-    Ok(Json(shown(&target, &inspection)).into_response())
+    Ok(Json(response_body(&target, &inspection)).into_response())
 }
 
 pub async fn rebuild(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let mut body = call.fields()?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let mut body = call.json_fields()?;
     let empty = body.boolean("empty") == Some(true);
-    let target = Target::read(&mut body).map(|target| Target { empty, ..target });
-    let sound = if body.boolean("force") == Some(true) { Sound::Replaced } else { Sound::Kept };
+    let target = PointerTarget::read(&mut body).map(|target| PointerTarget { empty, ..target });
+    let sound = if body.boolean("force") == Some(true) { SoundPointer::Replace } else { SoundPointer::Keep };
     let target = body.finish(target)?;
     if empty && target.to.is_some() {
         return Err(Problem::field("/empty", "cannot be combined with a snapshot to name"));
     }
-    let mutation = Mutation::of(&call, &operator)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
     Ok(replace(&platform, &target, sound, &mutation).await?.into_response())
 }
 
 async fn replace(
     platform: &Platform,
-    target: &Target,
-    sound: Sound,
+    target: &PointerTarget,
+    sound: SoundPointer,
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
@@ -141,46 +141,46 @@ async fn replace(
         return Ok(reply);
     }
     let (record, is_known) =
-        (target.on_record(&session, &platform.mint).await?, target.is_known(&session).await?);
+        (target.load_record(&session, &platform.mint).await?, target.is_known(&session).await?);
     drop(session);
     let inspection = inspect(platform, target, record.clone()).await?;
     ensure_exists(target, is_known, &inspection)?;
-    if inspection.found.is_sound() && sound == Sound::Kept {
-        // A repetition may have been passed by the request that it repeats.
+    if inspection.found.is_sound() && sound == SoundPointer::Keep {
+        // The original of a repeated request may have completed meanwhile.
         if let Some(reply) = mutation.replay(&platform.db.session().await?).await? {
             return Ok(reply);
         }
         let detail = format!(
-            "The pointer is sound, and was not changed; `svcctl pointer rebuild {} --slot {} --force` replaces it all the same.",
+            "The pointer is sound and was not changed; `svcctl pointer rebuild {} --slot {} --force` replaces it anyway.",
             target.user, target.slot
         );
         return Err(Problem::new(Code::Conflict, detail));
     }
-    if target.empty && sound == Sound::Kept {
-        refuse_whole(platform, target, record).await?;
+    if target.empty && sound == SoundPointer::Keep {
+        ensure_nothing_restorable(platform, target, record).await?;
     }
     let Some(next) = &inspection.next else {
-        return Err(Problem::new(Code::SnapshotUnusable, none_is_whole(&inspection)));
+        return Err(Problem::new(Code::SnapshotUnusable, no_complete_snapshot(&inspection)));
     };
-    let (before, after) = (audited(&inspection.found), pointer(next));
+    let (before, after) = (audit_record(&inspection.found), pointer_record(next));
     let name = format!("{}/{}", target.user, target.slot);
     let changed =
-        Changed { action: "pointer.rebuild", target: &name, before: Some(&before), after: Some(&after) };
+        AuditChange { action: "pointer.rebuild", target: &name, before: Some(&before), after: Some(&after) };
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    mutation::audit(&tx, mutation.actor(), &changed).await?;
+    mutation::write_audit(&tx, mutation.actor(), &changed).await?;
     db::commit(tx).await?;
     drop(session);
 
     let prefix = target.prefix();
-    let written = within(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await?;
+    let written = with_timeout(pointer_repair::rebuild(&platform.bucket, &prefix, &inspection)).await?;
     let reply = Reply::new(
         StatusCode::OK,
-        json!({"idpUserId": target.user, "slot": target.slot, "pointer": pointer(&written)}),
+        json!({"idpUserId": target.user, "slot": target.slot, "pointer": pointer_record(&written)}),
     );
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    // A repetition may have come while the first was under way.
+    // A repeated request may have completed meanwhile.
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
@@ -190,83 +190,91 @@ async fn replace(
     Ok(reply)
 }
 
-/// Refuses a slot of which neither the database nor the store knows anything.
-fn ensure_exists(target: &Target, is_known: bool, inspection: &Inspection) -> Result<(), Problem> {
+/// Rejects a slot that neither the database nor the store knows.
+fn ensure_exists(target: &PointerTarget, is_known: bool, inspection: &Inspection) -> Result<(), Problem> {
     if is_known || inspection.snapshots > 0 || !matches!(inspection.found, Found::Sound(None)) {
         return Ok(());
     }
     let detail = format!(
-        "User {0} has no slot {1}: there is no subscription, no machine and no snapshot of it. `svcctl slot list {0}` lists \
-         the user's slots.",
+        "User {0} has no slot {1}: it has no subscription, machine or snapshot. `svcctl slot list {0}` lists the user's \
+         slots.",
         target.user, target.slot
     );
     Err(Problem::new(Code::NotFound, detail))
 }
 
-/// Refuses to leave out a snapshot that could be restored.
-async fn refuse_whole(platform: &Platform, target: &Target, record: OnRecord) -> Result<(), Problem> {
+/// Rejects emptying the pointer of a slot that has a restorable snapshot.
+async fn ensure_nothing_restorable(
+    platform: &Platform,
+    target: &PointerTarget,
+    record: OnRecord,
+) -> Result<(), Problem> {
     let prefix = target.prefix();
-    let found = within(pointer_repair::inspect(&platform.bucket, &prefix, record, Wanted::Newest)).await?;
+    let found =
+        with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, Wanted::Newest)).await?;
     if found.untried > 0 {
         let detail = format!(
             "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` names one, and \
-             `svcctl pointer rebuild {user} --slot {slot} --empty --force` leaves all of them out.",
-            none_is_whole(&found),
+             `svcctl pointer rebuild {user} --slot {slot} --empty --force` ignores all of them.",
+            no_complete_snapshot(&found),
             user = target.user,
             slot = target.slot
         );
         return Err(Problem::new(Code::Conflict, detail));
     }
-    let Some(whole) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
+    let Some(complete) = found.next.and_then(|next| next.snapshot) else { return Ok(()) };
     let detail = format!(
         "{} of {} can be restored, and the pointer was not changed; `svcctl pointer rebuild {} --slot {} --empty --force` \
-         leaves that snapshot out all the same.",
-        whole.key,
-        rfc3339_ms(whole.taken_at),
+         ignores that snapshot.",
+        complete.key,
+        rfc3339_ms(complete.taken_at),
         target.user,
         target.slot
     );
     Err(Problem::new(Code::Conflict, detail))
 }
 
-/// Where nothing but snapshots that are not whole was found.
-fn none_is_whole(inspection: &Inspection) -> String {
+/// The detail if no complete snapshot was found.
+fn no_complete_snapshot(inspection: &Inspection) -> String {
     let (all, untried) = (inspection.snapshots, inspection.untried);
     if untried == 0 {
-        return "No snapshot of the slot is whole.".to_owned();
+        return "The slot has no complete snapshot.".to_owned();
     }
     let tried = all - untried;
     format!(
-        "None of the {tried} snapshots that were tried is whole; {untried} others of the slot were not tried."
+        "None of the {tried} checked snapshots is complete; {untried} others of the slot were not checked."
     )
 }
 
-async fn inspect(platform: &Platform, target: &Target, record: OnRecord) -> Result<Inspection, Problem> {
+async fn inspect(
+    platform: &Platform,
+    target: &PointerTarget,
+    record: OnRecord,
+) -> Result<Inspection, Problem> {
     let prefix = target.prefix();
-    within(pointer_repair::inspect(&platform.bucket, &prefix, record, target.wanted())).await
+    with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, target.wanted())).await
 }
 
-async fn within<T>(work: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {
-    let ended = tokio::time::timeout(STORE_TIMEOUT, work).await.map_err(|_| fault::store_unavailable())?;
-    ended.map_err(|error| match error {
+async fn with_timeout<T>(work: impl Future<Output = Result<T, RepairError>>) -> Result<T, Problem> {
+    let result = tokio::time::timeout(STORE_TIMEOUT, work).await.map_err(|_| fault::store_unavailable())?;
+    result.map_err(|error| match error {
         RepairError::Store(error) => error.into(),
         error @ RepairError::Unusable { .. } => Problem::new(Code::SnapshotUnusable, format!("{error}.")),
-        RepairError::Changed => Problem::new(
-            Code::Conflict,
-            "The pointer was changed by another writer meanwhile; show it again.",
-        ),
+        RepairError::Changed => {
+            Problem::new(Code::Conflict, "Another writer has changed the pointer; show it again.")
+        }
     })
 }
 
-fn shown(target: &Target, inspection: &Inspection) -> Value {
+fn response_body(target: &PointerTarget, inspection: &Inspection) -> Value {
     json!({
         "idpUserId": target.user,
         "slot": target.slot,
         "state": state(&inspection.found),
         "problem": inspection.found.problem(),
         "snapshots": inspection.snapshots,
-        "current": inspection.found.pointer().map(pointer),
-        "rebuilt": inspection.next.as_ref().map(pointer),
+        "current": inspection.found.pointer().map(pointer_record),
+        "rebuilt": inspection.next.as_ref().map(pointer_record),
     })
 }
 
@@ -279,11 +287,11 @@ fn state(found: &Found) -> &'static str {
     }
 }
 
-fn audited(found: &Found) -> Value {
+fn audit_record(found: &Found) -> Value {
     let mut before = json!({
         "state": state(found),
         "problem": found.problem(),
-        "pointer": found.pointer().map(pointer),
+        "pointer": found.pointer().map(pointer_record),
     });
     if let Found::Unreadable { size_bytes, start, .. } = found {
         before["sizeBytes"] = (*size_bytes).into();
@@ -292,13 +300,13 @@ fn audited(found: &Found) -> Value {
     before
 }
 
-fn pointer(of: &Pointer) -> Value {
+fn pointer_record(pointer: &Pointer) -> Value {
     json!({
-        "seq": of.seq,
-        "fenceEpoch": of.fence_epoch,
-        "fenceMachineId": of.fence_holder(),
-        "emptiedAt": of.emptied_at.map(rfc3339_ms),
-        "snapshot": of.snapshot.as_ref().map(|named| json!({
+        "seq": pointer.seq,
+        "fenceEpoch": pointer.fence_epoch,
+        "fenceMachineId": pointer.fence_holder(),
+        "emptiedAt": pointer.emptied_at.map(rfc3339_ms),
+        "snapshot": pointer.snapshot.as_ref().map(|named| json!({
             "key": named.key,
             "sizeBytes": named.size_bytes,
             "sha256": named.sha256,
@@ -310,33 +318,32 @@ fn pointer(of: &Pointer) -> Value {
     })
 }
 
-const USER: Parameter =
-    Parameter { name: "idpUserId", place: Place::QueryNeeded, schema: idp_user_id, about: "Whose slot." };
-const SLOT: Parameter = Parameter {
-    name: "slot",
-    place: Place::Query,
-    schema: slot_name,
-    about: "Which of the user's slots; else `primary`.",
+const USER: Parameter = Parameter {
+    name: "idpUserId",
+    place: Place::QueryNeeded,
+    schema: idp_user_id,
+    about: "The slot's user.",
 };
+const SLOT: Parameter =
+    Parameter { name: "slot", place: Place::Query, schema: slot_name, about: "The slot; default `primary`." };
 const SNAPSHOT_KEY: Parameter = Parameter {
     name: "snapshotKey",
     place: Place::Query,
     schema: || matching(SnapshotKey::PATTERN),
-    about: "The snapshot that a rebuild would name; else the newest whole one of the highest epoch.",
+    about: "The snapshot that a rebuild would name; default: the newest complete one of the highest epoch.",
 };
 
-/// The route and its description.
 pub static SHOW: Endpoint = Endpoint {
     access: Access::Operator(READ),
     operation: Operation {
         id: "showPointer",
         method: Method::GET,
         path: "/vps/slots/pointer",
-        summary: "The snapshot pointer of a slot, and what a rebuild would write.",
+        summary: "Shows the snapshot pointer of a slot, and the pointer that a rebuild would write.",
         credentials: &[OPERATOR],
         parameters: &[USER, SLOT, SNAPSHOT_KEY],
         body: None,
-        answers: &[told(200, "The pointer.", || {
+        answers: &[json_answer(200, "The pointer.", || {
             object(
                 &[
                     ("idpUserId", idp_user_id()),
@@ -360,14 +367,13 @@ pub static SHOW: Endpoint = Endpoint {
     serve: || get(show),
 };
 
-/// The route and its description.
 pub static REBUILD: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "rebuildPointer",
         method: Method::POST,
         path: "/vps/slots/pointer/rebuild",
-        summary: "Writes the snapshot pointer of a slot again, from the side records of its snapshots.",
+        summary: "Rebuilds the snapshot pointer of a slot from the side records of its snapshots.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {
@@ -381,7 +387,7 @@ pub static REBUILD: Endpoint = Endpoint {
                 ],
             )
         }),
-        answers: &[told(200, "The pointer as it was written.", || {
+        answers: &[json_answer(200, "The written pointer.", || {
             object(&[("idpUserId", idp_user_id()), ("slot", slot_name()), ("pointer", shape::pointer())], &[])
         })],
         problems: &[

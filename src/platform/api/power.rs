@@ -1,7 +1,7 @@
 //! POST `/vps/:id/power`: switches the server of a slot's machine off and on, or restarts it.
 //!
-//! A machine that is switched off keeps its slot, its status and its data. It is not routed to, and nothing but an
-//! operator switches it on again.
+//! A machine that is switched off keeps its slot, status and data. It is not routed to, and only an operator switches it
+//! on again.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, status, told,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, json_answer, status,
 };
 use super::fault;
-use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
+use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
 use crate::http::openapi::{Operation, fields, nullable, object, one_of, uuid};
 use crate::http::problem::{Code, Problem};
@@ -77,12 +77,12 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut fields = call.fields()?;
+    let mut fields = call.json_fields()?;
     let action = fields.required("action");
     let action = fields.finish(action)?;
     let reply = power(&platform, id, action, &mutation).await?;
     platform.nudge.notify_one();
-    mutation::answer(&platform, &call, reply).await
+    mutation::respond(&platform, &call, reply).await
 }
 
 async fn power(
@@ -92,25 +92,25 @@ async fn power(
     mutation: &Mutation,
 ) -> Result<Reply, Problem> {
     let mut session = platform.db.session().await?;
-    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
-        Begun::Replayed(reply) => return Ok(reply),
-        Begun::Open(change) => change,
+    let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {
+        ChangeStart::Replayed(reply) => return Ok(reply),
+        ChangeStart::Started(change) => change,
     };
-    check(&change.machine, action)?;
-    if let Some(operation) = under_way(&change.tx, &change.machine, action).await? {
+    ensure_can_switch(&change.machine, action)?;
+    if let Some(operation) = find_same_operation(&change.tx, &change.machine, action).await? {
         let body = |after: &MachineRow| body(after, action, Some(operation));
-        return change.end(Effect::Unchanged, StatusCode::ACCEPTED, body).await;
+        return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     let is_off = change.machine.powered_off_at.is_some();
     match action {
         PowerAction::Off if is_off => {
             let body = |after: &MachineRow| body(after, action, None);
-            return change.end(Effect::Unchanged, StatusCode::OK, body).await;
+            return change.end(ChangeEffect::Unchanged, StatusCode::OK, body).await;
         }
         PowerAction::Reboot if is_off => {
             return Err(refused(
                 &change.machine,
-                "Its server is switched off: switch it on with `svcctl power on`.",
+                "Its server is switched off; switch it on with `svcctl power on`.",
             ));
         }
         PowerAction::Off => machine_server::powered_off(&change.tx, id).await?,
@@ -118,10 +118,10 @@ async fn power(
     }
     let filed = db::operations::file(&change.tx, id, action.kind(), OperationOptions::default()).await?;
     let body = |after: &MachineRow| body(after, action, Some(filed));
-    change.end(Effect::Changed(action.audit_action()), StatusCode::ACCEPTED, body).await
+    change.end(ChangeEffect::Changed(action.audit_action()), StatusCode::ACCEPTED, body).await
 }
 
-fn check(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
+fn ensure_can_switch(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
     if machine.deleted_at.is_some() {
         return Err(fault::machine_not_found(&machine.id.to_string()));
     }
@@ -131,7 +131,7 @@ fn check(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
     if !matches!(machine.status, Status::Running | Status::Failed) {
         return Err(fault::invalid_state(machine.status.as_str(), &[Status::Running, Status::Failed]));
     }
-    // The provider is asked for one that it had denied.
+    // Switching on retries a server that the provider has reported missing.
     let may_be_found = action == PowerAction::On && machine.may_have_server();
     if may_be_found || machine.server_exists() {
         Ok(())
@@ -139,7 +139,7 @@ fn check(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
         Err(refused(
             machine,
             if machine.may_have_server() {
-                "The provider has denied its server: `svcctl power on` asks for it again; else recover the slot."
+                "The provider has reported its server missing: `svcctl power on` looks it up again; else recover the slot."
             } else {
                 "It has no server: recover the slot."
             },
@@ -147,11 +147,11 @@ fn check(machine: &MachineRow, action: PowerAction) -> Result<(), Problem> {
     }
 }
 
-/// The operation that does the same already.
+/// Finds a running operation with the same action.
 ///
 /// # Errors
-/// `invalid_state` where another operation of the machine is under way.
-async fn under_way(
+/// `invalid_state` if another operation of the machine is running.
+async fn find_same_operation(
     tx: &Transaction<'_>,
     machine: &MachineRow,
     action: PowerAction,
@@ -161,7 +161,7 @@ async fn under_way(
         return Ok(Some(operation.id));
     }
     let detail = format!(
-        "Its operation {} ({}) is under way: wait for its end, or abandon it.",
+        "Its operation {} ({}) is running; wait until it has ended, or abandon it.",
         operation.id, operation.kind
     );
     Err(refused(machine, &detail))
@@ -182,7 +182,6 @@ fn body(machine: &MachineRow, action: PowerAction, operation: Option<OperationId
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
@@ -192,10 +191,10 @@ pub static ENDPOINT: Endpoint = Endpoint {
         summary: "Switches the server of a running or failed machine off or on, or restarts it.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
-        body: Some(|| fields(&[("action", actions())], &[])),
+        body: Some(|| fields(&[("action", action_schema())], &[])),
         answers: &[
-            told(202, "Its server is being switched or restarted.", accepted),
-            told(200, "It is switched off already.", accepted),
+            json_answer(202, "The server is being switched on or off, or restarted.", response_schema),
+            json_answer(200, "The server is already switched off.", response_schema),
         ],
         problems: &[
             Code::MachineNotFound,
@@ -207,15 +206,15 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || post(handle),
 };
 
-fn actions() -> Value {
+fn action_schema() -> Value {
     one_of(&PowerAction::ALL.map(PowerAction::as_str))
 }
 
-fn accepted() -> Value {
+fn response_schema() -> Value {
     object(
         &[
             ("machineId", uuid()),
-            ("action", actions()),
+            ("action", action_schema()),
             ("status", status()),
             ("operationId", nullable(uuid())),
         ],

@@ -1,4 +1,4 @@
-//! POST `/vps/provision`: a machine for a slot that has none, or whose machine has failed.
+//! POST `/vps/provision`: creates a machine for a slot that has none, or whose machine has failed.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::Call;
+use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, fallback_locations, handle_name,
-    idp_user_id, image_version, kind, location, server_type, slot_name, status, told,
+    idp_user_id, image_version, json_answer, kind, location, server_type, slot_name, status,
 };
-use super::locations::AskedLocations;
-use super::mutation::{self, Changed, Mutation, Reply};
+use super::locations::RequestedLocations;
+use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::restorable::EmptyStart;
 use super::{entitlement, fault, restorable};
 use crate::config::Flag;
@@ -37,14 +37,14 @@ use crate::store::snapshot::{self, Unusable};
 use crate::store::{Bucket, bundle};
 use axum::routing::post;
 
-struct Asked {
+struct ProvisionRequest {
     user: IdpUserId,
     slot: Slot,
     handle: Handle,
     server_type: ServerType,
     location: Location,
-    locations: AskedLocations,
-    /// `None`: the one that the slot runs, or the platform's for a new slot.
+    locations: RequestedLocations,
+    /// `None` means the slot's current version, or the platform's default for a new slot.
     image_version: Option<ImageVersion>,
     kind: Kind,
     empty: EmptyStart,
@@ -52,30 +52,30 @@ struct Asked {
 }
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let asked = asked(&platform, &call)?;
-    let mutation = Mutation::of(&call, &operator)?;
-    let reply = provision(&platform, &asked, &mutation).await?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let request = parse_request(&platform, &call)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
+    let reply = provision(&platform, &request, &mutation).await?;
     platform.nudge.notify_one();
-    mutation::answer(&platform, &call, reply).await
+    mutation::respond(&platform, &call, reply).await
 }
 
-fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
+fn parse_request(platform: &Platform, call: &ApiCall) -> Result<ProvisionRequest, Problem> {
     let defaults = &platform.config.provisioning;
-    let mut fields = call.fields()?;
+    let mut fields = call.json_fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_default();
     let handle = fields.required("handle");
     let server_type = fields.optional("serverType").unwrap_or_else(|| defaults.server_type.clone());
-    let locations = AskedLocations::read(&mut fields);
+    let locations = RequestedLocations::read(&mut fields);
     let location = locations.location.clone().unwrap_or_else(|| defaults.location.clone());
     let image_version = fields.optional("imageVersion");
     let kind = fields.optional("kind").unwrap_or(Kind::Customer);
     let empty = EmptyStart::read(&mut fields);
     let accept_loss = fields.boolean("acceptLoss").unwrap_or(false);
     let options = OperationOptions { accept_loss, ..OperationOptions::default() };
-    let asked = user.zip(handle).map(|(user, handle)| Asked {
+    let request = user.zip(handle).map(|(user, handle)| ProvisionRequest {
         user,
         slot,
         handle,
@@ -87,30 +87,34 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
         empty,
         options,
     });
-    fields.finish(asked)
+    fields.finish(request)
 }
 
-async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Result<Reply, Problem> {
+async fn provision(
+    platform: &Platform,
+    request: &ProvisionRequest,
+    mutation: &Mutation,
+) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let existing = admissible(platform, &session, asked).await?;
+    let existing = check_admission(platform, &session, request).await?;
     drop(session);
-    // Looked up before, so that neither row nor session is held while the store is asked.
-    let prepared = if existing.as_ref().is_none_or(has_failed) {
-        Some(prepare(platform, asked, existing.as_ref()).await?)
+    // Before the transaction, so that no row or session is held during requests to the store.
+    let plan = if existing.as_ref().is_none_or(has_failed) {
+        Some(prepare(platform, request, existing.as_ref()).await?)
     } else {
         None
     };
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    db::lock(&tx, &format!("user {}", asked.user)).await?;
+    db::lock(&tx, &format!("user {}", request.user)).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
-    admissible(platform, &tx, asked).await?;
-    let existing = db::machines::of_slot_locked(&tx, &asked.user, &asked.slot).await?;
+    check_admission(platform, &tx, request).await?;
+    let existing = db::machines::of_slot_locked(&tx, &request.user, &request.slot).await?;
     if let Some(machine) = existing.as_ref().filter(|machine| !has_failed(machine)) {
         let operation = db::operations::of_machine(&tx, machine.id).await?.into_iter().next();
         let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
@@ -118,91 +122,95 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
         db::commit(tx).await?;
         return Ok(reply);
     }
-    let Some(prepared) = prepared else {
-        return Err(Problem::new(Code::Unavailable, "The slot changed meanwhile; ask again.").retry_after(1));
+    let Some(plan) = plan else {
+        return Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1));
     };
     if let Some(failed) = &existing {
-        restorable::ensure_not_switched_off(failed, asked.options.accept_loss)?;
+        restorable::ensure_not_switched_off(failed, request.options.accept_loss)?;
     }
-    let owner = db::slots::claim_handle(&tx, &asked.handle, &asked.user).await?;
-    if owner != asked.user.as_str() {
-        return Err(handle_taken(&asked.handle));
+    let owner = db::slots::claim_handle(&tx, &request.handle, &request.user).await?;
+    if owner != request.user.as_str() {
+        return Err(handle_taken(&request.handle));
     }
-    let filed = make(platform, &tx, asked, prepared, existing.as_ref()).await?;
-    let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| gone(filed))?;
+    let filed = create_machine(platform, &tx, request, plan, existing.as_ref()).await?;
+    let machine = db::machines::get(&tx, filed.machine).await?.ok_or_else(|| machine_missing(filed))?;
     let reply = Reply::new(StatusCode::ACCEPTED, body(&machine, Some(filed.operation)));
     let (before, mut after) = (existing.as_ref().map(MachineRow::record), machine.record());
-    after["allowEmpty"] = (asked.empty == EmptyStart::Allowed).into();
-    let target = format!("{}/{}", asked.user, asked.slot);
+    after["allowEmpty"] = (request.empty == EmptyStart::Allowed).into();
+    let target = format!("{}/{}", request.user, request.slot);
     let changed =
-        Changed { action: "provision", target: &target, before: before.as_ref(), after: Some(&after) };
+        AuditChange { action: "provision", target: &target, before: before.as_ref(), after: Some(&after) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
 }
 
-/// What the new machine is made of, looked up before anything changes.
-struct Prepared {
+/// Properties of the new machine that are looked up before any change.
+struct ProvisionPlan {
     image_version: ImageVersion,
     bundle_sha256: String,
     restore: RestoreMode,
-    /// The highest epoch that the store knows of the slot.
+    /// The highest epoch of the slot in the store.
     epoch_floor: Epoch,
 }
 
 async fn prepare(
     platform: &Platform,
-    asked: &Asked,
+    request: &ProvisionRequest,
     existing: Option<&MachineRow>,
-) -> Result<Prepared, Problem> {
-    asked.locations.check(platform).await?;
-    let image_version = match &asked.image_version {
+) -> Result<ProvisionPlan, Problem> {
+    request.locations.check(platform).await?;
+    let image_version = match &request.image_version {
         Some(version) => version.clone(),
-        None => release(platform, &asked.user, &asked.slot).await?,
+        None => release_of_slot(platform, &request.user, &request.slot).await?,
     };
-    let bundle_sha256 = digest(&platform.bucket, &image_version).await?;
-    let restore = restore_mode(platform, asked).await?;
-    let whose = (&asked.user, &asked.slot);
-    let starts_as_asked = restore == RestoreMode::Required || asked.empty == EmptyStart::Allowed;
-    let accepted = asked.options.accept_loss && starts_as_asked;
-    restorable::ensure_no_forgotten_holder(platform, whose, existing, accepted).await?;
-    let epoch_floor = restorable::epoch_floor(platform, &asked.user, &asked.slot).await?;
-    Ok(Prepared { image_version, bundle_sha256, restore, epoch_floor })
+    let bundle_sha256 = bundle_digest(&platform.bucket, &image_version).await?;
+    let restore = restore_mode(platform, request).await?;
+    let slot_key = (&request.user, &request.slot);
+    let starts_as_requested = restore == RestoreMode::Required || request.empty == EmptyStart::Allowed;
+    let accepted = request.options.accept_loss && starts_as_requested;
+    restorable::ensure_no_unknown_holder(platform, slot_key, existing, accepted).await?;
+    let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
+    Ok(ProvisionPlan { image_version, bundle_sha256, restore, epoch_floor })
 }
 
-/// The release that the next machine of a slot starts with.
-pub async fn release(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<ImageVersion, Problem> {
+/// The release with which the slot's next machine starts.
+pub async fn release_of_slot(
+    platform: &Platform,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<ImageVersion, Problem> {
     let known = db::slots::release(&platform.db.session().await?, user, slot).await?;
     Ok(known.unwrap_or_else(|| platform.config.provisioning.image_version.clone()))
 }
 
-async fn make(
+async fn create_machine(
     platform: &Platform,
     tx: &deadpool_postgres::Transaction<'_>,
-    asked: &Asked,
-    prepared: Prepared,
+    request: &ProvisionRequest,
+    plan: ProvisionPlan,
     failed: Option<&MachineRow>,
 ) -> Result<Filed, Problem> {
     let config = &platform.config;
     let wanted = Wanted {
-        user: asked.user.clone(),
-        slot: asked.slot.clone(),
-        handle: asked.handle.clone(),
-        kind: asked.kind,
-        server_type: asked.server_type.clone(),
-        location: asked.location.clone(),
-        fallback_locations: asked.locations.fallback_of(platform, &asked.location),
-        image_version: prepared.image_version,
-        bundle_sha256: prepared.bundle_sha256,
+        user: request.user.clone(),
+        slot: request.slot.clone(),
+        handle: request.handle.clone(),
+        kind: request.kind,
+        server_type: request.server_type.clone(),
+        location: request.location.clone(),
+        fallback_locations: request.locations.fallback_for(platform, &request.location),
+        image_version: plan.image_version,
+        bundle_sha256: plan.bundle_sha256,
         https_port: config.hosts.https_port,
-        lives_for: (asked.kind == Kind::Preview).then_some(config.provisioning.preview_ttl),
+        lives_for: (request.kind == Kind::Preview).then_some(config.provisioning.preview_ttl),
         restore_snapshot: None,
     };
-    let restore = prepared.restore;
+    let restore = plan.restore;
     let with = Circumstances {
         successor: Some(&wanted),
-        options: asked.options,
-        epoch_floor: prepared.epoch_floor,
+        options: request.options,
+        epoch_floor: plan.epoch_floor,
         ..Circumstances::default()
     };
     let Some(failed) = failed else {
@@ -214,85 +222,86 @@ async fn make(
     };
     let event = Event::ProvisionRequested { restore };
     let change = lifecycle::apply(tx, &platform.mint, failed, &event, with).await;
-    match change.map_err(|error| fault::lifecycle(error, failed))? {
+    match change.map_err(|error| fault::lifecycle_problem(error, failed))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),
         Change::Moved { filed: None } | Change::Unchanged => {
-            Err(Problem::new(Code::Unavailable, "The slot changed meanwhile; ask again.").retry_after(1))
+            Err(Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1))
         }
     }
 }
 
-/// Everything that can be said against the request without the store; the slot's machine, if it has one.
-async fn admissible(
+/// Checks that need no store. Returns the slot's machine, if any.
+async fn check_admission(
     platform: &Platform,
     client: &impl GenericClient,
-    asked: &Asked,
+    request: &ProvisionRequest,
 ) -> Result<Option<MachineRow>, Problem> {
     let config = &platform.config.provisioning;
     if !config.enabled.is_on() {
-        return Err(Problem::new(Code::Disabled, "Provisioning is switched off (CUSTOMER_VPS_ENABLED)."));
+        return Err(Problem::new(Code::Disabled, "Provisioning is disabled (CUSTOMER_VPS_ENABLED)."));
     }
-    let existing = db::machines::of_slot(client, &asked.user, &asked.slot).await?;
+    let existing = db::machines::of_slot(client, &request.user, &request.slot).await?;
     if existing.is_none()
-        && let Some(deletion) = db::slot_operations::backing_up(client, &asked.user, &asked.slot).await?
+        && let Some(deletion) = db::slot_operations::backing_up(client, &request.user, &request.slot).await?
     {
         return Err(being_deleted(&deletion));
     }
-    if let Some(other) = existing.as_ref().filter(|machine| machine.kind != asked.kind) {
-        let (held, asked) = (other.kind.as_str(), asked.kind.as_str());
-        let detail =
-            format!("The slot holds a {held} machine, and a {asked} machine is asked for; delete the first.");
+    if let Some(other) = existing.as_ref().filter(|machine| machine.kind != request.kind) {
+        let (held, requested) = (other.kind.as_str(), request.kind.as_str());
+        let detail = format!(
+            "The slot holds a {held} machine, and a {requested} machine was requested; delete the former first."
+        );
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(other.status))
             .with("kind", json!(held)));
     }
-    match asked.kind {
+    match request.kind {
         Kind::Customer if config.billing_enforcement == Flag::On => {
-            entitlement::entitled(client, &asked.user, &asked.slot, &asked.server_type).await?;
+            entitlement::ensure_entitled(client, &request.user, &request.slot, &request.server_type).await?;
         }
         Kind::Customer => {}
         Kind::Preview => {
-            entitlement::contained(Plan::Max, &asked.server_type)?;
-            let others = db::machines::active_previews(client, &asked.user).await?;
+            entitlement::ensure_plan_includes(Plan::Max, &request.server_type)?;
+            let others = db::machines::active_previews(client, &request.user).await?;
             if existing.is_none() && others >= i64::from(config.preview_max_per_owner) {
-                let detail = format!("The user has {others} previews; delete one.");
+                let detail = format!("The user already has {others} previews; delete one first.");
                 return Err(Problem::new(Code::PreviewLimitReached, detail).retry_after(3600));
             }
         }
     }
-    let owner = db::slots::handle_owner(client, &asked.handle).await?;
-    if owner.is_some_and(|owner| owner != asked.user.as_str()) {
-        return Err(handle_taken(&asked.handle));
+    let owner = db::slots::handle_owner(client, &request.handle).await?;
+    if owner.is_some_and(|owner| owner != request.user.as_str()) {
+        return Err(handle_taken(&request.handle));
     }
     Ok(existing)
 }
 
-/// The digest of a published bundle.
-pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, Problem> {
+/// Looks up the digest of a published bundle.
+pub async fn bundle_digest(bucket: &Bucket, version: &ImageVersion) -> Result<String, Problem> {
     let found = bundle::digest(bucket, version).await?;
     found.ok_or_else(|| {
         Problem::new(Code::BundleNotFound, format!("No bundle of version {version} is published."))
     })
 }
 
-/// A slot with a snapshot, or with what should be one, never starts empty.
-async fn restore_mode(platform: &Platform, asked: &Asked) -> Result<RestoreMode, Problem> {
-    let slot = SlotPrefix::new(&asked.user, &asked.slot);
+/// A slot that has a snapshot, or should have one, never starts empty.
+async fn restore_mode(platform: &Platform, request: &ProvisionRequest) -> Result<RestoreMode, Problem> {
+    let slot = SlotPrefix::new(&request.user, &request.slot);
     match snapshot::latest(&platform.bucket, &slot).await {
         Ok(named) => {
             let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
-            restorable::fits(platform, &side, &asked.server_type).await?;
+            restorable::ensure_fits_disk(platform, &side, &request.server_type).await?;
             Ok(RestoreMode::Required)
         }
         Err(Unusable::Absent) => {
-            restorable::may_start_empty(platform, &asked.user, &asked.slot).await?;
-            if asked.empty == EmptyStart::Refused {
+            restorable::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
+            if request.empty == EmptyStart::Refused {
                 let session = platform.db.session().await?;
-                restorable::has_no_unsaved_data(&session, &asked.user, &asked.slot).await?;
+                restorable::ensure_no_unsaved_data(&session, &request.user, &request.slot).await?;
             }
             Ok(RestoreMode::Empty)
         }
-        Err(error) => Err(fault::unusable(error)),
+        Err(error) => Err(fault::snapshot_unusable(error)),
     }
 }
 
@@ -300,7 +309,7 @@ fn has_failed(machine: &MachineRow) -> bool {
     machine.status == Status::Failed
 }
 
-/// What the new machine starts with is known when the last backup of the deleted one is.
+/// The problem of a slot whose deleted machine is still taking its last backup, which decides what the new one restores.
 fn being_deleted(deletion: &OperationRow) -> Problem {
     let OperationRow { id, machine, .. } = deletion;
     let what = format!("The deletion of the slot's machine {machine} (operation {id})");
@@ -320,7 +329,7 @@ fn handle_taken(handle: &Handle) -> Problem {
     Problem::new(Code::HandleTaken, format!("The handle {handle} belongs to another user."))
 }
 
-fn gone(filed: Filed) -> Problem {
+fn machine_missing(filed: Filed) -> Problem {
     fault::machine_not_found(&filed.machine.to_string())
 }
 
@@ -337,14 +346,13 @@ fn body(machine: &MachineRow, operation: Option<OperationId>) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "provision",
         method: Method::POST,
         path: "/vps/provision",
-        summary: "Makes the machine of a slot; a slot that has one is answered with it.",
+        summary: "Creates the machine of a slot, or returns the existing one.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY, PREFER],
         body: Some(|| {
@@ -362,7 +370,10 @@ pub static ENDPOINT: Endpoint = Endpoint {
                 ],
             )
         }),
-        answers: &[told(202, "The machine is being made.", made), told(200, "The slot has a machine.", made)],
+        answers: &[
+            json_answer(202, "The machine is being created.", response_schema),
+            json_answer(200, "The slot already has this machine.", response_schema),
+        ],
         problems: &[
             Code::Disabled,
             Code::SubscriptionRequired,
@@ -382,7 +393,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || post(handle),
 };
 
-fn made() -> Value {
+fn response_schema() -> Value {
     object(
         &[
             ("machineId", uuid()),

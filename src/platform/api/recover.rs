@@ -1,7 +1,7 @@
-//! POST `/vps/recover`: another machine in the place of the slot's, from its latest snapshot.
+//! POST `/vps/recover`: replaces the slot's machine by a new one, restored from its latest snapshot.
 //!
-//! The snapshot is looked at before anything changes. Asked again while recovering, the answer is the same; with other
-//! options the request is refused.
+//! The snapshot is checked before any change. During a recovery, a repeated request gets the same response, and one with
+//! other options is rejected.
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use deadpool_postgres::GenericClient;
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::call::Call;
+use super::call::ApiCall;
 use super::endpoint::{
     Access, Endpoint, IDEMPOTENCY_KEY, OPERATE, OPERATOR, PREFER, fallback_locations, idp_user_id,
-    image_version, kind, location, server_type, slot_name, status, told,
+    image_version, json_answer, kind, location, server_type, slot_name, status,
 };
-use super::locations::AskedLocations;
-use super::mutation::{self, Changed, Mutation, Reply};
+use super::locations::RequestedLocations;
+use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::restorable::EmptyStart;
 use super::{entitlement, fault, provision, restorable, shape};
 use crate::http::openapi::{Operation, boolean, count, fields, matching, object, uuid};
@@ -37,32 +37,32 @@ use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::snapshot::{self, SideRecord, Unusable};
 use axum::routing::post;
 
-struct Asked {
+struct RecoveryRequest {
     user: IdpUserId,
     slot: Slot,
     empty: EmptyStart,
     /// The snapshot that the operator expects to be restored.
     snapshot_key: Option<SnapshotKey>,
     options: OperationOptions,
-    /// Another than the slot's machine has.
+    /// `None` means that of the current machine.
     server_type: Option<ServerType>,
-    locations: AskedLocations,
-    /// Another than the slot runs.
+    locations: RequestedLocations,
+    /// `None` means that of the slot.
     image_version: Option<ImageVersion>,
 }
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let asked = asked(&call)?;
-    let mutation = Mutation::of(&call, &operator)?;
-    let reply = recover(&platform, &asked, &mutation).await?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let request = parse_request(&call)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
+    let reply = recover(&platform, &request, &mutation).await?;
     platform.nudge.notify_one();
-    mutation::answer(&platform, &call, reply).await
+    mutation::respond(&platform, &call, reply).await
 }
 
-fn asked(call: &Call) -> Result<Asked, Problem> {
-    let mut fields = call.fields()?;
+fn parse_request(call: &ApiCall) -> Result<RecoveryRequest, Problem> {
+    let mut fields = call.json_fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_default();
     let empty = EmptyStart::read(&mut fields);
@@ -73,9 +73,9 @@ fn asked(call: &Call) -> Result<Asked, Problem> {
         ..OperationOptions::default()
     };
     let server_type = fields.optional("serverType");
-    let locations = AskedLocations::read(&mut fields);
+    let locations = RequestedLocations::read(&mut fields);
     let image_version = fields.optional("imageVersion");
-    let asked = user.map(|user| Asked {
+    let request = user.map(|user| RecoveryRequest {
         user,
         slot,
         empty,
@@ -85,154 +85,168 @@ fn asked(call: &Call) -> Result<Asked, Problem> {
         locations,
         image_version,
     });
-    fields.finish(asked)
+    fields.finish(request)
 }
 
-/// What the new machine is made of, looked up before anything changes.
-struct Prepared {
+/// Properties of the new machine that are looked up before any change.
+struct RecoveryPlan {
     restore: RestoreMode,
     snapshot: Option<String>,
-    /// Stored, and newer than the one that is restored unless the host takes a last backup.
+    /// A stored snapshot that is newer than the one to restore. A last backup of the host supersedes both.
     newer: Option<SideRecord>,
     image_version: ImageVersion,
     bundle_sha256: String,
     server_type: ServerType,
-    /// The highest epoch that the store knows of the slot.
+    /// The highest epoch of the slot in the store.
     epoch_floor: Epoch,
 }
 
-async fn prepare(platform: &Platform, asked: &Asked, machine: &MachineRow) -> Result<Prepared, Problem> {
-    asked.locations.check(platform).await?;
-    let server_type = asked.server_type.clone().unwrap_or_else(|| machine.server_type.clone());
+async fn prepare(
+    platform: &Platform,
+    request: &RecoveryRequest,
+    machine: &MachineRow,
+) -> Result<RecoveryPlan, Problem> {
+    request.locations.check(platform).await?;
+    let server_type = request.server_type.clone().unwrap_or_else(|| machine.server_type.clone());
     if server_type != machine.server_type {
-        entitlement::of_machine(platform, &platform.db.session().await?, machine, &server_type).await?;
+        entitlement::ensure_machine_entitled(platform, &platform.db.session().await?, machine, &server_type)
+            .await?;
     }
-    let starts = starts_with(platform, asked, machine).await?;
-    if let Some(side) = &starts.side {
-        restorable::fits(platform, side, &server_type).await?;
+    let initial = find_initial_data(platform, request, machine).await?;
+    if let Some(side) = &initial.side {
+        restorable::ensure_fits_disk(platform, side, &server_type).await?;
     }
-    let image_version = match &asked.image_version {
+    let image_version = match &request.image_version {
         Some(version) => version.clone(),
-        None => provision::release(platform, &asked.user, &asked.slot).await?,
+        None => provision::release_of_slot(platform, &request.user, &request.slot).await?,
     };
-    let bundle_sha256 = provision::digest(&platform.bucket, &image_version).await?;
-    let whose = (&asked.user, &asked.slot);
-    let accepted = asked.options.accept_loss;
-    restorable::ensure_no_forgotten_holder(platform, whose, Some(machine), accepted).await?;
-    let epoch_floor = restorable::epoch_floor(platform, &asked.user, &asked.slot).await?;
-    let newer = match &starts.side {
+    let bundle_sha256 = provision::bundle_digest(&platform.bucket, &image_version).await?;
+    let slot_key = (&request.user, &request.slot);
+    let accepted = request.options.accept_loss;
+    restorable::ensure_no_unknown_holder(platform, slot_key, Some(machine), accepted).await?;
+    let epoch_floor = restorable::epoch_floor(platform, &request.user, &request.slot).await?;
+    let newer = match &initial.side {
         Some(side) => copies::newer_than(&platform.bucket, machine, &side.named()).await,
         None => None,
     };
-    let (restore, snapshot) = (starts.restore, starts.key);
-    Ok(Prepared { restore, snapshot, newer, image_version, bundle_sha256, server_type, epoch_floor })
+    let (restore, snapshot) = (initial.restore, initial.key);
+    Ok(RecoveryPlan { restore, snapshot, newer, image_version, bundle_sha256, server_type, epoch_floor })
 }
 
-async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Result<Reply, Problem> {
+async fn recover(
+    platform: &Platform,
+    request: &RecoveryRequest,
+    mutation: &Mutation,
+) -> Result<Reply, Problem> {
     let session = platform.db.session().await?;
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let machine = of_slot(db::machines::of_slot(&session, &asked.user, &asked.slot).await?, asked)?;
+    let machine =
+        require_machine(db::machines::of_slot(&session, &request.user, &request.slot).await?, request)?;
     drop(session);
-    // Under way, it needs nothing of the store. Neither row nor session is held while that is asked.
-    let prepared = if machine.status == Status::Recovering {
+    // A running recovery needs no lookups. No row or session is held during requests to the store.
+    let plan = if machine.status == Status::Recovering {
         None
     } else {
-        Some(prepare(platform, asked, &machine).await?)
+        Some(prepare(platform, request, &machine).await?)
     };
 
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    db::lock(&tx, &format!("user {}", asked.user)).await?;
+    db::lock(&tx, &format!("user {}", request.user)).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
-    let machine = of_slot(db::machines::of_slot_locked(&tx, &asked.user, &asked.slot).await?, asked)?;
+    let machine =
+        require_machine(db::machines::of_slot_locked(&tx, &request.user, &request.slot).await?, request)?;
     if machine.status == Status::Recovering {
-        // Kept for its key: once this recovery is over, the same request again must not begin another.
-        let reply = under_way(&tx, &machine, asked).await?;
+        // Stored, so that a repeated request does not start another recovery after this one has ended.
+        let reply = respond_during_recovery(&tx, &machine, request).await?;
         mutation.store(&tx, &reply).await?;
         db::commit(tx).await?;
         return Ok(reply);
     }
-    let Some(prepared) = prepared else {
+    let Some(plan) = plan else {
         return Err(changed_meanwhile());
     };
-    restorable::ensure_not_switched_off(&machine, asked.options.accept_loss)?;
-    let location = asked.locations.location.clone().unwrap_or_else(|| machine.location.clone());
+    restorable::ensure_not_switched_off(&machine, request.options.accept_loss)?;
+    let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
     let wanted = Wanted {
         user: machine.user.clone(),
         slot: machine.slot.clone(),
         handle: machine.handle.clone(),
         kind: machine.kind,
-        server_type: prepared.server_type,
-        fallback_locations: asked.locations.fallback_of(platform, &location),
+        server_type: plan.server_type,
+        fallback_locations: request.locations.fallback_for(platform, &location),
         location,
-        image_version: prepared.image_version,
-        bundle_sha256: prepared.bundle_sha256,
+        image_version: plan.image_version,
+        bundle_sha256: plan.bundle_sha256,
         https_port: platform.config.hosts.https_port,
-        lives_for: preview_life(platform, &machine),
-        restore_snapshot: prepared.snapshot,
+        lives_for: preview_ttl(platform, &machine),
+        restore_snapshot: plan.snapshot,
     };
-    let event = Event::RecoverRequested { restore: prepared.restore };
+    let event = Event::RecoverRequested { restore: plan.restore };
     let with = Circumstances {
         successor: Some(&wanted),
-        options: asked.options,
-        epoch_floor: prepared.epoch_floor,
+        options: request.options,
+        epoch_floor: plan.epoch_floor,
         ..Circumstances::default()
     };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
-    let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
+    let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
         Change::Moved { filed: Some(filed) } => filed,
         Change::Moved { filed: None } | Change::Unchanged => return Err(changed_meanwhile()),
     };
     let new = db::machines::get(&tx, filed.machine).await?;
     let new = new.ok_or_else(|| fault::machine_not_found(&filed.machine.to_string()))?;
-    let mut answer = body(machine.id, &new, filed.operation);
-    if let Some(newer) = &prepared.newer {
-        answer["newerSnapshot"] = copies::newer_record(newer);
+    let mut response_body = body(machine.id, &new, filed.operation);
+    if let Some(newer) = &plan.newer {
+        response_body["newerSnapshot"] = copies::newer_record(newer);
     }
-    let reply = Reply::new(StatusCode::ACCEPTED, answer);
-    let target = format!("{}/{}", asked.user, asked.slot);
+    let reply = Reply::new(StatusCode::ACCEPTED, response_body);
+    let target = format!("{}/{}", request.user, request.slot);
     let (before, after) = (machine.record(), new.record());
-    let changed = Changed { action: "recover", target: &target, before: Some(&before), after: Some(&after) };
+    let changed =
+        AuditChange { action: "recover", target: &target, before: Some(&before), after: Some(&after) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
 }
 
 fn changed_meanwhile() -> Problem {
-    Problem::new(Code::Unavailable, "The slot changed meanwhile; ask again.").retry_after(1)
+    Problem::new(Code::Unavailable, "The slot has changed; try again.").retry_after(1)
 }
 
-fn preview_life(platform: &Platform, machine: &MachineRow) -> Option<std::time::Duration> {
+fn preview_ttl(platform: &Platform, machine: &MachineRow) -> Option<std::time::Duration> {
     (machine.kind == Kind::Preview).then_some(platform.config.provisioning.preview_ttl)
 }
 
-fn of_slot(found: Option<MachineRow>, asked: &Asked) -> Result<MachineRow, Problem> {
-    found.ok_or_else(|| fault::machine_not_found(&format!("in slot {} of {}", asked.slot, asked.user)))
+fn require_machine(found: Option<MachineRow>, request: &RecoveryRequest) -> Result<MachineRow, Problem> {
+    found.ok_or_else(|| fault::machine_not_found(&format!("in slot {} of {}", request.slot, request.user)))
 }
 
-/// The data that the new machine starts with.
-struct StartsWith {
+/// The initial data of the new machine.
+struct InitialData {
     restore: RestoreMode,
-    /// `None`: the snapshot that the pointer names.
+    /// `None` means the snapshot that the pointer names.
     key: Option<String>,
     side: Option<SideRecord>,
 }
 
-/// The latest snapshot, or the one that is asked for, which must be there whole. The pointer must be readable in any
-/// case: the fence is written into it.
-async fn starts_with(
+/// Finds the requested snapshot, which must be complete, or the latest one. The pointer must be readable in any case,
+/// because the fence is written into it.
+async fn find_initial_data(
     platform: &Platform,
-    asked: &Asked,
+    request: &RecoveryRequest,
     machine: &MachineRow,
-) -> Result<StartsWith, Problem> {
-    let slot = SlotPrefix::new(&asked.user, &asked.slot);
-    if let Some(key) = &asked.snapshot_key {
-        let side = snapshot::by_key(&platform.bucket, &slot, key.as_str()).await.map_err(fault::unusable)?;
-        return Ok(StartsWith {
+) -> Result<InitialData, Problem> {
+    let slot = SlotPrefix::new(&request.user, &request.slot);
+    if let Some(key) = &request.snapshot_key {
+        let side = snapshot::by_key(&platform.bucket, &slot, key.as_str())
+            .await
+            .map_err(fault::snapshot_unusable)?;
+        return Ok(InitialData {
             restore: RestoreMode::Required,
             key: Some(side.key.clone()),
             side: Some(side),
@@ -241,40 +255,41 @@ async fn starts_with(
     match snapshot::latest(&platform.bucket, &slot).await {
         Ok(named) => {
             let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
-            Ok(StartsWith { restore: RestoreMode::Required, key: None, side: Some(side) })
+            Ok(InitialData { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
         Err(Unusable::Absent) => {
-            restorable::may_start_empty(platform, &asked.user, &asked.slot).await?;
-            if asked.empty == EmptyStart::Refused {
-                return Err(never_backed_up(machine).unwrap_or_else(|| fault::unusable(Unusable::Absent)));
+            restorable::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
+            if request.empty == EmptyStart::Refused {
+                return Err(unsaved_machine_problem(machine)
+                    .unwrap_or_else(|| fault::snapshot_unusable(Unusable::Absent)));
             }
-            Ok(StartsWith { restore: RestoreMode::Empty, key: None, side: None })
+            Ok(InitialData { restore: RestoreMode::Empty, key: None, side: None })
         }
-        Err(error) => Err(fault::unusable(error)),
+        Err(error) => Err(fault::snapshot_unusable(error)),
     }
 }
 
-/// The refusal where the server of the machine alone holds the slot's data: a backup of it can be taken first.
-fn never_backed_up(machine: &MachineRow) -> Option<Problem> {
+/// The problem of a machine whose server has the only copy of the slot's data: a backup can be taken first.
+fn unsaved_machine_problem(machine: &MachineRow) -> Option<Problem> {
     if machine.registered_at.is_none() || !machine.server_exists() {
         return None;
     }
     let id = machine.id;
     let first = match machine.status {
         Status::Running => format!("`svcctl backup now {id} --wait`"),
-        _ => format!("`svcctl resume {id}` where its host is well, then `svcctl backup now {id} --wait`"),
+        _ => format!("`svcctl resume {id}` if its host is healthy, then `svcctl backup now {id} --wait`"),
     };
     let detail = format!(
-        "The slot has no snapshot, and the data of machine {id} is on its server alone. Take a backup first: {first}."
+        "The slot has no snapshot, and only the server of machine {id} has its data. Take a backup first: {first}."
     );
     Some(Problem::new(Code::SnapshotUnusable, detail))
 }
 
-/// The answer that the recovery under way was given. It keeps its own options: a request with others is refused.
-async fn under_way(
+/// The response to a request during a recovery. The recovery keeps its options, so a request with others is rejected.
+async fn respond_during_recovery(
     client: &impl GenericClient,
     machine: &MachineRow,
-    asked: &Asked,
+    request: &RecoveryRequest,
 ) -> Result<Reply, Problem> {
     let old = db::machines::replaced_by(client, machine.id).await?;
     let operation = db::operations::newest(client, machine.id, "recover").await?;
@@ -282,10 +297,10 @@ async fn under_way(
         return Err(fault::machine_not_found("that this one replaces"));
     };
     let has_moved = db::operation_log::has(client, operation.id, "location").await?;
-    let other = other_options(asked, machine, operation.options, has_moved);
+    let other = differing_options(request, machine, operation.options, has_moved);
     if !other.is_empty() {
         let detail = format!(
-            "A recovery of the slot is under way, operation {}, and keeps its own options. This request differs in: {}.",
+            "A recovery of the slot is running (operation {}) and keeps its options. This request differs in: {}.",
             operation.id,
             other.join(", ")
         );
@@ -297,18 +312,19 @@ async fn under_way(
     Ok(Reply::new(StatusCode::ACCEPTED, body(old.id, machine, operation.id)))
 }
 
-/// The options of a request that the recovery under way does not have. `has_moved`: its server was ordered elsewhere than
-/// first asked for.
-fn other_options(
-    asked: &Asked,
+/// The options of a request that differ from those of the running recovery. `has_moved`: its server was ordered in a
+/// fallback location.
+fn differing_options(
+    request: &RecoveryRequest,
     machine: &MachineRow,
     options: OperationOptions,
     has_moved: bool,
 ) -> Vec<&'static str> {
-    let knows =
+    let is_known =
         |location: &Location| machine.location == *location || machine.fallback_locations.contains(location);
-    let (server_type, image, snapshot) = (&asked.server_type, &asked.image_version, &asked.snapshot_key);
-    let location = asked.locations.location.as_ref();
+    let (server_type, image, snapshot) =
+        (&request.server_type, &request.image_version, &request.snapshot_key);
+    let location = request.locations.location.as_ref();
     [
         (
             "the snapshot",
@@ -318,12 +334,16 @@ fn other_options(
         ("the image version", image.as_ref().is_some_and(|wanted| *wanted != machine.image_version)),
         (
             "the location",
-            location
-                .is_some_and(|wanted| if has_moved { !knows(wanted) } else { *wanted != machine.location }),
+            location.is_some_and(
+                |wanted| if has_moved { !is_known(wanted) } else { *wanted != machine.location },
+            ),
         ),
-        ("the fallback locations", asked.locations.fallback.iter().flatten().any(|wanted| !knows(wanted))),
-        ("an accepted loss", asked.options.accept_loss && !options.accept_loss),
-        ("replacing first", asked.options.replace_first && !options.replace_first),
+        (
+            "the fallback locations",
+            request.locations.fallback.iter().flatten().any(|wanted| !is_known(wanted)),
+        ),
+        ("the accepted loss", request.options.accept_loss && !options.accept_loss),
+        ("replace first", request.options.replace_first && !options.replace_first),
     ]
     .into_iter()
     .filter_map(|(name, differs)| differs.then_some(name))
@@ -342,14 +362,13 @@ fn body(old: MachineId, new: &MachineRow, operation: OperationId) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "recover",
         method: Method::POST,
         path: "/vps/recover",
-        summary: "Puts another machine in the place of the slot's, from its latest snapshot.",
+        summary: "Replaces the slot's machine by a new one, restored from its latest snapshot.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY, PREFER],
         body: Some(|| {
@@ -368,7 +387,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                 ],
             )
         }),
-        answers: &[told(202, "The recovery is under way.", || {
+        answers: &[json_answer(202, "The recovery is running.", || {
             object(
                 &[
                     ("oldMachineId", uuid()),
@@ -379,7 +398,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
                     ("epoch", count()),
                     ("operationId", uuid()),
                 ],
-                // Of the request that began the recovery.
+                // Only in the response to the request that started the recovery.
                 &[("newerSnapshot", shape::newer_snapshot())],
             )
         })],

@@ -1,8 +1,7 @@
-//! A known machine's host whose token no platform key in force has made: it lives, and the platform has not the key of now, or the
-//! token was made up. Without a word of it, such a host would look as if it were lost.
+//! Reports hosts of known machines whose token was not issued with a current platform key: either the platform has the
+//! wrong key, or the token is forged. Without a report, such a host would look like a lost machine.
 //!
-//! Anybody can send such a token, so what follows from it is bounded for the whole process: a line of the log and a case of
-//! an alarm.
+//! Anyone can send such a token, so the log lines and alarms are rate-limited for the whole process.
 
 use serde_json::json;
 
@@ -11,14 +10,14 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::tokens::{Claim, Purpose};
 
-/// Notes a token that was refused, unless the platform made it and it has ended.
-pub async fn note(platform: &Platform, machine: &MachineRow, token: &str, claim: Claim) {
+/// Reports a rejected token, unless the platform issued it and it has expired.
+pub async fn report_rejected_token(platform: &Platform, machine: &MachineRow, token: &str, claim: Claim) {
     if platform.mint.has_made(token, claim, Purpose::Upgrade) || !platform.rates.admit_refused_host() {
         return;
     }
     let (sent, known) = (claim.generation.0, machine.upgrade_token.generation.0);
     tracing::warn!(machine = %machine.id, generation = sent, known,
-        "a host's token is refused: no platform key in force has made it; is PLATFORM_KEY the key of now?");
+        "host token rejected: not issued with a current platform key; check that PLATFORM_KEY is the current key");
     let detail = json!({machine.handle.as_str(): {"machineId": machine.id, "generation": sent}});
     alarms::inform(platform, Alarm::HostTokensRefused, &detail).await;
 }

@@ -1,6 +1,7 @@
-//! POST `/vps/register`: the one call that makes a machine routable, with a token that works once.
+//! POST `/vps/register`: registers a host with a single-use token, which makes its machine routable.
 //!
-//! The token with the identical body, while it lasts, gets the same answer again: the first one may have been lost.
+//! A repeated request with the identical body gets the same response until the token expires, because the first response
+//! may have been lost.
 
 use std::sync::Arc;
 
@@ -14,9 +15,9 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
-use super::call::{Call, registration_rejected};
-use super::endpoint::{Access, Endpoint, REGISTRATION, image_version, sha256, told};
-use super::mutation::{self, Changed};
+use super::call::{ApiCall, registration_rejected};
+use super::endpoint::{Access, Endpoint, REGISTRATION, image_version, json_answer, sha256};
+use super::mutation::{self, AuditChange};
 use crate::http::fields::Fields;
 use crate::http::openapi::{Operation, count, extensible, fields, object, one_of, uuid};
 use crate::http::problem::{Code, Problem};
@@ -35,14 +36,14 @@ use crate::store::bundle::parse_digest;
 use axum::routing::post;
 use http::Method;
 
-/// A registration, as a host sends it.
-pub struct Registered {
-    body: Body,
+/// A host's registration.
+pub struct HostRegistration {
+    body: RegistrationBody,
     pin: SpkiPin,
 }
 
 #[derive(Serialize)]
-struct Body {
+struct RegistrationBody {
     machine: MachineId,
     image_version: ImageVersion,
     bundle_sha256: String,
@@ -51,36 +52,40 @@ struct Body {
 }
 
 pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let (claimed, token) = call.registration(&platform)?;
+    let call = ApiCall::read(request).await?;
+    let (claimed, token) = call.claimed_registration(&platform)?;
     let machine = db::machines::get(&platform.host_db.session().await?, claimed).await?;
     let machine = machine.ok_or_else(registration_rejected)?;
-    admits(token, &machine)?;
-    // Before, so that neither row nor session is held while the store is asked.
-    holds_slot(&platform, &machine).await?;
+    check_token(token, &machine)?;
+    // Before the transaction, so that no row or session is held during requests to the store.
+    ensure_not_fenced_out(&platform, &machine).await?;
     let mut session = platform.host_db.session().await?;
-    // Whose token it is comes before what the body says; held, so that uses take turns.
+    // The token is checked before the body. The lock serializes its uses.
     let tx = db::begin(&mut session).await?;
-    let machine = authentic(&tx, claimed, token).await?;
+    let machine = lock_claimed_machine(&tx, claimed, token).await?;
     let mut body = call.host_fields()?;
-    let said = Registered::read(&mut body);
-    let said = body.finish(said)?;
-    if !said.is_of(machine.id) {
+    let registration = HostRegistration::read(&mut body);
+    let registration = body.finish(registration)?;
+    if !registration.is_of(machine.id) {
         return Err(registration_rejected());
     }
-    let answer = register(&platform, &tx, &machine, &said).await?;
+    let response = register(&platform, &tx, &machine, &registration).await?;
     db::commit(tx).await?;
-    Ok(Json(answer).into_response())
+    Ok(Json(response).into_response())
 }
 
-/// The machine whose token this is, if it can still be used at all.
-pub async fn authentic(tx: &Transaction<'_>, claimed: MachineId, token: &str) -> Result<MachineRow, Problem> {
+/// Locks the machine that the token claims, if the token is valid.
+pub async fn lock_claimed_machine(
+    tx: &Transaction<'_>,
+    claimed: MachineId,
+    token: &str,
+) -> Result<MachineRow, Problem> {
     let machine = db::machines::locked(tx, claimed).await?.ok_or_else(registration_rejected)?;
-    admits(token, &machine)?;
+    check_token(token, &machine)?;
     Ok(machine)
 }
 
-fn admits(token: &str, machine: &MachineRow) -> Result<(), Problem> {
+fn check_token(token: &str, machine: &MachineRow) -> Result<(), Problem> {
     if !tokens::fits(token, &machine.registration_token_hash) || !machine.is_active() {
         return Err(registration_rejected());
     }
@@ -90,8 +95,8 @@ fn admits(token: &str, machine: &MachineRow) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Refuses a machine that the store has fenced out: it could never make a backup.
-async fn holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
+/// Rejects a machine that is fenced out in the store: it could never make a backup.
+async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     if machine.registered_at.is_some() {
         return Ok(());
     }
@@ -109,22 +114,25 @@ async fn holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Pro
     Err(Problem::new(Code::InvalidState, detail).with("machineStatus", json!(machine.status)))
 }
 
-/// Registers a machine by its heartbeat: it did once, and this database, restored from an older copy, does not know it.
+/// Registers a machine by its heartbeat: it had registered before, but the database was restored from an older copy.
 ///
 /// # Errors
-/// As of a registration.
-pub async fn again(platform: &Platform, machine: &MachineRow, said: &Registered) -> Result<(), Problem> {
-    holds_slot(platform, machine).await?;
+/// As for a registration.
+pub async fn register_from_heartbeat(
+    platform: &Platform,
+    machine: &MachineRow,
+    registration: &HostRegistration,
+) -> Result<(), Problem> {
+    ensure_not_fenced_out(platform, machine).await?;
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let machine = db::machines::locked(&tx, machine.id).await?.ok_or_else(registration_rejected)?;
-    register(platform, &tx, &machine, said).await?;
+    register(platform, &tx, &machine, registration).await?;
     Ok(db::commit(tx).await?)
 }
 
-impl Registered {
-    /// What a host says of itself when it registers; the key by which it is reached is parsed twice, since the text is what a
-    /// repetition is compared with.
+impl HostRegistration {
+    /// Reads a registration. The TLS pin is kept parsed and as text, because repeated requests are compared by text.
     pub fn read(fields: &mut Fields) -> Option<Self> {
         let machine = fields.required("machineId");
         let image_version = fields.required("imageVersion");
@@ -139,7 +147,7 @@ impl Registered {
         let pin: Option<SpkiPin> = fields.required("tlsSpkiSha256");
         let boot_ms = fields.optional_number("bootMs");
         let pin = pin?;
-        let body = Body {
+        let body = RegistrationBody {
             machine: machine?,
             image_version: image_version?,
             bundle_sha256: bundle_sha256?,
@@ -149,13 +157,13 @@ impl Registered {
         Some(Self { body, pin })
     }
 
-    /// Whether it is this machine's.
+    /// Whether the registration is for this machine.
     pub fn is_of(&self, machine: MachineId) -> bool {
         self.body.machine == machine
     }
 
-    /// Its fields: required ones, and those that may be missing.
-    pub fn shape() -> Value {
+    /// Schema of the request.
+    pub fn schema() -> Value {
         extensible(fields(
             &[
                 ("machineId", uuid()),
@@ -172,25 +180,27 @@ async fn register(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
-    said: &Registered,
+    registration: &HostRegistration,
 ) -> Result<Value, Problem> {
-    let Registered { body, pin } = said;
-    let answer = json!({"status": "running", "epoch": machine.epoch});
+    let HostRegistration { body, pin } = registration;
+    let response = json!({"status": "running", "epoch": machine.epoch});
     let canonical = serde_json::to_vec(body).map_err(|error| Problem::internal(&error))?;
     let body_hash = Sha256::digest(&canonical).to_vec();
     if let Some(first) = &machine.registration_body_hash {
         let same: bool = first.ct_eq(&body_hash).into();
-        return if same { Ok(answer) } else { Err(registration_rejected()) };
+        return if same { Ok(response) } else { Err(registration_rejected()) };
     }
     if machine.registration_expires_at.is_none() || machine.provider_server_id.is_none() {
-        // The host was faster than the answer to its own creation: it is asked to try again.
-        return Err(Problem::new(Code::Unavailable, "The server is not noted yet; try again.").retry_after(1));
+        // The host registered before the provider's response to its creation was stored, so it must retry.
+        return Err(
+            Problem::new(Code::Unavailable, "The server is not recorded yet; try again.").retry_after(1)
+        );
     }
     let event = Event::Registered { server_type: machine.server_type.clone() };
     match lifecycle::apply(tx, &platform.mint, machine, &event, Circumstances::default()).await {
         Ok(_) => {}
         Err(LifecycleError::Refused(_)) => {
-            return Err(Problem::new(Code::InvalidState, "The machine does not wait for its registration.")
+            return Err(Problem::new(Code::InvalidState, "The machine is not waiting for its registration.")
                 .with("machineStatus", json!(machine.status)));
         }
         Err(LifecycleError::Db(error)) => return Err(error.into()),
@@ -208,24 +218,23 @@ async fn register(
     let id = machine.id.to_string();
     let actor = format!("machine:{id}");
     let after = serde_json::to_value(body).ok();
-    let changed = Changed { action: "register", target: &id, before: None, after: after.as_ref() };
-    mutation::audit(tx, &actor, &changed).await?;
+    let changed = AuditChange { action: "register", target: &id, before: None, after: after.as_ref() };
+    mutation::write_audit(tx, &actor, &changed).await?;
     tracing::info!(machine = %machine.id, boot_ms = body.boot_ms, "registered");
-    Ok(answer)
+    Ok(response)
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {
         id: "register",
         method: Method::POST,
         path: "/vps/register",
-        summary: "The one call of a new host that makes its machine routable.",
+        summary: "Registers a new host, which makes its machine routable.",
         credentials: &[REGISTRATION],
         parameters: &[],
-        body: Some(Registered::shape),
-        answers: &[told(200, "It is running.", || {
+        body: Some(HostRegistration::schema),
+        answers: &[json_answer(200, "The machine is running.", || {
             object(&[("status", one_of(&["running"])), ("epoch", count())], &[])
         })],
         problems: &[

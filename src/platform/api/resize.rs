@@ -1,7 +1,6 @@
-//! POST `/vps/:id/resize`: another server type for a running machine, on the disk that it has.
+//! POST `/vps/:id/resize`: changes the server type of a running machine, which keeps its disk.
 //!
-//! Everything that can be said against it is said before anything changes; the provider is asked outside the
-//! transaction.
+//! All checks run before any change; requests to the provider run outside the transaction.
 
 use std::sync::Arc;
 
@@ -11,10 +10,11 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, server_type, status, told,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, json_answer, server_type,
+    status,
 };
 use super::machine_change::ChangeRequest;
-use super::mutation::{self, Changed, Mutation, Reply};
+use super::mutation::{self, AuditChange, Mutation, Reply};
 use super::{entitlement, fault, restorable};
 use crate::http::openapi::{Operation, fields, nullable, object, uuid};
 use crate::http::problem::{Code, Problem};
@@ -36,12 +36,12 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    let mut fields = call.fields()?;
+    let mut fields = call.json_fields()?;
     let to = fields.required("serverType");
     let to = fields.finish(to)?;
     let reply = resize(&platform, id, &to, &mutation).await?;
     platform.nudge.notify_one();
-    mutation::answer(&platform, &call, reply).await
+    mutation::respond(&platform, &call, reply).await
 }
 
 async fn resize(
@@ -54,13 +54,13 @@ async fn resize(
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let seen = found(db::machines::get(&session, id).await?, id)?;
-    if changes(&seen, to)? {
-        entitlement::of_machine(platform, &session, &seen, to).await?;
-        // No session is held while provider and store are asked.
+    let seen = require_machine(db::machines::get(&session, id).await?, id)?;
+    if is_change(&seen, to)? {
+        entitlement::ensure_machine_entitled(platform, &session, &seen, to).await?;
+        // No session is held during requests to the provider and the store.
         drop(session);
-        let info = offered(platform, to).await?;
-        fits(platform, &seen, &info).await?;
+        let info = require_server_type(platform, to).await?;
+        ensure_disk_fits(platform, &seen, &info).await?;
         restorable::ensure_holds_slot(platform, &seen).await?;
         session = platform.db.session().await?;
     }
@@ -69,16 +69,14 @@ async fn resize(
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
-    let machine = found(db::machines::locked(&tx, id).await?, id)?;
+    let machine = require_machine(db::machines::locked(&tx, id).await?, id)?;
     if machine.server_type != seen.server_type {
-        return Err(
-            Problem::new(Code::Unavailable, "The machine changed meanwhile; ask again.").retry_after(1)
-        );
+        return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
     }
-    if changes(&machine, to)? {
-        entitlement::of_machine(platform, &tx, &machine, to).await?;
+    if is_change(&machine, to)? {
+        entitlement::ensure_machine_entitled(platform, &tx, &machine, to).await?;
         if let Some(operation) = db::operations::under_way(&tx, id).await? {
-            let detail = format!("Its operation {} ({}) is under way.", operation.id, operation.kind);
+            let detail = format!("Its operation {} ({}) is running.", operation.id, operation.kind);
             return Err(Problem::new(Code::InvalidState, detail)
                 .with("machineStatus", json!(machine.status))
                 .with("allowed", json!(["running"])));
@@ -86,7 +84,7 @@ async fn resize(
     }
     let event = Event::ResizeRequested { to: to.clone() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
-    let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
+    let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
         Change::Moved { filed } => filed.map(|filed| filed.operation),
         Change::Unchanged => {
             let reply = Reply::new(StatusCode::OK, body(&machine, to, None));
@@ -95,29 +93,34 @@ async fn resize(
             return Ok(reply);
         }
     };
-    let resizing = found(db::machines::get(&tx, id).await?, id)?;
+    let resizing = require_machine(db::machines::get(&tx, id).await?, id)?;
     let reply = Reply::new(StatusCode::ACCEPTED, body(&resizing, to, filed));
     let (before, after) = (machine.record(), resizing.record());
     let target = id.to_string();
-    let changed = Changed { action: "resize", target: &target, before: Some(&before), after: Some(&after) };
+    let changed =
+        AuditChange { action: "resize", target: &target, before: Some(&before), after: Some(&after) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply)
 }
 
-/// A deleted machine is for an operator as if it had never been.
-fn found(machine: Option<MachineRow>, id: MachineId) -> Result<MachineRow, Problem> {
-    let there = machine.filter(|machine| machine.deleted_at.is_none());
-    there.ok_or_else(|| fault::machine_not_found(&id.to_string()))
+/// Treats a deleted machine as not found.
+fn require_machine(machine: Option<MachineRow>, id: MachineId) -> Result<MachineRow, Problem> {
+    let existing = machine.filter(|machine| machine.deleted_at.is_none());
+    existing.ok_or_else(|| fault::machine_not_found(&id.to_string()))
 }
 
-/// Whether there is anything to do to this machine; it must be one that can be resized.
-fn changes(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
+/// Whether the request changes the machine's type.
+///
+/// # Errors
+/// If the machine cannot be resized.
+fn is_change(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
     let event = Event::ResizeRequested { to: to.clone() };
     let outcome = transition(&machine.lifecycle(), &event);
-    let outcome = outcome.map_err(|refusal| fault::lifecycle(LifecycleError::Refused(refusal), machine))?;
+    let outcome =
+        outcome.map_err(|refusal| fault::lifecycle_problem(LifecycleError::Refused(refusal), machine))?;
     if machine.powered_off_at.is_some() {
-        let detail = "Its server is switched off: switch it on with `svcctl power on` first.";
+        let detail = "Its server is switched off; switch it on with `svcctl power on` first.";
         return Err(Problem::new(Code::InvalidState, detail)
             .with("machineStatus", json!(machine.status))
             .with("allowed", json!(["running"])));
@@ -130,24 +133,29 @@ fn changes(machine: &MachineRow, to: &ServerType) -> Result<bool, Problem> {
     Ok(outcome != Outcome::Unchanged)
 }
 
-async fn offered(platform: &Platform, to: &ServerType) -> Result<ServerTypeInfo, Problem> {
-    let info = platform.provider.server_type(to).await.map_err(|error| fault::provider(&error))?;
-    info.ok_or_else(|| Problem::field("/serverType", format!("{to} is no server type of the provider")))
+async fn require_server_type(platform: &Platform, to: &ServerType) -> Result<ServerTypeInfo, Problem> {
+    let info = platform.provider.server_type(to).await.map_err(|error| fault::provider_problem(&error))?;
+    info.ok_or_else(|| Problem::field("/serverType", format!("{to} is not a server type of the provider")))
 }
 
-/// A disk never shrinks; what counts is the one that the server really has.
-async fn fits(platform: &Platform, machine: &MachineRow, to: &ServerTypeInfo) -> Result<(), Problem> {
+/// Rejects a type with a smaller disk than the server's actual one, because disks cannot shrink.
+async fn ensure_disk_fits(
+    platform: &Platform,
+    machine: &MachineRow,
+    to: &ServerTypeInfo,
+) -> Result<(), Problem> {
     let Some(id) = machine.provider_server_id else { return Ok(()) };
-    let server = platform.provider.get(ServerId(id)).await.map_err(|error| fault::provider(&error))?;
+    let server =
+        platform.provider.get(ServerId(id)).await.map_err(|error| fault::provider_problem(&error))?;
     let Some(server) = server else {
-        // If that is so, the reconciler says what it means.
+        // The reconciler decides what a missing server means.
         platform.reconcile.notify_one();
         tracing::warn!(machine = %machine.id, server = id, "the provider does not know the server");
         return Err(fault::provisioning_error());
     };
     if to.disk_gb < server.disk_gb {
         let detail = format!(
-            "The server has a disk of {} GB; {} has {} GB, and a disk never shrinks.",
+            "The server has a disk of {} GB; {} has {} GB, and disks cannot shrink.",
             server.disk_gb, to.name, to.disk_gb
         );
         return Err(Problem::new(Code::DiskWouldShrink, detail));
@@ -164,20 +172,19 @@ fn body(machine: &MachineRow, to: &ServerType, operation: Option<OperationId>) -
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "resize",
         method: Method::POST,
         path: "/vps/{id}/resize",
-        summary: "Gives a running machine another server type, on the disk that it has.",
+        summary: "Changes the server type of a running machine, which keeps its disk.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: Some(|| fields(&[("serverType", server_type())], &[])),
         answers: &[
-            told(202, "The machine is being resized.", resized),
-            told(200, "It has that type.", resized),
+            json_answer(202, "The machine is being resized.", response_schema),
+            json_answer(200, "The machine already has this type.", response_schema),
         ],
         problems: &[
             Code::MachineNotFound,
@@ -195,7 +202,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || post(handle),
 };
 
-fn resized() -> Value {
+fn response_schema() -> Value {
     object(
         &[
             ("machineId", uuid()),

@@ -1,5 +1,4 @@
-//! What must hold of a slot's snapshots before any machine of it is replaced: everything that a new machine will need is
-//! checked here, while the old one still serves.
+//! Preconditions of replacing a slot's machine: checks everything that a new machine needs while the old one still serves.
 
 use deadpool_postgres::GenericClient;
 use serde_json::json;
@@ -31,26 +30,30 @@ impl EmptyStart {
     }
 }
 
-/// What system and release take of a server's disk, with room to work.
+/// Disk space for the system and the release, with a reserve.
 const RESERVED_BYTES: u64 = 6 << 30;
-/// A restored database is smaller than the one that was dumped, but its indexes are built beside it.
+/// A restored database is smaller than the dumped one, but building its indexes needs extra space.
 const BYTES_PER_DATABASE_BYTE: f64 = 1.25;
 
-/// Refuses a snapshot whose database cannot fit the disk of a server type. A provider that does not answer now decides
-/// nothing: the host checks again before it touches anything.
+/// Rejects a snapshot whose database does not fit the disk of a server type. An unreachable provider passes the check,
+/// because the host checks again before it restores.
 ///
 /// # Errors
 /// `disk_too_small`.
-pub async fn fits(platform: &Platform, side: &SideRecord, server_type: &ServerType) -> Result<(), Problem> {
+pub async fn ensure_fits_disk(
+    platform: &Platform,
+    side: &SideRecord,
+    server_type: &ServerType,
+) -> Result<(), Problem> {
     let Some(database) = &side.database else { return Ok(()) };
     let info = match platform.provider.server_type(server_type).await {
         Ok(Some(info)) => info,
         Ok(None) => {
-            let detail = format!("{server_type} is no server type of the provider");
+            let detail = format!("{server_type} is not a server type of the provider");
             return Err(Problem::field("/serverType", detail));
         }
         Err(error) => {
-            tracing::warn!(error = %chain(&error), "the size of a server's disk is not known");
+            tracing::warn!(error = %chain(&error), "cannot determine the disk size of the server type");
             return Ok(());
         }
     };
@@ -74,7 +77,7 @@ fn needed_bytes(database: u64) -> u64 {
     RESERVED_BYTES.saturating_add((database as f64 * BYTES_PER_DATABASE_BYTE) as u64)
 }
 
-/// The highest epoch that the store knows of the slot. An unreadable pointer is refused: no fence could be written into it.
+/// The highest epoch of the slot in the store. An unreadable pointer is an error, because no fence could be written to it.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
@@ -82,18 +85,20 @@ pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> 
     let known = db::machines::highest_epoch(&platform.db.session().await?, user, slot).await?;
     match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
-        Err(StoreError::Corrupt { key, why }) => Err(fault::unusable(Unusable::Damaged { key, why })),
+        Err(StoreError::Corrupt { key, why }) => {
+            Err(fault::snapshot_unusable(Unusable::Damaged { key, why }))
+        }
         Err(error) => Err(error.into()),
     }
 }
 
-/// Refuses a slot that the store says is held by a machine which this database does not know, unless an operator accepts what
-/// that costs: the database was restored from an older copy, and that machine may serve. The slot's own machine under a later
-/// epoch is none of these.
+/// Rejects a slot that is held, according to the store, by a machine that is not in this database, unless an operator
+/// accepts the loss: the database was restored from an older copy, and that machine may serve. The slot's current machine
+/// under a later epoch passes.
 ///
 /// # Errors
 /// `invalid_state`, `snapshot_unusable`, `store_unavailable`.
-pub async fn ensure_no_forgotten_holder(
+pub async fn ensure_no_unknown_holder(
     platform: &Platform,
     (user, slot): (&IdpUserId, &Slot),
     current: Option<&MachineRow>,
@@ -102,14 +107,14 @@ pub async fn ensure_no_forgotten_holder(
     let found = match later_holder::find(platform, &platform.db, user, slot).await {
         Ok(found) => found,
         Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
-            return Err(fault::unusable(Unusable::Damaged { key, why }));
+            return Err(fault::snapshot_unusable(Unusable::Damaged { key, why }));
         }
         Err(error) => return Err(error.into()),
     };
     let holder = match found {
         Beyond::Unverified(named) if !accepted => {
             let detail = format!(
-                "{} Where the keys are right, the slot's host made the signature up: repeat with `--accept-loss`.",
+                "{} If the keys are correct, the slot's host forged the signature: repeat with `--accept-loss`.",
                 later_holder::unverified(named)
             );
             return Err(held_by_another(detail, current));
@@ -118,17 +123,17 @@ pub async fn ensure_no_forgotten_holder(
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
-        "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
-         from an older copy. What that machine wrote since the newest snapshot is on its server alone, which stays. `svcctl \
-         pointer show {user} --slot {slot}` shows that snapshot. To start the slot from it all the same, repeat with \
-         `--accept-loss`; where there is none, also with `--allow-empty`.",
+        "In the store, machine {} holds the slot under epoch {}, which is not in this database: it was restored from an \
+         older copy. Data that this machine wrote after the newest snapshot is only on its server, which is kept. `svcctl \
+         pointer show {user} --slot {slot}` shows that snapshot. To start the slot from it anyway, repeat with \
+         `--accept-loss`; if there is none, also with `--allow-empty`.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, current))
 }
 
-/// Refuses a change of a machine's server where the store says that another machine holds its slot, which this database does
-/// not know. A pointer that is not readable says nothing of it.
+/// Rejects a change of a machine's server if, according to the store, a machine that is not in this database holds its
+/// slot. An unreadable pointer passes.
 ///
 /// # Errors
 /// `invalid_state`, `store_unavailable`.
@@ -142,8 +147,8 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     let holder = match found {
         Beyond::Unverified(named) if is_other(&named, Some(machine)) => {
             let detail = format!(
-                "{} Nothing was changed. Where the keys are right, the slot's host made the signature up: `svcctl {command}` \
-                 with `--accept-loss` makes a new machine from the newest snapshot.",
+                "{} Nothing was changed. If the keys are correct, the slot's host forged the signature: `svcctl {command}` \
+                 with `--accept-loss` creates a new machine from the newest snapshot.",
                 later_holder::unverified(named)
             );
             return Err(held_by_another(detail, Some(machine)));
@@ -152,16 +157,16 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
     };
     let Some(holder) = holder else { return Ok(()) };
     let detail = format!(
-        "The store says that machine {} holds the slot under epoch {}, which this database does not know: it was restored \
-         from an older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` makes a new machine from the newest \
-         snapshot, and what that one wrote since stays on its server alone.",
+        "In the store, machine {} holds the slot under epoch {}, which is not in this database: it was restored from an \
+         older copy. Nothing was changed; `svcctl {command}` with `--accept-loss` creates a new machine from the newest \
+         snapshot. Data that the other machine wrote after it is only on that machine's server.",
         holder.machine, holder.epoch
     );
     Err(held_by_another(detail, Some(machine)))
 }
 
-/// Refuses to replace a machine that an operator has switched off, or is switching off, unless the loss is accepted: its host
-/// cannot take a last backup, and does so once it is on again.
+/// Rejects replacing a machine that is or is being switched off, unless the loss is accepted: its host can take a last
+/// backup only after it has been switched on again.
 ///
 /// # Errors
 /// `invalid_state`.
@@ -171,8 +176,8 @@ pub fn ensure_not_switched_off(machine: &MachineRow, accepted: bool) -> Result<(
     let Some(since) = machine.powered_off_at.filter(|_| holds_data && !accepted) else { return Ok(()) };
     let (id, since) = (machine.id, rfc3339_ms(since));
     let detail = format!(
-        "Machine {id} has been switched off since {since}, so that its host cannot take a last backup: what it wrote after \
-         the newest snapshot is on its server alone. Switch it on first (`svcctl power on {id} --wait`), or accept that \
+        "Machine {id} has been switched off since {since}, so its host cannot take a last backup: data that it wrote after \
+         the newest snapshot is only on its server. Switch it on first (`svcctl power on {id} --wait`), or accept that \
          loss (`--accept-loss`)."
     );
     Err(Problem::new(Code::InvalidState, detail)
@@ -193,12 +198,16 @@ fn held_by_another(detail: String, current: Option<&MachineRow>) -> Problem {
     }
 }
 
-/// Refuses a slot without a snapshot in the store where the database knows of one: it is lost, not absent, unless an
-/// operator has decided since that the slot starts empty.
+/// Rejects an empty start if the store has no snapshot but the database has one on record: it is lost, unless an operator
+/// has emptied the slot since.
 ///
 /// # Errors
 /// `snapshot_unusable`, `store_unavailable`.
-pub async fn may_start_empty(platform: &Platform, user: &IdpUserId, slot: &Slot) -> Result<(), Problem> {
+pub async fn ensure_may_start_empty(
+    platform: &Platform,
+    user: &IdpUserId,
+    slot: &Slot,
+) -> Result<(), Problem> {
     let newest = db::machines::newest_backup(&platform.db.session().await?, user, slot).await?;
     let Some(taken_at) = newest else { return Ok(()) };
     let pointer = pointer_io::read(&platform.bucket, &SlotPrefix::new(user, slot)).await?;
@@ -206,19 +215,19 @@ pub async fn may_start_empty(platform: &Platform, user: &IdpUserId, slot: &Slot)
         return Ok(());
     }
     let detail = format!(
-        "The store's pointer names no snapshot, and a host reported one of {}: `svcctl pointer show` says what the \
-         slot has, `svcctl pointer rebuild` names a snapshot again.",
+        "The store's pointer names no snapshot, but a host reported one of {}: `svcctl pointer show` shows the slot's \
+         snapshots, `svcctl pointer rebuild` restores the pointer.",
         rfc3339_ms(taken_at)
     );
     Err(Problem::new(Code::SnapshotUnusable, detail))
 }
 
-/// Refuses to begin a slot without a snapshot empty where one of its machines has served: its server may hold the only
+/// Rejects an empty start of a slot without a snapshot if one of its machines has served: its server may have the only
 /// copy of the data.
 ///
 /// # Errors
 /// `snapshot_unusable`.
-pub async fn has_no_unsaved_data(
+pub async fn ensure_no_unsaved_data(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -228,13 +237,13 @@ pub async fn has_no_unsaved_data(
     if let Some(last) = served.next()
         && may_hold_data(client, last).await?
     {
-        return Err(unsaved(last));
+        return Err(unsaved_problem(last));
     }
     let kept = served.find(|machine| machine.unsaved_since.is_some() && machine.server_exists());
-    kept.map_or(Ok(()), |kept| Err(unsaved(kept)))
+    kept.map_or(Ok(()), |kept| Err(unsaved_problem(kept)))
 }
 
-/// Whether the last machine that served may hold data: one that was deleted does so while its server exists, unless an
+/// Whether the last machine that served may have data. A deleted machine has data while its server exists, unless an
 /// operator accepted the loss.
 async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result<bool, DbError> {
     if last.deleted_at.is_none() {
@@ -243,20 +252,20 @@ async fn may_hold_data(client: &impl GenericClient, last: &MachineRow) -> Result
     Ok(last.server_exists() && !db::slot_operations::is_loss_accepted(client, last.id).await?)
 }
 
-fn unsaved(machine: &MachineRow) -> Problem {
+fn unsaved_problem(machine: &MachineRow) -> Problem {
     let id = machine.id;
-    let back = if !machine.server_exists() {
-        "Its server is gone.".to_owned()
+    let next_step = if !machine.server_exists() {
+        "Its server no longer exists.".to_owned()
     } else if machine.is_active() {
-        format!("`svcctl resume {id}` brings it back where its server runs and its host is well.")
+        format!("`svcctl resume {id}` brings it back if its server runs and its host is healthy.")
     } else if machine.deleted_at.is_some() {
         format!("`svcctl undelete {id}` brings it back.")
     } else {
-        format!("`svcctl status {id}` says what became of it.")
+        format!("`svcctl status {id}` shows its state.")
     };
     let detail = format!(
-        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {back} `svcctl \
-         provision --allow-empty` starts empty all the same."
+        "Machine {id} has served the slot, and no snapshot of its data exists: a new machine would start empty. {next_step} `svcctl \
+         provision --allow-empty` starts empty anyway."
     );
     Problem::new(Code::SnapshotUnusable, detail)
 }
@@ -266,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn needed_bytes_grow_with_the_database_and_never_overflow() {
+    fn needed_bytes_grows_without_overflow() {
         assert_eq!(needed_bytes(0), RESERVED_BYTES);
         assert_eq!(needed_bytes(40 << 30), RESERVED_BYTES + (50 << 30));
         assert_eq!(needed_bytes(u64::MAX), u64::MAX);

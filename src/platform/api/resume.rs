@@ -1,4 +1,4 @@
-//! POST `/vps/:id/resume`: a failed machine whose server runs and whose host is well goes back into service.
+//! POST `/vps/:id/resume`: returns a failed machine to service if its server runs and its host is healthy.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use http::{Method, StatusCode};
 use jiff::{SignedDuration, Timestamp};
 use serde_json::json;
 
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
 use super::fault;
-use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
+use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{Mutation, Reply};
 use crate::http::openapi::{Operation, named};
 use crate::http::problem::{Code, Problem};
@@ -26,8 +26,8 @@ use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances};
 use crate::provider::{ServerId, ServerStatus};
 
-/// A host that was heard from within this time counts as alive.
-const MAX_SILENCE: SignedDuration = SignedDuration::from_mins(2);
+/// Maximum age of the last heartbeat of a live host.
+const MAX_HEARTBEAT_AGE: SignedDuration = SignedDuration::from_mins(2);
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -35,7 +35,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    call.no_body()?;
+    call.ensure_no_body()?;
     Ok(resume(&platform, id, &mutation).await?.into_response())
 }
 
@@ -48,48 +48,51 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
     let seen = db::machines::get(&session, id).await?.ok_or_else(not_found)?;
     let now = db::servers::now(&session).await?;
     let server_type = match seen.status {
-        Status::Failed if seen.is_active() => serves(platform, &seen, now).await?,
-        // What else it is, the transition says.
+        Status::Failed if seen.is_active() => check_server_and_host(platform, &seen, now).await?,
+        // The transition rejects other states.
         _ => seen.server_type.clone(),
     };
-    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
-        Begun::Replayed(reply) => return Ok(reply),
-        Begun::Open(change) => change,
+    let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {
+        ChangeStart::Replayed(reply) => return Ok(reply),
+        ChangeStart::Started(change) => change,
     };
-    // The checks ran without a lock: they hold only if the machine has not changed since.
+    // The checks ran without a lock, so the machine must not have changed since.
     let (was, is) = ((seen.status, seen.epoch, seen.is_active()), &change.machine);
     if was != (is.status, is.epoch, is.is_active()) {
-        return Err(
-            Problem::new(Code::Unavailable, "The machine changed meanwhile; ask again.").retry_after(1)
-        );
+        return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
     }
     let event = Event::ResumeRequested { server_type };
     let with = Circumstances::default();
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
-    let effect = match changed.map_err(|error| fault::lifecycle(error, &change.machine))? {
-        Change::Unchanged => Effect::Unchanged,
-        Change::Moved { .. } => Effect::Changed("resume"),
+    let effect = match changed.map_err(|error| fault::lifecycle_problem(error, &change.machine))? {
+        Change::Unchanged => ChangeEffect::Unchanged,
+        Change::Moved { .. } => ChangeEffect::Changed("resume"),
     };
     change.end(effect, StatusCode::OK, MachineRow::record).await
 }
 
-/// The type of the machine's server, which runs and whose host says that it is well.
-async fn serves(platform: &Platform, machine: &MachineRow, now: Timestamp) -> Result<ServerType, Problem> {
+/// Checks that the machine's server runs and its host is healthy. Returns the server's type.
+async fn check_server_and_host(
+    platform: &Platform,
+    machine: &MachineRow,
+    now: Timestamp,
+) -> Result<ServerType, Problem> {
     if machine.registered_at.is_none() {
         return Err(refused("Its host never registered: recover or provision the slot."));
     }
-    let is_heard = machine.heartbeat_at.is_some_and(|beat| now.duration_since(beat) < MAX_SILENCE);
-    if !is_heard || !machine.is_healthy() {
+    let is_live = machine.heartbeat_at.is_some_and(|beat| now.duration_since(beat) < MAX_HEARTBEAT_AGE);
+    if !is_live || !machine.is_healthy() {
         return Err(refused(&format!(
-            "Its host has sent no healthy heartbeat within two minutes: `svcctl power on {0}` where its server is off, \
-             `svcctl power reboot {0}` where its host hangs, or recover the slot.",
+            "Its host has sent no healthy heartbeat within two minutes: `svcctl power on {0}` if its server is off, \
+             `svcctl power reboot {0}` if its host hangs, or recover the slot.",
             machine.id
         )));
     }
     let Some(server) = machine.provider_server_id else {
         return Err(refused("It has no server: recover the slot."));
     };
-    let server = platform.provider.get(ServerId(server)).await.map_err(|error| fault::provider(&error))?;
+    let server =
+        platform.provider.get(ServerId(server)).await.map_err(|error| fault::provider_problem(&error))?;
     match server {
         Some(server) if server.status == ServerStatus::Running => Ok(server.server_type),
         Some(_) => Err(refused(&format!(
@@ -106,18 +109,17 @@ fn refused(detail: &str) -> Problem {
         .with("allowed", json!([Status::Failed]))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "resume",
         method: Method::POST,
         path: "/vps/{id}/resume",
-        summary: "Takes a failed machine whose host is well back into service.",
+        summary: "Returns a failed machine with a healthy host to service.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: None,
-        answers: &[told(200, "The machine runs.", || named("Machine"))],
+        answers: &[json_answer(200, "The machine is running.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

@@ -1,6 +1,6 @@
-//! POST `/vps/:id/rotate-token` and `/vps/fleet/rotate-tokens`: an operator wants hosts to have other tokens.
+//! POST `/vps/:id/rotate-token` and `/vps/fleet/rotate-tokens`: requests the rotation of hosts' tokens.
 //!
-//! The next heartbeat's answer hands the host its next token; the rule is in `platform::token_rotation`.
+//! The response to the next heartbeat contains the host's next token; `platform::token_rotation` has the rules.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use axum::routing::post;
 use http::{Method, StatusCode};
 use serde_json::json;
 
-use super::call::Call;
-use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, told};
-use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
-use super::mutation::{Changed, Mutation, Reply};
+use super::call::ApiCall;
+use super::endpoint::{Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, json_answer};
+use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
+use super::mutation::{AuditChange, Mutation, Reply};
 use crate::http::openapi::{Operation, count, named, object};
 use crate::http::problem::{Code, Problem};
 use crate::http::segments::Segments;
@@ -28,42 +28,41 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    call.no_body()?;
+    call.ensure_no_body()?;
     Ok(rotate(&platform, id, &mutation).await?.into_response())
 }
 
 async fn rotate(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
     let mut session = platform.db.session().await?;
-    let change = match MachineChange::begin(&mut session, mutation, id, Lock::Machine).await? {
-        Begun::Replayed(reply) => return Ok(reply),
-        Begun::Open(change) => change,
+    let change = match MachineChange::begin(&mut session, mutation, id, LockScope::Machine).await? {
+        ChangeStart::Replayed(reply) => return Ok(reply),
+        ChangeStart::Started(change) => change,
     };
     if !change.machine.is_active() || change.machine.registered_at.is_none() {
-        let detail = "Only a registered machine that holds its slot has a token that rotates.";
+        let detail = "Only the token of a registered machine that holds its slot can rotate.";
         return Err(
             Problem::new(Code::InvalidState, detail).with("machineStatus", json!(change.machine.status))
         );
     }
     let effect = match change.machine.upgrade_token.requested_at {
-        Some(_) => Effect::Unchanged,
-        None => Effect::Changed("token.rotate"),
+        Some(_) => ChangeEffect::Unchanged,
+        None => ChangeEffect::Changed("token.rotate"),
     };
     upgrade_token::request_rotation(&change.tx, id).await?;
     change.end(effect, StatusCode::OK, MachineRow::record).await
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "rotateToken",
         method: Method::POST,
         path: "/vps/{id}/rotate-token",
-        summary: "Has a machine's UPGRADE_TOKEN rotate with its next heartbeat.",
+        summary: "Rotates a machine's UPGRADE_TOKEN with its next heartbeat.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY],
         body: None,
-        answers: &[told(200, "The machine, whose token will rotate.", || named("Machine"))],
+        answers: &[json_answer(200, "The machine, whose token will rotate.", || named("Machine"))],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,
@@ -75,10 +74,10 @@ pub static ENDPOINT: Endpoint = Endpoint {
 };
 
 async fn handle_all(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    call.no_body()?;
-    let mutation = Mutation::of(&call, &operator)?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    call.ensure_no_body()?;
+    let mutation = Mutation::from_call(&call, &operator)?;
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     if let Some(reply) = mutation.begin(&tx).await? {
@@ -87,24 +86,24 @@ async fn handle_all(State(platform): State<Arc<Platform>>, request: Request) -> 
     let requested = upgrade_token::request_all(&tx).await?;
     let after = json!({ "requested": requested });
     let reply = Reply::new(StatusCode::OK, after.clone());
-    let changed = Changed { action: "token.rotate_all", target: "fleet", before: None, after: Some(&after) };
+    let changed =
+        AuditChange { action: "token.rotate_all", target: "fleet", before: None, after: Some(&after) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply.into_response())
 }
 
-/// The route for all machines.
 pub static ALL: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "rotateTokens",
         method: Method::POST,
         path: "/vps/fleet/rotate-tokens",
-        summary: "Has the UPGRADE_TOKEN of every registered machine that holds its slot rotate.",
+        summary: "Rotates the UPGRADE_TOKEN of every registered machine that holds its slot.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: None,
-        answers: &[told(200, "How many machines had no such request yet.", || {
+        answers: &[json_answer(200, "The number of new rotation requests.", || {
             object(&[("requested", count())], &[])
         })],
         problems: &[Code::InvalidRequest, Code::IdempotencyMismatch, Code::DatabaseUnavailable],

@@ -1,4 +1,4 @@
-//! The shapes of what several routes take and answer: names, machines, operations, subscriptions.
+//! Schemas that several routes share: names, machines, operations, subscriptions.
 
 use serde_json::{Value, json};
 
@@ -44,7 +44,7 @@ pub fn location() -> Value {
     matching(Location::PATTERN)
 }
 
-/// Where a server is created when the provider has no capacity in its location, in this order.
+/// Locations to try, in this order, if the provider has no capacity in the requested one.
 pub fn fallback_locations() -> Value {
     json!({ "type": "array", "items": location(), "maxItems": MAX_FALLBACK_LOCATIONS })
 }
@@ -79,8 +79,8 @@ pub fn pointer() -> Value {
     )
 }
 
-/// What a host says of its last backup.
-pub fn last_backup_told() -> Value {
+/// A host's report of its last backup.
+pub fn last_backup_schema() -> Value {
     fields(
         &[("status", one_of(&["success", "error"]))],
         &[
@@ -93,24 +93,24 @@ pub fn last_backup_told() -> Value {
     )
 }
 
-/// What a host says of its last looks at snapshots, by kind.
-pub fn checks_told() -> Value {
-    let damaged = json!({ "type": "array", "items": any_text(), "maxItems": MOST_DAMAGED });
+/// A host's report of its last snapshot checks, by kind.
+pub fn snapshot_checks_schema() -> Value {
+    let damaged = json!({ "type": "array", "items": any_text(), "maxItems": MAX_DAMAGED_KEYS });
     let check = || {
         fields(
             &[("status", one_of(&["success", "error"])), ("at", time())],
             &[("key", nullable(text())), ("damaged", damaged.clone()), ("error", nullable(text()))],
         )
     };
-    fields(&[], &CHECKS.map(|kind| (kind, check())))
+    fields(&[], &SNAPSHOT_CHECKS.map(|kind| (kind, check())))
 }
 
-/// What a host says of its last update.
-pub fn last_update_told() -> Value {
+/// A host's report of its last update.
+pub fn last_update_schema() -> Value {
     fields(
         &[
             ("version", image_version()),
-            ("outcome", one_of(&UPDATE_ENDS)),
+            ("outcome", one_of(&UPDATE_OUTCOMES)),
             ("stage", any_text()),
             ("at", time()),
         ],
@@ -118,13 +118,13 @@ pub fn last_update_told() -> Value {
     )
 }
 
-/// Keys of damaged snapshots that a host tells at one time.
-pub const MOST_DAMAGED: usize = 20;
-/// Looks at snapshots: they are read again, or the latest is restored on trial.
-pub const CHECKS: [&str; 2] = ["verify", "drill"];
+/// Maximum number of damaged snapshots in a report.
+pub const MAX_DAMAGED_KEYS: usize = 20;
+/// Kinds of snapshot checks: verification reads snapshots again, a drill restores the latest one on trial.
+pub const SNAPSHOT_CHECKS: [&str; 2] = ["verify", "drill"];
 
-/// How an update of a host may end.
-pub const UPDATE_ENDS: [&str; 4] = ["updated", "rolled_back", "refused", "failed"];
+/// Outcomes of a host's update.
+pub const UPDATE_OUTCOMES: [&str; 4] = ["updated", "rolled_back", "refused", "failed"];
 
 fn rollout_members() -> Vec<(&'static str, Value)> {
     let totals = object(&Stand::ALL.map(|stand| (stand.as_str(), count())), &[]);
@@ -171,12 +171,12 @@ pub fn rollout() -> Value {
 }
 
 fn health() -> Value {
-    let word = one_of(&["ok", "failing"]);
+    let status = one_of(&["ok", "failing"]);
     let disk = object(&[("totalBytes", count()), ("freeBytes", count())], &[]);
-    object(&[("gateway", word.clone()), ("database", word), ("disk", disk)], &[])
+    object(&[("gateway", status.clone()), ("database", status), ("disk", disk)], &[])
 }
 
-/// A machine's token: its age, and since when an operator wants it to rotate.
+/// A machine's token: its age, and the time of a pending rotation request.
 fn upgrade_token() -> Value {
     object(&[("generation", count()), ("rotatedAt", time()), ("requestedAt", nullable(time()))], &[])
 }
@@ -190,14 +190,14 @@ fn machine_members() -> Vec<(&'static str, Value)> {
     let stage = object(&[("stage", text()), ("at", time())], &[]);
     let boot = object(&[("stage", text()), ("at", time()), ("stages", array(stage))], &[]);
     let attention = object(&[("code", text()), ("detail", text())], &[]);
-    let figure = || nullable(count());
+    let optional_count = || nullable(count());
     let boot_progress = object(
         &[
             ("stage", text()),
-            ("bytes", figure()),
-            ("totalBytes", figure()),
-            ("rows", figure()),
-            ("totalRows", figure()),
+            ("bytes", optional_count()),
+            ("totalBytes", optional_count()),
+            ("rows", optional_count()),
+            ("totalRows", optional_count()),
         ],
         &[],
     );
@@ -221,9 +221,9 @@ fn machine_members() -> Vec<(&'static str, Value)> {
         ("registeredAt", nullable(time())),
         ("heartbeatAt", nullable(time())),
         ("health", nullable(health())),
-        ("lastBackup", nullable(last_backup_told())),
-        ("lastUpdate", nullable(last_update_told())),
-        ("checks", nullable(checks_told())),
+        ("lastBackup", nullable(last_backup_schema())),
+        ("lastUpdate", nullable(last_update_schema())),
+        ("checks", nullable(snapshot_checks_schema())),
         ("boot", nullable(boot)),
         ("bootProgress", nullable(boot_progress)),
         ("provenAt", nullable(time())),
@@ -241,7 +241,7 @@ fn machine_members() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// Which copies of the slot's data exist.
+/// The copies of the slot's data.
 fn copies() -> Value {
     let live = object(
         &[("machineId", uuid()), ("providerServerId", nullable(text())), ("missingSince", nullable(time()))],
@@ -256,7 +256,7 @@ fn copies() -> Value {
             ("unsavedSince", nullable(time())),
             ("missingSince", nullable(time())),
             ("removalAbandonedAt", nullable(time())),
-            // The deletion under way that does not keep it.
+            // The running deletion that deletes this server.
             ("deletedBy", nullable(uuid())),
         ],
         &[],
@@ -276,9 +276,9 @@ fn copies() -> Value {
             ("kept", array(kept)),
             ("newestSnapshotAt", nullable(time())),
             ("newestSnapshot", nullable(snapshot)),
-            // Whole, and not what the pointer names.
+            // Complete, but not named by the pointer.
             ("newerSnapshot", nullable(newer_snapshot())),
-            // Newer than the one that the slot's machine began with, and of the machine before.
+            // Of the previous machine, and newer than the snapshot that the current machine was restored from.
             ("unrestoredSnapshot", nullable(object(&[("key", text()), ("takenAt", nullable(time()))], &[]))),
             ("snapshotProblem", nullable(text())),
             ("exposedSeconds", nullable(count())),
@@ -287,7 +287,7 @@ fn copies() -> Value {
     )
 }
 
-/// A whole snapshot that the pointer does not name.
+/// A complete snapshot that the pointer does not name.
 pub fn newer_snapshot() -> Value {
     object(&[("takenAt", time()), ("machineId", uuid()), ("key", text())], &[])
 }
@@ -297,7 +297,7 @@ pub fn machine() -> Value {
     object(&machine_members(), &[])
 }
 
-/// A machine's record with its operations, the newest first.
+/// A machine's record with its operations, newest first.
 pub fn machine_with_operations() -> Value {
     let mut members = machine_members();
     members.push(("operations", array(named("Operation"))));
@@ -305,8 +305,8 @@ pub fn machine_with_operations() -> Value {
     object(&members, &[])
 }
 
-/// A machine whose server is deleted before its time, and what deletes it.
-pub fn discarded() -> Value {
+/// A machine whose server is being discarded, and the operation that deletes it.
+pub fn discarded_machine() -> Value {
     let mut members = machine_members();
     members.push(("operationId", nullable(uuid())));
     members.push(("alreadyOrdered", boolean()));
@@ -320,7 +320,7 @@ pub fn operation() -> Value {
         &[
             ("detail", nullable(text())),
             ("requestId", nullable(text())),
-            // Grows from line to line of an operation, not by one.
+            // Increases from line to line, but not by one.
             ("seq", count()),
             ("repeats", count()),
             ("repeatedAt", time()),
@@ -343,7 +343,7 @@ pub fn operation() -> Value {
             ("requestId", nullable(text())),
             ("log", array(line)),
         ],
-        // How many older lines of the log are left out.
+        // The number of older log lines that are omitted.
         &[("logOmitted", count())],
     )
 }
@@ -366,7 +366,7 @@ pub fn subscription() -> Value {
     )
 }
 
-/// What health routes say of a part.
-pub fn well() -> Value {
+/// The status of a component in a health route.
+pub fn component_status() -> Value {
     one_of(&["ok", "failing"])
 }

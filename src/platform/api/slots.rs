@@ -1,4 +1,4 @@
-//! PUT and GET `/vps/slots`: subscriptions of slots, set by the billing system.
+//! PUT and GET `/vps/slots`: subscriptions of slots, which the billing system sets.
 
 use std::sync::Arc;
 
@@ -8,11 +8,12 @@ use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode};
 use serde_json::json;
 
-use super::call::Call;
+use super::call::ApiCall;
 use super::endpoint::{
-    Access, BILLING, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, idp_user_id, plan, slot_name, told,
+    Access, BILLING, Endpoint, IDEMPOTENCY_KEY, OPERATOR, READ_OR_BILLING, idp_user_id, json_answer, plan,
+    slot_name,
 };
-use super::mutation::{Changed, Mutation, Reply};
+use super::mutation::{AuditChange, Mutation, Reply};
 use crate::http::openapi::{Operation, Parameter, Place, array, fields, named, object, one_of, time};
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::Slot;
@@ -22,10 +23,10 @@ use crate::platform::db::{self};
 use axum::routing;
 
 pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
-    let slot = asked(&call)?;
-    let mutation = Mutation::of(&call, &operator)?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
+    let slot = parse_subscription(&call)?;
+    let mutation = Mutation::from_call(&call, &operator)?;
 
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -38,43 +39,43 @@ pub async fn put(State(platform): State<Arc<Platform>>, request: Request) -> Res
     let reply = Reply::new(StatusCode::OK, after.clone());
     let target = format!("{}/{}", slot.user, slot.slot);
     let changed =
-        Changed { action: "slot.set", target: &target, before: before.as_ref(), after: Some(&after) };
+        AuditChange { action: "slot.set", target: &target, before: before.as_ref(), after: Some(&after) };
     mutation.record(&tx, &reply, &changed).await?;
     db::commit(tx).await?;
     Ok(reply.into_response())
 }
 
-fn asked(call: &Call) -> Result<SlotRow, Problem> {
-    let mut fields = call.fields()?;
+fn parse_subscription(call: &ApiCall) -> Result<SlotRow, Problem> {
+    let mut fields = call.json_fields()?;
     let user = fields.required("idpUserId");
     let slot = fields.optional("slot").unwrap_or_else(Slot::primary);
     let plan = fields.required("plan");
     let status = fields.required("status");
     let current_period_end = fields.time("currentPeriodEnd");
-    let whole = (|| Some(SlotRow { user: user?, slot, plan: plan?, status: status?, current_period_end }))();
-    fields.finish(whole)
+    let subscription =
+        (|| Some(SlotRow { user: user?, slot, plan: plan?, status: status?, current_period_end }))();
+    fields.finish(subscription)
 }
 
 pub async fn list(State(platform): State<Arc<Platform>>, request: Request) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    call.operator(&platform).await?;
-    let mut query = call.query();
+    let call = ApiCall::read(request).await?;
+    call.authenticate_operator(&platform).await?;
+    let mut query = call.query_fields();
     let user = query.optional("idpUserId");
     query.finish(Some(()))?;
     let session = platform.report_db.session().await?;
-    let found = slots::list(&session, user.as_ref()).await?;
-    let records: Vec<_> = found.iter().map(SlotRow::record).collect();
+    let rows = slots::list(&session, user.as_ref()).await?;
+    let records: Vec<_> = rows.iter().map(SlotRow::record).collect();
     Ok(Json(json!({"slots": records})).into_response())
 }
 
-/// The route and its description.
 pub static PUT: Endpoint = Endpoint {
     access: Access::Operator(BILLING),
     operation: Operation {
         id: "setSubscription",
         method: Method::PUT,
         path: "/vps/slots",
-        summary: "Sets the subscription of a slot; the billing system does.",
+        summary: "Sets the subscription of a slot, for the billing system.",
         credentials: &[OPERATOR],
         parameters: &[IDEMPOTENCY_KEY],
         body: Some(|| {
@@ -87,29 +88,28 @@ pub static PUT: Endpoint = Endpoint {
                 &[("slot", slot_name()), ("currentPeriodEnd", time())],
             )
         }),
-        answers: &[told(200, "The subscription.", || named("Subscription"))],
+        answers: &[json_answer(200, "The subscription.", || named("Subscription"))],
         problems: &[Code::DatabaseUnavailable, Code::IdempotencyMismatch],
     },
     serve: || routing::put(put),
 };
 
-/// The route and its description.
 pub static LIST: Endpoint = Endpoint {
     access: Access::Operator(READ_OR_BILLING),
     operation: Operation {
         id: "listSubscriptions",
         method: Method::GET,
         path: "/vps/slots",
-        summary: "The subscriptions of slots.",
+        summary: "Lists the subscriptions of slots.",
         credentials: &[OPERATOR],
         parameters: &[Parameter {
             name: "idpUserId",
             place: Place::Query,
             schema: idp_user_id,
-            about: "Only this user's.",
+            about: "Only subscriptions of this user.",
         }],
         body: None,
-        answers: &[told(200, "The subscriptions.", || {
+        answers: &[json_answer(200, "The subscriptions.", || {
             object(&[("slots", array(named("Subscription")))], &[])
         })],
         problems: &[Code::DatabaseUnavailable],

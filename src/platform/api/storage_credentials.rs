@@ -1,6 +1,6 @@
-//! POST `/vps/:id/storage-credentials`: a host asks for new credentials for its slot of the object store.
+//! POST `/vps/:id/storage-credentials`: issues credentials for the host's slot in the object store.
 //!
-//! Only the slot's current machine gets them, and one that is being asked for its last backup, for a short while.
+//! Only the slot's current machine gets them, and for a short time a machine whose last backup is pending.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use axum::response::{IntoResponse, Response};
 use http::header::{CACHE_CONTROL, HeaderValue};
 
 use super::access::unauthorized;
-use super::call::{Call, path_id};
-use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, told};
+use super::call::{ApiCall, path_id};
+use super::endpoint::{Access, Endpoint, HOST, MACHINE_ID, json_answer};
 use super::{fault, heartbeat};
 use crate::http::openapi::{Operation, nullable, object, text, time};
 use crate::http::problem::{Code, Problem, chain};
@@ -28,46 +28,45 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let machine = call.host(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    let machine = call.authenticate_host(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
     if id != machine.id {
-        return Err(Problem::new(Code::Forbidden, "This token is another machine's."));
+        return Err(Problem::new(Code::Forbidden, "This token belongs to another machine."));
     }
-    call.nothing_needed()?;
+    call.validate_optional_body()?;
     platform.rates.admit_credentials(id)?;
     let grant = if machine.is_active() {
         Grant::WithOutage
-    } else if heartbeat::still_needed(&platform, &machine).await? {
+    } else if heartbeat::needs_last_backup(&platform, &machine).await? {
         Grant::Working
     } else if machine.deleted_at.is_some() {
         return Err(unauthorized());
     } else {
-        return Err(Problem::new(Code::Superseded, "Another machine has taken this one's place."));
+        return Err(Problem::new(Code::Superseded, "Another machine has replaced this one."));
     };
     let access = platform.host_store.access(&machine, grant).await.map_err(|error| {
-        tracing::warn!(machine = %id, error = %chain(&error), "no credentials for a host");
+        tracing::warn!(machine = %id, error = %chain(&error), "cannot issue storage credentials");
         fault::store_unavailable()
     })?;
-    let answer =
-        access.wire().ok_or_else(|| Problem::new(Code::Disabled, "The store knows no credentials."))?;
-    let mut response = Json(answer).into_response();
+    let credentials =
+        access.wire().ok_or_else(|| Problem::new(Code::Disabled, "The store does not use credentials."))?;
+    let mut response = Json(credentials).into_response();
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     Ok(response)
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Machine,
     operation: Operation {
         id: "renewStorageCredentials",
         method: Method::POST,
         path: "/vps/{id}/storage-credentials",
-        summary: "New short-lived credentials for the slot's part of the object store.",
+        summary: "Issues short-lived credentials for the slot's part of the object store.",
         credentials: &[HOST],
         parameters: &[MACHINE_ID],
         body: None,
-        answers: &[told(200, "The credentials.", shape)],
+        answers: &[json_answer(200, "The credentials.", response_schema)],
         problems: &[
             Code::Forbidden,
             Code::RateLimited,
@@ -81,7 +80,7 @@ pub static ENDPOINT: Endpoint = Endpoint {
     serve: || post(handle),
 };
 
-fn shape() -> Value {
+fn response_schema() -> Value {
     object(
         &[
             ("accessKeyId", text()),
@@ -92,14 +91,14 @@ fn shape() -> Value {
             ("endpoint", nullable(text())),
             ("bucket", text()),
             ("prefix", text()),
-            ("outage", nullable(outage())),
+            ("outage", nullable(outage_schema())),
         ],
         &[],
     )
 }
 
-/// The session with which a host stores snapshots while the platform is unreachable.
-fn outage() -> Value {
+/// Credentials with which a host stores snapshots while the platform is unreachable.
+fn outage_schema() -> Value {
     object(
         &[
             ("accessKeyId", text()),

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/undelete`: a deleted machine takes its slot back while its server is kept.
+//! POST `/vps/:id/undelete`: returns a deleted machine to its slot while its server is kept.
 
 use std::sync::Arc;
 
@@ -10,9 +10,9 @@ use http::{Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::endpoint::{
-    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, kind, status, told,
+    Access, Endpoint, IDEMPOTENCY_KEY, MACHINE_ID, OPERATE, OPERATOR, PREFER, json_answer, kind, status,
 };
-use super::machine_change::{Begun, ChangeRequest, Effect, Lock, MachineChange};
+use super::machine_change::{ChangeEffect, ChangeRequest, ChangeStart, LockScope, MachineChange};
 use super::mutation::{self, Mutation, Reply};
 use super::{fault, restorable};
 use crate::http::openapi::{Operation, boolean, count, object, uuid};
@@ -31,10 +31,10 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     let ChangeRequest { call, id, mutation } = ChangeRequest::read(&platform, &id, request).await?;
-    call.no_body()?;
+    call.ensure_no_body()?;
     let reply = undelete(&platform, id, &mutation).await?;
     platform.nudge.notify_one();
-    mutation::answer(&platform, &call, reply).await
+    mutation::respond(&platform, &call, reply).await
 }
 
 async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Result<Reply, Problem> {
@@ -44,26 +44,26 @@ async fn undelete(platform: &Platform, id: MachineId, mutation: &Mutation) -> Re
     }
     let seen = db::machines::get(&session, id).await?;
     if let Some(deleted) = seen.filter(|machine| machine.deleted_at.is_some()) {
-        // No session is held while the store is asked.
+        // No session is held during requests to the store.
         drop(session);
         ensure_may_return(platform, &deleted).await?;
         session = platform.db.session().await?;
     }
-    let change = match MachineChange::begin(&mut session, mutation, id, Lock::User).await? {
-        Begun::Replayed(reply) => return Ok(reply),
-        Begun::Open(change) => change,
+    let change = match MachineChange::begin(&mut session, mutation, id, LockScope::User).await? {
+        ChangeStart::Replayed(reply) => return Ok(reply),
+        ChangeStart::Started(change) => change,
     };
-    if let Some(filed) = undone_before(&change.tx, &change.machine).await? {
+    if let Some(filed) = find_undo(&change.tx, &change.machine).await? {
         let body = |after: &MachineRow| body(after, filed, true);
-        return change.end(Effect::Unchanged, StatusCode::ACCEPTED, body).await;
+        return change.end(ChangeEffect::Unchanged, StatusCode::ACCEPTED, body).await;
     }
     let filed = reinstate(platform, &change.tx, &change.machine).await?;
     let body = |after: &MachineRow| body(after, filed, false);
-    change.end(Effect::Changed("undelete"), StatusCode::ACCEPTED, body).await
+    change.end(ChangeEffect::Changed("undelete"), StatusCode::ACCEPTED, body).await
 }
 
-/// Refuses the return of a machine whose slot another machine holds by the store's word. A store that does not answer is
-/// asked again by the operation, before it changes anything.
+/// Rejects a machine whose slot is held by another machine in the store. An unavailable store passes, because the operation
+/// checks again before any change.
 ///
 /// # Errors
 /// `invalid_state`.
@@ -74,42 +74,44 @@ pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Res
     }
 }
 
-/// The operation that brought a deleted machine back, where its deletion is undone already.
-async fn undone_before(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<Filed>, Problem> {
+/// Finds the operation that has already undone the machine's deletion.
+async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<Filed>, Problem> {
     if !machine.is_active() {
         return Ok(None);
     }
     let deletion = db::operations::newest(tx, machine.id, "delete").await?;
-    let back = db::operations::newest(tx, machine.id, "reinstate").await?;
-    let back = deletion.zip(back).filter(|(deletion, back)| deletion.created_at < back.created_at);
-    Ok(back.map(|(_, back)| Filed { machine: machine.id, operation: back.id }))
+    let reinstatement = db::operations::newest(tx, machine.id, "reinstate").await?;
+    let reinstatement = deletion
+        .zip(reinstatement)
+        .filter(|(deletion, reinstatement)| deletion.created_at < reinstatement.created_at);
+    Ok(reinstatement.map(|(_, reinstatement)| Filed { machine: machine.id, operation: reinstatement.id }))
 }
 
-/// Gives a deleted machine its slot back.
+/// Returns a deleted machine to its slot.
 ///
 /// # Errors
-/// `invalid_state` where it is not deleted, its server is gone or going, or a later machine has served the slot.
+/// `invalid_state` if it is not deleted, its server is or is being deleted, or a later machine has served the slot.
 pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
 ) -> Result<Filed, Problem> {
-    check(tx, machine).await?;
+    ensure_can_reinstate(tx, machine).await?;
     let highest = db::machines::highest_epoch(tx, &machine.user, &machine.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
-    // One that had failed before its deletion stays failed, for the same reason.
+    // A machine that had failed before its deletion stays failed for the same reason.
     let failure = machine.failure.as_ref().filter(|failure| !failure.cause.heals());
-    let known = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
+    let earlier = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let undone = ("reinstate", "its deletion was undone; it runs with its next healthy heartbeat");
-    let with = Circumstances { failed_at: known.or(Some(undone)), ..Circumstances::default() };
+    let with = Circumstances { failed_at: earlier.or(Some(undone)), ..Circumstances::default() };
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
-    match change.map_err(|error| fault::lifecycle(error, machine))? {
+    match change.map_err(|error| fault::lifecycle_problem(error, machine))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),
         Change::Moved { filed: None } | Change::Unchanged => Err(not_deleted(machine)),
     }
 }
 
-async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
+async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem> {
     if machine.deleted_at.is_none() {
         return Err(not_deleted(machine));
     }
@@ -117,22 +119,22 @@ async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem
         return Err(refused("The machine never served: provision the slot."));
     }
     let removal = db::operations::newest(tx, machine.id, "remove_server").await?;
-    // One that was abandoned, or failed because the machine serves in truth, has left the server where it is.
+    // A removal that was abandoned, or failed because the machine serves, has left the server untouched.
     if !machine.server_exists() || removal.as_ref().is_some_and(|removal| removal.state == "succeeded") {
         return Err(refused("Its server is deleted: provision the slot, which restores its snapshot."));
     }
     if let Some(removal) = removal.filter(|removal| removal.state == "running") {
         return Err(refused(&format!(
-            "Its server is being deleted by operation {0}: `svcctl operation abandon {0}` keeps a server that the provider \
-             still has, then undelete again. Else provision the slot, which restores its snapshot.",
+            "Operation {0} is deleting its server: `svcctl operation abandon {0}` keeps the server if the provider still has \
+             it, then undelete again. Else provision the slot, which restores its snapshot.",
             removal.id
         )));
     }
     if db::machines::of_slot(tx, &machine.user, &machine.slot).await?.is_some() {
-        return Err(refused("Another machine holds the slot: delete that one first."));
+        return Err(refused("Another machine holds the slot; delete that machine first."));
     }
     if db::machines::has_served_since(tx, machine).await? {
-        return Err(refused("A later machine has served the slot: this one's data is older."));
+        return Err(refused("A later machine has served the slot, so this machine's data is outdated."));
     }
     Ok(())
 }
@@ -161,31 +163,34 @@ fn body(machine: &MachineRow, filed: Filed, already_undone: bool) -> Value {
     })
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(OPERATE),
     operation: Operation {
         id: "undelete",
         method: Method::POST,
         path: "/vps/{id}/undelete",
-        summary: "Brings a deleted machine back while its server is kept. A deletion that is undone already stays so: \
-                  `alreadyUndone`, with the operation that undid it.",
+        summary: "Returns a deleted machine to its slot while its server is kept. If the deletion has already been undone, \
+                  responds with `alreadyUndone` and the operation that undid it.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, IDEMPOTENCY_KEY, PREFER],
         body: None,
-        answers: &[told(202, "The machine has its slot again; its server is being switched on.", || {
-            object(
-                &[
-                    ("machineId", uuid()),
-                    ("kind", kind()),
-                    ("status", status()),
-                    ("epoch", count()),
-                    ("operationId", uuid()),
-                    ("alreadyUndone", boolean()),
-                ],
-                &[],
-            )
-        })],
+        answers: &[json_answer(
+            202,
+            "The machine holds its slot again; its server is being switched on.",
+            || {
+                object(
+                    &[
+                        ("machineId", uuid()),
+                        ("kind", kind()),
+                        ("status", status()),
+                        ("epoch", count()),
+                        ("operationId", uuid()),
+                        ("alreadyUndone", boolean()),
+                    ],
+                    &[],
+                )
+            },
+        )],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,

@@ -1,5 +1,5 @@
-//! GET `/vps/:id/usage`: what an owner's dispatches have cost, as the machine's host reports it. It is the owner's data, so
-//! each read is on record, also one that fails.
+//! GET `/vps/:id/usage`: the cost of an owner's dispatches, as reported by the machine's host. It is the owner's data, so each
+//! read is audited, including failed ones.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use jiff::civil::Date;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::call::{Call, path_id};
-use super::endpoint::{Access, BILLING, Endpoint, MACHINE_ID, OPERATOR, told};
+use super::call::{ApiCall, path_id};
+use super::endpoint::{Access, BILLING, Endpoint, MACHINE_ID, OPERATOR, json_answer};
 use super::fault;
-use super::mutation::{self, Changed};
+use super::mutation::{self, AuditChange};
 use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
@@ -36,47 +36,47 @@ pub async fn handle(
     Segments(id): Segments<String>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let call = Call::read(request).await?;
-    let operator = call.operator(&platform).await?;
+    let call = ApiCall::read(request).await?;
+    let operator = call.authenticate_operator(&platform).await?;
     let id: MachineId = path_id("machineId", &id)?;
-    let mut fields = call.query();
+    let mut fields = call.query_fields();
     let query = UsageQuery::read(&mut fields);
     let query = fields.finish(Some(query))?;
     let read = read(&platform, id, &query).await;
-    // Before it is answered: what cannot be recorded is not handed out.
+    // Before the response: a read that cannot be recorded is refused.
     record(&platform, &operator, id, &query, &read).await?;
     Ok(([(header::CACHE_CONTROL, "no-store")], Json(read?)).into_response())
 }
 
-async fn read(platform: &Platform, id: MachineId, query: &UsageQuery) -> Result<Report, Problem> {
+async fn read(platform: &Platform, id: MachineId, query: &UsageQuery) -> Result<UsageReport, Problem> {
     let session = platform.report_db.session().await?;
     let machine = db::machines::get(&session, id).await?;
     // No connection is held while the host is called.
     drop(session);
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     check_serves(&machine)?;
-    let answer = ask_host::usage(platform, &machine, query).await.map_err(|error| {
-        tracing::warn!(machine = %id, error = %chain(&error), "the host's usage cannot be read");
-        refusal(id, &error)
+    let response = ask_host::usage(platform, &machine, query).await.map_err(|error| {
+        tracing::warn!(machine = %id, error = %chain(&error), "cannot read the host's usage");
+        host_problem(id, &error)
     })?;
-    Report::parse(&answer).map_err(|error| {
-        tracing::warn!(machine = %id, %error, "the host's answer is not a usage report");
+    UsageReport::parse(&response).map_err(|error| {
+        tracing::warn!(machine = %id, %error, "the host's response is not a valid usage report");
         let detail =
-            format!("The answer of machine {id} is not a usage report; the platform's log has the reason.");
+            format!("The response of machine {id} is not a valid usage report; see the platform's log.");
         Problem::new(Code::HostAnswerInvalid, detail)
     })
 }
 
-/// Refuses a machine whose host does not serve.
+/// Rejects a machine whose host does not serve.
 fn check_serves(machine: &MachineRow) -> Result<(), Problem> {
     let id = machine.id;
     if machine.deleted_at.is_some() {
-        let detail = format!("Machine {id} has been deleted: no host reports its usage any more.");
+        let detail = format!("Machine {id} has been deleted, so no host reports its usage.");
         return Err(Problem::new(Code::MachineNotFound, detail));
     }
     if machine.retired_at.is_some() {
         let detail = format!(
-            "Machine {id} has been replaced: its successor reports the usage of the slot. `svcctl list --user {}` shows it.",
+            "Machine {id} has been replaced; its successor reports the usage of the slot. `svcctl list --user {}` shows it.",
             machine.user
         );
         return Err(invalid_state("retired", detail));
@@ -86,7 +86,7 @@ fn check_serves(machine: &MachineRow) -> Result<(), Problem> {
     }
     if machine.powered_off_at.is_some() {
         let detail = format!(
-            "Machine {id} is switched off: its host cannot report its usage. `svcctl power on {id} --wait` switches it on."
+            "Machine {id} is switched off, so its host cannot report its usage. `svcctl power on {id} --wait` switches it on."
         );
         return Err(invalid_state(machine.status.as_str(), detail));
     }
@@ -97,16 +97,16 @@ fn invalid_state(status: &str, detail: String) -> Problem {
     Problem::new(Code::InvalidState, detail).with("machineStatus", status.into()).with("allowed", json!([]))
 }
 
-/// Pure: what each failure of the host means to an operator.
-fn refusal(id: MachineId, error: &UsageError) -> Problem {
+/// Maps a failed call of the host to a problem for the operator.
+fn host_problem(id: MachineId, error: &UsageError) -> Problem {
     match error {
         UsageError::Host(HostCallError::Unreachable(_)) => {
             Problem::new(Code::HostUnreachable, format!("The host of machine {id} did not answer in time."))
         }
         UsageError::Host(HostCallError::Refused(StatusCode::UNAUTHORIZED)) => {
             let detail = format!(
-                "The host of machine {id} did not accept the platform's proof (401): its clock is wrong, or it has not fetched \
-                 the current keys. `svcctl status {id}` shows its last heartbeat."
+                "The host of machine {id} rejected the platform's proof (401): its clock is wrong, or it has not fetched the \
+                 current keys. `svcctl status {id}` shows its last heartbeat."
             );
             Problem::new(Code::HostRefused, detail)
         }
@@ -120,34 +120,32 @@ fn refusal(id: MachineId, error: &UsageError) -> Problem {
             Problem::new(Code::HostRefused, detail)
         }
         UsageError::Host(HostCallError::Refused(StatusCode::SERVICE_UNAVAILABLE)) => {
-            let detail =
-                format!("The host of machine {id} cannot read its records at the moment; try again.");
+            let detail = format!("The host of machine {id} cannot read its records right now; try again.");
             Problem::new(Code::Unavailable, detail).retry_after(RETRY_SECONDS)
         }
         UsageError::Host(HostCallError::Refused(status)) => {
             let status = status.as_u16();
-            let detail = format!(
-                "The host of machine {id} answered {status}; its log has the reason under this request id."
-            );
+            let detail =
+                format!("The host of machine {id} answered {status}; see its log under this request id.");
             Problem::new(Code::HostRefused, detail)
         }
         UsageError::TooLarge(max) => {
             let detail = format!(
-                "The usage report of machine {id} is larger than {max} bytes: name fewer days by startDate and endDate, or one \
-                 user by userId."
+                "The usage report of machine {id} is larger than {max} bytes: request fewer days with startDate and endDate, or \
+                 one user with userId."
             );
             Problem::new(Code::HostAnswerInvalid, detail)
         }
     }
 }
 
-/// Writes who read what, and how it ended.
+/// Audits the read and its outcome.
 async fn record(
     platform: &Platform,
     operator: &Operator,
     id: MachineId,
     query: &UsageQuery,
-    read: &Result<Report, Problem>,
+    read: &Result<UsageReport, Problem>,
 ) -> Result<(), Problem> {
     let mut after = json!({});
     for (name, value) in query.pairs() {
@@ -155,27 +153,27 @@ async fn record(
     }
     after["outcome"] = read.as_ref().map_or_else(|problem| problem.code.as_str(), |_| "read").into();
     let target = id.to_string();
-    let changed = Changed { action: "usage.read", target: &target, before: None, after: Some(&after) };
+    let changed = AuditChange { action: "usage.read", target: &target, before: None, after: Some(&after) };
     let mut session = platform.report_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    mutation::audit(&tx, operator.actor(), &changed).await?;
+    mutation::write_audit(&tx, operator.actor(), &changed).await?;
     Ok(db::commit(tx).await?)
 }
 
-/// A host's report: nothing but what its description names is passed on.
+/// A host's report. Unknown fields are not passed on.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Report {
+struct UsageReport {
     total_cost: f64,
     total_tokens_in: u64,
     total_tokens_out: u64,
     total_dispatches: u64,
-    entries: Vec<Entry>,
+    entries: Vec<UsageEntry>,
 }
 
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Entry {
+struct UsageEntry {
     date: Date,
     #[serde(skip_serializing_if = "Option::is_none")]
     model: Option<String>,
@@ -187,10 +185,10 @@ struct Entry {
     dispatches: u64,
 }
 
-impl Report {
-    /// Texts become bounded and printable; amounts below zero are refused.
-    fn parse(answer: &[u8]) -> Result<Self, String> {
-        let mut report: Self = serde_json::from_slice(answer).map_err(|error| error.to_string())?;
+impl UsageReport {
+    /// Parses a report. Texts become bounded and printable; negative costs are an error.
+    fn parse(response: &[u8]) -> Result<Self, String> {
+        let mut report: Self = serde_json::from_slice(response).map_err(|error| error.to_string())?;
         let costs = report.entries.iter().map(|entry| entry.cost);
         if costs.chain([report.total_cost]).any(|cost| cost < 0.0) {
             return Err("a cost is negative".to_owned());
@@ -204,27 +202,26 @@ impl Report {
     }
 }
 
-/// What an operator is answered of a host's report, as `tests/fuzz` reaches it.
+/// Parses a host's report, for `tests/fuzz`.
 ///
 /// # Errors
-/// Why it is no report.
+/// The reason why the report is invalid.
 #[cfg(feature = "fuzzing")]
-pub fn read_report(answer: &[u8]) -> Result<serde_json::Value, String> {
-    Report::parse(answer).map(|report| json!(report))
+pub fn read_report(response: &[u8]) -> Result<serde_json::Value, String> {
+    UsageReport::parse(response).map(|report| json!(report))
 }
 
-/// The route and its description.
 pub static ENDPOINT: Endpoint = Endpoint {
     access: Access::Operator(BILLING),
     operation: Operation {
         id: "getUsage",
         method: Method::GET,
         path: "/vps/{id}/usage",
-        summary: "What dispatches on the machine have cost, as its host reports it; each read is in the audit.",
+        summary: "Reports the cost of the machine's dispatches, as reported by its host. Each read is audited.",
         credentials: &[OPERATOR],
         parameters: &[MACHINE_ID, usage::USER_ID, usage::START_DATE, usage::END_DATE, usage::GROUP_BY],
         body: None,
-        answers: &[told(200, "The sums.", usage::report)],
+        answers: &[json_answer(200, "The sums.", usage::report)],
         problems: &[
             Code::MachineNotFound,
             Code::InvalidState,
@@ -244,35 +241,35 @@ mod tests {
 
     use super::*;
 
-    fn report(change: impl FnOnce(&mut Value)) -> Result<Report, String> {
+    fn report(change: impl FnOnce(&mut Value)) -> Result<UsageReport, String> {
         let entry = json!({"date": "2026-11-01", "userId": "a\u{1b}[2J", "cost": 1.5, "tokensIn": 1, "tokensOut": 2,
             "dispatches": 1});
         let mut report = json!({"totalCost": 1.5, "totalTokensIn": 1, "totalTokensOut": 2, "totalDispatches": 1,
             "entries": [entry]});
         change(&mut report);
-        Report::parse(report.to_string().as_bytes())
+        UsageReport::parse(report.to_string().as_bytes())
     }
 
     #[test]
-    fn report_passes_on_printable_texts_and_known_members() {
+    fn parse_keeps_known_fields_and_bounds_texts() {
         let passed = serde_json::to_value(report(|it| it["secret"] = json!("x")).unwrap()).unwrap();
         assert_eq!(passed["entries"][0]["userId"], "a\u{FFFD}[2J");
         assert_eq!((&passed["totalCost"], &passed["secret"]), (&json!(1.5), &Value::Null));
     }
 
     #[test]
-    fn report_refuses_what_is_not_one() {
+    fn parse_rejects_invalid_reports() {
         assert!(report(|it| it["totalCost"] = json!(-1)).is_err());
         assert!(report(|it| it["entries"][0]["cost"] = json!(-0.1)).is_err());
         assert!(report(|it| it["entries"][0]["date"] = json!("soon")).is_err());
         assert!(report(|it| it["entries"] = json!(null)).is_err());
-        assert!(Report::parse(b"<html>").is_err());
+        assert!(UsageReport::parse(b"<html>").is_err());
     }
 
     #[test]
-    fn refusal_names_each_failure_of_a_host() {
+    fn host_problem_covers_every_failure() {
         let id = MachineId::new();
-        let refused = |status| refusal(id, &UsageError::Host(HostCallError::Refused(status)));
+        let refused = |status| host_problem(id, &UsageError::Host(HostCallError::Refused(status)));
         let unreachable = UsageError::Host(HostCallError::Unreachable(anyhow::anyhow!("x")));
         for (problem, code, detail) in [
             (refused(StatusCode::UNAUTHORIZED), Code::HostRefused, "clock"),
@@ -280,8 +277,8 @@ mod tests {
             (refused(StatusCode::NOT_FOUND), Code::HostRefused, "update it"),
             (refused(StatusCode::SERVICE_UNAVAILABLE), Code::Unavailable, "try again"),
             (refused(StatusCode::INTERNAL_SERVER_ERROR), Code::HostRefused, "answered 500"),
-            (refusal(id, &UsageError::TooLarge(7)), Code::HostAnswerInvalid, "fewer days"),
-            (refusal(id, &unreachable), Code::HostUnreachable, "in time"),
+            (host_problem(id, &UsageError::TooLarge(7)), Code::HostAnswerInvalid, "fewer days"),
+            (host_problem(id, &unreachable), Code::HostUnreachable, "in time"),
         ] {
             assert_eq!(problem.code, code);
             assert!(problem.detail.contains(detail), "{problem:?}");

@@ -1,7 +1,7 @@
-//! Which account a browser uses, where its session and the identity provider's cookie name different users.
+//! The choice of account in a browser whose session and identity provider's cookie name different users.
 //!
-//! Two people may share a browser, so a page asks. Any host of the same domain can plant the provider's cookie, so until
-//! the person has decided, the session counts and the provider's user gets nothing.
+//! Two people may share a browser, so a page prompts for the choice. Any host of the same domain can plant the provider's
+//! cookie, so the session is used until the person decides.
 
 use axum::response::Response;
 use base64::Engine;
@@ -11,28 +11,28 @@ use http::{StatusCode, Uri};
 
 use super::cookie::RouterCookie;
 use super::identity::Identity;
-use super::serve::{Visit, redirect, session_failure};
-use super::session::{LIFE_SECONDS, hash};
-use super::{Site, page, sign_in};
+use super::serve::{RequestContext, redirect, session_problem};
+use super::session::{LIFETIME_SECONDS, sha256};
+use super::{RouterState, page, sign_in};
 use crate::http::problem::Problem;
 use crate::machine::name::IdpUserId;
-use crate::platform::api::call::Call;
+use crate::platform::api::call::ApiCall;
 
 pub(super) const PATH: &str = "/_svc/account";
 const TEMPLATE: &str = include_str!("account.html");
 
-/// What the person decided.
+/// The account that the person chose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Choice {
+pub(super) enum AccountChoice {
     Session,
     Provider,
 }
 
-impl Choice {
+impl AccountChoice {
     pub(super) const NAMES: [&str; 2] = ["session", "provider"];
 }
 
-impl std::str::FromStr for Choice {
+impl std::str::FromStr for AccountChoice {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -44,73 +44,80 @@ impl std::str::FromStr for Choice {
     }
 }
 
-/// The page that asks, where a person looks and has not decided between these two users.
-pub(super) fn unsettled(
-    site: &Site,
-    visit: &Visit,
+/// The page that prompts for the choice, if a browser shows it and the person has not chosen between these two users.
+pub(super) fn prompt(
+    router: &RouterState,
+    context: &RequestContext,
     identity: &Identity,
     headers: &HeaderMap,
     uri: &Uri,
 ) -> Option<Response> {
     let Identity::Disputed(session, subject) = identity else { return None };
-    let kept = RouterCookie::KeptAccount.get(headers, visit.scheme);
-    if !visit.page || kept == Some(&mark(&session.user, &subject.user)) {
+    let decided = RouterCookie::KeptAccount.get(headers, context.scheme);
+    if !context.wants_page || decided == Some(&decision_mark(&session.user, &subject.user)) {
         return None;
     }
     let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
-    let return_to = if sign_in::is_local(path) { path } else { "/" };
+    let return_to = if sign_in::is_local_path(path) { path } else { "/" };
     let body = page::styled(TEMPLATE)
-        .replace("{{session}}", &site.account_name(&session.user))
-        .replace("{{provider}}", &site.account_name(&subject.user))
-        .replace("{{return_to}}", &in_attribute(return_to));
+        .replace("{{session}}", &router.account_name(&session.user))
+        .replace("{{provider}}", &router.account_name(&subject.user))
+        .replace("{{return_to}}", &escape_attribute(return_to));
     Some(page::html(StatusCode::CONFLICT, body))
 }
 
-/// Keeps the session's account, or ends that session and opens one for the provider's user.
-pub(super) async fn choose(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
-    let Some(identity) = site.identify(visit, &call.headers).await? else {
-        return Err(sign_in::first());
+/// Keeps the session, or replaces it by a session of the provider's user.
+pub(super) async fn choose(
+    router: &RouterState,
+    context: &RequestContext,
+    call: &ApiCall,
+) -> Result<Response, Problem> {
+    let Some(identity) = router.identify(context, &call.headers).await? else {
+        return Err(sign_in::sign_in_required());
     };
-    let mut fields = if call.is_form() { call.form()? } else { call.fields()? };
-    let choice = fields.required::<Choice>("account");
+    let mut fields = if call.is_form() { call.form_fields()? } else { call.json_fields()? };
+    let choice = fields.required::<AccountChoice>("account");
     let return_to = fields.optional::<String>("returnTo");
     let choice = fields.finish(choice)?;
-    let return_to = return_to.filter(|path| sign_in::is_local(path)).unwrap_or_else(|| "/".to_owned());
-    let mut answer = redirect(StatusCode::SEE_OTHER, &return_to);
-    // Already decided, in another tab or by a double click.
-    let Identity::Disputed(session, subject) = &identity else { return Ok(answer) };
-    let set = match choice {
-        Choice::Session => {
-            RouterCookie::KeptAccount.set(&mark(&session.user, &subject.user), visit.scheme, LIFE_SECONDS)
-        }
-        Choice::Provider => {
-            let opened = site.sessions.open(visit.door, &subject.user, None).await;
-            let (token, _) = opened.map_err(|error| session_failure(&error))?;
-            site.sessions.revoke(session).await.map_err(|error| session_failure(&error))?;
-            RouterCookie::Session(visit.door).set(&token, visit.scheme, LIFE_SECONDS)
+    let return_to = return_to.filter(|path| sign_in::is_local_path(path)).unwrap_or_else(|| "/".to_owned());
+    let mut response = redirect(StatusCode::SEE_OTHER, &return_to);
+    // Already decided, for example in another tab or by a double click.
+    let Identity::Disputed(session, subject) = &identity else { return Ok(response) };
+    let set_cookie = match choice {
+        AccountChoice::Session => RouterCookie::KeptAccount.set_cookie(
+            &decision_mark(&session.user, &subject.user),
+            context.scheme,
+            LIFETIME_SECONDS,
+        ),
+        AccountChoice::Provider => {
+            let opened = router.sessions.open(context.host, &subject.user, None).await;
+            let (token, _) = opened.map_err(|error| session_problem(&error))?;
+            router.sessions.revoke(session).await.map_err(|error| session_problem(&error))?;
+            RouterCookie::Session(context.host).set_cookie(&token, context.scheme, LIFETIME_SECONDS)
         }
     };
-    answer.headers_mut().append(SET_COOKIE, set);
-    Ok(answer)
+    response.headers_mut().append(SET_COOKIE, set_cookie);
+    Ok(response)
 }
 
-impl Site {
-    /// As the user knows it: the name of their computer.
+impl RouterState {
+    /// A name that the user recognizes: the handle of their machine.
     fn account_name(&self, user: &IdpUserId) -> String {
         let machines = self.directory.machines(user).unwrap_or_default();
-        // Handles hold nothing that HTML would interpret.
-        machines
-            .first()
-            .map_or_else(|| "an account without a computer".to_owned(), |it| it.row.handle.to_string())
+        // Handles contain no HTML special characters.
+        machines.first().map_or_else(
+            || "an account without a computer".to_owned(),
+            |machine| machine.record.handle.to_string(),
+        )
     }
 }
 
-/// Remembers a decision for these two users alone.
-fn mark(session: &IdpUserId, provider: &IdpUserId) -> String {
-    B64.encode(hash(format!("{session}\0{provider}").as_bytes()))
+/// The cookie value that records a decision between these two users.
+fn decision_mark(session: &IdpUserId, provider: &IdpUserId) -> String {
+    B64.encode(sha256(format!("{session}\0{provider}").as_bytes()))
 }
 
-fn in_attribute(text: &str) -> String {
+fn escape_attribute(text: &str) -> String {
     text.replace('&', "&amp;").replace('"', "&quot;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
@@ -119,15 +126,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_decision_is_for_two_users_in_their_roles() {
+    fn decision_mark_depends_on_users_and_roles() {
         let user = |text: &str| text.parse::<IdpUserId>().unwrap();
-        assert_eq!(mark(&user("a"), &user("b")), mark(&user("a"), &user("b")));
-        assert_ne!(mark(&user("a"), &user("b")), mark(&user("b"), &user("a")));
-        assert_ne!(mark(&user("a"), &user("b")), mark(&user("a"), &user("c")));
+        assert_eq!(decision_mark(&user("a"), &user("b")), decision_mark(&user("a"), &user("b")));
+        assert_ne!(decision_mark(&user("a"), &user("b")), decision_mark(&user("b"), &user("a")));
+        assert_ne!(decision_mark(&user("a"), &user("b")), decision_mark(&user("a"), &user("c")));
     }
 
     #[test]
-    fn a_path_cannot_end_its_attribute() {
-        assert_eq!(in_attribute(r#"/?a="><b>&"#), "/?a=&quot;&gt;&lt;b&gt;&amp;");
+    fn escape_attribute_escapes_special_characters() {
+        assert_eq!(escape_attribute(r#"/?a="><b>&"#), "/?a=&quot;&gt;&lt;b&gt;&amp;");
     }
 }

@@ -1,8 +1,9 @@
-//! Requests of an app's page: by its token, in the path `/apps/<slug>/~<token>/…` or as bearer, never by a cookie.
+//! Requests of an app's page, authenticated by its app token in the path `/apps/<slug>/~<token>/…` or as bearer token,
+//! never by a cookie.
 //!
-//! The page has an opaque origin, so the browser sends `Origin: null` and asks for leave to read the answers
-//! (CORS); that is safe to give, because nothing that a browser adds by itself counts here. Invariant: what comes by
-//! an app token is forwarded as route `app` of that app and as nothing else.
+//! The page has an opaque origin, so the browser sends `Origin: null` and requires CORS headers. Allowing that origin is
+//! safe, because credentials that a browser adds automatically are ignored here. Invariant: a request with an app token
+//! is forwarded only as route `app` of that app.
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -16,157 +17,177 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri};
 
 use super::app_token::{self, AppClaims};
-use super::directory::Found;
-use super::door::Door;
+use super::directory::MachineLookup;
+use super::door::PublicHost;
 use super::identity::bearer;
-use super::page::Absence;
-use super::serve::{Caller, Visit, too_many};
-use super::{Site, frame, origin, own};
+use super::page::UnavailableReason;
+use super::serve::{Caller, RequestContext, rate_limited};
+use super::{RouterState, frame, origin, own};
 use crate::http::problem::{Code, Problem};
 use crate::http::proof::ProofError;
 
-const MARK: &str = "/~";
+const TOKEN_MARKER: &str = "/~";
 
-/// How an app token came.
-pub(super) enum Shown {
+/// The place of the app token in the request.
+pub(super) enum PresentedToken {
     InPath { slug: String, token: String, rest: String },
     AsBearer(String),
 }
 
-/// What an app's page asks for.
-pub(super) enum Asked {
-    /// Whether it may ask at all.
-    Leave,
-    InItsName(Shown),
+/// A request of an app's page.
+pub(super) enum AppRequest {
+    /// A CORS preflight, which has no token.
+    Preflight,
+    WithToken(PresentedToken),
 }
 
-/// What this request is, if an app's page sent it.
-pub(super) fn asked(visit: &Visit, request: &Request) -> Option<Asked> {
-    if visit.door != Door::App {
+/// Classifies a request; `None` if it is not one of an app's page.
+pub(super) fn classify(context: &RequestContext, request: &Request) -> Option<AppRequest> {
+    if context.host != PublicHost::App {
         return None;
     }
     if is_preflight(request.method(), request.headers()) {
-        return Some(Asked::Leave);
+        return Some(AppRequest::Preflight);
     }
-    shown(request).map(Asked::InItsName)
+    presented_token(request).map(AppRequest::WithToken)
 }
 
-/// Answers what an app's page asks.
-pub(super) async fn answer(site: &Site, visit: &Visit, asked: Asked, request: Request) -> Response {
-    let Asked::InItsName(shown) = asked else { return preflight() };
-    let opaque = from_opaque_origin(request.headers());
-    let mut answer = serve(site, visit, shown, request).await;
-    if opaque {
-        allow_opaque_origin(answer.headers_mut());
+/// Handles a request of an app's page.
+pub(super) async fn handle(
+    router: &RouterState,
+    context: &RequestContext,
+    app_request: AppRequest,
+    request: Request,
+) -> Response {
+    let AppRequest::WithToken(token) = app_request else { return preflight() };
+    let is_opaque = from_opaque_origin(request.headers());
+    let mut response = serve(router, context, token, request).await;
+    if is_opaque {
+        allow_opaque_origin(response.headers_mut());
     }
-    answer
+    response
 }
 
-async fn serve(site: &Site, visit: &Visit, shown: Shown, mut request: Request) -> Response {
+async fn serve(
+    router: &RouterState,
+    context: &RequestContext,
+    token: PresentedToken,
+    mut request: Request,
+) -> Response {
     if !from_opaque_origin(request.headers())
-        && origin::is_foreign_origin(request.headers(), visit.scheme, &visit.authority)
+        && origin::is_foreign_origin(request.headers(), context.scheme, &context.authority)
     {
         return Problem::new(Code::Forbidden, "The request comes from another origin.").into_response();
     }
-    let claims = match believed(site, visit, &shown) {
+    let claims = match verify_token(router, context, &token) {
         Ok(claims) => claims,
-        Err(refusal) => return refused(site, visit, refusal),
+        Err(rejection) => return reject(router, context, rejection),
     };
-    if let Err(wait) = site.users.check(&claims.sub) {
-        return too_many(wait).into_response();
+    if let Err(wait) = router.user_rate.check(&claims.sub) {
+        return rate_limited(wait).into_response();
     }
-    if own::is_ours(request.uri().path()) {
-        return Problem::new(Code::Forbidden, "This is for the owner, not for an app.").into_response();
+    if own::is_builtin_path(request.uri().path()) {
+        return Problem::new(Code::Forbidden, "This route is for the owner, not for apps.").into_response();
     }
-    if let Shown::InPath { slug, rest, .. } = &shown {
-        match onward_uri(request.uri(), slug, rest) {
+    if let PresentedToken::InPath { slug, rest, .. } = &token {
+        match upstream_uri(request.uri(), slug, rest) {
             Some(uri) => *request.uri_mut() = uri,
-            None => return Problem::new(Code::InvalidRequest, "The target is not one.").into_response(),
+            None => {
+                return Problem::new(Code::InvalidRequest, "The request target is not valid.")
+                    .into_response();
+            }
         }
     }
-    // The token has done its part; the machine learns who asks by the proof.
+    // The machine identifies the caller by the proof, so it must not see the token.
     request.headers_mut().remove(AUTHORIZATION);
-    match site.directory.of_machine(&claims.sub, claims.aud) {
-        Found::Running(machine, way) => {
-            site.forward(visit, &machine, &way, Caller::App(&claims), request).await
+    match router.directory.find_by_id(&claims.sub, claims.aud) {
+        MachineLookup::Running(machine, upstream) => {
+            router.forward(context, &machine, &upstream, Caller::App(&claims), request).await
         }
-        Found::Waiting(machine) => Absence::of(&machine.row).answer(visit.page),
-        Found::Nothing => Refusal::Ended.answer(visit.page),
-        Found::Unknown => Absence::Unknown.answer(visit.page),
+        MachineLookup::NotRunning(machine) => {
+            UnavailableReason::for_machine(&machine.record).respond(context.wants_page)
+        }
+        MachineLookup::NoMachine => TokenRejection::Expired.respond(context.wants_page),
+        MachineLookup::Unknown => UnavailableReason::Unknown.respond(context.wants_page),
     }
 }
 
-/// The answer to a token that opens nothing. A forged one counts against its address, and a good one never does.
-fn refused(site: &Site, visit: &Visit, refusal: Refusal) -> Response {
-    if matches!(refusal, Refusal::Forged)
-        && let Err(problem) = site.admit_check(visit)
+/// The response to a rejected token. Only a forged token counts against the limit of the client's address.
+fn reject(router: &RouterState, context: &RequestContext, rejection: TokenRejection) -> Response {
+    if matches!(rejection, TokenRejection::Forged)
+        && let Err(problem) = router.admit_check(context)
     {
         return problem.into_response();
     }
-    refusal.answer(visit.page)
+    rejection.respond(context.wants_page)
 }
 
-/// Why a token opens nothing.
-enum Refusal {
-    /// Signed by no key of ours.
+/// Reason why an app token is rejected.
+enum TokenRejection {
+    /// Malformed, or not signed by a platform key.
     Forged,
-    /// Expired, or for a machine that has been replaced.
-    Ended,
+    /// Expired, revoked by a sign-out, or for a machine that has been replaced.
+    Expired,
     AnotherApp,
 }
 
-impl Refusal {
-    fn answer(self, page: bool) -> Response {
+impl TokenRejection {
+    fn respond(self, wants_page: bool) -> Response {
         match self {
-            Self::Forged | Self::Ended if page => frame::ended(),
-            Self::Forged | Self::Ended => {
-                let detail = "The app token is not valid, or not any more; ask for a new one.";
+            Self::Forged | Self::Expired if wants_page => frame::expired_page(),
+            Self::Forged | Self::Expired => {
+                let detail = "The app token is invalid or has expired; request a new one.";
                 Problem::new(Code::Unauthorized, detail).into_response()
             }
             Self::AnotherApp => {
-                Problem::new(Code::Forbidden, "This app token is another app's.").into_response()
+                Problem::new(Code::Forbidden, "This app token belongs to another app.").into_response()
             }
         }
     }
 }
 
-fn believed(site: &Site, visit: &Visit, shown: &Shown) -> Result<AppClaims, Refusal> {
-    let (token, slug) = match shown {
-        Shown::InPath { slug, token, .. } => (token, Some(slug)),
-        Shown::AsBearer(token) => (token, None),
+fn verify_token(
+    router: &RouterState,
+    context: &RequestContext,
+    token: &PresentedToken,
+) -> Result<AppClaims, TokenRejection> {
+    let (token, slug) = match token {
+        PresentedToken::InPath { slug, token, .. } => (token, Some(slug)),
+        PresentedToken::AsBearer(token) => (token, None),
     };
-    let keys = site.proof.borrow();
-    let claims = app_token::verify(&keys.app.public, token, visit.now);
+    let keys = router.proof.borrow();
+    let claims = app_token::verify(&keys.app.public, token, context.now);
     drop(keys);
     let claims = claims.map_err(|error| {
-        tracing::debug!(%error, "app token refused");
-        if matches!(error, ProofError::Stale) { Refusal::Ended } else { Refusal::Forged }
+        tracing::debug!(%error, "app token rejected");
+        if matches!(error, ProofError::Stale) { TokenRejection::Expired } else { TokenRejection::Forged }
     })?;
-    if claims.generation < site.sign_outs.required(&claims.sub) {
-        return Err(Refusal::Ended);
+    if claims.generation < router.sign_outs.required(&claims.sub) {
+        return Err(TokenRejection::Expired);
     }
     if slug.is_some_and(|slug| *slug != claims.app) {
-        return Err(Refusal::AnotherApp);
+        return Err(TokenRejection::AnotherApp);
     }
     Ok(claims)
 }
 
-fn shown(request: &Request) -> Option<Shown> {
-    if let Some(below) = request.uri().path().strip_prefix("/apps/")
-        && let Some(end) = below.find(MARK)
-        && app_token::is_slug(&below[..end])
+fn presented_token(request: &Request) -> Option<PresentedToken> {
+    if let Some(path) = request.uri().path().strip_prefix("/apps/")
+        && let Some(end) = path.find(TOKEN_MARKER)
+        && app_token::is_slug(&path[..end])
     {
-        let (token, rest) =
-            below[end + MARK.len()..].split_once('/').unwrap_or((&below[end + MARK.len()..], ""));
-        let own = |text: &str| text.to_owned();
-        return Some(Shown::InPath { slug: own(&below[..end]), token: own(token), rest: own(rest) });
+        let (token, rest) = path[end + TOKEN_MARKER.len()..]
+            .split_once('/')
+            .unwrap_or((&path[end + TOKEN_MARKER.len()..], ""));
+        let slug = path[..end].to_owned();
+        return Some(PresentedToken::InPath { slug, token: token.to_owned(), rest: rest.to_owned() });
     }
-    let token = bearer(request.headers()).filter(|token| app_token::looks_like_one(token))?;
-    Some(Shown::AsBearer(token.to_owned()))
+    let token = bearer(request.headers()).filter(|token| app_token::is_app_token(token))?;
+    Some(PresentedToken::AsBearer(token.to_owned()))
 }
 
-/// The target as the machine knows it: the token is the router's alone.
-fn onward_uri(uri: &Uri, slug: &str, rest: &str) -> Option<Uri> {
+/// The request target without the token, which the machine must not see.
+fn upstream_uri(uri: &Uri, slug: &str, rest: &str) -> Option<Uri> {
     let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
     let mut parts = uri.clone().into_parts();
     parts.path_and_query = Some(PathAndQuery::try_from(format!("/apps/{slug}/{rest}{query}")).ok()?);
@@ -178,7 +199,7 @@ fn from_opaque_origin(headers: &HeaderMap) -> bool {
     matches!((origins.next(), origins.next()), (Some(origin), None) if origin == "null")
 }
 
-/// A browser asks for leave before it sends what a form could not; it shows no token then.
+/// Whether this is a CORS preflight, which carries no token.
 fn is_preflight(method: &Method, headers: &HeaderMap) -> bool {
     method == Method::OPTIONS
         && headers.contains_key(ACCESS_CONTROL_REQUEST_METHOD)
@@ -186,9 +207,9 @@ fn is_preflight(method: &Method, headers: &HeaderMap) -> bool {
 }
 
 fn preflight() -> Response {
-    let mut answer = Response::new(Body::empty());
-    *answer.status_mut() = StatusCode::NO_CONTENT;
-    let headers = answer.headers_mut();
+    let mut response = Response::new(Body::empty());
+    *response.status_mut() = StatusCode::NO_CONTENT;
+    let headers = response.headers_mut();
     let fixed: [(HeaderName, &'static str); 3] = [
         (ACCESS_CONTROL_ALLOW_METHODS, "GET, HEAD, POST, PUT, PATCH, DELETE"),
         (
@@ -201,7 +222,7 @@ fn preflight() -> Response {
         headers.insert(name, HeaderValue::from_static(value));
     }
     allow_opaque_origin(headers);
-    answer
+    response
 }
 
 fn allow_opaque_origin(headers: &mut HeaderMap) {

@@ -1,7 +1,7 @@
-//! App tokens: what an app's page holds in place of its owner's session (contract, part 4, "Apps").
+//! App tokens, which an app's page has instead of its owner's session (contract, part 4, "Apps").
 //!
-//! A token is for one app on one machine of one user, for an hour. It is signed by a key of its own purpose, so that
-//! no token can pass for a proof, nor a proof for a token. Invariant: it never leads to another machine or another app.
+//! A token is valid for one hour, for one app on one machine of one user. A dedicated key signs app tokens, so a token
+//! cannot be used as a proof, or a proof as a token. Invariant: a token never reaches another machine or app.
 
 use std::time::Duration;
 
@@ -12,38 +12,37 @@ use crate::http::proof::{LEEWAY_SECONDS, ProofError, ProofKeys, Signer};
 use crate::machine::id::MachineId;
 use crate::machine::name::IdpUserId;
 
-/// Tells an app token from the identity provider's.
+/// Distinguishes app tokens from the identity provider's tokens.
 const PREFIX: &str = "svca_";
 const ISSUER: &str = "svc-app-token";
-pub(super) const LIFE_SECONDS: i64 = 3600;
-/// After this, counted from its making, no router believes a token.
-pub const LONGEST_LIFE: Duration = Duration::from_secs((LIFE_SECONDS + LEEWAY_SECONDS) as u64);
-/// Longer ones are not looked at.
-const LONGEST: usize = 2048;
-const LONGEST_SLUG: usize = 41;
+pub(super) const LIFETIME_SECONDS: i64 = 3600;
+/// Maximum age of a token that any router accepts.
+pub const MAX_LIFETIME: Duration = Duration::from_secs((LIFETIME_SECONDS + LEEWAY_SECONDS) as u64);
+const MAX_TOKEN_BYTES: usize = 2048;
+const MAX_SLUG_BYTES: usize = 41;
 
-/// For whom a token stands.
+/// The claims of an app token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct AppClaims {
     iss: String,
     pub(super) sub: IdpUserId,
-    /// The machine; its successor needs a token of its own.
+    /// The machine; a token is not valid for its successor.
     pub(super) aud: MachineId,
     pub(super) app: String,
     iat: i64,
     pub(super) exp: i64,
-    /// The number of the user's last sign-out when it was made.
+    /// Generation of the user's last sign-out at the time of issue.
     #[serde(default)]
     pub(super) generation: i64,
 }
 
-/// A token and the Unix second at which it ends.
-pub(super) struct Minted {
+/// An app token and its expiry as a Unix timestamp in seconds.
+pub(super) struct MintedToken {
     pub(super) token: String,
     pub(super) expires_at: i64,
 }
 
-/// `app` is a slug, see [`is_slug`].
+/// Issues a token; `app` must be a slug, see [`is_slug`].
 pub(super) fn mint(
     signer: &Signer,
     user: &IdpUserId,
@@ -51,9 +50,9 @@ pub(super) fn mint(
     app: &str,
     generation: i64,
     now: Timestamp,
-) -> Minted {
+) -> MintedToken {
     let iat = now.as_second();
-    let exp = iat + LIFE_SECONDS;
+    let exp = iat + LIFETIME_SECONDS;
     let claims = AppClaims {
         iss: ISSUER.to_owned(),
         sub: user.clone(),
@@ -63,19 +62,20 @@ pub(super) fn mint(
         exp,
         generation,
     };
-    Minted { token: format!("{PREFIX}{}", signer.sign_json(&claims)), expires_at: exp }
+    MintedToken { token: format!("{PREFIX}{}", signer.sign_json(&claims)), expires_at: exp }
 }
 
-pub(super) fn looks_like_one(text: &str) -> bool {
+pub(super) fn is_app_token(text: &str) -> bool {
     text.starts_with(PREFIX)
 }
 
 /// # Errors
-/// [`ProofError`]; never `WrongMachine`, which the caller knows better.
+/// [`ProofError`], except `WrongMachine`: the caller checks the machine.
 pub(super) fn verify(keys: &ProofKeys, token: &str, now: Timestamp) -> Result<AppClaims, ProofError> {
-    let jwt = token.strip_prefix(PREFIX).filter(|_| token.len() <= LONGEST).ok_or(ProofError::Malformed)?;
+    let jwt =
+        token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES).ok_or(ProofError::Malformed)?;
     let claims: AppClaims = serde_json::from_slice(&keys.open(jwt)?).map_err(|_| ProofError::Malformed)?;
-    if claims.iss != ISSUER || claims.exp - claims.iat > LIFE_SECONDS || !is_slug(&claims.app) {
+    if claims.iss != ISSUER || claims.exp - claims.iat > LIFETIME_SECONDS || !is_slug(&claims.app) {
         return Err(ProofError::Malformed);
     }
     let now = now.as_second();
@@ -85,9 +85,9 @@ pub(super) fn verify(keys: &ProofKeys, token: &str, now: Timestamp) -> Result<Ap
     Ok(claims)
 }
 
-/// `^[a-z][a-z0-9-]{0,40}$`, as the host's app registry has it.
+/// Whether `text` matches `^[a-z][a-z0-9-]{0,40}$`, as in the host's app registry.
 pub(super) fn is_slug(text: &str) -> bool {
-    text.len() <= LONGEST_SLUG
+    text.len() <= MAX_SLUG_BYTES
         && text.starts_with(|c: char| c.is_ascii_lowercase())
         && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
 }
@@ -103,22 +103,22 @@ mod tests {
     }
 
     #[test]
-    fn a_token_holds_for_an_hour_and_by_its_key_alone() {
+    fn verify_rejects_expired_and_foreign_tokens() {
         let (own, other, now) = (signer(), signer(), Timestamp::now());
         let keys = ProofKeys { keys: vec![own.public()] };
         let (user, machine) = ("user_1".parse().unwrap(), MachineId::new());
         let minted = mint(&own, &user, machine, "notes", 0, now);
-        assert!(looks_like_one(&minted.token));
+        assert!(is_app_token(&minted.token));
         let claims = verify(&keys, &minted.token, now).unwrap();
         assert_eq!((claims.sub, claims.aud, &*claims.app), (user.clone(), machine, "notes"));
-        let late = now + SignedDuration::from_secs(LIFE_SECONDS + LEEWAY_SECONDS + 1);
+        let late = now + SignedDuration::from_secs(LIFETIME_SECONDS + LEEWAY_SECONDS + 1);
         assert_eq!(verify(&keys, &minted.token, late), Err(ProofError::Stale));
         let forged = mint(&other, &user, machine, "notes", 0, now);
         assert_eq!(verify(&keys, &forged.token, now), Err(ProofError::BadSignature));
     }
 
     #[test]
-    fn what_else_the_key_signed_is_no_token() {
+    fn verify_rejects_other_signed_claims() {
         let (own, now) = (signer(), Timestamp::now());
         let keys = ProofKeys { keys: vec![own.public()] };
         let (user, machine) = ("user_1".parse().unwrap(), MachineId::new());
@@ -135,7 +135,7 @@ mod tests {
         assert!(verify(&keys, &sign(&good()), now).is_ok());
         for bad in [
             AppClaims { iss: crate::http::proof::ISSUER.to_owned(), ..good() },
-            AppClaims { exp: now.as_second() + LIFE_SECONDS + 1, ..good() },
+            AppClaims { exp: now.as_second() + LIFETIME_SECONDS + 1, ..good() },
             AppClaims { app: "a/b".to_owned(), ..good() },
             AppClaims { app: String::new(), ..good() },
         ] {
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn slugs_are_the_hosts() {
+    fn is_slug_matches_host_pattern() {
         for good in ["a", "notes", "my-app-2", &"a".repeat(41)] {
             assert!(is_slug(good), "{good}");
         }

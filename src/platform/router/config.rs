@@ -1,4 +1,4 @@
-//! The router's settings. The invariant: a value that got here is usable as it is.
+//! The router's configuration. Invariant: every value is validated.
 
 use std::time::Duration;
 
@@ -9,47 +9,47 @@ use crate::http::jwt::Trust;
 use crate::http::networks::Networks;
 use crate::http::tls::ChainCheck;
 
-use super::door::Door;
+use super::door::PublicHost;
 
-/// A change of a machine must be obeyed within a second.
-const SLOWEST_POLL_MS: u64 = 500;
-/// Safe for as long, because a machine answers only by the key that it registered.
+/// A change of a machine must take effect within one second.
+const MAX_POLL_INTERVAL_MS: u64 = 500;
+/// Stale routes are safe, because a connection requires the TLS key that the machine registered.
 const MAX_STALE_SECONDS: u64 = 1800;
-/// A quarter of what one core forwards.
+/// A quarter of the throughput of one core.
 const USER_REQUESTS_PER_SECOND: u32 = 5000;
-/// A browser needs one a minute, so that thousands can share an address.
+/// A browser needs about one check per minute, so thousands can share an address.
 const ADDRESS_CHECKS_PER_SECOND: u32 = 100;
 
 #[derive(Debug, Clone)]
 pub struct RouterConfig {
-    pub app_host: PublicHost,
-    pub code_host: PublicHost,
-    /// The scheme that browsers use, where it is not the listener's own.
+    pub app_host: HostAndPort,
+    pub code_host: HostAndPort,
+    /// The scheme that browsers use, if it differs from the listener's.
     pub public_scheme: Option<&'static str>,
     pub idp: Trust,
     pub sign_in: Url,
-    /// Where requests go that have no running machine; for old deployments only.
+    /// Redirect target for users without a running machine. Only for legacy deployments.
     pub legacy_fallback: Option<Url>,
     pub chain_check: ChainCheck,
-    pub poll: Duration,
-    /// How long routes are served while the database is unreachable.
+    pub poll_interval: Duration,
+    /// Maximum age at which routes are served while the database is unreachable.
     pub max_staleness: Duration,
-    /// Of each user, each second; 0 for no limit.
+    /// Requests per user per second; 0 means no limit.
     pub user_rate: u32,
-    /// Credentials that this process has not verified before, of each address, each second; 0 for no limit.
+    /// Checks of uncached credentials per address per second; 0 means no limit.
     pub check_rate: u32,
-    /// Load balancers in front of the router: their connections are not limited by address.
+    /// Load balancers in front of the router, exempt from the limit per address.
     pub trusted_proxies: Networks,
 }
 
 impl RouterConfig {
     /// Reads `APP_HOST`, `CODE_HOST`, `ROUTER_*`, `IDP_*`, `LEGACY_FALLBACK_URL`, `CUSTOMER_VPS_TLS_VERIFY` and
-    /// `PLATFORM_ROUTES_POLL_MS`; `None` after a mistake was recorded.
+    /// `PLATFORM_ROUTES_POLL_MS`. Records mistakes in `env` and returns `None` if there are any.
     pub fn read(env: &mut Env) -> Option<Self> {
-        let app_host: Option<PublicHost> = env.required("APP_HOST");
-        let code_host: Option<PublicHost> = env.required("CODE_HOST");
+        let app_host: Option<HostAndPort> = env.required("APP_HOST");
+        let code_host: Option<HostAndPort> = env.required("CODE_HOST");
         if app_host.is_some() && app_host == code_host {
-            env.mistake("CODE_HOST", "must be another host than APP_HOST");
+            env.mistake("CODE_HOST", "must differ from APP_HOST");
         }
         let public_scheme = match env.text("ROUTER_PUBLIC_SCHEME").as_deref() {
             None => None,
@@ -69,7 +69,8 @@ impl RouterConfig {
         }
         let legacy_fallback = web_url(env, "LEGACY_FALLBACK_URL");
         let chain = env.flag("CUSTOMER_VPS_TLS_VERIFY", crate::config::Flag::Off);
-        let poll = env.or("PLATFORM_ROUTES_POLL_MS", SLOWEST_POLL_MS).clamp(10, SLOWEST_POLL_MS);
+        let poll_interval =
+            env.or("PLATFORM_ROUTES_POLL_MS", MAX_POLL_INTERVAL_MS).clamp(10, MAX_POLL_INTERVAL_MS);
         let max_stale = env.or("ROUTER_MAX_STALE_SECONDS", MAX_STALE_SECONDS).max(1);
         let user_rate = env.or("ROUTER_USER_REQUESTS_PER_SECOND", USER_REQUESTS_PER_SECOND);
         let check_rate = env.or("ROUTER_ADDRESS_CHECKS_PER_SECOND", ADDRESS_CHECKS_PER_SECOND);
@@ -82,7 +83,7 @@ impl RouterConfig {
             sign_in: sign_in?,
             legacy_fallback,
             chain_check: if chain.is_on() { ChainCheck::PinAndChain } else { ChainCheck::PinOnly },
-            poll: Duration::from_millis(poll),
+            poll_interval: Duration::from_millis(poll_interval),
             max_staleness: Duration::from_secs(max_stale),
             user_rate,
             check_rate,
@@ -90,19 +91,19 @@ impl RouterConfig {
         })
     }
 
-    /// Which of the two public names a request was sent to.
-    pub(super) fn door(&self, authority: &str) -> Option<Door> {
+    /// The public host of a request's authority.
+    pub(super) fn find_host(&self, authority: &str) -> Option<PublicHost> {
         if self.app_host.is(authority) {
-            Some(Door::App)
+            Some(PublicHost::App)
         } else {
-            self.code_host.is(authority).then_some(Door::Code)
+            self.code_host.is(authority).then_some(PublicHost::Code)
         }
     }
 
-    pub(super) fn host(&self, door: Door) -> &PublicHost {
-        match door {
-            Door::App => &self.app_host,
-            Door::Code => &self.code_host,
+    pub(super) fn address(&self, host: PublicHost) -> &HostAndPort {
+        match host {
+            PublicHost::App => &self.app_host,
+            PublicHost::Code => &self.code_host,
         }
     }
 }
@@ -138,20 +139,20 @@ fn web_url(env: &mut Env, name: &str) -> Option<Url> {
     Some(url)
 }
 
-/// A public host name; with a port only where it is not the scheme's own and must be compared.
+/// A host name, with a port only if requests must match it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PublicHost {
+pub struct HostAndPort {
     name: String,
     port: Option<u16>,
 }
 
-impl PublicHost {
+impl HostAndPort {
     fn is(&self, authority: &str) -> bool {
         let (name, port) = split(authority);
         name.eq_ignore_ascii_case(&self.name) && self.port.is_none_or(|own| port == Some(own))
     }
 
-    /// The authority of a URL to this host, for a client that reached us at `here`.
+    /// The authority of a URL to this host, for a client that reached the router at `here`.
     pub(super) fn authority(&self, here: &str) -> String {
         match self.port.or_else(|| split(here).1) {
             Some(port) => format!("{}:{port}", self.name),
@@ -170,14 +171,14 @@ fn split(authority: &str) -> (&str, Option<u16>) {
     }
 }
 
-impl std::str::FromStr for PublicHost {
+impl std::str::FromStr for HostAndPort {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let (name, port) = split(text);
         let fits = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
         if name.is_empty() || !name.chars().all(fits) {
-            return Err("must be a host name, with :port only where it must be compared");
+            return Err("must be a host name, optionally with the :port that requests must match");
         }
         Ok(Self { name: name.to_ascii_lowercase(), port })
     }
@@ -205,13 +206,13 @@ mod tests {
     }
 
     #[test]
-    fn hosts_are_compared_without_case_and_port_unless_the_port_is_theirs() {
+    fn find_host_ignores_case_and_unconfigured_port() {
         let config = read(&[("CODE_HOST", "code.example:8443")]).unwrap();
-        assert_eq!(config.door("app.EXAMPLE"), Some(Door::App));
-        assert_eq!(config.door("app.example:9"), Some(Door::App));
-        assert_eq!(config.door("code.example:8443"), Some(Door::Code));
+        assert_eq!(config.find_host("app.EXAMPLE"), Some(PublicHost::App));
+        assert_eq!(config.find_host("app.example:9"), Some(PublicHost::App));
+        assert_eq!(config.find_host("code.example:8443"), Some(PublicHost::Code));
         for other in ["code.example", "app.example.evil", "xapp.example", "", ":1", "app.example@code"] {
-            assert_eq!(config.door(other), None, "{other}");
+            assert_eq!(config.find_host(other), None, "{other}");
         }
         assert_eq!(config.app_host.authority("code.example:8443"), "app.example:8443");
         assert_eq!(config.app_host.authority("code.example"), "app.example");
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mistake_is_named() {
+    fn read_reports_every_mistake() {
         let mistakes = read(&[
             ("APP_HOST", "https://app"),
             ("CODE_HOST", ""),

@@ -1,43 +1,43 @@
-//! Cookies (RFC 6265): ours as they are set and read, and which of an upstream's are dropped.
+//! Cookies (RFC 6265): sets and reads the router's cookies, and drops cookies of these names that a machine sets.
 //!
-//! Over HTTPS our cookies carry the prefix `__Host-`: a browser accepts such a cookie only from this very host, so no
-//! sibling host of the same domain can plant one.
+//! Over HTTPS the router's cookies have the prefix `__Host-`: a browser accepts such a cookie only from the host itself,
+//! so that no other host of the same domain can plant one.
 
 use http::header::{COOKIE, HeaderMap, SET_COOKIE};
 use http::{HeaderName, HeaderValue};
 
-use super::door::Door;
+use super::door::PublicHost;
 
 /// The identity provider's session cookie.
 const IDP: &str = "__session";
 const HOST_PREFIX: &str = "__Host-";
-/// Browsers say with it how a request came about; programs leave it out.
+/// Browsers send this header; other clients do not.
 static FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
 /// A cookie that the router sets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RouterCookie {
-    Session(Door),
-    /// Binds a one-time code to the browser that requested it.
+    Session(PublicHost),
+    /// Binds a single-use code to the browser that requested it.
     State,
-    /// Remembers which account the person kept when session and provider disagreed.
+    /// Records that the person kept the session's account although the provider's cookie names another user.
     KeptAccount,
 }
 
 impl RouterCookie {
     const ALL: [Self; 4] =
-        [Self::Session(Door::App), Self::Session(Door::Code), Self::State, Self::KeptAccount];
+        [Self::Session(PublicHost::App), Self::Session(PublicHost::Code), Self::State, Self::KeptAccount];
 
-    /// The name over plain HTTP, and for programs.
+    /// The name without the prefix, which is used over plain HTTP and by other clients than browsers.
     fn name(self) -> &'static str {
         match self {
-            Self::Session(door) => door.session_cookie(),
+            Self::Session(host) => host.session_cookie(),
             Self::State => "svc_code_state",
             Self::KeptAccount => "svc_kept_account",
         }
     }
 
-    /// Its value in a request that came by `scheme`. A browser's cookie without the prefix does not count over HTTPS.
+    /// The cookie's value. Over HTTPS a browser's cookie without the prefix is ignored.
     pub(super) fn get<'a>(self, headers: &'a HeaderMap, scheme: &str) -> Option<&'a str> {
         if scheme != "https" {
             return find(headers, |name| name == self.name());
@@ -48,20 +48,20 @@ impl RouterCookie {
         })
     }
 
-    /// Sets it for this host. Scripts cannot read it, and it travels over HTTPS alone.
-    pub(super) fn set(self, value: &str, scheme: &str, max_age_seconds: u64) -> HeaderValue {
+    /// The `Set-Cookie` value for this host. Scripts cannot read the cookie, and browsers send it only over HTTPS.
+    pub(super) fn set_cookie(self, value: &str, scheme: &str, max_age_seconds: u64) -> HeaderValue {
         let prefix = if scheme == "https" { HOST_PREFIX } else { "" };
         let name = self.name();
         let line = format!(
             "{prefix}{name}={value}; Path=/; Max-Age={max_age_seconds}; HttpOnly; Secure; SameSite=Lax"
         );
-        let mut line = HeaderValue::from_str(&line).expect("our cookies are base64url");
+        let mut line = HeaderValue::from_str(&line).expect("cookie values are base64url");
         line.set_sensitive(true);
         line
     }
 
     pub(super) fn clear(self, scheme: &str) -> HeaderValue {
-        self.set("", scheme, 0)
+        self.set_cookie("", scheme, 0)
     }
 }
 
@@ -70,14 +70,14 @@ pub(super) fn provider_token(headers: &HeaderMap) -> Option<&str> {
     find(headers, |name| name == IDP)
 }
 
-/// The first cookie whose name fits.
+/// The value of the first cookie whose name matches.
 fn find(headers: &HeaderMap, fits: impl Fn(&str) -> bool) -> Option<&str> {
     let lines = headers.get_all(COOKIE).iter().filter_map(|line| line.to_str().ok());
     let mut pairs = lines.flat_map(|line| line.split(';')).filter_map(|pair| pair.trim().split_once('='));
     pairs.find(|(name, _)| fits(name)).map(|(_, value)| value.trim_matches('"'))
 }
 
-/// Whether a machine may not set a cookie of this name. Browsers ignore the case of a prefix.
+/// Whether machines must not set a cookie of this name. Browsers ignore the case of the prefix.
 fn is_reserved(name: &[u8]) -> bool {
     let bare = match name.split_at_checked(HOST_PREFIX.len()) {
         Some((prefix, bare)) if prefix.eq_ignore_ascii_case(HOST_PREFIX.as_bytes()) => bare,
@@ -88,34 +88,34 @@ fn is_reserved(name: &[u8]) -> bool {
         || RouterCookie::ALL.iter().any(|cookie| bare == cookie.name().as_bytes())
 }
 
-/// The names of our cookies, bare and with their prefix, as `tests/fuzz` holds machines to them.
+/// All reserved cookie names, with and without the prefix, for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn reserved_names() -> Vec<String> {
-    let ours = RouterCookie::ALL.iter().map(|cookie| cookie.name()).chain([IDP]);
-    ours.flat_map(|name| [name.to_owned(), format!("{HOST_PREFIX}{name}")]).collect()
+    let names = RouterCookie::ALL.iter().map(|cookie| cookie.name()).chain([IDP]);
+    names.flat_map(|name| [name.to_owned(), format!("{HOST_PREFIX}{name}")]).collect()
 }
 
-/// Leaves what a browser is given of an upstream's cookies, as `tests/fuzz` reaches it.
+/// Drops reserved cookies of a machine's response, for `tests/fuzz`.
 #[cfg(feature = "fuzzing")]
 pub fn drop_reserved(headers: &mut HeaderMap) {
-    drop_ours(headers);
+    drop_reserved_cookies(headers);
 }
 
-/// Drops what an upstream would set under our names. A line without a name is dropped too: browsers send it back as
-/// if its value were the pair.
-pub(super) fn drop_ours(headers: &mut HeaderMap) {
-    let ours = |line: &HeaderValue| {
+/// Drops cookies that a machine sets under reserved names. Also drops lines without a name, because browsers send back
+/// their value as if it were a name and value.
+pub(super) fn drop_reserved_cookies(headers: &mut HeaderMap) {
+    let is_reserved_line = |line: &HeaderValue| {
         let pair = line.as_bytes().split(|b| *b == b';').next().unwrap_or_default();
         match pair.iter().position(|b| *b == b'=') {
             None | Some(0) => true,
             Some(end) => is_reserved(pair[..end].trim_ascii()),
         }
     };
-    if !headers.get_all(SET_COOKIE).iter().any(ours) {
+    if !headers.get_all(SET_COOKIE).iter().any(is_reserved_line) {
         return;
     }
     let kept: Vec<HeaderValue> =
-        headers.get_all(SET_COOKIE).iter().filter(|line| !ours(line)).cloned().collect();
+        headers.get_all(SET_COOKIE).iter().filter(|line| !is_reserved_line(line)).cloned().collect();
     headers.remove(SET_COOKIE);
     for line in kept {
         headers.append(SET_COOKIE, line);
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_sets_its_own_cookies_and_none_of_ours() {
+    fn drop_reserved_cookies_keeps_other_cookies() {
         let mut headers = HeaderMap::new();
         for line in [
             "a=1; Path=/",
@@ -144,31 +144,31 @@ mod tests {
         ] {
             headers.append(SET_COOKIE, HeaderValue::from_static(line));
         }
-        drop_ours(&mut headers);
+        drop_reserved_cookies(&mut headers);
         assert_eq!(headers.get_all(SET_COOKIE).iter().collect::<Vec<_>>(), ["a=1; Path=/", "svc_sessions=2"]);
     }
 
     #[test]
-    fn the_first_of_a_name_is_read() {
+    fn get_returns_first_cookie_of_name() {
         let mut headers = HeaderMap::new();
         headers.append(COOKIE, HeaderValue::from_static("a=1; svc_session=x=y; svc_session=z"));
         headers.append(COOKIE, HeaderValue::from_static("__session=\"2\""));
-        assert_eq!(RouterCookie::Session(Door::App).get(&headers, "http"), Some("x=y"));
+        assert_eq!(RouterCookie::Session(PublicHost::App).get(&headers, "http"), Some("x=y"));
         assert_eq!(provider_token(&headers), Some("2"));
         assert_eq!(RouterCookie::State.get(&headers, "http"), None);
     }
 
     #[test]
-    fn a_planted_cookie_does_not_count_over_https() {
-        let session = RouterCookie::Session(Door::App);
+    fn get_ignores_unprefixed_browser_cookie_over_https() {
+        let session = RouterCookie::Session(PublicHost::App);
         let mut headers = HeaderMap::new();
         headers.append(COOKIE, HeaderValue::from_static("svc_session=planted"));
-        assert_eq!(session.get(&headers, "https"), Some("planted"), "a program's");
+        assert_eq!(session.get(&headers, "https"), Some("planted"), "not a browser");
         headers.append(&FETCH_SITE, HeaderValue::from_static("same-origin"));
         assert_eq!(session.get(&headers, "https"), None);
         headers.append(COOKIE, HeaderValue::from_static("__Host-svc_session=own"));
         assert_eq!(session.get(&headers, "https"), Some("own"));
-        let line = session.set("x", "https", 60);
+        let line = session.set_cookie("x", "https", 60);
         let line = line.to_str().unwrap();
         assert!(line.starts_with("__Host-svc_session=x; Path=/; ") && line.contains("; Secure"), "{line}");
         assert!(!line.to_ascii_lowercase().contains("domain"), "{line}");

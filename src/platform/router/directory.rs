@@ -1,7 +1,7 @@
-//! Which machine serves a user: the active rows of `user_machines` in memory.
+//! Maps users to their machines: an in-memory copy of the active rows of `user_machines`.
 //!
-//! The watcher replaces the whole table; requests read it. Invariant: a way exists exactly for a running, active row,
-//! and is closed, with all that goes over it, when its row is no longer that.
+//! The watcher replaces the whole table; requests read it. Invariant: an upstream exists exactly while its row is active
+//! and running; when that ends, it is closed with its connections.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -12,7 +12,7 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{IdpUserId, Slot};
 
 use super::freshness::Freshness;
-use super::machine::{Machine, Row, Way};
+use super::machine::{Machine, MachineRecord, Upstream};
 
 pub(super) struct Directory {
     check: ChainCheck,
@@ -26,21 +26,21 @@ struct Table {
     machines: HashMap<MachineId, Arc<Machine>>,
 }
 
-/// What there is for a user.
-pub(super) enum Found {
-    /// Runs, and its way was open when it was looked up.
-    Running(Arc<Machine>, Arc<Way>),
-    Waiting(Arc<Machine>),
-    Nothing,
-    /// The database has not been seen for too long.
+/// Result of looking up a user's machine.
+pub(super) enum MachineLookup {
+    /// The machine runs, and its upstream was open at the time of the lookup.
+    Running(Arc<Machine>, Arc<Upstream>),
+    NotRunning(Arc<Machine>),
+    NoMachine,
+    /// The routes are too old, because the database has been unreachable.
     Unknown,
 }
 
-impl Found {
-    fn of(machine: &Arc<Machine>) -> Self {
-        match &machine.way {
-            Some(way) => Self::Running(Arc::clone(machine), Arc::clone(way)),
-            None => Self::Waiting(Arc::clone(machine)),
+impl MachineLookup {
+    fn for_machine(machine: &Arc<Machine>) -> Self {
+        match &machine.upstream {
+            Some(upstream) => Self::Running(Arc::clone(machine), Arc::clone(upstream)),
+            None => Self::NotRunning(Arc::clone(machine)),
         }
     }
 }
@@ -50,45 +50,46 @@ impl Directory {
         Self { check, freshness, table: RwLock::default() }
     }
 
-    /// The machine of the chosen slot; without a choice, or where the chosen slot is gone, the running one of
+    /// Finds the machine of the chosen slot. Without a choice, or if that slot is gone, finds the running machine of
     /// `primary`, else the oldest running one.
-    pub(super) fn find(&self, user: &IdpUserId, chosen: Option<&Slot>) -> Found {
-        let Some(users) = self.trusted() else { return Found::Unknown };
-        let Some(machines) = users.get(user) else { return Found::Nothing };
-        let of_choice = chosen.and_then(|slot| machines.iter().find(|machine| machine.row.slot == *slot));
-        let primary = |machine: &&Arc<Machine>| machine.row.slot.as_str() == "primary";
-        let running = || machines.iter().filter(|machine| machine.way.is_some());
-        let machine = of_choice
-            .or_else(|| running().find(primary))
+    pub(super) fn find(&self, user: &IdpUserId, chosen: Option<&Slot>) -> MachineLookup {
+        let Some(users) = self.fresh_users() else { return MachineLookup::Unknown };
+        let Some(machines) = users.get(user) else { return MachineLookup::NoMachine };
+        let in_chosen_slot =
+            chosen.and_then(|slot| machines.iter().find(|machine| machine.record.slot == *slot));
+        let is_primary = |machine: &&Arc<Machine>| machine.record.slot.as_str() == "primary";
+        let running = || machines.iter().filter(|machine| machine.upstream.is_some());
+        let machine = in_chosen_slot
+            .or_else(|| running().find(is_primary))
             .or_else(|| running().next())
-            .or_else(|| machines.iter().find(primary))
+            .or_else(|| machines.iter().find(is_primary))
             .or_else(|| machines.first());
-        machine.map_or(Found::Nothing, Found::of)
+        machine.map_or(MachineLookup::NoMachine, MachineLookup::for_machine)
     }
 
-    /// The user's machine of this id, as long as it is active.
-    pub(super) fn of_machine(&self, user: &IdpUserId, id: MachineId) -> Found {
-        let Some(users) = self.trusted() else { return Found::Unknown };
-        let machine = users.get(user).and_then(|all| all.iter().find(|machine| machine.row.id == id));
-        machine.map_or(Found::Nothing, Found::of)
+    /// Finds the user's active machine with this id.
+    pub(super) fn find_by_id(&self, user: &IdpUserId, id: MachineId) -> MachineLookup {
+        let Some(users) = self.fresh_users() else { return MachineLookup::Unknown };
+        let machine = users.get(user).and_then(|all| all.iter().find(|machine| machine.record.id == id));
+        machine.map_or(MachineLookup::NoMachine, MachineLookup::for_machine)
     }
 
-    /// The user's active machines, oldest first; `None` when the database has not been seen for too long.
+    /// The user's active machines, oldest first; `None` if the routes are too old.
     pub(super) fn machines(&self, user: &IdpUserId) -> Option<Vec<Arc<Machine>>> {
-        Some(self.trusted()?.get(user).cloned().unwrap_or_default())
+        Some(self.fresh_users()?.get(user).cloned().unwrap_or_default())
     }
 
-    fn trusted(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
-        let trusted = self.freshness.routes().are_served();
-        trusted.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
+    fn fresh_users(&self) -> Option<Arc<HashMap<IdpUserId, Vec<Arc<Machine>>>>> {
+        let are_served = self.freshness.routes().are_served();
+        are_served.then(|| Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users))
     }
 
-    /// Nothing has changed up to `seen`.
-    pub(super) fn confirm(&self, seen: Instant) {
-        self.freshness.confirm(seen);
+    /// Confirms that the table matched the database at `read_at`.
+    pub(super) fn confirm(&self, read_at: Instant) {
+        self.freshness.confirm(read_at);
     }
 
-    /// Takes the keys that hosts have acknowledged; routes stay as they are.
+    /// Updates the keys that hosts have acknowledged, without touching the routes.
     pub(super) fn acknowledge(&self, acknowledged: Vec<(MachineId, Vec<String>)>) {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         for (id, kids) in acknowledged {
@@ -98,42 +99,44 @@ impl Directory {
         }
     }
 
-    /// Takes all active rows, as they were not before `seen`.
+    /// Replaces the table by all active rows, read at `read_at` or later.
     ///
     /// # Errors
-    /// When the trusted roots for a new way cannot be read; the old table stays.
-    pub(super) fn replace(&self, mut rows: Vec<Row>, seen: Instant) -> anyhow::Result<()> {
-        rows.sort_by_key(|row| (row.created_at, row.id));
-        let mut ways = self.ways();
+    /// If the trusted roots for a new upstream cannot be loaded; the old table stays.
+    pub(super) fn replace(&self, mut records: Vec<MachineRecord>, read_at: Instant) -> anyhow::Result<()> {
+        records.sort_by_key(|record| (record.created_at, record.id));
+        let mut upstreams = self.upstreams();
         let mut users: HashMap<IdpUserId, Vec<Arc<Machine>>> = HashMap::new();
-        for row in rows {
-            let endpoint = row.endpoint.filter(|_| row.status.is_routable() && !row.is_powered_off);
-            let way = match endpoint {
+        for record in records {
+            let endpoint = record.endpoint.filter(|_| record.status.is_routable() && !record.is_powered_off);
+            let upstream = match endpoint {
                 None => None,
-                Some(endpoint) => match ways.remove(&row.id) {
-                    Some(way) if way.endpoint == endpoint => Some(way),
+                Some(endpoint) => match upstreams.remove(&record.id) {
+                    Some(upstream) if upstream.endpoint == endpoint => Some(upstream),
                     other => {
                         other.inspect(|old| old.proxy.close());
-                        Some(Arc::new(Way::new(endpoint, self.check)?))
+                        Some(Arc::new(Upstream::new(endpoint, self.check)?))
                     }
                 },
             };
-            users.entry(row.user.clone()).or_default().push(Arc::new(Machine::new(row, way)));
+            users.entry(record.user.clone()).or_default().push(Arc::new(Machine::new(record, upstream)));
         }
         let machines =
-            users.values().flatten().map(|machine| (machine.row.id, Arc::clone(machine))).collect();
+            users.values().flatten().map(|machine| (machine.record.id, Arc::clone(machine))).collect();
         *self.table.write().unwrap_or_else(PoisonError::into_inner) =
             Table { users: Arc::new(users), machines };
-        self.freshness.confirm(seen);
-        for gone in ways.into_values() {
-            gone.proxy.close();
+        self.freshness.confirm(read_at);
+        for unused in upstreams.into_values() {
+            unused.proxy.close();
         }
         Ok(())
     }
 
-    fn ways(&self) -> HashMap<MachineId, Arc<Way>> {
+    fn upstreams(&self) -> HashMap<MachineId, Arc<Upstream>> {
         let users = Arc::clone(&self.table.read().unwrap_or_else(PoisonError::into_inner).users);
         let machines = users.values().flatten();
-        machines.filter_map(|machine| Some((machine.row.id, Arc::clone(machine.way.as_ref()?)))).collect()
+        machines
+            .filter_map(|machine| Some((machine.record.id, Arc::clone(machine.upstream.as_ref()?))))
+            .collect()
     }
 }

@@ -1,17 +1,17 @@
-//! The two public names, and what differs between them.
+//! The two public hosts, and the differences between them.
 
 use crate::http::proof::Route;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Door {
-    /// `APP_HOST`: shell and gateway.
+pub(super) enum PublicHost {
+    /// `APP_HOST`, which serves the shell and the gateway.
     App,
-    /// `CODE_HOST`: code-server through the gateway.
+    /// `CODE_HOST`, which serves code-server through the gateway.
     Code,
 }
 
-impl Door {
-    /// As stored in `sessions.host`.
+impl PublicHost {
+    /// The value in `sessions.host`.
     pub(super) fn as_str(self) -> &'static str {
         match self {
             Self::App => "app",
@@ -19,8 +19,8 @@ impl Door {
         }
     }
 
-    pub(super) fn from_stored(text: &str) -> Option<Self> {
-        [Self::App, Self::Code].into_iter().find(|door| door.as_str() == text)
+    pub(super) fn parse_stored(text: &str) -> Option<Self> {
+        [Self::App, Self::Code].into_iter().find(|host| host.as_str() == text)
     }
 
     pub(super) fn session_cookie(self) -> &'static str {

@@ -14,45 +14,45 @@ const show = (path) => {
   frame.src = `/apps/${settings.app}/~${token}/${path}`;
 };
 
-// The inner page has an opaque origin, so no other target can be named; it cannot leave its app (frame-src).
-const tell = () => frame.contentWindow?.postMessage({ type: "svc:app-token", token, expiresAt }, "*");
+// The inner page has an opaque origin, so the target must be "*". The page cannot leave its app (frame-src).
+const postToken = () => frame.contentWindow?.postMessage({ type: "svc:app-token", token, expiresAt }, "*");
 
-const later = (seconds) => {
+const scheduleRenewal = (seconds) => {
   clearTimeout(timer);
   timer = setTimeout(renew, Math.max(1, seconds) * 1000);
 };
 
 async function renew() {
   try {
-    const answer = await fetch("/_svc/app-token", {
+    const response = await fetch("/_svc/app-token", {
       method: "POST",
       headers: { "content-type": "application/json" },
       body: JSON.stringify({ app: settings.app }),
     });
-    // Signed out: the page asks whoever is there to sign in again.
-    if (answer.status === 401) return location.reload();
-    if (!answer.ok) throw new Error(`status ${answer.status}`);
-    ({ token, expiresAt } = await answer.json());
-    tell();
-    later(expiresAt - Date.now() / 1000 - RENEW_BEFORE_SECONDS);
+    // Signed out: reloading starts a new sign-in.
+    if (response.status === 401) return location.reload();
+    if (!response.ok) throw new Error(`status ${response.status}`);
+    ({ token, expiresAt } = await response.json());
+    postToken();
+    scheduleRenewal(expiresAt - Date.now() / 1000 - RENEW_BEFORE_SECONDS);
     return true;
   } catch {
-    later(RETRY_SECONDS);
+    scheduleRenewal(RETRY_SECONDS);
     return false;
   }
 }
 
 addEventListener("message", async (event) => {
   if (event.source !== frame.contentWindow) return;
-  if (event.data?.type === "svc:app-token-wanted") tell();
-  // A fresh token that is refused at once would be refused for ever.
+  if (event.data?.type === "svc:app-token-wanted") postToken();
+  // If a fresh token is rejected, another one would be rejected too: do not loop.
   const fresh = Date.now() - shownAt < RETRY_SECONDS * 1000;
   if (event.data?.type === "svc:app-token-ended" && !fresh && await renew()) show(settings.path);
 });
-// A computer that slept has missed its timer.
+// Timers do not fire while the computer sleeps.
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden && expiresAt - Date.now() / 1000 < RENEW_BEFORE_SECONDS) renew();
 });
 
 show(settings.path + location.hash);
-later(expiresAt - Date.now() / 1000 - RENEW_BEFORE_SECONDS);
+scheduleRenewal(expiresAt - Date.now() / 1000 - RENEW_BEFORE_SECONDS);

@@ -1,7 +1,7 @@
-//! The page around an app's page, of the owner's origin (contract, part 4, "Apps").
+//! The frame around an app's page, in the owner's origin (contract, part 4, "Apps").
 //!
-//! It gives the app inside a token instead of the session, renews it, and lets the inner page go nowhere but to the same
-//! app. Invariant: nothing of the app runs in the owner's origin.
+//! The frame passes the app a token instead of the session, renews it, and restricts the inner page to the same app.
+//! Invariant: no code of the app runs in the owner's origin.
 
 use axum::response::Response;
 use base64::Engine;
@@ -11,27 +11,25 @@ use http::{StatusCode, Uri};
 use ring::digest::{SHA256, digest};
 use serde_json::json;
 
-use super::app_token::{self, Minted};
+use super::app_token::{self, MintedToken};
 use super::page;
 
 const TEMPLATE: &str = include_str!("frame.html");
 const SCRIPT: &str = include_str!("frame.js");
 const STYLE: &str = include_str!("frame.css");
-const ENDED: &str = include_str!("ended.html");
-const ENDED_STYLE: &str = include_str!("ended.css");
-/// Tells the frame, which can ask for another token.
-const ENDED_SCRIPT: &str = r#"parent.postMessage({ type: "svc:app-token-ended" }, "*");"#;
+const EXPIRED: &str = include_str!("ended.html");
+const EXPIRED_STYLE: &str = include_str!("ended.css");
+/// Notifies the frame, which can request another token.
+const EXPIRED_SCRIPT: &str = r#"parent.postMessage({ type: "svc:app-token-ended" }, "*");"#;
 
-/// The app whose page a path is, and the path inside it; `None` for all other paths.
-pub(super) fn target(path: &str) -> Option<(&str, &str)> {
+/// The app and the path inside it, if this is the path of an app's page.
+pub(super) fn parse_target(path: &str) -> Option<(&str, &str)> {
     let (slug, rest) = path.strip_prefix("/apps/")?.split_once('/')?;
     (app_token::is_slug(slug) && !rest.starts_with('~')).then_some((slug, rest))
 }
 
-/// The frame around `/apps/<slug>/<rest>`.
-///
-/// `origin` is this host's, as the browser knows it.
-pub(super) fn around(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &Minted) -> Response {
+/// Renders the frame around `/apps/<slug>/<rest>`; `origin` is this host's origin in the browser.
+pub(super) fn render(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &MintedToken) -> Response {
     let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
     let settings = json!({
         "app": slug,
@@ -43,23 +41,23 @@ pub(super) fn around(slug: &str, rest: &str, uri: &Uri, origin: &str, minted: &M
         .replace("{{title}}", slug)
         .replace("{{style}}", STYLE)
         .replace("{{script}}", SCRIPT)
-        .replace("{{settings}}", &in_html(&settings.to_string()));
-    let mut answer = page::html(StatusCode::OK, body);
-    // Of this app alone: a link of its page must not lead to another app's, which would be handed this one's token.
-    restrict(&mut answer, SCRIPT, STYLE, &format!("{origin}/apps/{slug}/"));
-    answer
+        .replace("{{settings}}", &escape_json(&settings.to_string()));
+    let mut response = page::html(StatusCode::OK, body);
+    // Only this app: a link in its page must not load another app's page, which would receive this app's token.
+    set_csp(&mut response, SCRIPT, STYLE, &format!("{origin}/apps/{slug}/"));
+    response
 }
 
-/// What stands inside the frame when its token has ended.
-pub(super) fn ended() -> Response {
-    let body = ENDED.replace("{{style}}", ENDED_STYLE).replace("{{script}}", ENDED_SCRIPT);
-    let mut answer = page::html(StatusCode::UNAUTHORIZED, body);
-    restrict(&mut answer, ENDED_SCRIPT, ENDED_STYLE, "'none'");
-    answer
+/// The page that is shown inside the frame after the token has expired.
+pub(super) fn expired_page() -> Response {
+    let body = EXPIRED.replace("{{style}}", EXPIRED_STYLE).replace("{{script}}", EXPIRED_SCRIPT);
+    let mut response = page::html(StatusCode::UNAUTHORIZED, body);
+    set_csp(&mut response, EXPIRED_SCRIPT, EXPIRED_STYLE, "'none'");
+    response
 }
 
-/// Our script and style by their hashes: nothing else runs, and an inner page stays where `frames` says.
-fn restrict(answer: &mut Response, script: &str, style: &str, frames: &str) {
+/// Sets a policy that allows only this script and style, by their hashes, and inner pages below `frames`.
+fn set_csp(response: &mut Response, script: &str, style: &str, frames: &str) {
     let hash = |text: &str| format!("'sha256-{}'", B64.encode(digest(&SHA256, text.as_bytes())));
     let policy = format!(
         "default-src 'none'; script-src {}; style-src {}; img-src data:; connect-src 'self'; frame-src {frames}; \
@@ -68,12 +66,12 @@ fn restrict(answer: &mut Response, script: &str, style: &str, frames: &str) {
         hash(style)
     );
     if let Ok(policy) = HeaderValue::from_str(&policy) {
-        answer.headers_mut().insert(CONTENT_SECURITY_POLICY, policy);
+        response.headers_mut().insert(CONTENT_SECURITY_POLICY, policy);
     }
 }
 
-/// JSON inside a `<script type="application/json">`, which nothing in it can end.
-fn in_html(json: &str) -> String {
+/// Escapes JSON for a `<script type="application/json">`, so that no value can close the element.
+fn escape_json(json: &str) -> String {
     json.replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026")
 }
 
@@ -82,21 +80,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_apps_pages_have_a_frame() {
-        assert_eq!(target("/apps/notes/"), Some(("notes", "")));
-        assert_eq!(target("/apps/notes/a/b"), Some(("notes", "a/b")));
+    fn parse_target_accepts_only_app_pages() {
+        assert_eq!(parse_target("/apps/notes/"), Some(("notes", "")));
+        assert_eq!(parse_target("/apps/notes/a/b"), Some(("notes", "a/b")));
         for other in ["/apps", "/apps/", "/apps/notes", "/apps/Notes/", "/apps/notes/~t/", "/icons/notes/"] {
-            assert_eq!(target(other), None, "{other}");
+            assert_eq!(parse_target(other), None, "{other}");
         }
     }
 
     #[test]
-    fn a_path_cannot_end_the_settings() {
-        let minted = Minted { token: "svca_x".to_owned(), expires_at: 1 };
+    fn render_escapes_path_in_settings() {
+        let minted = MintedToken { token: "svca_x".to_owned(), expires_at: 1 };
         let uri = Uri::from_static("/apps/notes/x?a=%3C");
-        let answer = around("notes", "</script><script>alert(1)</script>", &uri, "https://app.test", &minted);
+        let response =
+            render("notes", "</script><script>alert(1)</script>", &uri, "https://app.test", &minted);
         let body = String::from_utf8_lossy(
-            &futures_util::FutureExt::now_or_never(axum::body::to_bytes(answer.into_body(), usize::MAX))
+            &futures_util::FutureExt::now_or_never(axum::body::to_bytes(response.into_body(), usize::MAX))
                 .unwrap()
                 .unwrap(),
         )

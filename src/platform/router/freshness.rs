@@ -1,33 +1,33 @@
-//! How old the router's routes are, shared with the readiness of the process.
+//! The age of the router's routes, shared with the readiness check of the process.
 //!
-//! Invariant: routes are served only while they are younger than the configured bound, and never before the first load.
+//! Invariant: routes are served only while they are younger than the configured maximum, and never before the first load.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The watcher confirms the routes at least each half second; its statements have 2 s.
-const CURRENT_WITHIN: Duration = Duration::from_secs(4);
-const NEVER: u64 = 0;
+/// The watcher confirms the routes at least every 500 ms, and its poll has a timeout of 2 s.
+const MAX_CURRENT_AGE: Duration = Duration::from_secs(4);
+const NOT_LOADED: u64 = 0;
 
-/// When the routes were last known to match the database.
+/// The last time at which the routes matched the database.
 pub struct Freshness {
     start: Instant,
-    /// Milliseconds after `start`, plus one; [`NEVER`] before the first load.
+    /// Milliseconds after `start`, plus one; [`NOT_LOADED`] before the first load.
     confirmed_ms: AtomicU64,
     max_staleness: Duration,
 }
 
-/// What the routes are worth now.
+/// Whether the routes are current enough to be served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Routes {
+pub enum RoutesState {
     NotLoaded,
     Current,
-    /// The database cannot be read, and the routes are still young enough to be served.
+    /// The database is unreachable, but the routes are young enough to be served.
     Stale,
     TooOld,
 }
 
-impl Routes {
+impl RoutesState {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::NotLoaded => "not_loaded",
@@ -44,14 +44,14 @@ impl Routes {
 
 impl Freshness {
     pub fn new(max_staleness: Duration) -> Self {
-        Self { start: Instant::now(), confirmed_ms: AtomicU64::new(NEVER), max_staleness }
+        Self { start: Instant::now(), confirmed_ms: AtomicU64::new(NOT_LOADED), max_staleness }
     }
 
     pub fn max_staleness(&self) -> Duration {
         self.max_staleness
     }
 
-    /// Notes that the routes matched the database at `at`.
+    /// Records that the routes matched the database at `at`.
     pub(super) fn confirm(&self, at: Instant) {
         let since = at.saturating_duration_since(self.start).as_millis();
         let confirmed = u64::try_from(since).unwrap_or(u64::MAX - 1) + 1;
@@ -61,19 +61,19 @@ impl Freshness {
     /// `None` before the first load.
     pub fn age(&self) -> Option<Duration> {
         match self.confirmed_ms.load(Ordering::Acquire) {
-            NEVER => None,
+            NOT_LOADED => None,
             confirmed => {
                 Some(self.start.elapsed().saturating_sub(Duration::from_millis(confirmed.saturating_sub(1))))
             }
         }
     }
 
-    pub fn routes(&self) -> Routes {
+    pub fn routes(&self) -> RoutesState {
         match self.age() {
-            None => Routes::NotLoaded,
-            Some(age) if age < CURRENT_WITHIN.min(self.max_staleness) => Routes::Current,
-            Some(age) if age < self.max_staleness => Routes::Stale,
-            Some(_) => Routes::TooOld,
+            None => RoutesState::NotLoaded,
+            Some(age) if age < MAX_CURRENT_AGE.min(self.max_staleness) => RoutesState::Current,
+            Some(age) if age < self.max_staleness => RoutesState::Stale,
+            Some(_) => RoutesState::TooOld,
         }
     }
 }
@@ -83,21 +83,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn routes_go_stale_and_then_too_old() {
+    fn routes_become_stale_then_too_old() {
         let freshness = Freshness::new(Duration::from_secs(1800));
-        assert_eq!((freshness.routes(), freshness.age()), (Routes::NotLoaded, None));
+        assert_eq!((freshness.routes(), freshness.age()), (RoutesState::NotLoaded, None));
         let start = Instant::now();
         freshness.confirm(start);
-        assert_eq!(freshness.routes(), Routes::Current);
+        assert_eq!(freshness.routes(), RoutesState::Current);
         let confirmed_ago = |seconds: u64| {
             let mut freshness = Freshness::new(Duration::from_secs(1800));
             freshness.start = start.checked_sub(Duration::from_secs(seconds)).unwrap();
             freshness.confirm(freshness.start);
             freshness.routes()
         };
-        assert_eq!(confirmed_ago(15), Routes::Stale);
-        assert_eq!(confirmed_ago(1799), Routes::Stale);
-        assert_eq!(confirmed_ago(1801), Routes::TooOld);
-        assert!(!Routes::NotLoaded.are_served() && !Routes::TooOld.are_served());
+        assert_eq!(confirmed_ago(15), RoutesState::Stale);
+        assert_eq!(confirmed_ago(1799), RoutesState::Stale);
+        assert_eq!(confirmed_ago(1801), RoutesState::TooOld);
+        assert!(!RoutesState::NotLoaded.are_served() && !RoutesState::TooOld.are_served());
     }
 }

@@ -1,6 +1,6 @@
-//! What crosses the router and what does not (contract, "Routing", 1 and 2).
+//! Headers that the router forwards, drops and adds (contract, "Routing", 1 and 2).
 //!
-//! Invariant: of what the browser sent, nothing that could claim an identity or an origin reaches a machine.
+//! Invariant: no client header that claims an identity or an origin reaches a machine.
 
 use std::net::SocketAddr;
 
@@ -18,7 +18,7 @@ static FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto"
 static TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 static TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-/// Other names under which proxies tell who asked, and for what.
+/// Other headers in which proxies pass on the client's address or the original URL.
 const CLAIMS: [&str; 8] = [
     "x-real-ip",
     "x-client-ip",
@@ -30,17 +30,17 @@ const CLAIMS: [&str; 8] = [
     "x-rewrite-url",
 ];
 
-/// What the router vouches for.
-pub(super) struct Onward<'a> {
+/// Values of the headers that the router adds.
+pub(super) struct ForwardHeaders<'a> {
     pub(super) peer: Option<SocketAddr>,
     pub(super) scheme: &'static str,
     pub(super) proof: HeaderValue,
     pub(super) request_id: &'a str,
 }
 
-/// Makes a browser's headers into those that a machine gets; says whether an upgrade is asked for.
-pub(super) fn make_onward(headers: &mut HeaderMap, onward: Onward<'_>) -> bool {
-    let upgrade = strip_hop_by_hop(headers);
+/// Turns a client's headers into those for the machine. Returns whether the request is an upgrade.
+pub(super) fn prepare_headers(headers: &mut HeaderMap, values: ForwardHeaders<'_>) -> bool {
+    let is_upgrade = strip_hop_by_hop(headers);
     headers.remove(COOKIE);
     headers.remove(AUTHORIZATION);
     headers.remove(FORWARDED);
@@ -51,19 +51,19 @@ pub(super) fn make_onward(headers: &mut HeaderMap, onward: Onward<'_>) -> bool {
     if let Some(host) = headers.get(HOST).cloned() {
         headers.insert(FORWARDED_HOST.clone(), host);
     }
-    if let Some(peer) = onward.peer.and_then(|peer| HeaderValue::from_str(&peer.ip().to_string()).ok()) {
+    if let Some(peer) = values.peer.and_then(|peer| HeaderValue::from_str(&peer.ip().to_string()).ok()) {
         headers.insert(FORWARDED_FOR.clone(), peer);
     }
-    headers.insert(FORWARDED_PROTO.clone(), HeaderValue::from_static(onward.scheme));
-    if let Ok(id) = HeaderValue::from_str(onward.request_id) {
+    headers.insert(FORWARDED_PROTO.clone(), HeaderValue::from_static(values.scheme));
+    if let Ok(id) = HeaderValue::from_str(values.request_id) {
         headers.insert(REQUEST_ID.clone(), id);
     }
     if !headers.get(&TRACEPARENT).is_some_and(is_traceparent) {
         headers.remove(&TRACESTATE);
-        headers.insert(TRACEPARENT.clone(), new_traceparent(onward.request_id));
+        headers.insert(TRACEPARENT.clone(), new_traceparent(values.request_id));
     }
-    headers.insert(PROOF.clone(), onward.proof);
-    upgrade
+    headers.insert(PROOF.clone(), values.proof);
+    is_upgrade
 }
 
 fn is_claim(name: &str) -> bool {
@@ -74,27 +74,27 @@ fn is_claim(name: &str) -> bool {
 /// Version 00 of W3C Trace Context: `00-<32 hex>-<16 hex>-<2 hex>`, neither id all zeros.
 fn is_traceparent(value: &HeaderValue) -> bool {
     let bytes = value.as_bytes();
-    let hex = |part: &[u8]| part.iter().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    let is_hex = |part: &[u8]| part.iter().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
     bytes.len() == 55
         && bytes.starts_with(b"00-")
         && bytes[35] == b'-'
         && bytes[52] == b'-'
-        && hex(&bytes[3..35])
-        && hex(&bytes[36..52])
-        && hex(&bytes[53..])
+        && is_hex(&bytes[3..35])
+        && is_hex(&bytes[36..52])
+        && is_hex(&bytes[53..])
         && bytes[3..35].iter().any(|b| *b != b'0')
         && bytes[36..52].iter().any(|b| *b != b'0')
 }
 
-/// The request's own id is the trace's where it has that form: one thing to search for.
+/// Uses the request id as trace id if it has that form, so that one id finds both.
 fn new_traceparent(request_id: &str) -> HeaderValue {
-    let hex = request_id.len() == 32 && request_id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-    let own;
-    let trace = if hex {
+    let is_hex = request_id.len() == 32 && request_id.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    let fresh;
+    let trace = if is_hex {
         request_id
     } else {
-        own = request_id::fresh();
-        &own
+        fresh = request_id::fresh();
+        &fresh
     };
     let mut text = String::with_capacity(55);
     for part in ["00-", trace, "-", &trace[16..], "-01"] {
@@ -108,10 +108,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_trace_goes_on_if_it_is_one() {
+    fn prepare_headers_keeps_valid_traceparent() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         let id = request_id::fresh();
-        for (sent, kept) in [
+        for (sent, is_kept) in [
             (good, true),
             ("00-00000000000000000000000000000000-00f067aa0ba902b7-01", false),
             ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-x", false),
@@ -122,11 +122,14 @@ mod tests {
             headers.insert("traceparent", HeaderValue::from_static(sent));
             headers.insert("tracestate", HeaderValue::from_static("a=b"));
             let proof = HeaderValue::from_static("p");
-            make_onward(&mut headers, Onward { peer: None, scheme: "https", proof, request_id: &id });
+            prepare_headers(
+                &mut headers,
+                ForwardHeaders { peer: None, scheme: "https", proof, request_id: &id },
+            );
             assert!(is_traceparent(&headers["traceparent"]));
-            assert_eq!(headers["traceparent"] == good, kept, "{sent}");
-            assert_eq!(headers.contains_key("tracestate"), kept, "{sent}");
-            assert!(kept || headers["traceparent"].to_str().unwrap().contains(&id));
+            assert_eq!(headers["traceparent"] == good, is_kept, "{sent}");
+            assert_eq!(headers.contains_key("tracestate"), is_kept, "{sent}");
+            assert!(is_kept || headers["traceparent"].to_str().unwrap().contains(&id));
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Who asks: the identity provider's token, or the platform's own session that was opened after one.
+//! Identifies the caller by the identity provider's token, or by a platform session that was opened with one.
 //!
-//! A bearer token that is not believed is a refusal, never a fall-through. A cookie of the provider that is not
-//! believed is as good as none: browsers keep sending expired ones.
+//! An invalid bearer token rejects the request. An invalid cookie of the provider is ignored, because browsers keep
+//! sending expired ones.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -12,27 +12,27 @@ use http::header::{AUTHORIZATION, HeaderMap};
 use jiff::Timestamp;
 
 use super::cookie::{self, RouterCookie};
-use super::serve::Visit;
-use super::session::{Hash, Session, SessionError, Sessions, hash};
+use super::serve::RequestContext;
+use super::session::{Session, SessionError, Sessions, TokenHash, sha256};
 use crate::http::addresses::network;
 use crate::http::jwt::{JwtError, LEEWAY_SECONDS, Subject, Verifier};
 use crate::http::rate::RateLimit;
 use crate::machine::name::{IdpUserId, Slot};
 
-/// A believed token is checked again after this, against the keys of then.
-const BELIEVED_FOR: Duration = Duration::from_secs(60);
-/// A refused one, which a browser may send with each request.
-const REFUSED_FOR: Duration = Duration::from_secs(5);
-const MOST_KEPT: usize = 20_000;
+/// TTL of an accepted token's verdict; then the token is verified again with the current keys.
+const ACCEPTED_TTL: Duration = Duration::from_secs(60);
+/// TTL of a rejected token's verdict; a browser may send the token with every request.
+const REJECTED_TTL: Duration = Duration::from_secs(5);
+const MAX_CACHED_VERDICTS: usize = 20_000;
 const CHECK_BURST_SECONDS: u32 = 10;
 
-/// Who asks, and by what credential.
+/// The caller, by credential.
 pub(super) enum Identity {
     Session(Arc<Session>),
-    /// A session, where the provider's cookie names another user. The session counts until the person decides, because
-    /// that cookie may have been planted.
+    /// A session, while the provider's cookie names another user. The session is used until the person decides, because
+    /// the cookie may have been planted.
     Disputed(Arc<Session>, Arc<Subject>),
-    /// The provider's cookie, on a browser that has no session for this user yet.
+    /// The provider's cookie, in a browser without a session.
     Cookie(Arc<Subject>),
     Bearer(Arc<Subject>),
 }
@@ -57,61 +57,63 @@ impl Identity {
     }
 }
 
-/// Why nobody is let in by this request.
+/// Reason why a request is not authenticated.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Refusal {
-    #[error("the bearer token is not accepted: {0}")]
+pub(super) enum AuthError {
+    #[error("invalid bearer token: {0}")]
     Bearer(JwtError),
-    #[error("the identity provider's keys cannot be fetched")]
+    #[error("cannot fetch the identity provider's keys")]
     NoKeys,
-    #[error("sessions cannot be looked up")]
+    #[error("cannot look up sessions")]
     Sessions(#[from] SessionError),
     #[error("too many unverified credentials from this address")]
     TooMany(Duration),
 }
 
-pub(super) struct Gate {
+pub(super) struct Authenticator {
     verifier: Verifier,
     sessions: Arc<Sessions>,
-    checked: Mutex<HashMap<Hash, Checked>>,
+    cache: Mutex<HashMap<TokenHash, CachedVerdict>>,
     checks: RateLimit<IpAddr>,
 }
 
-/// A token's verdict, kept by its hash.
-struct Checked {
+/// A cached verdict on a token, by the token's hash.
+struct CachedVerdict {
     subject: Option<Arc<Subject>>,
     until: Instant,
 }
 
-impl Gate {
-    /// `check_rate`: credentials that are not in memory, of each address, each second.
+impl Authenticator {
+    /// `check_rate` limits the checks of uncached credentials per address per second.
     pub(super) fn new(verifier: Verifier, sessions: Arc<Sessions>, check_rate: u32) -> Self {
         let checks = RateLimit::new(check_rate, CHECK_BURST_SECONDS);
-        Self { verifier, sessions, checked: Mutex::default(), checks }
+        Self { verifier, sessions, cache: Mutex::default(), checks }
     }
 
+    /// Identifies the caller; `None` for a request without a valid session or token.
+    ///
     /// # Errors
-    /// A refusal; `None` is a request without any credential.
+    /// If the bearer token is invalid, too many credentials were checked, or sessions or keys are unavailable.
     pub(super) async fn identify(
         &self,
-        visit: &Visit,
+        context: &RequestContext,
         headers: &HeaderMap,
-    ) -> Result<Option<Identity>, Refusal> {
-        let now = visit.now;
+    ) -> Result<Option<Identity>, AuthError> {
+        let now = context.now;
         if let Some(token) = bearer(headers) {
-            return match self.check(visit, token).await? {
+            return match self.check(context, token).await? {
                 Ok(subject) => Ok(Some(Identity::Bearer(subject))),
-                Err(JwtError::NoKeys) => Err(Refusal::NoKeys),
-                Err(error) => Err(Refusal::Bearer(error)),
+                Err(JwtError::NoKeys) => Err(AuthError::NoKeys),
+                Err(error) => Err(AuthError::Bearer(error)),
             };
         }
-        let found = match RouterCookie::Session(visit.door).get(headers, visit.scheme) {
-            Some(token) => self.sessions.find(visit.door, token, now).await,
+        let lookup = match RouterCookie::Session(context.host).get(headers, context.scheme) {
+            Some(token) => self.sessions.find(context.host, token, now).await,
             None => Ok(None),
         };
         let token = cookie::provider_token(headers);
-        // Without the database, the provider's cookie still proves who asks.
-        let (session, failure) = match found {
+        // Without the database, the provider's cookie still identifies the caller.
+        let (session, failure) = match lookup {
             Ok(session) => (session, None),
             Err(error) => (None, Some(error)),
         };
@@ -119,81 +121,85 @@ impl Gate {
             (None, None) => failure.map_or(Ok(None), |error| Err(error.into())),
             (Some(session), None) => Ok(Some(Identity::Session(session))),
             // A request with a session does not wait for the provider's keys.
-            (Some(session), Some(token)) => match self.check_with_known_keys(visit, token) {
+            (Some(session), Some(token)) => match self.check_with_known_keys(context, token) {
                 Ok(subject) if subject.user != session.user => Ok(Some(Identity::Disputed(session, subject))),
                 _ => Ok(Some(Identity::Session(session))),
             },
-            (None, Some(token)) => match self.check(visit, token).await? {
+            (None, Some(token)) => match self.check(context, token).await? {
                 Ok(subject) => Ok(Some(Identity::Cookie(subject))),
-                Err(JwtError::NoKeys) => Err(Refusal::NoKeys),
+                Err(JwtError::NoKeys) => Err(AuthError::NoKeys),
                 Err(_) => failure.map_or(Ok(None), |error| Err(error.into())),
             },
         }
     }
 
-    /// Counts a credential of this address that has to be verified.
-    pub(super) fn admit_check(&self, visit: &Visit) -> Result<(), Refusal> {
-        let Some(address) = visit.client else { return Ok(()) };
-        self.checks.check(&network(address)).map_err(Refusal::TooMany)
+    /// Counts a credential check against the limit of the client's address.
+    pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), AuthError> {
+        let Some(address) = context.client else { return Ok(()) };
+        self.checks.check(&network(address)).map_err(AuthError::TooMany)
     }
 
-    /// The verdict on a token, unless its address had too many verified.
-    async fn check(&self, visit: &Visit, token: &str) -> Result<Result<Arc<Subject>, JwtError>, Refusal> {
-        let hash = hash(token.as_bytes());
-        if let Some(verdict) = self.checked_before(&hash) {
+    /// Verifies a token or returns its cached verdict, within the limit of the client's address.
+    async fn check(
+        &self,
+        context: &RequestContext,
+        token: &str,
+    ) -> Result<Result<Arc<Subject>, JwtError>, AuthError> {
+        let hash = sha256(token.as_bytes());
+        if let Some(verdict) = self.cached_verdict(&hash) {
             return Ok(verdict);
         }
-        self.admit_check(visit)?;
-        // In a box: it is once a minute, and every request's future would have room for it.
-        let verdict = Box::pin(self.verifier.verify(token, visit.now)).await;
-        Ok(self.remember(hash, verdict, visit.now))
+        self.admit_check(context)?;
+        // Boxed: this runs once a minute and would enlarge every request's future.
+        let verdict = Box::pin(self.verifier.verify(token, context.now)).await;
+        Ok(self.remember(hash, verdict, context.now))
     }
 
-    fn check_with_known_keys(&self, visit: &Visit, token: &str) -> Result<Arc<Subject>, JwtError> {
-        let hash = hash(token.as_bytes());
-        if let Some(verdict) = self.checked_before(&hash) {
+    fn check_with_known_keys(&self, context: &RequestContext, token: &str) -> Result<Arc<Subject>, JwtError> {
+        let hash = sha256(token.as_bytes());
+        if let Some(verdict) = self.cached_verdict(&hash) {
             return verdict;
         }
-        self.admit_check(visit).map_err(|_| JwtError::Refused)?;
-        self.remember(hash, self.verifier.verify_with_known_keys(token, visit.now), visit.now)
+        self.admit_check(context).map_err(|_| JwtError::Refused)?;
+        self.remember(hash, self.verifier.verify_with_known_keys(token, context.now), context.now)
     }
 
-    fn checked_before(&self, hash: &Hash) -> Option<Result<Arc<Subject>, JwtError>> {
-        let checked = self.checked();
-        let known = checked.get(hash).filter(|known| known.until > Instant::now())?;
-        Some(known.subject.clone().ok_or(JwtError::Refused))
+    fn cached_verdict(&self, hash: &TokenHash) -> Option<Result<Arc<Subject>, JwtError>> {
+        let cache = self.cache();
+        let cached = cache.get(hash).filter(|cached| cached.until > Instant::now())?;
+        Some(cached.subject.clone().ok_or(JwtError::Refused))
     }
 
     fn remember(
         &self,
-        hash: Hash,
+        hash: TokenHash,
         verdict: Result<Subject, JwtError>,
         now: Timestamp,
     ) -> Result<Arc<Subject>, JwtError> {
         let verdict = verdict.map(Arc::new);
-        let (subject, lasts) = match &verdict {
+        let (subject, ttl) = match &verdict {
             Ok(subject) => {
-                let left = (subject.expires_at + LEEWAY_SECONDS).saturating_sub(now.as_second());
-                let left = Duration::from_secs(u64::try_from(left).unwrap_or_default());
-                (Some(Arc::clone(subject)), left.min(BELIEVED_FOR))
+                let remaining = (subject.expires_at + LEEWAY_SECONDS).saturating_sub(now.as_second());
+                let remaining = Duration::from_secs(u64::try_from(remaining).unwrap_or_default());
+                (Some(Arc::clone(subject)), remaining.min(ACCEPTED_TTL))
             }
             Err(JwtError::NoKeys) => return verdict,
-            Err(_) => (None, REFUSED_FOR),
+            Err(_) => (None, REJECTED_TTL),
         };
-        let mut checked = self.checked();
-        if checked.len() >= MOST_KEPT {
-            checked.clear();
+        let mut cache = self.cache();
+        if cache.len() >= MAX_CACHED_VERDICTS {
+            cache.clear();
         }
-        checked.insert(hash, Checked { subject, until: Instant::now() + lasts });
+        cache.insert(hash, CachedVerdict { subject, until: Instant::now() + ttl });
         verdict
     }
 
-    fn checked(&self) -> MutexGuard<'_, HashMap<Hash, Checked>> {
-        self.checked.lock().unwrap_or_else(PoisonError::into_inner)
+    fn cache(&self) -> MutexGuard<'_, HashMap<TokenHash, CachedVerdict>> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The token of an `Authorization: Bearer` (RFC 6750); other schemes are not ours.
+/// The token of `Authorization: Bearer` (RFC 6750); other schemes are ignored.
 pub(super) fn bearer(headers: &HeaderMap) -> Option<&str> {
     headers.get_all(AUTHORIZATION).iter().find_map(|value| {
         let (scheme, token) = value.to_str().ok()?.split_once(' ')?;

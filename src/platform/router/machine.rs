@@ -1,4 +1,4 @@
-//! A machine as the router sees it: a row, the way to it while it runs, and the proof for what goes there.
+//! A machine in the router: its row, its upstream while it runs, and the proofs for requests to it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,26 +18,26 @@ use crate::machine::name::{Handle, IdpUserId, Slot};
 use crate::machine::state::Status;
 use crate::platform::keys::SigningSet;
 
-/// A signature serves this long; its proof is still good for the rest of [`MAX_LIFE_SECONDS`].
+/// Reuse period of a signed proof, which stays valid for the rest of [`MAX_LIFE_SECONDS`].
 const PROOF_REUSE_SECONDS: i64 = 10;
 
-/// What the database says of a machine.
+/// The routing data of a machine, from the database.
 #[derive(Debug, Clone)]
-pub(super) struct Row {
+pub(super) struct MachineRecord {
     pub(super) id: MachineId,
     pub(super) user: IdpUserId,
     pub(super) slot: Slot,
     pub(super) handle: Handle,
     pub(super) status: Status,
-    /// By an operator: it is not routed to.
+    /// Whether an operator has powered it off; then it is not routed to.
     pub(super) is_powered_off: bool,
     pub(super) endpoint: Option<Endpoint>,
-    /// As they were when the row was read; [`Machine::acknowledge`] has later ones.
+    /// The acknowledged keys at the time of the read; [`Machine::acknowledge`] updates them.
     pub(super) proof_kids: Vec<String>,
     pub(super) created_at: Timestamp,
 }
 
-/// Where a machine answers, and by which key it is known.
+/// The address of a machine and the pin of its TLS key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Endpoint {
     pub(super) ip: Ipv4Addr,
@@ -46,46 +46,46 @@ pub(super) struct Endpoint {
 }
 
 pub(super) struct Machine {
-    pub(super) row: Row,
-    /// Present exactly while it is routed to.
-    pub(super) way: Option<Arc<Way>>,
-    vouching: Mutex<Vouching>,
+    pub(super) record: MachineRecord,
+    /// Present exactly while the machine is routed to.
+    pub(super) upstream: Option<Arc<Upstream>>,
+    cache: Mutex<ProofCache>,
 }
 
-/// The connections to one endpoint; they survive changes of the row that leave the endpoint as it is.
-pub(super) struct Way {
+/// The connections to one endpoint, which are kept while the endpoint does not change.
+pub(super) struct Upstream {
     pub(super) endpoint: Endpoint,
     pub(super) proxy: Proxy,
 }
 
-/// The keys that the host has acknowledged, and the proofs that were signed for it in the last seconds.
-struct Vouching {
+/// The keys that the host has acknowledged, and recently signed proofs.
+struct ProofCache {
     kids: Vec<String>,
-    proofs: Vec<Vouched>,
+    proofs: Vec<CachedProof>,
 }
 
-struct Vouched {
+struct CachedProof {
     route: Route,
     app: Option<String>,
-    made: i64,
+    signed_at: i64,
     header: HeaderValue,
 }
 
 impl Machine {
-    pub(super) fn new(row: Row, way: Option<Arc<Way>>) -> Self {
-        let vouching = Vouching { kids: row.proof_kids.clone(), proofs: Vec::new() };
-        Self { row, way, vouching: Mutex::new(vouching) }
+    pub(super) fn new(record: MachineRecord, upstream: Option<Arc<Upstream>>) -> Self {
+        let cache = ProofCache { kids: record.proof_kids.clone(), proofs: Vec::new() };
+        Self { record, upstream, cache: Mutex::new(cache) }
     }
 
-    /// Signs with what the host has acknowledged now.
+    /// Updates the keys that the host has acknowledged; later proofs use them.
     pub(super) fn acknowledge(&self, kids: Vec<String>) {
-        let mut vouching = self.vouching.lock().unwrap_or_else(PoisonError::into_inner);
-        if vouching.kids != kids {
-            *vouching = Vouching { kids, proofs: Vec::new() };
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        if cache.kids != kids {
+            *cache = ProofCache { kids, proofs: Vec::new() };
         }
     }
 
-    /// The proof for a request to this machine; the owner is the only user that it can be about.
+    /// The proof for a request to this machine, on behalf of its owner.
     pub(super) fn proof(
         &self,
         route: Route,
@@ -94,26 +94,26 @@ impl Machine {
         now: Timestamp,
     ) -> HeaderValue {
         let now = now.as_second();
-        let mut vouching = self.vouching.lock().unwrap_or_else(PoisonError::into_inner);
-        let Vouching { kids, proofs } = &mut *vouching;
-        proofs.retain(|vouched| (0..PROOF_REUSE_SECONDS).contains(&(now - vouched.made)));
-        let known = proofs.iter().find(|known| known.route == route && known.app.as_deref() == app);
-        if let Some(known) = known {
-            return known.header.clone();
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let ProofCache { kids, proofs } = &mut *cache;
+        proofs.retain(|cached| (0..PROOF_REUSE_SECONDS).contains(&(now - cached.signed_at)));
+        let cached = proofs.iter().find(|cached| cached.route == route && cached.app.as_deref() == app);
+        if let Some(cached) = cached {
+            return cached.header.clone();
         }
         let header = self.sign(route, app, keys.signer_for(kids), now);
         let app = app.map(str::to_owned);
-        proofs.push(Vouched { route, app, made: now, header: header.clone() });
+        proofs.push(CachedProof { route, app, signed_at: now, header: header.clone() });
         header
     }
 
     fn sign(&self, route: Route, app: Option<&str>, signer: &Signer, now: i64) -> HeaderValue {
         let claims = Claims {
             iss: ISSUER.to_owned(),
-            aud: self.row.id,
-            sub: self.row.user.clone(),
-            handle: self.row.handle.clone(),
-            slot: self.row.slot.clone(),
+            aud: self.record.id,
+            sub: self.record.user.clone(),
+            handle: self.record.handle.clone(),
+            slot: self.record.slot.clone(),
             route,
             app: app.map(str::to_owned),
             method: None,
@@ -129,24 +129,24 @@ impl Machine {
     }
 }
 
-impl Way {
+impl Upstream {
     /// # Errors
-    /// When the trusted roots cannot be read.
+    /// If the trusted roots cannot be loaded.
     pub(super) fn new(endpoint: Endpoint, check: ChainCheck) -> anyhow::Result<Self> {
         let mut config = pinned_client_config(endpoint.pin, check)?;
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
-        let dial = Pinned { endpoint, connector: TlsConnector::from(Arc::new(config)) };
+        let dial = PinnedDialer { endpoint, connector: TlsConnector::from(Arc::new(config)) };
         Ok(Self { endpoint, proxy: Proxy::new(dial, ProxyLimits::default()) })
     }
 }
 
-struct Pinned {
+struct PinnedDialer {
     endpoint: Endpoint,
     connector: TlsConnector,
 }
 
 #[async_trait]
-impl Dial for Pinned {
+impl Dial for PinnedDialer {
     async fn dial(&self) -> std::io::Result<Box<dyn Io>> {
         let Endpoint { ip, port, .. } = self.endpoint;
         let stream = TcpStream::connect(SocketAddr::from((ip, port))).await?;

@@ -1,7 +1,7 @@
-//! The router: serves `APP_HOST` and `CODE_HOST`, and forwards each request to the running machine of whoever asks.
+//! The router: serves `APP_HOST` and `CODE_HOST`, and forwards each request to the caller's running machine.
 //!
-//! Who asks comes from a token or a session, the machine from the database's rows alone. It changes no machine.
-//! Invariant: a request costs no query and no signature check, as long as its session or token is in memory.
+//! A token or a session identifies the caller; only the database's rows decide the machine. The router changes no machine.
+//! Invariant: a request whose session or token is cached costs no query and no signature check.
 
 mod account;
 mod app_door;
@@ -38,15 +38,15 @@ use tokio_util::sync::CancellationToken;
 pub use config::RouterConfig;
 #[cfg(feature = "fuzzing")]
 pub use cookie::{drop_reserved, reserved_names};
-pub use freshness::{Freshness, Routes};
-pub use own::{Own, ROUTES};
-pub use own_routes::{own_slot, servers};
+pub use freshness::{Freshness, RoutesState};
+pub use own::{BuiltinRoute, ROUTES};
+pub use own_routes::{openapi_servers, own_slot_schema};
 pub use sign_outs::SIGN_OUT_TTL;
 
 const USER_BURST_SECONDS: u32 = 2;
 
-/// The longest life of what a key for app tokens signs: an app token, or a session's cookie.
-pub const MAX_SIGNED_LIFE: Duration = Duration::from_secs(session::LIFE_SECONDS);
+/// Maximum lifetime of an app token or a session cookie, which the same key signs.
+pub const MAX_SIGNED_LIFETIME: Duration = Duration::from_secs(session::LIFETIME_SECONDS);
 
 use crate::http::observe::{self, Listener};
 use crate::http::rate::RateLimit;
@@ -54,40 +54,41 @@ use crate::http::{client, jwt};
 use crate::machine::name::IdpUserId;
 use crate::platform::keys::SigningSet;
 use directory::Directory;
-use identity::Gate;
+use identity::Authenticator;
 use session::Sessions;
 use sign_outs::SignOuts;
 use watch::Watcher;
 
-/// What the router needs of the process that it runs in.
+/// Dependencies of the router.
 pub struct RouterContext {
     pub pool: Pool,
-    /// For one connection of the router's own, which polls and listens, whatever the pool is busy with.
+    /// For the watcher's dedicated connection, which does not wait for the pool.
     pub database: tokio_postgres::Config,
     pub config: RouterConfig,
     pub proof: channel::Receiver<Arc<SigningSet>>,
-    /// Shared with the process's readiness.
+    /// Shared with the readiness check of the process.
     pub freshness: Arc<Freshness>,
     pub stop: CancellationToken,
 }
 
-/// All that requests share.
-struct Site {
+/// State that all requests share.
+struct RouterState {
     config: RouterConfig,
     directory: Arc<Directory>,
     sessions: Arc<Sessions>,
     sign_outs: Arc<SignOuts>,
-    gate: Gate,
-    users: RateLimit<IdpUserId>,
+    authenticator: Authenticator,
+    user_rate: RateLimit<IdpUserId>,
     proof: channel::Receiver<Arc<SigningSet>>,
 }
 
-/// Starts watching the database, until `stop`, and gives the service for the public listener.
+/// Starts the database watcher, which runs until `stop`, and returns the service for the public listener.
 ///
 /// # Errors
-/// When the HTTP client for the identity provider cannot be made.
+/// If the HTTP client for the identity provider cannot be created.
 pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
-    let client = client::build(client::Deadlines::CALL).context("the identity provider's client")?;
+    let client =
+        client::build(client::Deadlines::CALL).context("create the identity provider's HTTP client")?;
     let directory = Arc::new(Directory::new(ctx.config.chain_check, Arc::clone(&ctx.freshness)));
     let sessions = Sessions::new(ctx.pool, Arc::clone(&ctx.freshness), ctx.proof.clone());
     let sessions = Arc::new(sessions);
@@ -98,16 +99,17 @@ pub fn router(ctx: RouterContext) -> anyhow::Result<Router> {
         sessions: Arc::clone(&sessions),
         sign_outs: Arc::clone(&sign_outs),
         freshness: ctx.freshness,
-        every: ctx.config.poll,
+        interval: ctx.config.poll_interval,
     };
     tokio::spawn(watcher.run(ctx.stop));
     let verifier = jwt::Verifier::new(ctx.config.idp.clone(), client);
-    let gate = Gate::new(verifier, Arc::clone(&sessions), ctx.config.check_rate);
-    let users = RateLimit::new(ctx.config.user_rate, USER_BURST_SECONDS);
+    let authenticator = Authenticator::new(verifier, Arc::clone(&sessions), ctx.config.check_rate);
+    let user_rate = RateLimit::new(ctx.config.user_rate, USER_BURST_SECONDS);
     let (config, proof) = (ctx.config, ctx.proof);
-    let site = Arc::new(Site { config, directory, sessions, sign_outs, gate, users, proof });
+    let state =
+        Arc::new(RouterState { config, directory, sessions, sign_outs, authenticator, user_rate, proof });
     Ok(Router::new()
         .fallback(serve::serve)
-        .with_state(site)
+        .with_state(state)
         .layer(axum::middleware::from_fn_with_state(Listener::Router, observe::layer)))
 }

@@ -1,5 +1,5 @@
-//! The router's own paths, below `/_svc/` on both hosts. None of them is ever forwarded: a host's `/_svc/internal`
-//! cannot be reached from outside.
+//! The router's built-in routes, below `/_svc/` on both hosts. Requests below this prefix are never forwarded, so a
+//! machine's `/_svc/internal` cannot be reached from outside.
 
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
@@ -8,116 +8,127 @@ use http::{HeaderValue, Method, StatusCode};
 use serde_json::json;
 
 use super::cookie::RouterCookie;
-use super::directory::Found;
-use super::door::Door;
+use super::directory::MachineLookup;
+use super::door::PublicHost;
 use super::identity::Identity;
 use super::own_routes::{
-    CHOOSE_ACCOUNT, CHOOSE_SLOT, HAND_OVER, LIST_SLOTS, MINT_APP_TOKEN, SIGN_OUT, TAKE_SESSION,
+    CHOOSE_ACCOUNT, CHOOSE_SLOT, ISSUE_CODE, LIST_SLOTS, MINT_APP_TOKEN, REDEEM_CODE, SIGN_OUT,
 };
-use super::page::{self, Absence};
-use super::serve::{Visit, redirect, session_failure};
-use super::session::LIFE_SECONDS;
-use super::{Site, account, app_token, sign_in};
+use super::page::{self, UnavailableReason};
+use super::serve::{RequestContext, redirect, session_problem};
+use super::session::LIFETIME_SECONDS;
+use super::{RouterState, account, app_token, sign_in};
 use crate::http::openapi::Operation;
 use crate::http::problem::{Code, Problem};
 use crate::machine::name::Slot;
-use crate::platform::api::call::{self, Call};
+use crate::platform::api::call::{self, ApiCall};
 
 const SLOTS_PAGE: &str = include_str!("slots.html");
 const PREFIX: &str = "/_svc";
 
-/// One of the router's own routes: on which host, and what serves it.
-pub struct Own {
+/// A route that the router serves itself.
+pub struct BuiltinRoute {
     pub operation: Operation,
-    /// `None`: on both.
-    pub(super) door: Option<Door>,
-    pub(super) act: Act,
+    /// `None` means both hosts.
+    pub(super) host: Option<PublicHost>,
+    pub(super) action: BuiltinAction,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Act {
+pub(super) enum BuiltinAction {
     ListSlots,
     ChooseSlot,
     ChooseAccount,
     SignOut,
-    HandOver,
-    TakeSession,
+    IssueCode,
+    RedeemCode,
     MintAppToken,
 }
 
-impl Own {
-    /// A HEAD only where a look changes nothing: the other pages use a code up, or make one.
-    fn takes(&self, method: &Method) -> bool {
-        let own = &self.operation.method;
-        own == method || (method == Method::HEAD && own == Method::GET && matches!(self.act, Act::ListSlots))
+impl BuiltinRoute {
+    /// Whether the route accepts the method. HEAD is accepted only where GET has no side effects: the other GET routes issue
+    /// or redeem a code.
+    fn accepts(&self, method: &Method) -> bool {
+        let declared = &self.operation.method;
+        declared == method
+            || (method == Method::HEAD
+                && declared == Method::GET
+                && matches!(self.action, BuiltinAction::ListSlots))
     }
 }
 
-pub static ROUTES: [&Own; 7] =
-    [&LIST_SLOTS, &CHOOSE_SLOT, &CHOOSE_ACCOUNT, &MINT_APP_TOKEN, &SIGN_OUT, &HAND_OVER, &TAKE_SESSION];
+pub static ROUTES: [&BuiltinRoute; 7] =
+    [&LIST_SLOTS, &CHOOSE_SLOT, &CHOOSE_ACCOUNT, &MINT_APP_TOKEN, &SIGN_OUT, &ISSUE_CODE, &REDEEM_CODE];
 
-pub(super) fn is_ours(path: &str) -> bool {
+pub(super) fn is_builtin_path(path: &str) -> bool {
     path.strip_prefix(PREFIX).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
-pub(super) async fn answer(site: &Site, visit: &Visit, request: Request) -> Result<Response, Problem> {
+pub(super) async fn handle(
+    router: &RouterState,
+    context: &RequestContext,
+    request: Request,
+) -> Result<Response, Problem> {
     let path = request.uri().path();
-    let here: Vec<&Own> = ROUTES
+    let candidates: Vec<&BuiltinRoute> = ROUTES
         .into_iter()
-        .filter(|own| own.operation.path == path && own.door.is_none_or(|door| door == visit.door))
+        .filter(|route| route.operation.path == path && route.host.is_none_or(|host| host == context.host))
         .collect();
-    let Some(own) = here.iter().find(|own| own.takes(request.method())) else {
-        return Ok(refused(&here, request).await);
+    let Some(route) = candidates.iter().find(|route| route.accepts(request.method())) else {
+        return Ok(reject(&candidates, request).await);
     };
-    let call = Call::read(request).await?;
-    match own.act {
-        Act::ListSlots => list(site, visit, &call).await,
-        Act::ChooseSlot => choose(site, visit, &call).await,
-        Act::ChooseAccount => account::choose(site, visit, &call).await,
-        Act::SignOut => sign_in::sign_out(site, visit, &call.headers).await,
-        Act::HandOver => sign_in::hand_over(site, visit, &call).await,
-        Act::TakeSession => sign_in::take(site, visit, &call).await,
-        Act::MintAppToken => app_token_for(site, visit, &call).await,
+    let call = ApiCall::read(request).await?;
+    match route.action {
+        BuiltinAction::ListSlots => list_slots(router, context, &call).await,
+        BuiltinAction::ChooseSlot => choose_slot(router, context, &call).await,
+        BuiltinAction::ChooseAccount => account::choose(router, context, &call).await,
+        BuiltinAction::SignOut => sign_in::sign_out(router, context, &call.headers).await,
+        BuiltinAction::IssueCode => sign_in::issue_code(router, context, &call).await,
+        BuiltinAction::RedeemCode => sign_in::redeem_code(router, context, &call).await,
+        BuiltinAction::MintAppToken => mint_app_token(router, context, &call).await,
     }
 }
 
-/// Nothing is at this path, or it takes other methods.
-async fn refused(here: &[&Own], request: Request) -> Response {
-    call::discard(&mut request.into_body()).await;
-    if here.is_empty() {
-        return Problem::new(Code::NotFound, "There is nothing at this path of the router's own.")
-            .into_response();
+/// Rejects an unknown path or a wrong method.
+async fn reject(candidates: &[&BuiltinRoute], request: Request) -> Response {
+    call::drain_body(&mut request.into_body()).await;
+    if candidates.is_empty() {
+        return Problem::new(Code::NotFound, "The router has no route at this path.").into_response();
     }
-    let detail = "This route takes another method; the header Allow names it.";
-    let mut answer = Problem::new(Code::MethodNotAllowed, detail).into_response();
-    let takes: Vec<&str> = here.iter().map(|own| own.operation.method.as_str()).collect();
-    if let Ok(allow) = HeaderValue::from_str(&takes.join(", ")) {
-        answer.headers_mut().insert(ALLOW, allow);
+    let detail = "This route does not accept the method; see the Allow header.";
+    let mut response = Problem::new(Code::MethodNotAllowed, detail).into_response();
+    let methods: Vec<&str> = candidates.iter().map(|route| route.operation.method.as_str()).collect();
+    if let Ok(allow) = HeaderValue::from_str(&methods.join(", ")) {
+        response.headers_mut().insert(ALLOW, allow);
     }
-    answer
+    response
 }
 
-/// The user's slots, oldest first, and which one this browser is led to.
-async fn list(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
-    let Some(identity) = site.identify(visit, &call.headers).await? else {
-        return sign_in::ask(site, visit, &call.uri);
+/// Lists the user's slots, oldest first, and marks the one that this browser uses.
+async fn list_slots(
+    router: &RouterState,
+    context: &RequestContext,
+    call: &ApiCall,
+) -> Result<Response, Problem> {
+    let Some(identity) = router.identify(context, &call.headers).await? else {
+        return sign_in::start_sign_in(router, context, &call.uri);
     };
-    if let Some(page) = account::unsettled(site, visit, &identity, &call.headers, &call.uri) {
+    if let Some(page) = account::prompt(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
     }
-    let Some(machines) = site.directory.machines(identity.user()) else {
-        return Ok(Absence::Unknown.answer(visit.page));
+    let Some(machines) = router.directory.machines(identity.user()) else {
+        return Ok(UnavailableReason::Unknown.respond(context.wants_page));
     };
-    let current = match site.directory.find(identity.user(), identity.slot()) {
-        Found::Running(machine, _) | Found::Waiting(machine) => Some(machine.row.id),
-        Found::Nothing | Found::Unknown => None,
+    let current = match router.directory.find(identity.user(), identity.slot()) {
+        MachineLookup::Running(machine, _) | MachineLookup::NotRunning(machine) => Some(machine.record.id),
+        MachineLookup::NoMachine | MachineLookup::Unknown => None,
     };
-    let rows = machines.iter().map(|machine| (&machine.row, Some(machine.row.id) == current));
-    if visit.page {
+    let rows = machines.iter().map(|machine| (&machine.record, Some(machine.record.id) == current));
+    if context.wants_page {
         let buttons: String = rows
             .map(|(row, current)| {
                 let mark = if current { " aria-current=\"true\"" } else { "" };
-                // Slots, handles and statuses hold nothing that HTML would read.
+                // Slots, handles and statuses contain no HTML special characters.
                 format!(
                     "<button name=\"slot\" value=\"{0}\"{mark}><b>{0}</b><span>{1}</span></button>",
                     row.slot, row.status
@@ -134,76 +145,94 @@ async fn list(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Probl
             })
         })
         .collect();
-    Ok(json_answer(&json!({ "slots": slots })))
+    Ok(json_response(&json!({ "slots": slots })))
 }
 
-/// Remembers a slot in the browser's session, and opens one where there is none yet.
-async fn choose(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
-    let Some(identity) = site.identify(visit, &call.headers).await? else {
-        return Err(sign_in::first());
+/// Stores the chosen slot in the browser's session, and opens a session if there is none.
+async fn choose_slot(
+    router: &RouterState,
+    context: &RequestContext,
+    call: &ApiCall,
+) -> Result<Response, Problem> {
+    let Some(identity) = router.identify(context, &call.headers).await? else {
+        return Err(sign_in::sign_in_required());
     };
-    // A form of a page, or a program.
-    let form = call.is_form();
-    let mut fields = if form { call.form()? } else { call.fields()? };
+    // Pages send a form, programs send JSON.
+    let is_form = call.is_form();
+    let mut fields = if is_form { call.is_form()? } else { call.json_fields()? };
     let slot = fields.required::<Slot>("slot");
     let slot = fields.finish(slot)?;
-    let machines = site.directory.machines(identity.user());
-    let known = machines.is_some_and(|machines| machines.iter().any(|machine| machine.row.slot == slot));
-    if !known {
-        return Err(Problem::new(Code::NotFound, "You have no such slot; GET /_svc/slots lists yours."));
+    let machines = router.directory.machines(identity.user());
+    let is_known =
+        machines.is_some_and(|machines| machines.iter().any(|machine| machine.record.slot == slot));
+    if !is_known {
+        return Err(Problem::new(
+            Code::NotFound,
+            "You have no slot of this name; GET /_svc/slots lists your slots.",
+        ));
     }
-    let mut set = None;
-    let remembered = match &identity {
+    let mut set_cookie = None;
+    let stored = match &identity {
         Identity::Session(session) | Identity::Disputed(session, _) => {
-            site.sessions.choose(session, &slot).await
+            router.sessions.choose(session, &slot).await
         }
         Identity::Cookie(subject) => {
-            site.sessions.open(visit.door, &subject.user, Some(&slot)).await.map(|(token, _)| {
-                set = Some(RouterCookie::Session(visit.door).set(&token, visit.scheme, LIFE_SECONDS));
+            router.sessions.open(context.host, &subject.user, Some(&slot)).await.map(|(token, _)| {
+                set_cookie = Some(RouterCookie::Session(context.host).set_cookie(
+                    &token,
+                    context.scheme,
+                    LIFETIME_SECONDS,
+                ));
                 true
             })
         }
         Identity::Bearer(_) => {
-            let detail = "A slot is remembered by a browser's session, which a bearer token has not: \
-                          send the session's cookie instead.";
+            let detail = "A slot choice is stored in a browser session, and a bearer token has none: \
+                          send the session cookie instead.";
             return Err(Problem::new(Code::InvalidRequest, detail));
         }
     };
-    if !remembered.map_err(|error| session_failure(&error))? {
+    if !stored.map_err(|error| session_problem(&error))? {
         return Err(Problem::new(Code::Unauthorized, "The session has ended; sign in again."));
     }
-    let mut answer =
-        if form { redirect(StatusCode::SEE_OTHER, "/") } else { json_answer(&json!({ "slot": slot })) };
-    if let Some(set) = set {
-        answer.headers_mut().append(SET_COOKIE, set);
+    let mut response =
+        if is_form { redirect(StatusCode::SEE_OTHER, "/") } else { json_response(&json!({ "slot": slot })) };
+    if let Some(set_cookie) = set_cookie {
+        response.headers_mut().append(SET_COOKIE, set_cookie);
     }
-    Ok(answer)
+    Ok(response)
 }
 
-/// A token for one app on the machine that this owner is led to; the frame renews its own by this.
-async fn app_token_for(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
-    let Some(identity) = site.identify(visit, &call.headers).await? else {
-        return Err(sign_in::first());
+/// Issues a token for one app on the caller's machine; the app's frame renews its token here.
+async fn mint_app_token(
+    router: &RouterState,
+    context: &RequestContext,
+    call: &ApiCall,
+) -> Result<Response, Problem> {
+    let Some(identity) = router.identify(context, &call.headers).await? else {
+        return Err(sign_in::sign_in_required());
     };
-    let mut fields = call.fields()?;
+    let mut fields = call.json_fields()?;
     let app: Option<String> = fields.required("app");
     if app.as_deref().is_some_and(|app| !app_token::is_slug(app)) {
         fields.wrong("app", "must be an app's slug, such as notes");
     }
     let app = fields.finish(app)?;
-    let machine = match site.directory.find(identity.user(), identity.slot()) {
-        Found::Running(machine, _) => machine,
-        Found::Waiting(machine) => return Ok(Absence::of(&machine.row).answer(false)),
-        Found::Nothing => return Ok(Absence::NoMachine.answer(false)),
-        Found::Unknown => return Ok(Absence::Unknown.answer(false)),
+    let machine = match router.directory.find(identity.user(), identity.slot()) {
+        MachineLookup::Running(machine, _) => machine,
+        MachineLookup::NotRunning(machine) => {
+            return Ok(UnavailableReason::for_machine(&machine.record).respond(false));
+        }
+        MachineLookup::NoMachine => return Ok(UnavailableReason::NoMachine.respond(false)),
+        MachineLookup::Unknown => return Ok(UnavailableReason::Unknown.respond(false)),
     };
-    let minted = site.mint(visit, &machine, &identity, &app).ok_or_else(sign_in::first)?;
-    Ok(json_answer(&json!({ "token": minted.token, "expiresAt": minted.expires_at })))
+    let minted = router.mint(context, &machine, &identity, &app).ok_or_else(sign_in::sign_in_required)?;
+    Ok(json_response(&json!({ "token": minted.token, "expiresAt": minted.expires_at })))
 }
 
-fn json_answer(body: &serde_json::Value) -> Response {
-    let mut answer = body.to_string().into_response();
-    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    answer
+fn json_response(body: &serde_json::Value) -> Response {
+    let mut response = body.to_string().into_response();
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
 }

@@ -1,10 +1,10 @@
-//! The router's own routes as they are described.
+//! Descriptions of the router's built-in routes.
 
 use http::Method;
 use serde_json::{Value, json};
 
-use super::door::Door;
-use super::own::{Act, Own};
+use super::door::PublicHost;
+use super::own::{BuiltinAction, BuiltinRoute};
 use super::{account, sign_in};
 use crate::http::openapi::{
     Answer, Content, Credential, Operation, Parameter, Place, Scheme, any_text, array, boolean, count,
@@ -22,36 +22,39 @@ const SESSION: Credential = Credential {
 };
 const USER: Credential =
     Credential { name: "user", scheme: Scheme::Bearer, about: "The identity provider's session JWT" };
-const VISITORS: &[Credential] = &[SESSION, USER];
+const USER_CREDENTIALS: &[Credential] = &[SESSION, USER];
 
-pub static LIST_SLOTS: Own = Own {
+pub static LIST_SLOTS: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "listOwnSlots",
         method: Method::GET,
         path: "/_svc/slots",
-        summary: "The slots of whoever asks, the oldest first; a page for browsers.",
-        credentials: VISITORS,
+        summary: "Lists the caller's slots, oldest first; browsers get a page.",
+        credentials: USER_CREDENTIALS,
         parameters: &[],
         body: None,
-        answers: &[told(200, "The slots.", || object(&[("slots", array(named("OwnSlot")))], &[])), SIGN_IN],
+        answers: &[
+            json_answer(200, "The slots.", || object(&[("slots", array(named("OwnSlot")))], &[])),
+            SIGN_IN_REDIRECT,
+        ],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
-    door: None,
-    act: Act::ListSlots,
+    host: None,
+    action: BuiltinAction::ListSlots,
 };
 
-pub static CHOOSE_SLOT: Own = Own {
+pub static CHOOSE_SLOT: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "chooseSlot",
         method: Method::POST,
         path: "/_svc/slots",
-        summary: "Leads this browser's session to a slot.",
-        credentials: VISITORS,
+        summary: "Chooses the slot of this browser's session.",
+        credentials: USER_CREDENTIALS,
         parameters: &[],
-        body: Some(|| fields(&[("slot", slot())], &[])),
+        body: Some(|| fields(&[("slot", slot_name_schema())], &[])),
         answers: &[
-            told(200, "It does.", || object(&[("slot", slot())], &[])),
-            Answer { status: 303, about: "To the slot, after a form.", content: Content::Nothing },
+            json_answer(200, "The slot is chosen.", || object(&[("slot", slot_name_schema())], &[])),
+            Answer { status: 303, about: "Redirect to the slot, after a form.", content: Content::Nothing },
         ],
         problems: &[
             Code::Forbidden,
@@ -61,56 +64,60 @@ pub static CHOOSE_SLOT: Own = Own {
             Code::DatabaseUnavailable,
         ],
     },
-    door: None,
-    act: Act::ChooseSlot,
+    host: None,
+    action: BuiltinAction::ChooseSlot,
 };
 
-pub static CHOOSE_ACCOUNT: Own = Own {
+pub static CHOOSE_ACCOUNT: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "chooseAccount",
         method: Method::POST,
         path: account::PATH,
-        summary: "Settles which account this browser uses, where its session and the identity provider disagree.",
-        credentials: VISITORS,
+        summary: "Decides which account this browser uses if its session and the identity provider's cookie name different users.",
+        credentials: USER_CREDENTIALS,
         parameters: &[],
-        body: Some(|| fields(&[("account", one_of(&account::Choice::NAMES))], &[("returnTo", any_text())])),
+        body: Some(|| {
+            fields(&[("account", one_of(&account::AccountChoice::NAMES))], &[("returnTo", any_text())])
+        }),
         answers: &[Answer {
             status: 303,
-            about: "To `returnTo`, a path of this host; with the chosen account.",
+            about: "Redirect to `returnTo`, a path of this host, with the chosen account.",
             content: Content::Nothing,
         }],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
-    door: None,
-    act: Act::ChooseAccount,
+    host: None,
+    action: BuiltinAction::ChooseAccount,
 };
 
-pub static MINT_APP_TOKEN: Own = Own {
+pub static MINT_APP_TOKEN: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "mintAppToken",
         method: Method::POST,
         path: "/_svc/app-token",
-        summary: "A token for one app on the caller's machine; the app's frame renews its own by this.",
-        credentials: VISITORS,
+        summary: "Issues a token for one app on the caller's machine; the app's frame renews its token here.",
+        credentials: USER_CREDENTIALS,
         parameters: &[],
         body: Some(|| fields(&[("app", matching("^[a-z][a-z0-9-]{0,40}$"))], &[])),
-        answers: &[told(200, "The token.", || object(&[("token", text()), ("expiresAt", count())], &[]))],
+        answers: &[json_answer(200, "The token.", || {
+            object(&[("token", text()), ("expiresAt", count())], &[])
+        })],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
-    door: Some(Door::App),
-    act: Act::MintAppToken,
+    host: Some(PublicHost::App),
+    action: BuiltinAction::MintAppToken,
 };
 
-pub static SIGN_OUT: Own = Own {
+pub static SIGN_OUT: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "signOut",
         method: Method::POST,
         path: "/_svc/sign-out",
-        summary: "Ends the sessions of whoever asks, on both hosts, with their app tokens and open streams.",
+        summary: "Ends the caller's sessions on both hosts, their app tokens and their open streams.",
         credentials: &[],
         parameters: &[],
         body: None,
-        answers: &[Answer { status: 204, about: "They are ended.", content: Content::Nothing }],
+        answers: &[Answer { status: 204, about: "The sessions have ended.", content: Content::Nothing }],
         problems: &[
             Code::Unauthorized,
             Code::Forbidden,
@@ -120,17 +127,17 @@ pub static SIGN_OUT: Own = Own {
             Code::DatabaseUnavailable,
         ],
     },
-    door: None,
-    act: Act::SignOut,
+    host: None,
+    action: BuiltinAction::SignOut,
 };
 
-pub static HAND_OVER: Own = Own {
+pub static ISSUE_CODE: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "handOverSession",
         method: Method::GET,
-        path: sign_in::HAND_OVER,
-        summary: "On APP_HOST: leads a browser back to CODE_HOST with a code that works once.",
-        credentials: VISITORS,
+        path: sign_in::ISSUE_CODE_PATH,
+        summary: "On APP_HOST: redirects a browser back to CODE_HOST with a single-use code.",
+        credentials: USER_CREDENTIALS,
         parameters: &[
             Parameter {
                 name: "state",
@@ -142,63 +149,63 @@ pub static HAND_OVER: Own = Own {
                 name: "return_to",
                 place: Place::Query,
                 schema: any_text,
-                about: "The path on CODE_HOST to end at; another host's is not gone to.",
+                about: "The final path on CODE_HOST; URLs of other hosts are ignored.",
             },
         ],
         body: None,
-        answers: &[SIGN_IN],
+        answers: &[SIGN_IN_REDIRECT],
         problems: &[Code::Forbidden, Code::RateLimited, Code::Unavailable, Code::DatabaseUnavailable],
     },
-    door: Some(Door::App),
-    act: Act::HandOver,
+    host: Some(PublicHost::App),
+    action: BuiltinAction::IssueCode,
 };
 
-pub static TAKE_SESSION: Own = Own {
+pub static REDEEM_CODE: BuiltinRoute = BuiltinRoute {
     operation: Operation {
         id: "takeSession",
         method: Method::GET,
-        path: sign_in::TAKE,
-        summary: "On CODE_HOST: the code, with the browser's nonce, becomes a session.",
+        path: sign_in::REDEEM_CODE_PATH,
+        summary: "On CODE_HOST: exchanges the code and the browser's nonce for a session.",
         credentials: &[],
         parameters: &[Parameter {
             name: "code",
             place: Place::QueryNeeded,
             schema: any_text,
-            about: "The code, which works once.",
+            about: "The single-use code.",
         }],
         body: None,
-        answers: &[SIGN_IN],
+        answers: &[SIGN_IN_REDIRECT],
         problems: &[Code::Unauthorized, Code::RequestTooLarge, Code::RateLimited, Code::DatabaseUnavailable],
     },
-    door: Some(Door::Code),
-    act: Act::TakeSession,
+    host: Some(PublicHost::Code),
+    action: BuiltinAction::RedeemCode,
 };
 
-const SIGN_IN: Answer = Answer {
+const SIGN_IN_REDIRECT: Answer = Answer {
     status: 302,
-    about: "Of a browser: to the next place of signing in, or to where it wanted to go.",
+    about: "Redirect of a browser to the next step of the sign-in, or to the requested page.",
     content: Content::Nothing,
 };
 
-const fn told(status: u16, about: &'static str, schema: fn() -> Value) -> Answer {
+const fn json_answer(status: u16, about: &'static str, schema: fn() -> Value) -> Answer {
     Answer { status, about, content: Content::Json(schema) }
 }
 
-fn slot() -> Value {
+fn slot_name_schema() -> Value {
     json!({ "type": "string", "pattern": Slot::PATTERN })
 }
 
-/// Where the router is reached.
-pub fn servers() -> Value {
+/// The OpenAPI `servers` of the built-in routes.
+pub fn openapi_servers() -> Value {
     let host = json!({ "default": "app.example", "description": "APP_HOST or CODE_HOST" });
     json!([{ "url": "https://{host}", "variables": { "host": host } }])
 }
 
-/// A slot as its user sees it.
-pub fn own_slot() -> Value {
+/// Schema of a slot as shown to its user.
+pub fn own_slot_schema() -> Value {
     object(
         &[
-            ("slot", slot()),
+            ("slot", slot_name_schema()),
             ("handle", text()),
             ("machineId", uuid()),
             ("status", one_of(&Status::ALL.map(Status::as_str))),

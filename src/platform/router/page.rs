@@ -1,4 +1,4 @@
-//! What people and programs see when the router itself answers: a page for browsers, problem+json for all others.
+//! The router's own responses: HTML pages for browsers, problem+json for other clients.
 
 use axum::response::{IntoResponse, Response};
 use http::header::{
@@ -7,92 +7,91 @@ use http::header::{
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 
-use super::machine::Row;
+use super::machine::MachineRecord;
 use crate::http::problem::{Code, Problem};
 use crate::machine::state::Status;
 
 const TEMPLATE: &str = include_str!("page.html");
-/// What all our pages look like.
+/// The style of all the router's pages.
 const BASE_STYLE: &str = include_str!("base.css");
 const OPENER_POLICY: HeaderName = HeaderName::from_static("cross-origin-opener-policy");
 const PERMISSIONS_POLICY: HeaderName = HeaderName::from_static("permissions-policy");
-/// How soon a waiting page asks again.
+/// Reload interval of a waiting page.
 pub(super) const REFRESH_SECONDS: u64 = 5;
 
-/// Whether a person looks at the answer in a browser.
-pub(super) fn is_wanted(method: &Method, headers: &HeaderMap) -> bool {
+/// Whether the client is a browser that shows the response to a person.
+pub(super) fn wants_page(method: &Method, headers: &HeaderMap) -> bool {
     let html = |value: &HeaderValue| value.to_str().is_ok_and(|value| value.contains("text/html"));
     matches!(*method, Method::GET | Method::HEAD) && headers.get_all(ACCEPT).iter().any(html)
 }
 
-/// Why there is no machine to forward to.
+/// Reason why there is no machine to forward to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Absence {
+pub(super) enum UnavailableReason {
     NoMachine,
     NotRunning(Status),
-    /// An operator has switched it off.
+    /// An operator has powered it off.
     PoweredOff,
-    /// It is `running`, and its row changed while the request was under way.
-    JustLeft,
-    /// The database has not been seen for too long.
+    /// The machine is `running`, but its row changed while the request was in flight.
+    JustChanged,
+    /// The routes are too old, because the database has been unreachable.
     Unknown,
 }
 
-impl Absence {
-    /// Why this machine is not forwarded to.
-    pub(super) fn of(row: &Row) -> Self {
-        if row.status.is_routable() && row.is_powered_off {
+impl UnavailableReason {
+    /// The reason for this machine.
+    pub(super) fn for_machine(record: &MachineRecord) -> Self {
+        if record.status.is_routable() && record.is_powered_off {
             return Self::PoweredOff;
         }
-        Self::NotRunning(row.status)
+        Self::NotRunning(record.status)
     }
 
-    fn words(self) -> (&'static str, &'static str) {
+    fn page_text(self) -> (&'static str, &'static str) {
         match self {
-            Self::NoMachine => {
-                ("You have no computer yet", "As soon as one is set up for you, it appears here.")
-            }
-            Self::NotRunning(Status::Provisioning) => {
-                ("Your computer is being set up", "This takes a few minutes. The page opens it by itself.")
-            }
+            Self::NoMachine => ("You have no computer yet", "It will appear here once it has been set up."),
+            Self::NotRunning(Status::Provisioning) => (
+                "Your computer is being set up",
+                "This takes a few minutes. This page opens it automatically.",
+            ),
             Self::NotRunning(Status::Recovering) => (
                 "Your computer is being recovered",
-                "A new one is being restored from your latest backup. The page opens it by itself.",
+                "A new one is being restored from your latest backup. This page opens it automatically.",
             ),
             Self::NotRunning(Status::Resizing) => (
                 "Your computer is being resized",
-                "It restarts with its files and its database as they are. The page opens it by itself.",
+                "Its files and its database are kept. This page opens it automatically.",
             ),
             Self::NotRunning(Status::Failed) => (
                 "Your computer is not running",
-                "Something went wrong with it. Your backups are kept. Support can bring it back.",
+                "Something went wrong. Your backups are safe. Please contact support.",
             ),
-            Self::NotRunning(Status::Running) | Self::JustLeft => {
-                ("Your computer is changing", "The page tries again in a moment.")
+            Self::NotRunning(Status::Running) | Self::JustChanged => {
+                ("Your computer is changing", "This page retries in a moment.")
             }
             Self::PoweredOff => (
                 "Your computer is switched off",
-                "Its files and its database are as they were. Support can switch it on again.",
+                "Its files and its database are kept. Support can switch it on again.",
             ),
-            Self::Unknown => ("We cannot find your computer right now", "The page tries again in a moment."),
+            Self::Unknown => ("Your computer cannot be found right now", "This page retries in a moment."),
         }
     }
 
-    /// The machine's status as programs read it.
+    /// The machine's status in problem+json.
     fn status(self) -> &'static str {
         match self {
             Self::NoMachine => "none",
             Self::NotRunning(status) => status.as_str(),
-            Self::JustLeft => Status::Running.as_str(),
+            Self::JustChanged => Status::Running.as_str(),
             Self::PoweredOff => "powered_off",
             Self::Unknown => "unknown",
         }
     }
 
-    pub(super) fn answer(self, page: bool) -> Response {
-        let (title, text) = self.words();
-        if page {
-            return Page { code: StatusCode::SERVICE_UNAVAILABLE, title, text, mark: self.status() }
+    pub(super) fn respond(self, wants_page: bool) -> Response {
+        let (title, text) = self.page_text();
+        if wants_page {
+            return Page { code: StatusCode::SERVICE_UNAVAILABLE, title, text, state: self.status() }
                 .into_response();
         }
         Problem::new(Code::Unavailable, format!("{title}."))
@@ -102,34 +101,35 @@ impl Absence {
     }
 }
 
-/// The machine did not answer.
-pub(super) fn upstream_down(page: bool) -> Response {
+/// The response if the machine did not respond.
+pub(super) fn upstream_unreachable(wants_page: bool) -> Response {
     let (title, text) =
-        ("Your computer does not answer", "It may be restarting. The page tries again in a moment.");
-    if page {
-        return Page { code: StatusCode::BAD_GATEWAY, title, text, mark: "unreachable" }.into_response();
+        ("Your computer does not respond", "It may be restarting. This page retries in a moment.");
+    if wants_page {
+        return Page { code: StatusCode::BAD_GATEWAY, title, text, state: "unreachable" }.into_response();
     }
-    Problem::new(Code::UpstreamUnavailable, "The machine did not answer.")
+    Problem::new(Code::UpstreamUnavailable, "The machine did not respond.")
         .retry_after(REFRESH_SECONDS)
         .into_response()
 }
 
-/// The machine took the request and answered nothing in time.
-pub(super) fn upstream_slow(page: bool) -> Response {
-    let (title, text) = ("Your computer takes too long", "It may be busy. The page tries again in a moment.");
-    if page {
-        return Page { code: StatusCode::GATEWAY_TIMEOUT, title, text, mark: "slow" }.into_response();
+/// The response if the machine accepted the request but timed out.
+pub(super) fn upstream_timeout(wants_page: bool) -> Response {
+    let (title, text) =
+        ("Your computer takes too long to respond", "It may be busy. This page retries in a moment.");
+    if wants_page {
+        return Page { code: StatusCode::GATEWAY_TIMEOUT, title, text, state: "slow" }.into_response();
     }
-    Problem::new(Code::DeadlineExceeded, "The machine did not answer in time.").into_response()
+    Problem::new(Code::DeadlineExceeded, "The machine did not respond in time.").into_response()
 }
 
-/// Refreshes itself.
+/// A page that reloads periodically.
 struct Page {
     code: StatusCode,
     title: &'static str,
     text: &'static str,
-    /// The state in one word.
-    mark: &'static str,
+    /// A one-word state, for support.
+    state: &'static str,
 }
 
 impl IntoResponse for Page {
@@ -137,7 +137,7 @@ impl IntoResponse for Page {
         let body = styled(TEMPLATE)
             .replace("{{title}}", self.title)
             .replace("{{text}}", self.text)
-            .replace("{{mark}}", self.mark)
+            .replace("{{mark}}", self.state)
             .replace("{{refresh}}", &REFRESH_SECONDS.to_string());
         let mut response = html(self.code, body);
         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(REFRESH_SECONDS));
@@ -145,12 +145,12 @@ impl IntoResponse for Page {
     }
 }
 
-/// A template with the style of all our pages, before any value is in it.
+/// Inserts the shared style into a template. Must run before any value is inserted.
 pub(super) fn styled(template: &str) -> String {
     template.replacen("{{base}}", BASE_STYLE, 1)
 }
 
-/// A page of ours: never stored, loads nothing, told to nobody.
+/// An HTML response that is not cached, loads no resources and sends no referrer.
 pub(super) fn html(code: StatusCode, body: String) -> Response {
     let mut response = (code, body).into_response();
     let headers = response.headers_mut();

@@ -1,4 +1,4 @@
-//! One request: which host, who asks, which machine, and on.
+//! Handles one request: finds the host, identifies the caller, finds the machine, and forwards.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -12,16 +12,16 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, Uri};
 use jiff::Timestamp;
 use tokio_util::sync::CancellationToken;
 
-use super::app_token::{AppClaims, Minted};
+use super::app_token::{AppClaims, MintedToken};
 use super::cookie::RouterCookie;
-use super::directory::Found;
-use super::door::Door;
-use super::headers::{Onward, make_onward};
-use super::identity::{Identity, Refusal};
-use super::machine::{Machine, Way};
-use super::page::{self, Absence};
-use super::session::{LIFE_SECONDS, SessionError};
-use super::{Site, account, app_door, app_token, cookie, frame, origin, own, sign_in};
+use super::directory::MachineLookup;
+use super::door::PublicHost;
+use super::headers::{ForwardHeaders, prepare_headers};
+use super::identity::{AuthError, Identity};
+use super::machine::{Machine, Upstream};
+use super::page::{self, UnavailableReason};
+use super::session::{LIFETIME_SECONDS, SessionError};
+use super::{RouterState, account, app_door, app_token, cookie, frame, origin, own, sign_in};
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::proof::{LEEWAY_SECONDS, Route};
 use crate::http::proxy::{ProxyError, Until};
@@ -29,41 +29,41 @@ use crate::http::request_id;
 use crate::http::server::Scheme;
 use crate::metrics::UPSTREAM_FAILURES;
 
-/// Of this host alone: what else has the operator's domain is not ours to decide.
-const HTTPS_FOR_A_YEAR: &str = "max-age=31536000";
+/// Without `includeSubDomains`: other hosts of the operator's domain may not support HTTPS.
+const HSTS_ONE_YEAR: &str = "max-age=31536000";
 
-/// What a request is, apart from who asks.
-pub(super) struct Visit {
-    pub(super) door: Door,
-    /// The name and port that it was sent to.
+/// Properties of a request, except its caller.
+pub(super) struct RequestContext {
+    pub(super) host: PublicHost,
+    /// The host name and port of the request.
     pub(super) authority: String,
     pub(super) scheme: &'static str,
-    /// Who is connected; `None` behind a proxy, whose address stands for all of its clients.
+    /// The peer's address; `None` behind a proxy, because all its clients share one address.
     pub(super) client: Option<IpAddr>,
-    /// A person looks at the answer.
-    pub(super) page: bool,
+    /// Whether a browser shows the response to a person.
+    pub(super) wants_page: bool,
     pub(super) now: Timestamp,
 }
 
-/// In whose name a request goes on.
+/// The caller for whom a request is forwarded.
 #[derive(Clone, Copy)]
 pub(super) enum Caller<'a> {
-    /// With the number of the user's last sign-out, as it was when they were known.
+    /// With the generation of the user's last sign-out at the time of authentication.
     Owner(&'a Identity, i64),
     App(&'a AppClaims),
 }
 
-pub(super) async fn serve(State(site): State<Arc<Site>>, request: Request) -> Response {
-    let scheme = site.scheme(&request);
-    let mut answer = site.serve(request).await.unwrap_or_else(IntoResponse::into_response);
+pub(super) async fn serve(State(router): State<Arc<RouterState>>, request: Request) -> Response {
+    let scheme = router.scheme(&request);
+    let mut response = router.serve(request).await.unwrap_or_else(IntoResponse::into_response);
     if scheme == Scheme::Https.as_str() {
-        answer.headers_mut().insert(STRICT_TRANSPORT_SECURITY, HeaderValue::from_static(HTTPS_FOR_A_YEAR));
+        response.headers_mut().insert(STRICT_TRANSPORT_SECURITY, HeaderValue::from_static(HSTS_ONE_YEAR));
     }
-    answer
+    response
 }
 
-impl Site {
-    /// How browsers reach this router.
+impl RouterState {
+    /// The scheme that the browser used.
     fn scheme(&self, request: &Request) -> &'static str {
         let listener = request.extensions().get::<Scheme>().copied().unwrap_or(Scheme::Http);
         self.config.public_scheme.unwrap_or(listener.as_str())
@@ -77,202 +77,213 @@ impl Site {
     }
 
     async fn serve(&self, mut request: Request) -> Result<Response, Problem> {
-        let visit = self.visit(&mut request)?;
+        let context = self.request_context(&mut request)?;
         if request.method() == Method::CONNECT {
-            return Err(Problem::new(Code::MethodNotAllowed, "This is not a forward proxy."));
+            return Err(Problem::new(Code::MethodNotAllowed, "This server is not a forward proxy."));
         }
-        // What most requests do not need stands in boxes: each request's future has room for the largest of its ways.
-        if let Some(asked) = app_door::asked(&visit, &request) {
-            return Ok(Box::pin(app_door::answer(self, &visit, asked, request)).await);
+        // Rare branches are boxed: every request's future is as large as its largest branch.
+        if let Some(app_request) = app_door::classify(&context, &request) {
+            return Ok(Box::pin(app_door::handle(self, &context, app_request, request)).await);
         }
-        let upgrade = request.headers().contains_key(UPGRADE);
-        if origin::matters(request.method(), upgrade)
-            && origin::is_foreign(request.headers(), visit.scheme, &visit.authority)
+        let is_upgrade = request.headers().contains_key(UPGRADE);
+        if origin::must_check(request.method(), is_upgrade)
+            && origin::is_cross_origin(request.headers(), context.scheme, &context.authority)
         {
             return Err(Problem::new(Code::Forbidden, "The request comes from another origin."));
         }
-        if own::is_ours(request.uri().path()) {
-            return Box::pin(own::answer(self, &visit, request)).await;
+        if own::is_builtin_path(request.uri().path()) {
+            return Box::pin(own::handle(self, &context, request)).await;
         }
-        let Some(identity) = self.identify(&visit, request.headers()).await? else {
-            return sign_in::ask(self, &visit, request.uri());
+        let Some(identity) = self.identify(&context, request.headers()).await? else {
+            return sign_in::start_sign_in(self, &context, request.uri());
         };
-        if let Some(page) = account::unsettled(self, &visit, &identity, request.headers(), request.uri()) {
+        if let Some(page) = account::prompt(self, &context, &identity, request.headers(), request.uri()) {
             return Ok(page);
         }
-        self.users.check(identity.user()).map_err(too_many)?;
+        self.user_rate.check(identity.user()).map_err(rate_limited)?;
         let generation = self.sign_outs.generation(identity.user());
-        let opened = match &identity {
-            Identity::Cookie(_) if visit.page => Box::pin(self.open_session(&visit, &identity)).await,
+        let session_cookie = match &identity {
+            Identity::Cookie(_) if context.wants_page => {
+                Box::pin(self.open_session(&context, &identity)).await
+            }
             _ => None,
         };
-        let mut answer = match self.directory.find(identity.user(), identity.slot()) {
-            Found::Running(machine, way) => match self.framed(&visit, &machine, &identity, &request) {
-                Some(frame) => frame,
-                None => {
-                    let caller = Caller::Owner(&identity, generation);
-                    self.forward(&visit, &machine, &way, caller, request).await
+        let mut response = match self.directory.find(identity.user(), identity.slot()) {
+            MachineLookup::Running(machine, upstream) => {
+                match self.app_frame(&context, &machine, &identity, &request) {
+                    Some(frame) => frame,
+                    None => {
+                        let caller = Caller::Owner(&identity, generation);
+                        self.forward(&context, &machine, &upstream, caller, request).await
+                    }
                 }
-            },
-            Found::Waiting(machine) => self.absent(&visit, Absence::of(&machine.row), request.uri()),
-            Found::Nothing => self.absent(&visit, Absence::NoMachine, request.uri()),
-            Found::Unknown => Absence::Unknown.answer(visit.page),
+            }
+            MachineLookup::NotRunning(machine) => {
+                self.unavailable(&context, UnavailableReason::for_machine(&machine.record), request.uri())
+            }
+            MachineLookup::NoMachine => {
+                self.unavailable(&context, UnavailableReason::NoMachine, request.uri())
+            }
+            MachineLookup::Unknown => UnavailableReason::Unknown.respond(context.wants_page),
         };
-        if let Some(set) = opened {
-            answer.headers_mut().append(SET_COOKIE, set);
+        if let Some(set_cookie) = session_cookie {
+            response.headers_mut().append(SET_COOKIE, set_cookie);
         }
-        Ok(answer)
+        Ok(response)
     }
 
-    /// The host that was asked for is one of ours; an absolute target outranks `Host` (RFC 9112, section 3.2.2).
-    fn visit(&self, request: &mut Request) -> Result<Visit, Problem> {
+    /// Reads the context, and rejects unknown hosts. An absolute target overrides `Host` (RFC 9112, section 3.2.2).
+    fn request_context(&self, request: &mut Request) -> Result<RequestContext, Problem> {
         if let Some(authority) = request.uri().authority() {
             let host = HeaderValue::from_str(authority.as_str());
-            let host = host.map_err(|_| Problem::new(Code::InvalidRequest, "The target is not one."))?;
+            let host =
+                host.map_err(|_| Problem::new(Code::InvalidRequest, "The request target is not valid."))?;
             request.headers_mut().insert(HOST, host);
         }
         let mut hosts = request.headers().get_all(HOST).iter();
         let unknown = || Problem::new(Code::NotFound, "This host is not served here.");
         let (Some(host), None) = (hosts.next(), hosts.next()) else { return Err(unknown()) };
         let authority = host.to_str().map_err(|_| unknown())?.to_owned();
-        let door = self.config.door(&authority).ok_or_else(unknown)?;
-        Ok(Visit {
-            door,
+        let host = self.config.find_host(&authority).ok_or_else(unknown)?;
+        Ok(RequestContext {
+            host,
             authority,
             scheme: self.scheme(request),
             client: self.client(request),
-            page: page::is_wanted(request.method(), request.headers()),
+            wants_page: page::wants_page(request.method(), request.headers()),
             now: Timestamp::now(),
         })
     }
 
-    /// Counts a credential that costs work to verify.
-    pub(super) fn admit_check(&self, visit: &Visit) -> Result<(), Problem> {
-        self.gate.admit_check(visit).map_err(refused)
+    /// Counts a credential check against the limit of the client's address.
+    pub(super) fn admit_check(&self, context: &RequestContext) -> Result<(), Problem> {
+        self.authenticator.admit_check(context).map_err(auth_problem)
     }
 
     pub(super) async fn identify(
         &self,
-        visit: &Visit,
+        context: &RequestContext,
         headers: &HeaderMap,
     ) -> Result<Option<Identity>, Problem> {
-        self.gate.identify(visit, headers).await.map_err(refused)
+        self.authenticator.identify(context, headers).await.map_err(auth_problem)
     }
 
-    /// Opens a session after the provider's cookie, so that the browser is known when that one has expired. A failure
-    /// costs only that.
-    async fn open_session(&self, visit: &Visit, identity: &Identity) -> Option<HeaderValue> {
-        match self.sessions.open(visit.door, identity.user(), None).await {
-            Ok((token, _)) => Some(RouterCookie::Session(visit.door).set(&token, visit.scheme, LIFE_SECONDS)),
+    /// Opens a session for a request with the provider's cookie, so that the browser stays signed in after that cookie
+    /// expires. The request itself does not need the session, so a failure is only logged.
+    async fn open_session(&self, context: &RequestContext, identity: &Identity) -> Option<HeaderValue> {
+        match self.sessions.open(context.host, identity.user(), None).await {
+            Ok((token, _)) => {
+                Some(RouterCookie::Session(context.host).set_cookie(&token, context.scheme, LIFETIME_SECONDS))
+            }
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "no session was opened");
+                tracing::warn!(error = %chain(&error), "cannot open a session");
                 None
             }
         }
     }
 
-    /// The frame around an app's page, for its owner.
-    fn framed(
+    /// The frame around an app's page, if this is the owner's request for one.
+    fn app_frame(
         &self,
-        visit: &Visit,
+        context: &RequestContext,
         machine: &Machine,
         identity: &Identity,
         request: &Request,
     ) -> Option<Response> {
-        if visit.door != Door::App || !visit.page {
+        if context.host != PublicHost::App || !context.wants_page {
             return None;
         }
         let uri = request.uri();
-        let (app, rest) = frame::target(uri.path())?;
-        let Some(minted) = self.mint(visit, machine, identity, app) else {
-            // Asked again, the browser is led to sign in.
+        let (app, rest) = frame::parse_target(uri.path())?;
+        let Some(minted) = self.mint(context, machine, identity, app) else {
+            // The session has ended, so the same request now starts a sign-in.
             return Some(redirect(StatusCode::FOUND, uri.path_and_query().map_or("/", |path| path.as_str())));
         };
-        let origin = format!("{}://{}", visit.scheme, visit.authority);
-        Some(frame::around(app, rest, uri, &origin, &minted))
+        let origin = format!("{}://{}", context.scheme, context.authority);
+        Some(frame::render(app, rest, uri, &origin, &minted))
     }
 
-    /// A token for an app on this machine; `None` where the session has ended since the caller was known.
+    /// Issues an app token for this machine; `None` if the session has ended since the caller was authenticated.
     pub(super) fn mint(
         &self,
-        visit: &Visit,
+        context: &RequestContext,
         machine: &Machine,
         identity: &Identity,
         app: &str,
-    ) -> Option<Minted> {
-        let row = &machine.row;
-        let generation = self.sign_outs.generation(&row.user);
-        // After the number: a sign-out ends sessions first.
+    ) -> Option<MintedToken> {
+        let record = &machine.record;
+        let generation = self.sign_outs.generation(&record.user);
+        // Checked after the generation is read, because a sign-out ends the sessions first.
         if let Some(session) = identity.session()
             && !self.sessions.is_open(session)
         {
             return None;
         }
         let proof = self.proof.borrow();
-        Some(app_token::mint(&proof.app.current, &row.user, row.id, app, generation, visit.now))
+        Some(app_token::mint(&proof.app.current, &record.user, record.id, app, generation, context.now))
     }
 
     pub(super) async fn forward(
         &self,
-        visit: &Visit,
+        context: &RequestContext,
         machine: &Machine,
-        way: &Way,
+        upstream: &Upstream,
         caller: Caller<'_>,
         mut request: Request,
     ) -> Response {
         let (route, app) = match caller {
-            Caller::Owner(..) => (visit.door.route(), None),
+            Caller::Owner(..) => (context.host.route(), None),
             Caller::App(claims) => (Route::App, Some(claims.app.as_str())),
         };
-        let proof = machine.proof(route, app, &self.proof.borrow(), visit.now);
+        let proof = machine.proof(route, app, &self.proof.borrow(), context.now);
         let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
         let request_id = request_id::current();
-        let onward = Onward { peer, scheme: visit.scheme, proof, request_id: &request_id };
-        if make_onward(request.headers_mut(), onward)
-            && let Some(until) = self.until(caller, visit.now)
+        let values = ForwardHeaders { peer, scheme: context.scheme, proof, request_id: &request_id };
+        if prepare_headers(request.headers_mut(), values)
+            && let Some(until) = self.stream_limit(caller, context.now)
         {
             request.extensions_mut().insert(until);
         }
-        match way.proxy.forward(request).await {
-            Ok(mut answer) => {
-                cookie::drop_ours(answer.headers_mut());
-                self.bound(caller, visit.now, answer)
+        match upstream.proxy.forward(request).await {
+            Ok(mut response) => {
+                cookie::drop_reserved_cookies(response.headers_mut());
+                self.limit_stream(caller, context.now, response)
             }
             Err(error) => {
-                tracing::warn!(svc_machine_id = %machine.row.id, error = %chain(&error), "the machine did not answer");
+                tracing::warn!(svc_machine_id = %machine.record.id, error = %chain(&error), "request to the machine failed");
                 UPSTREAM_FAILURES.add_one([error.kind()]);
                 match error {
-                    ProxyError::Closed => Absence::JustLeft.answer(visit.page),
-                    ProxyError::HeadTimeout => page::upstream_slow(visit.page),
+                    ProxyError::Closed => UnavailableReason::JustChanged.respond(context.wants_page),
+                    ProxyError::HeadTimeout => page::upstream_timeout(context.wants_page),
                     ProxyError::Full => {
-                        Problem::new(Code::Unavailable, "The machine has too many connections.")
+                        Problem::new(Code::Unavailable, "The machine has too many open connections.")
                             .retry_after(page::REFRESH_SECONDS)
                             .into_response()
                     }
-                    _ => page::upstream_down(visit.page),
+                    _ => page::upstream_unreachable(context.wants_page),
                 }
             }
         }
     }
 
-    /// An answer whose length is not known may go on for hours: it ends with what it was asked by.
-    fn bound(&self, caller: Caller<'_>, now: Timestamp, answer: Response) -> Response {
-        if answer.body().size_hint().exact().is_some() || answer.headers().contains_key(CONTENT_LENGTH) {
-            return answer;
+    /// Ends a response of unknown length, which may stream for hours, when the caller's credential ends.
+    fn limit_stream(&self, caller: Caller<'_>, now: Timestamp, response: Response) -> Response {
+        if response.body().size_hint().exact().is_some() || response.headers().contains_key(CONTENT_LENGTH) {
+            return response;
         }
-        match self.until(caller, now) {
-            Some(until) => answer.map(|body| until.bound(body)),
-            None => answer,
+        match self.stream_limit(caller, now) {
+            Some(until) => response.map(|body| until.bound(body)),
+            None => response,
         }
     }
 
-    /// When a stream of this caller has to end; `None` for one with a bearer token, which no sign-out takes back.
-    fn until(&self, caller: Caller<'_>, now: Timestamp) -> Option<Until> {
+    /// The end of this caller's streams; `None` for a bearer token, which a sign-out does not revoke.
+    fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<Until> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
-            // As a session would be that is opened now.
+            // The lifetime of a session that is opened now.
             Caller::Owner(Identity::Cookie(subject), _) => {
-                (&subject.user, now.as_second() + LIFE_SECONDS.cast_signed())
+                (&subject.user, now.as_second() + LIFETIME_SECONDS.cast_signed())
             }
             Caller::Owner(Identity::Session(session) | Identity::Disputed(session, _), _) => {
                 (&session.user, session.expires_at.as_second())
@@ -287,12 +298,13 @@ impl Site {
             Caller::Owner(_, generation) => generation >= self.sign_outs.required(user),
             Caller::App(claims) => claims.generation >= self.sign_outs.required(user),
         };
-        let closed = if is_valid { closed } else { ended() };
-        let left = |at: i64| Duration::from_secs(u64::try_from(at - now.as_second()).unwrap_or_default());
-        Some(Until { closed, at: tokio::time::Instant::now() + left(expires_at) })
+        let closed = if is_valid { closed } else { cancelled_token() };
+        let remaining =
+            |at: i64| Duration::from_secs(u64::try_from(at - now.as_second()).unwrap_or_default());
+        Some(Until { closed, at: tokio::time::Instant::now() + remaining(expires_at) })
     }
 
-    fn absent(&self, visit: &Visit, absence: Absence, uri: &Uri) -> Response {
+    fn unavailable(&self, context: &RequestContext, reason: UnavailableReason, uri: &Uri) -> Response {
         match &self.config.legacy_fallback {
             Some(base) => {
                 let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
@@ -301,49 +313,49 @@ impl Site {
                     &format!("{}{path}", base.as_str().trim_end_matches('/')),
                 )
             }
-            None => absence.answer(visit.page),
+            None => reason.respond(context.wants_page),
         }
     }
 }
 
-/// Of what has ended since it was asked.
-fn ended() -> Arc<CancellationToken> {
+/// For a stream whose credential has already ended.
+fn cancelled_token() -> Arc<CancellationToken> {
     let token = CancellationToken::new();
     token.cancel();
     Arc::new(token)
 }
 
-fn refused(refusal: Refusal) -> Problem {
-    match refusal {
-        Refusal::Bearer(error) => {
-            tracing::debug!(%error, "bearer token refused");
-            Problem::new(Code::Unauthorized, "The bearer token is not accepted.")
+fn auth_problem(error: AuthError) -> Problem {
+    match error {
+        AuthError::Bearer(error) => {
+            tracing::debug!(%error, "bearer token rejected");
+            Problem::new(Code::Unauthorized, "The bearer token is invalid.")
         }
-        Refusal::NoKeys => Problem::new(Code::Unavailable, "The identity provider is unreachable right now.")
+        AuthError::NoKeys => Problem::new(Code::Unavailable, "The identity provider is unreachable.")
             .retry_after(page::REFRESH_SECONDS),
-        Refusal::Sessions(error) => session_failure(&error),
-        Refusal::TooMany(wait) => too_many(wait),
+        AuthError::Sessions(error) => session_problem(&error),
+        AuthError::TooMany(wait) => rate_limited(wait),
     }
 }
 
-pub(super) fn session_failure(error: &SessionError) -> Problem {
+pub(super) fn session_problem(error: &SessionError) -> Problem {
     if let SessionError::TooMany(wait) = error {
-        return too_many(*wait);
+        return rate_limited(*wait);
     }
     if matches!(error, SessionError::ParentEnded) {
         return Problem::new(Code::Unauthorized, "The session has ended; sign in again.");
     }
-    tracing::warn!(error = %chain(error), "sessions cannot be looked up");
-    Problem::new(Code::DatabaseUnavailable, "Sessions cannot be looked up right now.")
+    tracing::warn!(error = %chain(error), "cannot look up sessions");
+    Problem::new(Code::DatabaseUnavailable, "The session database is unavailable.")
         .retry_after(page::REFRESH_SECONDS)
 }
 
-pub(super) fn too_many(wait: Duration) -> Problem {
-    Problem::new(Code::RateLimited, "Too many requests. Try again after the time that Retry-After gives.")
+pub(super) fn rate_limited(wait: Duration) -> Problem {
+    Problem::new(Code::RateLimited, "Too many requests. Retry after the number of seconds in Retry-After.")
         .retry_after(wait.as_secs() + 1)
 }
 
-/// Never stored: where it leads depends on who asks.
+/// A redirect that is not cached, because its target depends on the caller.
 pub(super) fn redirect(code: StatusCode, to: &str) -> Response {
     let mut response = code.into_response();
     match HeaderValue::from_str(to) {
@@ -352,6 +364,6 @@ pub(super) fn redirect(code: StatusCode, to: &str) -> Response {
             response.headers_mut().insert(http::header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
             response
         }
-        Err(_) => Problem::new(Code::InvalidRequest, "The target is not one.").into_response(),
+        Err(_) => Problem::new(Code::InvalidRequest, "The request target is not valid.").into_response(),
     }
 }

@@ -1,18 +1,18 @@
-//! The value of a session cookie: a random id, signed by the key that signs app tokens.
+//! The value of a session cookie: a random id, signed with the key for app tokens.
 //!
-//! The signature grants nothing: the row of `sessions` decides. It only shows that a router made the value, so that an
-//! invented one is refused without a query.
+//! The signature grants no access: that takes a row of `sessions`. It only proves that a router issued the value, so that
+//! a forged one is rejected without a query.
 
 use serde::{Deserialize, Serialize};
 
-use super::door::Door;
-use super::session::{SessionError, random};
+use super::door::PublicHost;
+use super::session::{SessionError, random_token};
 use crate::http::proof::{ProofKeys, Signer};
 
-/// Tells a session from a JWT of the identity provider; `svcctl` reads it, too.
+/// Distinguishes a session from a JWT of the identity provider. `svcctl` relies on it, too.
 const PREFIX: &str = "svcs_";
 const ISSUER: &str = "svc-session";
-const MAX_CHARS: usize = 512;
+const MAX_TOKEN_BYTES: usize = 512;
 
 #[derive(Serialize, Deserialize)]
 struct SessionClaims {
@@ -21,16 +21,19 @@ struct SessionClaims {
     host: String,
 }
 
-pub(super) fn mint(signer: &Signer, door: Door) -> Result<String, SessionError> {
-    let claims = SessionClaims { iss: ISSUER.to_owned(), jti: random()?, host: door.as_str().to_owned() };
+pub(super) fn mint(signer: &Signer, host: PublicHost) -> Result<String, SessionError> {
+    let claims =
+        SessionClaims { iss: ISSUER.to_owned(), jti: random_token()?, host: host.as_str().to_owned() };
     Ok(format!("{PREFIX}{}", signer.sign_json(&claims)))
 }
 
-/// Whether a router made this value for this host.
-pub(super) fn is_genuine(keys: &ProofKeys, door: Door, token: &str) -> bool {
-    let Some(jwt) = token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_CHARS) else { return false };
+/// Whether a router issued this value for this host.
+pub(super) fn is_genuine(keys: &ProofKeys, host: PublicHost, token: &str) -> bool {
+    let Some(jwt) = token.strip_prefix(PREFIX).filter(|_| token.len() <= MAX_TOKEN_BYTES) else {
+        return false;
+    };
     let claims = keys.open(jwt).ok().and_then(|body| serde_json::from_slice::<SessionClaims>(&body).ok());
-    claims.is_some_and(|claims| claims.iss == ISSUER && claims.host == door.as_str())
+    claims.is_some_and(|claims| claims.iss == ISSUER && claims.host == host.as_str())
 }
 
 #[cfg(test)]
@@ -38,20 +41,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_routers_own_value_for_the_host_is_genuine() {
+    fn is_genuine_accepts_only_issued_tokens_of_host() {
         let signer = |kid| Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap();
         let (own, other) = (signer("app-1"), signer("app-1"));
         let keys = ProofKeys { keys: vec![own.public()] };
-        let token = mint(&own, Door::App).unwrap();
-        assert!(token.len() < MAX_CHARS);
-        assert!(is_genuine(&keys, Door::App, &token));
-        assert!(!is_genuine(&keys, Door::Code, &token), "another host's");
-        assert!(!is_genuine(&keys, Door::App, &mint(&other, Door::App).unwrap()), "another key's");
+        let token = mint(&own, PublicHost::App).unwrap();
+        assert!(token.len() < MAX_TOKEN_BYTES);
+        assert!(is_genuine(&keys, PublicHost::App, &token));
+        assert!(!is_genuine(&keys, PublicHost::Code, &token), "another host's");
+        assert!(
+            !is_genuine(&keys, PublicHost::App, &mint(&other, PublicHost::App).unwrap()),
+            "another key's"
+        );
         let app_token =
             own.sign_json(&serde_json::json!({ "iss": "svc-app-token", "jti": "x", "host": "app" }));
-        assert!(!is_genuine(&keys, Door::App, &format!("{PREFIX}{app_token}")), "another purpose");
+        assert!(!is_genuine(&keys, PublicHost::App, &format!("{PREFIX}{app_token}")), "another purpose");
         for invented in ["", "x", &"A".repeat(43), &token[..token.len() - 2], &"A".repeat(9999)] {
-            assert!(!is_genuine(&keys, Door::App, invented), "{invented}");
+            assert!(!is_genuine(&keys, PublicHost::App, invented), "{invented}");
         }
     }
 }

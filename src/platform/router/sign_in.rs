@@ -1,8 +1,7 @@
-//! How a browser without a session gets one: at the identity provider, and from `APP_HOST` to `CODE_HOST` by a
-//! one-time code.
+//! Sign-in of browsers: at the identity provider on `APP_HOST`, and from there on `CODE_HOST` with a single-use code.
 //!
-//! The code works only together with a nonce that the asking browser holds in a cookie of `CODE_HOST`, so that nobody
-//! can be signed in as somebody else by a link.
+//! The code works only with a nonce in a cookie of `CODE_HOST` in the same browser, so that a link cannot sign a person
+//! in as another user (login CSRF).
 
 use std::time::Duration;
 
@@ -11,132 +10,155 @@ use http::header::{HeaderMap, SET_COOKIE};
 use http::{StatusCode, Uri};
 use url::form_urlencoded;
 
-use super::Site;
+use super::RouterState;
 use super::account;
 use super::cookie::RouterCookie;
-use super::door::Door;
-use super::serve::{Visit, redirect, session_failure};
-use super::session::{Handed, LIFE_SECONDS, Origin, SessionError, random};
+use super::door::PublicHost;
+use super::serve::{RequestContext, redirect, session_problem};
+use super::session::{LIFETIME_SECONDS, SessionGrant, SessionOrigin, random_token};
 use crate::http::problem::{Code, Problem};
-use crate::platform::api::call::Call;
+use crate::platform::api::call::ApiCall;
 
-/// On `APP_HOST`: makes a code for the browser that holds `state` on `CODE_HOST`.
-pub(super) const HAND_OVER: &str = "/_svc/code-session";
-/// On `CODE_HOST`: takes it.
-pub(super) const TAKE: &str = "/_svc/session";
-const STATE_SECONDS: u64 = 600;
-const LONGEST_RETURN: usize = 2048;
+/// On `APP_HOST`: issues a code for the browser that holds `state` on `CODE_HOST`.
+pub(super) const ISSUE_CODE_PATH: &str = "/_svc/code-session";
+/// On `CODE_HOST`: redeems the code.
+pub(super) const REDEEM_CODE_PATH: &str = "/_svc/session";
+const STATE_TTL_SECONDS: u64 = 600;
+const MAX_RETURN_PATH_BYTES: usize = 2048;
 
-/// Answers a request that nobody has signed for.
-pub(super) fn ask(site: &Site, visit: &Visit, uri: &Uri) -> Result<Response, Problem> {
-    if !visit.page {
-        return Err(first());
+/// Responds to an unauthenticated request: redirects a browser to sign in, and rejects other clients.
+pub(super) fn start_sign_in(
+    router: &RouterState,
+    context: &RequestContext,
+    uri: &Uri,
+) -> Result<Response, Problem> {
+    if !context.wants_page {
+        return Err(sign_in_required());
     }
     let path = uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
-    match visit.door {
-        Door::App => {
-            let mut to = site.config.sign_in.clone();
-            let here =
-                format!("{}://{}{path}", visit.scheme, site.config.app_host.authority(&visit.authority));
+    match context.host {
+        PublicHost::App => {
+            let mut to = router.config.sign_in.clone();
+            let here = format!(
+                "{}://{}{path}",
+                context.scheme,
+                router.config.app_host.authority(&context.authority)
+            );
             to.query_pairs_mut().append_pair("redirect_url", &here);
             Ok(redirect(StatusCode::FOUND, to.as_str()))
         }
-        Door::Code => {
-            let state = random().map_err(|error| Problem::internal(&error))?;
-            let return_to = if is_local(path) { path } else { "/" };
+        PublicHost::Code => {
+            let state = random_token().map_err(|error| Problem::internal(&error))?;
+            let return_to = if is_local_path(path) { path } else { "/" };
             let query = form_urlencoded::Serializer::new(String::new())
                 .append_pair("state", &state)
                 .append_pair("return_to", return_to)
                 .finish();
-            let mut answer = redirect(
+            let mut response = redirect(
                 StatusCode::FOUND,
-                &format!("{}{HAND_OVER}?{query}", url_of(site, visit, Door::App)),
+                &format!("{}{ISSUE_CODE_PATH}?{query}", host_url(router, context, PublicHost::App)),
             );
-            let set = RouterCookie::State.set(&state, visit.scheme, STATE_SECONDS);
-            answer.headers_mut().append(SET_COOKIE, set);
-            Ok(answer)
+            let set_cookie = RouterCookie::State.set_cookie(&state, context.scheme, STATE_TTL_SECONDS);
+            response.headers_mut().append(SET_COOKIE, set_cookie);
+            Ok(response)
         }
     }
 }
 
-/// On `APP_HOST`, for whoever is known there.
-pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
-    let Some(identity) = site.identify(visit, &call.headers).await? else {
-        return ask(site, visit, &call.uri);
+/// On `APP_HOST`: issues a code for an authenticated caller and redirects to `CODE_HOST`.
+pub(super) async fn issue_code(
+    router: &RouterState,
+    context: &RequestContext,
+    call: &ApiCall,
+) -> Result<Response, Problem> {
+    let Some(identity) = router.identify(context, &call.headers).await? else {
+        return start_sign_in(router, context, &call.uri);
     };
-    if let Some(page) = account::unsettled(site, visit, &identity, &call.headers, &call.uri) {
+    if let Some(page) = account::prompt(router, context, &identity, &call.headers, &call.uri) {
         return Ok(page);
     }
-    let mut query = call.query();
+    let mut query = call.query_fields();
     let state: Option<String> = query.required("state");
     let return_to: Option<String> = query.optional("return_to");
     let state = query.with_others().finish(state)?;
-    let return_to = return_to.filter(|path| is_local(path)).unwrap_or_else(|| "/".to_owned());
-    let handed = Handed {
-        origin: Origin { opened_by: identity.session().map(|session| session.hash), sign_out: 0 },
+    let return_to = return_to.filter(|path| is_local_path(path)).unwrap_or_else(|| "/".to_owned());
+    let grant = SessionGrant {
+        origin: SessionOrigin { parent: identity.session().map(|session| session.hash), sign_out: 0 },
         user: identity.user().clone(),
         slot: identity.slot().cloned(),
         return_to,
     };
-    let code = site.sessions.issue_code(&handed, &state).await.map_err(|error| failed(&error))?;
-    Ok(redirect(StatusCode::FOUND, &format!("{}{TAKE}?code={code}", url_of(site, visit, Door::Code))))
+    let code = router.sessions.issue_code(&grant, &state).await.map_err(|error| session_problem(&error))?;
+    Ok(redirect(
+        StatusCode::FOUND,
+        &format!("{}{REDEEM_CODE_PATH}?code={code}", host_url(router, context, PublicHost::Code)),
+    ))
 }
 
-/// On `CODE_HOST`: the code, together with the nonce, becomes a session.
-pub(super) async fn take(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
-    let mut query = call.query();
+/// On `CODE_HOST`: exchanges the code and the nonce for a session.
+pub(super) async fn redeem_code(
+    router: &RouterState,
+    context: &RequestContext,
+    call: &ApiCall,
+) -> Result<Response, Problem> {
+    let mut query = call.query_fields();
     let code: Option<String> = query.required("code");
     let code = query.with_others().finish(code)?;
-    site.admit_check(visit)?;
-    let handed = match RouterCookie::State.get(&call.headers, visit.scheme) {
-        Some(state) => site.sessions.redeem_code(&code, state).await.map_err(|error| failed(&error))?,
+    router.admit_check(context)?;
+    let grant = match RouterCookie::State.get(&call.headers, context.scheme) {
+        Some(state) => {
+            router.sessions.redeem_code(&code, state).await.map_err(|error| session_problem(&error))?
+        }
         None => None,
     };
-    let handed = handed.ok_or_else(|| {
+    let grant = grant.ok_or_else(|| {
         Problem::new(
             Code::Unauthorized,
-            "This sign-in is over, or was begun in another browser. Open the page again.",
+            "This sign-in has expired, or was started in another browser. Open the page again.",
         )
     })?;
-    let opened =
-        site.sessions.open_within(handed.origin, Door::Code, &handed.user, handed.slot.as_ref()).await;
-    let (token, _) = opened.map_err(|error| failed(&error))?;
-    let mut answer = redirect(StatusCode::FOUND, &handed.return_to);
-    let headers = answer.headers_mut();
-    let session = RouterCookie::Session(Door::Code).set(&token, visit.scheme, LIFE_SECONDS);
+    let opened = router
+        .sessions
+        .open_with_origin(grant.origin, PublicHost::Code, &grant.user, grant.slot.as_ref())
+        .await;
+    let (token, _) = opened.map_err(|error| session_problem(&error))?;
+    let mut response = redirect(StatusCode::FOUND, &grant.return_to);
+    let headers = response.headers_mut();
+    let session =
+        RouterCookie::Session(PublicHost::Code).set_cookie(&token, context.scheme, LIFETIME_SECONDS);
     headers.append(SET_COOKIE, session);
-    headers.append(SET_COOKIE, RouterCookie::State.clear(visit.scheme));
-    Ok(answer)
+    headers.append(SET_COOKIE, RouterCookie::State.clear(context.scheme));
+    Ok(response)
 }
 
-/// Ends the user's sessions on both hosts, app tokens and open streams; the provider's own is the provider's.
-pub(super) async fn sign_out(site: &Site, visit: &Visit, headers: &HeaderMap) -> Result<Response, Problem> {
-    if let Some(identity) = site.identify(visit, headers).await? {
+/// Ends the user's sessions on both hosts, app tokens and open streams, but not the identity provider's session.
+pub(super) async fn sign_out(
+    router: &RouterState,
+    context: &RequestContext,
+    headers: &HeaderMap,
+) -> Result<Response, Problem> {
+    if let Some(identity) = router.identify(context, headers).await? {
         let user = identity.user();
-        let generation = site.sessions.revoke_all(user).await.map_err(|error| failed(&error))?;
-        site.sign_outs.record(user, generation, Duration::ZERO);
+        let generation = router.sessions.revoke_all(user).await.map_err(|error| session_problem(&error))?;
+        router.sign_outs.record(user, generation, Duration::ZERO);
     }
-    let mut answer = StatusCode::NO_CONTENT.into_response();
-    answer.headers_mut().append(SET_COOKIE, RouterCookie::Session(visit.door).clear(visit.scheme));
-    Ok(answer)
+    let mut response = StatusCode::NO_CONTENT.into_response();
+    response.headers_mut().append(SET_COOKIE, RouterCookie::Session(context.host).clear(context.scheme));
+    Ok(response)
 }
 
-/// The refusal of a program that nobody has signed for.
-pub(super) fn first() -> Problem {
+/// The problem of an unauthenticated request.
+pub(super) fn sign_in_required() -> Problem {
     Problem::new(Code::Unauthorized, "Sign in first, or send the identity provider's token as bearer.")
 }
 
-fn failed(error: &SessionError) -> Problem {
-    session_failure(error)
+fn host_url(router: &RouterState, context: &RequestContext, host: PublicHost) -> String {
+    format!("{}://{}", context.scheme, router.config.address(host).authority(&context.authority))
 }
 
-fn url_of(site: &Site, visit: &Visit, door: Door) -> String {
-    format!("{}://{}", visit.scheme, site.config.host(door).authority(&visit.authority))
-}
-
-/// A path of the host itself, which no browser reads as another host.
-pub(super) fn is_local(path: &str) -> bool {
-    path.len() <= LONGEST_RETURN
+/// Whether this is a path on the same host that no browser interprets as a URL of another host.
+pub(super) fn is_local_path(path: &str) -> bool {
+    path.len() <= MAX_RETURN_PATH_BYTES
         && path.starts_with('/')
         && !path.starts_with("//")
         && path.chars().all(|c| c.is_ascii_graphic() && c != '\\')
@@ -145,12 +167,12 @@ pub(super) fn is_local(path: &str) -> bool {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn a_return_path_stays_on_its_host() {
+    fn is_local_path_rejects_other_hosts() {
         for good in ["/", "/a?b=c#d", "/%2F/x"] {
-            assert!(super::is_local(good), "{good}");
+            assert!(super::is_local_path(good), "{good}");
         }
         for bad in ["", "a", "//evil", "/\\evil", "https://evil", "/a\nb", "/a b", "/\t/evil"] {
-            assert!(!super::is_local(bad), "{bad:?}");
+            assert!(!super::is_local_path(bad), "{bad:?}");
         }
     }
 }

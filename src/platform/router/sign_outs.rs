@@ -1,8 +1,8 @@
-//! Recent sign-outs, and the open streams of each user: a sign-out invalidates older app tokens and closes what the user's
-//! browsers have open.
+//! Recent sign-outs, and the open streams of each user: a sign-out invalidates older app tokens and closes the user's
+//! streams.
 //!
-//! The watcher reports sign-outs of other processes. Invariant: a sign-out closes every stream that was registered before it;
-//! whoever registers one checks afterwards that no sign-out came first.
+//! The watcher reports sign-outs of other processes. Invariant: a sign-out closes every stream that was registered before
+//! it. A caller that registers a stream checks afterwards that no sign-out has happened meanwhile.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
@@ -13,9 +13,9 @@ use tokio_util::sync::CancellationToken;
 use super::app_token;
 use crate::machine::name::IdpUserId;
 
-/// Longer than any app token is valid, with room for clocks that differ.
-pub const SIGN_OUT_TTL: Duration = app_token::LONGEST_LIFE.saturating_mul(2);
-/// Maps with fewer users are not swept.
+/// Longer than the lifetime of app tokens, with a margin for clock skew.
+pub const SIGN_OUT_TTL: Duration = app_token::MAX_LIFETIME.saturating_mul(2);
+/// Minimum number of users at which a map is swept.
 const MIN_SWEEP: usize = 1024;
 
 #[derive(Default)]
@@ -31,7 +31,7 @@ struct SignOut {
     at: Instant,
 }
 
-/// Users with something that expires. Sweeps cost constant time per insertion: each waits until the map has doubled.
+/// A map of users to values that expire. It is swept when it has doubled, so that sweeps cost amortized constant time.
 struct Users<T> {
     by_id: HashMap<IdpUserId, T>,
     sweep_at: usize,
@@ -54,15 +54,15 @@ impl<T> Users<T> {
 }
 
 impl SignOuts {
-    /// The number of the user's last sign-out, for a new token; 0 without a recent one.
+    /// The generation of the user's last sign-out, for a new token; 0 without a recent one.
     pub(super) fn generation(&self, user: &IdpUserId) -> i64 {
         self.newer_than(user, SIGN_OUT_TTL)
     }
 
-    /// The lowest number that a valid token of this user has. A sign-out that is older than any token is not enforced:
-    /// processes that started since may not have loaded it, and would issue lower numbers.
+    /// The minimum generation of this user's valid tokens. A sign-out that is older than any valid token is not enforced,
+    /// because a process that started later may not have loaded it and would issue lower generations.
     pub(super) fn required(&self, user: &IdpUserId) -> i64 {
-        self.newer_than(user, app_token::LONGEST_LIFE)
+        self.newer_than(user, app_token::MAX_LIFETIME)
     }
 
     fn newer_than(&self, user: &IdpUserId, age: Duration) -> i64 {
@@ -70,7 +70,7 @@ impl SignOuts {
         last.by_id.get(user).filter(|last| last.at.elapsed() < age).map_or(0, |last| last.generation)
     }
 
-    /// Records a sign-out that happened `age` ago, and closes the user's streams. Repeated, it does nothing.
+    /// Records a sign-out that happened `age` ago, and closes the user's streams. Idempotent.
     pub(super) fn record(&self, user: &IdpUserId, generation: i64, age: Duration) {
         let now = Instant::now();
         let at = now.checked_sub(age).unwrap_or(now);
@@ -91,7 +91,7 @@ impl SignOuts {
         }
     }
 
-    /// A token that the user's next sign-out cancels. The stream holds it while it is open.
+    /// Returns a token that the user's next sign-out cancels. The stream keeps it while it is open.
     pub(super) fn register(&self, user: &IdpUserId) -> Arc<CancellationToken> {
         let mut streams = self.streams();
         if let Some(token) = streams.by_id.get(user).and_then(Weak::upgrade) {
@@ -136,14 +136,14 @@ mod tests {
     #[test]
     fn old_sign_out_is_not_enforced() {
         let (old, new, ada) = (SignOuts::default(), SignOuts::default(), user("ada"));
-        old.record(&ada, 7, app_token::LONGEST_LIFE + Duration::from_secs(1));
+        old.record(&ada, 7, app_token::MAX_LIFETIME + Duration::from_secs(1));
         assert!(
             old.required(&ada) <= new.generation(&ada),
             "tokens of the new process are valid at the old one"
         );
         assert!(new.required(&ada) <= old.generation(&ada));
         let (recent, late) = (SignOuts::default(), Duration::from_secs(60));
-        recent.record(&ada, 7, app_token::LONGEST_LIFE.saturating_sub(late));
+        recent.record(&ada, 7, app_token::MAX_LIFETIME.saturating_sub(late));
         assert_eq!((recent.required(&ada), recent.generation(&ada)), (7, 7));
     }
 

@@ -1,8 +1,9 @@
-//! Keeps directory and sessions true: polls the database, sooner when it is nudged by NOTIFY.
+//! Keeps the directory and the session cache current: polls the database at an interval, and at once after a NOTIFY.
 //!
-//! A sequence is not commit order, so no "last number seen" is kept: the poll compares a digest over the numbers of
-//! all active rows, which changes whenever the committed set does. Changed sessions and acknowledged keys are few per
-//! second and are read again for longer than any of our transactions lasts, each by the index of its time.
+//! A sequence does not follow the commit order, so a "last number seen" could miss rows. The poll compares a digest over
+//! the change numbers of all active rows instead, which changes with the committed set. Only few
+//! sessions and acknowledged keys change: each poll reads those of a window that is longer than any transaction, by an
+//! index on the time.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -16,29 +17,29 @@ use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Statement};
 use tokio_util::sync::CancellationToken;
 
 use super::directory::Directory;
-use super::freshness::{Freshness, Routes};
-use super::machine::{Endpoint, Row};
+use super::freshness::{Freshness, RoutesState};
+use super::machine::{Endpoint, MachineRecord};
 use super::session::Sessions;
 use super::sign_outs::{SIGN_OUT_TTL, SignOuts};
 use crate::http::resolve;
 use crate::machine::id::MachineId;
 use crate::metrics::ROUTES_AGE;
 
-const DEADLINE: Duration = Duration::from_secs(2);
-/// A storm of notifications polls no faster.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(20);
-/// After a longer gap, changes of sessions may have left the window that the poll reads.
-const LONGEST_GAP: Duration = Duration::from_secs(5);
+const DATABASE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Limits the polls during a storm of notifications.
+const MIN_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// After a longer gap, session changes may have left the window that a poll reads.
+const MAX_POLL_GAP: Duration = Duration::from_secs(5);
 
 const ACTIVE: &str = "FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL";
 /// `now()` is stable within a statement, so that the index serves it; `clock_timestamp()` would be compared row by row.
 const CHANGED_SESSIONS: &str = "SELECT token_hash, host, idp_user_id, slot, expires_at, revoked_at IS NOT NULL \
      FROM sessions WHERE changed_at > now() - interval '15 seconds'";
-/// Those that invalidate app tokens which are still in use, or only the newest.
+/// `$1` covers all sign-outs that affect valid app tokens on the first poll, and only new ones later.
 const SIGN_OUTS: &str = "SELECT idp_user_id, generation, \
      greatest(extract(epoch FROM now() - changed_at), 0)::float8 FROM sign_outs \
      WHERE changed_at > now() - make_interval(secs => $1)";
-const NEW_SIGN_OUTS_SECONDS: f64 = 15.0;
+const RECENT_SIGN_OUTS_SECONDS: f64 = 15.0;
 const CHANGED_KIDS: &str = "SELECT machine_id, proof_kids FROM user_machines \
      WHERE proof_kids_at > now() - interval '15 seconds' AND deleted_at IS NULL AND retired_at IS NULL";
 
@@ -48,7 +49,7 @@ pub(super) struct Watcher {
     pub(super) sessions: Arc<Sessions>,
     pub(super) sign_outs: Arc<SignOuts>,
     pub(super) freshness: Arc<Freshness>,
-    pub(super) every: Duration,
+    pub(super) interval: Duration,
 }
 
 impl Watcher {
@@ -64,47 +65,48 @@ impl Watcher {
             outage.report(&self.freshness, &error);
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = tokio::time::sleep(self.every) => {}
+                () = tokio::time::sleep(self.interval) => {}
             }
         }
     }
 
-    /// Polls over one connection until something fails.
+    /// Polls over one connection until an error occurs.
     async fn watch(
         &self,
         last: &mut Option<Instant>,
         outage: &mut Outage,
     ) -> anyhow::Result<std::convert::Infallible> {
         let nudge = Arc::new(Notify::new());
-        let connection = tokio::time::timeout(DEADLINE, Connection::open(&self.database, Arc::clone(&nudge)));
-        let mut connection = connection.await.context("connect: no answer in time")??;
+        let connection =
+            tokio::time::timeout(DATABASE_TIMEOUT, Connection::open(&self.database, Arc::clone(&nudge)));
+        let mut connection = connection.await.context("connect: timeout")??;
         loop {
-            let began = Instant::now();
-            let has_gap = last.is_none_or(|last| began.duration_since(last) > LONGEST_GAP);
+            let started_at = Instant::current_digest();
+            let has_gap = last.is_none_or(|last| started_at.duration_since(last) > MAX_POLL_GAP);
             if has_gap {
-                connection.known = None;
+                connection.last_digest = None;
             }
-            tokio::time::timeout(DEADLINE, self.poll(&mut connection, began))
+            tokio::time::timeout(DATABASE_TIMEOUT, self.poll(&mut connection, started_at))
                 .await
-                .context("poll: no answer in time")??;
+                .context("poll: timeout")??;
             if has_gap {
-                self.sessions.forget_all();
+                self.sessions.clear_cache();
             }
-            *last = Some(began);
+            *last = Some(started_at);
             outage.end(&self.freshness);
-            tokio::time::sleep(SHORTEST_PAUSE.min(self.every)).await;
+            tokio::time::sleep(MIN_POLL_INTERVAL.min(self.interval)).await;
             tokio::select! {
                 () = nudge.notified() => {}
-                () = tokio::time::sleep_until((began + self.every).into()) => {}
+                () = tokio::time::sleep_until((started_at + self.interval).into()) => {}
             }
         }
     }
 
-    async fn poll(&self, connection: &mut Connection, began: Instant) -> anyhow::Result<()> {
-        let Connection { client, digest, machines, sessions, sign_outs, kids, known } = connection;
-        let since = if known.is_none() { SIGN_OUT_TTL.as_secs_f64() } else { NEW_SIGN_OUTS_SECONDS };
+    async fn poll(&self, connection: &mut Connection, started_at: Instant) -> anyhow::Result<()> {
+        let Connection { client, digest, machines, sessions, sign_outs, kids, last_digest } = connection;
+        let since = if last_digest.is_none() { SIGN_OUT_TTL.as_secs_f64() } else { RECENT_SIGN_OUTS_SECONDS };
         let since: [&(dyn ToSql + Sync); 1] = [&since];
-        let (now, changed, signed_out, acknowledged) = tokio::try_join!(
+        let (current_digest, changed, signed_out, acknowledged) = tokio::try_join!(
             client.query_one(&*digest, &[]),
             client.query(&*sessions, &[]),
             client.query(&*sign_outs, &since),
@@ -113,44 +115,44 @@ impl Watcher {
         let acknowledged = acknowledged.iter().map(|row| Ok((MachineId(row.try_get(0)?), row.try_get(1)?)));
         // Before the rows, which may be newer.
         self.directory.acknowledge(acknowledged.collect::<Result<_, tokio_postgres::Error>>()?);
-        let now: (i64, i64) = (now.try_get(0)?, now.try_get(1)?);
-        if *known == Some(now) {
-            self.directory.confirm(began);
+        let current_digest: (i64, i64) = (current_digest.try_get(0)?, current_digest.try_get(1)?);
+        if *last_digest == Some(current_digest) {
+            self.directory.confirm(started_at);
         } else {
-            // Read after the digest: what changes in between shows in the next one.
+            // Read after the digest, so that a change in between changes the next digest.
             let rows = client.query(&*machines, &[]).await?;
-            let rows = rows.iter().filter_map(readable).collect();
-            self.directory.replace(rows, began)?;
-            *known = Some(now);
+            let rows = rows.iter().filter_map(parse_machine).collect();
+            self.directory.replace(rows, started_at)?;
+            *last_digest = Some(current_digest);
         }
-        for user in self.sessions.take_changes(&changed) {
+        for user in self.sessions.apply_changes(&changed) {
             self.sign_outs.close(&user);
         }
-        // After the sessions: a request that registers a stream checks its session again afterwards.
+        // After the sessions, because a request that registers a stream checks its session again afterwards.
         for row in signed_out {
             match row.try_get::<_, &str>(0)?.parse() {
                 Ok(user) => {
                     let age = Duration::try_from_secs_f64(row.try_get(2)?).unwrap_or_default();
                     self.sign_outs.record(&user, row.try_get(1)?, age);
                 }
-                Err(error) => tracing::error!(%error, "a sign-out cannot be read"),
+                Err(error) => tracing::error!(%error, "cannot parse a sign-out row"),
             }
         }
         Ok(())
     }
 }
 
-/// What was logged of a time without the database, so that each state is logged once.
+/// The last logged state of a database outage, so that each state is logged once.
 #[derive(Default)]
 struct Outage {
-    logged: Option<Routes>,
+    logged: Option<RoutesState>,
 }
 
 impl Outage {
     fn report(&mut self, freshness: &Freshness, error: &anyhow::Error) {
         let routes = match freshness.routes() {
-            // One failed poll already: the next ones decide for how long.
-            Routes::Current => Routes::Stale,
+            // One poll has failed already, so the routes are no longer confirmed.
+            RoutesState::Current => RoutesState::Stale,
             routes => routes,
         };
         ROUTES_AGE.set([], freshness.age().map_or(f64::NAN, |age| age.as_secs_f64()));
@@ -159,11 +161,11 @@ impl Outage {
         }
         let (error, max_seconds) = (format!("{error:#}"), freshness.max_staleness().as_secs());
         match routes {
-            Routes::NotLoaded => {
+            RoutesState::NotLoaded => {
                 tracing::error!(error, "database unreachable; no routes loaded yet, requests get 503");
             }
-            Routes::TooOld => tracing::error!(error, max_seconds, "routes too old; requests get 503"),
-            Routes::Stale | Routes::Current => {
+            RoutesState::TooOld => tracing::error!(error, max_seconds, "routes too old; requests get 503"),
+            RoutesState::Stale | RoutesState::Current => {
                 tracing::warn!(error, max_seconds, "database unreachable; serving stale routes");
             }
         }
@@ -177,7 +179,7 @@ impl Outage {
     }
 }
 
-/// The watcher's own connection, with its statements; `known` is the digest of what the directory holds.
+/// The watcher's dedicated connection and its statements; `last_digest` is the digest of the directory's rows.
 struct Connection {
     client: Client,
     digest: Statement,
@@ -185,14 +187,15 @@ struct Connection {
     sessions: Statement,
     sign_outs: Statement,
     kids: Statement,
-    known: Option<(i64, i64)>,
+    last_digest: Option<(i64, i64)>,
 }
 
 impl Connection {
     async fn open(config: &Config, nudge: Arc<Notify>) -> anyhow::Result<Self> {
-        let (client, mut connection) = resolved(config).await?.connect(NoTls).await.context("connect")?;
+        let (client, mut connection) =
+            resolve_hosts(config).await?.connect(NoTls).await.context("connect")?;
         tokio::spawn(async move {
-            // Ends with the client, or with the connection.
+            // Ends when the client is dropped or the connection fails.
             while let Some(Ok(message)) = poll_fn(|cx| connection.poll_message(cx)).await {
                 if matches!(message, AsyncMessage::Notification(_)) {
                     nudge.notify_one();
@@ -213,14 +216,14 @@ impl Connection {
             sign_outs: client.prepare(SIGN_OUTS).await?,
             kids: client.prepare(CHANGED_KIDS).await?,
             client,
-            known: None,
+            last_digest: None,
         })
     }
 }
 
-async fn resolved(config: &Config) -> anyhow::Result<Config> {
+async fn resolve_hosts(config: &Config) -> anyhow::Result<Config> {
     let mut config = config.clone();
-    config.application_name("svc-platform router").connect_timeout(DEADLINE);
+    config.application_name("svc-platform router").connect_timeout(DATABASE_TIMEOUT);
     if config.get_hostaddrs().is_empty() {
         for host in config.get_hosts().to_vec() {
             if let Host::Tcp(name) = host {
@@ -232,9 +235,9 @@ async fn resolved(config: &Config) -> anyhow::Result<Config> {
     Ok(config)
 }
 
-/// A row that cannot be read is not routed to, and said.
-fn readable(row: &tokio_postgres::Row) -> Option<Row> {
-    let read = || -> anyhow::Result<Row> {
+/// Parses a machine's row. A row that cannot be parsed is logged and not routed to.
+fn parse_machine(row: &tokio_postgres::Row) -> Option<MachineRecord> {
+    let read = || -> anyhow::Result<MachineRecord> {
         let (ip, pin): (Option<&str>, Option<&str>) = (row.try_get(5)?, row.try_get(7)?);
         let endpoint = match (ip, pin) {
             (Some(ip), Some(pin)) => Some(Endpoint {
@@ -244,7 +247,7 @@ fn readable(row: &tokio_postgres::Row) -> Option<Row> {
             }),
             _ => None,
         };
-        Ok(Row {
+        Ok(MachineRecord {
             id: MachineId(row.try_get(0)?),
             user: row.try_get::<_, &str>(1)?.parse()?,
             slot: row.try_get::<_, &str>(2)?.parse()?,
@@ -257,6 +260,6 @@ fn readable(row: &tokio_postgres::Row) -> Option<Row> {
         })
     };
     read()
-        .inspect_err(|error| tracing::error!(error = format!("{error:#}"), "a machine's row cannot be read"))
+        .inspect_err(|error| tracing::error!(error = format!("{error:#}"), "cannot parse a machine row"))
         .ok()
 }
