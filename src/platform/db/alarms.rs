@@ -1,4 +1,4 @@
-//! `fleet_alarms`: what is wrong with the fleet as a whole, one row each.
+//! `fleet_alarms`: problems of the fleet as a whole, one row each.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ pub struct AlarmRow {
     pub since: Timestamp,
     pub seen_at: Timestamp,
     pub detail: Value,
-    /// Until then an operator lets work through.
+    /// Work continues until this time, although the alarm is raised.
     pub released_until: Option<Timestamp>,
 }
 
@@ -33,7 +33,7 @@ fn parse(row: &Row) -> AlarmRow {
     }
 }
 
-/// How long an alarm stands that nothing raises again.
+/// Lifetime of an alarm that is not raised again.
 #[derive(Debug, Clone, Copy)]
 pub enum Lasting {
     UntilCleared,
@@ -42,12 +42,12 @@ pub enum Lasting {
 
 #[derive(Debug, Clone, Copy)]
 pub struct Raised {
-    /// It did not stand before.
+    /// It was not active before.
     pub is_new: bool,
     pub is_released: bool,
 }
 
-/// Raises an alarm whose detail takes the place of an earlier one.
+/// Raises an alarm. The detail replaces an earlier one.
 ///
 /// # Errors
 /// [`DbError`].
@@ -60,7 +60,8 @@ pub async fn raise(
     raise_with(client, alarm, (detail, "excluded.detail"), lasting).await
 }
 
-/// Raises an alarm about one more case: its detail is an object that is added to those of the cases before, up to 100.
+/// Raises an alarm about one more case. Its detail is an object, which is merged into those of earlier cases, up to
+/// 100.
 ///
 /// # Errors
 /// [`DbError`].
@@ -112,7 +113,7 @@ pub async fn get(client: &impl GenericClient, alarm: &str) -> Result<Option<Alar
     Ok(row(client, &sql, &[&alarm]).await?.as_ref().map(parse))
 }
 
-/// Those that stand, the oldest first.
+/// Active alarms, oldest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -121,7 +122,7 @@ pub async fn active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, DbErro
     Ok(rows(client, &sql, &[]).await?.iter().map(parse).collect())
 }
 
-/// Lets work through for so long; `None` where the alarm does not stand.
+/// Allows work for `time` although the alarm is active; `None` where it is not.
 ///
 /// # Errors
 /// [`DbError`].

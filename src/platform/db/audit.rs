@@ -1,4 +1,4 @@
-//! `operator_audit`: who changed what, written in the transaction of the change, and read in pages.
+//! `operator_audit`: every mutating call, written in the transaction of the change and read in pages.
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
@@ -30,7 +30,7 @@ pub async fn write(tx: &Transaction<'_>, entry: &Entry<'_>) -> Result<(), DbErro
     execute(tx, sql, &[&id, actor, action, target, before, after, request_id]).await.map(drop)
 }
 
-/// Which entries are listed.
+/// Selects audit entries.
 #[derive(Debug, Default)]
 pub struct Filter {
     pub actor: Option<String>,
@@ -38,11 +38,11 @@ pub struct Filter {
     pub target: Option<String>,
     pub since: Option<Timestamp>,
     pub until: Option<Timestamp>,
-    /// Only those that come after this one in the list.
+    /// Only entries after this one in the list.
     pub before: Option<AuditId>,
 }
 
-/// An entry as it was written.
+/// A stored entry.
 #[derive(Debug)]
 pub struct AuditRow {
     pub id: AuditId,
@@ -70,7 +70,7 @@ impl AuditRow {
     }
 }
 
-/// The newest first.
+/// Newest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -80,7 +80,7 @@ pub async fn list(
     limit: i64,
 ) -> Result<Vec<AuditRow>, DbError> {
     let before = filter.before.map(|id| id.0);
-    // A filter that is not set is left out: a prepared statement that allows for it could use no index for any.
+    // A filter that is not set is left out: the planner could not use an index for an optional condition.
     let mut sql =
         "SELECT audit_id, at, actor, action, target, before, after, request_id FROM operator_audit \
                    WHERE true"

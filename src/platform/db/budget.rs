@@ -30,7 +30,7 @@ pub async fn reserve(
     })
 }
 
-/// Nobody calls for so long: the provider has refused.
+/// Closes the budget for `wait`, because the provider refused a call.
 ///
 /// # Errors
 /// [`DbError`].
@@ -41,7 +41,7 @@ pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -
     execute(client, sql, &[&account, &wait.as_secs_f64()]).await.map(drop)
 }
 
-/// The calls that the provider still allows, as far as anybody knows.
+/// The last known number of calls that the provider still allows.
 ///
 /// # Errors
 /// [`DbError`].

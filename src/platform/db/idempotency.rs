@@ -1,11 +1,11 @@
-//! `idempotency_keys`: the answer that a mutating call got, to be given again for the same key and body.
+//! `idempotency_keys`: the response of a mutating call, repeated for the same key and body.
 
 use deadpool_postgres::GenericClient;
 use serde_json::Value;
 
 use super::{DbError, execute, row};
 
-/// What a key stands for.
+/// The response stored for a key.
 pub struct Stored {
     pub route: String,
     pub body_hash: Vec<u8>,

@@ -1,11 +1,11 @@
-//! `user_machines`, what is noted of a machine's server: its power, and where it is created.
+//! `user_machines`: power and creation of a machine's server.
 
 use deadpool_postgres::{GenericClient, Transaction};
 
 use super::{DbError, execute, row};
 use crate::machine::id::MachineId;
 
-/// Notes that the power is about to be switched on.
+/// Records that the power is about to be switched on.
 ///
 /// # Errors
 /// [`DbError`].
@@ -14,7 +14,7 @@ pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), Db
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes the provider's actions that make and start the server, in their order.
+/// Records the provider's actions that create and start the server, in order.
 ///
 /// # Errors
 /// [`DbError`].
@@ -27,7 +27,7 @@ pub async fn create_actions_begun(
     execute(tx, sql, &[&id.0, &actions]).await.map(drop)
 }
 
-/// Those of them that are not known to have ended.
+/// The actions that are not known to have ended.
 ///
 /// # Errors
 /// [`DbError`].
@@ -36,7 +36,7 @@ pub async fn create_actions(client: &impl GenericClient, id: MachineId) -> Resul
     Ok(row(client, sql, &[&id.0]).await?.map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// Notes that one of them has ended.
+/// Records that an action has ended.
 ///
 /// # Errors
 /// [`DbError`].
@@ -50,8 +50,7 @@ pub async fn create_action_ended(
     execute(client, sql, &[&id.0, &action]).await.map(drop)
 }
 
-/// Moves a machine whose server does not exist to the first of its fallback locations; the one that it leaves becomes the
-/// last of them.
+/// Moves a machine without a server to the first of its fallback locations; the current one becomes the last of them.
 ///
 /// # Errors
 /// [`DbError`].
@@ -62,7 +61,7 @@ pub async fn next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), Db
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that the server of a machine that left its slot is ordered off.
+/// Records that the server of a machine that left its slot is ordered off.
 ///
 /// # Errors
 /// [`DbError`].
@@ -72,7 +71,7 @@ pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<()
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// [`switched_on`], of a machine that still holds its slot: one that was replaced meanwhile keeps its marks.
+/// [`record_power_on`], if the machine still holds its slot: the marks of a replaced one stay.
 ///
 /// # Errors
 /// [`DbError`].
@@ -84,8 +83,8 @@ pub async fn runs_in_slot(client: &impl GenericClient, id: MachineId) -> Result<
 const SWITCHED_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, \
      unsaved_since = NULL, final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
 
-/// Notes that the server of a reinstated machine is on: what it writes from now on is in no snapshot yet, and its next
-/// last backup holds what an earlier one did not.
+/// Records that the server of a reinstated machine is on. New changes are in no snapshot yet, so earlier final-backup
+/// marks are cleared.
 ///
 /// # Errors
 /// [`DbError`].
@@ -93,7 +92,7 @@ pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(
     execute(client, SWITCHED_ON, &[&id.0]).await.map(drop)
 }
 
-/// Notes that an operator switches the server off: the machine is not routed to until it is on again.
+/// Records that an operator switches the server off: the machine is not routed until it is on again.
 ///
 /// # Errors
 /// [`DbError`].
@@ -103,7 +102,7 @@ pub async fn powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbEr
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that the machine is no longer to be off.
+/// Records that the machine should be on again.
 ///
 /// # Errors
 /// [`DbError`].

@@ -1,4 +1,4 @@
-//! `user_machines`, read: by id, by slot, in lists, and what is left to do about them.
+//! Reads of `user_machines`: by id, by slot, in lists, and by pending work.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ pub async fn get(client: &impl GenericClient, id: MachineId) -> Result<Option<Ma
     one(client, "machine_id = $1", &[&id.0]).await
 }
 
-/// The row, held against other writers until the transaction ends.
+/// Reads and locks the row until the transaction ends.
 ///
 /// # Errors
 /// [`DbError`].
@@ -58,7 +58,7 @@ pub async fn of_slot(
     one(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// [`of_slot`], held against other writers.
+/// [`of_slot`], locked.
 ///
 /// # Errors
 /// [`DbError`].
@@ -71,8 +71,8 @@ pub async fn of_slot_locked(
     one(tx, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// The newest machine of the slot before this one whose host has registered, held against other writers: the only one
-/// whose data can be newer than every snapshot.
+/// Reads and locks the newest earlier machine of the slot whose host has registered: the only one whose data can be
+/// newer than every snapshot.
 ///
 /// # Errors
 /// [`DbError`].
@@ -87,7 +87,7 @@ pub async fn last_registered_locked(
     }
 }
 
-/// [`last_registered_locked`], not held.
+/// [`last_registered_locked`], without the lock.
 ///
 /// # Errors
 /// [`DbError`].
@@ -98,7 +98,7 @@ pub async fn last_registered(
     Ok(registered_before(client, before, 1).await?.into_iter().next())
 }
 
-/// The newest machines of the slot before this one whose hosts have registered, the newest first.
+/// The newest earlier machines of the slot whose hosts have registered, newest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -113,7 +113,7 @@ pub async fn registered_before(
     many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
 }
 
-/// The machine that was replaced by this one.
+/// The machine that this one replaced.
 ///
 /// # Errors
 /// [`DbError`].
@@ -121,7 +121,7 @@ pub async fn replaced_by(client: &impl GenericClient, id: MachineId) -> Result<O
     one(client, "replaced_by = $1", &[&id.0]).await
 }
 
-/// The highest epoch that a slot ever had.
+/// The highest epoch that the slot has ever had.
 ///
 /// # Errors
 /// [`DbError`].
@@ -136,7 +136,7 @@ pub async fn highest_epoch(
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
-/// When the newest verified snapshot was taken that any host of the slot told of.
+/// When the newest verified snapshot that any host of the slot reported was taken.
 ///
 /// # Errors
 /// [`DbError`].
@@ -149,7 +149,7 @@ pub async fn newest_backup(
     Ok(row(client, sql, &[&user.as_str(), &slot.as_str()]).await?.and_then(|row| row.get(0)))
 }
 
-/// The newest machines of a slot, the newest first.
+/// The newest machines of a slot, newest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -179,7 +179,7 @@ pub async fn has_served_since(client: &impl GenericClient, machine: &MachineRow)
     later(client, machine, "registered_at IS NOT NULL").await
 }
 
-/// Whether no later machine of the slot has shown that it serves.
+/// Whether no later machine of the slot is proven.
 ///
 /// # Errors
 /// [`DbError`].
@@ -211,8 +211,7 @@ pub async fn active_previews(client: &impl GenericClient, user: &IdpUserId) -> R
     Ok(found.first().map_or(0, |row| row.get(0)))
 }
 
-/// Machines that boot and whose registration has run out. `now()` is stable within a statement, so that the index serves
-/// it.
+/// Booting machines whose registration has expired. `now()` is stable within a statement, so the index can be used.
 ///
 /// # Errors
 /// [`DbError`].
@@ -222,7 +221,7 @@ pub async fn expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbEr
     Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Previews whose time is over.
+/// Expired previews.
 ///
 /// # Errors
 /// [`DbError`].
@@ -232,8 +231,8 @@ pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<Machine
     Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The operation for which the host of a machine that left its slot stays stopped, while the machine may still get its
-/// slot back: until its successor registers, or its deletion is final.
+/// The operation for which a machine out of its slot stays stopped while it may still be reinstated: until its
+/// successor registers, or its deletion is final.
 ///
 /// # Errors
 /// [`DbError`].
@@ -256,7 +255,7 @@ pub async fn stopped_for(
     super::slot_operations::took_out_of_service(client, machine.id).await
 }
 
-/// How long a booting host still has to register, by the database's clock.
+/// Remaining registration time of a booting host, by the database's clock.
 ///
 /// # Errors
 /// [`DbError`].
@@ -266,7 +265,7 @@ pub async fn registration_left(client: &impl GenericClient, id: MachineId) -> Re
     Ok(span(row(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
 }
 
-/// How long ago a create was sent whose outcome is not known; for ever where none was.
+/// Age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
 ///
 /// # Errors
 /// [`DbError`].
@@ -281,7 +280,7 @@ fn span(seconds: Option<f64>) -> Duration {
     Duration::try_from_secs_f64(seconds.unwrap_or(0.0).max(0.0)).unwrap_or(Duration::MAX)
 }
 
-/// What a list may be narrowed by.
+/// Selects machines.
 #[derive(Debug, Default)]
 pub struct Filter {
     pub status: Option<Status>,
@@ -289,7 +288,7 @@ pub struct Filter {
     pub slot: Option<Slot>,
     pub handle: Option<Handle>,
     pub which: Which,
-    /// Only machines made before this one.
+    /// Only machines created before this one.
     pub before: Option<MachineId>,
 }
 
@@ -301,10 +300,10 @@ pub enum Which {
     Ended,
 }
 
-/// A handle belongs to one user, by whom machines are indexed.
+/// A handle belongs to one user, and machines are indexed by user.
 const OF_HANDLE: &str = "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
 
-/// A page, the newest first; ids are in time order.
+/// A page, newest first; ids are ordered by time.
 ///
 /// # Errors
 /// [`DbError`].
@@ -322,7 +321,7 @@ pub async fn list(
     let user = filter.user.as_ref().map(IdpUserId::as_str);
     let slot = filter.slot.as_ref().map(Slot::as_str);
     let handle = filter.handle.as_ref().map(Handle::as_str);
-    // A filter that is not set is left out: a prepared statement that allows for it could use no index for any.
+    // A filter that is not set is left out: the planner could not use an index for an optional condition.
     let mut rest = which.to_owned();
     let mut params: Vec<&(dyn ToSql + Sync)> = Vec::new();
     let filters: [(&str, Option<&(dyn ToSql + Sync)>); 5] = [

@@ -1,7 +1,7 @@
-//! The platform's database: the pool, and statements with a deadline. One file per noun lies beside this one.
+//! The platform's database: the pool, and statements with a deadline. Each noun has a file in this folder.
 //!
-//! Nothing here decides what may happen to a machine. The invariant: no statement waits without end, and an error
-//! says whether the database could not be reached or refused what was asked.
+//! This module makes no decisions about machines. The invariant: every statement has a deadline, and an error shows
+//! whether the database was unreachable or refused the statement.
 
 pub mod alarms;
 pub mod audit;
@@ -44,7 +44,7 @@ use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 
 use crate::http::resolve;
 
-/// For one statement, seen from here; the server ends it a little earlier by itself.
+/// Client-side deadline of one statement. The server's own timeout is shorter.
 const STATEMENT: Duration = Duration::from_secs(6);
 const STATEMENT_AT_SERVER_MS: u32 = 5000;
 const CONNECT: Duration = Duration::from_secs(5);
@@ -52,7 +52,7 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// A statement's parameters.
 pub type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
 
-/// What went wrong at the database, by what it means.
+/// A database error, classified by its meaning.
 #[derive(Debug, thiserror::Error)]
 pub enum DbError {
     #[error("the database cannot be reached: {what}")]
@@ -61,15 +61,15 @@ pub enum DbError {
         #[source]
         source: Option<Box<dyn std::error::Error + Send + Sync>>,
     },
-    /// A rule that the database holds was hit; named by its constraint.
+    /// A constraint was violated.
     #[error("the database holds the rule {constraint}")]
     Violated { constraint: String },
-    /// Another transaction was in the way; the whole of this one may be tried again.
+    /// A conflict with another transaction; the whole transaction may be retried.
     #[error("the transaction lost against another one")]
     Contended,
     #[error("a statement failed")]
     Failed(#[source] tokio_postgres::Error),
-    /// A stored value is not one that we write.
+    /// A stored value is invalid.
     #[error("a stored {what} cannot be read: {why}")]
     Unreadable { what: &'static str, why: String },
 }
@@ -102,7 +102,7 @@ impl From<tokio_postgres::Error> for DbError {
         if *code == SqlState::T_R_SERIALIZATION_FAILURE || *code == SqlState::T_R_DEADLOCK_DETECTED {
             return Self::Contended;
         }
-        // Classes 08, 53 and 57: connection, resources, operator intervention (a deadline is among them).
+        // Classes 08, 53 and 57: connection, resources, operator intervention (including timeouts).
         if ["08", "53", "57"].iter().any(|class| code.code().starts_with(class)) {
             return Self::Unavailable { what: "not serving", source: Some(Box::new(error)) };
         }
@@ -110,7 +110,7 @@ impl From<tokio_postgres::Error> for DbError {
     }
 }
 
-/// Says what of a connection string we cannot do.
+/// Checks a connection string for unsupported settings.
 pub fn usable(config: &Config) -> Result<(), &'static str> {
     if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
         return Err("names no host");
@@ -121,17 +121,17 @@ pub fn usable(config: &Config) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Some of the connections of a platform process. Each kind of work has its own, so that none waits for another.
+/// A connection pool. Each kind of work has its own, so that none waits for another.
 #[derive(Clone)]
 pub struct Db {
     pool: Pool,
 }
 
 impl Db {
-    /// Makes a pool of at most that many connections; none is opened yet.
+    /// Makes a pool of at most `max_connections`; connections open on demand.
     ///
     /// # Errors
-    /// When deadpool refuses its settings.
+    /// When deadpool rejects the settings.
     pub fn new(config: &Config, max_connections: usize) -> anyhow::Result<Self> {
         let settings = ManagerConfig { recycling_method: RecyclingMethod::Fast };
         let manager = Manager::from_connect(bounded(config), Resolved, settings);
@@ -150,7 +150,7 @@ impl Db {
     }
 
     /// # Errors
-    /// `Unavailable` when no connection comes in time.
+    /// `Unavailable` when no connection is available in time.
     pub async fn session(&self) -> Result<Object, DbError> {
         self.pool
             .get()
@@ -167,7 +167,7 @@ pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     in_time(session.transaction()).await
 }
 
-/// Begins a transaction whose statements all read the same moment, and that writes nothing.
+/// Begins a read-only transaction whose statements all read the same snapshot.
 ///
 /// # Errors
 /// [`DbError`].
@@ -203,7 +203,7 @@ pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>)
     in_time(client.execute(&statement, params)).await
 }
 
-/// Holds everybody else who asks for the same subject until this transaction ends.
+/// Locks a subject until the transaction ends; other callers wait.
 ///
 /// # Errors
 /// [`DbError`].
@@ -233,7 +233,7 @@ fn bounded(config: &Config) -> Config {
     config
 }
 
-/// Connects after resolving host names here: a static glibc binary must not call getaddrinfo.
+/// Connects after resolving host names: a static glibc binary must not call getaddrinfo.
 struct Resolved;
 
 type Connected = Result<(Client, JoinHandle<()>), tokio_postgres::Error>;
@@ -245,16 +245,16 @@ impl deadpool_postgres::Connect for Resolved {
     }
 }
 
-/// One connection and the task that serves it.
+/// Opens a connection and spawns the task that serves it.
 ///
 /// # Errors
-/// When it cannot be made.
+/// When the connection fails.
 pub async fn connect(config: &Config) -> Connected {
     let config = match with_addresses(config).await {
         Ok(config) => config,
         Err(error) => {
             tracing::warn!(%error, "the database's host name does not resolve");
-            // The driver's error cannot be built outside: one without a host fails with "host missing".
+            // The driver's error cannot be constructed here: a config without a host fails with "host missing".
             Config::new()
         }
     };

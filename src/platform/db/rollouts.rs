@@ -1,6 +1,6 @@
 //! `rollouts` and their machines.
 //!
-//! The invariant: a machine's stand moves on only in a transaction that holds its rollout's row.
+//! The invariant: a machine's state changes only in a transaction that has locked its rollout's row.
 
 use std::collections::HashMap;
 use std::str::FromStr;
@@ -23,7 +23,7 @@ use crate::platform::rollouts::totals;
 pub enum State {
     Running,
     Paused,
-    /// By itself: too many machines failed.
+    /// The platform stopped it: too many machines failed.
     Stopped,
     /// By an operator.
     Aborted,
@@ -95,18 +95,18 @@ impl RolloutRow {
     }
 }
 
-/// A rollout to be.
+/// A rollout to insert.
 pub struct NewRollout<'a> {
     pub image_version: &'a ImageVersion,
     pub canary: i32,
     pub batch_size: i32,
     pub max_failures: i32,
-    /// With their batches.
+    /// Each with its batch.
     pub machines: &'a [(MachineId, i32)],
 }
 
 /// # Errors
-/// [`DbError`]; `rollouts_open` is violated where another one is open.
+/// [`DbError`]; `rollouts_open` is violated if another rollout is open.
 pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<RolloutId, DbError> {
     let id = RolloutId::new();
     let sql = "INSERT INTO rollouts (rollout_id, image_version, state, canary, batch_size, max_failures, request_id) \
@@ -129,7 +129,7 @@ pub async fn get(client: &impl GenericClient, id: RolloutId) -> Result<Option<Ro
     row(client, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// The row, held until the transaction ends.
+/// Reads and locks the row until the transaction ends.
 ///
 /// # Errors
 /// [`DbError`].
@@ -138,7 +138,7 @@ pub async fn locked(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<Rollou
     row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// [`locked`], or `None` where somebody else holds it.
+/// [`lock`], or `None` if another process has locked it.
 ///
 /// # Errors
 /// [`DbError`].
@@ -147,7 +147,7 @@ pub async fn held(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutR
     row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// The one that is open.
+/// The open rollout.
 ///
 /// # Errors
 /// [`DbError`].
@@ -156,7 +156,7 @@ pub async fn open(client: &impl GenericClient) -> Result<Option<RolloutRow>, DbE
     row(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// Those that are open, or of which machines are still asked.
+/// Rollouts that are open or still have machines to wait for.
 ///
 /// # Errors
 /// [`DbError`].
@@ -168,7 +168,7 @@ pub async fn moving(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbEr
     rows(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Running customers' machines that a rollout would reach: all, or those of these handles.
+/// Running customers' machines that a rollout would reach: all of them, or those with these handles.
 ///
 /// # Errors
 /// [`DbError`].
@@ -182,16 +182,17 @@ pub async fn reachable(
     Ok(rows(client, sql, &[&handles]).await?.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
-/// How long a host that was asked is waited for.
+/// Timeouts of a host whose update was requested.
 #[derive(Debug, Clone, Copy)]
 pub struct Patience {
-    /// Since it was asked, or last said that it is at an update.
+    /// Since the request, or its last report of an update in progress.
     pub silence: Duration,
-    /// Since it was asked, whatever it says: it may be at another update, or at this one for ever.
+    /// Since the request, whatever the host reports: it may be running another update, or this one forever.
     pub whole: Duration,
 }
 
-/// Takes down which machines say that they are at it, so that a later word does not make them look silent.
+/// Records which machines report an update in progress, so that a later report of another state does not make them
+/// overdue.
 ///
 /// # Errors
 /// [`DbError`].
@@ -202,7 +203,7 @@ pub async fn hear(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbErro
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// What is known of a rollout's machines now.
+/// The current state of a rollout's machines.
 ///
 /// # Errors
 /// [`DbError`].
@@ -211,8 +212,8 @@ pub async fn members(
     rollout: &RolloutRow,
     patience: Patience,
 ) -> Result<Vec<Member>, DbError> {
-    // Its own last word counts once it is another than when it was asked. No host is late while its rollout is paused:
-    // one that had not heard of it yet is not told then.
+    // A host's last update counts only if it differs from the one before the request. No host becomes overdue while
+    // its rollout is paused: a host that has not received the request yet cannot receive it then.
     let sql = "SELECT r.machine_id, r.batch, r.state, \
                m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' AND m.powered_off_at IS NULL, \
                m.image_version = $2 AND NOT m.updating AND m.health ->> 'gateway' = 'ok' AND m.health ->> 'database' = 'ok', \
@@ -270,7 +271,7 @@ pub async fn ask(tx: &Transaction<'_>, rollout: RolloutId, machine: MachineId) -
     execute(tx, sql, &[&rollout.0, &machine.0]).await.map(drop)
 }
 
-/// Counts anew how long the machines that were asked are waited for: nobody told them while the rollout was paused.
+/// Restarts the timeouts of machines whose update was requested: hosts were not notified during the pause.
 ///
 /// # Errors
 /// [`DbError`].
@@ -279,7 +280,7 @@ pub async fn count_anew(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), 
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// Machines that were asked and whose hosts nobody has told yet; they count as told from now on.
+/// Claims the machines whose update was requested and whose hosts have not been notified; they count as notified now.
 ///
 /// # Errors
 /// [`DbError`].
@@ -302,13 +303,13 @@ pub async fn set_state(
     execute(tx, sql, &[&rollout.0, &state.as_str(), &why, &state.has_ended()]).await.map(drop)
 }
 
-/// What a machine is asked to run, and by which request.
+/// The release that a machine should run, and the request that ordered it.
 pub struct Desired {
     pub image_version: String,
     pub request_id: String,
 }
 
-/// What a machine is asked to run by a rollout that goes on.
+/// The release that a running rollout requests of a machine.
 ///
 /// # Errors
 /// [`DbError`].
@@ -319,7 +320,7 @@ pub async fn desired(client: &impl GenericClient, machine: MachineId) -> Result<
     Ok(found.map(|row| Desired { image_version: row.get(0), request_id: row.get(1) }))
 }
 
-/// The newest ones, the newest first, as the API lists them: without their machines.
+/// The newest rollouts, newest first, as the API lists them, without their machines.
 ///
 /// # Errors
 /// [`DbError`].
