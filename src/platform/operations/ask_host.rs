@@ -1,7 +1,7 @@
-//! Calls of the platform to a host: updates, drills, backups, the stop of its writers, and its report of usage.
+//! Calls from the platform to a host: updates, drills, backups, quiescing, and usage reports.
 //!
-//! Each call carries a proof for exactly this machine, method and path, and has a deadline. Whether a snapshot exists is
-//! never taken from an answer alone: the store must say the same.
+//! Each call has a deadline and carries a proof for exactly this machine, method and path. A host's response never
+//! proves that a snapshot exists: the store must confirm it.
 
 use std::time::Duration;
 
@@ -36,68 +36,68 @@ const ASK: Deadlines = Deadlines {
 };
 
 const MAX_ANSWER_BYTES: usize = 64 << 10;
-/// A year by day has some 40 KiB; a report by user has as many entries as there are users and channels.
+/// A daily report of one year takes about 40 KiB; a report by user has one entry per user and channel.
 const MAX_USAGE_BYTES: usize = 1 << 20;
 
-/// Asks the host of a machine for a backup soon; whether it makes one shows later. When it was asked by its own clock, if
-/// it says so: a run that began before is another.
+/// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: an
+/// earlier backup belongs to another request.
 ///
 /// # Errors
-/// When it has not taken the request.
+/// When the host does not accept the request.
 pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
     ask_known(platform, machine, &Ask::post(BACKUP, None)).await
 }
 
-/// Asks the host of a machine to make the snapshot that it holds back the latest; what comes of it, its heartbeats say.
+/// Requests that a host publishes its held-back snapshot as the latest; its heartbeats report the outcome.
 ///
 /// # Errors
-/// When it has not taken the request.
+/// When the host does not accept the request.
 pub async fn accept_backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
     ask_known(platform, machine, &Ask::post(ACCEPT, None)).await
 }
 
-/// Asks the host of a machine to restore the latest snapshot on trial; what comes of it, its heartbeats tell.
+/// Requests a drill, a trial restore of the latest snapshot; the host's heartbeats report the outcome.
 ///
 /// # Errors
-/// When it has not taken the request.
+/// When the host does not accept the request.
 pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
     ask_known(platform, machine, &Ask::post(DRILL, None)).await
 }
 
-/// Asks the host of a machine for a release; what became of it, its heartbeats tell.
+/// Requests an update to a release; the host's heartbeats report the outcome.
 ///
 /// # Errors
-/// When it has not taken the request.
+/// When the host does not accept the request.
 pub async fn update(platform: &Platform, machine: &MachineRow, version: &ImageVersion) -> anyhow::Result<()> {
     let body = json!({"imageVersion": version});
     ask_known(platform, machine, &Ask::post(UPDATE, Some(body))).await.map(drop)
 }
 
-/// Why a host did not do what it was asked for.
+/// Why a call to a host failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostCallError {
-    /// No answer came from it.
+    /// The host did not respond.
     #[error("the host cannot be reached")]
     Unreachable(#[source] anyhow::Error),
-    /// It answered, with this status.
+    /// The host responded with this error status.
     #[error("the host answered {0}")]
     Refused(StatusCode),
 }
 
-/// How far a host has got with stopping its writers.
+/// Progress of a host in stopping its writers.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Quiesced {
-    /// Since when no writer is left.
+    /// Since when all writers have been stopped.
     #[serde(with = "crate::clock::wire_option")]
     pub quiesced_at: Option<Timestamp>,
     pub running_dispatches: u64,
 }
 
-/// Stops the writers of a host for an operation, or asks how far that has got.
+/// Requests that a host stops its writers for an operation; returns its progress.
 ///
 /// # Errors
-/// [`HostCallError`]; 404 or 405 from a release that cannot do it.
+/// [`HostCallError`]; 404 or 405 from a release without this route.
 pub async fn quiesce(
     platform: &Platform,
     machine: &MachineRow,
@@ -108,7 +108,7 @@ pub async fn quiesce(
     Ok(serde_json::from_slice(&answer).unwrap_or_default())
 }
 
-/// Opens the writers of a host that were stopped for an operation.
+/// Resumes the writers that a host stopped for an operation.
 ///
 /// # Errors
 /// [`HostCallError`].
@@ -121,7 +121,7 @@ pub async fn resume(
     call(platform, machine, &Ask::post(RESUME, body)).await.map(drop)
 }
 
-/// A backup under way on a host, and how its last one ended.
+/// The running backup of a host, and the outcome of its last one.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BackupProgress {
@@ -138,10 +138,10 @@ pub struct BackupEnd {
     pub status: String,
     #[serde(with = "crate::clock::wire_option")]
     pub began_at: Option<Timestamp>,
-    /// The snapshot that it made the latest.
+    /// The snapshot that it published as the latest.
     pub key: Option<String>,
     pub error: Option<String>,
-    /// Its snapshot is whole and did not become the latest. Hosts of earlier releases do not say so.
+    /// Set if its complete snapshot was not published as the latest. Hosts of earlier releases do not report this.
     pub held: Option<HeldBack>,
 }
 
@@ -152,10 +152,10 @@ pub struct HeldBack {
     pub loss: String,
 }
 
-/// How far the backup of a host has got.
+/// Progress of a host's backup.
 ///
 /// # Errors
-/// [`HostCallError`]; 404 or 405 from a release that does not say.
+/// [`HostCallError`]; 404 or 405 from a release without this route.
 pub async fn backup_progress(
     platform: &Platform,
     machine: &MachineRow,
@@ -165,17 +165,17 @@ pub async fn backup_progress(
     Ok(serde_json::from_slice(&answer).unwrap_or_default())
 }
 
-/// Why a host's report of usage cannot be had.
+/// Why a host's usage report is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
     #[error(transparent)]
     Host(#[from] HostCallError),
-    /// It is larger than this many bytes.
+    /// The report exceeds this many bytes.
     #[error("the host's report is larger than {0} bytes")]
     TooLarge(usize),
 }
 
-/// The host's report of usage as it sent it, at most `MAX_USAGE_BYTES`.
+/// The host's usage report, unchanged, at most `MAX_USAGE_BYTES`.
 ///
 /// # Errors
 /// [`UsageError`]; 403 from a release that does not serve usage to the platform.
@@ -196,7 +196,7 @@ pub async fn usage(
     Ok(body)
 }
 
-/// Asks the host of a machine for a backup now: when it took the request, by its own clock.
+/// Requests a backup now. Returns the request time by the host's clock.
 ///
 /// # Errors
 /// [`HostCallError`].
@@ -217,7 +217,7 @@ async fn ask_known(
     Ok(serde_json::from_slice::<Taken>(&answer).unwrap_or_default().requested_at)
 }
 
-/// What the host says of a request that it took.
+/// The response to an accepted request.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct Taken {
@@ -239,7 +239,7 @@ impl Ask {
     }
 }
 
-/// The body of the answer, which a host that has taken the request may cut off.
+/// Returns the response body. A host that has accepted the request may cut it off.
 async fn call(platform: &Platform, machine: &MachineRow, ask: &Ask) -> Result<Vec<u8>, HostCallError> {
     let mut answer = accepted(send(platform, machine, ask).await)?;
     let mut body = Vec::new();
@@ -252,7 +252,7 @@ async fn call(platform: &Platform, machine: &MachineRow, ask: &Ask) -> Result<Ve
     Ok(body)
 }
 
-/// The answer of a host that has taken the request.
+/// Returns the response of a host that has accepted the request.
 fn accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
     let answer = sent.map_err(HostCallError::Unreachable)?;
     if answer.status().is_success() { Ok(answer) } else { Err(HostCallError::Refused(answer.status())) }

@@ -1,9 +1,11 @@
-//! The servers that the provider has, against the machines that we know: late ones, vanished ones, orphans.
+//! The inventory of servers: compares the provider's servers with the known machines, and finds late, vanished and
+//! orphaned ones.
 //!
-//! The invariant: a listing alone proves nothing. A machine fails only after its server was asked for by id and absent
-//! twice, while its host sent no heartbeat; a server is deleted only if its machine has ended. Beyond a few at once no
-//! machine fails: a fuse trips, and an operator decides. A server of ours that no machine is known for is no leftover, since
-//! each machine is stored before its server is ordered: the database has forgotten it. An operator decides about each.
+//! The invariant: a listing proves nothing. A machine fails only after two lookups by id find no server, while its
+//! host sends no heartbeat; a server is deleted only if its machine has ended. If more than a few machines would fail
+//! at once, a fuse trips and an operator decides. A server with this installation's label and no machine is not
+//! garbage, since each machine is stored before its server is ordered: the database has lost the row. An operator
+//! decides about each.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -24,20 +26,21 @@ use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
 use crate::provider::{Server, ServerId};
 
-/// Between the two looks at a server that seems to be gone, at least.
+/// Minimum time between the two lookups of a server that seems to be gone.
 const CONFIRM: Duration = Duration::from_secs(10);
-/// Over this time losses are counted together.
+/// Losses within this time count together.
 const WINDOW: Duration = Duration::from_secs(3600);
-/// Servers that are requested by their ids in one pass, because the list lacks them and they are watched for show alone.
+/// Maximum lookups by id per pass for unlisted servers that are only monitored.
 const MAX_UNLISTED: usize = 20;
-/// A provider that answers so many lookups in a row with errors is not asked for the others.
+/// After this many failed lookups in a row, the rest of the pass is skipped.
 const MAX_FAILED_LOOKUPS: usize = 3;
-/// How many unknown servers the alarm names.
+/// Maximum unknown servers that the alarm names.
 const SHOWN: usize = 20;
-/// A provider that shows none of this many or more is asked with the token of another project.
+/// A provider that lists none of at least this many servers was probably called with another project's token.
 const NONE_SHOWN: usize = 4;
 
-/// Whether the servers that this database does not know are noted, and what failed; the next pass continues.
+/// Compares the provider's servers with the database. Returns whether unknown servers were recorded, and the failures
+/// of this pass; the next pass continues.
 pub(super) async fn take(platform: &Platform) -> (Census, anyhow::Result<()>) {
     let mut failures = Failures::default();
     match noted(platform, &mut failures).await {
@@ -73,18 +76,18 @@ fn machine_of(server: &Server) -> Option<MachineId> {
     server.labels.get(MACHINE_LABEL)?.parse().ok()
 }
 
-/// Servers of machines that have ended and were thought to have none: they came up late.
+/// Records servers of ended machines that were thought to have none: they came up late.
 async fn strays(platform: &Platform, listed: &[Server], began: Timestamp) -> anyhow::Result<()> {
     let named: HashMap<MachineId, i64> =
         listed.iter().filter_map(|server| Some((machine_of(server)?, server.id.0))).collect();
     let session = platform.db.session().await?;
     for (machine, server) in db::servers::came_back(&session, &named, began).await? {
-        tracing::warn!(%machine, server, "a server of a machine without one is at the provider");
+        tracing::warn!(%machine, server, "the provider has a server of a machine without one");
     }
     Ok(())
 }
 
-/// Machines whose servers are gone. Nothing takes their place by itself.
+/// Fails machines whose servers are gone. They are not replaced automatically.
 async fn vanished(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let live = db::servers::live(&session).await?;
@@ -92,7 +95,8 @@ async fn vanished(platform: &Platform, listed: &[Server], failures: &mut Failure
     db::servers::seen(&session, &there).await?;
     let there: HashSet<i64> = there.into_iter().collect();
     let missing: Vec<&Live> = live.iter().filter(|live| !there.contains(&live.server)).collect();
-    // A list that lacks many is not gone through one by one: that would cost the provider's budget and prove nothing.
+    // If the list lacks many servers, they are not looked up one by one: that would use up the provider's budget and
+    // prove nothing.
     if fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
         return Ok(());
     }
@@ -117,8 +121,8 @@ async fn vanished(platform: &Platform, listed: &[Server], failures: &mut Failure
     Ok(())
 }
 
-/// Notes which kept servers, and servers of failed machines, the provider has lost: the copies of a slot say so. Nothing
-/// else follows from it.
+/// Records which kept servers, and servers of failed machines, the provider has lost. It only affects the listed
+/// copies of a slot.
 async fn unlisted(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let there: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;
@@ -134,8 +138,8 @@ async fn unlisted(platform: &Platform, listed: &[Server], failures: &mut Failure
     Ok(())
 }
 
-/// Those that the provider does not know by their id either, and how many are not known to be lost or there. A server whose
-/// lookup fails is skipped; after several failures in a row the rest are left to the next pass.
+/// Servers that a lookup by id does not find either, and the number of failed lookups. After several failures in a
+/// row, the rest are left to the next pass.
 async fn confirmed<'a>(
     platform: &Platform,
     missing: Vec<&'a Live>,
@@ -164,13 +168,13 @@ async fn confirmed<'a>(
 async fn is_lost(platform: &Platform, machine: &Live) -> anyhow::Result<bool> {
     let is_there = platform.provider.get(ServerId(machine.server)).await?.is_some();
     if is_there {
-        // Its label was taken away.
+        // Its label was removed.
         db::servers::seen(&platform.db.session().await?, &[machine.server]).await?;
     }
     Ok(!is_there)
 }
 
-/// Those of this pass count with those of the last hour: a slow loss is a mass loss, too.
+/// Counts the servers of this pass with those of the last hour: a slow mass loss is still a mass loss.
 async fn fuse(session: &Object, live: &[Live], missing: usize) -> anyhow::Result<Fuse> {
     let failed = db::servers::failed_as_gone(session, WINDOW).await?;
     let limit = alarms::limit(live.len());
@@ -181,7 +185,7 @@ async fn fuse(session: &Object, live: &[Live], missing: usize) -> anyhow::Result
     if fuse == Fuse::Tripped && none_shown {
         tracing::error!(
             servers = missing,
-            "the provider shows none of them: is its token another project's?"
+            "the provider lists none of the servers: its token may be of another project"
         );
     }
     Ok(fuse)
@@ -219,7 +223,7 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the labels say of servers: the machine, its epoch, and the slot where the database knows it.
+/// Describes servers by their labels: the machine, its epoch, and the slot if the database has it.
 async fn described(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
     let label = |server: &Server, name: &str| server.labels.get(name).cloned();
     let slots: Vec<String> = servers.iter().filter_map(|server| label(server, SLOT_LABEL)).collect();
@@ -236,9 +240,9 @@ async fn described(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<
     Ok(servers.iter().map(described).collect())
 }
 
-/// Servers that carry our own label and belong to no machine that we know, as after the database was restored from an older
-/// copy: an alarm is raised, and those that an operator releases are deleted when their grace ends. Servers of another
-/// platform in the same project are ignored.
+/// Handles servers that carry this installation's label and belong to no known machine, as after the database was
+/// restored from an older copy: raises an alarm, and deletes those that an operator has released once their grace
+/// period ends. Servers of another platform in the same project are ignored.
 async fn orphans(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
     let ours = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));

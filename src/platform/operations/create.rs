@@ -1,7 +1,7 @@
-//! The step `create_server`: at most one server per machine, whatever becomes of an answer.
+//! The step `create_server`: creates at most one server per machine, even if a response is lost.
 //!
-//! The machine's row says that a create may be out before it is sent. While that stands, the server is looked for by
-//! name before another create goes out under the same name, which the provider keeps unique.
+//! The machine's row records a create request before it is sent. While that mark is set, the server is looked up by
+//! name before another create request is sent under the same name, which the provider keeps unique.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -22,23 +22,23 @@ use crate::platform::host_store::Grant;
 use crate::platform::userdata;
 use crate::provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
 
-/// The label that names a server's machine.
+/// The label with a server's machine.
 pub const MACHINE_LABEL: &str = "svc-machine";
 
-/// The label that names the platform that made a server.
+/// The label with the platform that created a server.
 pub const INSTALLATION_LABEL: &str = "svc-installation";
 
-/// The label that names a server's slot: the start of a hash of `user/slot`, since a label has no room for it.
+/// The label with a server's slot: a prefix of the hash of `user/slot`, which is itself too long for a label.
 pub const SLOT_LABEL: &str = "svc-slot";
 
 pub const EPOCH_LABEL: &str = "svc-epoch";
 
-/// How many locations had no capacity, among an operation's facts.
+/// Key of an operation's facts: the number of locations without capacity.
 const LOCATIONS_TRIED: &str = "locationsTried";
-/// How often a server whose create is in doubt is looked for.
+/// Interval between lookups of a server whose create request has an unknown outcome.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 const SLOWEST_LOOK: Duration = Duration::from_secs(15);
-/// The adapter's own deadline and repeats lie below it.
+/// Longer than the adapter's own deadline and retries.
 const CREATE_DEADLINE: Duration = Duration::from_secs(45);
 
 pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
@@ -69,12 +69,12 @@ pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
     }
 }
 
-/// After a create that failed: what is at the provider, and may it be tried again.
+/// After a failed create request: looks up the server and decides whether to retry.
 async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
     match error.kind() {
         ErrorKind::Ambiguous => {
             tracing::warn!(machine = %machine.id, error = %chain(&error),
-                "the outcome of a create is not known");
+                "a create request has an unknown outcome");
             Ok(Answer::wait(Duration::ZERO))
         }
         ErrorKind::Conflict => match find(held.platform, machine).await? {
@@ -89,7 +89,7 @@ async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> 
     }
 }
 
-/// Continues with the next location. Once each of them was tried, that is repeated with a growing pause.
+/// Continues with the next location. After a full round, the locations are retried with a growing pause.
 async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
     let from = &machine.location;
     let what =
@@ -122,11 +122,11 @@ fn accepted(note: &'static str, server: &Server, actions: &[ActionId]) -> Answer
     Answer::Done { note: Some(note.into()), record }
 }
 
-/// Looks at the provider's actions that make and start the server; how long until the next look, or `None` once they have
-/// ended well or there are none. A provider that does not answer does not end the wait for the registration.
+/// Checks the provider's actions that create and start the server. Returns the delay until the next check, or `None`
+/// if all have succeeded or there are none. An unavailable provider does not end the wait for the registration.
 ///
 /// # Errors
-/// [`StepError`]; permanent where one failed, since no host will register.
+/// [`StepError`]; permanent if an action failed, since no host will register.
 pub async fn look_at_actions(held: &Held<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
     let session = held.platform.db.session().await?;
     let actions = machine_server::create_actions(&session, machine).await?;
@@ -141,7 +141,7 @@ pub async fn look_at_actions(held: &Held<'_>, machine: MachineId) -> Result<Opti
             Err(StepError::permanent(what, ProviderError::new("create server", ErrorKind::Transient, cause)))
         }
         Err(error) if error.kind() != ErrorKind::NotFound => {
-            tracing::debug!(%machine, error = %chain(&error), "the action of a create is not known");
+            tracing::debug!(%machine, error = %chain(&error), "cannot read the provider's create action");
             Ok(Some(look_again))
         }
         Ok(ActionStatus::Success) | Err(_) => {
@@ -152,7 +152,7 @@ pub async fn look_at_actions(held: &Held<'_>, machine: MachineId) -> Result<Opti
     }
 }
 
-/// The machine's server by its name, else by its label.
+/// Looks up the machine's server by name, then by label.
 ///
 /// # Errors
 /// [`ProviderError`].

@@ -1,7 +1,7 @@
-//! Deleting the server of one machine that has left its slot.
+//! Deletes the server of one machine that has left its slot.
 //!
-//! The invariant: a machine counts as without a server only when the provider said so after nobody could still be
-//! creating one.
+//! The invariant: a machine is marked as without a server only when the provider says so while no process can still
+//! be creating one.
 
 use std::time::Duration;
 
@@ -14,19 +14,19 @@ use crate::provider::ServerId;
 
 const POLL: Duration = Duration::from_millis(500);
 
-/// The server of this machine.
+/// Deletes the server of this operation's machine.
 pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = held.machine().await?;
     if !is_discard_confirmed(held, &machine).await? {
         let serves = later_holder::serves_unknown_to_database(held.platform, &machine).await;
-        if serves.map_err(|error| StepError::transient("the fence of the slot is not known", error))? {
+        if serves.map_err(|error| StepError::transient("cannot read the fence of the slot", error))? {
             held.keep_after_all(machine.id).await?;
             let note = "the store says that it got its slot back or has served, which this database does not know: its server \
                         is kept until an operator discards it";
             return Ok(Answer::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
-    // Nobody has decided what becomes of its data.
+    // The fate of its data is undecided.
     let is_undecided = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
         && machine.discard_ordered_at.is_none();
@@ -38,7 +38,7 @@ pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
     Ok(if is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
 }
 
-/// Whether an operator had the server discarded after it was kept for what the store says. An earlier order may be
+/// Whether an operator discarded the server after it was kept because of the store's fence. An earlier order may be
 /// outdated, as the database may be.
 async fn is_discard_confirmed(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
@@ -54,7 +54,7 @@ pub async fn is_gone(held: &Held<'_>, machine: &MachineRow) -> Result<bool, Step
     if db::leases::lease_lingers(&session, machine.id, held.operation.id).await? {
         return Ok(false);
     }
-    // Read again: whoever held it may have noted a server before they let go.
+    // Read again: the previous lease holder may have recorded a server.
     let Some(machine) = db::machines::get(&session, machine.id).await? else { return Ok(true) };
     let since_order = db::machines::since_order(&session, machine.id).await?;
     drop(session);

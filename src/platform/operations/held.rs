@@ -1,4 +1,4 @@
-//! An operation that this process holds: what its steps may read, and the few writes that they make half-way.
+//! An operation that this process has leased: what its steps may read, and the writes that they make midway.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub struct Held<'a> {
     pub platform: &'a Platform,
     pub operation: &'a OperationRow,
     pub kind: OperationKind,
-    /// Of the claim that this process holds it by.
+    /// Owner of the lease.
     pub owner: Uuid,
 }
 
@@ -42,43 +42,44 @@ impl Held<'_> {
         Ok(failpoint::pass(&point(self.kind, step, place))?)
     }
 
-    /// Notes, under the lease, that a create goes out now.
+    /// Records, under the lease, that a create request is about to be sent.
     pub async fn order_sent(&self) -> Result<(), StepError> {
         self.under_lease(Note::OrderSent).await
     }
 
-    /// Notes, under the lease, that the create did not happen.
+    /// Records, under the lease, that the create request had no effect.
     pub async fn order_refused(&self) -> Result<(), StepError> {
         self.under_lease(Note::OrderRefused).await
     }
 
-    /// Notes, under the lease, that the create did not happen, and selects the machine's next location.
+    /// Records, under the lease, that the create request had no effect, and selects the machine's next location.
     pub async fn next_location(&self, why: &str) -> Result<(), StepError> {
         self.under_lease(Note::NextLocation(why.to_owned())).await
     }
 
-    /// Notes, under the lease, that the power is switched on now.
+    /// Records, under the lease, that the power is about to be switched on.
     pub async fn power_ordered(&self) -> Result<(), StepError> {
         self.under_lease(Note::PowerOrdered).await
     }
 
-    /// Notes, under the lease, that the server of a machine that left its slot is switched off now.
+    /// Records, under the lease, that the server of a machine that left its slot is about to be switched off.
     pub async fn power_off_ordered(&self, machine: MachineId) -> Result<(), StepError> {
         self.under_lease(Note::PowerOffOrdered(machine)).await
     }
 
-    /// Notes, under the lease, that the machine is no longer to be off.
+    /// Records, under the lease, that the machine should be on again.
     pub async fn powered_on(&self) -> Result<(), StepError> {
         self.under_lease(Note::PoweredOn).await
     }
 
-    /// Notes, under the lease, that the machine's server is kept: it serves, and this database does not know it.
+    /// Records, under the lease, that the machine's server is kept: it serves, although this database does not know
+    /// it.
     pub async fn keep_after_all(&self, machine: MachineId) -> Result<(), StepError> {
         self.under_lease(Note::KeptAfterAll(machine)).await
     }
 
-    /// Whether the provider has the server of a machine that failed because it was gone; then that is noted, and the machine
-    /// counts as one with a server.
+    /// Looks up the server of a machine that failed because it was gone. If the provider has it, the machine counts
+    /// as one with a server again.
     ///
     /// # Errors
     /// [`StepError`].
@@ -94,22 +95,22 @@ impl Held<'_> {
         Ok(true)
     }
 
-    /// Notes, under the lease, that the machine's server holds what no snapshot does.
+    /// Records, under the lease, that the machine's server holds data that no snapshot does.
     pub async fn unsaved(&self, machine: MachineId) -> Result<(), StepError> {
         self.under_lease(Note::Unsaved(machine)).await
     }
 
-    /// Notes, under the lease, a snapshot that is newer than the one which the machine begins with.
+    /// Records, under the lease, a snapshot that is newer than the one that the machine is restored from.
     pub async fn not_restored(&self, key: String) -> Result<(), StepError> {
         self.under_lease(Note::NotRestored(key)).await
     }
 
-    /// Raises the epoch of the machine to one that the store knows, or above it.
+    /// Raises the machine's epoch to at least the one in the store.
     pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
         self.under_lease(Note::EpochRaised(epoch)).await
     }
 
-    /// The operation that stopped the writers of this machine, which it has outlived.
+    /// The earlier operation that stopped the writers of this machine.
     pub async fn stopped_for(&self) -> Result<Option<OperationId>, DbError> {
         let session = self.platform.db.session().await?;
         db::slot_operations::took_out_of_service(&session, self.operation.machine).await
@@ -125,7 +126,7 @@ impl Held<'_> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         let lease = self.platform.config.timing.lease;
-        // Machines are locked before their operations, everywhere.
+        // Lock order everywhere: machines before their operations.
         db::machines::locked(&tx, self.operation.machine).await?;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
@@ -150,31 +151,31 @@ impl Held<'_> {
         Ok(db::commit(tx).await?)
     }
 
-    /// Lets the machine fail because its registration has run out.
+    /// Fails the machine because its registration expired.
     pub async fn expire(&self) -> Result<(), StepError> {
         expire(self.platform, self.operation.machine).await?;
         Ok(())
     }
 
-    /// Lets the machine fail because trying again cannot help.
+    /// Fails the machine because retries cannot help.
     pub async fn give_up(&self, why: CreationFailure, stage: &str, message: &str) -> Result<(), DbError> {
         let machine = self.operation.machine;
         fail(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
     }
 
-    /// How long the operation has been going, by the database's clock.
+    /// Age of the operation, by the database's clock.
     pub async fn age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::age(&session, self.operation.id).await
     }
 
-    /// How long ago the step that it stands at was begun for the first time.
+    /// Time since the first start of the current step, by the database's clock.
     pub async fn step_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::step_age(&session, self.operation.id, &self.operation.step).await
     }
 
-    /// Ends the operation together with what it means for its machine.
+    /// Ends the operation, and applies the event to its machine.
     pub async fn end(&self, event: &Event, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
@@ -188,16 +189,17 @@ impl Held<'_> {
         let with =
             Circumstances { failed_at: Some((&self.operation.step, note)), ..Circumstances::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
-            // Refused: the machine has left its slot, and nothing is to be said of it any more.
+            // The machine has left its slot: the event no longer applies.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // What the machine's change has not ended as failed has succeeded; what it has filed is under way.
+        // Unless the machine's change ended the operation as failed, it has succeeded. Operations that the change
+        // filed stay running.
         db::operations::end_one(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }
 
-    /// Ends the operation as failed; the machine stays as it is.
+    /// Ends the operation as failed; the machine is unchanged.
     pub async fn end_as_failed(&self, code: &str, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
@@ -224,7 +226,7 @@ enum Note {
     NotRestored(String),
 }
 
-/// Tells a machine that its registration has run out; one that has registered meanwhile stays as it is.
+/// Fails a machine whose registration expired, unless it has registered in the meantime.
 ///
 /// # Errors
 /// [`DbError`].
@@ -246,7 +248,7 @@ async fn fail(
     match lifecycle::apply(&tx, &platform.mint, &row, event, with).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),
-        // It has left its slot or moved on: the news comes too late.
+        // The machine has left its slot or moved on: the event comes too late.
         Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => Ok(()),
     }
 }

@@ -1,8 +1,8 @@
-//! The step `last_backup`: the host that is replaced or deleted stops its writers and takes one more snapshot.
+//! The step `last_backup`: the host of a replaced or deleted machine stops its writers and takes a final snapshot.
 //!
-//! The invariant: the step ends with a snapshot taken after the writers had stopped, or with a row that says since when
-//! data is on that server alone. A host that answers and cannot make the snapshot stops the operation until an operator
-//! decides; one that cannot be reached for a bounded time is passed over.
+//! The invariant: the step ends with a snapshot taken after the writers had stopped, or with a row that records since
+//! when data exists only on that server. If a reachable host cannot make the snapshot, the operation waits for an
+//! operator's decision; an unreachable host is skipped after a bounded time.
 
 mod passed_over;
 mod progress;
@@ -32,32 +32,32 @@ use progress::Progress;
 use saved_copy::HostReport;
 
 const POLL: Duration = Duration::from_millis(500);
-/// Between two calls to a host that takes long to answer the request.
+/// Maximum interval between calls to a host that is working on the request.
 const MAX_POLL: Duration = Duration::from_secs(4);
-/// Between two calls to a host that does not answer at all: each takes seconds itself.
+/// Maximum interval between calls to a silent host, where each call takes seconds.
 const MAX_SILENT_POLL: Duration = Duration::from_secs(10);
 const MAX_REQUESTS: u32 = 3;
-/// For a read of the pointer.
+/// Timeout of one read of the pointer.
 const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The code of the question about a snapshot that the host holds back.
+/// Code of the question about a held-back snapshot.
 pub const HELD_BACK: &str = "last_backup_held_back";
-/// What the error of a snapshot that was held back names, on hosts of releases that do not say so apart.
+/// On hosts of earlier releases, the error of a held-back snapshot contains this text.
 pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
-/// How one try ended.
+/// Outcome of one attempt.
 enum Attempt {
     Saved {
         taken_at: Timestamp,
     },
     Wait(Duration),
-    /// The host answers and does not make a backup.
+    /// The host is reachable but makes no backup.
     Trouble(Trouble),
 }
 
-/// Why a host that answers has made no last backup.
+/// Why a reachable host has made no final backup.
 enum Trouble {
     Failed(String),
-    /// It took a snapshot and held it back: the database has shrunk. Another one would say the same.
+    /// The database has shrunk, so its snapshot was held back. Another one would be held back, too.
     HeldBack {
         loss: String,
     },
@@ -71,7 +71,7 @@ impl Trouble {
         }
     }
 
-    /// The question, but for the ways out that each operation has.
+    /// The question, without the choices, which depend on the kind of the operation.
     fn question(&self, held: &Held<'_>, machine: &MachineRow, saved: &Saved) -> String {
         let (id, operation) = (machine.id, held.operation.id);
         match self {
@@ -99,10 +99,10 @@ impl fmt::Display for Trouble {
     }
 }
 
-/// Until when the machine's data is in a snapshot.
+/// The newest time whose data is in a snapshot.
 enum Saved {
     Snapshot(Timestamp),
-    /// No snapshot of the slot exists: nothing that was written since its registration is saved.
+    /// The slot has no snapshot: nothing since its registration is saved.
     Nothing(Option<Timestamp>),
     /// The pointer cannot be read, and no host has reported a snapshot.
     Unknown(Option<Timestamp>),
@@ -144,7 +144,7 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
         return Box::pin(pass_over(held, &machine, &progress, reason)).await;
     }
     if progress.trouble.is_some() || options.give_up_backup {
-        // An operator has answered: a snapshot that was held back may be the latest by now.
+        // An operator has answered: a held-back snapshot may have become the latest.
         if let Ok(report) = host_report(held, &machine).await
             && let Some(taken_at) = saved_copy::find(held, &machine, &progress, &report, now).await
         {
@@ -181,7 +181,7 @@ pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
     }
 }
 
-/// Why nothing is to be asked of the host, if so.
+/// Returns an outcome if the host needs no call.
 async fn needs_none(
     held: &Held<'_>,
     machine: &MachineRow,
@@ -193,7 +193,7 @@ async fn needs_none(
     if !machine.server_exists() && !held.finds_server_again(machine).await? {
         return Box::pin(pass_over(held, machine, progress, Reason::ServerGone)).await.map(Some);
     }
-    // A deletion of that machine takes it.
+    // The running deletion of that machine takes the backup.
     let session = held.platform.db.session().await?;
     let deleting = db::slot_operations::deleting(&session, machine.id).await?;
     let Some(deletion) = deleting.filter(|other| other.id != held.operation.id) else { return Ok(None) };
@@ -257,8 +257,8 @@ async fn attempt(
     Ok(Attempt::Wait(progress.next_poll(now)))
 }
 
-/// Replaces a fence that no machine of the slot can have had by this machine's: behind it, the pointer refuses every backup.
-/// A store that does not answer is left to the backup itself.
+/// Replaces a fence that no machine of the slot can have had by this machine's: such a fence makes the pointer refuse
+/// every backup. A store failure is left to the backup to report.
 async fn replace_invented_fence(held: &Held<'_>, machine: &MachineRow) {
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let Ok(Some(read)) = pointer_io::read(bucket, &slot).await else { return };
@@ -267,13 +267,13 @@ async fn replace_invented_fence(held: &Held<'_>, machine: &MachineRow) {
         return;
     }
     if let Err(error) = pointer_io::fence(bucket, &slot, &fence_of(held, machine)).await {
-        tracing::warn!(machine = %machine.id, error = %chain(&error), "an invented fence stays");
+        tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot replace an invented fence");
         return;
     }
-    tracing::warn!(machine = %machine.id, %invented, "a fence that no machine can have had is replaced");
+    tracing::warn!(machine = %machine.id, %invented, "replaced a fence that no machine can have had");
 }
 
-/// Whether no writer is left on the host.
+/// Whether all writers of the host have stopped.
 async fn stop_writers(
     held: &Held<'_>,
     machine: &MachineRow,
@@ -307,12 +307,12 @@ async fn host_report(held: &Held<'_>, machine: &MachineRow) -> Result<HostReport
     }
 }
 
-/// How a release answers that does not know the route.
+/// Whether a status means that the release does not have the route.
 fn is_unsupported(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
 }
 
-/// What the pointer says, or where it cannot be read, what hosts have reported.
+/// The time from the pointer or, if it is unreadable, from the hosts' reports.
 async fn saved_until(held: &Held<'_>, machine: &MachineRow) -> Saved {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let (bucket, key) = (&held.platform.bucket, slot.pointer());
@@ -371,7 +371,7 @@ async fn unreachable(
     Box::pin(pass_over(held, machine, &progress, Reason::Silent)).await
 }
 
-/// The operator accepted beforehand, or is asked now.
+/// Continues if the operator has accepted the loss, else asks.
 async fn ask(held: &Held<'_>, machine: &MachineRow, mut progress: Progress, trouble: Trouble) -> Answer {
     if held.operation.options.accept_loss {
         return accepted(held, machine).await;
@@ -381,7 +381,7 @@ async fn ask(held: &Held<'_>, machine: &MachineRow, mut progress: Progress, trou
     Answer::Ask(Question { code: trouble.code(), detail, snapshot: None, facts: progress.facts(held) })
 }
 
-/// Continues without a last backup, and records since when data is lost.
+/// Continues without a final backup, and records since when data is lost.
 async fn accepted(held: &Held<'_>, machine: &MachineRow) -> Answer {
     let saved = saved_until(held, machine).await;
     let stored = passed_over::note_unrestored(held, machine).await;
@@ -392,8 +392,8 @@ async fn accepted(held: &Held<'_>, machine: &MachineRow) -> Answer {
     Answer::Done { note: Some(note.into()), record }
 }
 
-/// Grows with the time that a host is waited for, from [`POLL`] to the limit. Spread, so that hosts that fell silent
-/// together are not called together.
+/// Grows with the time waited, from [`POLL`] to the limit. Jitter spreads the calls to hosts that fell silent
+/// together.
 fn poll_interval(waited: SignedDuration, limit: Duration) -> Duration {
     let waited = Duration::try_from(waited).unwrap_or_default();
     let spread = f64::from(Uuid::new_v4().as_bytes()[0]) / 255.0;
@@ -409,7 +409,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn polls_grow_to_their_limit_and_are_spread() {
+    fn poll_intervals_grow_to_limit_with_jitter() {
         let at = |seconds: i64, limit| poll_interval(SignedDuration::from_secs(seconds), limit);
         for (seconds, limit, most) in
             [(0, MAX_POLL, POLL), (16, MAX_POLL, Duration::from_secs(2)), (3600, MAX_POLL, MAX_POLL)]

@@ -1,8 +1,9 @@
-//! Whether the store knows of a later holder of a slot than the database, which may have been restored from an older copy:
-//! then the operations in it are outdated, and must not take a serving machine out of service.
+//! Detects a later holder of a slot that the store knows and the database does not, because the database may have
+//! been restored from an older copy. Its operations are then outdated, and must not take a serving machine out of
+//! service.
 //!
-//! Invariants: only a fence that the platform has signed proves it, since a host can write the pointer, too. A fence that is
-//! signed by no key in force proves nothing, and excludes nothing: an operator decides.
+//! The invariants: only a fence signed by the platform is proof, since a host can write the pointer, too. A fence
+//! that no current key verifies proves nothing and rules nothing out: an operator decides.
 
 use std::time::Duration;
 
@@ -24,38 +25,38 @@ use crate::store::key::SlotPrefix;
 use crate::store::pointer::{Fenced, Pointer};
 use crate::store::pointer_io::{self, PointerError};
 
-/// The code of a question, and of an operation that ended, because the database is older than the store.
+/// Code of questions and failed operations where the database is older than the store.
 pub const BEHIND_STORE: &str = "database_behind_store";
-/// The code of a question because the fence's signature is of no key in force.
+/// Code of a question about a fence that no current key verifies.
 pub const UNVERIFIED_FENCE: &str = "unverified_fence";
-/// Among an operation's facts: an operator confirmed the deletion after the question.
+/// Key of an operation's facts: an operator confirmed the deletion after the question.
 pub const CONFIRMED: &str = "outdatedDeletionConfirmed";
 
-/// Until a store that is away is asked again.
+/// Delay before an unavailable store is called again.
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
-/// Of one look at the pointer: longer, and a store that hangs would hold up what waits for the answer.
+/// Timeout of one pointer read. A longer one would let a hanging store block callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A machine that has the slot under an epoch that the database does not know.
+/// A machine that holds the slot under an epoch that the database does not know.
 #[derive(Debug, Clone, Copy)]
 pub struct LaterHolder {
     pub machine: MachineId,
     pub epoch: Epoch,
 }
 
-/// What the fence of a slot says beyond the database.
+/// What a slot's fence claims beyond the database.
 #[derive(Debug, Clone, Copy)]
 pub enum Beyond {
     Nothing,
     /// The platform gave the slot to this machine.
     Holder(LaterHolder),
-    /// The fence says so, and no key in force verifies its signature: it was made with another platform key, or a host made it
-    /// up.
+    /// The fence names this machine, but no current key verifies its signature: it was made with another platform
+    /// key, or a host forged it.
     Unverified(LaterHolder),
 }
 
 impl Beyond {
-    /// What is proven.
+    /// The proven holder.
     pub fn holder(self) -> Option<LaterHolder> {
         if let Self::Holder(holder) = self { Some(holder) } else { None }
     }
@@ -68,7 +69,7 @@ impl Beyond {
     }
 }
 
-/// Why it is not known who holds the slot.
+/// Why the slot's holder could not be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum LookupError {
     #[error(transparent)]
@@ -86,11 +87,11 @@ impl From<LookupError> for Problem {
     }
 }
 
-/// What the pointer's fence says of a machine that the database does not know under that epoch. No session of the database is
-/// held while the store is asked.
+/// Finds what the pointer's fence claims about a machine that the database does not know under that epoch. No
+/// database session is held during the store call.
 ///
 /// # Errors
-/// [`LookupError`]; `Corrupt` where the pointer is not readable.
+/// [`LookupError`]; `Corrupt` if the pointer is unreadable.
 pub async fn find(
     platform: &Platform,
     db: &Db,
@@ -127,34 +128,34 @@ async fn of_pointer(
     if platform.mint.has_signed_fence(&SlotPrefix::new(user, slot), epoch, machine, proof) {
         return Ok(Beyond::Holder(holder));
     }
-    // No machine of the slot has had such an epoch: only a host that lies writes it.
+    // No machine of the slot has had such an epoch: only a dishonest host writes it.
     let highest = db::machines::highest_epoch(&session, user, slot).await?;
     let is_believed = epoch <= highest.max_plausible();
     Ok(if is_believed { Beyond::Unverified(holder) } else { Beyond::Nothing })
 }
 
-/// What becomes of an operation where the store knows of a later holder.
+/// What to do with an operation if the store knows a later holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Decision {
     /// The operation continues.
     Nothing,
-    /// Its machine is the holder: it continues, and the database learns the epoch.
+    /// Its machine is the holder: it continues, and the database adopts the epoch.
     RaiseEpoch,
-    /// The deletion was undone since: an operator decides.
+    /// The deletion was undone later: an operator decides.
     AskWhetherToDelete,
-    /// The slot went back to the machine before this one, or on to another: this one must not be created.
+    /// The slot went back to the previous machine, or on to another: this one must not be created.
     FailMachine,
-    /// Another machine holds the slot: this one does not get it back.
+    /// Another machine holds the slot: this one is not reinstated.
     EndOperation,
 }
 
-/// The machine that an operation is about.
+/// The machine of an operation.
 #[derive(Debug, Clone, Copy)]
 struct Subject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
-    /// By an operator, after the question. A loss that was accepted with the request concerned an earlier state.
+    /// By an operator, after the question. A loss accepted with the request concerned an earlier state.
     is_deletion_confirmed: bool,
 }
 
@@ -179,13 +180,13 @@ fn decide(kind: OperationKind, of: Subject, holder: LaterHolder) -> Decision {
     }
 }
 
-/// Whether a fence that no key in force verifies holds an operation back until an operator decides. What it names may be a
-/// lie: nothing but the wait follows from it.
+/// Whether an unverified fence makes an operation wait for an operator. The machine that it names may be forged, so
+/// it has no other effect.
 fn is_in_doubt(kind: OperationKind, step: Step, of: Subject, named: LaterHolder) -> bool {
     let is_other = named.machine != of.machine;
     match kind {
         OperationKind::Delete => true,
-        // A fence below its own was known when it was requested. While it boots, nothing is destroyed.
+        // A fence below its own was known when it was requested. A booting machine destroys nothing.
         OperationKind::Provision | OperationKind::Recover => {
             step != Step::AwaitRegistration && !of.is_registered && named.epoch >= of.epoch
         }
@@ -195,19 +196,19 @@ fn is_in_doubt(kind: OperationKind, step: Step, of: Subject, named: LaterHolder)
     }
 }
 
-/// Whether the step of an operation may stop, switch off, create, fence or delete what a later holder needs. The deletion of
-/// a kept server looks for itself ([`serves_unknown_to_database`]).
+/// Whether the step may stop, switch off, create, fence or delete something that a later holder needs. The deletion
+/// of a kept server has its own check ([`serves_unknown_to_database`]).
 fn is_checked(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
         OperationKind::Reinstate => step == Step::Fence,
-        // A replaced machine that is switched on would be routed to, and could not be backed up.
+        // A replaced machine that is switched on would be routed, and could not be backed up.
         OperationKind::PowerOn | OperationKind::Reboot => step != Step::AwaitHeartbeat,
         OperationKind::RemoveServer | OperationKind::Resize | OperationKind::PowerOff => false,
     }
 }
 
-/// What becomes of an outdated operation; `None`: it continues.
+/// Ends or suspends an outdated operation; `None`: it continues.
 ///
 /// # Errors
 /// [`StepError`].
@@ -220,13 +221,13 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
         Ok(found) => found,
         // The step that needs the pointer reports the damage.
         Err(LookupError::Store(StoreError::Corrupt { .. })) => Beyond::Nothing,
-        // A step that waits for long is not failed by a store that is away: the next look, or the registration, checks.
+        // An unavailable store does not fail a long wait: the next check, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
-            tracing::debug!(error = %chain(&error), "the fence of the slot is not known");
+            tracing::debug!(error = %chain(&error), "cannot read the fence of the slot");
             Beyond::Nothing
         }
         Err(error) if step == Step::LastBackup => {
-            tracing::info!(error = %chain(&error), "the fence of the slot is not known yet");
+            tracing::info!(error = %chain(&error), "cannot read the fence of the slot; retrying");
             let (code, source) = match error {
                 LookupError::Store(_) => ("store_unavailable", "object store"),
                 LookupError::Db(_) => ("database_unavailable", "database"),
@@ -234,7 +235,7 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
             let why = format!("the {source} does not answer: it is not known who holds the slot");
             return Ok(Some(Answer::wait_for(LOOK_AGAIN, code, why)));
         }
-        Err(error) => return Err(StepError::transient("the fence of the slot is not known", error)),
+        Err(error) => return Err(StepError::transient("cannot read the fence of the slot", error)),
     };
     let subject = Subject {
         machine: machine.id,
@@ -249,7 +250,7 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
     }
 }
 
-/// The question where the fence is signed by no key in force.
+/// Asks an operator about a fence that no current key verifies.
 async fn ask_in_doubt(
     held: &Held<'_>,
     step: Step,
@@ -270,7 +271,7 @@ async fn ask_in_doubt(
     Some(Answer::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
 }
 
-/// What a fence that no key in force verifies says, and what to look at.
+/// Describes an unverified fence, and what to check.
 pub fn unverified(named: LaterHolder) -> String {
     let LaterHolder { machine, epoch } = named;
     format!(
@@ -323,7 +324,7 @@ async fn act(
     }
 }
 
-/// Whether the kept server of this machine must stay: the machine got its slot back, or has served, and this database
+/// Whether the kept server of this machine must stay: the machine was reinstated, or has served, and this database
 /// does not know it.
 ///
 /// # Errors
@@ -345,7 +346,7 @@ pub async fn serves_unknown_to_database(
     Ok(own.is_some() || machine.registered_at.is_none() && named.is_some())
 }
 
-/// Raises the alarm that names the slot whose fence no key in force verifies.
+/// Raises the alarm that names the slot with the unverified fence.
 pub async fn warn_unverified(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = named;
     let slot = format!("{}/{}", machine.user, machine.slot);
@@ -354,7 +355,7 @@ pub async fn warn_unverified(platform: &Platform, machine: &MachineRow, named: L
     alarms::inform(platform, Alarm::UnverifiedFence, &detail).await;
 }
 
-/// Raises the alarm that names the slot.
+/// Raises the alarm that names the slot with the later holder.
 pub async fn warn(platform: &Platform, machine: &MachineRow, holder: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = holder;
     let slot = format!("{}/{}", machine.user, machine.slot);
@@ -368,7 +369,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn later_holder_stops_outdated_operations() {
+    fn decide_stops_outdated_operations() {
         let (own, other) = (MachineId::new(), MachineId::new());
         let subject = |is_registered, is_deletion_confirmed| Subject {
             machine: own,
@@ -403,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn fence_of_no_key_in_force_makes_operations_wait() {
+    fn unverified_fence_makes_operations_wait() {
         let (own, other) = (MachineId::new(), MachineId::new());
         let of = |is_registered| Subject {
             machine: own,
@@ -429,7 +430,7 @@ mod tests {
             assert_eq!(is_in_doubt(kind, step, of(is_registered), named), expected, "{kind:?} {named:?}");
         }
         let boots = is_in_doubt(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
-        assert!(!boots, "an old host must not stop the machine that takes its place");
+        assert!(!boots, "an old host must not stop its successor");
     }
 
     #[test]

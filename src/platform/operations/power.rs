@@ -1,7 +1,7 @@
-//! The steps by which an operator switches the server of a slot's machine off and on, or restarts it.
+//! The steps that switch the server of a slot's machine off or on, or restart it.
 //!
-//! The invariant: a step reads the server's state before it orders anything, and orders nothing for a machine that has left its
-//! slot.
+//! The invariant: a step reads the server's state before it orders anything, and orders nothing for a machine that
+//! has left its slot.
 
 use std::time::Duration;
 
@@ -28,8 +28,8 @@ pub async fn start(held: &Held<'_>) -> Result<Answer, StepError> {
     Ok(Answer::wait(POLL))
 }
 
-/// Whether the host may still obey a shutdown that an operation asked for, which was ended when this one began: it is given
-/// the time that a shutdown may take.
+/// Whether the host may still obey the shutdown of an earlier operation, which ended when this one was filed. A
+/// shutdown may take a bounded time.
 async fn may_shut_down_late(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let deadline = held.platform.config.timing.resize_shutdown;
     if held.age().await? >= deadline {
@@ -55,7 +55,7 @@ pub async fn stop(held: &Held<'_>) -> Result<Answer, StepError> {
     Ok(answer.unwrap_or_else(no_server))
 }
 
-/// A server that is off is switched on instead. After a kill in between, the restart may be ordered twice.
+/// A server that is off is switched on instead. After a kill midway, the restart may be ordered twice.
 pub async fn reboot(held: &Held<'_>) -> Result<Answer, StepError> {
     let machine = machine_in_slot(held).await?;
     if let Some(answer) = resize::under_way(held).await? {
@@ -103,7 +103,7 @@ async fn machine_in_slot(held: &Held<'_>) -> Result<MachineRow, StepError> {
     if machine.is_active() { Ok(machine) } else { Err(StepError::Lost) }
 }
 
-/// Whether a process may still carry out an operation of the slot that has ended.
+/// Whether another process may still be running an ended operation of the slot.
 async fn another_is_at_work(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = held.platform.db.session().await?;
     Ok(db::leases::slot_lease_lingers(&session, machine.id, held.operation.id).await?)

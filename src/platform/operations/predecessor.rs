@@ -1,8 +1,8 @@
-//! The machine that an operation takes out of service: the last registered one of the slot, or the deleted one itself;
-//! and the steps that switch its server off and, where an operator chose that, delete it.
+//! The machine that an operation takes out of service: the last registered one of the slot, or the deleted one
+//! itself. Also the steps that switch its server off and, if an operator chose that, delete it.
 //!
-//! The invariant: a server is switched off after the fence, and is deleted here only when a last backup of it exists or
-//! an operator accepted the loss. In every other case the reconciler deletes it, after its successor has proven itself.
+//! The invariant: a server is switched off after the fence is set. It is deleted here only if a final backup exists
+//! or an operator accepted the loss; otherwise the reconciler deletes it after its successor is proven.
 
 use std::time::Duration;
 
@@ -18,16 +18,16 @@ use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
 
 const POLL: Duration = Duration::from_millis(500);
 const SHUTDOWN_ASKED: &str = "shutdownAsked";
-/// The age of the step in seconds when the power was last cut.
+/// The age of the step, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
-/// A cut of the power that has not switched the server off is repeated after this time.
+/// A power cut that has not switched the server off is repeated after this time.
 const POWER_CUT_RETRY: Duration = Duration::from_secs(30);
-/// That the provider has denied the server once.
+/// The provider has reported the server missing once.
 const ABSENT: &str = "absent";
-/// Between two denials that both must say that a server is gone.
+/// Time between the two reports that confirm a missing server.
 const CONFIRM_ABSENT: Duration = Duration::from_secs(2);
 
-/// The machine that goes out of service; `None` where none of the slot ever served.
+/// The machine that leaves service; `None` if no machine of the slot ever served.
 ///
 /// # Errors
 /// [`StepError`].
@@ -40,12 +40,12 @@ pub async fn leaving(held: &Held<'_>) -> Result<Option<MachineRow>, StepError> {
     Ok(db::machines::last_registered(&session, &machine).await?)
 }
 
-/// Switches the server off: it is asked to shut down, and its power is cut when it has not.
+/// Switches the server off: requests a shutdown, then cuts the power.
 pub async fn power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     let answer = try_power_off(held).await?;
     let options = held.operation.options;
     match answer {
-        // One that is believed gone is looked for once more after the time for which it would be kept.
+        // If the server seems gone, the reconciler checks once more after its retention would have ended.
         Answer::Done { note, record: Record::Nothing }
             if held.kind == OperationKind::Delete
                 && options.now
@@ -76,9 +76,9 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     match switch_off(held, ServerId(id), age).await {
         Ok(Some(answer)) => Ok(answer),
         Ok(None) => Ok(gone(held, &machine)),
-        // A provider that refuses does not keep the slot from its new machine.
+        // A provider error does not block the slot's new machine.
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error), "a server is not switched off yet");
+            tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot switch a server off yet");
             let said = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no answer");
             let why = format!("the provider does not switch the server off: {said}");
             Ok(Answer::wait_for(resize::soon(age).max(POLL), "provider_error", why))
@@ -86,8 +86,8 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
     }
 }
 
-/// Asks the host to shut down, or cuts the power once that is overdue; `None` where the provider has no such server. The
-/// older the step, the less often the provider is asked: its rate limit is shared by all machines.
+/// Requests a shutdown, or cuts the power once that is overdue; `None` if the provider has no such server. The
+/// polling interval grows with the age of the step: all machines share the provider's rate limit.
 pub(super) async fn switch_off(
     held: &Held<'_>,
     id: ServerId,
@@ -124,7 +124,7 @@ fn since(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
-/// Absent twice, a server is gone: there is nothing to keep, and nothing to go back to.
+/// After two reports that it is missing, a server is gone: it cannot be kept or reinstated.
 fn gone(held: &Held<'_>, machine: &MachineRow) -> Answer {
     let mut facts = held.facts();
     if facts.contains_key(ABSENT) {
@@ -135,7 +135,7 @@ fn gone(held: &Held<'_>, machine: &MachineRow) -> Answer {
     Answer::Wait { again_in: CONFIRM_ABSENT, facts: Some(facts) }
 }
 
-/// Keeps the predecessor's server, or deletes it first where the operator chose that.
+/// Keeps the predecessor's server, or deletes it first if the operator chose that.
 pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
     let options = held.operation.options;
     let Some(machine) = leaving(held).await?.filter(MachineRow::server_exists) else {

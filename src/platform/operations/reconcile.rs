@@ -1,7 +1,7 @@
-//! The reconciler: sees to what no operation sees to — registrations and previews that ran out, operations that hang,
-//! servers that are gone or that nobody is deleting, answers that nobody will ask for again.
+//! The reconciler: handles expired registrations and previews, hanging operations, missing and leftover servers, and
+//! expired idempotency responses.
 //!
-//! It takes no input and can run at any time, in any number of processes: by its timer, or sooner when nudged.
+//! It takes no input and can run at any time, in any number of processes: by its timer, or earlier when notified.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -23,21 +23,21 @@ use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
 
-/// A storm of nudges looks no more often.
+/// Minimum time between passes during a burst of notifications.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
 
-/// Runs every so often until `stop`.
+/// Runs periodically until `stop`.
 pub async fn run(platform: Arc<Platform>) {
     let every = platform.config.timing.reconcile;
     loop {
-        // What the other processes have looked at a moment ago needs no second look.
+        // A process skips what another process has just done.
         let mut unless_within = every.mul_f64(0.9);
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(every) => {}
             () = platform.reconcile.notified() => unless_within = SHORTEST_PAUSE,
         }
-        // What a round does, it does under an id of its own.
+        // Each pass has a request id of its own.
         request_id::own(pass(&platform, unless_within)).await;
         tokio::select! {
             () = platform.stop.cancelled() => return,
@@ -67,12 +67,12 @@ fn report(part: &'static str, end: anyhow::Result<()>) {
         }
         Err(error) => {
             RECONCILER_RUNS.add_one([part, "failed"]);
-            tracing::warn!(error = %chain(error.as_ref()), part, "the reconciler could not do its part");
+            tracing::warn!(error = %chain(error.as_ref()), part, "a part of the reconciler failed");
         }
     }
 }
 
-/// The failures of one part: one machine's error does not keep the part from the others.
+/// Failures of one part: an error of one machine does not stop the part.
 #[derive(Default)]
 pub(super) struct Failures(usize);
 
@@ -80,11 +80,11 @@ impl Failures {
     pub fn note(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
         if let Err(error) = outcome {
             self.0 += 1;
-            tracing::error!(%about, error = %chain(error.as_ref()), "the reconciler skips what it could not process");
+            tracing::error!(%about, error = %chain(error.as_ref()), "the reconciler skipped an item");
         }
     }
 
-    /// Whether the part succeeded as a whole.
+    /// Whether the whole part succeeded.
     pub fn end(self) -> anyhow::Result<()> {
         anyhow::ensure!(self.0 == 0, "{} could not be processed", self.0);
         Ok(())
@@ -97,7 +97,7 @@ async fn registrations(platform: &Platform) -> anyhow::Result<()> {
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {
-        tracing::warn!(%machine, "the registration ran out");
+        tracing::warn!(%machine, "the registration expired");
         let expired = held::expire(platform, machine).await;
         failures.note(machine, expired.map_err(Into::into));
     }
@@ -132,11 +132,12 @@ async fn end_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<
     };
     db::audit::write(&tx, &entry).await?;
     db::commit(tx).await?;
-    tracing::info!(%machine, "a preview ran out and is deleted");
+    tracing::info!(%machine, "deleted an expired preview");
     Ok(())
 }
 
-/// Ends operations that exceed every bound of their own, such as one whose step ends each process that runs it.
+/// Ends operations that exceed every bound of their own, for example because a step crashes each process that runs
+/// it.
 async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
@@ -151,7 +152,7 @@ async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     failures.end()
 }
 
-/// What this release cannot run is left to a newer one, and said.
+/// Logs operations that only a newer release can run.
 async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let unknown = db::operations::unknown(&session, &vocabulary()).await?;
@@ -174,19 +175,19 @@ async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::R
         Ok(_) | Err(LifecycleError::Refused(_)) => {}
         Err(error) => return Err(error.into()),
     }
-    // Where the machine does not wait for it, the operation ends all the same.
+    // Even if the machine does not wait for it, the operation ends.
     db::operations::end_one(&tx, operation.id, "failed", Some("operation_hung")).await?;
     Ok(db::commit(tx).await?)
 }
 
-/// Whether a pass has noted which servers at the provider this database does not know.
+/// Whether a pass has recorded the provider's servers that this database does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Census {
     Taken,
     NotTaken,
 }
 
-/// One process at a time asks the provider for all servers.
+/// Lists the provider's servers, in one process at a time.
 async fn servers(platform: &Platform, unless_within: Duration) -> (Census, anyhow::Result<()>) {
     match is_our_turn(platform, unless_within).await {
         Ok(true) => census::take(platform).await,
@@ -200,8 +201,9 @@ async fn is_our_turn(platform: &Platform, unless_within: Duration) -> Result<boo
     db::tasks::take_turn(&session, "servers", unless_within).await
 }
 
-/// Deletes servers that are no longer kept; none while the database may have forgotten machines. Only a pass that took the
-/// census itself can tell: another process's census may still be running, and the stored list may come from a restored copy.
+/// Deletes servers that are no longer kept, unless the database may have lost machines. Only the pass that took the
+/// inventory may do this: another process's inventory may still be running, and the stored list may come from a
+/// restored copy.
 async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;

@@ -1,8 +1,8 @@
-//! The steps that bring a machine back into its slot: its server is switched on, its writers are opened, and its host
-//! takes the new epoch from the answer to its heartbeat.
+//! The steps that return a machine to its slot: its server is switched on, its writers resume, and its host adopts
+//! the new epoch from the response to its heartbeat.
 //!
-//! The invariant: nothing is switched on while a process may still be switching it off, and a host that may still obey an
-//! earlier shutdown does not count as on.
+//! The invariant: nothing is switched on while another process may still be switching it off, and a host that may
+//! still obey an earlier shutdown does not count as on.
 
 use std::time::Duration;
 
@@ -39,14 +39,14 @@ pub async fn switch_on(held: &Held<'_>) -> Result<Answer, StepError> {
     Ok(Answer::wait(POLL))
 }
 
-/// Whether the host may still obey a shutdown that was requested a moment ago: it is given the time that one may take.
+/// Whether the host may still obey a recent shutdown request. A shutdown may take a bounded time.
 async fn may_shut_down_late(held: &Held<'_>, ordered_at: Option<Timestamp>) -> Result<bool, StepError> {
     let Some(ordered_at) = ordered_at else { return Ok(false) };
     let since = held.now().await?.duration_since(ordered_at).unsigned_abs();
     Ok(since < held.platform.config.timing.resize_shutdown)
 }
 
-/// Whether the server is on; one that is off is switched on.
+/// Whether the server is on. One that is off is switched on.
 pub(super) async fn is_on(held: &Held<'_>, server: &Server) -> Result<bool, ProviderError> {
     match server.status {
         _ if server.locked => Ok(false),
@@ -65,9 +65,9 @@ pub async fn await_host(held: &Held<'_>) -> Result<Answer, StepError> {
     let waits = machine.status == Status::Failed
         && machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Reinstating);
     if let Some(stopped_for) = held.stopped_for().await? {
-        // The answer to its next heartbeat says the same: this is sooner.
+        // The response to its next heartbeat also resumes them; this is faster.
         if let Err(error) = ask_host::resume(held.platform, &machine, stopped_for).await {
-            tracing::debug!(machine = %machine.id, error = %chain(&error), "its writers are not opened yet");
+            tracing::debug!(machine = %machine.id, error = %chain(&error), "its writers have not resumed yet");
         } else if !waits {
             return Ok(Answer::done());
         }

@@ -1,8 +1,8 @@
-//! The steps of `resize`: shut down, power off, change the type, power on, hear from the host.
+//! The steps of `resize`: shut down, power off, change the type, power on, wait for a healthy host.
 //!
-//! Whatever goes wrong before the power is on again leads there, and which type the server then has decides how the
-//! resize ended. The invariant: nothing here creates or deletes, and every step can begin anew after a kill, because
-//! it looks at the server before it asks for anything.
+//! Every failure before the power is on again leads to the step that switches it on, and the server's type then
+//! decides the outcome. The invariant: nothing here creates or deletes a server, and every step can restart after a
+//! kill, because it reads the server's state before it orders anything.
 
 use std::time::Duration;
 
@@ -16,11 +16,11 @@ use crate::machine::event::Event;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::{ActionId, ActionStatus, ErrorKind, Server, ServerId, ServerStatus};
 
-/// The action under way, among an operation's facts.
+/// Key of an operation's facts: the running action.
 pub(super) const ACTION: &str = "action";
 const ASKED: &str = "asked";
 
-/// Between two reads of a server that the provider does not show.
+/// Interval between reads of a server that the provider does not show.
 const LOOK_FOR_GONE: Duration = Duration::from_secs(2);
 
 pub async fn shut_down(held: &Held<'_>) -> Result<Answer, StepError> {
@@ -39,7 +39,7 @@ pub async fn shut_down(held: &Held<'_>) -> Result<Answer, StepError> {
         match held.platform.provider.shutdown(server.id).await {
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::Refused => {
-                tracing::warn!(operation = %held.operation.id, error = %chain(&error), "no shutdown");
+                tracing::warn!(operation = %held.operation.id, error = %chain(&error), "cannot request a shutdown");
                 return Ok(Answer::done_noting("the provider refused to ask for a shutdown"));
             }
             Err(error) => return Err(error.into()),
@@ -77,7 +77,7 @@ pub async fn change_type(held: &Held<'_>) -> Result<Answer, StepError> {
         Ok(looked) => looked,
         Err(answer) => return Ok(answer),
     };
-    // An action that was ordered by a process that is dead shows as the lock.
+    // The lock shows an action that a crashed process ordered.
     if server.locked {
         return Ok(Answer::wait(soon(age)));
     }
@@ -86,7 +86,7 @@ pub async fn change_type(held: &Held<'_>) -> Result<Answer, StepError> {
         return Ok(Answer::done());
     }
     if let Some(ActionStatus::Error { code, message }) = ended {
-        tracing::error!(operation = %held.operation.id, code, message, "the change of type failed");
+        tracing::error!(operation = %held.operation.id, code, message, "the type change failed");
         return Ok(Answer::Abandon { why: "the provider's change of type ended as an error" });
     }
     if server.status != ServerStatus::Off {
@@ -94,10 +94,10 @@ pub async fn change_type(held: &Held<'_>) -> Result<Answer, StepError> {
     }
     match held.platform.provider.change_type(server.id, &to).await {
         Ok(action) => Ok(started(held, action.id, age)),
-        // It may have begun: the next look says so by the lock, or by the type.
+        // The change may have started: the lock or the type shows that at the next check.
         Err(error) if error.kind() == ErrorKind::Ambiguous => {
             tracing::warn!(operation = %held.operation.id, error = %chain(&error),
-                "the outcome of a change of type is not known");
+                "the outcome of a type change is unknown");
             Err(StepError::transient("the provider did not say whether it changes the type", error))
         }
         Err(error) => Err(error.into()),
@@ -117,7 +117,7 @@ pub async fn power_on(held: &Held<'_>) -> Result<Answer, StepError> {
     }
     match server.status {
         ServerStatus::Running | ServerStatus::Starting => {
-            // Where it was never off, what its host says from now on counts.
+            // If it was never off, its heartbeats count from now on.
             if machine.power_ordered_at.is_none_or(|at| at < held.operation.created_at) {
                 held.power_ordered().await?;
             }
@@ -139,7 +139,7 @@ pub async fn await_health(held: &Held<'_>) -> Result<Answer, StepError> {
         Ok(looked) => looked,
         Err(answer) => return Ok(answer),
     };
-    // A shutdown that was heard late.
+    // A shutdown that was obeyed late.
     if server.status == ServerStatus::Off && !server.locked {
         held.power_ordered().await?;
         held.platform.provider.power_on(server.id).await?;
@@ -154,22 +154,22 @@ pub async fn await_health(held: &Held<'_>) -> Result<Answer, StepError> {
     } else if server.server_type == machine.server_type {
         Answer::End { event: Event::ResizeReverted, note: "the host is back on its old type" }
     } else {
-        // Its next healthy heartbeat makes it run, with the type that is there.
+        // Its next healthy heartbeat makes it run with the current type.
         Answer::End { event: Event::ResizeFailed, note: "the server has another type than either" }
     })
 }
 
-/// What becomes of a step that failed, or that goes on for too long.
+/// What to do with a step that failed or takes too long.
 pub enum Verdict {
     Again,
-    /// On to the power.
+    /// Continue with the power.
     Abandon,
     /// The server does not come back.
     Fail,
 }
 
 /// # Errors
-/// [`StepError`] where the database does not say how long it has taken.
+/// [`StepError`] if the database cannot report the step's age.
 pub async fn judge(held: &Held<'_>, step: Step, error: Option<&StepError>) -> Result<Verdict, StepError> {
     let timing = &held.platform.config.timing;
     if matches!(step, Step::PowerOn | Step::AwaitHealth) {
@@ -185,26 +185,26 @@ struct Looked {
     machine: MachineRow,
     server: Server,
     to: crate::machine::name::ServerType,
-    /// Of the step.
+    /// Age of the step.
     age: Duration,
 }
 
-/// The machine and its server now, or what there is to answer where the server is not there.
+/// Reads the machine and its server; returns an outcome if the server is missing.
 async fn look(held: &Held<'_>) -> Result<Result<Looked, Answer>, StepError> {
     let machine = held.machine().await?;
     let (Some(id), Some(to)) = (machine.provider_server_id, machine.resize_to.clone()) else {
-        // It does not resize any more: whoever moved it ended this operation with it.
+        // It no longer resizes: whatever changed its state also ended this operation.
         return Err(StepError::Lost);
     };
     let age = held.step_age().await?;
     if let Some(server) = held.platform.provider.get(ServerId(id)).await? {
         return Ok(Ok(Looked { machine, server, to, age }));
     }
-    // Whether it is gone for good is the census's to say, which knows of the host and of all other servers.
+    // The inventory decides whether it is gone: it considers the host and all other servers.
     Ok(Err(Answer::wait(LOOK_FOR_GONE)))
 }
 
-/// Waits for the action that this step has begun; one that failed is begun anew after a pause.
+/// Waits for the action that this step has ordered; a failed one is retried after a pause.
 pub(super) async fn under_way(held: &Held<'_>) -> Result<Option<Answer>, StepError> {
     match action_of(held).await? {
         None | Some(ActionStatus::Success) => Ok(None),
@@ -218,7 +218,7 @@ pub(super) async fn under_way(held: &Held<'_>) -> Result<Option<Answer>, StepErr
     }
 }
 
-/// How the noted action stands; `None` where there is none, or the provider has forgotten it.
+/// Status of the recorded action; `None` if there is none, or the provider no longer has it.
 async fn action_of(held: &Held<'_>) -> Result<Option<ActionStatus>, StepError> {
     let Some(id) = held.operation.facts.get(ACTION).and_then(Value::as_i64) else { return Ok(None) };
     match held.platform.provider.action(ActionId(id)).await {
@@ -234,7 +234,7 @@ pub(super) fn started(held: &Held<'_>, action: ActionId, age: Duration) -> Answe
     Answer::Wait { again_in: soon(age), facts: Some(facts) }
 }
 
-/// The longer it takes, the less often it is looked at.
+/// The polling interval, which grows with the age.
 pub(super) fn soon(age: Duration) -> Duration {
     (age / 4).clamp(Duration::from_millis(200), Duration::from_secs(5))
 }

@@ -1,4 +1,4 @@
-//! Deletes rows whose retention has ended: one process at a time, in batches, so that no pass costs more than its bound.
+//! Deletes rows whose retention has ended: one process at a time, in batches, with a bound per pass.
 
 use std::time::Duration;
 
@@ -8,18 +8,18 @@ use crate::platform::db;
 use crate::platform::db::retention::{Expiring, ExpiringTable};
 use crate::platform::router::SIGN_OUT_TTL;
 
-/// Between two passes of all processes together.
+/// Interval between passes across all processes.
 const INTERVAL: Duration = Duration::from_secs(60);
 const BATCH: i64 = 1000;
-/// Of one table in one pass: 1,200,000 rows an hour, above what any table takes in.
+/// Per table and pass: 1,200,000 rows an hour, above the insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
-/// Long enough that clocks that differ delete nothing that still counts.
+/// Tolerates differing clocks: rows that still count are not deleted.
 const SESSION_GRACE: Duration = Duration::from_secs(3600);
 const IDEMPOTENCY_KEYS: Duration = Duration::from_secs(7 * 86_400);
 
 /// # Errors
-/// Where the database fails; the next pass resumes.
+/// On a database error; the next pass resumes.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let pause = INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
@@ -35,7 +35,7 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         Expiring::new(ExpiringTable::Operations, retention.operations),
         Expiring::new(ExpiringTable::Rollouts, retention.operations),
         Expiring::new(ExpiringTable::Audit, retention.audit),
-        // As long as the audit names them, so that no name stands for two people in it.
+        // Operators are kept as long as the audit names them, so that a name never means two people in it.
         Expiring::new(ExpiringTable::Operators, retention.audit),
     ] {
         for _ in 0..MAX_BATCHES {

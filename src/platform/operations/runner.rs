@@ -1,6 +1,6 @@
-//! The runner: takes an operation that `drive` has claimed a step further, and stores what came of it.
+//! The runner: executes one step of an operation that `drive` has claimed, and stores the outcome.
 //!
-//! The invariant: what a step leads to is written only while the lease holds by the database's clock.
+//! The invariant: the outcome of a step is written only while the lease is valid by the database's clock.
 
 use std::time::{Duration, Instant};
 
@@ -28,16 +28,16 @@ use crate::platform::db::{self, DbError, machine_changes, machine_server};
 use crate::platform::measure;
 use crate::provider::{ErrorKind, ProviderError};
 
-/// A new machine that could not be made for this long fails; recover can be asked again.
+/// A new machine fails after retries for this long; recover can be requested again.
 const GIVE_UP: Duration = Duration::from_secs(3600);
-/// So many failures in a row, at least.
+/// Minimum failures in a row before it fails.
 const TRIES_IN_A_ROW: i32 = 5;
 const MAX_PAUSE: Duration = Duration::from_secs(60);
 
-/// Runs the step that the operation stands at; the operation as it goes on at once, if it does.
+/// Runs the operation's current step. Returns the operation if its next step is due at once.
 ///
 /// # Errors
-/// [`StepError::Lost`], and where not even the outcome could be stored.
+/// [`StepError::Lost`], or an error if the outcome could not be stored.
 pub async fn one_step(
     platform: &Platform,
     operation: &OperationRow,
@@ -82,7 +82,7 @@ pub async fn one_step(
             wait_for(&held, to, code, &why).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
-        // Without the account nothing can be switched on: the machine is not failed for it.
+        // Without the account nothing can be switched on: the machine does not fail for that.
         Err(error) if step == Step::PowerOn && account_error(&error).is_some() => {
             retry(&held, step, &error).await.map(|()| None)
         }
@@ -100,7 +100,7 @@ pub async fn one_step(
     }
 }
 
-/// Stores that the step is begun, once, before anything of it runs.
+/// Stores the start of the step, once, before it runs.
 async fn begun(
     platform: &Platform,
     operation: &OperationRow,
@@ -111,7 +111,7 @@ async fn begun(
         return Ok(operation.clone());
     }
     let mut operation = operation.clone();
-    // What the step before found out is of no use to this one.
+    // The facts of the previous step do not apply to this one.
     operation.facts = json!({"begun": step.as_str()});
     operation.attempts = 0;
     let kind: OperationKind =
@@ -142,7 +142,7 @@ async fn done(
     Ok(Some(next))
 }
 
-/// How a resize goes on that will not get further with this step; `None`: it may still.
+/// Decides how a resize continues if this step cannot succeed; `None`: the step continues.
 async fn late(
     held: &Held<'_>,
     step: Step,
@@ -165,10 +165,10 @@ async fn late(
     })
 }
 
-/// Leaves out what is left of a change, and goes on to the power.
+/// Skips the rest of the change, and continues with the power.
 async fn abandon(held: &Held<'_>, why: &str) -> Result<OperationRow, StepError> {
     let operation = held.operation;
-    tracing::warn!(operation = %operation.id, step = operation.step, why, "a resize is given up");
+    tracing::warn!(operation = %operation.id, step = operation.step, why, "a resize is abandoned");
     let lease = Some(held.platform.config.timing.lease);
     let to = Next { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
     store(held, to, lease, Some(("given_up", Some(why))), Record::Nothing).await?;
@@ -183,10 +183,10 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
         alarms::inform_of(held.platform, cause).await;
         let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
         let why = format!("{error}; it is tried again within {} s", max_pause(attempts).as_secs_f64().ceil());
-        // No deadline of the operation ends it.
+        // The operation has no deadline in this state.
         return wait_for(held, to, db::operations::WAITS_FOR_ACCOUNT, &why).await;
     }
-    // A step may take long: one failure late in it is no reason to give up.
+    // A step may take long: one late failure is no reason to give up.
     if makes_a_machine(held.kind) && attempts >= TRIES_IN_A_ROW && held.step_age().await? > GIVE_UP {
         let message = format!("retries exhausted after 1 h: {error}");
         held.give_up(error.creation_failure(), step.as_str(), &message).await?;
@@ -196,12 +196,12 @@ async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), Ste
     set_aside(held, to, Some((RETRY, Some(&error.to_string())))).await
 }
 
-/// Whether its machine fails with it: the slot then goes back to the machine before it, if that is still there.
+/// Whether its machine fails with it: the slot then goes back to the previous machine, if that still exists.
 fn makes_a_machine(kind: OperationKind) -> bool {
     matches!(kind, OperationKind::Provision | OperationKind::Recover)
 }
 
-/// Sets the operation aside until an operator decides.
+/// Suspends the operation until an operator decides.
 async fn ask(held: &Held<'_>, step: Step, question: Question) -> Result<(), StepError> {
     let operation = held.operation;
     tracing::error!(operation = %operation.id, step = step.as_str(), code = question.code, detail = question.detail,
@@ -220,7 +220,7 @@ async fn ask(held: &Held<'_>, step: Step, question: Question) -> Result<(), Step
     Ok(db::commit(tx).await?)
 }
 
-/// What the provider's account does not allow is no machine's failure: it is retried for as long as it takes.
+/// A restriction of the provider's account is no machine's failure: it is retried indefinitely.
 fn account_error(error: &StepError) -> Option<&ProviderError> {
     let StepError::Transient { source, .. } = error else { return None };
     source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
@@ -232,7 +232,7 @@ fn max_pause(attempts: i32) -> Duration {
     (Duration::from_millis(500) * 2u32.pow(exponent)).min(MAX_PAUSE)
 }
 
-/// [`max_pause`], spread over its second half.
+/// [`max_pause`] with jitter over its second half.
 fn pause(attempts: i32) -> Duration {
     let whole = max_pause(attempts);
     let spread =
@@ -253,7 +253,7 @@ async fn set_aside(held: &Held<'_>, to: Next<'_>, line: Line<'_>) -> Result<(), 
     store(held, to, None, line, Record::Nothing).await
 }
 
-/// [`set_aside`], marked with what the operation waits for, until it is moved on.
+/// [`set_aside`] with an error code that shows what the operation waits for.
 async fn wait_for(held: &Held<'_>, to: Next<'_>, code: &str, why: &str) -> Result<(), StepError> {
     let writing = Writing { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
     write(held, to, writing, Record::Nothing).await
@@ -308,7 +308,7 @@ async fn write(
     Ok(db::commit(tx).await?)
 }
 
-/// Machines are locked before their operations, everywhere.
+/// Lock order everywhere: machines before their operations.
 async fn lock_machine_of(held: &Held<'_>, tx: &Transaction<'_>, record: &Record) -> Result<(), DbError> {
     let machine = match record {
         Record::Nothing => return Ok(()),
@@ -345,7 +345,7 @@ async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> 
     }
 }
 
-/// Since when data is lost with a server, because an operator accepted that.
+/// Audits since when data is lost with a server, because an operator accepted that.
 async fn audit_loss(
     held: &Held<'_>,
     tx: &Transaction<'_>,
@@ -384,14 +384,14 @@ async fn end(held: &Held<'_>, step: Step, note: Option<&str>, record: Record) ->
     db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;
     write_record(held, &tx, record).await?;
     db::commit(tx).await?;
-    // What an operation leaves for later, such as a server whose time is over, is looked for at once.
+    // The reconciler handles follow-up work, such as a server whose retention has ended, at once.
     held.platform.reconcile.notify_one();
     measure::ended(held.kind.as_str(), "succeeded", held.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())
 }
 
-/// Ends when the lease is gone: prolongs it while the step runs.
+/// Renews the lease while the step runs; returns when it is lost.
 async fn lease_lost(held: &Held<'_>) {
     let lease = held.platform.config.timing.lease;
     let mut silent = Duration::ZERO;
@@ -420,7 +420,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_to_a_bound() {
+    fn pauses_grow_to_a_maximum() {
         for attempts in [1, 5, 10, i32::MAX] {
             assert!(pause(attempts) <= MAX_PAUSE);
         }

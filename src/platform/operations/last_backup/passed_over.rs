@@ -1,7 +1,8 @@
-//! A host that cannot be asked for a last backup is passed over. It may have stored a snapshot that no pointer names, as with
-//! its outage session: an operator decides whether the new machine begins with that one.
+//! Skips a host that cannot make a final backup. Such a host may have stored a snapshot that the pointer does not
+//! name, as during an outage session: an operator decides whether the new machine is restored from it.
 //!
-//! The invariant: the pointer stays as it is, and no machine silently begins with an older snapshot than there is.
+//! The invariant: the pointer is unchanged, and a machine is never silently restored from an older snapshot than the
+//! newest one.
 
 use std::time::Duration;
 
@@ -16,20 +17,20 @@ use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 use crate::store::{StoreError, newer_snapshot, pointer_io};
 
-/// The code of the question which snapshot the new machine begins with.
+/// Code of the question which snapshot the new machine is restored from.
 pub const NEWER_SNAPSHOT: &str = "newer_snapshot";
-/// The fact that an operator has answered it.
+/// Key of an operation's facts: an operator has answered the question.
 pub const ANSWERED: &str = "newerSnapshotAnswered";
-/// Of all requests to the store together.
+/// Timeout of all store requests of one search.
 const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Why the host is passed over.
+/// Why the host is skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
     ServerGone,
     OutOfService,
     Silent,
-    /// An operator did not wait for its backup any longer.
+    /// An operator stopped the wait for its backup.
     GivenUp,
 }
 
@@ -44,15 +45,15 @@ impl Reason {
     }
 }
 
-/// Whether an operator has chosen the snapshot: the host is not asked again.
+/// Whether an operator has chosen the snapshot: the host is not called again.
 pub fn is_answered(held: &Held<'_>) -> bool {
     held.facts().contains_key(ANSWERED)
 }
 
-/// Goes ahead without a last backup, or asks which snapshot is restored.
+/// Continues without a final backup, or asks which snapshot to restore.
 ///
 /// # Errors
-/// [`StepError`], also where the store does not say whether there is a newer snapshot.
+/// [`StepError`], also if the store cannot show whether a newer snapshot exists.
 pub async fn pass_over(
     held: &Held<'_>,
     machine: &MachineRow,
@@ -88,11 +89,12 @@ pub async fn pass_over(
     Ok(done(held, machine, reason, &saved, &more))
 }
 
-/// After a host that answers has made no last backup, and an operator accepted that: what the log says of a newer snapshot.
+/// Records a newer snapshot after an operator accepted that a reachable host makes no final backup; returns text for
+/// the log.
 pub async fn note_unrestored(held: &Held<'_>, machine: &MachineRow) -> String {
     let Ok(Some(newer)) = Box::pin(find(held, machine)).await else { return String::new() };
     if held.kind != OperationKind::Delete && held.not_restored(newer.key.clone()).await.is_err() {
-        tracing::warn!(key = newer.key, "it is not noted that a newer snapshot is not restored");
+        tracing::warn!(key = newer.key, "cannot record a newer snapshot that is not restored");
     }
     format!("; {} of {} is stored and not the latest", newer.key, rfc3339_ms(newer.taken_at))
 }
@@ -136,8 +138,9 @@ fn done(held: &Held<'_>, machine: &MachineRow, reason: Reason, saved: &Saved, mo
     Answer::Done { note: Some((note + more).into()), record }
 }
 
-/// A whole snapshot that is newer than the latest one: of this machine, or where it has made none, one of an earlier machine
-/// that was not restored to it. An unreadable pointer is the next step's business, and a deletion restores nothing.
+/// Finds a complete snapshot that is newer than the latest one: of this machine or, if it has made none, an earlier
+/// machine's that was not restored to it. An unreadable pointer is left to the next step, and a deletion restores
+/// nothing.
 async fn find(held: &Held<'_>, machine: &MachineRow) -> Result<Option<SideRecord>, StepError> {
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let search = async {

@@ -1,4 +1,4 @@
-//! What the step `last_backup` has found out, kept from one try to the next among the operation's facts.
+//! The progress of the step `last_backup`, kept in the operation's facts between tries.
 
 use std::time::Duration;
 
@@ -14,47 +14,47 @@ use crate::platform::operations::held::Held;
 use crate::platform::operations::step::Answer;
 use crate::untrusted_text::bounded;
 
-/// Where this step keeps what it knows among the operation's facts.
+/// Key of an operation's facts: this step's progress.
 const FACTS: &str = "lastBackup";
-/// A backup that gets on by less within the time for a stall is as good as stalled.
+/// Less progress than this within the stall timeout counts as none.
 const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 
-/// Times are the database's, but for those of requests: these are the host's, which also dates the snapshot.
+/// Times are by the database's clock, except request times, which are by the host's clock, as in snapshots.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Progress {
-    /// Since when a backup is waited for, from the first one or since an operator had the step begin again.
+    /// Since when a backup is awaited: since the first try, or since an operator restarted the step.
     #[serde(with = "clock::wire_option")]
     pub started_at: Option<Timestamp>,
     /// Since when every call to the host has failed.
     #[serde(with = "clock::wire_option")]
     pub unreachable_since: Option<Timestamp>,
     pub has_stopped: bool,
-    /// Since when the host has been asked to stop its writers and has not done so.
+    /// Since when the host has been stopping its writers.
     #[serde(with = "clock::wire_option")]
     stopping_since: Option<Timestamp>,
     /// The lowest count of running dispatches that the host has reported.
     running_dispatches: Option<u64>,
-    /// The request that is under way.
+    /// The pending request.
     #[serde(with = "clock::wire_option")]
     pub requested_at: Option<Timestamp>,
-    /// The first one, made when the writers had stopped.
+    /// The first request, made after the writers had stopped.
     #[serde(with = "clock::wire_option")]
     first_requested_at: Option<Timestamp>,
-    /// The latest request by the host's clock, and when that was noted by the database's.
+    /// The latest request by the host's clock, and its time by the database's clock.
     #[serde(with = "clock::wire_option")]
     host_clock_at: Option<Timestamp>,
     #[serde(with = "clock::wire_option")]
     host_clock_noted_at: Option<Timestamp>,
     requests: u32,
-    /// The stage and the bytes of the last progress, and when that was.
+    /// The stage and bytes at the last progress, and its time.
     stage: Option<String>,
     bytes: u64,
     #[serde(with = "clock::wire_option")]
     pub progress_at: Option<Timestamp>,
-    /// What an operator was asked about.
+    /// The problem that an operator was asked about.
     pub trouble: Option<String>,
-    /// The operation that this one waits for, as the log has it.
+    /// The operation that this one waits for, as logged.
     pub waits_for: Option<String>,
 }
 
@@ -70,7 +70,7 @@ impl Progress {
         facts
     }
 
-    /// How long until the host is called again while it stops its writers or takes its backup.
+    /// Delay before the next call to a host that is stopping its writers or making its backup.
     pub fn next_poll(&self, now: Timestamp) -> Duration {
         poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL)
     }
@@ -79,7 +79,7 @@ impl Progress {
         Answer::Wait { again_in, facts: Some(self.facts(held)) }
     }
 
-    /// Notes a request that the host has taken.
+    /// Records a request that the host has accepted.
     pub fn requested(&mut self, at: Timestamp, now: Timestamp) {
         self.requested_at = Some(at);
         self.first_requested_at.get_or_insert(at);
@@ -88,7 +88,7 @@ impl Progress {
         self.progress_at = Some(now);
     }
 
-    /// When a snapshot that holds all can have been taken; `None` before the first request.
+    /// When a complete snapshot can have been taken; `None` before the first request.
     pub fn snapshot_window(&self, now: Timestamp) -> Option<Window> {
         let since = self.first_requested_at()?;
         let noted = self.host_clock_at.zip(self.host_clock_noted_at);
@@ -96,12 +96,12 @@ impl Progress {
         Some(Window { since, now: host_now.unwrap_or(now) })
     }
 
-    /// From when on a snapshot of the host holds all. An earlier release noted only the latest request.
+    /// Start of the time in which a snapshot is complete. An earlier release recorded only the latest request.
     fn first_requested_at(&self) -> Option<Timestamp> {
         self.first_requested_at.or(self.requested_at)
     }
 
-    /// The step begins again: an operator has asked for that. What was requested before still counts when it arrives.
+    /// Restarts the step after an operator requested that. Snapshots of earlier requests still count.
     pub fn again_from_the_start(self) -> Self {
         Self {
             first_requested_at: self.first_requested_at(),
@@ -111,8 +111,8 @@ impl Progress {
         }
     }
 
-    /// Another stage, fewer bytes (another run has begun), or enough more of them are progress. A host that lies about
-    /// them is bounded by [`Self::is_overdue`].
+    /// Another stage, fewer bytes (a new run), or enough additional bytes count as progress. A dishonest host is
+    /// bounded by [`Self::is_overdue`].
     pub fn note(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
         let stage = host.stage.as_deref().map(bounded);
@@ -122,7 +122,7 @@ impl Progress {
         }
     }
 
-    /// Only a falling count is progress: a host can report growing ones for ever.
+    /// Only a falling count is progress: a host could report growing ones forever.
     pub fn note_running(&mut self, count: u64, now: Timestamp) {
         self.stopping_since.get_or_insert(now);
         if self.running_dispatches.is_none_or(|lowest| count < lowest) {
@@ -137,19 +137,19 @@ impl Progress {
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
-    /// Whether the time limit of a last backup has passed. The host's reports do not extend it.
+    /// Whether the time limit of a final backup has passed. The host's reports do not extend it.
     pub fn is_overdue(&mut self, held: &Held<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
         now.duration_since(since) >= signed(held.platform.config.timing.last_backup_limit)
     }
 
-    /// Whether nothing has changed for longer than a backup may stand still.
+    /// Whether there has been no progress for longer than the stall timeout.
     pub fn is_stalled(&mut self, held: &Held<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
         now.duration_since(since) >= signed(held.platform.config.timing.last_backup_stall)
     }
 
-    /// A failed backup is requested again, a few times.
+    /// Requests a failed backup again, a few times.
     pub fn again(&mut self, error: String) -> Attempt {
         if self.requests >= MAX_REQUESTS {
             return Attempt::Trouble(Trouble::Failed(error));
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn counting_up_is_no_progress() {
+    fn rising_dispatch_count_is_no_progress() {
         let mut progress = Progress::default();
         progress.note(&host("dump", 1), at(0));
         for poll in 1..1000 {
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn window_follows_the_clock_of_the_host() {
+    fn window_follows_host_clock() {
         let mut progress = Progress::default();
         assert!(progress.snapshot_window(at(0)).is_none());
         progress.requested(at(-500), at(0));

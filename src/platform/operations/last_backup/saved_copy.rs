@@ -1,9 +1,9 @@
-//! Whether a machine that leaves has taken its last backup.
+//! Checks whether a leaving machine has taken its final backup.
 //!
-//! The invariant: the pointer alone is not believed, because every store session of the slot can write it, also one of a
-//! machine that was replaced. The snapshot must be there whole, its side record must say the same as the pointer, and the
-//! machine must name it as its own, by the key that it registered. Only a host whose release does not report its backups
-//! is believed without that.
+//! The invariant: the pointer is not sufficient proof, because every store session of the slot can write it,
+//! including that of a replaced machine. The snapshot must be complete, its side record must match the pointer, and
+//! the machine must claim it, by the key that it registered. Only hosts of releases that do not report backups need
+//! not claim it.
 
 use jiff::{SignedDuration, Timestamp};
 
@@ -15,21 +15,21 @@ use crate::store::key::{self, SlotPrefix};
 use crate::store::pointer::SnapshotRef;
 use crate::store::{pointer_io, snapshot};
 
-/// How far a host's clock may be ahead of what its answer to the request lets expect.
+/// How far a host's clock may run ahead of the clock reading in its response to the request.
 const MAX_CLOCK_STEP: SignedDuration = SignedDuration::from_mins(2);
 
-/// What the host says of its own backups.
+/// The host's report on its own backups.
 #[derive(Debug)]
 pub enum HostReport {
     Backups(BackupProgress),
-    /// Its release does not say.
+    /// Its release does not report backups.
     Unsupported,
 }
 
-/// When a last backup of the machine can have been taken, by the clock of its host.
+/// When a final backup of the machine can have been taken, by its host's clock.
 #[derive(Debug, Clone, Copy)]
 pub struct Window {
-    /// The writers had stopped: every snapshot since holds all.
+    /// The writers had stopped: every later snapshot is complete.
     pub since: Timestamp,
     /// The host's clock now.
     pub now: Timestamp,
@@ -42,8 +42,8 @@ impl Window {
     }
 }
 
-/// When the last backup was taken, if the store and the machine agree that there is one. The store is read only when the
-/// host reports one.
+/// The time of the final backup, if the store and the machine agree on one. The store is read only if the host
+/// reports one.
 pub async fn find(
     held: &Held<'_>,
     machine: &MachineRow,
@@ -65,7 +65,7 @@ pub async fn find(
     let is_whole =
         side.as_ref().is_ok_and(|side| side.named() == SnapshotRef { etag: None, ..named.clone() });
     if !is_whole {
-        tracing::warn!(machine = %machine.id, key = named.key, "the pointer names a snapshot that is not as it says");
+        tracing::warn!(machine = %machine.id, key = named.key, "the pointer does not match the snapshot that it names");
     }
     is_whole.then_some(named.taken_at)
 }
@@ -75,7 +75,7 @@ fn reported(report: &HostReport) -> Option<&BackupEnd> {
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
-/// Whether reading the store can show a last backup.
+/// Whether a store read can find a final backup.
 fn may_have_saved(report: &HostReport, window: Window) -> bool {
     let key = reported(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn window_ends_a_little_after_the_hosts_clock() {
+    fn window_ends_shortly_after_host_clock() {
         let window = Window { since: at("03:00:00"), now: at("03:10:00") };
         for (time, expected) in
             [("02:59:59", false), ("03:00:00", true), ("03:12:00", true), ("03:12:01", false)]
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn store_is_read_only_for_a_backup_that_the_host_reports() {
+    fn find_reads_store_only_for_reported_backup() {
         let window = Window { since: at("03:00:00"), now: at("03:10:00") };
         let key = |time: &str| format!("system/db/snapshots/2026-01-02T{time}.000Z-1.dump");
         let (earlier, recent) = (key("02-00-00"), key("03-05-00"));
