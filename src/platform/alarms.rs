@@ -1,7 +1,7 @@
-//! What is wrong with the fleet or the provider as a whole, rather than with one machine: one item each, in `fleet`.
+//! Alarms: problems of the fleet or the provider as a whole, rather than of one machine; one item each, in `fleet`.
 //!
-//! An alarm of the fuses holds work back until its cause is gone or an operator releases it; the others inform. A release
-//! of `servers_missing` holds for a time, one of `unknown_servers` for the servers that are known at that moment.
+//! A fuse alarm blocks work until its cause is gone or an operator releases it; the others only inform. A release of
+//! `servers_missing` ttl for a time, one of `unknown_servers` applies to the servers known at that moment.
 
 use std::time::Duration;
 
@@ -18,29 +18,29 @@ use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
 use crate::provider::{ErrorKind, ProviderError};
 
-/// How long a released fuse lets work through. Unknown servers are released one by one instead.
-pub const RELEASED_FOR: Duration = Duration::from_secs(3600);
-/// Longer than the longest pause between two attempts that raise it again.
-const INFORMED_FOR: Duration = Duration::from_secs(300);
-/// How long an event is shown that nothing repeats.
-const EVENT_SHOWN_FOR: Duration = Duration::from_secs(86_400);
+/// How long a released fuse allows work. Unknown servers are released individually instead.
+pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
+/// Longer than the longest interval between attempts that raise it again.
+const INFO_TTL: Duration = Duration::from_secs(300);
+/// How long a single event is shown.
+const EVENT_TTL: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Alarm {
-    /// The provider does not show many servers of live machines: none of them fails.
+    /// The provider does not list many servers of live machines: none of the machines fails.
     ServersMissing,
-    /// The provider shows servers of this installation that no row knows: none is deleted before it is released.
+    /// The provider lists servers of this installation that have no row: none is deleted before its release.
     UnknownServers,
     ProviderUnauthorized,
     ProviderLimit,
     ProviderCapacity,
     /// Operations of a newer release wait for it.
     UnknownOperations,
-    /// The store knows of a later holder of a slot than the database.
+    /// The store knows a later holder of a slot than the database.
     DatabaseBehindStore,
-    /// A slot's fence is signed, and no platform key in force verifies it.
+    /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,
-    /// Hosts send tokens that no platform key in force has made.
+    /// Hosts send tokens that no current platform key made.
     HostTokensRefused,
 }
 
@@ -71,28 +71,28 @@ impl Alarm {
         }
     }
 
-    /// How long it stands when nothing raises it again.
-    fn lasts(self) -> Duration {
+    /// Lifetime of the alarm unless it is raised again.
+    fn ttl(self) -> Duration {
         match self {
-            Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_SHOWN_FOR,
-            _ => INFORMED_FOR,
+            Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_TTL,
+            _ => INFO_TTL,
         }
     }
 
-    /// Whether it holds work back that an operator can let through.
+    /// Whether it blocks work until an operator releases it.
     pub fn is_fuse(self) -> bool {
         matches!(self, Self::ServersMissing | Self::UnknownServers)
     }
 
-    /// How an alarm that holds nothing back ends.
+    /// How an alarm that blocks nothing ends.
     pub fn end(self) -> &'static str {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
-            _ => "by itself a few minutes after its cause is gone",
+            _ => "automatically, a few minutes after its cause is gone",
         }
     }
 
-    /// What a person does about it.
+    /// What an operator should do.
     pub fn advice(self) -> &'static str {
         match self {
             Self::ServersMissing => {
@@ -129,7 +129,7 @@ impl Alarm {
         }
     }
 
-    /// The alarm for a failure that is the account's or the provider's, not the machine's.
+    /// The alarm for a failure of the account or the provider rather than a machine.
     pub fn of_provider(error: &ProviderError) -> Option<Self> {
         if error.kind() != ErrorKind::Account {
             return None;
@@ -146,15 +146,15 @@ impl std::str::FromStr for Alarm {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL.into_iter().find(|alarm| alarm.as_str() == text).ok_or("is no alarm")
+        Self::ALL.into_iter().find(|alarm| alarm.as_str() == text).ok_or("is not an alarm")
     }
 }
 
-/// Raises an alarm that ends by itself when nothing raises it again. A failure costs the alarm alone.
+/// Raises an alarm that expires unless it is raised again. If that fails, only the alarm is lost.
 pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
-        let lasting = Lasting::For(alarm.lasts());
+        let lasting = Lasting::For(alarm.ttl());
         match alarm {
             Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRefused => {
                 alarms::raise_case(&session, alarm.as_str(), detail, lasting).await
@@ -167,27 +167,27 @@ pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
             tracing::error!(alarm = alarm.as_str(), %detail, next = alarm.advice(), "alarm raised");
         }
         Ok(_) => {}
-        Err(error) => tracing::warn!(alarm = alarm.as_str(), error = %chain(&error), "alarm not stored"),
+        Err(error) => tracing::warn!(alarm = alarm.as_str(), error = %chain(&error), "cannot store an alarm"),
     }
 }
 
-/// Raises the alarm of a provider error, where it is the account's.
+/// Raises the alarm for a provider error, if it is the account's.
 pub async fn inform_of(platform: &Platform, error: &ProviderError) {
     if let Some(alarm) = Alarm::of_provider(error) {
         inform(platform, alarm, &json!({})).await;
     }
 }
 
-/// What a fuse lets through.
+/// Whether a fuse allows work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fuse {
     Closed,
-    /// Nothing, until the cause is gone or an operator releases it.
+    /// It blocks work until the cause is gone or an operator releases it.
     Tripped,
 }
 
-/// Counts what a pass would destroy. Once tripped, a fuse stays so while anything is left to destroy: a list that fills
-/// slowly, or a person who settles the cases one by one, must not let the last few through.
+/// Counts what a pass would destroy. A tripped fuse stays tripped while anything remains to destroy: neither a slowly
+/// growing list nor a person who settles the cases one by one may let the last few through.
 ///
 /// # Errors
 /// [`DbError`].
@@ -209,7 +209,7 @@ pub async fn fuse(
     Ok(if row.is_released { Fuse::Closed } else { Fuse::Tripped })
 }
 
-/// Keeps an alarm raised while anything is left of its cause.
+/// Keeps an alarm raised while its cause remains.
 ///
 /// # Errors
 /// [`DbError`].
@@ -233,7 +233,7 @@ async fn raise(client: &impl GenericClient, alarm: Alarm, detail: &Value) -> Res
     Ok(row)
 }
 
-/// Lets through what an alarm holds back; `None` where it does not stand.
+/// Releases an alarm; `None` if it is not active.
 ///
 /// # Errors
 /// [`DbError`].
@@ -241,7 +241,7 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     if alarm == Alarm::UnknownServers {
         db::unknown_servers::release(client).await?;
     }
-    alarms::release(client, alarm.as_str(), RELEASED_FOR).await
+    alarms::release(client, alarm.as_str(), RELEASE_TTL).await
 }
 
 /// How many machines may be lost at once before the fuse trips.
@@ -250,7 +250,7 @@ pub fn limit(live: usize) -> usize {
     (live / 50).max(MIN)
 }
 
-/// As the fleet shows it.
+/// The alarm as the fleet view shows it.
 pub fn record(row: &AlarmRow, unknown: &UnknownServers) -> Value {
     let known: Option<Alarm> = row.alarm.parse().ok();
     let released_until = match known {
@@ -267,7 +267,7 @@ pub fn record(row: &AlarmRow, unknown: &UnknownServers) -> Value {
     })
 }
 
-/// What a person does about an alarm as it stands, or what its release does now.
+/// What an operator should do about an alarm now, or what its release has allowed.
 fn next(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
     let until = |at: Timestamp| format!("{at:.0}");
     match (alarm, released_until) {
@@ -294,7 +294,7 @@ fn next(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServer
     }
 }
 
-/// The alarms that stand, the oldest first.
+/// Active alarms, oldest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn names_read_back_and_each_alarm_has_advice() {
+    fn names_round_trip_and_each_alarm_has_advice() {
         for alarm in Alarm::ALL {
             assert_eq!(alarm.as_str().parse(), Ok(alarm));
             let names_release = alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));

@@ -1,7 +1,8 @@
-//! Which copies of a slot's data exist: the server that serves, servers that are kept and until when, the newest snapshot,
-//! and what the loss of the serving machine would cost now.
+//! The existing copies of a slot's data: the serving server, the kept servers with their retention, the newest
+//! snapshot, and what a loss of the serving machine would cost now.
 //!
-//! The newest snapshot is what the store's pointer names. What hosts reported is shown only where the store does not say.
+//! The newest snapshot is the one that the store's pointer names. Reports from hosts are used only if the store is
+//! unavailable.
 
 use std::time::Duration;
 
@@ -24,17 +25,17 @@ use crate::store::newer_snapshot;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 
-/// The store may take this long to say what the newest snapshot is.
+/// Timeout of finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The copies of a slot, as far as the database knows.
+/// The copies of a slot that the database knows.
 pub struct Copies {
     user: IdpUserId,
     slot: Slot,
     live: Option<MachineRow>,
-    /// The last machine that has served the slot, also without a server.
+    /// The last machine that has served the slot, even if it has no server.
     holder: Option<(MachineId, Epoch)>,
-    /// A snapshot of the machine before that one which is newer than what it began with.
+    /// A snapshot of an earlier machine that is newer than the restored one.
     unrestored: Option<String>,
     kept: Vec<KeptServerRow>,
     reported: Option<NewestSnapshot>,
@@ -45,11 +46,11 @@ pub struct Copies {
 struct NewestSnapshot {
     taken_at: Timestamp,
     machine: MachineId,
-    /// `None` where a host reported it.
+    /// `None` if a host reported it.
     key: Option<String>,
 }
 
-/// The copies of the slot that the machine belongs, or belonged, to.
+/// The copies of the machine's slot.
 ///
 /// # Errors
 /// [`DbError`].
@@ -69,7 +70,7 @@ pub async fn of_slot(
         kept: db::kept_servers::of_slot(client, user, slot, &ServerRetention::of(timing)).await?,
         now: db::servers::now(client).await?,
         live: machines.into_iter().find(|one| {
-            // One whose server is gone holds nothing.
+            // A machine whose server is gone holds no data.
             one.is_active() && one.registered_at.is_some() && one.server_exists()
         }),
         holder,
@@ -86,7 +87,7 @@ fn reported_by(machine: &MachineRow) -> Option<NewestSnapshot> {
 }
 
 impl Copies {
-    /// The copies with the newest snapshot of the store; where that does not answer in time, the newest reported one.
+    /// The copies with the store's newest snapshot or, after a timeout, the newest reported one.
     pub async fn with_snapshot(&self, bucket: &Bucket) -> Value {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
@@ -105,7 +106,7 @@ impl Copies {
                 (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
             }
             Ok(Err(Unusable::Store(error))) => {
-                tracing::warn!(error = %chain(&error), "the newest snapshot is not known");
+                tracing::warn!(error = %chain(&error), "cannot find the newest snapshot");
                 (self.reported.clone(), Some(NO_ANSWER.to_owned()))
             }
             Err(_) => (self.reported.clone(), Some(NO_ANSWER.to_owned())),
@@ -139,12 +140,12 @@ impl Copies {
     }
 }
 
-/// What `newerSnapshot` says of a snapshot.
+/// `newerSnapshot` in the API's format.
 pub fn newer_record(side: &SideRecord) -> Value {
     json!({"takenAt": rfc3339_ms(side.taken_at), "machineId": side.machine_id, "key": side.key})
 }
 
-/// [`newer_snapshot::find`] up to a deadline; `None` also where the store does not say.
+/// [`newer_snapshot::find`] with a deadline; `None` also if the store is unavailable.
 async fn newer_of(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -156,17 +157,17 @@ async fn newer_of(
     match found {
         Ok(Ok(newer)) => newer,
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "it is not known what is newer than the latest snapshot");
+            tracing::warn!(error = %chain(&error), "cannot list snapshots newer than the latest one");
             None
         }
         Err(_) => {
-            tracing::warn!("the store did not list in time what is newer than the latest snapshot");
+            tracing::warn!("timeout while listing snapshots newer than the latest one");
             None
         }
     }
 }
 
-/// What a recovery of the machine is told of a newer snapshot before it begins.
+/// The newer snapshot that an operator is warned about before a recovery of the machine.
 pub async fn newer_than(bucket: &Bucket, machine: &MachineRow, named: &SnapshotRef) -> Option<SideRecord> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
@@ -195,7 +196,7 @@ fn kept(row: &KeptServerRow) -> Value {
         "machineId": row.machine,
         "providerServerId": row.server.to_string(),
         "reason": if row.is_deleted { "deleted" } else { "replaced" },
-        // Its grace does not count: it is deleted when that operation has switched it off.
+        // Its retention does not apply: it is deleted when that operation has switched it off.
         "until": row.until.filter(|_| row.deleted_by.is_none()).map(rfc3339_ms),
         "deletedBy": row.deleted_by,
         "unsavedSince": row.unsaved_since.map(rfc3339_ms),
@@ -204,8 +205,8 @@ fn kept(row: &KeptServerRow) -> Value {
     })
 }
 
-/// For how long the serving machine may have been written to without a snapshot of it. A snapshot of another machine may
-/// lack what this one wrote since its own last one.
+/// Seconds of writes to the serving machine that no snapshot may hold. A snapshot of another machine may lack what
+/// this one wrote since its own last one.
 fn exposed(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> i64 {
     let own = live.backup_taken_at.or(live.registered_at);
     let since = match newest {

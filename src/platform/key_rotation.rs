@@ -1,12 +1,12 @@
-//! Signing keys change with overlap: a successor is made when a key is old.
+//! Rotation of signing keys with overlap: an old key gets a successor.
 //!
-//! A new proof key is delivered by heartbeats and signed with where a host has acknowledged it; the old one is retired
-//! when every host that may be routed to and that sends heartbeats has a newer one. A host that has been silent for
-//! longer does not hold up the others: the retired key that it acknowledged still signs for it alone, until it
-//! acknowledges another. A new app key signs after the overlap, when every router has read it;
-//! the old one goes when no token of it can be good any more.
+//! Heartbeats deliver a new proof key, which signs for a host once the host has acknowledged it. The old one is
+//! retired when every routable host that sends heartbeats has a newer one. A host that has been silent for longer
+//! does not block the others: the retired key that it acknowledged still signs for it, and only for it, until it
+//! acknowledges another. A new app key signs after the overlap, when every router has read it; the old one is retired
+//! when all of its tokens have expired.
 //!
-//! Owns the schedule. The invariant: at every moment whoever has to accept a signature has the key of it.
+//! Owns the schedule. The invariant: whoever must accept a signature always has its key.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,12 +21,12 @@ use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
 use super::router::MAX_SIGNED_LIFE;
 use crate::http::problem::chain;
 
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
-/// Hosts keep so many at least; a host that never answers must not make them more.
-const MOST_KEYS: usize = 8;
+const MAX_INTERVAL: Duration = Duration::from_secs(10);
+/// A silent host must not make the number of keys grow beyond this; hosts keep at least as many.
+const MAX_KEYS: usize = 8;
 
-/// Keeps the keys as they should be, and the process's view of them fresh, until `stop`; what cannot be read leaves
-/// the last view.
+/// Rotates the keys, and refreshes the process's view of them, until `stop`. If they cannot be read, the last view
+/// stays.
 pub async fn run(
     db: Db,
     seal: Seal,
@@ -34,7 +34,7 @@ pub async fn run(
     view: watch::Sender<Arc<SigningSet>>,
     stop: CancellationToken,
 ) {
-    let pause = (timing.overlap.min(timing.rotate) / 4).clamp(Duration::from_millis(200), LONGEST_PAUSE);
+    let pause = (timing.overlap.min(timing.rotate) / 4).clamp(Duration::from_millis(200), MAX_INTERVAL);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
@@ -42,7 +42,7 @@ pub async fn run(
         }
         for purpose in [PROOF, APP] {
             if let Err(error) = turn(&db, &seal, timing, purpose).await {
-                tracing::warn!(purpose, error = %chain(&error), "the signing keys could not be seen to");
+                tracing::warn!(purpose, error = %chain(&error), "cannot rotate the signing keys");
             }
         }
         match keys::load(&db, &seal, timing.overlap).await {
@@ -50,12 +50,12 @@ pub async fn run(
                 view.send_replace(Arc::new(fresh));
             }
             Ok(_) => {}
-            Err(error) => tracing::warn!(error = %chain(&error), "the signing keys could not be refreshed"),
+            Err(error) => tracing::warn!(error = %chain(&error), "cannot refresh the signing keys"),
         }
     }
 }
 
-/// What is to be done about the keys.
+/// The next step of the rotation.
 #[derive(Debug, PartialEq, Eq)]
 enum Due {
     Nothing,
@@ -70,10 +70,10 @@ fn due_app(standing: &[Standing], timing: KeyTiming) -> Due {
     if standing.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFE {
         return Due::Retirement;
     }
-    if newest.age >= timing.rotate && standing.len() < MOST_KEYS { Due::Successor } else { Due::Nothing }
+    if newest.age >= timing.rotate && standing.len() < MAX_KEYS { Due::Successor } else { Due::Nothing }
 }
 
-/// For keys that hosts read. `without`: how many hosts that send heartbeats do not have the newest key.
+/// For keys that hosts read. `without` is the number of hosts that send heartbeats and lack the newest key.
 fn due_proof(standing: &[Standing], without: i64, timing: KeyTiming) -> Due {
     let Some(newest) = standing.last() else { return Due::Nothing };
     if standing.len() > 1 {
@@ -84,7 +84,7 @@ fn due_proof(standing: &[Standing], without: i64, timing: KeyTiming) -> Due {
             Some(_) | None => {}
         }
     }
-    if newest.age >= timing.rotate && standing.len() < MOST_KEYS { Due::Successor } else { Due::Nothing }
+    if newest.age >= timing.rotate && standing.len() < MAX_KEYS { Due::Successor } else { Due::Nothing }
 }
 
 async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) -> Result<(), KeyError> {
@@ -109,12 +109,12 @@ async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) ->
         Due::Nothing => return Ok(()),
         Due::Successor => {
             let key = keys::generate(&tx, seal, purpose).await?;
-            tracing::info!(kid = key.kid, "a new signing key");
+            tracing::info!(kid = key.kid, "created a signing key");
         }
         Due::Acknowledged(by_all) => db::keys::acknowledge(&tx, &newest, by_all).await?,
         Due::Retirement => {
             let retired = db::keys::retire_all_but(&tx, purpose, &newest).await?;
-            tracing::info!(kid = newest, retired, "older signing keys are retired");
+            tracing::info!(kid = newest, retired, "retired older signing keys");
             if laggards.silent > 0 {
                 let hosts = laggards.silent;
                 tracing::warn!(hosts, "silent hosts keep a retired proof key until their next heartbeat");
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_key_gets_a_successor_and_goes_when_nobody_has_needed_it_for_a_while() {
+    fn old_key_is_replaced_and_retired_after_overlap() {
         use Acknowledged::{ByAll, NotByAll};
         assert_eq!(due_proof(&[], 0, TIMING), Due::Nothing);
         assert_eq!(due_proof(&[key(999, None)], 5, TIMING), Due::Nothing);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn an_app_key_goes_when_its_last_token_has_ended() {
+    fn app_key_is_retired_after_its_last_token() {
         let life = MAX_SIGNED_LIFE.as_secs();
         let short = KeyTiming { rotate: Duration::from_secs(life * 2), ..TIMING };
         let due = |ages: &[u64]| {
@@ -177,10 +177,10 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_never_answers_holds_up_neither_the_others_nor_more_than_a_few_keys() {
+    fn silent_host_blocks_no_rotation_and_few_keys_stay() {
         let held_up = [key(3000, None), key(2000, None), key(1000, None)];
         assert_eq!(due_proof(&held_up, 1, TIMING), Due::Successor);
-        let full: Vec<Standing> = (1..=MOST_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
+        let full: Vec<Standing> = (1..=MAX_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
         assert_eq!(due_proof(&full, 1, TIMING), Due::Nothing);
     }
 }

@@ -1,7 +1,7 @@
-//! The one way in which a machine's state changes: the pure transition, then its result and effects in one transaction.
+//! The only path of machine state changes: the pure transition, then its result and effects in one transaction.
 //!
-//! Decides nothing itself. The invariant: the row is written only if it still is what the transition looked at, and
-//! every effect is written with it or not at all.
+//! This module makes no decisions. The invariant: the row is written only if it has not changed since the transition
+//! read it, and all effects are written with it or none.
 
 use std::time::Duration;
 
@@ -19,22 +19,22 @@ use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType
 use crate::machine::state::{State, Status};
 use crate::machine::transition::{Outcome, Refusal, transition};
 
-/// How many earlier machines are considered when a slot is given back.
+/// Maximum earlier machines considered for a slot's reinstatement.
 const MAX_PREDECESSORS: i64 = 50;
 
-/// Why a change did not happen.
+/// Why a change was not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum LifecycleError {
     #[error(transparent)]
     Refused(#[from] Refusal),
     #[error(transparent)]
     Db(#[from] DbError),
-    /// The transition asks for what the caller did not bring.
+    /// The transition needs data that the caller did not provide.
     #[error("the change of state needs {0}")]
     Missing(&'static str),
 }
 
-/// The machine that is to be made for a slot.
+/// The machine to create for a slot.
 pub struct Wanted {
     pub user: IdpUserId,
     pub slot: Slot,
@@ -47,41 +47,41 @@ pub struct Wanted {
     pub bundle_sha256: String,
     pub https_port: u16,
     pub lives_for: Option<Duration>,
-    /// The snapshot to begin with; `None`: the one that the pointer names.
+    /// The snapshot to restore; `None`: the one that the pointer names.
     pub restore_snapshot: Option<String>,
 }
 
-/// What goes with an event besides what the transition looks at.
+/// Data of an event that the transition itself does not read.
 #[derive(Default, Clone)]
 pub struct Circumstances<'a> {
     /// Where and why it failed, for people.
     pub failed_at: Option<(&'a str, &'a str)>,
-    /// The machine that takes this one's place, where the event replaces it.
+    /// The machine that replaces this one, if the event replaces it.
     pub successor: Option<&'a Wanted>,
-    /// What the operator decided for the operation that is filed.
+    /// The operator's options for the filed operation.
     pub options: OperationOptions,
-    /// An epoch that the object store knows of: the new machine's is above it.
+    /// An epoch in the object store: the new machine's epoch is above it.
     pub epoch_floor: Epoch,
 }
 
-/// A machine with the operation that was filed for it.
+/// A machine and the operation that was filed for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Filed {
     pub machine: MachineId,
     pub operation: OperationId,
 }
 
-/// What came of an event.
+/// The result of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     Unchanged,
     Moved { filed: Option<Filed> },
 }
 
-/// Applies an event to a machine whose row the transaction holds.
+/// Applies an event to a machine whose row the transaction has locked.
 ///
 /// # Errors
-/// [`LifecycleError`]; then the transaction must not be committed.
+/// [`LifecycleError`]; the transaction must then not be committed.
 pub async fn apply(
     tx: &Transaction<'_>,
     mint: &TokenMint,
@@ -106,7 +106,7 @@ pub async fn apply(
     Ok(Change::Moved { filed })
 }
 
-/// What a change of place needs besides the state.
+/// Data of a change of slot.
 struct Ends {
     successor: MachineId,
     /// The epoch under which it holds its slot again.
@@ -139,7 +139,7 @@ async fn write_state(
             failure = failure_of(next, with);
             written.failure = failure.as_ref();
         }
-        // One that has left its slot already stays where it is: what is known of its server changes.
+        // The machine has already left its slot: only the recorded state of its server changes.
         State::Retired { was: held } | State::Deleted { was: held } if has_left_to(was, next) => {
             failure = failure_of(held, with);
             written.failure = failure.as_ref();
@@ -156,7 +156,7 @@ async fn write_state(
     machine_changes::compare_and_set(tx, was, &written).await
 }
 
-/// Whether the machine left its slot in this way before.
+/// Whether the machine had already left its slot in this way.
 fn has_left_to(was: &MachineRow, next: &State) -> bool {
     match next {
         State::Retired { .. } => was.retired_at.is_some(),
@@ -208,14 +208,14 @@ async fn effect_of(
         }
         Effect::ReinstatePredecessor => reinstate_predecessor(tx, mint, was, with).await?,
         Effect::DeletePredecessor => delete_predecessor(tx, mint, was, with).await?,
-        // Routers see the row's change sequence, which the database's trigger moves.
+        // Routers observe the row's change sequence, which a database trigger increments.
         Effect::CloseConnections => {}
     }
     Ok(None)
 }
 
-/// Gives the slot back to the machine whose server has the newest data. Without one the failed machine keeps the slot, as
-/// the place where its failure is shown.
+/// Gives the slot back to the machine whose server has the newest data. Without such a machine, the failed one keeps
+/// the slot, so that its failure stays visible.
 async fn reinstate_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
@@ -226,19 +226,19 @@ async fn reinstate_predecessor(
     machine_changes::leave_slot(tx, was.id, last.id).await?;
     let highest = db::machines::highest_epoch(tx, &was.user, &was.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
-    // It keeps the message of a failure of its own.
+    // If it has a failure of its own, it keeps that message.
     let failed_at =
         last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was to replace it did not register";
     let with = Circumstances { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
     Box::pin(apply(tx, mint, &last, &event, with)).await?;
     audit(tx, "reinstate", &last).await?;
-    tracing::warn!(machine = %was.id, reinstated = %last.id, "a slot goes back to its last machine");
+    tracing::warn!(machine = %was.id, reinstated = %last.id, "gave a slot back to its last machine");
     Ok(())
 }
 
-/// The last machine of the slot that registered. Where its server is gone, the one before: unless a snapshot holds what
-/// the later one wrote, since an older server would then put an older state in the place of that snapshot.
+/// The last registered machine of the slot. If its server is gone, an earlier one, unless a snapshot holds the later
+/// one's data: an older server would then replace that snapshot by an older state.
 async fn reinstatable(tx: &Transaction<'_>, was: &MachineRow) -> Result<Option<MachineRow>, DbError> {
     for seen in db::machines::registered_before(tx, was, MAX_PREDECESSORS).await? {
         let Some(one) = db::machines::locked(tx, seen.id).await? else { continue };
@@ -252,8 +252,8 @@ async fn reinstatable(tx: &Transaction<'_>, was: &MachineRow) -> Result<Option<M
     Ok(None)
 }
 
-/// Deletes the machine that was to be replaced along with the one that was to replace it. An operator who wanted the
-/// server of the one gone at once did not name the other's.
+/// Deletes the machine that was to be replaced along with its intended successor. An operator's order to delete one
+/// server at once does not extend to the other.
 async fn delete_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
@@ -275,7 +275,7 @@ async fn delete_predecessor(
     Ok(())
 }
 
-/// The audit row of what a change of one machine meant for another one of its slot.
+/// The audit entry for the effect of one machine's change on another machine of its slot.
 async fn audit(tx: &Transaction<'_>, action: &str, was: &MachineRow) -> Result<(), DbError> {
     let after = db::machines::get(tx, was.id).await?.map(|after| after.record());
     let entry = db::audit::Entry {
@@ -299,10 +299,10 @@ async fn file(
     Ok(Filed { machine, operation })
 }
 
-/// Makes the machine of a slot that no machine holds.
+/// Creates the machine of a free slot.
 ///
 /// # Errors
-/// [`LifecycleError`]; `user_machines_active` is violated where the slot is held after all.
+/// [`LifecycleError`]; `user_machines_active` is violated if another machine holds the slot.
 pub async fn begin(
     tx: &Transaction<'_>,
     mint: &TokenMint,

@@ -1,4 +1,4 @@
-//! `svc-platform probe`: whether the platform of this machine is ready, for supervisors that have no HTTP client.
+//! `svc-platform probe`: checks whether this machine's platform is ready, for supervisors without an HTTP client.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -29,7 +29,7 @@ pub async fn run(mut env: Env) -> Result<(), Failure> {
     Err(Failure::new(Exit::Unavailable, anyhow!("not ready: {said}")))
 }
 
-/// With TLS the certificate names the public host, so it is known by its key.
+/// With TLS, the certificate names the public host, so it is pinned by its key.
 fn client(listen: &Listen) -> anyhow::Result<(reqwest::Client, &'static str)> {
     let Some(files) = &listen.tls else { return Ok((client::build(Deadlines::CALL)?, "http")) };
     let pin = Identity::read(&files.cert, &files.key)?.pin()?;

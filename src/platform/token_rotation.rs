@@ -1,9 +1,9 @@
-//! The rotation of a machine's `UPGRADE_TOKEN`, pure: which tokens are accepted, and which one a heartbeat's answer hands
-//! to the host.
+//! The rotation of a machine's `UPGRADE_TOKEN`, pure: decides which tokens are accepted, and which one a heartbeat's
+//! response offers to the host.
 //!
-//! The host stores the next token before it sends a heartbeat with it, and that heartbeat is what makes the platform retire
-//! the one before, after an overlap. The platform has made a token of a later generation than its database knows where that
-//! database was restored from a copy: it is accepted, and the database catches up.
+//! The host stores the next token before it sends a heartbeat with it, and that heartbeat makes the platform retire
+//! the previous one after an overlap. If the database was restored from a copy, a token may have a later generation
+//! than the database knows: if the platform made it, it is accepted, and the database catches up.
 //!
 //! The invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later one.
 
@@ -17,26 +17,26 @@ use super::tokens::{Claim, Generation, Purpose, TokenMint, fits};
 use crate::clock::rfc3339_ms;
 use crate::machine::id::MachineId;
 
-/// Places where a test may stop the process, in the order they are reached.
+/// Places where a test may stop the process, in the order in which they are reached.
 pub const POINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
 
-/// When tokens rotate.
+/// Schedule of token rotation.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenTiming {
-    /// The age at which a token gets a successor.
+    /// Age at which a token gets a successor.
     pub rotate: Duration,
     /// How long a token is accepted after a heartbeat with its successor.
     pub overlap: Duration,
 }
 
-/// A machine's token as the database keeps it.
+/// A machine's token as stored in the database.
 #[derive(Debug, Clone)]
 pub struct UpgradeToken {
     pub hash: Vec<u8>,
     pub generation: Generation,
     /// The first heartbeat of this generation, or when the machine was made.
     pub rotated_at: Timestamp,
-    /// An operator wants a later generation.
+    /// Since when an operator requests a later generation.
     pub requested_at: Option<Timestamp>,
     pub previous: Option<PreviousToken>,
 }
@@ -47,24 +47,24 @@ pub struct PreviousToken {
     pub until: Timestamp,
 }
 
-/// What a token that a host presents is.
+/// The status of a token that a host presents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Standing {
     Current,
-    /// The one before, within its overlap.
+    /// The previous one, within its overlap.
     Previous,
     /// Made by the platform for a later generation than the stored one.
     Later(Generation),
     Refused,
 }
 
-/// What a heartbeat's answer hands to a host.
+/// What a heartbeat's response offers to a host.
 #[derive(Debug, Clone)]
 pub enum Offer {
-    /// The stored token, which it does not use.
+    /// The stored token, which the host does not use.
     Again(SecretString),
-    /// A token of a later generation, to be made with the current platform key. While processes with another current key
-    /// run, none is made: a token of one key must not be replaced by one of the other and back.
+    /// A token of a later generation, to be made with the current platform key. None is made while processes with
+    /// another current key run, which would replace each other's tokens.
     Next(Generation),
 }
 
@@ -83,7 +83,7 @@ impl UpgradeToken {
         Standing::Refused
     }
 
-    /// After the first heartbeat of a later generation.
+    /// The state after the first heartbeat of a later generation.
     #[must_use]
     pub fn advanced(self, to: Generation, hash: Vec<u8>, overlap: Duration, now: Timestamp) -> Self {
         if to <= self.generation {
@@ -95,7 +95,7 @@ impl UpgradeToken {
         Self { hash, generation: to, rotated_at: now, requested_at: None, previous }
     }
 
-    /// The token to hand to a host that presented one of this standing; `None`: it keeps the one that it has.
+    /// The token to offer to a host that presented one of this status; `None`: it keeps its token.
     pub fn offer(
         &self,
         machine: MachineId,
@@ -106,7 +106,7 @@ impl UpgradeToken {
     ) -> Option<Offer> {
         match standing {
             Standing::Refused | Standing::Later(_) => None,
-            // It lost the answer, or went back to what it had before.
+            // It lost the response, or went back to an earlier file.
             Standing::Previous => {
                 let stored = mint.stored_token(machine, Purpose::Upgrade, self.generation, &self.hash);
                 Some(stored.map_or_else(|| Offer::Next(self.generation.next()), Offer::Again))
@@ -123,12 +123,12 @@ impl UpgradeToken {
         now.duration_since(self.rotated_at) >= SignedDuration::try_from(rotate).unwrap_or(SignedDuration::MAX)
     }
 
-    /// Whether the stored token was made with the platform key that makes tokens now.
+    /// Whether the current platform key made the stored token.
     pub fn is_of_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
         is_made_by_current_key(mint, machine, self.generation, &self.hash)
     }
 
-    /// As the API shows it.
+    /// The token as the API shows it.
     pub fn record(&self) -> Value {
         json!({
             "generation": self.generation.0,
@@ -138,7 +138,7 @@ impl UpgradeToken {
     }
 }
 
-/// Whether the token with this hash was made with the platform key that makes tokens now.
+/// Whether the current platform key made the token with this hash.
 pub fn is_made_by_current_key(
     mint: &TokenMint,
     machine: MachineId,
@@ -157,23 +157,23 @@ mod tests {
     const TIMING: TokenTiming =
         TokenTiming { rotate: Duration::from_secs(1000), overlap: Duration::from_secs(100) };
 
-    /// What may happen between a host and the platform.
+    /// Events between a host and the platform.
     #[derive(Debug, Clone)]
     enum Act {
         Wait(i64),
         Request,
-        /// A heartbeat that the platform answers; the host keeps the answer, or it is lost at one of two places.
+        /// A heartbeat whose response the host stores, or loses at one of two places.
         Beat(Loss),
         /// The sync agent is killed and another process reads the file.
         Restart,
         CopyDatabase,
         RestoreDatabase,
-        /// The operator restarts the first of the platform's processes with another key; the other processes still make
-        /// everything with the current one, which becomes the previous one when they restart.
+        /// The operator restarts the first of the platform's processes with another key. The other processes still
+        /// use the current one, which becomes the previous one when they restart.
         BeginKeyChange,
-        /// The rest of the processes restart.
+        /// The other processes restart.
         EndKeyChange,
-        /// The operator drops the previous key, where the platform says that it is not needed.
+        /// The operator removes the previous key, if the platform says that it is not needed.
         DropKey,
     }
 
@@ -205,13 +205,13 @@ mod tests {
         machine: MachineId,
         now: Timestamp,
         keys: (u8, Option<u8>),
-        /// While processes of both current keys run: the next call reaches one of the other keys.
+        /// While processes of both current keys run: the next call reaches a process with the other key.
         is_mixed: bool,
         row: UpgradeToken,
         copy: Option<UpgradeToken>,
         /// What the host has stored.
         file: SecretString,
-        /// Every earlier token: an attacker may have copied it.
+        /// Every earlier token, of which an attacker may have a copy.
         copied: Vec<SecretString>,
     }
 
@@ -315,7 +315,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_history_locks_a_host_out_or_keeps_a_copied_token(
+        fn no_history_locks_host_out_or_keeps_copied_token(
             acts in proptest::collection::vec(act(), 0..60),
         ) {
             let mut world = World::new();
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn requested_token_is_taken_up_and_the_old_one_ends() {
+    fn requested_token_replaces_old_one() {
         let mut world = World::new();
         let first = world.file.clone();
         world.beat(Loss::Nothing);
@@ -342,7 +342,7 @@ mod tests {
         world.take(&Act::Request);
         world.beat(Loss::Answer);
         world.beat(Loss::Nothing);
-        assert_eq!(world.judge(&first), Standing::Current, "the new one was not seen yet");
+        assert_eq!(world.judge(&first), Standing::Current, "no heartbeat with the new one yet");
         world.beat(Loss::Nothing);
         assert_eq!((world.row.generation, world.row.requested_at), (Generation(2), None));
         assert_eq!(world.judge(&first), Standing::Previous);
@@ -351,7 +351,7 @@ mod tests {
         world.take(&Act::Wait(900));
         world.beat(Loss::Nothing);
         world.beat(Loss::Nothing);
-        assert_eq!(world.row.generation, Generation(3), "an old token rotates by itself");
+        assert_eq!(world.row.generation, Generation(3), "an old token rotates automatically");
     }
 
     #[test]

@@ -1,9 +1,9 @@
-//! Tokens of hosts, the one-time registration token and `UPGRADE_TOKEN`; tokens of operators; and what the platform signs
-//! of a slot's fence.
+//! Tokens of hosts (the one-time registration token and `UPGRADE_TOKEN`) and of operators, and the platform's
+//! signatures of fences.
 //!
-//! A token is an HMAC-SHA256 of `PLATFORM_KEY` over machine, purpose and generation, so that user-data can be rendered
-//! again after a kill. An operator's is one over its id, so that a repeated request gets the same token again. The
-//! database keeps only SHA-256 hashes; comparison takes the same time wherever they differ.
+//! A host token is an HMAC-SHA256 by `PLATFORM_KEY` of machine, purpose and generation, so that user-data can be
+//! rendered again after a kill. An operator's token is one of its id, so that a repeated request gets the same token.
+//! The database stores only SHA-256 hashes, compared in constant time.
 
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
@@ -15,12 +15,12 @@ use crate::machine::epoch::Epoch;
 use crate::machine::id::{MachineId, OperatorTokenId};
 use crate::store::key::SlotPrefix;
 
-/// Counts up when a machine's `UPGRADE_TOKEN` rotates.
+/// Increments when a machine's `UPGRADE_TOKEN` rotates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Generation(pub u32);
 
 impl Generation {
-    /// The one in user-data.
+    /// The generation in user-data.
     pub const FIRST: Self = Self(1);
 
     pub fn next(self) -> Self {
@@ -28,10 +28,10 @@ impl Generation {
     }
 }
 
-/// Of an operator's token: secret scanners find it as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
+/// Prefix of operator tokens: secret scanners find them as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
 const OPERATOR_PREFIX: &str = "svco_";
 
-/// What a token is for; each has its own prefix.
+/// Purpose of a token; each has its own prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
     Registration,
@@ -58,7 +58,7 @@ impl TokenMint {
         Self { key: mac_key(platform_key), previous: None }
     }
 
-    /// Verifies MACs of the previous platform key as well.
+    /// Also verifies MACs of the previous platform key.
     #[must_use]
     pub fn with_previous(self, platform_key: Option<&SecretSlice<u8>>) -> Self {
         Self { previous: platform_key.map(mac_key), ..self }
@@ -69,15 +69,15 @@ impl TokenMint {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// The first token of a machine as it was given out before: by the key whose token has the stored hash, so that
-    /// user-data that is rendered again stays the same while the platform key changes.
+    /// The first token of a machine as it was issued, by the key whose token has the stored hash, so that user-data
+    /// is rendered identically during a platform key change.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
         let stored = self.stored_token(machine, purpose, first, stored_hash);
         stored.unwrap_or_else(|| self.token(machine, purpose, first))
     }
 
-    /// The token with the stored hash, by whichever of the keys made it.
+    /// The token with the stored hash, by either key.
     pub fn stored_token(
         &self,
         machine: MachineId,
@@ -106,13 +106,13 @@ impl TokenMint {
         operator_token(&self.key, id)
     }
 
-    /// The operator's token with the stored hash, by whichever of the keys made it.
+    /// The operator's token with the stored hash, by either key.
     pub fn stored_operator_token(&self, id: OperatorTokenId, stored_hash: &[u8]) -> Option<SecretString> {
         let mut tokens = self.keys().map(|key| operator_token(key, id));
         tokens.find(|token| fits(token.expose_secret(), stored_hash))
     }
 
-    /// The MAC by which the platform knows a fence of its own: a host can write the pointer, too. In hex.
+    /// The hex MAC by which the platform recognizes its own fences: a host can write the pointer, too.
     pub fn fence_proof(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
         hex::encode(hmac::sign(&self.key, fence_subject(slot, epoch, machine).as_bytes()))
     }
@@ -165,12 +165,12 @@ fn fence_subject(slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String 
     format!("svc fence\n{}\n{epoch}\n{machine}", slot.pointer())
 }
 
-/// What the database keeps of a token.
+/// The stored hash of a token.
 pub fn hash(token: &str) -> Vec<u8> {
     Sha256::digest(token.as_bytes()).to_vec()
 }
 
-/// The id in an operator's token; nothing is proven by it.
+/// The id in an operator's token, unverified.
 pub fn claimed_operator_token(token: &str) -> Option<OperatorTokenId> {
     let (id, mac) = token.strip_prefix(OPERATOR_PREFIX)?.split_once('_')?;
     if mac.len() != 64 || id.len() != 32 {
@@ -179,21 +179,21 @@ pub fn claimed_operator_token(token: &str) -> Option<OperatorTokenId> {
     Uuid::try_parse(id).ok().map(OperatorTokenId)
 }
 
-/// What a token says of itself; nothing is proven by it.
+/// The unverified content of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claim {
     pub machine: MachineId,
     pub generation: Generation,
 }
 
-/// What a token says of itself, if it has the form of one.
+/// Parses a token's content without verification.
 pub fn claim(token: &str, purpose: Purpose) -> Option<Claim> {
     let (machine, rest) = token.strip_prefix(purpose.prefix())?.split_once('_')?;
     let (generation, mac) = match rest.split_once('_') {
         None => (Generation::FIRST, rest),
         Some((count, mac)) => {
             let generation = Generation(count.parse().ok()?);
-            // One text for each generation: the first has no number.
+            // Each generation has one form: the first has no number.
             let is_canonical = generation > Generation::FIRST && generation.0.to_string() == count;
             (is_canonical.then_some(generation)?, mac)
         }
@@ -204,12 +204,12 @@ pub fn claim(token: &str, purpose: Purpose) -> Option<Claim> {
     Some(Claim { machine: Uuid::try_parse(machine).ok().map(MachineId)?, generation })
 }
 
-/// Whether a token is the one whose hash is stored.
+/// Whether a token has the stored hash.
 pub fn fits(token: &str, stored_hash: &[u8]) -> bool {
     hash(token).ct_eq(stored_hash).into()
 }
 
-/// Whether two secrets are equal; their lengths do not show either.
+/// Compares two secrets in constant time; their lengths are not revealed either.
 pub fn same_secret(given: &str, expected: &SecretString) -> bool {
     hash(given).ct_eq(&hash(expected.expose_secret())).into()
 }
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_can_be_made_again_and_belongs_to_one_machine_purpose_and_key() {
+    fn token_is_reproducible_and_bound_to_its_subject() {
         let (machine, other) = (MachineId::new(), MachineId::new());
         let first = Generation::FIRST;
         let token = mint(1).token(machine, Purpose::Registration, first);
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn token_names_its_generation_and_only_the_platform_makes_one() {
+    fn only_platform_makes_tokens_of_a_generation() {
         let machine = MachineId::new();
         let token = mint(1).token(machine, Purpose::Upgrade, Generation(7));
         let token = token.expose_secret();
@@ -253,14 +253,14 @@ mod tests {
         assert!(!mint(2).has_made(token, claimed, Purpose::Upgrade));
         let raised = token.replace("_7_", "_8_");
         let claimed = claim(&raised, Purpose::Upgrade).unwrap();
-        assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the number alone proves nothing");
+        assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the number proves nothing");
         for other in ["_07_", "_+7_", "_1_", "_0_", "_4294967296_", "__"] {
             assert_eq!(claim(&token.replace("_7_", other), Purpose::Upgrade), None, "{other}");
         }
     }
 
     #[test]
-    fn previous_key_verifies_and_makes_nothing_new() {
+    fn previous_key_only_verifies() {
         let (machine, first) = (MachineId::new(), Generation::FIRST);
         let both = mint(2).with_previous(Some(&vec![1; 32].into()));
         let old = mint(1).token(machine, Purpose::Upgrade, Generation(3));
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn fence_is_signed_for_one_slot_epoch_and_machine() {
+    fn fence_proof_binds_slot_epoch_and_machine() {
         let slot = |name: &str| SlotPrefix::new(&"user_1".parse().unwrap(), &name.parse().unwrap());
         let (machine, other) = (MachineId::new(), MachineId::new());
         let proof = mint(1).fence_proof(&slot("main"), Epoch(2), machine);
@@ -298,11 +298,11 @@ mod tests {
         assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(3), machine, &proof));
         assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), other, &proof));
         assert!(!mint(2).has_signed_fence(&slot("main"), Epoch(2), machine, &proof));
-        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, "no hex"));
+        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, "not hex"));
     }
 
     #[test]
-    fn operator_token_is_found_by_its_id_and_belongs_to_one_key() {
+    fn operator_token_is_bound_to_its_id_and_key() {
         let id = OperatorTokenId::new();
         let token = mint(1).operator_token(id);
         let token = token.expose_secret();
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn text_that_is_no_token_claims_nothing() {
+    fn invalid_token_has_no_claim() {
         for text in ["", "svcr_", "svcr__", "svcr_x_y", "svcr_00000000-0000-0000-0000-000000000000_"] {
             assert_eq!(claim(text, Purpose::Registration), None, "{text:?}");
         }

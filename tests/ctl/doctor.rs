@@ -411,7 +411,7 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     assert!(!many.said.contains("a-password-of-theirs"), "{}", many.said);
     many.has("database", "problem", "");
     many.has("provider", "problem", "");
-    many.has("identity-provider", "problem", "cannot be had");
+    many.has("identity-provider", "problem", "cannot fetch its keys");
     many.has("host-credentials", "problem", "STS");
     many.has("bundle", "problem", "not published");
     many.has("configuration", "warning", "provision is closed");

@@ -1,17 +1,17 @@
-//! How many connections to the database a platform process opens, by what they are for.
+//! The numbers of database connections of a platform process, by purpose.
 
 use crate::config::Env;
 
-/// The most connections to the database that one process opens, by what they are for.
+/// Maximum database connections of one process, by purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct Connections {
-    /// Operators' changes, operations, the reconciler.
+    /// For operators' changes, operations and the reconciler.
     pub control: usize,
-    /// What hosts send.
+    /// For requests from hosts.
     pub hosts: usize,
-    /// What operators read of the fleet.
+    /// For operators' reports on the fleet.
     pub reports: usize,
-    /// Sessions of the router.
+    /// For sessions of the router.
     pub router: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The bundle that new machines get: published whole, with a manifest that hosts believe.
+//! The bundle for new machines: published completely, with a manifest that hosts trust.
 
 use crate::chain::chain;
 use crate::diagnosis::Findings;
@@ -9,7 +9,7 @@ use crate::store::bucket::{Bucket, StoreError};
 use crate::store::bundle::{self, ManifestError, Unusable, digest};
 use crate::store::key;
 
-const STORE: &str = "the check of the store says more";
+const STORE: &str = "see the check `store`";
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let mut findings = Findings::new("bundle");
@@ -49,11 +49,11 @@ async fn manifest(
     digest: &str,
 ) -> Findings {
     match bundle::usable(bucket, version, digest, &hosts.trusted_keys()).await {
-        // That no key is set is told already.
+        // The missing keys are already reported.
         Ok(_) | Err(Unusable::Manifest(ManifestError::NoKeys)) => findings,
         Err(Unusable::Unsigned) => findings.warning(
             format!("{version} has no signed manifest"),
-            "hosts do not update to it by themselves: build it with --signing-key, publish a new version",
+            "hosts do not update to it automatically: build it with --signing-key, and publish a new version",
         ),
         Err(Unusable::Store(error)) => findings.problem(chain(&error), STORE),
         Err(why @ (Unusable::Manifest(_) | Unusable::OtherArchive)) => findings.problem(
@@ -63,7 +63,7 @@ async fn manifest(
     }
 }
 
-/// The digest that is stated, and the size of the archive.
+/// The published digest, and the size of the archive.
 async fn look(bucket: &Bucket, version: &ImageVersion) -> Result<(Option<String>, Option<u64>), StoreError> {
     let digest = digest(bucket, version).await?;
     let size = bucket.head(&key::bundle(version, "")).await?.map(|meta| meta.size);

@@ -1,6 +1,6 @@
-//! `svcctl doctor` for a platform, from its configuration: whether each thing that it stands on bears.
+//! `svcctl doctor` for a platform: checks each of its dependencies, based on its configuration.
 //!
-//! Changes nothing but one object of its own in the store, which it deletes again. Needs no platform that runs.
+//! Changes only one object of its own in the store, which it deletes again. No running platform is needed.
 
 mod bundle;
 mod database;
@@ -22,16 +22,16 @@ use crate::diagnosis::{self, Check, Finding, Findings};
 
 const ASKED: Duration = Duration::from_secs(20);
 
-/// What was found, and how the platform itself is asked about the rest.
+/// The findings, and the access to the running platform for further checks.
 pub struct Examined {
     pub findings: Vec<Finding>,
     pub operator: Option<(Url, SecretString)>,
 }
 
-/// Looks at what the environment, and below it `file`, says of a platform.
+/// Checks a platform by the environment and, with lower precedence, by `file`.
 pub async fn examine(file: Option<&Path>) -> Examined {
     let mut env = Env::from_process_over(file);
-    // Read before the whole is judged: the platform may run well with what this process was given wrongly.
+    // Read before the configuration is validated: the platform may run well even if this process has a wrong setting.
     let url: Option<Url> = env.text("PLATFORM_PUBLIC_URL").and_then(|url| url.parse().ok());
     let operator = url.zip(env.secret("PLATFORM_SECRET"));
     let mut findings = serving::env_file(file);
@@ -40,7 +40,7 @@ pub async fn examine(file: Option<&Path>) -> Examined {
         Err(error) => {
             let wrong = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
                 found
-                    .problem(mistake, "the README's reference has each variable; svc-platform will not start")
+                    .problem(mistake, "see the README's reference of variables; svc-platform will not start")
             });
             findings.extend(wrong.into_list());
             for check in [

@@ -1,5 +1,5 @@
-//! The object store as the platform needs it: read, list, delete, and a put that happens only on its condition. Without
-//! that last one, two hosts could both believe that the pointer is theirs.
+//! The object store's capabilities that the platform needs: read, list, delete, and conditional put. Without
+//! conditional puts, two hosts could both believe that they hold the pointer.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::store::parallel_probe::{self, PREFIX as PROBES};
 use crate::store::policy::SnapshotWrites;
 use crate::store::protection::{self, Setting};
 
-const NEXT: &str = "is it up? OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
+const NEXT: &str = "check that it is running, OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
@@ -30,7 +30,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     };
     let key = Path::from(format!("{PROBES}/{}.json", uuid::Uuid::new_v4()));
     let tried = conditional(&bucket, &key).await;
-    // Ours alone; what cannot be deleted is said below.
+    // Only this check uses the object; a failed deletion is reported below.
     let deleted = bucket.raw().delete(&key).await;
     match tried {
         Ok(None) => {}
@@ -52,7 +52,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok(()) => findings,
         Err(error) => findings.warning(
             format!("{key} could not be deleted: {}", chain(&error)),
-            "delete it by hand; the platform itself deletes nothing",
+            "delete it manually; the platform deletes nothing",
         ),
     };
     let findings = match parallel_probe::run(&bucket, PARALLEL_TIMEOUT).await {
@@ -63,16 +63,16 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             }
             (None, None) => findings,
         },
-        Err(error) => findings.warning(format!("parallel writers were not tried: {}", chain(&error)), NEXT),
+        Err(error) => findings.warning(format!("parallel writers were not tested: {}", chain(&error)), NEXT),
     };
     let listed = bucket.raw().list(Some(&Path::from(PROBES))).try_next().await;
     match listed {
         Ok(_) => findings.or_ok("reads, lists, and puts exactly on condition"),
-        Err(error) => findings.problem(format!("it cannot be listed: {}", chain(&error)), NEXT),
+        Err(error) => findings.problem(format!("cannot list it: {}", chain(&error)), NEXT),
     }
 }
 
-/// A put where there is nothing, a second one that must be refused, one on the version read, and one on a stale version.
+/// Puts a new object, a second one that must be refused, one on the version read, and one on a stale version.
 async fn conditional(bucket: &Bucket, key: &Path) -> Result<Option<String>, StoreError> {
     let put = |n: u32, condition: Condition| {
         let value = json!({"n": n});
@@ -85,10 +85,10 @@ async fn conditional(bucket: &Bucket, key: &Path) -> Result<Option<String>, Stor
         Err(error) => Err(error),
     };
     if !refused(put(2, Condition::Absent).await)? {
-        return Ok(Some("a put with If-None-Match replaced an object that was there".to_owned()));
+        return Ok(Some("a put with If-None-Match replaced an existing object".to_owned()));
     }
     let Some(read) = bucket.get_json::<serde_json::Value>(key).await? else {
-        return Ok(Some("an object that was just put is not there".to_owned()));
+        return Ok(Some("an object is missing right after its put".to_owned()));
     };
     let stale = read.version.clone();
     put(3, Condition::Unchanged(read.version)).await?;
@@ -141,7 +141,7 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
         );
     }
     match hosts.try_session().await {
-        None => findings.ok("the store is a directory, which knows none"),
+        None => findings.ok("the store is a directory, which has no credentials"),
         Some(Ok(session)) => {
             let until = session.expires_at;
             let findings = write_once(config, &hosts, session).await;
@@ -154,7 +154,8 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Hosts without an outage session store no snapshots while the platform is unreachable, and nothing else says so.
+/// Hosts without an outage session cannot store snapshots while the platform is unreachable, and nothing else reports
+/// it.
 async fn outage(findings: Findings, hosts: &HostStore) -> Findings {
     match hosts.try_outage_session().await {
         Some(Err(error)) => findings.warning(
@@ -165,7 +166,7 @@ async fn outage(findings: Findings, hosts: &HostStore) -> Findings {
     }
 }
 
-/// Whether a session that may not write over a snapshot can still write one, and only one.
+/// Whether a session that may not overwrite a snapshot can still write one, and only one.
 async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Temporary) -> Findings {
     let findings = Findings::new("host-credentials");
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
@@ -177,7 +178,7 @@ async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Tempora
                 "a host's credentials can write over the slot's snapshots",
                 "set STORE_WRITE_ONCE=on once every host runs this release",
             ),
-            // Another store may not know the condition.
+            // Other stores may not support the condition.
             Some(_) => findings,
         };
     }
@@ -193,11 +194,11 @@ async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Tempora
         let key = HostStore::probe_slot().snapshots().join(format!("{}.dump", uuid::Uuid::new_v4()));
         let first = bucket.put_if(&key, &b"probe"[..], Condition::Absent).await;
         let second = bucket.put(&key, &b"overwritten"[..]).await;
-        // Only the platform's own credentials delete.
+        // Only the platform's own credentials can delete.
         config.store.open()?.raw().delete(&key).await.ok();
         Ok::<_, anyhow::Error>((first, second))
     };
-    let next = "set STORE_WRITE_ONCE=off, or use a store that knows the condition key s3:if-none-match";
+    let next = "set STORE_WRITE_ONCE=off, or use a store that supports the condition key s3:if-none-match";
     match tried.await {
         Ok((Ok(()), Err(StoreError::Denied { .. }))) => findings,
         Ok((Ok(()), _)) => findings.problem(
