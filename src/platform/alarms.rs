@@ -1,7 +1,7 @@
 //! Alarms: problems of the fleet or the provider as a whole, rather than of one machine; one item each, in `fleet`.
 //!
 //! A fuse alarm blocks work until its cause is gone or an operator releases it; the others only inform. A release of
-//! `servers_missing` ttl for a time, one of `unknown_servers` applies to the servers known at that moment.
+//! `servers_missing` lasts for a time, one of `unknown_servers` applies to the servers known at that moment.
 
 use std::time::Duration;
 

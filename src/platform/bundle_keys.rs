@@ -84,14 +84,14 @@ fn entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::platform::fleet::tests::calm;
+    use crate::platform::fleet::tests::healthy_row;
 
     const OLD: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
     const NEW: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";
 
     fn row(handle: &str, keys: Option<&[&str]>) -> FleetRow {
         let bundle_keys = keys.map(|ids| (1, ids.iter().map(|id| (*id).to_owned()).collect()));
-        FleetRow { handle: handle.to_owned(), bundle_keys, ..calm() }
+        FleetRow { handle: handle.to_owned(), bundle_keys, ..healthy_row() }
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! What the platform's numbers are taken from: ends of operations and steps as they happen, and, when `/metrics` is
-//! read, the whole installation from the database.
+//! Collects the platform's metrics: ends of operations and steps as they happen and, when `/metrics` is read, the
+//! whole installation from the database.
 //!
-//! Invariant: a database that is away costs the figures of the installation, never the scrape.
+//! Invariant: an unavailable database costs the metrics of the installation, never the scrape.
 
 use std::time::Duration;
 
@@ -22,10 +22,10 @@ use crate::metrics::{
     OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
 };
 
-/// A scraper gives up after some ten seconds.
+/// A scraper's timeout is about ten seconds.
 const DEADLINE: Duration = Duration::from_secs(4);
 
-/// Counts an operation that has just ended, whoever ended it.
+/// Counts an operation that has just ended.
 pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
     let kind = label(kind);
     OPERATIONS.add_one([kind, label(outcome)]);
@@ -46,18 +46,18 @@ pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, to
     OPERATION_STEP_DURATION.record([kind.as_str(), step.as_str()], took);
 }
 
-/// Reads what is only known when it is looked at.
+/// Collects the metrics that are only read on a scrape.
 pub async fn take(platform: &Platform) {
     measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
     match tokio::time::timeout(
         DEADLINE,
-        installation(&platform.report_db, platform.config.timing.tokens.rotate),
+        measure_installation(&platform.report_db, platform.config.timing.tokens.rotate),
     )
     .await
     {
         Ok(Ok(())) => FLEET_READ.set_to_now([]),
-        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "the fleet cannot be measured"),
-        Err(_) => tracing::warn!("the fleet cannot be measured in time"),
+        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "cannot measure the fleet"),
+        Err(_) => tracing::warn!("timeout while measuring the fleet"),
     }
 }
 
@@ -70,17 +70,17 @@ fn measure_pools(pools: &[&Db]) {
     POOL_WAITING.set([], sum(|status| status.waiting));
 }
 
-async fn installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> {
+async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> {
     let session = db.session().await?;
     let mut seen = fleet::summary(&db::fleet::all(&session).await?, token_rotation);
     ended_machines::add_to(&mut seen, &db::ended_machines::needing_attention(&session).await?);
-    let by = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
+    let set_all = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
         for (name, count) in totals.as_object().into_iter().flatten() {
             set(label(name), number(count));
         }
     };
-    by(&seen["totals"]["byStatus"], &|status, count| MACHINES.set([status], count));
-    by(&seen["totals"]["byHealth"], &|health, count| MACHINES_BY_HEALTH.set([health], count));
+    set_all(&seen["totals"]["byStatus"], &|status, count| MACHINES.set([status], count));
+    set_all(&seen["totals"]["byHealth"], &|health, count| MACHINES_BY_HEALTH.set([health], count));
     MACHINES_NEEDING_ATTENTION.set([], number(&seen["attentionTotal"]));
     BACKUP_AGE.set(["max"], number(&seen["backups"]["maxAgeSeconds"]));
     BACKUP_AGE.set(["p50"], number(&seen["backups"]["p50AgeSeconds"]));
@@ -94,8 +94,8 @@ async fn installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> 
     OPERATIONS_OVERDUE.set([], overdue as f64);
     let alarms = db::alarms::active(&session).await?;
     for alarm in Alarm::ALL {
-        let stands = alarms.iter().any(|row| row.alarm == alarm.as_str());
-        ALARMS.set([alarm.as_str()], f64::from(u8::from(stands)));
+        let is_active = alarms.iter().any(|row| row.alarm == alarm.as_str());
+        ALARMS.set([alarm.as_str()], f64::from(u8::from(is_active)));
     }
     OPERATIONS_UNKNOWN.set([], db::operations::unknown(&session, &vocabulary()).await? as f64);
     if let Some(left) = db::budget::left(&session).await? {
@@ -104,7 +104,7 @@ async fn installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> 
     Ok(())
 }
 
-/// What there is none of, such as an age, is not a number.
+/// A missing value, such as an age, is not a number.
 fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or(f64::NAN)
 }

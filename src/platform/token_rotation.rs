@@ -34,7 +34,7 @@ pub struct TokenTiming {
 pub struct UpgradeToken {
     pub hash: Vec<u8>,
     pub generation: Generation,
-    /// The first heartbeat of this generation, or when the machine was made.
+    /// Time of the first heartbeat of this generation, or of the machine's creation.
     pub rotated_at: Timestamp,
     /// Since when an operator requests a later generation.
     pub requested_at: Option<Timestamp>,

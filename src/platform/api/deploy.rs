@@ -23,7 +23,7 @@ use crate::http::segments::Segments;
 use crate::machine::id::RolloutId;
 use crate::machine::name::{Handle, ImageVersion};
 use crate::platform::context::Platform;
-use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, State as RolloutState};
+use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
 use crate::platform::db::{self};
 use crate::platform::rollouts::plan;
 use crate::store::bundle::{self, Unusable};
@@ -218,11 +218,11 @@ async fn say(platform: &Platform, id: &str, request: Request, word: Word) -> Res
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply.into_response());
     }
-    let before = rollouts::locked(&tx, id).await?.ok_or_else(|| not_found(id))?;
+    let before = rollouts::lock(&tx, id).await?.ok_or_else(|| not_found(id))?;
     let Some(next) = word.leads_to(before.state) else { return Err(ended(&before)) };
     rollouts::set_state(&tx, id, next, None).await?;
     if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
-        rollouts::count_anew(&tx, id).await?;
+        rollouts::restart_timeouts(&tx, id).await?;
     }
     let after = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
     let reply = Reply::new(StatusCode::OK, rollouts::record(&tx, &after).await?);

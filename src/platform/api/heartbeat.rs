@@ -119,7 +119,7 @@ pub async fn handle(
     // has delivered, and that is signed with already.
     let session = platform.host_db.session().await?;
     let keys = db::keys::public_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
-    let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
+    let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
     drop(session);
     let mut answer = json!({
         "desiredImageVersion": beat.image_version,
