@@ -126,7 +126,7 @@ async fn turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     }
     drop(session);
     reseal(platform, seal).await?;
-    if fences::sign_again(platform).await? == fences::Progress::Done {
+    if fences::sign_again(platform).await? == fences::FenceProgress::Done {
         finish(platform, seal).await?;
     }
     Ok(())

@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
-use super::operations::step::{Answer, StepError};
+use super::operations::step::{StepOutcome, StepError};
 use super::operations::{OperationKind, Step, vocabulary};
 use super::{ended_machines, fleet};
 use crate::http::problem::chain;
@@ -34,11 +34,11 @@ pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
 }
 
 /// Counts one run of a step.
-pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, took: Duration) {
+pub fn step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError>, took: Duration) {
     let outcome = match end {
-        Ok(Answer::Done { .. } | Answer::End { .. }) => "done",
-        Ok(Answer::Wait { .. } | Answer::WaitFor { .. } | Answer::Ask(_)) => "waiting",
-        Ok(Answer::Abandon { .. } | Answer::Fail { .. })
+        Ok(StepOutcome::Done { .. } | StepOutcome::End { .. }) => "done",
+        Ok(StepOutcome::Wait { .. } | StepOutcome::WaitFor { .. } | StepOutcome::Ask(_)) => "waiting",
+        Ok(StepOutcome::Abandon { .. } | StepOutcome::Fail { .. })
         | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => "failed",
         Err(StepError::Lost) => "lost",
     };

@@ -13,7 +13,7 @@ use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::operations::later_holder::{self, Beyond, LaterHolder, LookupError};
+use crate::platform::operations::later_holder::{self, FenceClaim, LaterHolder, LookupError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{SideRecord, Unusable};
 use crate::store::{StoreError, epochs, pointer_io};
@@ -107,7 +107,7 @@ pub async fn ensure_no_forgotten_holder(
         Err(error) => return Err(error.into()),
     };
     let holder = match found {
-        Beyond::Unverified(named) if !accepted => {
+        FenceClaim::Unverified(named) if !accepted => {
             let detail = format!(
                 "{} Where the keys are right, the slot's host made the signature up: repeat with `--accept-loss`.",
                 later_holder::unverified(named)
@@ -135,12 +135,12 @@ pub async fn ensure_no_forgotten_holder(
 pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     let found = match later_holder::find(platform, &platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
-        Err(LookupError::Store(StoreError::Corrupt { .. })) => Beyond::Nothing,
+        Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         Err(error) => return Err(error.into()),
     };
     let command = if machine.is_active() { "recover" } else { "provision" };
     let holder = match found {
-        Beyond::Unverified(named) if is_other(&named, Some(machine)) => {
+        FenceClaim::Unverified(named) if is_other(&named, Some(machine)) => {
             let detail = format!(
                 "{} Nothing was changed. Where the keys are right, the slot's host made the signature up: `svcctl {command}` \
                  with `--accept-loss` makes a new machine from the newest snapshot.",

@@ -14,7 +14,7 @@ use crate::machine::id::MachineId;
 
 /// A machine whose server must exist, or is kept.
 #[derive(Debug, Clone, Copy)]
-pub struct Live {
+pub struct ExpectedServer {
     pub machine: MachineId,
     pub server: i64,
     /// Since its host's last heartbeat, or its registration.
@@ -46,7 +46,7 @@ const LIVE: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_serve
 
 /// # Errors
 /// [`DbError`].
-pub async fn live(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
+pub async fn live(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     with_servers(client, LIVE).await
 }
 
@@ -54,7 +54,7 @@ pub async fn live(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
+pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     let which = format!(
         "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
          AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({LIVE})"
@@ -62,14 +62,14 @@ pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<Live>, DbEr
     with_servers(client, &which).await
 }
 
-async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<Live>, DbError> {
+async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<ExpectedServer>, DbError> {
     let sql = format!(
         "SELECT machine_id, provider_server_id, \
              extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
          FROM user_machines WHERE {which}"
     );
     let found = rows(client, &sql, &[]).await?;
-    let live = |row: &Row| Live {
+    let live = |row: &Row| ExpectedServer {
         machine: MachineId(row.get(0)),
         server: row.get(1),
         silent_for: Duration::try_from_secs_f64(row.get::<_, f64>(2).max(0.0)).unwrap_or_default(),
@@ -123,7 +123,7 @@ pub async fn came_back(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn missing(client: &impl GenericClient, live: &Live) -> Result<Duration, DbError> {
+pub async fn missing(client: &impl GenericClient, live: &ExpectedServer) -> Result<Duration, DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
                RETURNING extract(epoch FROM clock_timestamp() - server_missing_since)::float8";

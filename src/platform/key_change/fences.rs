@@ -25,7 +25,7 @@ const SLOT_TIMEOUT: Duration = Duration::from_secs(10);
 const SLOTS_AT_ONCE: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Progress {
+pub enum FenceProgress {
     /// Some slots remain for the next pass.
     Some,
     Done,
@@ -35,18 +35,18 @@ pub enum Progress {
 ///
 /// # Errors
 /// [`ChangeError`]; finished slots stay finished.
-pub async fn sign_again(platform: &Platform) -> Result<Progress, ChangeError> {
+pub async fn sign_again(platform: &Platform) -> Result<FenceProgress, ChangeError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
     let state = platform_keys::state(&session, key).await?;
     if state.has_signed_fences {
-        return Ok(Progress::Done);
+        return Ok(FenceProgress::Done);
     }
     let mut before = state.fences_after;
     let slots = platform_keys::slots_after(&session, before.as_ref(), BATCH).await?;
     if slots.is_empty() {
         platform_keys::finish_fences(&session, key, before.as_ref()).await?;
-        return Ok(Progress::Done);
+        return Ok(FenceProgress::Done);
     }
     drop(session);
     let mut signed = stream::iter(slots)
@@ -62,7 +62,7 @@ pub async fn sign_again(platform: &Platform) -> Result<Progress, ChangeError> {
             break;
         }
     }
-    Ok(Progress::Some)
+    Ok(FenceProgress::Some)
 }
 
 async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Result<(), ChangeError> {

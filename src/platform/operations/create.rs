@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::held::Held;
-use super::step::{Answer, Record, StepError};
-use super::{Place, Step};
+use super::step::{StepOutcome, Record, StepError};
+use super::{StepPoint, Step};
 use crate::http::problem::chain;
 use crate::http::proof::ProofKeys;
 use crate::machine::id::MachineId;
@@ -36,66 +36,66 @@ pub const EPOCH_LABEL: &str = "svc-epoch";
 /// Key of an operation's facts: the number of locations without capacity.
 const LOCATIONS_TRIED: &str = "locationsTried";
 /// Interval between lookups of a server whose create request has an unknown outcome.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
-const SLOWEST_LOOK: Duration = Duration::from_secs(15);
+const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_LOOKUP_INTERVAL: Duration = Duration::from_secs(15);
 /// Longer than the adapter's own deadline and retries.
-const CREATE_DEADLINE: Duration = Duration::from_secs(45);
+const CREATE_TIMEOUT: Duration = Duration::from_secs(45);
 
-pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
+pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     let platform = held.platform;
     if machine.create_ordered_at.is_some() {
         if let Some(found) = find(platform, &machine).await? {
-            return Ok(adopted(&found));
+            return Ok(adopt(&found));
         }
         let session = platform.db.session().await?;
         let since = db::machines::since_order(&session, machine.id).await?;
         let left = platform.config.provider.ambiguous_wait.saturating_sub(since);
         if !left.is_zero() {
-            return Ok(Answer::wait(left.min(LOOK_AGAIN)));
+            return Ok(StepOutcome::wait(left.min(LOOKUP_INTERVAL)));
         }
     }
     let session = platform.db.session().await?;
     let keys = db::keys::public(&session, db::keys::PROOF).await?;
     drop(session);
-    let order = order(platform, &machine, &keys).await?;
-    held.order_sent().await?;
-    held.pass(Step::CreateServer, Place::Ordered)?;
-    let sent = tokio::time::timeout(CREATE_DEADLINE, platform.provider.create(&order)).await;
-    let Ok(answer) = sent else { return Ok(Answer::wait(LOOK_AGAIN)) };
+    let order = build_order(platform, &machine, &keys).await?;
+    held.record_create_sent().await?;
+    held.hit_fail_point(Step::CreateServer, StepPoint::Ordered)?;
+    let sent = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
+    let Ok(answer) = sent else { return Ok(StepOutcome::wait(LOOKUP_INTERVAL)) };
     match answer {
-        Ok(created) => Ok(accepted("created", &created.server, &created.actions)),
-        Err(error) => settle(held, &machine, error).await,
+        Ok(created) => Ok(record_server("created", &created.server, &created.actions)),
+        Err(error) => handle_create_error(held, &machine, error).await,
     }
 }
 
 /// After a failed create request: looks up the server and decides whether to retry.
-async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
+async fn handle_create_error(held: &HeldOperation<'_>, machine: &MachineRow, error: ProviderError) -> Result<StepOutcome, StepError> {
     match error.kind() {
         ErrorKind::Ambiguous => {
             tracing::warn!(machine = %machine.id, error = %chain(&error),
                 "a create request has an unknown outcome");
-            Ok(Answer::wait(Duration::ZERO))
+            Ok(StepOutcome::wait(Duration::ZERO))
         }
         ErrorKind::Conflict => match find(held.platform, machine).await? {
-            Some(found) => Ok(adopted(&found)),
+            Some(found) => Ok(adopt(&found)),
             None => Err(StepError::from(error)),
         },
-        ErrorKind::Account if error.is_without_capacity() => elsewhere(held, machine, error).await,
+        ErrorKind::Account if error.is_without_capacity() => continue_in_next_location(held, machine, error).await,
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
-            held.order_refused().await?;
+            held.record_create_refused().await?;
             Err(StepError::from(error))
         }
     }
 }
 
 /// Continues with the next location. After a full round, the locations are retried with a growing pause.
-async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
+async fn continue_in_next_location(held: &HeldOperation<'_>, machine: &MachineRow, error: ProviderError) -> Result<StepOutcome, StepError> {
     let from = &machine.location;
     let what =
         format!("location {from} has no capacity for server type {} ({})", machine.server_type, error.code());
     let Some(next) = machine.fallback_locations.first() else {
-        held.order_refused().await?;
+        held.record_create_refused().await?;
         return Err(StepError::transient(what, error));
     };
     tracing::warn!(machine = %machine.id, %from, to = %next, server_type = %machine.server_type, code = error.code(),
@@ -104,22 +104,22 @@ async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) 
     let tried = facts.get(LOCATIONS_TRIED).and_then(Value::as_u64).unwrap_or(0) + 1;
     if tried > machine.fallback_locations.len() as u64 {
         let what = format!("{what}, nor does any other location; {next} is next");
-        held.next_location(&what).await?;
+        held.move_to_next_location(&what).await?;
         return Err(StepError::transient(what, error));
     }
-    held.next_location(&format!("{what}: {next} is tried now")).await?;
+    held.move_to_next_location(&format!("{what}: {next} is tried now")).await?;
     facts.insert(LOCATIONS_TRIED.to_owned(), json!(tried));
-    Ok(Answer::Wait { again_in: Duration::ZERO, facts: Some(facts) })
+    Ok(StepOutcome::Wait { again_in: Duration::ZERO, facts: Some(facts) })
 }
 
-fn adopted(server: &Server) -> Answer {
-    accepted("adopted", server, &[])
+fn adopt(server: &Server) -> StepOutcome {
+    record_server("adopted", server, &[])
 }
 
-fn accepted(note: &'static str, server: &Server, actions: &[ActionId]) -> Answer {
+fn record_server(note: &'static str, server: &Server, actions: &[ActionId]) -> StepOutcome {
     let actions = actions.iter().map(|action| action.0).collect();
     let record = Record::CreateAccepted { server: server.id.0, address: server.public_ipv4, actions };
-    Answer::Done { note: Some(note.into()), record }
+    StepOutcome::Done { note: Some(note.into()), record }
 }
 
 /// Checks the provider's actions that create and start the server. Returns the delay until the next check, or `None`
@@ -127,14 +127,14 @@ fn accepted(note: &'static str, server: &Server, actions: &[ActionId]) -> Answer
 ///
 /// # Errors
 /// [`StepError`]; permanent if an action failed, since no host will register.
-pub async fn look_at_actions(held: &Held<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
+pub async fn check_actions(held: &HeldOperation<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
     let session = held.platform.db.session().await?;
     let actions = machine_server::create_actions(&session, machine).await?;
     drop(session);
     let Some(action) = actions.first() else { return Ok(None) };
-    let look_again = (held.step_age().await? / 4).clamp(LOOK_AGAIN, SLOWEST_LOOK);
+    let next_check = (held.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL);
     match held.platform.provider.action(ActionId(*action)).await.map(|action| action.status) {
-        Ok(ActionStatus::Running) => Ok(Some(look_again)),
+        Ok(ActionStatus::Running) => Ok(Some(next_check)),
         Ok(ActionStatus::Error { code, message }) => {
             let what = "the provider could not start its server";
             let cause = Cause::Answer { status: 200, code, message };
@@ -142,7 +142,7 @@ pub async fn look_at_actions(held: &Held<'_>, machine: MachineId) -> Result<Opti
         }
         Err(error) if error.kind() != ErrorKind::NotFound => {
             tracing::debug!(%machine, error = %chain(&error), "cannot read the provider's create action");
-            Ok(Some(look_again))
+            Ok(Some(next_check))
         }
         Ok(ActionStatus::Success) | Err(_) => {
             let session = held.platform.db.session().await?;
@@ -168,7 +168,7 @@ fn selector(machine: MachineId) -> String {
     format!("{MACHINE_LABEL}={machine}")
 }
 
-async fn order(
+async fn build_order(
     platform: &Platform,
     machine: &MachineRow,
     keys: &ProofKeys,
@@ -177,7 +177,7 @@ async fn order(
     let store = platform.host_store.access(machine, Grant::Working).await;
     let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
-        .map_err(|error| StepError::permanent("there is no user-data for it", error))?;
+        .map_err(|error| StepError::permanent("cannot render user-data", error))?;
     let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));
     let labels = BTreeMap::from([
         (MACHINE_LABEL.to_owned(), machine.id.to_string()),

@@ -6,41 +6,41 @@
 use std::time::Duration;
 
 use super::held::Held;
-use super::step::{Answer, StepError};
+use super::step::{StepOutcome, StepError};
 use super::{create, later_holder};
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::ServerId;
 
-const POLL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Deletes the server of this operation's machine.
-pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
+pub async fn own(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     if !is_discard_confirmed(held, &machine).await? {
         let serves = later_holder::serves_unknown_to_database(held.platform, &machine).await;
         if serves.map_err(|error| StepError::transient("cannot read the fence of the slot", error))? {
-            held.keep_after_all(machine.id).await?;
+            held.mark_kept(machine.id).await?;
             let note = "the store says that it got its slot back or has served, which this database does not know: its server \
                         is kept until an operator discards it";
-            return Ok(Answer::Fail { code: later_holder::BEHIND_STORE, note });
+            return Ok(StepOutcome::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
     // The fate of its data is undecided.
     let is_undecided = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
         && machine.discard_ordered_at.is_none();
-    if is_undecided && held.finds_server_again(&machine).await? {
-        held.unsaved(machine.id).await?;
+    if is_undecided && held.finds_server(&machine).await? {
+        held.mark_unsaved(machine.id).await?;
         let note = "the provider has its server after all, and no last backup of it exists: it is kept until an operator discards it";
-        return Ok(Answer::Fail { code: "server_found", note });
+        return Ok(StepOutcome::Fail { code: "server_found", note });
     }
-    Ok(if is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
+    Ok(if is_gone(held, &machine).await? { StepOutcome::done() } else { StepOutcome::wait(POLL_INTERVAL) })
 }
 
 /// Whether an operator discarded the server after it was kept because of the store's fence. An earlier order may be
 /// outdated, as the database may be.
-async fn is_discard_confirmed(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+async fn is_discard_confirmed(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
     let session = held.platform.db.session().await?;
     let kept_at = db::operations::last_failed(&session, machine.id, later_holder::BEHIND_STORE).await?;
@@ -48,7 +48,7 @@ async fn is_discard_confirmed(held: &Held<'_>, machine: &MachineRow) -> Result<b
 }
 
 /// Deletes the server of one machine; `false` while one may still appear.
-pub async fn is_gone(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+pub async fn is_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = held.platform;
     let session = platform.db.session().await?;
     if db::leases::lease_lingers(&session, machine.id, held.operation.id).await? {

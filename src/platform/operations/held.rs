@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use super::step::StepError;
-use super::{OperationKind, Place, Step, point};
+use super::{OperationKind, StepPoint, Step, point};
 use crate::failpoint;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{CreationFailure, Event};
@@ -19,7 +19,7 @@ use crate::platform::db::{self, DbError};
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
 use crate::provider::ServerId;
 
-pub struct Held<'a> {
+pub struct HeldOperation<'a> {
     pub platform: &'a Platform,
     pub operation: &'a OperationRow,
     pub kind: OperationKind,
@@ -27,7 +27,7 @@ pub struct Held<'a> {
     pub owner: Uuid,
 }
 
-impl Held<'_> {
+impl HeldOperation<'_> {
     pub async fn machine(&self) -> Result<MachineRow, DbError> {
         let session = self.platform.db.session().await?;
         let found = db::machines::get(&session, self.operation.machine).await?;
@@ -38,44 +38,44 @@ impl Held<'_> {
         self.operation.facts.as_object().cloned().unwrap_or_default()
     }
 
-    pub fn pass(&self, step: Step, place: Place) -> Result<(), StepError> {
+    pub fn hit_fail_point(&self, step: Step, place: StepPoint) -> Result<(), StepError> {
         Ok(failpoint::pass(&point(self.kind, step, place))?)
     }
 
     /// Records, under the lease, that a create request is about to be sent.
-    pub async fn order_sent(&self) -> Result<(), StepError> {
-        self.under_lease(Note::OrderSent).await
+    pub async fn record_create_sent(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::CreateSent).await
     }
 
     /// Records, under the lease, that the create request had no effect.
-    pub async fn order_refused(&self) -> Result<(), StepError> {
-        self.under_lease(Note::OrderRefused).await
+    pub async fn record_create_refused(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::CreateRefused).await
     }
 
     /// Records, under the lease, that the create request had no effect, and selects the machine's next location.
-    pub async fn next_location(&self, why: &str) -> Result<(), StepError> {
-        self.under_lease(Note::NextLocation(why.to_owned())).await
+    pub async fn move_to_next_location(&self, why: &str) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::NextLocation(why.to_owned())).await
     }
 
     /// Records, under the lease, that the power is about to be switched on.
-    pub async fn power_ordered(&self) -> Result<(), StepError> {
-        self.under_lease(Note::PowerOrdered).await
+    pub async fn record_power_order(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::PowerOrdered).await
     }
 
     /// Records, under the lease, that the server of a machine that left its slot is about to be switched off.
-    pub async fn power_off_ordered(&self, machine: MachineId) -> Result<(), StepError> {
-        self.under_lease(Note::PowerOffOrdered(machine)).await
+    pub async fn record_power_off_order(&self, machine: MachineId) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::PowerOffOrdered(machine)).await
     }
 
     /// Records, under the lease, that the machine should be on again.
-    pub async fn powered_on(&self) -> Result<(), StepError> {
-        self.under_lease(Note::PoweredOn).await
+    pub async fn clear_powered_off(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::PoweredOn).await
     }
 
     /// Records, under the lease, that the machine's server is kept: it serves, although this database does not know
     /// it.
-    pub async fn keep_after_all(&self, machine: MachineId) -> Result<(), StepError> {
-        self.under_lease(Note::KeptAfterAll(machine)).await
+    pub async fn mark_kept(&self, machine: MachineId) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::Kept(machine)).await
     }
 
     /// Looks up the server of a machine that failed because it was gone. If the provider has it, the machine counts
@@ -83,31 +83,31 @@ impl Held<'_> {
     ///
     /// # Errors
     /// [`StepError`].
-    pub async fn finds_server_again(&self, machine: &MachineRow) -> Result<bool, StepError> {
+    pub async fn finds_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
         let may_be_found = machine.has_lost_server() && machine.may_have_server();
         let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
         if self.platform.provider.get(ServerId(server)).await?.is_none() {
             return Ok(false);
         }
         let failed_at = (self.operation.step.as_str(), "the provider has its server after all");
-        fail(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
+        apply_event(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
         db::servers::seen(&self.platform.db.session().await?, &[server]).await?;
         Ok(true)
     }
 
     /// Records, under the lease, that the machine's server holds data that no snapshot does.
-    pub async fn unsaved(&self, machine: MachineId) -> Result<(), StepError> {
-        self.under_lease(Note::Unsaved(machine)).await
+    pub async fn mark_unsaved(&self, machine: MachineId) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::Unsaved(machine)).await
     }
 
     /// Records, under the lease, a snapshot that is newer than the one that the machine is restored from.
-    pub async fn not_restored(&self, key: String) -> Result<(), StepError> {
-        self.under_lease(Note::NotRestored(key)).await
+    pub async fn record_unrestored(&self, key: String) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::Unrestored(key)).await
     }
 
     /// Raises the machine's epoch to at least the one in the store.
     pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
-        self.under_lease(Note::EpochRaised(epoch)).await
+        self.write_under_lease(LeasedWrite::EpochRaised(epoch)).await
     }
 
     /// The earlier operation that stopped the writers of this machine.
@@ -122,7 +122,7 @@ impl Held<'_> {
         db::servers::now(&session).await
     }
 
-    async fn under_lease(&self, note: Note) -> Result<(), StepError> {
+    async fn write_under_lease(&self, write: LeasedWrite) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         let lease = self.platform.config.timing.lease;
@@ -132,35 +132,35 @@ impl Held<'_> {
             return Err(StepError::Lost);
         }
         let machine = self.operation.machine;
-        match note {
-            Note::OrderSent => db::machine_changes::order_sent(&tx, machine).await?,
-            Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
-            Note::PowerOrdered => db::machine_server::power_ordered(&tx, machine).await?,
-            Note::PowerOffOrdered(leaving) => db::machine_server::power_off_ordered(&tx, leaving).await?,
-            Note::NextLocation(why) => {
+        match write {
+            LeasedWrite::CreateSent => db::machine_changes::order_sent(&tx, machine).await?,
+            LeasedWrite::CreateRefused => db::machine_changes::order_refused(&tx, machine).await?,
+            LeasedWrite::PowerOrdered => db::machine_server::power_ordered(&tx, machine).await?,
+            LeasedWrite::PowerOffOrdered(leaving) => db::machine_server::power_off_ordered(&tx, leaving).await?,
+            LeasedWrite::NextLocation(why) => {
                 db::machine_server::next_location(&tx, machine).await?;
                 let (id, step) = (self.operation.id, &self.operation.step);
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
-            Note::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
-            Note::NotRestored(key) => db::machine_changes::not_restored(&tx, machine, &key).await?,
-            Note::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
-            Note::KeptAfterAll(machine) => db::machine_changes::keep_after_all(&tx, machine).await?,
-            Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
+            LeasedWrite::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
+            LeasedWrite::Unrestored(key) => db::machine_changes::not_restored(&tx, machine, &key).await?,
+            LeasedWrite::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
+            LeasedWrite::Kept(machine) => db::machine_changes::keep_after_all(&tx, machine).await?,
+            LeasedWrite::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
         Ok(db::commit(tx).await?)
     }
 
     /// Fails the machine because its registration expired.
-    pub async fn expire(&self) -> Result<(), StepError> {
-        expire(self.platform, self.operation.machine).await?;
+    pub async fn expire_registration(&self) -> Result<(), StepError> {
+        expire_registration(self.platform, self.operation.machine).await?;
         Ok(())
     }
 
     /// Fails the machine because retries cannot help.
-    pub async fn give_up(&self, why: CreationFailure, stage: &str, message: &str) -> Result<(), DbError> {
+    pub async fn fail_creation(&self, why: CreationFailure, stage: &str, message: &str) -> Result<(), DbError> {
         let machine = self.operation.machine;
-        fail(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
+        apply_event(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
     }
 
     /// Age of the operation, by the database's clock.
@@ -213,29 +213,29 @@ impl Held<'_> {
     }
 }
 
-enum Note {
-    OrderSent,
-    OrderRefused,
+enum LeasedWrite {
+    CreateSent,
+    CreateRefused,
     NextLocation(String),
     PowerOrdered,
     PowerOffOrdered(MachineId),
     PoweredOn,
     EpochRaised(Epoch),
-    KeptAfterAll(MachineId),
+    Kept(MachineId),
     Unsaved(MachineId),
-    NotRestored(String),
+    Unrestored(String),
 }
 
 /// Fails a machine whose registration expired, unless it has registered in the meantime.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn expire(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
+pub async fn expire_registration(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
     let message = "the host did not register in time";
-    fail(platform, machine, &Event::RegistrationExpired, ("register", message)).await
+    apply_event(platform, machine, &Event::RegistrationExpired, ("register", message)).await
 }
 
-async fn fail(
+async fn apply_event(
     platform: &Platform,
     machine: MachineId,
     event: &Event,

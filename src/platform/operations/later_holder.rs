@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::held::Held;
-use super::step::{Answer, Question, StepError};
+use super::step::{StepOutcome, Question, StepError};
 use super::{OperationKind, Step};
 use crate::http::problem::{Problem, chain};
 use crate::machine::epoch::Epoch;
@@ -33,7 +33,7 @@ pub const UNVERIFIED_FENCE: &str = "unverified_fence";
 pub const CONFIRMED: &str = "outdatedDeletionConfirmed";
 
 /// Delay before an unavailable store is called again.
-const LOOK_AGAIN: Duration = Duration::from_secs(2);
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 /// Timeout of one pointer read. A longer one would let a hanging store block callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -46,7 +46,7 @@ pub struct LaterHolder {
 
 /// What a slot's fence claims beyond the database.
 #[derive(Debug, Clone, Copy)]
-pub enum Beyond {
+pub enum FenceClaim {
     Nothing,
     /// The platform gave the slot to this machine.
     Holder(LaterHolder),
@@ -55,7 +55,7 @@ pub enum Beyond {
     Unverified(LaterHolder),
 }
 
-impl Beyond {
+impl FenceClaim {
     /// The proven holder.
     pub fn holder(self) -> Option<LaterHolder> {
         if let Self::Holder(holder) = self { Some(holder) } else { None }
@@ -97,41 +97,41 @@ pub async fn find(
     db: &Db,
     user: &IdpUserId,
     slot: &Slot,
-) -> Result<Beyond, LookupError> {
-    let Some(pointer) = read(platform, &SlotPrefix::new(user, slot)).await? else {
-        return Ok(Beyond::Nothing);
+) -> Result<FenceClaim, LookupError> {
+    let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else {
+        return Ok(FenceClaim::Nothing);
     };
-    Ok(of_pointer(platform, db, (user, slot), &pointer).await?)
+    Ok(claim_of_pointer(platform, db, (user, slot), &pointer).await?)
 }
 
-async fn read(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
+async fn read_pointer(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
     let read = pointer_io::read(&platform.bucket, slot);
     let read = platform.bucket.within(&slot.pointer(), READ_TIMEOUT, read).await?;
     Ok(read.map(|read| read.value))
 }
 
-async fn of_pointer(
+async fn claim_of_pointer(
     platform: &Platform,
     db: &Db,
     (user, slot): (&IdpUserId, &Slot),
     pointer: &Pointer,
-) -> Result<Beyond, DbError> {
+) -> Result<FenceClaim, DbError> {
     let signed = pointer.fence_machine_id.zip(pointer.fence_proof.as_ref());
-    let Some((machine, proof)) = signed else { return Ok(Beyond::Nothing) };
+    let Some((machine, proof)) = signed else { return Ok(FenceClaim::Nothing) };
     let epoch = pointer.fence_epoch;
     let session = db.session().await?;
     let known = db::machines::get(&session, machine).await?;
     if known.is_some_and(|known| known.epoch >= epoch) {
-        return Ok(Beyond::Nothing);
+        return Ok(FenceClaim::Nothing);
     }
     let holder = LaterHolder { machine, epoch };
     if platform.mint.has_signed_fence(&SlotPrefix::new(user, slot), epoch, machine, proof) {
-        return Ok(Beyond::Holder(holder));
+        return Ok(FenceClaim::Holder(holder));
     }
     // No machine of the slot has had such an epoch: only a dishonest host writes it.
     let highest = db::machines::highest_epoch(&session, user, slot).await?;
-    let is_believed = epoch <= highest.max_plausible();
-    Ok(if is_believed { Beyond::Unverified(holder) } else { Beyond::Nothing })
+    let is_plausible = epoch <= highest.max_plausible();
+    Ok(if is_plausible { FenceClaim::Unverified(holder) } else { FenceClaim::Nothing })
 }
 
 /// What to do with an operation if the store knows a later holder.
@@ -151,7 +151,7 @@ enum Decision {
 
 /// The machine of an operation.
 #[derive(Debug, Clone, Copy)]
-struct Subject {
+struct OperationSubject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
@@ -159,7 +159,7 @@ struct Subject {
     is_deletion_confirmed: bool,
 }
 
-fn decide(kind: OperationKind, of: Subject, holder: LaterHolder) -> Decision {
+fn decide(kind: OperationKind, of: OperationSubject, holder: LaterHolder) -> Decision {
     let is_own = holder.machine == of.machine;
     match kind {
         OperationKind::Delete if is_own && !of.is_deletion_confirmed => Decision::AskWhetherToDelete,
@@ -182,7 +182,7 @@ fn decide(kind: OperationKind, of: Subject, holder: LaterHolder) -> Decision {
 
 /// Whether an unverified fence makes an operation wait for an operator. The machine that it names may be forged, so
 /// it has no other effect.
-fn is_in_doubt(kind: OperationKind, step: Step, of: Subject, named: LaterHolder) -> bool {
+fn needs_decision(kind: OperationKind, step: Step, of: OperationSubject, named: LaterHolder) -> bool {
     let is_other = named.machine != of.machine;
     match kind {
         OperationKind::Delete => true,
@@ -212,7 +212,7 @@ fn is_checked(kind: OperationKind, step: Step) -> bool {
 ///
 /// # Errors
 /// [`StepError`].
-pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepError> {
+pub async fn check_step(held: &HeldOperation<'_>, step: Step) -> Result<Option<StepOutcome>, StepError> {
     if !is_checked(held.kind, step) {
         return Ok(None);
     }
@@ -220,11 +220,11 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
     let found = match find(held.platform, &held.platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
         // The step that needs the pointer reports the damage.
-        Err(LookupError::Store(StoreError::Corrupt { .. })) => Beyond::Nothing,
+        Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         // An unavailable store does not fail a long wait: the next check, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
             tracing::debug!(error = %chain(&error), "cannot read the fence of the slot");
-            Beyond::Nothing
+            FenceClaim::Nothing
         }
         Err(error) if step == Step::LastBackup => {
             tracing::info!(error = %chain(&error), "cannot read the fence of the slot; retrying");
@@ -233,31 +233,31 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
                 LookupError::Db(_) => ("database_unavailable", "database"),
             };
             let why = format!("the {source} does not answer: it is not known who holds the slot");
-            return Ok(Some(Answer::wait_for(LOOK_AGAIN, code, why)));
+            return Ok(Some(StepOutcome::wait_for(RETRY_INTERVAL, code, why)));
         }
         Err(error) => return Err(StepError::transient("cannot read the fence of the slot", error)),
     };
-    let subject = Subject {
+    let subject = OperationSubject {
         machine: machine.id,
         epoch: machine.epoch,
         is_registered: machine.registered_at.is_some(),
         is_deletion_confirmed: held.facts().contains_key(CONFIRMED),
     };
     match found {
-        Beyond::Nothing => Ok(None),
-        Beyond::Unverified(named) => Ok(ask_in_doubt(held, step, (&machine, subject), named).await),
-        Beyond::Holder(holder) => act(held, (&machine, subject), holder).await,
+        FenceClaim::Nothing => Ok(None),
+        FenceClaim::Unverified(named) => Ok(ask_about_fence(held, step, (&machine, subject), named).await),
+        FenceClaim::Holder(holder) => apply_decision(held, (&machine, subject), holder).await,
     }
 }
 
 /// Asks an operator about a fence that no current key verifies.
-async fn ask_in_doubt(
-    held: &Held<'_>,
+async fn ask_about_fence(
+    held: &HeldOperation<'_>,
     step: Step,
-    (machine, subject): (&MachineRow, Subject),
+    (machine, subject): (&MachineRow, OperationSubject),
     named: LaterHolder,
-) -> Option<Answer> {
-    if held.operation.options.disregard_fence || !is_in_doubt(held.kind, step, subject, named) {
+) -> Option<StepOutcome> {
+    if held.operation.options.disregard_fence || !needs_decision(held.kind, step, subject, named) {
         return None;
     }
     warn_unverified(held.platform, machine, named).await;
@@ -268,7 +268,7 @@ async fn ask_in_doubt(
          --accept-loss` disregards it.",
         unverified(named)
     );
-    Some(Answer::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
+    Some(StepOutcome::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
 }
 
 /// Describes an unverified fence, and what to check.
@@ -281,11 +281,11 @@ pub fn unverified(named: LaterHolder) -> String {
     )
 }
 
-async fn act(
-    held: &Held<'_>,
-    (machine, subject): (&MachineRow, Subject),
+async fn apply_decision(
+    held: &HeldOperation<'_>,
+    (machine, subject): (&MachineRow, OperationSubject),
     holder: LaterHolder,
-) -> Result<Option<Answer>, StepError> {
+) -> Result<Option<StepOutcome>, StepError> {
     let decision = decide(held.kind, subject, holder);
     if !matches!(decision, Decision::Nothing | Decision::RaiseEpoch) {
         warn(held.platform, machine, holder).await;
@@ -304,7 +304,7 @@ async fn act(
                  {operation} --accept-loss` deletes it again.",
                 machine.id, holder.epoch
             );
-            Ok(Some(Answer::Ask(Question {
+            Ok(Some(StepOutcome::Ask(Question {
                 code: BEHIND_STORE,
                 detail,
                 snapshot: None,
@@ -319,7 +319,7 @@ async fn act(
         Decision::EndOperation => {
             let note = "the store says that another machine holds the slot, which this database does not know: \
                         `svcctl recover` with `--accept-loss` replaces both machines";
-            Ok(Some(Answer::Fail { code: BEHIND_STORE, note }))
+            Ok(Some(StepOutcome::Fail { code: BEHIND_STORE, note }))
         }
     }
 }
@@ -334,11 +334,11 @@ pub async fn serves_unknown_to_database(
     machine: &MachineRow,
 ) -> Result<bool, LookupError> {
     let (user, slot) = (&machine.user, &machine.slot);
-    let Some(pointer) = read(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
-    let beyond = of_pointer(platform, &platform.db, (user, slot), &pointer).await?;
-    let own = beyond.any().filter(|named| named.machine == machine.id);
-    match (beyond, own) {
-        (Beyond::Unverified(_), Some(named)) => warn_unverified(platform, machine, named).await,
+    let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
+    let claim = claim_of_pointer(platform, &platform.db, (user, slot), &pointer).await?;
+    let own = claim.any().filter(|named| named.machine == machine.id);
+    match (claim, own) {
+        (FenceClaim::Unverified(_), Some(named)) => warn_unverified(platform, machine, named).await,
         (_, Some(holder)) => warn(platform, machine, holder).await,
         (_, None) => {}
     }
@@ -371,7 +371,7 @@ mod tests {
     #[test]
     fn decide_stops_outdated_operations() {
         let (own, other) = (MachineId::new(), MachineId::new());
-        let subject = |is_registered, is_deletion_confirmed| Subject {
+        let subject = |is_registered, is_deletion_confirmed| OperationSubject {
             machine: own,
             epoch: Epoch(5),
             is_registered,
@@ -406,7 +406,7 @@ mod tests {
     #[test]
     fn unverified_fence_makes_operations_wait() {
         let (own, other) = (MachineId::new(), MachineId::new());
-        let of = |is_registered| Subject {
+        let of = |is_registered| OperationSubject {
             machine: own,
             epoch: Epoch(5),
             is_registered,
@@ -427,9 +427,9 @@ mod tests {
             (OperationKind::PowerOff, true, named(other, 6), false),
         ] {
             let step = Step::Fence;
-            assert_eq!(is_in_doubt(kind, step, of(is_registered), named), expected, "{kind:?} {named:?}");
+            assert_eq!(needs_decision(kind, step, of(is_registered), named), expected, "{kind:?} {named:?}");
         }
-        let boots = is_in_doubt(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
+        let boots = needs_decision(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
         assert!(!boots, "an old host must not stop its successor");
     }
 

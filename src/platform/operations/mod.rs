@@ -278,7 +278,7 @@ impl FromStr for Step {
 
 /// Fail points within a step. `Before`: stored and not started. `After`: it has ended, and its outcome is not stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum StepPoint {
     Before,
     After,
     /// The order is recorded and not yet sent; for steps whose order must not be repeated unnoticed.
@@ -287,7 +287,7 @@ pub enum Place {
     Settled,
 }
 
-impl Place {
+impl StepPoint {
     fn as_str(self) -> &'static str {
         match self {
             Self::Before => "before",
@@ -308,13 +308,13 @@ impl Place {
 }
 
 /// The fail point of a place.
-pub fn point(kind: OperationKind, step: Step, place: Place) -> String {
+pub fn point(kind: OperationKind, step: Step, place: StepPoint) -> String {
     format!("operations.{}.{}.{}", kind.as_str(), step.as_str(), place.as_str())
 }
 
 /// Every fail point of an operation, so that tests can cover them all.
 pub fn points(kind: OperationKind) -> Vec<String> {
-    let places = |step: Step| Place::all_of(step).iter().map(move |place| point(kind, step, *place));
+    let places = |step: Step| StepPoint::all_of(step).iter().map(move |place| point(kind, step, *place));
     kind.steps().iter().flat_map(|step| places(*step)).collect()
 }
 
@@ -339,8 +339,8 @@ mod tests {
             assert_eq!(kind.as_str().parse(), Ok(kind));
             for step in kind.steps() {
                 assert_eq!(step.as_str().parse(), Ok(*step));
-                assert!(points(kind).contains(&point(kind, *step, Place::Before)));
-                assert!(points(kind).contains(&point(kind, *step, Place::After)));
+                assert!(points(kind).contains(&point(kind, *step, StepPoint::Before)));
+                assert!(points(kind).contains(&point(kind, *step, StepPoint::After)));
             }
         }
         assert!(

@@ -9,15 +9,15 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::held::Held;
-use super::step::{Answer, Question, Record, StepError};
+use super::step::{StepOutcome, Question, Record, StepError};
 use super::{OperationKind, delete, resize};
 use crate::http::problem::chain;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
 
-const POLL: Duration = Duration::from_millis(500);
-const SHUTDOWN_ASKED: &str = "shutdownAsked";
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const SHUTDOWN_REQUESTED: &str = "shutdownAsked";
 /// The age of the step, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
 /// A power cut that has not switched the server off is repeated after this time.
@@ -25,13 +25,13 @@ const POWER_CUT_RETRY: Duration = Duration::from_secs(30);
 /// The provider has reported the server missing once.
 const ABSENT: &str = "absent";
 /// Time between the two reports that confirm a missing server.
-const CONFIRM_ABSENT: Duration = Duration::from_secs(2);
+const CONFIRM_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The machine that leaves service; `None` if no machine of the slot ever served.
 ///
 /// # Errors
 /// [`StepError`].
-pub async fn leaving(held: &Held<'_>) -> Result<Option<MachineRow>, StepError> {
+pub async fn leaving_machine(held: &HeldOperation<'_>) -> Result<Option<MachineRow>, StepError> {
     let machine = held.machine().await?;
     if held.kind == OperationKind::Delete {
         return Ok(machine.registered_at.is_some().then_some(machine));
@@ -41,47 +41,47 @@ pub async fn leaving(held: &Held<'_>) -> Result<Option<MachineRow>, StepError> {
 }
 
 /// Switches the server off: requests a shutdown, then cuts the power.
-pub async fn power_off(held: &Held<'_>) -> Result<Answer, StepError> {
+pub async fn power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let answer = try_power_off(held).await?;
     let options = held.operation.options;
     match answer {
         // If the server seems gone, the reconciler checks once more after its retention would have ended.
-        Answer::Done { note, record: Record::Nothing }
+        StepOutcome::Done { note, record: Record::Nothing }
             if held.kind == OperationKind::Delete
                 && options.now
                 && (options.accept_loss || !held.machine().await?.has_lost_server()) =>
         {
-            Ok(Answer::Done { note, record: Record::Released { machine: held.operation.machine } })
+            Ok(StepOutcome::Done { note, record: Record::Released { machine: held.operation.machine } })
         }
         other => Ok(other),
     }
 }
 
-async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
-    let Some(machine) = leaving(held).await? else {
-        return Ok(Answer::done_noting("no earlier machine has served"));
+async fn try_power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+    let Some(machine) = leaving_machine(held).await? else {
+        return Ok(StepOutcome::done_noting("no earlier machine has served"));
     };
     let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
-        return Ok(Answer::done_noting("the earlier machine has no server"));
+        return Ok(StepOutcome::done_noting("the earlier machine has no server"));
     };
     let age = held.step_age().await?;
     let timing = &held.platform.config.timing;
     let shutdown = timing.resize_shutdown;
     if age >= shutdown + timing.power_off_retry {
-        return Ok(Answer::done_noting(
+        return Ok(StepOutcome::done_noting(
             "the provider did not switch the server off; the fence protects the data",
         ));
     }
-    held.power_off_ordered(machine.id).await?;
+    held.record_power_off_order(machine.id).await?;
     match switch_off(held, ServerId(id), age).await {
         Ok(Some(answer)) => Ok(answer),
-        Ok(None) => Ok(gone(held, &machine)),
+        Ok(None) => Ok(confirm_gone(held, &machine)),
         // A provider error does not block the slot's new machine.
         Err(error) => {
             tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot switch a server off yet");
-            let said = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no answer");
-            let why = format!("the provider does not switch the server off: {said}");
-            Ok(Answer::wait_for(resize::soon(age).max(POLL), "provider_error", why))
+            let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no answer");
+            let why = format!("the provider does not switch the server off: {code}");
+            Ok(StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why))
         }
     }
 }
@@ -89,35 +89,35 @@ async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
 /// Requests a shutdown, or cuts the power once that is overdue; `None` if the provider has no such server. The
 /// polling interval grows with the age of the step: all machines share the provider's rate limit.
 pub(super) async fn switch_off(
-    held: &Held<'_>,
+    held: &HeldOperation<'_>,
     id: ServerId,
     age: Duration,
-) -> Result<Option<Answer>, ProviderError> {
+) -> Result<Option<StepOutcome>, ProviderError> {
     let provider = &held.platform.provider;
     let Some(Server { status, locked, .. }) = provider.get(id).await? else { return Ok(None) };
     if status == ServerStatus::Off {
-        return Ok(Some(Answer::done()));
+        return Ok(Some(StepOutcome::done()));
     }
     let mut facts = held.facts();
     let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| since(cut_at, age));
     if locked {
-        let again_in = resize::soon(since_cut.unwrap_or(age));
+        let again_in = resize::poll_interval(since_cut.unwrap_or(age));
         let why = "the provider has locked the server for another action";
-        return Ok(Some(Answer::wait_for(again_in, "server_locked", why)));
+        return Ok(Some(StepOutcome::wait_for(again_in, "server_locked", why)));
     }
     if age < held.platform.config.timing.resize_shutdown {
-        if !facts.contains_key(SHUTDOWN_ASKED) {
+        if !facts.contains_key(SHUTDOWN_REQUESTED) {
             provider.shutdown(id).await?;
-            facts.insert(SHUTDOWN_ASKED.to_owned(), json!(true));
+            facts.insert(SHUTDOWN_REQUESTED.to_owned(), json!(true));
         }
-        return Ok(Some(Answer::Wait { again_in: resize::soon(age), facts: Some(facts) }));
+        return Ok(Some(StepOutcome::Wait { again_in: resize::poll_interval(age), facts: Some(facts) }));
     }
     if since_cut.is_none_or(|since_cut| since_cut >= POWER_CUT_RETRY) {
         provider.power_off(id).await?;
         facts.insert(POWER_CUT_AT.to_owned(), json!(age.as_secs_f64()));
-        return Ok(Some(Answer::Wait { again_in: POLL, facts: Some(facts) }));
+        return Ok(Some(StepOutcome::Wait { again_in: POLL_INTERVAL, facts: Some(facts) }));
     }
-    Ok(Some(Answer::wait(resize::soon(since_cut.unwrap_or(age)))))
+    Ok(Some(StepOutcome::wait(resize::poll_interval(since_cut.unwrap_or(age)))))
 }
 
 fn since(cut_at: f64, age: Duration) -> Duration {
@@ -125,24 +125,24 @@ fn since(cut_at: f64, age: Duration) -> Duration {
 }
 
 /// After two reports that it is missing, a server is gone: it cannot be kept or reinstated.
-fn gone(held: &Held<'_>, machine: &MachineRow) -> Answer {
+fn confirm_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = held.facts();
     if facts.contains_key(ABSENT) {
         let note = Some("the provider no longer has its server".into());
-        return Answer::Done { note, record: Record::ServerGone { machine: machine.id } };
+        return StepOutcome::Done { note, record: Record::ServerGone { machine: machine.id } };
     }
     facts.insert(ABSENT.to_owned(), json!(true));
-    Answer::Wait { again_in: CONFIRM_ABSENT, facts: Some(facts) }
+    StepOutcome::Wait { again_in: CONFIRM_INTERVAL, facts: Some(facts) }
 }
 
 /// Keeps the predecessor's server, or deletes it first if the operator chose that.
-pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
+pub async fn delete(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let options = held.operation.options;
-    let Some(machine) = leaving(held).await?.filter(MachineRow::server_exists) else {
-        return Ok(Answer::done());
+    let Some(machine) = leaving_machine(held).await?.filter(MachineRow::server_exists) else {
+        return Ok(StepOutcome::done());
     };
     if !options.replace_first {
-        return Ok(Answer::done_noting("its server is kept until the new machine has proven itself"));
+        return Ok(StepOutcome::done_noting("its server is kept until the new machine has proven itself"));
     }
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
         let detail = format!(
@@ -152,7 +152,7 @@ pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
             operation = held.operation.id
         );
         let code = "replace_first_loses_data";
-        return Ok(Answer::Ask(Question { code, detail, snapshot: None, facts: held.facts() }));
+        return Ok(StepOutcome::Ask(Question { code, detail, snapshot: None, facts: held.facts() }));
     }
-    Ok(if delete::is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
+    Ok(if delete::is_gone(held, &machine).await? { StepOutcome::done() } else { StepOutcome::wait(POLL_INTERVAL) })
 }

@@ -24,7 +24,7 @@ use crate::platform::db::{self, DbError};
 use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
 
 /// Minimum time between passes during a burst of notifications.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
+const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs periodically until `stop`.
 pub async fn run(platform: Arc<Platform>) {
@@ -35,13 +35,13 @@ pub async fn run(platform: Arc<Platform>) {
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(every) => {}
-            () = platform.reconcile.notified() => unless_within = SHORTEST_PAUSE,
+            () = platform.reconcile.notified() => unless_within = MIN_PASS_INTERVAL,
         }
         // Each pass has a request id of its own.
         request_id::own(pass(&platform, unless_within)).await;
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(SHORTEST_PAUSE) => {}
+            () = tokio::time::sleep(MIN_PASS_INTERVAL) => {}
         }
     }
 }
@@ -53,7 +53,7 @@ async fn pass(platform: &Platform, unless_within: Duration) {
     report("unknown_operations", unknown_operations(platform).await);
     let (census, end) = servers(platform, unless_within).await;
     report("servers", end);
-    if census == Census::Taken {
+    if census == Inventory::Recorded {
         report("leftovers", leftovers(platform).await);
     }
     report("retention", retention::prune(platform).await);
@@ -98,7 +98,7 @@ async fn registrations(platform: &Platform) -> anyhow::Result<()> {
     let mut failures = Failures::default();
     for machine in expired {
         tracing::warn!(%machine, "the registration expired");
-        let expired = held::expire(platform, machine).await;
+        let expired = held::expire_registration(platform, machine).await;
         failures.note(machine, expired.map_err(Into::into));
     }
     failures.end()
@@ -182,17 +182,17 @@ async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::R
 
 /// Whether a pass has recorded the provider's servers that this database does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Census {
-    Taken,
-    NotTaken,
+pub(super) enum Inventory {
+    Recorded,
+    NotRecorded,
 }
 
 /// Lists the provider's servers, in one process at a time.
-async fn servers(platform: &Platform, unless_within: Duration) -> (Census, anyhow::Result<()>) {
+async fn servers(platform: &Platform, unless_within: Duration) -> (Inventory, anyhow::Result<()>) {
     match is_our_turn(platform, unless_within).await {
-        Ok(true) => census::take(platform).await,
-        Ok(false) => (Census::NotTaken, Ok(())),
-        Err(error) => (Census::NotTaken, Err(error.into())),
+        Ok(true) => census::take_inventory(platform).await,
+        Ok(false) => (Inventory::NotRecorded, Ok(())),
+        Err(error) => (Inventory::NotRecorded, Err(error.into())),
     }
 }
 

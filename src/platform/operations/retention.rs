@@ -9,20 +9,20 @@ use crate::platform::db::retention::{Expiring, ExpiringTable};
 use crate::platform::router::SIGN_OUT_TTL;
 
 /// Interval between passes across all processes.
-const INTERVAL: Duration = Duration::from_secs(60);
-const BATCH: i64 = 1000;
+const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
+const BATCH_ROWS: i64 = 1000;
 /// Per table and pass: 1,200,000 rows an hour, above the insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
 /// Tolerates differing clocks: rows that still count are not deleted.
 const SESSION_GRACE: Duration = Duration::from_secs(3600);
-const IDEMPOTENCY_KEYS: Duration = Duration::from_secs(7 * 86_400);
+const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 
 /// # Errors
 /// On a database error; the next pass resumes.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let pause = INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
+    let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
     if !db::tasks::take_turn(&session, "retention", pause).await? {
         return Ok(());
     }
@@ -31,7 +31,7 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         Expiring::new(ExpiringTable::Sessions, SESSION_GRACE),
         Expiring::new(ExpiringTable::SessionCodes, SESSION_GRACE),
         Expiring::new(ExpiringTable::SignOuts, SIGN_OUT_TTL),
-        Expiring::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEYS),
+        Expiring::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEY_RETENTION),
         Expiring::new(ExpiringTable::Operations, retention.operations),
         Expiring::new(ExpiringTable::Rollouts, retention.operations),
         Expiring::new(ExpiringTable::Audit, retention.audit),
@@ -39,9 +39,9 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         Expiring::new(ExpiringTable::Operators, retention.audit),
     ] {
         for _ in 0..MAX_BATCHES {
-            let deleted = db::retention::delete_batch(&session, &expiring, BATCH).await?;
+            let deleted = db::retention::delete_batch(&session, &expiring, BATCH_ROWS).await?;
             RETENTION_DELETED.add([expiring.table], deleted);
-            if deleted < BATCH.unsigned_abs() {
+            if deleted < BATCH_ROWS.unsigned_abs() {
                 break;
             }
         }

@@ -25,7 +25,7 @@ use crate::store::pointer::Fence;
 use crate::store::pointer_io::{self, PointerError};
 
 /// How a step ended without an error.
-pub enum Answer {
+pub enum StepOutcome {
     /// Continues with the next step; the record is written in the same transaction.
     Done { note: Option<Cow<'static, str>>, record: Record },
     /// The step runs again later with these facts.
@@ -52,7 +52,7 @@ pub struct Question {
     pub facts: Map<String, Value>,
 }
 
-impl Answer {
+impl StepOutcome {
     pub fn done() -> Self {
         Self::Done { note: None, record: Record::Nothing }
     }
@@ -184,17 +184,17 @@ impl From<ProviderError> for StepError {
 ///
 /// # Errors
 /// [`StepError`].
-pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
+pub async fn run(held: &HeldOperation<'_>, step: Step) -> Result<StepOutcome, StepError> {
     if let Some(answer) = Box::pin(later_holder::check_step(held, step)).await? {
         return Ok(answer);
     }
     // Each step is boxed: a future is as large as its largest part, and nested polls would use up the thread's stack.
-    let work: BoxFuture<'_, Result<Answer, StepError>> = match step {
+    let work: BoxFuture<'_, Result<StepOutcome, StepError>> = match step {
         Step::LastBackup => Box::pin(last_backup::last_backup(held)),
         Step::Fence => Box::pin(fence(held)),
         Step::PowerOffServer => Box::pin(predecessor::power_off(held)),
         Step::DeletePredecessor => Box::pin(predecessor::delete(held)),
-        Step::CreateServer => Box::pin(create::server(held)),
+        Step::CreateServer => Box::pin(create::create_server(held)),
         Step::AwaitRegistration => Box::pin(await_registration(held)),
         Step::DeleteServer => Box::pin(delete::own(held)),
         Step::ShutDown => Box::pin(resize::shut_down(held)),
@@ -212,11 +212,11 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
     work.await
 }
 
-async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
+async fn fence(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     match pointer_io::fence(&held.platform.bucket, &slot, &fence_of(held, &machine)).await {
-        Ok(()) => Ok(Answer::done()),
+        Ok(()) => Ok(StepOutcome::done()),
         // A host raised the fence, or an operator reinstates a machine in a database that is older than the store:
         // this machine's epoch is raised above the store's.
         Err(PointerError::Fenced(fenced))
@@ -224,7 +224,7 @@ async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
                 && fenced.fence <= machine.epoch.max_plausible() =>
         {
             held.raise_epoch(fenced.fence.next()).await?;
-            Ok(Answer::wait(Duration::ZERO))
+            Ok(StepOutcome::wait(Duration::ZERO))
         }
         Err(error @ PointerError::Fenced(_)) => {
             Err(StepError::permanent("a later machine has fenced the slot", error))
@@ -237,7 +237,7 @@ async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
 }
 
 /// The signed fence that admits this machine.
-pub fn fence_of(held: &Held<'_>, machine: &MachineRow) -> Fence {
+pub fn fence_of(held: &HeldOperation<'_>, machine: &MachineRow) -> Fence {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let proof = held.platform.mint.fence_proof(&slot, machine.epoch, machine.id);
     Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
@@ -245,17 +245,17 @@ pub fn fence_of(held: &Held<'_>, machine: &MachineRow) -> Fence {
 
 /// The registration itself ends the operation. This step only detects that the provider fails to start the server, or
 /// that the registration expires.
-async fn await_registration(held: &Held<'_>) -> Result<Answer, StepError> {
+async fn await_registration(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     if machine.registered_at.is_some() {
-        return Ok(Answer::done());
+        return Ok(StepOutcome::done());
     }
     let session = held.platform.db.session().await?;
     let left = db::machines::registration_left(&session, machine.id).await?;
     if left.is_zero() {
-        held.expire().await?;
+        held.expire_registration().await?;
         return Err(StepError::Lost);
     }
-    let next_look = create::look_at_actions(held, machine.id).await?;
-    Ok(Answer::wait(left.min(next_look.unwrap_or(Duration::from_secs(30)))))
+    let next_check = create::check_actions(held, machine.id).await?;
+    Ok(StepOutcome::wait(left.min(next_check.unwrap_or(Duration::from_secs(30)))))
 }

@@ -6,13 +6,13 @@
 
 use std::time::Duration;
 
-use super::progress::Progress;
-use super::{Saved, saved_until};
+use super::progress::LastBackupProgress;
+use super::{NewestCopy, saved_until};
 use crate::clock::rfc3339_ms;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::operations::OperationKind;
 use crate::platform::operations::held::Held;
-use crate::platform::operations::step::{Answer, Question, Record, StepError};
+use crate::platform::operations::step::{StepOutcome, Question, Record, StepError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 use crate::store::{StoreError, newer_snapshot, pointer_io};
@@ -26,7 +26,7 @@ const SEARCH_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Why the host is skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
+pub enum SkipReason {
     ServerGone,
     OutOfService,
     Silent,
@@ -34,7 +34,7 @@ pub enum Reason {
     GivenUp,
 }
 
-impl Reason {
+impl SkipReason {
     fn note(self) -> &'static str {
         match self {
             Self::ServerGone => "the earlier machine has no server",
@@ -46,7 +46,7 @@ impl Reason {
 }
 
 /// Whether an operator has chosen the snapshot: the host is not called again.
-pub fn is_answered(held: &Held<'_>) -> bool {
+pub fn is_answered(held: &HeldOperation<'_>) -> bool {
     held.facts().contains_key(ANSWERED)
 }
 
@@ -55,17 +55,17 @@ pub fn is_answered(held: &Held<'_>) -> bool {
 /// # Errors
 /// [`StepError`], also if the store cannot show whether a newer snapshot exists.
 pub async fn pass_over(
-    held: &Held<'_>,
+    held: &HeldOperation<'_>,
     machine: &MachineRow,
-    progress: &Progress,
-    reason: Reason,
-) -> Result<Answer, StepError> {
+    progress: &LastBackupProgress,
+    reason: SkipReason,
+) -> Result<StepOutcome, StepError> {
     let latest = saved_until(held, machine).await;
     let Some(newer) = Box::pin(find(held, machine)).await? else {
         return Ok(done(held, machine, reason, &latest, ""));
     };
     let stored = format!("{} of {}", newer.key, rfc3339_ms(newer.taken_at));
-    let saved = Saved::Snapshot(newer.taken_at);
+    let saved = NewestCopy::Snapshot(newer.taken_at);
     if held.kind == OperationKind::Delete {
         let more = format!("; it is {}, stored and not the latest", newer.key);
         return Ok(done(held, machine, reason, &saved, &more));
@@ -78,10 +78,10 @@ pub async fn pass_over(
         None if !is_answered(held) => {
             let detail = question(held, machine, reason, &newer, &latest);
             let (snapshot, facts) = (Some(newer.key), progress.facts(held));
-            return Ok(Answer::Ask(Question { code: NEWER_SNAPSHOT, detail, snapshot, facts }));
+            return Ok(StepOutcome::Ask(Question { code: NEWER_SNAPSHOT, detail, snapshot, facts }));
         }
         _ => {
-            held.not_restored(newer.key.clone()).await?;
+            held.record_unrestored(newer.key.clone()).await?;
             let begins = chosen.unwrap_or_else(|| latest.to_string());
             format!("; the operator chose {begins}, and {stored} is not restored")
         }
@@ -91,20 +91,20 @@ pub async fn pass_over(
 
 /// Records a newer snapshot after an operator accepted that a reachable host makes no final backup; returns text for
 /// the log.
-pub async fn note_unrestored(held: &Held<'_>, machine: &MachineRow) -> String {
+pub async fn note_unrestored(held: &HeldOperation<'_>, machine: &MachineRow) -> String {
     let Ok(Some(newer)) = Box::pin(find(held, machine)).await else { return String::new() };
-    if held.kind != OperationKind::Delete && held.not_restored(newer.key.clone()).await.is_err() {
+    if held.kind != OperationKind::Delete && held.record_unrestored(newer.key.clone()).await.is_err() {
         tracing::warn!(key = newer.key, "cannot record a newer snapshot that is not restored");
     }
     format!("; {} of {} is stored and not the latest", newer.key, rfc3339_ms(newer.taken_at))
 }
 
 fn question(
-    held: &Held<'_>,
+    held: &HeldOperation<'_>,
     machine: &MachineRow,
-    reason: Reason,
+    reason: SkipReason,
     newer: &SideRecord,
-    latest: &Saved,
+    latest: &NewestCopy,
 ) -> String {
     let (operation, key) = (held.operation.id, &newer.key);
     format!(
@@ -118,30 +118,30 @@ fn question(
     )
 }
 
-fn done(held: &Held<'_>, machine: &MachineRow, reason: Reason, saved: &Saved, more: &str) -> Answer {
+fn done(held: &HeldOperation<'_>, machine: &MachineRow, reason: SkipReason, saved: &NewestCopy, more: &str) -> StepOutcome {
     let (id, since, why) = (machine.id, saved.until(), reason.note());
     let accepts = held.operation.options.accept_loss;
     let (note, record) = match reason {
-        Reason::OutOfService => (why.to_owned(), Record::Nothing),
-        Reason::ServerGone => (format!("{why}; the newest copy is {saved}"), Record::Nothing),
-        Reason::Silent | Reason::GivenUp if accepts => (
+        SkipReason::OutOfService => (why.to_owned(), Record::Nothing),
+        SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), Record::Nothing),
+        SkipReason::Silent | SkipReason::GivenUp if accepts => (
             format!(
                 "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}"
             ),
             Record::LossAccepted { machine: id, since },
         ),
-        Reason::Silent | Reason::GivenUp => (
+        SkipReason::Silent | SkipReason::GivenUp => (
             format!("{why}; its server alone holds what was written since the newest copy, which is {saved}"),
             Record::Unsaved { machine: id, since },
         ),
     };
-    Answer::Done { note: Some((note + more).into()), record }
+    StepOutcome::Done { note: Some((note + more).into()), record }
 }
 
 /// Finds a complete snapshot that is newer than the latest one: of this machine or, if it has made none, an earlier
 /// machine's that was not restored to it. An unreadable pointer is left to the next step, and a deletion restores
 /// nothing.
-async fn find(held: &Held<'_>, machine: &MachineRow) -> Result<Option<SideRecord>, StepError> {
+async fn find(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<SideRecord>, StepError> {
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let search = async {
         let pointer = pointer_io::read(bucket, &slot).await?;

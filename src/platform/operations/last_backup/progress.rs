@@ -6,12 +6,12 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::saved_copy::Window;
-use super::{Attempt, MAX_POLL, MAX_REQUESTS, Trouble, poll_interval, signed};
+use super::saved_copy::SnapshotWindow;
+use super::{AttemptOutcome, MAX_POLL, MAX_REQUESTS, BackupFailure, poll_interval, signed};
 use crate::clock;
 use crate::platform::operations::ask_host::BackupProgress;
 use crate::platform::operations::held::Held;
-use crate::platform::operations::step::Answer;
+use crate::platform::operations::step::StepOutcome;
 use crate::untrusted_text::bounded;
 
 /// Key of an operation's facts: this step's progress.
@@ -22,7 +22,7 @@ const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 /// Times are by the database's clock, except request times, which are by the host's clock, as in snapshots.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Progress {
+pub struct LastBackupProgress {
     /// Since when a backup is awaited: since the first try, or since an operator restarted the step.
     #[serde(with = "clock::wire_option")]
     pub started_at: Option<Timestamp>,
@@ -58,13 +58,13 @@ pub struct Progress {
     pub waits_for: Option<String>,
 }
 
-impl Progress {
-    pub fn of(held: &Held<'_>) -> Self {
+impl LastBackupProgress {
+    pub fn load(held: &HeldOperation<'_>) -> Self {
         let known = held.operation.facts.get(FACTS).cloned();
         known.and_then(|known| serde_json::from_value(known).ok()).unwrap_or_default()
     }
 
-    pub fn facts(&self, held: &Held<'_>) -> Map<String, Value> {
+    pub fn facts(&self, held: &HeldOperation<'_>) -> Map<String, Value> {
         let mut facts = held.facts();
         facts.insert(FACTS.to_owned(), serde_json::to_value(self).unwrap_or_default());
         facts
@@ -75,12 +75,12 @@ impl Progress {
         poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL)
     }
 
-    pub fn wait(&self, held: &Held<'_>, again_in: Duration) -> Answer {
-        Answer::Wait { again_in, facts: Some(self.facts(held)) }
+    pub fn wait(&self, held: &HeldOperation<'_>, again_in: Duration) -> StepOutcome {
+        StepOutcome::Wait { again_in, facts: Some(self.facts(held)) }
     }
 
     /// Records a request that the host has accepted.
-    pub fn requested(&mut self, at: Timestamp, now: Timestamp) {
+    pub fn record_request(&mut self, at: Timestamp, now: Timestamp) {
         self.requested_at = Some(at);
         self.first_requested_at.get_or_insert(at);
         (self.host_clock_at, self.host_clock_noted_at) = (Some(at), Some(now));
@@ -89,11 +89,11 @@ impl Progress {
     }
 
     /// When a complete snapshot can have been taken; `None` before the first request.
-    pub fn snapshot_window(&self, now: Timestamp) -> Option<Window> {
+    pub fn snapshot_window(&self, now: Timestamp) -> Option<SnapshotWindow> {
         let since = self.first_requested_at()?;
         let noted = self.host_clock_at.zip(self.host_clock_noted_at);
         let host_now = noted.and_then(|(at, noted)| at.checked_add(now.duration_since(noted)).ok());
-        Some(Window { since, now: host_now.unwrap_or(now) })
+        Some(SnapshotWindow { since, now: host_now.unwrap_or(now) })
     }
 
     /// Start of the time in which a snapshot is complete. An earlier release recorded only the latest request.
@@ -102,7 +102,7 @@ impl Progress {
     }
 
     /// Restarts the step after an operator requested that. Snapshots of earlier requests still count.
-    pub fn again_from_the_start(self) -> Self {
+    pub fn restarted(self) -> Self {
         Self {
             first_requested_at: self.first_requested_at(),
             host_clock_at: self.host_clock_at,
@@ -113,7 +113,7 @@ impl Progress {
 
     /// Another stage, fewer bytes (a new run), or enough additional bytes count as progress. A dishonest host is
     /// bounded by [`Self::is_overdue`].
-    pub fn note(&mut self, host: &BackupProgress, now: Timestamp) {
+    pub fn record(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
         let stage = host.stage.as_deref().map(bounded);
         let enough = self.bytes.saturating_add(MIN_PROGRESS_BYTES);
@@ -123,7 +123,7 @@ impl Progress {
     }
 
     /// Only a falling count is progress: a host could report growing ones forever.
-    pub fn note_running(&mut self, count: u64, now: Timestamp) {
+    pub fn record_running(&mut self, count: u64, now: Timestamp) {
         self.stopping_since.get_or_insert(now);
         if self.running_dispatches.is_none_or(|lowest| count < lowest) {
             self.running_dispatches = Some(count);
@@ -132,30 +132,30 @@ impl Progress {
     }
 
     /// Whether the deadline for stopping writers has passed. The host's reports do not extend it.
-    pub fn is_stop_overdue(&self, held: &Held<'_>, now: Timestamp) -> bool {
+    pub fn is_stop_overdue(&self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let limit = signed(held.platform.config.timing.last_backup_stall);
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
     /// Whether the time limit of a final backup has passed. The host's reports do not extend it.
-    pub fn is_overdue(&mut self, held: &Held<'_>, now: Timestamp) -> bool {
+    pub fn is_overdue(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
         now.duration_since(since) >= signed(held.platform.config.timing.last_backup_limit)
     }
 
     /// Whether there has been no progress for longer than the stall timeout.
-    pub fn is_stalled(&mut self, held: &Held<'_>, now: Timestamp) -> bool {
+    pub fn is_stalled(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
         now.duration_since(since) >= signed(held.platform.config.timing.last_backup_stall)
     }
 
     /// Requests a failed backup again, a few times.
-    pub fn again(&mut self, error: String) -> Attempt {
+    pub fn retry_request(&mut self, error: String) -> AttemptOutcome {
         if self.requests >= MAX_REQUESTS {
-            return Attempt::Trouble(Trouble::Failed(error));
+            return AttemptOutcome::Trouble(BackupFailure::Failed(error));
         }
         self.requested_at = None;
-        Attempt::Wait(Duration::from_secs(u64::from(self.requests)))
+        AttemptOutcome::Wait(Duration::from_secs(u64::from(self.requests)))
     }
 }
 
@@ -174,29 +174,29 @@ mod tests {
 
     #[test]
     fn rising_dispatch_count_is_no_progress() {
-        let mut progress = Progress::default();
-        progress.note(&host("dump", 1), at(0));
+        let mut progress = LastBackupProgress::default();
+        progress.record(&host("dump", 1), at(0));
         for poll in 1..1000 {
-            progress.note(&host("dump", u64::try_from(poll).unwrap()), at(poll));
+            progress.record(&host("dump", u64::try_from(poll).unwrap()), at(poll));
         }
         assert_eq!(progress.progress_at, Some(at(0)));
-        progress.note(&host("dump", 1 + MIN_PROGRESS_BYTES), at(1000));
+        progress.record(&host("dump", 1 + MIN_PROGRESS_BYTES), at(1000));
         assert_eq!(progress.progress_at, Some(at(1000)));
-        progress.note(&host("verify", 1 + MIN_PROGRESS_BYTES), at(1001));
+        progress.record(&host("verify", 1 + MIN_PROGRESS_BYTES), at(1001));
         assert_eq!(progress.progress_at, Some(at(1001)), "another stage");
-        progress.note(&host("verify", 5), at(1002));
+        progress.record(&host("verify", 5), at(1002));
         assert_eq!(progress.progress_at, Some(at(1002)), "another run");
     }
 
     #[test]
     fn window_follows_host_clock() {
-        let mut progress = Progress::default();
+        let mut progress = LastBackupProgress::default();
         assert!(progress.snapshot_window(at(0)).is_none());
-        progress.requested(at(-500), at(0));
+        progress.record_request(at(-500), at(0));
         let window = progress.snapshot_window(at(60)).unwrap();
         assert_eq!((window.since, window.now), (at(-500), at(-440)));
-        progress.requested(at(100), at(100));
-        let window = progress.again_from_the_start().snapshot_window(at(130)).unwrap();
+        progress.record_request(at(100), at(100));
+        let window = progress.restarted().snapshot_window(at(130)).unwrap();
         assert_eq!(
             (window.since, window.now),
             (at(-500), at(130)),

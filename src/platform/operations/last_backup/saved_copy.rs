@@ -7,9 +7,9 @@
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::progress::Progress;
+use super::progress::LastBackupProgress;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::operations::ask_host::{BackupEnd, BackupProgress};
+use crate::platform::operations::ask_host::{BackupOutcome, BackupProgress};
 use crate::platform::operations::held::Held;
 use crate::store::key::{self, SlotPrefix};
 use crate::store::pointer::SnapshotRef;
@@ -28,14 +28,14 @@ pub enum HostReport {
 
 /// When a final backup of the machine can have been taken, by its host's clock.
 #[derive(Debug, Clone, Copy)]
-pub struct Window {
+pub struct SnapshotWindow {
     /// The writers had stopped: every later snapshot is complete.
     pub since: Timestamp,
     /// The host's clock now.
     pub now: Timestamp,
 }
 
-impl Window {
+impl SnapshotWindow {
     fn contains(self, at: Timestamp) -> bool {
         let latest = self.now.checked_add(MAX_CLOCK_STEP).unwrap_or(Timestamp::MAX);
         (self.since..=latest).contains(&at)
@@ -45,9 +45,9 @@ impl Window {
 /// The time of the final backup, if the store and the machine agree on one. The store is read only if the host
 /// reports one.
 pub async fn find(
-    held: &Held<'_>,
+    held: &HeldOperation<'_>,
     machine: &MachineRow,
-    progress: &Progress,
+    progress: &LastBackupProgress,
     report: &HostReport,
     now: Timestamp,
 ) -> Option<Timestamp> {
@@ -70,13 +70,13 @@ pub async fn find(
     is_whole.then_some(named.taken_at)
 }
 
-fn reported(report: &HostReport) -> Option<&BackupEnd> {
+fn reported(report: &HostReport) -> Option<&BackupOutcome> {
     let HostReport::Backups(host) = report else { return None };
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
 /// Whether a store read can find a final backup.
-fn may_have_saved(report: &HostReport, window: Window) -> bool {
+fn may_have_saved(report: &HostReport, window: SnapshotWindow) -> bool {
     let key = reported(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));
     matches!(report, HostReport::Unsupported) || is_recent()
@@ -87,7 +87,7 @@ fn names(report: &HostReport, named: &SnapshotRef) -> bool {
     matches!(report, HostReport::Unsupported) || key == Some(&named.key)
 }
 
-fn is_of(machine: &MachineRow, named: &SnapshotRef, window: Window) -> bool {
+fn is_of(machine: &MachineRow, named: &SnapshotRef, window: SnapshotWindow) -> bool {
     named.machine_id == machine.id && named.epoch >= machine.epoch && window.contains(named.taken_at)
 }
 
@@ -101,13 +101,13 @@ mod tests {
 
     fn success(key: Option<&str>) -> HostReport {
         let last =
-            BackupEnd { status: "success".to_owned(), key: key.map(str::to_owned), ..BackupEnd::default() };
+            BackupOutcome { status: "success".to_owned(), key: key.map(str::to_owned), ..BackupOutcome::default() };
         HostReport::Backups(BackupProgress { last: Some(last), ..BackupProgress::default() })
     }
 
     #[test]
     fn window_ends_shortly_after_host_clock() {
-        let window = Window { since: at("03:00:00"), now: at("03:10:00") };
+        let window = SnapshotWindow { since: at("03:00:00"), now: at("03:10:00") };
         for (time, expected) in
             [("02:59:59", false), ("03:00:00", true), ("03:12:00", true), ("03:12:01", false)]
         {
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn find_reads_store_only_for_reported_backup() {
-        let window = Window { since: at("03:00:00"), now: at("03:10:00") };
+        let window = SnapshotWindow { since: at("03:00:00"), now: at("03:10:00") };
         let key = |time: &str| format!("system/db/snapshots/2026-01-02T{time}.000Z-1.dump");
         let (earlier, recent) = (key("02-00-00"), key("03-05-00"));
         assert!(may_have_saved(&success(Some(&recent)), window));
