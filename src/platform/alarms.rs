@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::config::Timing;
 use super::context::Platform;
-use super::db::alarms::{self, AlarmRow, Lasting, Raised};
+use super::db::alarms::{self, AlarmRow, AlarmLifetime, RaiseOutcome};
 use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
 use crate::clock::rfc3339_ms;
@@ -154,7 +154,7 @@ impl std::str::FromStr for Alarm {
 pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
-        let lasting = Lasting::For(alarm.ttl());
+        let lasting = AlarmLifetime::For(alarm.ttl());
         match alarm {
             Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRefused => {
                 alarms::raise_case(&session, alarm.as_str(), detail, lasting).await
@@ -225,8 +225,8 @@ pub async fn raise_while(
     raise(client, alarm, detail).await.map(drop)
 }
 
-async fn raise(client: &impl GenericClient, alarm: Alarm, detail: &Value) -> Result<Raised, DbError> {
-    let row = alarms::raise(client, alarm.as_str(), detail, Lasting::UntilCleared).await?;
+async fn raise(client: &impl GenericClient, alarm: Alarm, detail: &Value) -> Result<RaiseOutcome, DbError> {
+    let row = alarms::raise(client, alarm.as_str(), detail, AlarmLifetime::UntilCleared).await?;
     if row.is_new {
         tracing::error!(alarm = alarm.as_str(), %detail, next = alarm.advice(), "alarm raised");
     }

@@ -107,9 +107,9 @@ impl Copies {
             }
             Ok(Err(Unusable::Store(error))) => {
                 tracing::warn!(error = %chain(&error), "cannot find the newest snapshot");
-                (self.reported.clone(), Some(NO_ANSWER.to_owned()))
+                (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned()))
             }
-            Err(_) => (self.reported.clone(), Some(NO_ANSWER.to_owned())),
+            Err(_) => (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned())),
         };
         let mut record = self.record(newest.as_ref(), problem.as_deref());
         record["newerSnapshot"] = newer.as_ref().map_or(Value::Null, newer_record);
@@ -174,7 +174,7 @@ pub async fn newer_than(bucket: &Bucket, machine: &MachineRow, named: &SnapshotR
     newer_of(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
 }
 
-const NO_ANSWER: &str = "the object store does not answer";
+const STORE_UNAVAILABLE: &str = "the object store does not answer";
 
 fn absent(reported: &NewestSnapshot) -> String {
     format!(

@@ -11,7 +11,7 @@ use crate::machine::name::ImageVersion;
 use crate::store::bundle::TrustedKeys;
 use crate::store::key::BUNDLE_FILE;
 
-const EGRESS: &str = "PLATFORM_EGRESS_CIDRS";
+const EGRESS_VARIABLE: &str = "PLATFORM_EGRESS_CIDRS";
 /// They are part of user-data, whose size is limited.
 pub const MAX_EGRESS_NETWORKS: usize = 32;
 
@@ -135,17 +135,17 @@ fn egress(env: &mut Env) -> Networks {
     if entries.is_empty() || entries.len() > MAX_EGRESS_NETWORKS {
         let why =
             format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; leave it unset to admit every address");
-        env.mistake(EGRESS, why);
+        env.mistake(EGRESS_VARIABLE, why);
         return Networks::default();
     }
     let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
     let networks: Networks =
-        parsed.into_iter().filter_map(|one| one.map_err(|why| env.mistake(EGRESS, why)).ok()).collect();
+        parsed.into_iter().filter_map(|one| one.map_err(|why| env.mistake(EGRESS_VARIABLE, why)).ok()).collect();
     for network in networks.unroutable() {
         let why = format!(
             "{network} is no network that a host is reached from: list the platform's outgoing addresses"
         );
-        env.mistake(EGRESS, why);
+        env.mistake(EGRESS_VARIABLE, why);
     }
     networks
 }
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     fn read(list: &str) -> Result<Networks, String> {
-        let mut env = Env::from_pairs([(EGRESS, list)]);
+        let mut env = Env::from_pairs([(EGRESS_VARIABLE, list)]);
         let networks = egress(&mut env);
         env.finish(Some(networks)).map_err(|error| error.to_string())
     }

@@ -25,14 +25,14 @@ use crate::store::policy::{self, SnapshotWrites};
 use crate::store::sts::{Sts, StsError};
 
 /// Lifetime of the working session: the shortest that STS grants.
-const WORKING_TTL: Duration = Duration::from_secs(900);
+const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
 /// AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
 const DEFAULT_OUTAGE_TTL: Duration = Duration::from_secs(43_200);
 /// The working session must not wait longer: the host's own deadline is 10 s.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Every role grants this lifetime; a longer one may exceed the role's maximum.
-const GRANTED_BY_ALL: Duration = Duration::from_secs(3600);
+const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
 
 /// `STORE_HOST_CREDENTIALS`.
 #[derive(Debug, Clone)]
@@ -79,7 +79,7 @@ impl HostCredentials {
         }
         let role_arn = env.required::<String>("STS_ROLE_ARN");
         let outage_ttl = Duration::from_secs(env.or("STS_DURATION_SECONDS", DEFAULT_OUTAGE_TTL.as_secs()));
-        if !(WORKING_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
+        if !(WORKING_SESSION_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
             env.mistake("STS_DURATION_SECONDS", "must be 900 to 604800");
         }
         let StoreConfig::S3(s3) = store? else {
@@ -114,7 +114,7 @@ fn endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
 
 /// The sessions that a host gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Grant {
+pub enum SessionGrant {
     /// Only the working session.
     Working,
     /// Also an outage session.
@@ -124,17 +124,17 @@ pub enum Grant {
 /// Grants hosts their store access.
 pub struct HostStore {
     store: StoreConfig,
-    sts: Option<Assumer>,
+    sts: Option<StsSessions>,
 }
 
-struct Assumer {
+struct StsSessions {
     sts: Sts,
     outage_ttl: Duration,
     partition: String,
     writes: SnapshotWrites,
 }
 
-impl Assumer {
+impl StsSessions {
     fn outage_policy(&self, bucket: &str, slot: &SlotPrefix, epoch: Epoch) -> String {
         let from = Timestamp::now();
         let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
@@ -145,7 +145,7 @@ impl Assumer {
     /// A session that stores snapshots of the machine's epoch. `None` if it would live no longer than the working
     /// session, or if STS grants none.
     async fn outage(&self, bucket: &str, machine: &MachineRow) -> Option<Temporary> {
-        if self.outage_ttl <= WORKING_TTL {
+        if self.outage_ttl <= WORKING_SESSION_TTL {
             return None;
         }
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
@@ -169,14 +169,14 @@ impl Assumer {
     async fn assume(&self, session: &str, policy: &str, life: Duration) -> Result<Temporary, StsError> {
         match self.sts.assume(session, policy, life).await {
             Err(StsError::Refused { code, message, .. })
-                if life > GRANTED_BY_ALL && code == "ValidationError" =>
+                if life > COMMON_MAX_TTL && code == "ValidationError" =>
             {
                 tracing::warn!(
                     message,
                     seconds = life.as_secs(),
                     "STS does not grant sessions of STS_DURATION_SECONDS"
                 );
-                self.sts.assume(session, policy, GRANTED_BY_ALL).await
+                self.sts.assume(session, policy, COMMON_MAX_TTL).await
             }
             end => end,
         }
@@ -195,7 +195,7 @@ impl HostStore {
                     role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
                 let partition = partition.to_owned();
                 let sts = Sts::new(config.endpoint.clone(), s3.region.clone(), role, s3.credential())?;
-                Some(Assumer { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
+                Some(StsSessions { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
             }
             _ => None,
         };
@@ -233,7 +233,7 @@ impl HostStore {
     pub async fn try_session(&self) -> Option<Result<Temporary, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::of_slot(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
-        Some(assumer.sts.assume("svc-doctor", &policy, WORKING_TTL).await)
+        Some(assumer.sts.assume("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
     /// Requests an outage session like [`Self::try_session`]; `None` if hosts get none.
@@ -242,7 +242,7 @@ impl HostStore {
     /// [`StsError`].
     pub async fn try_outage_session(&self) -> Option<Result<Temporary, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
-        if assumer.outage_ttl <= WORKING_TTL {
+        if assumer.outage_ttl <= WORKING_SESSION_TTL {
             return None;
         }
         let policy = assumer.outage_policy(&s3.bucket, &Self::probe_slot(), Epoch(1));
@@ -253,17 +253,17 @@ impl HostStore {
     ///
     /// # Errors
     /// [`StsError`] of the working session.
-    pub async fn access(&self, machine: &MachineRow, grant: Grant) -> Result<StoreAccess, StsError> {
+    pub async fn access(&self, machine: &MachineRow, grant: SessionGrant) -> Result<StoreAccess, StsError> {
         let prefix = SlotPrefix::new(&machine.user, &machine.slot);
         let (mut session, mut outage) = (None, None);
         if let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) {
             let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
             let name = format!("svc-{}", machine.id);
-            let working = assumer.assume(&name, &policy, WORKING_TTL);
+            let working = assumer.assume(&name, &policy, WORKING_SESSION_TTL);
             let extra = async {
                 match grant {
-                    Grant::Working => None,
-                    Grant::WithOutage => assumer.outage(&s3.bucket, machine).await,
+                    SessionGrant::Working => None,
+                    SessionGrant::WithOutage => assumer.outage(&s3.bucket, machine).await,
                 }
             };
             let (given, extra) = tokio::join!(working, extra);

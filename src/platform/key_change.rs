@@ -167,7 +167,7 @@ async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;
     // First without the lock, for which process starts wait: the result is negative until all tokens have rotated.
-    let need = need::Need::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
+    let need = need::KeyNeed::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() {
         return Ok(());
     }
@@ -176,7 +176,7 @@ async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let tx = db::begin(&mut session).await?;
     // Until the transaction ends, no process with another current key starts.
     db::lock(&tx, KEYS_LOCK).await?;
-    let need = need::Need::find(&tx, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
+    let need = need::KeyNeed::find(&tx, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() || !own.is_settled(&tx).await? {
         return Ok(());
     }

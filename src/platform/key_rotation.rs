@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::config::KeyTiming;
-use super::db::keys::{APP, Acknowledged, Laggards, PROOF, Standing};
+use super::db::keys::{APP, Acknowledged, UnacknowledgedHosts, PROOF, KeyDistribution};
 use super::db::{self, Db};
 use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
 use super::router::MAX_SIGNED_LIFE;
@@ -57,7 +57,7 @@ pub async fn run(
 
 /// The next step of the rotation.
 #[derive(Debug, PartialEq, Eq)]
-enum Due {
+enum RotationStep {
     Nothing,
     Successor,
     Acknowledged(Acknowledged),
@@ -65,26 +65,26 @@ enum Due {
 }
 
 /// For keys that only platform processes read.
-fn due_app(standing: &[Standing], timing: KeyTiming) -> Due {
-    let Some(newest) = standing.last() else { return Due::Nothing };
+fn due_app(standing: &[KeyDistribution], timing: KeyTiming) -> RotationStep {
+    let Some(newest) = standing.last() else { return RotationStep::Nothing };
     if standing.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFE {
-        return Due::Retirement;
+        return RotationStep::Retirement;
     }
-    if newest.age >= timing.rotate && standing.len() < MAX_KEYS { Due::Successor } else { Due::Nothing }
+    if newest.age >= timing.rotate && standing.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
 }
 
 /// For keys that hosts read. `without` is the number of hosts that send heartbeats and lack the newest key.
-fn due_proof(standing: &[Standing], without: i64, timing: KeyTiming) -> Due {
-    let Some(newest) = standing.last() else { return Due::Nothing };
+fn due_proof(standing: &[KeyDistribution], without: i64, timing: KeyTiming) -> RotationStep {
+    let Some(newest) = standing.last() else { return RotationStep::Nothing };
     if standing.len() > 1 {
         match newest.acknowledged_for {
-            None if without == 0 => return Due::Acknowledged(Acknowledged::ByAll),
-            Some(_) if without > 0 => return Due::Acknowledged(Acknowledged::NotByAll),
-            Some(time) if time >= timing.overlap => return Due::Retirement,
+            None if without == 0 => return RotationStep::Acknowledged(Acknowledged::ByAll),
+            Some(_) if without > 0 => return RotationStep::Acknowledged(Acknowledged::NotByAll),
+            Some(time) if time >= timing.overlap => return RotationStep::Retirement,
             Some(_) | None => {}
         }
     }
-    if newest.age >= timing.rotate && standing.len() < MAX_KEYS { Due::Successor } else { Due::Nothing }
+    if newest.age >= timing.rotate && standing.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
 }
 
 async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) -> Result<(), KeyError> {
@@ -99,20 +99,20 @@ async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) ->
     let Some(newest) = standing.last().map(|key| key.kid.clone()) else { return Ok(()) };
     let laggards = match purpose {
         PROOF => db::keys::without(&tx, &newest, timing.max_silence).await?,
-        _ => Laggards::default(),
+        _ => UnacknowledgedHosts::default(),
     };
     let due = match purpose {
         PROOF => due_proof(&standing, laggards.speaking, timing),
         _ => due_app(&standing, timing),
     };
     match due {
-        Due::Nothing => return Ok(()),
-        Due::Successor => {
+        RotationStep::Nothing => return Ok(()),
+        RotationStep::Successor => {
             let key = keys::generate(&tx, seal, purpose).await?;
             tracing::info!(kid = key.kid, "created a signing key");
         }
-        Due::Acknowledged(by_all) => db::keys::acknowledge(&tx, &newest, by_all).await?,
-        Due::Retirement => {
+        RotationStep::Acknowledged(by_all) => db::keys::acknowledge(&tx, &newest, by_all).await?,
+        RotationStep::Retirement => {
             let retired = db::keys::retire_all_but(&tx, purpose, &newest).await?;
             tracing::info!(kid = newest, retired, "retired older signing keys");
             if laggards.silent > 0 {
@@ -134,8 +134,8 @@ mod tests {
         max_silence: Duration::from_secs(10_000),
     };
 
-    fn key(age: u64, acknowledged_for: Option<u64>) -> Standing {
-        Standing {
+    fn key(age: u64, acknowledged_for: Option<u64>) -> KeyDistribution {
+        KeyDistribution {
             kid: format!("k{age}"),
             age: Duration::from_secs(age),
             acknowledged_for: acknowledged_for.map(Duration::from_secs),
@@ -145,16 +145,16 @@ mod tests {
     #[test]
     fn old_key_is_replaced_and_retired_after_overlap() {
         use Acknowledged::{ByAll, NotByAll};
-        assert_eq!(due_proof(&[], 0, TIMING), Due::Nothing);
-        assert_eq!(due_proof(&[key(999, None)], 5, TIMING), Due::Nothing);
-        assert_eq!(due_proof(&[key(1000, None)], 5, TIMING), Due::Successor);
+        assert_eq!(due_proof(&[], 0, TIMING), RotationStep::Nothing);
+        assert_eq!(due_proof(&[key(999, None)], 5, TIMING), RotationStep::Nothing);
+        assert_eq!(due_proof(&[key(1000, None)], 5, TIMING), RotationStep::Successor);
         let fresh = |acknowledged| [key(1010, None), key(10, acknowledged)];
-        assert_eq!(due_proof(&fresh(None), 1, TIMING), Due::Nothing);
-        assert_eq!(due_proof(&fresh(None), 0, TIMING), Due::Acknowledged(ByAll));
-        assert_eq!(due_proof(&fresh(Some(99)), 0, TIMING), Due::Nothing);
-        assert_eq!(due_proof(&fresh(Some(99)), 1, TIMING), Due::Acknowledged(NotByAll));
-        assert_eq!(due_proof(&fresh(Some(100)), 0, TIMING), Due::Retirement);
-        assert_eq!(due_proof(&fresh(Some(500)), 1, TIMING), Due::Acknowledged(NotByAll));
+        assert_eq!(due_proof(&fresh(None), 1, TIMING), RotationStep::Nothing);
+        assert_eq!(due_proof(&fresh(None), 0, TIMING), RotationStep::Acknowledged(ByAll));
+        assert_eq!(due_proof(&fresh(Some(99)), 0, TIMING), RotationStep::Nothing);
+        assert_eq!(due_proof(&fresh(Some(99)), 1, TIMING), RotationStep::Acknowledged(NotByAll));
+        assert_eq!(due_proof(&fresh(Some(100)), 0, TIMING), RotationStep::Retirement);
+        assert_eq!(due_proof(&fresh(Some(500)), 1, TIMING), RotationStep::Acknowledged(NotByAll));
     }
 
     #[test]
@@ -162,25 +162,25 @@ mod tests {
         let life = MAX_SIGNED_LIFE.as_secs();
         let short = KeyTiming { rotate: Duration::from_secs(life * 2), ..TIMING };
         let due = |ages: &[u64]| {
-            let standing: Vec<Standing> = ages.iter().map(|age| key(*age, None)).collect();
+            let standing: Vec<KeyDistribution> = ages.iter().map(|age| key(*age, None)).collect();
             due_app(&standing, short)
         };
-        assert_eq!(due(&[]), Due::Nothing);
-        assert_eq!(due(&[life * 2 - 1]), Due::Nothing);
-        assert_eq!(due(&[life * 2]), Due::Successor);
+        assert_eq!(due(&[]), RotationStep::Nothing);
+        assert_eq!(due(&[life * 2 - 1]), RotationStep::Nothing);
+        assert_eq!(due(&[life * 2]), RotationStep::Successor);
         assert_eq!(
             due(&[life * 3, life + 99]),
-            Due::Nothing,
+            RotationStep::Nothing,
             "a token of the first may have been made until 100"
         );
-        assert_eq!(due(&[life * 3, life + 100]), Due::Retirement);
+        assert_eq!(due(&[life * 3, life + 100]), RotationStep::Retirement);
     }
 
     #[test]
     fn silent_host_blocks_no_rotation_and_few_keys_stay() {
         let held_up = [key(3000, None), key(2000, None), key(1000, None)];
-        assert_eq!(due_proof(&held_up, 1, TIMING), Due::Successor);
-        let full: Vec<Standing> = (1..=MAX_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
-        assert_eq!(due_proof(&full, 1, TIMING), Due::Nothing);
+        assert_eq!(due_proof(&held_up, 1, TIMING), RotationStep::Successor);
+        let full: Vec<KeyDistribution> = (1..=MAX_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
+        assert_eq!(due_proof(&full, 1, TIMING), RotationStep::Nothing);
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use deadpool_postgres::Transaction;
 
 use super::db::machine_changes::{self, NewMachine, NextState, SlotPlace};
-use super::db::machine_row::{Failure, Kind, MachineRow};
+use super::db::machine_row::{Failure, MachineKind, MachineRow};
 use super::db::{self, DbError};
 use super::operations::{OperationKind, OperationOptions};
 use super::tokens::{Generation, Purpose, TokenMint};
@@ -35,11 +35,11 @@ pub enum LifecycleError {
 }
 
 /// The machine to create for a slot.
-pub struct Wanted {
+pub struct MachineRequest {
     pub user: IdpUserId,
     pub slot: Slot,
     pub handle: Handle,
-    pub kind: Kind,
+    pub kind: MachineKind,
     pub server_type: ServerType,
     pub location: Location,
     pub fallback_locations: Vec<Location>,
@@ -53,11 +53,11 @@ pub struct Wanted {
 
 /// Data of an event that the transition itself does not read.
 #[derive(Default, Clone)]
-pub struct Circumstances<'a> {
+pub struct EventContext<'a> {
     /// Where and why it failed, for people.
     pub failed_at: Option<(&'a str, &'a str)>,
     /// The machine that replaces this one, if the event replaces it.
-    pub successor: Option<&'a Wanted>,
+    pub successor: Option<&'a MachineRequest>,
     /// The operator's options for the filed operation.
     pub options: OperationOptions,
     /// An epoch in the object store: the new machine's epoch is above it.
@@ -66,7 +66,7 @@ pub struct Circumstances<'a> {
 
 /// A machine and the operation that was filed for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Filed {
+pub struct FiledOperation {
     pub machine: MachineId,
     pub operation: OperationId,
 }
@@ -75,7 +75,7 @@ pub struct Filed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     Unchanged,
-    Moved { filed: Option<Filed> },
+    Moved { filed: Option<FiledOperation> },
 }
 
 /// Applies an event to a machine whose row the transaction has locked.
@@ -87,7 +87,7 @@ pub async fn apply(
     mint: &TokenMint,
     was: &MachineRow,
     event: &Event,
-    with: Circumstances<'_>,
+    with: EventContext<'_>,
 ) -> Result<Change, LifecycleError> {
     let (next, effects) = match transition(&was.lifecycle(), event)? {
         Outcome::Unchanged => return Ok(Change::Unchanged),
@@ -98,7 +98,7 @@ pub async fn apply(
         Effect::Reinstate { epoch } => Some(*epoch),
         _ => None,
     });
-    write_state(tx, was, &next, Ends { successor, raised }, &with).await?;
+    write_state(tx, was, &next, SlotChange { successor, raised }, &with).await?;
     let mut filed = None;
     for effect in effects {
         filed = effect_of(tx, mint, was, effect, successor, &with).await?.or(filed);
@@ -107,7 +107,7 @@ pub async fn apply(
 }
 
 /// Data of a change of slot.
-struct Ends {
+struct SlotChange {
     successor: MachineId,
     /// The epoch under which it holds its slot again.
     raised: Option<Epoch>,
@@ -117,8 +117,8 @@ async fn write_state(
     tx: &Transaction<'_>,
     was: &MachineRow,
     next: &State,
-    ends: Ends,
-    with: &Circumstances<'_>,
+    ends: SlotChange,
+    with: &EventContext<'_>,
 ) -> Result<(), DbError> {
     let mut written = NextState {
         status: next.status().unwrap_or(was.status),
@@ -165,7 +165,7 @@ fn has_left_to(was: &MachineRow, next: &State) -> bool {
     }
 }
 
-fn failure_of(state: &State, with: &Circumstances<'_>) -> Option<Failure> {
+fn failure_of(state: &State, with: &EventContext<'_>) -> Option<Failure> {
     let State::Failed { cause } = state else { return None };
     let (stage, message) =
         with.failed_at.map(|(stage, message)| (stage.to_owned(), message.to_owned())).unzip();
@@ -178,8 +178,8 @@ async fn effect_of(
     was: &MachineRow,
     effect: Effect,
     successor: MachineId,
-    with: &Circumstances<'_>,
-) -> Result<Option<Filed>, LifecycleError> {
+    with: &EventContext<'_>,
+) -> Result<Option<FiledOperation>, LifecycleError> {
     match effect {
         Effect::CancelOperation => db::operations::end_running(tx, was.id, "cancelled", None).await?,
         Effect::FailOperation { cause } => {
@@ -188,7 +188,7 @@ async fn effect_of(
         Effect::Replace { status, restore, epoch } => {
             let wanted = with.successor.ok_or(LifecycleError::Missing("a successor"))?;
             let epoch = epoch.max(with.epoch_floor.next());
-            let plan = Plan { id: successor, status, restore, epoch, options: with.options };
+            let plan = StartPlan { id: successor, status, restore, epoch, options: with.options };
             return insert(tx, mint, wanted, plan).await.map(Some);
         }
         Effect::DeleteServer => {
@@ -220,7 +220,7 @@ async fn reinstate_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     was: &MachineRow,
-    with: &Circumstances<'_>,
+    with: &EventContext<'_>,
 ) -> Result<(), LifecycleError> {
     let Some(last) = reinstatable(tx, was).await? else { return Ok(()) };
     machine_changes::leave_slot(tx, was.id, last.id).await?;
@@ -230,7 +230,7 @@ async fn reinstate_predecessor(
     let failed_at =
         last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was to replace it did not register";
-    let with = Circumstances { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
+    let with = EventContext { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
     Box::pin(apply(tx, mint, &last, &event, with)).await?;
     audit(tx, "reinstate", &last).await?;
     tracing::warn!(machine = %was.id, reinstated = %last.id, "gave a slot back to its last machine");
@@ -258,7 +258,7 @@ async fn delete_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     was: &MachineRow,
-    with: &Circumstances<'_>,
+    with: &EventContext<'_>,
 ) -> Result<(), LifecycleError> {
     if was.registered_at.is_some() {
         return Ok(());
@@ -266,7 +266,7 @@ async fn delete_predecessor(
     let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
     if last.server_exists() {
         let options = OperationOptions { now: false, ..with.options };
-        let with = Circumstances { options, ..with.clone() };
+        let with = EventContext { options, ..with.clone() };
         let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with)).await?;
         if change != Change::Unchanged {
             audit(tx, "delete.predecessor", &last).await?;
@@ -278,7 +278,7 @@ async fn delete_predecessor(
 /// The audit entry for the effect of one machine's change on another machine of its slot.
 async fn audit(tx: &Transaction<'_>, action: &str, was: &MachineRow) -> Result<(), DbError> {
     let after = db::machines::get(tx, was.id).await?.map(|after| after.record());
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action,
         target: &was.id.to_string(),
@@ -294,9 +294,9 @@ async fn file(
     machine: MachineId,
     kind: OperationKind,
     options: OperationOptions,
-) -> Result<Filed, DbError> {
+) -> Result<FiledOperation, DbError> {
     let operation = db::operations::file(tx, machine, kind, options).await?;
-    Ok(Filed { machine, operation })
+    Ok(FiledOperation { machine, operation })
 }
 
 /// Creates the machine of a free slot.
@@ -306,18 +306,18 @@ async fn file(
 pub async fn begin(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    wanted: &Wanted,
+    wanted: &MachineRequest,
     restore: RestoreMode,
-    with: &Circumstances<'_>,
-) -> Result<Filed, LifecycleError> {
+    with: &EventContext<'_>,
+) -> Result<FiledOperation, LifecycleError> {
     let highest = db::machines::highest_epoch(tx, &wanted.user, &wanted.slot).await?;
     let epoch = highest.max(with.epoch_floor).next();
     let (id, status, options) = (MachineId::new(), Status::Provisioning, with.options);
-    insert(tx, mint, wanted, Plan { id, status, restore, epoch, options }).await
+    insert(tx, mint, wanted, StartPlan { id, status, restore, epoch, options }).await
 }
 
 /// How a new machine starts.
-struct Plan {
+struct StartPlan {
     id: MachineId,
     status: Status,
     restore: RestoreMode,
@@ -328,10 +328,10 @@ struct Plan {
 async fn insert(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    wanted: &Wanted,
-    plan: Plan,
-) -> Result<Filed, LifecycleError> {
-    let Plan { id, status, restore, epoch, options } = plan;
+    wanted: &MachineRequest,
+    plan: StartPlan,
+) -> Result<FiledOperation, LifecycleError> {
+    let StartPlan { id, status, restore, epoch, options } = plan;
     let kind = match status {
         Status::Recovering => OperationKind::Recover,
         Status::Provisioning | Status::Running | Status::Resizing | Status::Failed => {

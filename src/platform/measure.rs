@@ -23,7 +23,7 @@ use crate::metrics::{
 };
 
 /// A scraper's timeout is about ten seconds.
-const DEADLINE: Duration = Duration::from_secs(4);
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Counts an operation that has just ended.
 pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
@@ -50,7 +50,7 @@ pub fn step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError
 pub async fn take(platform: &Platform) {
     measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
     match tokio::time::timeout(
-        DEADLINE,
+        MEASURE_TIMEOUT,
         measure_installation(&platform.report_db, platform.config.timing.tokens.rotate),
     )
     .await

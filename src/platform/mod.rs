@@ -70,7 +70,7 @@ use crate::store::{Bucket, parallel_probe};
 use crate::{metrics, telemetry};
 
 /// Time for running steps to finish after the stop signal; the next process resumes the rest.
-const DRAIN: Duration = Duration::from_secs(25);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Timeout of the probe at startup, so that an unreachable store does not delay it.
 const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -217,7 +217,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         }
     }
     tracing::info!("draining");
-    let drained = tokio::time::timeout(DRAIN, async { while tasks.join_next().await.is_some() {} }).await;
+    let drained = tokio::time::timeout(DRAIN_TIMEOUT, async { while tasks.join_next().await.is_some() {} }).await;
     if drained.is_err() {
         tracing::warn!("not everything ended in time; the next process resumes the rest");
     }
@@ -300,13 +300,13 @@ async fn installation(db: &Db) -> Result<uuid::Uuid, DbError> {
     db::servers::installation(&db.session().await?).await
 }
 
-struct Bound {
+struct BoundListener {
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     url: String,
 }
 
-async fn bind(listen: &Listen) -> anyhow::Result<Bound> {
+async fn bind(listen: &Listen) -> anyhow::Result<BoundListener> {
     let tls = match &listen.tls {
         Some(files) => {
             let identity = Identity::read(&files.cert, &files.key)
@@ -319,5 +319,5 @@ async fn bind(listen: &Listen) -> anyhow::Result<Bound> {
         TcpListener::bind(listen.address).await.with_context(|| format!("listen on {}", listen.address))?;
     let scheme = if tls.is_some() { "https" } else { "http" };
     let url = format!("{scheme}://{}", server::local_addr(&listener)?);
-    Ok(Bound { listener, tls, url })
+    Ok(BoundListener { listener, tls, url })
 }

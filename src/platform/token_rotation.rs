@@ -13,7 +13,7 @@ use jiff::{SignedDuration, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
-use super::tokens::{Claim, Generation, Purpose, TokenMint, fits};
+use super::tokens::{TokenClaim, Generation, Purpose, TokenMint, fits};
 use crate::clock::rfc3339_ms;
 use crate::machine::id::MachineId;
 
@@ -49,7 +49,7 @@ pub struct PreviousToken {
 
 /// The status of a token that a host presents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
+pub enum TokenStatus {
     Current,
     /// The previous one, within its overlap.
     Previous,
@@ -60,7 +60,7 @@ pub enum Standing {
 
 /// What a heartbeat's response offers to a host.
 #[derive(Debug, Clone)]
-pub enum Offer {
+pub enum TokenOffer {
     /// The stored token, which the host does not use.
     Again(SecretString),
     /// A token of a later generation, to be made with the current platform key. None is made while processes with
@@ -69,18 +69,18 @@ pub enum Offer {
 }
 
 impl UpgradeToken {
-    pub fn judge(&self, token: &str, claim: Claim, mint: &TokenMint, now: Timestamp) -> Standing {
+    pub fn judge(&self, token: &str, claim: TokenClaim, mint: &TokenMint, now: Timestamp) -> TokenStatus {
         if fits(token, &self.hash) {
-            return Standing::Current;
+            return TokenStatus::Current;
         }
         if self.previous.as_ref().is_some_and(|previous| now < previous.until && fits(token, &previous.hash))
         {
-            return Standing::Previous;
+            return TokenStatus::Previous;
         }
         if claim.generation > self.generation && mint.has_made(token, claim, Purpose::Upgrade) {
-            return Standing::Later(claim.generation);
+            return TokenStatus::Later(claim.generation);
         }
-        Standing::Refused
+        TokenStatus::Refused
     }
 
     /// The state after the first heartbeat of a later generation.
@@ -99,22 +99,22 @@ impl UpgradeToken {
     pub fn offer(
         &self,
         machine: MachineId,
-        standing: Standing,
+        standing: TokenStatus,
         mint: &TokenMint,
         timing: TokenTiming,
         now: Timestamp,
-    ) -> Option<Offer> {
+    ) -> Option<TokenOffer> {
         match standing {
-            Standing::Refused | Standing::Later(_) => None,
+            TokenStatus::Refused | TokenStatus::Later(_) => None,
             // It lost the response, or went back to an earlier file.
-            Standing::Previous => {
+            TokenStatus::Previous => {
                 let stored = mint.stored_token(machine, Purpose::Upgrade, self.generation, &self.hash);
-                Some(stored.map_or_else(|| Offer::Next(self.generation.next()), Offer::Again))
+                Some(stored.map_or_else(|| TokenOffer::Next(self.generation.next()), TokenOffer::Again))
             }
-            Standing::Current => {
+            TokenStatus::Current => {
                 let is_due = self.requested_at.is_some() || self.is_old(timing.rotate, now);
                 let is_due = is_due || !self.is_of_current_key(machine, mint);
-                is_due.then(|| Offer::Next(self.generation.next()))
+                is_due.then(|| TokenOffer::Next(self.generation.next()))
             }
         }
     }
@@ -234,7 +234,7 @@ mod tests {
             Self { machine, now, keys, is_mixed: false, row, copy: None, file, copied: Vec::new() }
         }
 
-        fn judge(&self, token: &SecretString) -> Standing {
+        fn judge(&self, token: &SecretString) -> TokenStatus {
             let token = token.expose_secret();
             self.row.judge(token, claim(token, Purpose::Upgrade).unwrap(), &mint(self.keys), self.now)
         }
@@ -249,23 +249,23 @@ mod tests {
         fn beat(&mut self, loss: Loss) {
             self.alternate();
             let standing = self.judge(&self.file);
-            assert_ne!(standing, Standing::Refused, "the host is locked out");
+            assert_ne!(standing, TokenStatus::Refused, "the host is locked out");
             let (row, mint) = (self.row.clone(), mint(self.keys));
             let (row, standing) = match standing {
-                Standing::Later(generation) => {
+                TokenStatus::Later(generation) => {
                     let hash = hash(self.file.expose_secret());
-                    (row.advanced(generation, hash, TIMING.overlap, self.now), Standing::Current)
+                    (row.advanced(generation, hash, TIMING.overlap, self.now), TokenStatus::Current)
                 }
                 standing => (row, standing),
             };
             let offer = row.offer(self.machine, standing, &mint, TIMING, self.now);
             self.row = row;
             let next = match offer {
-                Some(Offer::Again(token)) => Some(token),
-                Some(Offer::Next(generation)) if !self.is_mixed => {
+                Some(TokenOffer::Again(token)) => Some(token),
+                Some(TokenOffer::Next(generation)) if !self.is_mixed => {
                     Some(mint.token(self.machine, Purpose::Upgrade, generation))
                 }
-                Some(Offer::Next(_)) | None => None,
+                Some(TokenOffer::Next(_)) | None => None,
             };
             if let (Some(next), Loss::Nothing) = (next, loss) {
                 self.copied.push(std::mem::replace(&mut self.file, next));
@@ -321,13 +321,13 @@ mod tests {
             let mut world = World::new();
             for act in acts {
                 world.take(&act);
-                assert_ne!(world.judge(&world.file), Standing::Refused, "the host is locked out");
+                assert_ne!(world.judge(&world.file), TokenStatus::Refused, "the host is locked out");
             }
             world.settle();
             let own = claim(world.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
             for copied in &world.copied {
                 if claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
-                    prop_assert_eq!(world.judge(copied), Standing::Refused, "a copied token still works");
+                    prop_assert_eq!(world.judge(copied), TokenStatus::Refused, "a copied token still works");
                 }
             }
         }
@@ -342,12 +342,12 @@ mod tests {
         world.take(&Act::Request);
         world.beat(Loss::Answer);
         world.beat(Loss::Nothing);
-        assert_eq!(world.judge(&first), Standing::Current, "no heartbeat with the new one yet");
+        assert_eq!(world.judge(&first), TokenStatus::Current, "no heartbeat with the new one yet");
         world.beat(Loss::Nothing);
         assert_eq!((world.row.generation, world.row.requested_at), (Generation(2), None));
-        assert_eq!(world.judge(&first), Standing::Previous);
+        assert_eq!(world.judge(&first), TokenStatus::Previous);
         world.take(&Act::Wait(100));
-        assert_eq!(world.judge(&first), Standing::Refused);
+        assert_eq!(world.judge(&first), TokenStatus::Refused);
         world.take(&Act::Wait(900));
         world.beat(Loss::Nothing);
         world.beat(Loss::Nothing);
@@ -358,8 +358,8 @@ mod tests {
     fn forged_generation_is_refused() {
         let world = World::new();
         let forged = mint((9, None)).token(world.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(world.judge(&forged), Standing::Refused);
+        assert_eq!(world.judge(&forged), TokenStatus::Refused);
         let real = mint(world.keys).token(world.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(world.judge(&real), Standing::Later(Generation(5)), "the database is older");
+        assert_eq!(world.judge(&real), TokenStatus::Later(Generation(5)), "the database is older");
     }
 }

@@ -90,7 +90,7 @@ impl TokenMint {
     }
 
     /// Whether the platform made this token.
-    pub fn has_made(&self, token: &str, claim: Claim, purpose: Purpose) -> bool {
+    pub fn has_made(&self, token: &str, claim: TokenClaim, purpose: Purpose) -> bool {
         let Some((_, mac)) = token.rsplit_once('_') else { return false };
         let Ok(mac) = hex::decode(mac) else { return false };
         let subject = token_subject(claim.machine, purpose, claim.generation);
@@ -181,13 +181,13 @@ pub fn claimed_operator_token(token: &str) -> Option<OperatorTokenId> {
 
 /// The unverified content of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Claim {
+pub struct TokenClaim {
     pub machine: MachineId,
     pub generation: Generation,
 }
 
 /// Parses a token's content without verification.
-pub fn claim(token: &str, purpose: Purpose) -> Option<Claim> {
+pub fn claim(token: &str, purpose: Purpose) -> Option<TokenClaim> {
     let (machine, rest) = token.strip_prefix(purpose.prefix())?.split_once('_')?;
     let (generation, mac) = match rest.split_once('_') {
         None => (Generation::FIRST, rest),
@@ -201,7 +201,7 @@ pub fn claim(token: &str, purpose: Purpose) -> Option<Claim> {
     if mac.len() != 64 || machine.len() != 32 {
         return None;
     }
-    Some(Claim { machine: Uuid::try_parse(machine).ok().map(MachineId)?, generation })
+    Some(TokenClaim { machine: Uuid::try_parse(machine).ok().map(MachineId)?, generation })
 }
 
 /// Whether a token has the stored hash.
@@ -230,7 +230,7 @@ mod tests {
         let stored = mint(1).hash(machine, Purpose::Registration, first);
         assert!(fits(token.expose_secret(), &stored));
         let claimed = claim(token.expose_secret(), Purpose::Registration);
-        assert_eq!(claimed, Some(Claim { machine, generation: first }));
+        assert_eq!(claimed, Some(TokenClaim { machine, generation: first }));
         assert_eq!(claim(token.expose_secret(), Purpose::Upgrade), None);
         for wrong in [
             mint(1).token(other, Purpose::Registration, first),
@@ -248,7 +248,7 @@ mod tests {
         let token = mint(1).token(machine, Purpose::Upgrade, Generation(7));
         let token = token.expose_secret();
         let claimed = claim(token, Purpose::Upgrade).unwrap();
-        assert_eq!(claimed, Claim { machine, generation: Generation(7) });
+        assert_eq!(claimed, TokenClaim { machine, generation: Generation(7) });
         assert!(mint(1).has_made(token, claimed, Purpose::Upgrade));
         assert!(!mint(2).has_made(token, claimed, Purpose::Upgrade));
         let raised = token.replace("_7_", "_8_");

@@ -15,14 +15,14 @@ use crate::http::networks::Networks;
 use crate::http::proof::ProofKeys;
 
 /// Maximum size that the provider accepts.
-pub const LARGEST: usize = 32 << 10;
+pub const MAX_BYTES: usize = 32 << 10;
 
 const FIREWALL: &str = "/etc/nftables.conf";
 /// The rule for the services of a machine: SSH, and the gateway.
-const SERVED: &str = "tcp dport { 22, 443 } accept";
+const SERVED_PORTS_RULE: &str = "tcp dport { 22, 443 } accept";
 
 /// Identical for every machine: path, mode, content. The script must be written last.
-const FIXED: [(&str, &str, &str); 5] = [
+const FIXED_FILES: [(&str, &str, &str); 5] = [
     (
         "/etc/systemd/system/svc-first-boot.service",
         "0644",
@@ -36,14 +36,14 @@ const FIXED: [(&str, &str, &str); 5] = [
 
 /// cloud-init marks a module as done before running it, and a power cut may come in between. `bootcmd` runs at every
 /// boot: until the script shows that all files exist, they are written again; after that, the script resumes.
-const RESUME: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt/svc/user-data-written; then \
+const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt/svc/user-data-written; then \
     rm -f ${sem}write_files ${sem}runcmd ${sem}scripts_user; elif test ! -e /opt/svc/first-boot-complete; then \
     systemctl enable --now --no-block svc-first-boot.service; fi";
 
 /// Why a machine has no user-data.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
-    #[error("it would have {size} bytes, more than the {LARGEST} that the provider takes")]
+    #[error("it would have {size} bytes, more than the {MAX_BYTES} that the provider takes")]
     TooLarge { size: usize },
     /// An env file has one line per variable.
     #[error("the value of {name} is not one line of text, so {path} cannot hold it")]
@@ -73,7 +73,7 @@ pub fn render(
     // Files are written before the users exist: `first-boot.sh` assigns their owners.
     let file = |path: &str, mode: &str, content: &str| json!({"path": path, "permissions": mode, "owner": "root:root", "content": content});
     let secret = secret.iter().map(|(path, content)| file(path, "0600", content));
-    let fixed = FIXED.iter().map(|(path, mode, content)| {
+    let fixed = FIXED_FILES.iter().map(|(path, mode, content)| {
         let content = without_comments(content);
         if *path == FIREWALL {
             file(path, mode, &admitting(&content, &hosts.egress))
@@ -83,11 +83,11 @@ pub fn render(
     });
     let config = json!({
         "write_files": secret.chain(fixed).collect::<Vec<_>>(),
-        "bootcmd": [["sh", "-c", RESUME]],
+        "bootcmd": [["sh", "-c", RESUME_COMMAND]],
         "runcmd": [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "--no-block", "svc-first-boot.service"]],
     });
     let text = format!("#cloud-config\n{}\n", as_yaml(&config.to_string()));
-    if text.len() > LARGEST {
+    if text.len() > MAX_BYTES {
         return Err(RenderError::TooLarge { size: text.len() });
     }
     Ok(text.into())
@@ -107,7 +107,7 @@ fn admitting(rules: &str, egress: &Networks) -> String {
             admitted.push_str(&format!("\n    {family} saddr {{ {networks} }} tcp dport 443 accept"));
         }
     }
-    rules.replace(SERVED, &admitted)
+    rules.replace(SERVED_PORTS_RULE, &admitted)
 }
 
 /// The variable of an env file whose value does not fit on one line.
@@ -213,9 +213,9 @@ mod tests {
     fn gateway_admits_only_listed_networks() {
         assert_eq!(admitting(RULES, &Networks::default()), RULES);
         let rules = |list: &str| admitting(RULES, &list.parse().unwrap());
-        assert!(RULES.contains(SERVED), "the replaced rule exists");
+        assert!(RULES.contains(SERVED_PORTS_RULE), "the replaced rule exists");
         let both = rules("203.0.113.0/24,198.51.100.7,2001:db8::/32,203.0.113.9");
-        assert!(!both.contains(SERVED), "{both}");
+        assert!(!both.contains(SERVED_PORTS_RULE), "{both}");
         for rule in [
             "    tcp dport 22 accept\n",
             "    ip saddr { 198.51.100.7/32, 203.0.113.0/24 } tcp dport 443 accept\n",

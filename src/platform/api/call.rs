@@ -21,7 +21,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::operators::Operator;
-use crate::platform::token_rotation::Standing;
+use crate::platform::token_rotation::TokenStatus;
 use crate::platform::tokens::{self, Purpose};
 
 /// The largest body of the platform's API.
@@ -45,7 +45,7 @@ pub struct Call {
 /// A token that a host presented and that is accepted.
 pub struct HostToken {
     pub machine: MachineRow,
-    pub standing: Standing,
+    pub standing: TokenStatus,
     pub hash: Vec<u8>,
 }
 
@@ -111,7 +111,7 @@ impl Call {
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
         match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
-            Standing::Refused => {
+            TokenStatus::Refused => {
                 drop(session);
                 refused_hosts::note(platform, &machine, token, claim).await;
                 Err(unauthorized())

@@ -9,7 +9,7 @@ use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::machine::plan::Plan;
 use crate::platform::context::Platform;
 use crate::platform::db;
-use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::machine_row::{MachineKind, MachineRow};
 
 /// Passes a type that the slot's active subscription pays for.
 ///
@@ -42,11 +42,11 @@ pub async fn of_machine(
     server_type: &ServerType,
 ) -> Result<(), Problem> {
     match machine.kind {
-        Kind::Preview => contained(Plan::Max, server_type),
-        Kind::Customer if platform.config.provisioning.billing_enforcement == Flag::On => {
+        MachineKind::Preview => contained(Plan::Max, server_type),
+        MachineKind::Customer if platform.config.provisioning.billing_enforcement == Flag::On => {
             entitled(client, &machine.user, &machine.slot, server_type).await
         }
-        Kind::Customer => Ok(()),
+        MachineKind::Customer => Ok(()),
     }
 }
 

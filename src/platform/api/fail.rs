@@ -17,7 +17,7 @@ use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::lifecycle::{self, Change, Circumstances};
+use crate::platform::lifecycle::{self, Change, EventContext};
 use axum::routing::post;
 
 const LONGEST_REASON: usize = 1024;
@@ -50,7 +50,7 @@ async fn fail(
         Begun::Replayed(reply) => return Ok(reply),
         Begun::Open(change) => change,
     };
-    let with = Circumstances { failed_at: Some((STAGE, reason)), ..Circumstances::default() };
+    let with = EventContext { failed_at: Some((STAGE, reason)), ..EventContext::default() };
     let event = Event::OperatorFailed;
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
     let effect = match changed.map_err(|error| fault::lifecycle(error, &change.machine))? {

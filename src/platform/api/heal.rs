@@ -9,7 +9,7 @@ use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, machine_server};
-use crate::platform::lifecycle::{self, Change, Circumstances};
+use crate::platform::lifecycle::{self, Change, EventContext};
 use crate::provider::{ServerId, ServerStatus};
 
 /// A machine whose resize failed, or that has its slot again, and whose host is well, runs with the type that the provider
@@ -45,7 +45,7 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
     let event = Event::HealthyHeartbeat { epoch, server_type: server.server_type };
-    let change = lifecycle::apply(&tx, &platform.mint, &row, &event, Circumstances::default()).await?;
+    let change = lifecycle::apply(&tx, &platform.mint, &row, &event, EventContext::default()).await?;
     if change == Change::Unchanged {
         return Ok(false);
     }

@@ -37,7 +37,7 @@ use crate::platform::db::machine_server;
 use crate::platform::db::upgrade_token;
 use crate::platform::db::{self};
 use crate::platform::operations::later_holder;
-use crate::platform::token_rotation::{Offer, Standing, UpgradeToken};
+use crate::platform::token_rotation::{TokenOffer, TokenStatus, UpgradeToken};
 use crate::platform::tokens::{Generation, Purpose};
 use crate::store::bundle::MAX_KEYS;
 use crate::untrusted_text;
@@ -145,17 +145,17 @@ pub async fn handle(
 async fn next_token(platform: &Platform, host: &HostToken) -> Result<Option<SecretString>, Problem> {
     let (id, timing) = (host.machine.id, platform.config.timing.tokens);
     let (current, standing) = match host.standing {
-        Standing::Later(generation) => (take_up(platform, host, generation).await?, Standing::Current),
+        TokenStatus::Later(generation) => (take_up(platform, host, generation).await?, TokenStatus::Current),
         standing => (host.machine.upgrade_token.clone(), standing),
     };
     let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());
     match offer.filter(|_| host.machine.registered_at.is_some()) {
         None => Ok(None),
-        Some(Offer::Again(token)) => Ok(Some(token)),
-        Some(Offer::Next(generation)) if is_next_due(platform).await? => {
+        Some(TokenOffer::Again(token)) => Ok(Some(token)),
+        Some(TokenOffer::Next(generation)) if is_next_due(platform).await? => {
             Ok(Some(platform.mint.token(id, Purpose::Upgrade, generation)))
         }
-        Some(Offer::Next(_)) => Ok(None),
+        Some(TokenOffer::Next(_)) => Ok(None),
     }
 }
 

@@ -25,7 +25,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, machine_changes};
-use crate::platform::lifecycle::{self, Circumstances};
+use crate::platform::lifecycle::{self, EventContext};
 use crate::platform::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
 use crate::platform::operations::{OperationKind, OperationOptions, Step, later_holder};
 use crate::store::key::{SlotPrefix, SnapshotKey};
@@ -226,9 +226,9 @@ async fn give_up(
         was.kind.parse().map_err(|_| invalid(was, "This release does not know its kind."))?;
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
-            let with = Circumstances {
+            let with = EventContext {
                 failed_at: Some((&was.step, "the operator abandoned the operation")),
-                ..Circumstances::default()
+                ..EventContext::default()
             };
             let event = Event::OperationAbandoned;
             let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;

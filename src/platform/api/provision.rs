@@ -27,10 +27,10 @@ use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType
 use crate::machine::plan::Plan;
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
-use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::machine_row::{MachineKind, MachineRow};
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, Filed, Wanted};
+use crate::platform::lifecycle::{self, Change, EventContext, FiledOperation, MachineRequest};
 use crate::platform::operations::OperationOptions;
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, Unusable};
@@ -46,7 +46,7 @@ struct Asked {
     locations: AskedLocations,
     /// `None`: the one that the slot runs, or the platform's for a new slot.
     image_version: Option<ImageVersion>,
-    kind: Kind,
+    kind: MachineKind,
     empty: EmptyStart,
     options: OperationOptions,
 }
@@ -71,7 +71,7 @@ fn asked(platform: &Platform, call: &Call) -> Result<Asked, Problem> {
     let locations = AskedLocations::read(&mut fields);
     let location = locations.location.clone().unwrap_or_else(|| defaults.location.clone());
     let image_version = fields.optional("imageVersion");
-    let kind = fields.optional("kind").unwrap_or(Kind::Customer);
+    let kind = fields.optional("kind").unwrap_or(MachineKind::Customer);
     let empty = EmptyStart::read(&mut fields);
     let accept_loss = fields.boolean("acceptLoss").unwrap_or(false);
     let options = OperationOptions { accept_loss, ..OperationOptions::default() };
@@ -182,9 +182,9 @@ async fn make(
     asked: &Asked,
     prepared: Prepared,
     failed: Option<&MachineRow>,
-) -> Result<Filed, Problem> {
+) -> Result<FiledOperation, Problem> {
     let config = &platform.config;
-    let wanted = Wanted {
+    let wanted = MachineRequest {
         user: asked.user.clone(),
         slot: asked.slot.clone(),
         handle: asked.handle.clone(),
@@ -195,15 +195,15 @@ async fn make(
         image_version: prepared.image_version,
         bundle_sha256: prepared.bundle_sha256,
         https_port: config.hosts.https_port,
-        lives_for: (asked.kind == Kind::Preview).then_some(config.provisioning.preview_ttl),
+        lives_for: (asked.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
         restore_snapshot: None,
     };
     let restore = prepared.restore;
-    let with = Circumstances {
+    let with = EventContext {
         successor: Some(&wanted),
         options: asked.options,
         epoch_floor: prepared.epoch_floor,
-        ..Circumstances::default()
+        ..EventContext::default()
     };
     let Some(failed) = failed else {
         let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore, &with).await;
@@ -247,11 +247,11 @@ async fn admissible(
             .with("kind", json!(held)));
     }
     match asked.kind {
-        Kind::Customer if config.billing_enforcement == Flag::On => {
+        MachineKind::Customer if config.billing_enforcement == Flag::On => {
             entitlement::entitled(client, &asked.user, &asked.slot, &asked.server_type).await?;
         }
-        Kind::Customer => {}
-        Kind::Preview => {
+        MachineKind::Customer => {}
+        MachineKind::Preview => {
             entitlement::contained(Plan::Max, &asked.server_type)?;
             let others = db::machines::active_previews(client, &asked.user).await?;
             if existing.is_none() && others >= i64::from(config.preview_max_per_owner) {
@@ -320,7 +320,7 @@ fn handle_taken(handle: &Handle) -> Problem {
     Problem::new(Code::HandleTaken, format!("The handle {handle} belongs to another user."))
 }
 
-fn gone(filed: Filed) -> Problem {
+fn gone(filed: FiledOperation) -> Problem {
     fault::machine_not_found(&filed.machine.to_string())
 }
 

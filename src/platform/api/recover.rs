@@ -29,9 +29,9 @@ use crate::machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::copies;
-use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::machine_row::{MachineKind, MachineRow};
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
+use crate::platform::lifecycle::{self, Change, EventContext, MachineRequest};
 use crate::platform::operations::OperationOptions;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::snapshot::{self, SideRecord, Unusable};
@@ -161,7 +161,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     };
     restorable::ensure_not_switched_off(&machine, asked.options.accept_loss)?;
     let location = asked.locations.location.clone().unwrap_or_else(|| machine.location.clone());
-    let wanted = Wanted {
+    let wanted = MachineRequest {
         user: machine.user.clone(),
         slot: machine.slot.clone(),
         handle: machine.handle.clone(),
@@ -176,11 +176,11 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
         restore_snapshot: prepared.snapshot,
     };
     let event = Event::RecoverRequested { restore: prepared.restore };
-    let with = Circumstances {
+    let with = EventContext {
         successor: Some(&wanted),
         options: asked.options,
         epoch_floor: prepared.epoch_floor,
-        ..Circumstances::default()
+        ..EventContext::default()
     };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
     let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
@@ -207,7 +207,7 @@ fn changed_meanwhile() -> Problem {
 }
 
 fn preview_life(platform: &Platform, machine: &MachineRow) -> Option<std::time::Duration> {
-    (machine.kind == Kind::Preview).then_some(platform.config.provisioning.preview_ttl)
+    (machine.kind == MachineKind::Preview).then_some(platform.config.provisioning.preview_ttl)
 }
 
 fn of_slot(found: Option<MachineRow>, asked: &Asked) -> Result<MachineRow, Problem> {

@@ -9,10 +9,10 @@ use serde_json::json;
 use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::tokens::{Claim, Purpose};
+use crate::platform::tokens::{TokenClaim, Purpose};
 
 /// Notes a token that was refused, unless the platform made it and it has ended.
-pub async fn note(platform: &Platform, machine: &MachineRow, token: &str, claim: Claim) {
+pub async fn note(platform: &Platform, machine: &MachineRow, token: &str, claim: TokenClaim) {
     if platform.mint.has_made(token, claim, Purpose::Upgrade) || !platform.rates.admit_refused_host() {
         return;
     }

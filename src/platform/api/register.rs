@@ -28,7 +28,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_changes::{self, Registration};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, EventContext, LifecycleError};
 use crate::platform::operations::later_holder;
 use crate::platform::tokens;
 use crate::store::bundle::parse_digest;
@@ -187,7 +187,7 @@ async fn register(
         return Err(Problem::new(Code::Unavailable, "The server is not noted yet; try again.").retry_after(1));
     }
     let event = Event::Registered { server_type: machine.server_type.clone() };
-    match lifecycle::apply(tx, &platform.mint, machine, &event, Circumstances::default()).await {
+    match lifecycle::apply(tx, &platform.mint, machine, &event, EventContext::default()).await {
         Ok(_) => {}
         Err(LifecycleError::Refused(_)) => {
             return Err(Problem::new(Code::InvalidState, "The machine does not wait for its registration.")

@@ -26,7 +26,7 @@ use crate::machine::transition::{Outcome, transition};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, Change, EventContext, LifecycleError};
 use crate::provider::{ServerId, ServerTypeInfo};
 use axum::routing::post;
 
@@ -85,7 +85,7 @@ async fn resize(
         }
     }
     let event = Event::ResizeRequested { to: to.clone() };
-    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
+    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, EventContext::default()).await;
     let filed = match change.map_err(|error| fault::lifecycle(error, &machine))? {
         Change::Moved { filed } => filed.map(|filed| filed.operation),
         Change::Unchanged => {

@@ -23,7 +23,7 @@ use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, Filed};
+use crate::platform::lifecycle::{self, Change, EventContext, FiledOperation};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -75,14 +75,14 @@ pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Res
 }
 
 /// The operation that brought a deleted machine back, where its deletion is undone already.
-async fn undone_before(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<Filed>, Problem> {
+async fn undone_before(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<FiledOperation>, Problem> {
     if !machine.is_active() {
         return Ok(None);
     }
     let deletion = db::operations::newest(tx, machine.id, "delete").await?;
     let back = db::operations::newest(tx, machine.id, "reinstate").await?;
     let back = deletion.zip(back).filter(|(deletion, back)| deletion.created_at < back.created_at);
-    Ok(back.map(|(_, back)| Filed { machine: machine.id, operation: back.id }))
+    Ok(back.map(|(_, back)| FiledOperation { machine: machine.id, operation: back.id }))
 }
 
 /// Gives a deleted machine its slot back.
@@ -93,7 +93,7 @@ pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
-) -> Result<Filed, Problem> {
+) -> Result<FiledOperation, Problem> {
     check(tx, machine).await?;
     let highest = db::machines::highest_epoch(tx, &machine.user, &machine.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
@@ -101,7 +101,7 @@ pub async fn reinstate(
     let failure = machine.failure.as_ref().filter(|failure| !failure.cause.heals());
     let known = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let undone = ("reinstate", "its deletion was undone; it runs with its next healthy heartbeat");
-    let with = Circumstances { failed_at: known.or(Some(undone)), ..Circumstances::default() };
+    let with = EventContext { failed_at: known.or(Some(undone)), ..EventContext::default() };
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
     match change.map_err(|error| fault::lifecycle(error, machine))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),
@@ -150,7 +150,7 @@ fn refused(detail: &str) -> Problem {
         .with("allowed", json!([]))
 }
 
-fn body(machine: &MachineRow, filed: Filed, already_undone: bool) -> Value {
+fn body(machine: &MachineRow, filed: FiledOperation, already_undone: bool) -> Value {
     json!({
         "machineId": machine.id,
         "kind": machine.kind.as_str(),

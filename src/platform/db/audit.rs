@@ -11,7 +11,7 @@ use crate::clock::rfc3339_ms;
 use crate::machine::id::AuditId;
 
 /// One mutating call.
-pub struct Entry<'a> {
+pub struct AuditEntry<'a> {
     pub actor: &'a str,
     pub action: &'a str,
     pub target: &'a str,
@@ -22,17 +22,17 @@ pub struct Entry<'a> {
 
 /// # Errors
 /// [`DbError`].
-pub async fn write(tx: &Transaction<'_>, entry: &Entry<'_>) -> Result<(), DbError> {
+pub async fn write(tx: &Transaction<'_>, entry: &AuditEntry<'_>) -> Result<(), DbError> {
     let sql = "INSERT INTO operator_audit (audit_id, actor, action, target, before, after, request_id) \
                VALUES ($1, $2, $3, $4, $5, $6, $7)";
     let id = Uuid::now_v7();
-    let Entry { actor, action, target, before, after, request_id } = entry;
+    let AuditEntry { actor, action, target, before, after, request_id } = entry;
     execute(tx, sql, &[&id, actor, action, target, before, after, request_id]).await.map(drop)
 }
 
 /// Selects audit entries.
 #[derive(Debug, Default)]
-pub struct Filter {
+pub struct AuditFilter {
     pub actor: Option<String>,
     pub action: Option<String>,
     pub target: Option<String>,
@@ -76,7 +76,7 @@ impl AuditRow {
 /// [`DbError`].
 pub async fn list(
     client: &impl GenericClient,
-    filter: &Filter,
+    filter: &AuditFilter,
     limit: i64,
 ) -> Result<Vec<AuditRow>, DbError> {
     let before = filter.before.map(|id| id.0);

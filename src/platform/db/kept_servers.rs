@@ -72,7 +72,7 @@ const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.
     END) END";
 
 /// A machine that left its slot and may have a server.
-const LEFT: &str = "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
+const LEFT_SLOT: &str = "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
 
 /// Machines whose retention has ended and that have no running operation.
 ///
@@ -83,7 +83,7 @@ pub async fn removable(
     retention: &ServerRetention,
 ) -> Result<Vec<MachineId>, DbError> {
     let sql = format!(
-        "SELECT m.machine_id FROM user_machines m WHERE {LEFT} AND {KEPT_UNTIL} <= clock_timestamp() \
+        "SELECT m.machine_id FROM user_machines m WHERE {LEFT_SLOT} AND {KEPT_UNTIL} <= clock_timestamp() \
          AND NOT EXISTS (SELECT 1 FROM operations o WHERE o.machine_id = m.machine_id AND o.state = 'running') \
          ORDER BY m.machine_id LIMIT 100"
     );
@@ -107,7 +107,7 @@ pub async fn of_slot(
              {KEPT_UNTIL} AS kept_until, m.unsaved_since, m.removal_abandoned_at, m.server_missing_since, \
              (SELECT o.operation_id FROM operations o WHERE o.machine_id = m.machine_id AND o.kind = 'delete' \
                 AND o.state = 'running' AND (o.options ->> 'now')::boolean LIMIT 1) AS deleted_by \
-         FROM user_machines m WHERE m.idp_user_id = $4 AND m.slot = $5 AND {LEFT} \
+         FROM user_machines m WHERE m.idp_user_id = $4 AND m.slot = $5 AND {LEFT_SLOT} \
          AND m.provider_server_id IS NOT NULL AND m.failure_cause IS DISTINCT FROM 'server_gone' \
          AND (m.registered_at IS NOT NULL OR m.unsaved_since IS NOT NULL) ORDER BY m.epoch DESC LIMIT 50"
     );

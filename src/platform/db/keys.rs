@@ -103,7 +103,7 @@ pub async fn public_for(
 
 /// The age of a key, and for how long every relevant host has acknowledged it.
 #[derive(Debug, Clone)]
-pub struct Standing {
+pub struct KeyDistribution {
     pub kid: String,
     pub age: Duration,
     pub acknowledged_for: Option<Duration>,
@@ -113,14 +113,14 @@ pub struct Standing {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn standing(client: &impl GenericClient, purpose: &str) -> Result<Vec<Standing>, DbError> {
+pub async fn standing(client: &impl GenericClient, purpose: &str) -> Result<Vec<KeyDistribution>, DbError> {
     let sql = "SELECT kid, extract(epoch FROM clock_timestamp() - created_at)::float8, \
                extract(epoch FROM clock_timestamp() - acknowledged_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
     let found = rows(client, sql, &[&purpose]).await?;
     Ok(found
         .iter()
-        .map(|row| Standing {
+        .map(|row| KeyDistribution {
             kid: row.get(0),
             age: span(row.get(1)),
             acknowledged_for: row.get::<_, Option<f64>>(2).map(span),
@@ -130,7 +130,7 @@ pub async fn standing(client: &impl GenericClient, purpose: &str) -> Result<Vec<
 
 /// Machines that are or may become routable and whose hosts have not acknowledged a key.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Laggards {
+pub struct UnacknowledgedHosts {
     pub speaking: i64,
     /// Without a heartbeat for `max_silence`: not waited for.
     pub silent: i64,
@@ -142,13 +142,13 @@ pub async fn without(
     client: &impl GenericClient,
     kid: &str,
     max_silence: Duration,
-) -> Result<Laggards, DbError> {
+) -> Result<UnacknowledgedHosts, DbError> {
     let sql = "SELECT count(*) FILTER (WHERE is_heard), count(*) FILTER (WHERE NOT is_heard) FROM (SELECT \
                greatest(heartbeat_at, registered_at, created_at) > now() - make_interval(secs => $2) AS is_heard \
                FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
                AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) laggards";
     let found = rows(client, sql, &[&kid, &max_silence.as_secs_f64()]).await?;
-    let counts = |row: &Row| Laggards { speaking: row.get(0), silent: row.get(1) };
+    let counts = |row: &Row| UnacknowledgedHosts { speaking: row.get(0), silent: row.get(1) };
     Ok(found.first().map(counts).unwrap_or_default())
 }
 

@@ -7,7 +7,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use serde_json::Value;
 
-use super::machine_row::{Failure, Kind, MachineRow};
+use super::machine_row::{Failure, MachineKind, MachineRow};
 use super::{DbError, execute, row};
 use crate::http::tls::SpkiPin;
 use crate::machine::epoch::Epoch;
@@ -22,7 +22,7 @@ pub struct NewMachine {
     pub user: IdpUserId,
     pub slot: Slot,
     pub handle: Handle,
-    pub kind: Kind,
+    pub kind: MachineKind,
     pub status: Status,
     pub epoch: Epoch,
     pub restore: RestoreMode,

@@ -30,12 +30,12 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
 
 /// Whether a machine is a paying customer's or an operator's preview.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MachineKind {
     Customer,
     Preview,
 }
 
-impl Kind {
+impl MachineKind {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Customer => "customer",
@@ -44,7 +44,7 @@ impl Kind {
     }
 }
 
-impl FromStr for Kind {
+impl FromStr for MachineKind {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -70,7 +70,7 @@ pub struct MachineRow {
     pub user: IdpUserId,
     pub slot: Slot,
     pub handle: Handle,
-    pub kind: Kind,
+    pub kind: MachineKind,
     pub status: Status,
     pub failure: Option<Failure>,
     pub epoch: Epoch,

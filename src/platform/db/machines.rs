@@ -282,19 +282,19 @@ fn span(seconds: Option<f64>) -> Duration {
 
 /// Selects machines.
 #[derive(Debug, Default)]
-pub struct Filter {
+pub struct MachineFilter {
     pub status: Option<Status>,
     pub user: Option<IdpUserId>,
     pub slot: Option<Slot>,
     pub handle: Option<Handle>,
-    pub which: Which,
+    pub which: MachineScope,
     /// Only machines created before this one.
     pub before: Option<MachineId>,
 }
 
 /// Machines that hold their slots, or those that no longer do.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub enum Which {
+pub enum MachineScope {
     #[default]
     Active,
     Ended,
@@ -309,12 +309,12 @@ const OF_HANDLE: &str = "idp_user_id = (SELECT idp_user_id FROM handles WHERE ha
 /// [`DbError`].
 pub async fn list(
     client: &impl GenericClient,
-    filter: &Filter,
+    filter: &MachineFilter,
     limit: i64,
 ) -> Result<Vec<MachineRow>, DbError> {
     let which = match filter.which {
-        Which::Active => "deleted_at IS NULL AND retired_at IS NULL",
-        Which::Ended => "(deleted_at IS NOT NULL OR retired_at IS NOT NULL)",
+        MachineScope::Active => "deleted_at IS NULL AND retired_at IS NULL",
+        MachineScope::Ended => "(deleted_at IS NOT NULL OR retired_at IS NOT NULL)",
     };
     let status = filter.status.map(Status::as_str);
     let before = filter.before.map(|id| id.0);

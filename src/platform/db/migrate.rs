@@ -10,15 +10,15 @@ mod embedded {
 }
 
 /// An arbitrary number that nothing else in this database locks.
-const LOCK: i64 = 0x7376_635f_6d69_6772;
-const DEADLINE: Duration = Duration::from_secs(120);
+const LOCK_ID: i64 = 0x7376_635f_6d69_6772;
+const MIGRATION_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Migrates the schema to this binary's version.
 ///
 /// # Errors
 /// When the database cannot be reached within the deadline, or a migration fails; a failed migration is rolled back.
 pub async fn run(config: &Config) -> anyhow::Result<()> {
-    tokio::time::timeout(DEADLINE, migrate(config)).await.context("the migrations did not end in time")?
+    tokio::time::timeout(MIGRATION_TIMEOUT, migrate(config)).await.context("the migrations did not end in time")?
 }
 
 /// Number of this binary's newest migration.
@@ -31,7 +31,7 @@ async fn migrate(config: &Config) -> anyhow::Result<()> {
     let mut config = config.clone();
     config.connect_timeout(Duration::from_secs(5)).application_name("svc-platform migrations");
     let (mut client, served) = super::connect(&config).await.context("connect to the database")?;
-    client.execute("SELECT pg_advisory_lock($1)", &[&LOCK]).await.context("wait for the migrations' lock")?;
+    client.execute("SELECT pg_advisory_lock($1)", &[&LOCK_ID]).await.context("wait for the migrations' lock")?;
     // A later release may have migrated further: its changes are additions, which this release can ignore.
     let migrations = embedded::migrations::runner().set_abort_missing(false);
     let report = migrations.run_async(&mut client).await.context("migrate the database")?;

@@ -45,9 +45,9 @@ use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 use crate::http::resolve;
 
 /// Client-side deadline of one statement. The server's own timeout is shorter.
-const STATEMENT: Duration = Duration::from_secs(6);
-const STATEMENT_AT_SERVER_MS: u32 = 5000;
-const CONNECT: Duration = Duration::from_secs(5);
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(6);
+const SERVER_STATEMENT_TIMEOUT_MS: u32 = 5000;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A statement's parameters.
 pub type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
@@ -134,13 +134,13 @@ impl Db {
     /// When deadpool rejects the settings.
     pub fn new(config: &Config, max_connections: usize) -> anyhow::Result<Self> {
         let settings = ManagerConfig { recycling_method: RecyclingMethod::Fast };
-        let manager = Manager::from_connect(bounded(config), Resolved, settings);
+        let manager = Manager::from_connect(bounded(config), ResolvingConnector, settings);
         let pool = Pool::builder(manager)
             .max_size(max_connections)
             .runtime(Runtime::Tokio1)
-            .wait_timeout(Some(CONNECT))
-            .create_timeout(Some(CONNECT))
-            .recycle_timeout(Some(CONNECT))
+            .wait_timeout(Some(CONNECT_TIMEOUT))
+            .create_timeout(Some(CONNECT_TIMEOUT))
+            .recycle_timeout(Some(CONNECT_TIMEOUT))
             .build()?;
         Ok(Self { pool })
     }
@@ -212,7 +212,7 @@ pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
 }
 
 async fn in_time<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
-    match tokio::time::timeout(STATEMENT, work).await {
+    match tokio::time::timeout(STATEMENT_TIMEOUT, work).await {
         Ok(done) => Ok(done?),
         Err(_) => Err(DbError::Unavailable { what: "no answer in time", source: None }),
     }
@@ -222,24 +222,24 @@ fn bounded(config: &Config) -> Config {
     let mut config = config.clone();
     let options = config.get_options().unwrap_or_default();
     let options = format!(
-        "{options} -c statement_timeout={STATEMENT_AT_SERVER_MS} -c idle_in_transaction_session_timeout=30000"
+        "{options} -c statement_timeout={SERVER_STATEMENT_TIMEOUT_MS} -c idle_in_transaction_session_timeout=30000"
     );
     config
         .options(options.trim())
         .application_name("svc-platform")
-        .connect_timeout(CONNECT)
+        .connect_timeout(CONNECT_TIMEOUT)
         .keepalives_idle(Duration::from_secs(15))
         .tcp_user_timeout(Duration::from_secs(15));
     config
 }
 
 /// Connects after resolving host names: a static glibc binary must not call getaddrinfo.
-struct Resolved;
+struct ResolvingConnector;
 
-type Connected = Result<(Client, JoinHandle<()>), tokio_postgres::Error>;
+type ConnectResult = Result<(Client, JoinHandle<()>), tokio_postgres::Error>;
 
-impl deadpool_postgres::Connect for Resolved {
-    fn connect(&self, config: &Config) -> Pin<Box<dyn Future<Output = Connected> + Send + '_>> {
+impl deadpool_postgres::Connect for ResolvingConnector {
+    fn connect(&self, config: &Config) -> Pin<Box<dyn Future<Output = ConnectResult> + Send + '_>> {
         let config = config.clone();
         Box::pin(async move { connect(&config).await })
     }
@@ -249,7 +249,7 @@ impl deadpool_postgres::Connect for Resolved {
 ///
 /// # Errors
 /// When the connection fails.
-pub async fn connect(config: &Config) -> Connected {
+pub async fn connect(config: &Config) -> ConnectResult {
     let config = match with_addresses(config).await {
         Ok(config) => config,
         Err(error) => {

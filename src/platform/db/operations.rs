@@ -226,7 +226,7 @@ pub async fn hanging(
     client: &impl GenericClient,
     deadline: Duration,
     limit: Duration,
-    known: &Vocabulary<'_>,
+    known: &SupportedSteps<'_>,
 ) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind NOT IN ('delete', 'remove_server') \
@@ -389,7 +389,7 @@ pub async fn step_age(client: &impl GenericClient, id: OperationId, step: &str) 
 pub const WAITS_FOR_ACCOUNT: &str = "provider_account";
 
 /// The kinds and steps that this release can run. Others belong to a newer release.
-pub struct Vocabulary<'a> {
+pub struct SupportedSteps<'a> {
     pub kinds: &'a [&'a str],
     pub steps: &'a [&'a str],
 }
@@ -403,7 +403,7 @@ pub async fn claim(
     client: &impl GenericClient,
     owner: Uuid,
     lease: Duration,
-    known: &Vocabulary<'_>,
+    known: &SupportedSteps<'_>,
 ) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "UPDATE operations SET lease_owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2) \
@@ -420,7 +420,7 @@ pub async fn claim(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn unknown(client: &impl GenericClient, known: &Vocabulary<'_>) -> Result<i64, DbError> {
+pub async fn unknown(client: &impl GenericClient, known: &SupportedSteps<'_>) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
                AND NOT (kind = ANY($1) AND step = ANY($2))";
     Ok(row(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))

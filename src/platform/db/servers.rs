@@ -40,14 +40,14 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
 
 /// Machines in their slots that fail if their servers are gone: they are running, resizing, or may resume after a
 /// resize.
-const LIVE: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
+const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
     AND (status IN ('running', 'resizing') \
         OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";
 
 /// # Errors
 /// [`DbError`].
 pub async fn live(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
-    with_servers(client, LIVE).await
+    with_servers(client, EXPECTED).await
 }
 
 /// Other machines whose servers may hold data and that the provider has not yet reported missing.
@@ -57,7 +57,7 @@ pub async fn live(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, Db
 pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     let which = format!(
         "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
-         AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({LIVE})"
+         AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({EXPECTED})"
     );
     with_servers(client, &which).await
 }

@@ -15,7 +15,7 @@ use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use crate::machine::plan::Plan;
 
 /// Grace period of a subscription after the end of its period.
-const GRACE: SignedDuration = SignedDuration::from_hours(3 * 24);
+const SUBSCRIPTION_GRACE: SignedDuration = SignedDuration::from_hours(3 * 24);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subscription {
@@ -56,7 +56,7 @@ pub struct SlotRow {
 impl SlotRow {
     /// Whether the slot may be provisioned at `now`.
     pub fn is_entitled(&self, now: Timestamp) -> bool {
-        let lasts = |end: Timestamp| end.saturating_add(GRACE).is_ok_and(|end| now <= end);
+        let lasts = |end: Timestamp| end.saturating_add(SUBSCRIPTION_GRACE).is_ok_and(|end| now <= end);
         self.status == Subscription::Active && self.current_period_end.is_none_or(lasts)
     }
 

@@ -9,7 +9,7 @@ use crate::store::bucket::{Bucket, StoreError};
 use crate::store::bundle::{self, ManifestError, Unusable, digest};
 use crate::store::key;
 
-const STORE: &str = "see the check `store`";
+const SEE_STORE_CHECK: &str = "see the check `store`";
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let mut findings = Findings::new("bundle");
@@ -36,7 +36,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Ok((Some(digest), Some(size))) => manifest(findings, &config.hosts, &bucket, version, &digest)
             .await
             .or_ok(format!("{version}, {} MiB, sha256 {digest}", size >> 20)),
-        Err(error) => findings.problem(chain(&error), STORE),
+        Err(error) => findings.problem(chain(&error), SEE_STORE_CHECK),
     }
 }
 
@@ -55,7 +55,7 @@ async fn manifest(
             format!("{version} has no signed manifest"),
             "hosts do not update to it automatically: build it with --signing-key, and publish a new version",
         ),
-        Err(Unusable::Store(error)) => findings.problem(chain(&error), STORE),
+        Err(Unusable::Store(error)) => findings.problem(chain(&error), SEE_STORE_CHECK),
         Err(why @ (Unusable::Manifest(_) | Unusable::OtherArchive)) => findings.problem(
             format!("hosts cannot update to {version}: {why}"),
             "build it again, signed with a key of BUNDLE_PUBLIC_KEYS, and publish it under a new version",

@@ -20,16 +20,16 @@ use super::config::PlatformConfig;
 use crate::config::Env;
 use crate::diagnosis::{self, Check, Finding, Findings};
 
-const ASKED: Duration = Duration::from_secs(20);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The findings, and the access to the running platform for further checks.
-pub struct Examined {
+pub struct DoctorReport {
     pub findings: Vec<Finding>,
     pub operator: Option<(Url, SecretString)>,
 }
 
 /// Checks a platform by the environment and, with lower precedence, by `file`.
-pub async fn examine(file: Option<&Path>) -> Examined {
+pub async fn examine(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
     // Read before the configuration is validated: the platform may run well even if this process has a wrong setting.
     let url: Option<Url> = env.text("PLATFORM_PUBLIC_URL").and_then(|url| url.parse().ok());
@@ -57,21 +57,21 @@ pub async fn examine(file: Option<&Path>) -> Examined {
                 let skipped = Findings::new(check).skipped("the configuration is wrong");
                 findings.extend(skipped.into_list());
             }
-            return Examined { findings, operator };
+            return DoctorReport { findings, operator };
         }
     };
     let checks = vec![
-        Check::new("configuration", ASKED, async { serving::settings(&config) }),
-        Check::new("database", ASKED, database::check(&config)),
-        Check::new("platform-key", ASKED, platform_key::check(&config)),
-        Check::new("store", ASKED, store::check(&config)),
-        Check::new("store-protection", ASKED, store::protection(&config)),
-        Check::new("host-credentials", ASKED, store::host_credentials(&config)),
-        Check::new("bundle", ASKED, bundle::check(&config)),
-        Check::new("provider", ASKED, provider::check(&config)),
-        Check::new("identity-provider", ASKED, identity::check(&config)),
-        Check::new("tls", ASKED, async { serving::certificates(&config) }),
+        Check::new("configuration", CHECK_TIMEOUT, async { serving::settings(&config) }),
+        Check::new("database", CHECK_TIMEOUT, database::check(&config)),
+        Check::new("platform-key", CHECK_TIMEOUT, platform_key::check(&config)),
+        Check::new("store", CHECK_TIMEOUT, store::check(&config)),
+        Check::new("store-protection", CHECK_TIMEOUT, store::protection(&config)),
+        Check::new("host-credentials", CHECK_TIMEOUT, store::host_credentials(&config)),
+        Check::new("bundle", CHECK_TIMEOUT, bundle::check(&config)),
+        Check::new("provider", CHECK_TIMEOUT, provider::check(&config)),
+        Check::new("identity-provider", CHECK_TIMEOUT, identity::check(&config)),
+        Check::new("tls", CHECK_TIMEOUT, async { serving::certificates(&config) }),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
-    Examined { findings, operator }
+    DoctorReport { findings, operator }
 }

@@ -5,7 +5,7 @@ use crate::diagnosis::Findings;
 use crate::platform::config::PlatformConfig;
 use crate::platform::db::{Db, DbError, platform_keys};
 use crate::platform::key_change::mark::{self, MarkError, NamedKey};
-use crate::platform::key_change::{self, need::Need};
+use crate::platform::key_change::{self, need::KeyNeed};
 use crate::platform::keys::{self, KeyError, Seal};
 use crate::platform::platform_key::KeyIds;
 use crate::platform::tokens::TokenMint;
@@ -13,7 +13,7 @@ use crate::store::StoreError;
 
 /// The relevant state of the database.
 struct KeyUsage {
-    need: Need,
+    need: KeyNeed,
     /// Whether the previous key has been used here.
     is_previous_used: bool,
     /// Number of running processes, and of those that have the previous key.
@@ -126,7 +126,7 @@ async fn read(
     let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let silence = config.timing.keys.max_silence;
-    let need = Need::find(client, &ids.current, &mint, &Seal::of(&config.keys), silence, ttl).await?;
+    let need = KeyNeed::find(client, &ids.current, &mint, &Seal::of(&config.keys), silence, ttl).await?;
     let (is_previous_used, processes) = match &ids.previous {
         Some(previous) => (
             platform_keys::is_known(client, previous).await?,

@@ -14,7 +14,7 @@ use crate::platform::config::{PlatformConfig, TlsFiles};
 
 /// The user of the package's unit.
 const USER: &str = "svc-platform";
-const SOON: SignedDuration = SignedDuration::from_hours(14 * 24);
+const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings = Findings::new("env-file");
@@ -111,7 +111,7 @@ fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
     let text = format!("{} ends at {:.0}", files.cert.display(), ends);
     if left.is_negative() {
         findings.problem(text, format!("renew it, then restart svc-platform: {next}"))
-    } else if left < SOON {
+    } else if left < EXPIRY_WARNING {
         findings.warning(text, "renew it, then restart svc-platform")
     } else {
         findings.ok(text)

@@ -19,14 +19,14 @@ use crate::store::parallel_probe::{self, PREFIX as PROBES};
 use crate::store::policy::SnapshotWrites;
 use crate::store::protection::{self, Setting};
 
-const NEXT: &str = "check that it is running, OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
+const ADVICE: &str = "check that it is running, OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("store");
     let bucket = match config.store.open() {
         Ok(bucket) => bucket,
-        Err(error) => return findings.problem(format!("{error:#}"), NEXT),
+        Err(error) => return findings.problem(format!("{error:#}"), ADVICE),
     };
     let key = Path::from(format!("{PROBES}/{}.json", uuid::Uuid::new_v4()));
     let tried = conditional(&bucket, &key).await;
@@ -46,7 +46,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error @ StoreError::Clock { .. }) => {
             return findings.problem(error.to_string(), "systemctl restart systemd-timesyncd");
         }
-        Err(error) => return findings.problem(chain(&error), NEXT),
+        Err(error) => return findings.problem(chain(&error), ADVICE),
     }
     let findings = match deleted {
         Ok(()) => findings,
@@ -63,12 +63,12 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             }
             (None, None) => findings,
         },
-        Err(error) => findings.warning(format!("parallel writers were not tested: {}", chain(&error)), NEXT),
+        Err(error) => findings.warning(format!("parallel writers were not tested: {}", chain(&error)), ADVICE),
     };
     let listed = bucket.raw().list(Some(&Path::from(PROBES))).try_next().await;
     match listed {
         Ok(_) => findings.or_ok("reads, lists, and puts exactly on condition"),
-        Err(error) => findings.problem(format!("cannot list it: {}", chain(&error)), NEXT),
+        Err(error) => findings.problem(format!("cannot list it: {}", chain(&error)), ADVICE),
     }
 }
 
@@ -104,7 +104,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
     let StoreConfig::S3(s3) = &config.store else { return findings.skipped("the store is a directory") };
     let found = match protection::read(s3).await {
         Ok(found) => found,
-        Err(error) => return findings.warning(chain(&error), NEXT),
+        Err(error) => return findings.warning(chain(&error), ADVICE),
     };
     let findings = match found.versioning {
         Setting::On => findings,
@@ -209,6 +209,6 @@ async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Tempora
             format!("STORE_WRITE_ONCE=on, and a host's credentials cannot write a snapshot: {}", chain(&error)),
             next,
         ),
-        Err(error) => findings.problem(format!("{error:#}"), NEXT),
+        Err(error) => findings.problem(format!("{error:#}"), ADVICE),
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::KEYS_LOCK;
-use super::need::Need;
+use super::need::KeyNeed;
 use crate::platform::db::platform_keys::{self, ProcessKeys};
 use crate::platform::db::{self, Db, DbError};
 use crate::platform::keys::{self, KeyError, Seal};
@@ -27,7 +27,7 @@ pub enum AdmissionError {
         "PLATFORM_KEY is not the only key that is needed: another key made {0}. Set PLATFORM_KEY_PREVIOUS to that key (the \
          earlier PLATFORM_KEY), and remove it when `svcctl doctor platform` says so"
     )]
-    Needed(Need),
+    Needed(KeyNeed),
     #[error(
         "a platform process with other keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
          PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. Restart the processes that run with the new key as PLATFORM_KEY_PREVIOUS \
@@ -92,11 +92,11 @@ async fn refuse_needed(
     let key = &own.ids.current;
     let need = if is_first {
         // In a database of an earlier release, only the signing keys show the key.
-        Need::of_signing_keys(tx, seal).await?
+        KeyNeed::of_signing_keys(tx, seal).await?
     } else if platform_keys::state(tx, key).await?.is_sole {
         return Ok(());
     } else {
-        Need::find(tx, key, mint, seal, max_silence, own.ttl).await?
+        KeyNeed::find(tx, key, mint, seal, max_silence, own.ttl).await?
     };
     if need.is_empty() { Ok(()) } else { Err(AdmissionError::Needed(need)) }
 }

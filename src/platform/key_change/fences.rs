@@ -22,7 +22,7 @@ use crate::store::pointer_io::{self, PointerError};
 /// Timeout of one slot.
 const SLOT_TIMEOUT: Duration = Duration::from_secs(10);
 
-const SLOTS_AT_ONCE: usize = 8;
+const MAX_CONCURRENT_SLOTS: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FenceProgress {
@@ -51,7 +51,7 @@ pub async fn sign_again(platform: &Platform) -> Result<FenceProgress, ChangeErro
     drop(session);
     let mut signed = stream::iter(slots)
         .map(async |slot| sign_slot(platform, &slot).await.map(|()| slot))
-        .buffered(SLOTS_AT_ONCE);
+        .buffered(MAX_CONCURRENT_SLOTS);
     while let Some(slot) = signed.next().await {
         let slot = slot?;
         failpoint::pass("platform-key-after-fence")?;

@@ -19,7 +19,7 @@ use crate::platform::tokens::TokenMint;
 const MAX_NAMED: usize = 5;
 
 #[derive(Debug, Default)]
-pub struct Need {
+pub struct KeyNeed {
     signing_keys: CountedNames,
     /// Machines whose hosts send heartbeats, by which their tokens rotate.
     machines: CountedNames,
@@ -45,7 +45,7 @@ impl CountedNames {
     }
 }
 
-impl Need {
+impl KeyNeed {
     /// Everything that still needs a key other than the current one of `mint` and `seal`. Costs a row and a MAC for
     /// each machine that holds its slot.
     ///
@@ -137,7 +137,7 @@ impl Need {
     }
 }
 
-impl fmt::Display for Need {
+impl fmt::Display for KeyNeed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
             ("sealed signing key", &self.signing_keys),
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn need_counts_all_and_names_some() {
-        let mut need = Need::default();
+        let mut need = KeyNeed::default();
         assert!(need.is_empty());
         need.silent.note("quiet");
         assert!(need.is_empty(), "silent machines are not waited for");

@@ -23,7 +23,7 @@ use crate::platform::alarms::{self, Alarm, Fuse};
 use crate::platform::context::Platform;
 use crate::platform::db::servers::ExpectedServer;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, Change, EventContext, LifecycleError};
 use crate::provider::{Server, ServerId};
 
 /// Minimum time between the two lookups of a server that seems to be gone.
@@ -198,9 +198,9 @@ async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow:
     if row.provider_server_id != Some(expected.server) {
         return Ok(());
     }
-    let with = Circumstances {
+    let with = EventContext {
         failed_at: Some(("provider", "the provider no longer has the server")),
-        ..Circumstances::default()
+        ..EventContext::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, with).await {
         Ok(Change::Moved { .. }) => {}
@@ -209,7 +209,7 @@ async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow:
     }
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
     let target = row.id.to_string();
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "server.gone",
         target: &target,
@@ -276,7 +276,7 @@ async fn delete_unknown(platform: &Platform, server: i64) -> anyhow::Result<()> 
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let target = server.to_string();
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "orphan.deleted",
         target: &target,

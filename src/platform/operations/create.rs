@@ -18,7 +18,7 @@ use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, machine_server};
-use crate::platform::host_store::Grant;
+use crate::platform::host_store::SessionGrant;
 use crate::platform::userdata;
 use crate::provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
 
@@ -174,7 +174,7 @@ async fn build_order(
     keys: &ProofKeys,
 ) -> Result<ServerOrder, StepError> {
     let config = &platform.config;
-    let store = platform.host_store.access(machine, Grant::Working).await;
+    let store = platform.host_store.access(machine, SessionGrant::Working).await;
     let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
         .map_err(|error| StepError::permanent("cannot render user-data", error))?;

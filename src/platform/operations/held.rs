@@ -16,7 +16,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, EventContext, LifecycleError};
 use crate::provider::ServerId;
 
 pub struct HeldOperation<'a> {
@@ -187,7 +187,7 @@ impl HeldOperation<'_> {
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
         let with =
-            Circumstances { failed_at: Some((&self.operation.step, note)), ..Circumstances::default() };
+            EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
             // The machine has left its slot: the event no longer applies.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
@@ -244,7 +244,7 @@ async fn apply_event(
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
-    let with = Circumstances { failed_at: Some(failed_at), ..Circumstances::default() };
+    let with = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
     match lifecycle::apply(&tx, &platform.mint, &row, event, with).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),

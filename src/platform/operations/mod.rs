@@ -25,7 +25,7 @@ mod step_failure;
 use std::str::FromStr;
 use std::sync::LazyLock;
 
-use crate::platform::db::operations::Vocabulary;
+use crate::platform::db::operations::SupportedSteps;
 
 pub use options::OperationOptions;
 
@@ -95,22 +95,22 @@ pub enum Lane {
 }
 
 /// The kinds that this release supports, and the steps of this lane.
-pub fn vocabulary_of(lane: Lane) -> Vocabulary<'static> {
+pub fn vocabulary_of(lane: Lane) -> SupportedSteps<'static> {
     static STEPS: LazyLock<[Vec<&str>; 2]> = LazyLock::new(|| {
         [Lane::General, Lane::HostCalls].map(|lane| {
             let steps = Step::ALL.into_iter().filter(|step| step.lane() == lane);
             steps.map(Step::as_str).collect()
         })
     });
-    Vocabulary { steps: &STEPS[lane as usize], ..vocabulary() }
+    SupportedSteps { steps: &STEPS[lane as usize], ..vocabulary() }
 }
 
 /// The kinds and steps that this release supports.
-pub fn vocabulary() -> Vocabulary<'static> {
+pub fn vocabulary() -> SupportedSteps<'static> {
     static KINDS: LazyLock<Vec<&str>> =
         LazyLock::new(|| OperationKind::ALL.map(OperationKind::as_str).into());
     static STEPS: LazyLock<Vec<&str>> = LazyLock::new(|| Step::ALL.map(Step::as_str).into());
-    Vocabulary { kinds: &KINDS, steps: &STEPS }
+    SupportedSteps { kinds: &KINDS, steps: &STEPS }
 }
 
 impl OperationKind {

@@ -21,7 +21,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::kept_servers::ServerRetention;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, EventContext, LifecycleError};
 
 /// Minimum time between passes during a burst of notifications.
 const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
@@ -119,10 +119,10 @@ async fn end_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
-    let with = Circumstances::default();
+    let with = EventContext::default();
     lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, with).await?;
     let target = machine.to_string();
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "preview.expired",
         target: &target,
@@ -167,9 +167,9 @@ async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::R
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::locked(&tx, operation.machine).await? else { return Ok(()) };
-    let with = Circumstances {
+    let with = EventContext {
         failed_at: Some((&operation.step, "the operation did not end in time")),
-        ..Circumstances::default()
+        ..EventContext::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, with).await {
         Ok(_) | Err(LifecycleError::Refused(_)) => {}

@@ -352,7 +352,7 @@ async fn audit_loss(
     machine: MachineId,
     since: Option<Timestamp>,
 ) -> Result<(), DbError> {
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "last_backup.loss_accepted",
         target: &machine.to_string(),

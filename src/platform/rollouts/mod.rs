@@ -117,7 +117,7 @@ async fn end(
 ) -> anyhow::Result<()> {
     rollouts::set_state(tx, rollout.id, state, why.map(String::as_str)).await?;
     let (target, after) = (rollout.id.to_string(), json!({"state": state.as_str(), "why": why}));
-    let entry = audit::Entry {
+    let entry = audit::AuditEntry {
         actor: "platform",
         action: "deploy.ended",
         target: &target,
