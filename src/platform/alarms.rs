@@ -172,7 +172,7 @@ pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
 }
 
 /// Raises the alarm for a provider error, if it is the account's.
-pub async fn inform_of(platform: &Platform, error: &ProviderError) {
+pub async fn inform_of_provider(platform: &Platform, error: &ProviderError) {
     if let Some(alarm) = Alarm::of_provider(error) {
         inform(platform, alarm, &json!({})).await;
     }
@@ -191,7 +191,7 @@ pub enum Fuse {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn fuse(
+pub async fn check_fuse(
     client: &impl GenericClient,
     alarm: Alarm,
     left: usize,

@@ -264,7 +264,7 @@ fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
         env.mistake(name, "must be postgres://user:password@host:port/database");
         return None;
     };
-    db::usable(&config).map_err(|why| env.mistake(name, why)).ok()?;
+    db::check_supported(&config).map_err(|why| env.mistake(name, why)).ok()?;
     Some(config)
 }
 

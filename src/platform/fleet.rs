@@ -63,7 +63,7 @@ fn is_ok(part: Option<&str>) -> bool {
 }
 
 /// The body of `GET /vps/fleet`, without its time.
-pub fn summary(rows: &[FleetRow], token_rotation: Duration) -> Value {
+pub fn summarize(rows: &[FleetRow], token_rotation: Duration) -> Value {
     let mut by_status: BTreeMap<&str, usize> =
         Status::ALL.iter().map(|status| (status.as_str(), 0)).collect();
     let mut by_version: BTreeMap<&str, usize> = BTreeMap::new();
@@ -283,7 +283,7 @@ pub mod tests {
         rows[3].backup_age = None;
         rows[3].heartbeat_age = None;
         rows[3].age = 5.0;
-        let seen = summary(&rows, ROTATION);
+        let seen = summarize(&rows, ROTATION);
         assert_eq!(seen["totals"]["machines"], 4);
         assert_eq!(seen["totals"]["byStatus"]["running"], 3);
         assert_eq!(seen["totals"]["byStatus"]["failed"], 0);
@@ -295,7 +295,7 @@ pub mod tests {
         assert_eq!(seen["backups"], json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
         assert_eq!(seen["attention"].as_array().map(Vec::len), Some(1));
         assert_eq!(
-            summary(&[], ROTATION)["backups"],
+            summarize(&[], ROTATION)["backups"],
             json!({"maxAgeSeconds": null, "p50AgeSeconds": null, "never": 0})
         );
     }

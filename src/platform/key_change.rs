@@ -121,12 +121,12 @@ async fn turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
         return Ok(());
     }
     // One process at a time: each pass reads all remaining work.
-    if !db::tasks::take_turn(&session, TASK, interval(own) / 2).await? {
+    if !db::tasks::claim_turn(&session, TASK, interval(own) / 2).await? {
         return Ok(());
     }
     drop(session);
     reseal(platform, seal).await?;
-    if fences::sign_again(platform).await? == fences::FenceProgress::Done {
+    if fences::resign_batch(platform).await? == fences::FenceProgress::Done {
         finish(platform, seal).await?;
     }
     Ok(())
@@ -180,7 +180,7 @@ async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     if !need.is_empty() || !own.is_settled(&tx).await? {
         return Ok(());
     }
-    platform_keys::note_sole(&tx, &own.ids).await?;
+    platform_keys::record_sole(&tx, &own.ids).await?;
     failpoint::pass("platform-key-before-sole")?;
     db::commit(tx).await?;
     failpoint::pass("platform-key-after-sole")?;

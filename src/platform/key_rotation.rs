@@ -89,16 +89,16 @@ fn due_proof(standing: &[KeyDistribution], without: i64, timing: KeyTiming) -> R
 
 async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) -> Result<(), KeyError> {
     let mut session = db.session().await?;
-    let seen = db::keys::standing(&session, purpose).await?;
+    let seen = db::keys::distribution(&session, purpose).await?;
     if seen.len() < 2 && seen.last().is_none_or(|key| key.age < timing.rotate) {
         return Ok(());
     }
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, LOCK).await?;
-    let standing = db::keys::standing(&tx, purpose).await?;
+    let standing = db::keys::distribution(&tx, purpose).await?;
     let Some(newest) = standing.last().map(|key| key.kid.clone()) else { return Ok(()) };
     let laggards = match purpose {
-        PROOF => db::keys::without(&tx, &newest, timing.max_silence).await?,
+        PROOF => db::keys::count_unacknowledged(&tx, &newest, timing.max_silence).await?,
         _ => UnacknowledgedHosts::default(),
     };
     let due = match purpose {

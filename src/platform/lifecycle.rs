@@ -241,7 +241,7 @@ async fn reinstate_predecessor(
 /// one's data: an older server would then replace that snapshot by an older state.
 async fn reinstatable(tx: &Transaction<'_>, was: &MachineRow) -> Result<Option<MachineRow>, DbError> {
     for seen in db::machines::registered_before(tx, was, MAX_PREDECESSORS).await? {
-        let Some(one) = db::machines::locked(tx, seen.id).await? else { continue };
+        let Some(one) = db::machines::lock(tx, seen.id).await? else { continue };
         if one.server_exists() {
             return Ok(Some(one).filter(|one| one.deleted_at.is_none()));
         }
@@ -263,7 +263,7 @@ async fn delete_predecessor(
     if was.registered_at.is_some() {
         return Ok(());
     }
-    let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
+    let Some(last) = db::machines::lock_last_registered(tx, was).await? else { return Ok(()) };
     if last.server_exists() {
         let options = OperationOptions { now: false, ..with.options };
         let with = EventContext { options, ..with.clone() };
@@ -303,7 +303,7 @@ async fn file(
 ///
 /// # Errors
 /// [`LifecycleError`]; `user_machines_active` is violated if another machine holds the slot.
-pub async fn begin(
+pub async fn create_machine(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     wanted: &MachineRequest,

@@ -26,7 +26,7 @@ use crate::metrics::{
 const MEASURE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Counts an operation that has just ended.
-pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
+pub fn record_operation(kind: &str, outcome: &str, since: Timestamp) {
     let kind = label(kind);
     OPERATIONS.add_one([kind, label(outcome)]);
     let took = Timestamp::now().duration_since(since);
@@ -34,7 +34,7 @@ pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
 }
 
 /// Counts one run of a step.
-pub fn step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError>, took: Duration) {
+pub fn record_step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError>, took: Duration) {
     let outcome = match end {
         Ok(StepOutcome::Done { .. } | StepOutcome::End { .. }) => "done",
         Ok(StepOutcome::Wait { .. } | StepOutcome::WaitFor { .. } | StepOutcome::Ask(_)) => "waiting",
@@ -47,7 +47,7 @@ pub fn step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError
 }
 
 /// Collects the metrics that are only read on a scrape.
-pub async fn take(platform: &Platform) {
+pub async fn collect(platform: &Platform) {
     measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
     match tokio::time::timeout(
         MEASURE_TIMEOUT,
@@ -72,7 +72,7 @@ fn measure_pools(pools: &[&Db]) {
 
 async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> {
     let session = db.session().await?;
-    let mut seen = fleet::summary(&db::fleet::all(&session).await?, token_rotation);
+    let mut seen = fleet::summarize(&db::fleet::all(&session).await?, token_rotation);
     ended_machines::add_to(&mut seen, &db::ended_machines::needing_attention(&session).await?);
     let set_all = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
         for (name, count) in totals.as_object().into_iter().flatten() {
@@ -85,7 +85,7 @@ async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), D
     BACKUP_AGE.set(["max"], number(&seen["backups"]["maxAgeSeconds"]));
     BACKUP_AGE.set(["p50"], number(&seen["backups"]["p50AgeSeconds"]));
     BACKUP_NEVER.set([], number(&seen["backups"]["never"]));
-    let in_progress = db::operations::in_progress(&session).await?;
+    let in_progress = db::operations::count_by_kind(&session).await?;
     for kind in OperationKind::ALL {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
@@ -97,8 +97,8 @@ async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), D
         let is_active = alarms.iter().any(|row| row.alarm == alarm.as_str());
         ALARMS.set([alarm.as_str()], f64::from(u8::from(is_active)));
     }
-    OPERATIONS_UNKNOWN.set([], db::operations::unknown(&session, &vocabulary()).await? as f64);
-    if let Some(left) = db::budget::left(&session).await? {
+    OPERATIONS_UNKNOWN.set([], db::operations::count_unsupported(&session, &vocabulary()).await? as f64);
+    if let Some(left) = db::budget::remaining(&session).await? {
         PROVIDER_BUDGET.set([], left);
     }
     Ok(())

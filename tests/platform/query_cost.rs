@@ -124,7 +124,7 @@ async fn rare_rows_are_read_by_an_index() {
     assert!(previews - expired <= FEW, "{} rows read for expired previews", previews - expired);
 
     let listed: Vec<i64> = (1..=ACTIVE).collect();
-    servers::seen(session, &listed).await.unwrap();
+    servers::record_seen(session, &listed).await.unwrap();
     let seen = fleet.rows_read("user_machines").await;
     assert!(seen - previews <= FEW, "{} rows read for servers that are there", seen - previews);
     assert_eq!(

@@ -133,7 +133,7 @@ async fn holder_of_held_back(session: &impl GenericClient, named: MachineRow) ->
     let mut asks_about_it = false;
     if let Err(refusal) = running(&machine) {
         // Out of service, it may have made the last backup that an operation asks about.
-        let operation = db::slot_operations::needs_server(session, &machine).await?;
+        let operation = db::slot_operations::operation_needing_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
         let question = question.filter(|_| machine.server_exists()).ok_or(refusal)?;
         asks_about_it = question["code"] == last_backup::HELD_BACK;
@@ -160,7 +160,7 @@ async fn to_be_replaced(
         return Ok(None);
     }
     let Some(replaced) = db::machines::last_registered(session, successor).await? else { return Ok(None) };
-    let is_needed = db::slot_operations::needs_server(session, &replaced).await?.is_some();
+    let is_needed = db::slot_operations::operation_needing_server(session, &replaced).await?.is_some();
     Ok(Some(replaced).filter(|replaced| is_needed && replaced.server_exists()))
 }
 

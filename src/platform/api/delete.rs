@@ -75,7 +75,7 @@ async fn delete(
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
-    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let machine = db::machines::lock(&tx, id).await?.ok_or_else(not_found)?;
     let event = Event::DeleteRequested;
     let with = EventContext { options, ..EventContext::default() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;

@@ -135,7 +135,7 @@ async fn begin(platform: &Platform, wanted: &Wanted, mutation: &Mutation) -> Res
 
 /// Why a rollout cannot reach the machine of a handle.
 async fn no_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
-    let Some(machine) = db::machines::of_handle(client, handle).await? else {
+    let Some(machine) = db::machines::by_handle(client, handle).await? else {
         return Ok(fault::machine_not_found(handle.as_str()));
     };
     let (state, next) = match machine.powered_off_at {

@@ -64,7 +64,7 @@ async fn discard(
     if loss == Loss::Refused {
         check_saved(&change.tx, &change.machine).await?;
     }
-    machine_changes::discard_ordered(&change.tx, id).await?;
+    machine_changes::record_discard(&change.tx, id).await?;
     // The reconciler files the removal, once it knows all servers at the provider.
     change.end(Effect::Changed("discard"), StatusCode::ACCEPTED, |after| body(after, None, false)).await
 }
@@ -109,7 +109,7 @@ async fn check_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), P
         let why = format!("No snapshot holds what was written on it since {}.", rfc3339_ms(since));
         return Err(refused(machine, &why));
     }
-    if let Some(operation) = db::slot_operations::needs_server(tx, machine).await? {
+    if let Some(operation) = db::slot_operations::operation_needing_server(tx, machine).await? {
         let why = format!(
             "The {} {} still needs this server: wait until it has ended.",
             operation.noun(),

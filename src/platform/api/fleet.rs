@@ -34,7 +34,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     call.query().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = db::fleet::all(&session).await?;
-    let mut body = fleet::summary(&rows, platform.config.timing.tokens.rotate);
+    let mut body = fleet::summarize(&rows, platform.config.timing.tokens.rotate);
     ended_machines::add_to(&mut body, &db::ended_machines::needing_attention(&session).await?);
     body["bundleKeys"] = {
         let hosts = &platform.config.hosts;

@@ -43,7 +43,7 @@ async fn healed(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> anyh
     }
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
+    let Some(row) = db::machines::lock(&tx, machine.id).await? else { return Ok(false) };
     let event = Event::HealthyHeartbeat { epoch, server_type: server.server_type };
     let change = lifecycle::apply(&tx, &platform.mint, &row, &event, EventContext::default()).await?;
     if change == Change::Unchanged {
@@ -75,7 +75,7 @@ pub async fn note_power(platform: &Platform, machine: &MachineRow, epoch: Epoch)
 async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<bool> {
     let Some(server) = machine.provider_server_id else { return Ok(false) };
     // The operation that switches it off or on says itself how it is.
-    if db::operations::under_way(&platform.host_db.session().await?, machine.id).await?.is_some() {
+    if db::operations::running(&platform.host_db.session().await?, machine.id).await?.is_some() {
         return Ok(false);
     }
     if !platform.server_checks.take_turn(machine.id) {
@@ -88,12 +88,12 @@ async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<b
     }
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
-    if row.powered_off_at != machine.powered_off_at || db::operations::under_way(&tx, row.id).await?.is_some()
+    let Some(row) = db::machines::lock(&tx, machine.id).await? else { return Ok(false) };
+    if row.powered_off_at != machine.powered_off_at || db::operations::running(&tx, row.id).await?.is_some()
     {
         return Ok(false);
     }
-    machine_server::powered_on(&tx, row.id).await?;
+    machine_server::clear_powered_off(&tx, row.id).await?;
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
     let before = row.record();

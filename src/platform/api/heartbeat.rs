@@ -102,13 +102,13 @@ pub async fn handle(
             proof_kids: &beat.proof_kids,
             trusted_keys: beat.trusted_keys.as_ref(),
         };
-        machine_changes::heartbeat(&session, id, &beat).await?;
+        machine_changes::record_heartbeat(&session, id, &beat).await?;
         // The host is running, even if a power-off was ordered: what it writes must be saved again.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
-            machine_server::runs_in_slot(&session, id).await?;
+            machine_server::record_power_on_in_slot(&session, id).await?;
         }
         if is_well && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
-            machine_changes::proven(&session, id).await?;
+            machine_changes::record_proven(&session, id).await?;
         }
     }
     if is_well {
@@ -221,14 +221,14 @@ async fn serves_after_all(platform: &Platform, machine: &MachineRow, beat: &Beat
         }
     };
     let Some(holder) = holder else { return Ok(false) };
-    later_holder::warn(platform, machine, holder).await;
+    later_holder::raise_alarm(platform, machine, holder).await;
     let mut session = platform.host_db.session().await?;
     if !machine.is_active() {
         machine_changes::mark_unsaved(&session, machine.id).await?;
         return Ok(true);
     }
     let tx = db::begin(&mut session).await?;
-    let still = db::machines::locked(&tx, machine.id).await?;
+    let still = db::machines::lock(&tx, machine.id).await?;
     if still.is_some_and(|still| still.is_active() && still.epoch < holder.epoch) {
         machine_changes::raise_epoch(&tx, machine.id, holder.epoch).await?;
     }

@@ -44,7 +44,7 @@ async fn read(platform: &Platform, id: MachineId) -> Result<(Value, Copies), Pro
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     let mut record = machine.record();
     let mut operations = Vec::new();
-    for one in db::operations::of_machine(&tx, id).await? {
+    for one in db::operations::list_for_machine(&tx, id).await? {
         operations.push(operation::record(&tx, &one).await?);
     }
     record["operations"] = operations.into();

@@ -125,8 +125,8 @@ async fn decide(
         return Ok(reply.into_response());
     }
     // Machines are locked before their operations, everywhere.
-    let machine = db::machines::locked(&tx, seen.machine).await?.ok_or_else(not_found)?;
-    let was = db::operations::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let machine = db::machines::lock(&tx, seen.machine).await?.ok_or_else(not_found)?;
+    let was = db::operations::lock(&tx, id).await?.ok_or_else(not_found)?;
     if was.has_ended() {
         return Err(invalid(&was, &ended(&was)));
     }
@@ -190,7 +190,7 @@ async fn restore(tx: &Transaction<'_>, was: &OperationRow, key: &SnapshotKey) ->
     }
     let why = format!("the operator chose the snapshot {}", key.as_str());
     resume(tx, was, was.options, &why).await?;
-    db::machine_changes::restore_from(tx, was.machine, key.as_str()).await?;
+    db::machine_changes::set_restore_snapshot(tx, was.machine, key.as_str()).await?;
     Ok(db::operations::add_fact(tx, was.id, ANSWERED, &json!(true)).await?)
 }
 
@@ -210,7 +210,7 @@ async fn resume(
         );
         return Err(invalid(was, &detail));
     }
-    db::operations::decide(tx, was.id, options).await?;
+    db::operations::resume(tx, was.id, options).await?;
     Ok(db::operations::log(tx, was.id, &was.step, "continued", Some(why)).await?)
 }
 
@@ -241,7 +241,7 @@ async fn give_up(
         OperationKind::Resize => {
             return Ok(db::operations::skip_to(tx, was.id, Step::PowerOn.as_str()).await?);
         }
-        OperationKind::RemoveServer => machine_changes::removal_abandoned(tx, machine.id).await?,
+        OperationKind::RemoveServer => machine_changes::record_removal_abandoned(tx, machine.id).await?,
         OperationKind::Delete
         | OperationKind::Reinstate
         | OperationKind::PowerOn
@@ -249,7 +249,7 @@ async fn give_up(
         | OperationKind::Reboot => {}
     }
     // What the machine's change has not ended.
-    Ok(db::operations::end_one(tx, was.id, "cancelled", Some("abandoned")).await?)
+    Ok(db::operations::end(tx, was.id, "cancelled", Some("abandoned")).await?)
 }
 
 /// How an operation ended that nothing can be decided about any more.

@@ -76,7 +76,7 @@ impl Target {
     }
 
     async fn on_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
-        let current = db::machines::of_slot(client, &self.user, &self.slot).await?;
+        let current = db::machines::in_slot(client, &self.user, &self.slot).await?;
         // Before its server is ordered, the fence is still that of the machine which it is to replace.
         let holder = match current {
             Some(current) if current.create_ordered_at.is_none() && current.provider_server_id.is_none() => {

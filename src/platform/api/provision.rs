@@ -110,9 +110,9 @@ async fn provision(platform: &Platform, asked: &Asked, mutation: &Mutation) -> R
         return Ok(reply);
     }
     admissible(platform, &tx, asked).await?;
-    let existing = db::machines::of_slot_locked(&tx, &asked.user, &asked.slot).await?;
+    let existing = db::machines::lock_in_slot(&tx, &asked.user, &asked.slot).await?;
     if let Some(machine) = existing.as_ref().filter(|machine| !has_failed(machine)) {
-        let operation = db::operations::of_machine(&tx, machine.id).await?.into_iter().next();
+        let operation = db::operations::list_for_machine(&tx, machine.id).await?.into_iter().next();
         let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
         mutation.store(&tx, &reply).await?;
         db::commit(tx).await?;
@@ -206,7 +206,7 @@ async fn make(
         ..EventContext::default()
     };
     let Some(failed) = failed else {
-        let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore, &with).await;
+        let begun = lifecycle::create_machine(tx, &platform.mint, &wanted, restore, &with).await;
         return begun.map_err(|error| match error {
             lifecycle::LifecycleError::Db(error) => error.into(),
             error => Problem::internal(&error),
@@ -232,9 +232,9 @@ async fn admissible(
     if !config.enabled.is_on() {
         return Err(Problem::new(Code::Disabled, "Provisioning is switched off (CUSTOMER_VPS_ENABLED)."));
     }
-    let existing = db::machines::of_slot(client, &asked.user, &asked.slot).await?;
+    let existing = db::machines::in_slot(client, &asked.user, &asked.slot).await?;
     if existing.is_none()
-        && let Some(deletion) = db::slot_operations::backing_up(client, &asked.user, &asked.slot).await?
+        && let Some(deletion) = db::slot_operations::pending_final_backup(client, &asked.user, &asked.slot).await?
     {
         return Err(being_deleted(&deletion));
     }

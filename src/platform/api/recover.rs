@@ -133,7 +133,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     if let Some(reply) = mutation.replay(&session).await? {
         return Ok(reply);
     }
-    let machine = of_slot(db::machines::of_slot(&session, &asked.user, &asked.slot).await?, asked)?;
+    let machine = of_slot(db::machines::in_slot(&session, &asked.user, &asked.slot).await?, asked)?;
     drop(session);
     // Under way, it needs nothing of the store. Neither row nor session is held while that is asked.
     let prepared = if machine.status == Status::Recovering {
@@ -148,7 +148,7 @@ async fn recover(platform: &Platform, asked: &Asked, mutation: &Mutation) -> Res
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
-    let machine = of_slot(db::machines::of_slot_locked(&tx, &asked.user, &asked.slot).await?, asked)?;
+    let machine = of_slot(db::machines::lock_in_slot(&tx, &asked.user, &asked.slot).await?, asked)?;
     if machine.status == Status::Recovering {
         // Kept for its key: once this recovery is over, the same request again must not begin another.
         let reply = under_way(&tx, &machine, asked).await?;
@@ -281,7 +281,7 @@ async fn under_way(
     let (Some(old), Some(operation)) = (old, operation) else {
         return Err(fault::machine_not_found("that this one replaces"));
     };
-    let has_moved = db::operation_log::has(client, operation.id, "location").await?;
+    let has_moved = db::operation_log::has_outcome(client, operation.id, "location").await?;
     let other = other_options(asked, machine, operation.options, has_moved);
     if !other.is_empty() {
         let detail = format!(

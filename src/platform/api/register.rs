@@ -75,7 +75,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
 
 /// The machine whose token this is, if it can still be used at all.
 pub async fn authentic(tx: &Transaction<'_>, claimed: MachineId, token: &str) -> Result<MachineRow, Problem> {
-    let machine = db::machines::locked(tx, claimed).await?.ok_or_else(registration_rejected)?;
+    let machine = db::machines::lock(tx, claimed).await?.ok_or_else(registration_rejected)?;
     admits(token, &machine)?;
     Ok(machine)
 }
@@ -101,7 +101,7 @@ async fn holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Pro
     else {
         return Ok(());
     };
-    later_holder::warn(platform, machine, holder).await;
+    later_holder::raise_alarm(platform, machine, holder).await;
     let detail = format!(
         "The slot is fenced at epoch {} by machine {}; this machine's epoch {} is not above it.",
         holder.epoch, holder.machine, machine.epoch
@@ -117,7 +117,7 @@ pub async fn again(platform: &Platform, machine: &MachineRow, said: &Registered)
     holds_slot(platform, machine).await?;
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let machine = db::machines::locked(&tx, machine.id).await?.ok_or_else(registration_rejected)?;
+    let machine = db::machines::lock(&tx, machine.id).await?.ok_or_else(registration_rejected)?;
     register(platform, &tx, &machine, said).await?;
     Ok(db::commit(tx).await?)
 }
@@ -202,7 +202,7 @@ async fn register(
         tls_pin: *pin,
         body_hash: &body_hash,
     };
-    machine_changes::registered(tx, machine.id, &registration).await?;
+    machine_changes::record_registration(tx, machine.id, &registration).await?;
     db::slots::set_release(tx, &machine.user, &machine.slot, &body.image_version).await?;
     db::operations::end_running(tx, machine.id, "succeeded", None).await?;
     let id = machine.id.to_string();

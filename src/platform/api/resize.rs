@@ -69,7 +69,7 @@ async fn resize(
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
-    let machine = found(db::machines::locked(&tx, id).await?, id)?;
+    let machine = found(db::machines::lock(&tx, id).await?, id)?;
     if machine.server_type != seen.server_type {
         return Err(
             Problem::new(Code::Unavailable, "The machine changed meanwhile; ask again.").retry_after(1)
@@ -77,7 +77,7 @@ async fn resize(
     }
     if changes(&machine, to)? {
         entitlement::of_machine(platform, &tx, &machine, to).await?;
-        if let Some(operation) = db::operations::under_way(&tx, id).await? {
+        if let Some(operation) = db::operations::running(&tx, id).await? {
             let detail = format!("Its operation {} ({}) is under way.", operation.id, operation.kind);
             return Err(Problem::new(Code::InvalidState, detail)
                 .with("machineStatus", json!(machine.status))

@@ -110,7 +110,7 @@ pub async fn ensure_no_forgotten_holder(
         FenceClaim::Unverified(named) if !accepted => {
             let detail = format!(
                 "{} Where the keys are right, the slot's host made the signature up: repeat with `--accept-loss`.",
-                later_holder::unverified(named)
+                later_holder::describe_unverified(named)
             );
             return Err(held_by_another(detail, current));
         }
@@ -144,7 +144,7 @@ pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Res
             let detail = format!(
                 "{} Nothing was changed. Where the keys are right, the slot's host made the signature up: `svcctl {command}` \
                  with `--accept-loss` makes a new machine from the newest snapshot.",
-                later_holder::unverified(named)
+                later_holder::describe_unverified(named)
             );
             return Err(held_by_another(detail, Some(machine)));
         }

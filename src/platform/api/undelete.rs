@@ -128,7 +128,7 @@ async fn check(tx: &Transaction<'_>, machine: &MachineRow) -> Result<(), Problem
             removal.id
         )));
     }
-    if db::machines::of_slot(tx, &machine.user, &machine.slot).await?.is_some() {
+    if db::machines::in_slot(tx, &machine.user, &machine.slot).await?.is_some() {
         return Err(refused("Another machine holds the slot: delete that one first."));
     }
     if db::machines::has_served_since(tx, machine).await? {

@@ -45,7 +45,7 @@ pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn left(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
+pub async fn remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
     let sql = "SELECT least(capacity, tokens + greatest(extract(epoch FROM clock_timestamp() - at), 0) * per_second) \
                ::float8 FROM provider_budget WHERE learnt ORDER BY at DESC LIMIT 1";
     Ok(row(client, sql, &[]).await?.map(|row| row.get(0)))

@@ -12,7 +12,7 @@ use crate::machine::id::{MachineId, OperationId};
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn lease_lingers(
+pub async fn has_ended_lease(
     client: &impl GenericClient,
     machine: MachineId,
     besides: OperationId,
@@ -26,7 +26,7 @@ pub async fn lease_lingers(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn slot_lease_lingers(
+pub async fn has_slot_lease(
     client: &impl GenericClient,
     of: MachineId,
     besides: OperationId,

@@ -160,7 +160,7 @@ pub async fn compare_and_set(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn order_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_create_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
@@ -169,7 +169,7 @@ pub async fn order_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbErr
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn order_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
@@ -196,7 +196,7 @@ pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> R
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn not_restored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
+pub async fn record_unrestored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unrestored_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
 }
@@ -205,7 +205,7 @@ pub async fn not_restored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Res
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn restore_from(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
+pub async fn set_restore_snapshot(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET restore_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
 }
@@ -214,7 +214,7 @@ pub async fn restore_from(tx: &Transaction<'_>, id: MachineId, key: &str) -> Res
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn saved(tx: &Transaction<'_>, id: MachineId, taken_at: Timestamp) -> Result<(), DbError> {
+pub async fn record_final_backup(tx: &Transaction<'_>, id: MachineId, taken_at: Timestamp) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET final_backup_at = $2, unsaved_since = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &taken_at]).await.map(drop)
 }
@@ -223,7 +223,7 @@ pub async fn saved(tx: &Transaction<'_>, id: MachineId, taken_at: Timestamp) -> 
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn unsaved(tx: &Transaction<'_>, id: MachineId, since: Option<Timestamp>) -> Result<(), DbError> {
+pub async fn record_unsaved(tx: &Transaction<'_>, id: MachineId, since: Option<Timestamp>) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &since]).await.map(drop)
 }
@@ -232,7 +232,7 @@ pub async fn unsaved(tx: &Transaction<'_>, id: MachineId, since: Option<Timestam
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn discard_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_discard(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, \
                removal_abandoned_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -242,7 +242,7 @@ pub async fn discard_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), 
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn released(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn release_server(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp() \
                WHERE machine_id = $1 AND deleted_at IS NOT NULL AND unsaved_since IS NULL";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -252,7 +252,7 @@ pub async fn released(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn removal_abandoned(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_removal_abandoned(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET removal_abandoned_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
@@ -261,7 +261,7 @@ pub async fn removal_abandoned(tx: &Transaction<'_>, id: MachineId) -> Result<()
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn proven(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn record_proven(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET proven_at = clock_timestamp() \
                WHERE machine_id = $1 AND proven_at IS NULL AND registered_at IS NOT NULL";
     execute(client, sql, &[&id.0]).await.map(drop)
@@ -272,7 +272,7 @@ pub async fn proven(client: &impl GenericClient, id: MachineId) -> Result<(), Db
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn boot_progress(
+pub async fn record_boot_progress(
     tx: &Transaction<'_>,
     id: MachineId,
     progress: &Value,
@@ -290,7 +290,7 @@ pub async fn boot_progress(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn boot_stages(tx: &Transaction<'_>, id: MachineId, stages: &Value) -> Result<(), DbError> {
+pub async fn record_boot_stages(tx: &Transaction<'_>, id: MachineId, stages: &Value) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET boot_stages = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &stages]).await.map(drop)
 }
@@ -299,7 +299,7 @@ pub async fn boot_stages(tx: &Transaction<'_>, id: MachineId, stages: &Value) ->
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_accepted(
+pub async fn record_server(
     tx: &Transaction<'_>,
     id: MachineId,
     server: i64,
@@ -316,7 +316,7 @@ pub async fn create_accepted(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn server_deleted(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn record_server_deleted(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_deleted_at = clock_timestamp() WHERE machine_id = $1";
     execute(client, sql, &[&id.0]).await.map(drop)
 }
@@ -331,7 +331,7 @@ pub struct Registration<'a> {
 
 /// # Errors
 /// [`DbError`].
-pub async fn registered(
+pub async fn record_registration(
     tx: &Transaction<'_>,
     id: MachineId,
     registration: &Registration<'_>,
@@ -361,7 +361,7 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn keep_after_all(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     mark_unsaved(tx, id).await?;
     execute(tx, "UPDATE user_machines SET discard_ordered_at = NULL WHERE machine_id = $1", &[&id.0])
         .await
@@ -397,7 +397,7 @@ pub struct TrustedKeys {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn heartbeat(
+pub async fn record_heartbeat(
     client: &impl GenericClient,
     id: MachineId,
     beat: &Heartbeat<'_>,

@@ -9,7 +9,7 @@ use crate::machine::id::MachineId;
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
@@ -18,7 +18,7 @@ pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), Db
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_actions_begun(
+pub async fn record_create_actions(
     tx: &Transaction<'_>,
     id: MachineId,
     actions: &[i64],
@@ -31,7 +31,7 @@ pub async fn create_actions_begun(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_actions(client: &impl GenericClient, id: MachineId) -> Result<Vec<i64>, DbError> {
+pub async fn pending_create_actions(client: &impl GenericClient, id: MachineId) -> Result<Vec<i64>, DbError> {
     let sql = "SELECT create_actions FROM user_machines WHERE machine_id = $1";
     Ok(row(client, sql, &[&id.0]).await?.map(|row| row.get(0)).unwrap_or_default())
 }
@@ -40,7 +40,7 @@ pub async fn create_actions(client: &impl GenericClient, id: MachineId) -> Resul
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_action_ended(
+pub async fn record_create_action_end(
     client: &impl GenericClient,
     id: MachineId,
     action: i64,
@@ -54,7 +54,7 @@ pub async fn create_action_ended(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL, location = fallback_locations[1], \
                fallback_locations = fallback_locations[2:] || location \
                WHERE machine_id = $1 AND provider_server_id IS NULL AND cardinality(fallback_locations) > 0";
@@ -65,7 +65,7 @@ pub async fn next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), Db
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
                WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -75,7 +75,7 @@ pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<()
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn runs_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = format!("{SWITCHED_ON} AND deleted_at IS NULL AND retired_at IS NULL");
     execute(client, &sql, &[&id.0]).await.map(drop)
 }
@@ -88,7 +88,7 @@ const SWITCHED_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL,
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     execute(client, SWITCHED_ON, &[&id.0]).await.map(drop)
 }
 
@@ -96,7 +96,7 @@ pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn mark_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
                WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
@@ -106,7 +106,7 @@ pub async fn powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbEr
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn powered_on(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn clear_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }

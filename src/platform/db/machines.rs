@@ -13,7 +13,7 @@ use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{Handle, IdpUserId, Slot};
 use crate::machine::state::Status;
 
-async fn one(
+async fn find_one(
     client: &impl GenericClient,
     rest: &str,
     params: Params<'_>,
@@ -22,7 +22,7 @@ async fn one(
     row(client, &sql, params).await?.as_ref().map(MachineRow::parse).transpose()
 }
 
-async fn many(
+async fn find_many(
     client: &impl GenericClient,
     rest: &str,
     params: Params<'_>,
@@ -34,41 +34,41 @@ async fn many(
 /// # Errors
 /// [`DbError`].
 pub async fn get(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
-    one(client, "machine_id = $1", &[&id.0]).await
+    find_one(client, "machine_id = $1", &[&id.0]).await
 }
 
 /// Reads and locks the row until the transaction ends.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn locked(tx: &Transaction<'_>, id: MachineId) -> Result<Option<MachineRow>, DbError> {
-    one(tx, "machine_id = $1 FOR UPDATE", &[&id.0]).await
+pub async fn lock(tx: &Transaction<'_>, id: MachineId) -> Result<Option<MachineRow>, DbError> {
+    find_one(tx, "machine_id = $1 FOR UPDATE", &[&id.0]).await
 }
 
 /// The machine that holds a slot.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_slot(
+pub async fn in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<MachineRow>, DbError> {
     let rest = "idp_user_id = $1 AND slot = $2 AND deleted_at IS NULL AND retired_at IS NULL";
-    one(client, rest, &[&user.as_str(), &slot.as_str()]).await
+    find_one(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// [`of_slot`], locked.
+/// [`in_slot`], locked.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_slot_locked(
+pub async fn lock_in_slot(
     tx: &Transaction<'_>,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<MachineRow>, DbError> {
     let rest = "idp_user_id = $1 AND slot = $2 AND deleted_at IS NULL AND retired_at IS NULL FOR UPDATE";
-    one(tx, rest, &[&user.as_str(), &slot.as_str()]).await
+    find_one(tx, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
 /// Reads and locks the newest earlier machine of the slot whose host has registered: the only one whose data can be
@@ -76,18 +76,18 @@ pub async fn of_slot_locked(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn last_registered_locked(
+pub async fn lock_last_registered(
     tx: &Transaction<'_>,
     before: &MachineRow,
 ) -> Result<Option<MachineRow>, DbError> {
     let found = last_registered(tx, before).await?;
     match found {
-        Some(found) => locked(tx, found.id).await,
+        Some(found) => lock(tx, found.id).await,
         None => Ok(None),
     }
 }
 
-/// [`last_registered_locked`], without the lock.
+/// [`lock_last_registered`], without the lock.
 ///
 /// # Errors
 /// [`DbError`].
@@ -110,7 +110,7 @@ pub async fn registered_before(
     let rest = "idp_user_id = $1 AND slot = $2 AND epoch < $3 AND registered_at IS NOT NULL \
                 ORDER BY epoch DESC LIMIT $4";
     let epoch = i32::try_from(before.epoch.0).unwrap_or(i32::MAX);
-    many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
+    find_many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
 }
 
 /// The machine that this one replaced.
@@ -118,7 +118,7 @@ pub async fn registered_before(
 /// # Errors
 /// [`DbError`].
 pub async fn replaced_by(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
-    one(client, "replaced_by = $1", &[&id.0]).await
+    find_one(client, "replaced_by = $1", &[&id.0]).await
 }
 
 /// The highest epoch that the slot has ever had.
@@ -159,16 +159,16 @@ pub async fn newest_of_slot(
     slot: &Slot,
 ) -> Result<Vec<MachineRow>, DbError> {
     let rest = "idp_user_id = $1 AND slot = $2 ORDER BY epoch DESC LIMIT 50";
-    many(client, rest, &[&user.as_str(), &slot.as_str()]).await
+    find_many(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
 /// The machine in a slot with this handle.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_handle(client: &impl GenericClient, handle: &Handle) -> Result<Option<MachineRow>, DbError> {
+pub async fn by_handle(client: &impl GenericClient, handle: &Handle) -> Result<Option<MachineRow>, DbError> {
     let rest = "handle = $1 AND deleted_at IS NULL AND retired_at IS NULL ORDER BY machine_id LIMIT 1";
-    Ok(many(client, rest, &[&handle.as_str()]).await?.pop())
+    Ok(find_many(client, rest, &[&handle.as_str()]).await?.pop())
 }
 
 /// Whether a later machine of the slot has registered.
@@ -176,7 +176,7 @@ pub async fn of_handle(client: &impl GenericClient, handle: &Handle) -> Result<O
 /// # Errors
 /// [`DbError`].
 pub async fn has_served_since(client: &impl GenericClient, machine: &MachineRow) -> Result<bool, DbError> {
-    later(client, machine, "registered_at IS NOT NULL").await
+    has_later(client, machine, "registered_at IS NOT NULL").await
 }
 
 /// Whether no later machine of the slot is proven.
@@ -189,10 +189,10 @@ pub async fn is_successor_unproven(
 ) -> Result<bool, DbError> {
     Ok(machine.retired_at.is_some()
         && machine.registered_at.is_some()
-        && !later(client, machine, "proven_at IS NOT NULL").await?)
+        && !has_later(client, machine, "proven_at IS NOT NULL").await?)
 }
 
-async fn later(client: &impl GenericClient, than: &MachineRow, condition: &str) -> Result<bool, DbError> {
+async fn has_later(client: &impl GenericClient, than: &MachineRow, condition: &str) -> Result<bool, DbError> {
     let sql = format!(
         "SELECT 1 FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND epoch > $3 AND {condition} LIMIT 1"
     );
@@ -269,7 +269,7 @@ pub async fn registration_left(client: &impl GenericClient, id: MachineId) -> Re
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn since_order(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
+pub async fn create_age(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - create_ordered_at)::float8 \
                FROM user_machines WHERE machine_id = $1 AND create_ordered_at IS NOT NULL";
     let found = row(client, sql, &[&id.0]).await?;
@@ -339,5 +339,5 @@ pub async fn list(
     }
     params.push(&limit);
     rest += &format!(" ORDER BY machine_id DESC LIMIT ${}", params.len());
-    many(client, &rest, &params).await
+    find_many(client, &rest, &params).await
 }

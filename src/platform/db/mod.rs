@@ -111,7 +111,7 @@ impl From<tokio_postgres::Error> for DbError {
 }
 
 /// Checks a connection string for unsupported settings.
-pub fn usable(config: &Config) -> Result<(), &'static str> {
+pub fn check_supported(config: &Config) -> Result<(), &'static str> {
     if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
         return Err("names no host");
     }
@@ -134,7 +134,7 @@ impl Db {
     /// When deadpool rejects the settings.
     pub fn new(config: &Config, max_connections: usize) -> anyhow::Result<Self> {
         let settings = ManagerConfig { recycling_method: RecyclingMethod::Fast };
-        let manager = Manager::from_connect(bounded(config), ResolvingConnector, settings);
+        let manager = Manager::from_connect(with_timeouts(config), ResolvingConnector, settings);
         let pool = Pool::builder(manager)
             .max_size(max_connections)
             .runtime(Runtime::Tokio1)
@@ -164,7 +164,7 @@ impl Db {
 /// # Errors
 /// [`DbError`].
 pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
-    in_time(session.transaction()).await
+    with_timeout(session.transaction()).await
 }
 
 /// Begins a read-only transaction whose statements all read the same snapshot.
@@ -173,34 +173,34 @@ pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
 /// [`DbError`].
 pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     let transaction = session.build_transaction().isolation_level(IsolationLevel::RepeatableRead);
-    in_time(transaction.read_only(true).start()).await
+    with_timeout(transaction.read_only(true).start()).await
 }
 
 /// # Errors
 /// [`DbError`]; after `Unavailable` it is unknown whether the commit happened.
 pub async fn commit(tx: Transaction<'_>) -> Result<(), DbError> {
-    in_time(tx.commit()).await
+    with_timeout(tx.commit()).await
 }
 
 /// # Errors
 /// [`DbError`].
 pub async fn rows(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Vec<Row>, DbError> {
-    let statement = in_time(client.prepare_cached(sql)).await?;
-    in_time(client.query(&statement, params)).await
+    let statement = with_timeout(client.prepare_cached(sql)).await?;
+    with_timeout(client.query(&statement, params)).await
 }
 
 /// # Errors
 /// [`DbError`].
 pub async fn row(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Option<Row>, DbError> {
-    let statement = in_time(client.prepare_cached(sql)).await?;
-    in_time(client.query_opt(&statement, params)).await
+    let statement = with_timeout(client.prepare_cached(sql)).await?;
+    with_timeout(client.query_opt(&statement, params)).await
 }
 
 /// # Errors
 /// [`DbError`].
 pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<u64, DbError> {
-    let statement = in_time(client.prepare_cached(sql)).await?;
-    in_time(client.execute(&statement, params)).await
+    let statement = with_timeout(client.prepare_cached(sql)).await?;
+    with_timeout(client.execute(&statement, params)).await
 }
 
 /// Locks a subject until the transaction ends; other callers wait.
@@ -211,14 +211,14 @@ pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     rows(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }
 
-async fn in_time<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
+async fn with_timeout<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
     match tokio::time::timeout(STATEMENT_TIMEOUT, work).await {
         Ok(done) => Ok(done?),
         Err(_) => Err(DbError::Unavailable { what: "no answer in time", source: None }),
     }
 }
 
-fn bounded(config: &Config) -> Config {
+fn with_timeouts(config: &Config) -> Config {
     let mut config = config.clone();
     let options = config.get_options().unwrap_or_default();
     let options = format!(

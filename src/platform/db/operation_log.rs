@@ -59,7 +59,7 @@ pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<Newe
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn has(client: &impl GenericClient, id: OperationId, outcome: &str) -> Result<bool, DbError> {
+pub async fn has_outcome(client: &impl GenericClient, id: OperationId, outcome: &str) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM operation_log WHERE operation_id = $1 AND outcome = $2 LIMIT 1";
     Ok(row(client, sql, &[&id.0, &outcome]).await?.is_some())
 }
@@ -68,7 +68,7 @@ pub async fn has(client: &impl GenericClient, id: OperationId, outcome: &str) ->
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn retried(
+pub async fn log_retry(
     client: &impl GenericClient,
     id: OperationId,
     step: &str,

@@ -121,7 +121,7 @@ pub async fn get(client: &impl GenericClient, id: OperationId) -> Result<Option<
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_machine(
+pub async fn list_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Vec<OperationRow>, DbError> {
@@ -138,14 +138,14 @@ pub async fn newest(
     machine: MachineId,
     kind: &str,
 ) -> Result<Option<OperationRow>, DbError> {
-    Ok(of_machine(client, machine).await?.into_iter().find(|operation| operation.kind == kind))
+    Ok(list_for_machine(client, machine).await?.into_iter().find(|operation| operation.kind == kind))
 }
 
 /// The running operation of a machine.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn under_way(
+pub async fn running(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Option<OperationRow>, DbError> {
@@ -182,7 +182,7 @@ pub async fn end_running(
                question = NULL \
                WHERE machine_id = $1 AND state = 'running' RETURNING operation_id, step, kind, created_at";
     for ended in rows(tx, sql, &[&machine.0, &state, &error_code]).await? {
-        measure::ended(ended.get(2), state, ended.get(3));
+        measure::record_operation(ended.get(2), state, ended.get(3));
         log(tx, OperationId(ended.get(0)), ended.get(1), state, error_code).await?;
     }
     Ok(())
@@ -192,7 +192,7 @@ pub async fn end_running(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn end_one(
+pub async fn end(
     tx: &Transaction<'_>,
     id: OperationId,
     state: &str,
@@ -201,7 +201,7 @@ pub async fn end_one(
     let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now(), \
                question = NULL WHERE operation_id = $1 AND state = 'running' RETURNING step, kind, created_at";
     if let Some(ended) = row(tx, sql, &[&id.0, &state, &error_code]).await? {
-        measure::ended(ended.get(1), state, ended.get(2));
+        measure::record_operation(ended.get(1), state, ended.get(2));
         log(tx, id, ended.get(0), state, error_code).await?;
     }
     Ok(())
@@ -211,7 +211,7 @@ pub async fn end_one(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
+pub async fn count_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
     let sql = "SELECT kind, count(*) FROM operations WHERE state = 'running' GROUP BY kind";
     Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
@@ -222,7 +222,7 @@ pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn hanging(
+pub async fn stalled(
     client: &impl GenericClient,
     deadline: Duration,
     limit: Duration,
@@ -279,7 +279,7 @@ pub async fn overdue(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn ask(
+pub async fn suspend(
     client: &impl GenericClient,
     id: OperationId,
     owner: Uuid,
@@ -297,7 +297,7 @@ pub async fn ask(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn decide(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
+pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
     let options = serde_json::to_value(options).unwrap_or_default();
     let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \
                progress_at = clock_timestamp(), updated_at = clock_timestamp() WHERE operation_id = $1 \
@@ -337,7 +337,7 @@ pub async fn add_fact(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn locked(tx: &Transaction<'_>, id: OperationId) -> Result<Option<OperationRow>, DbError> {
+pub async fn lock(tx: &Transaction<'_>, id: OperationId) -> Result<Option<OperationRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE operation_id = $1 FOR UPDATE");
     Ok(row(tx, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
@@ -357,7 +357,7 @@ pub async fn skip_to(tx: &Transaction<'_>, id: OperationId, step: &str) -> Resul
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn progressed(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
+pub async fn record_progress(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
     let sql =
         "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
     execute(client, sql, &[&machine.0]).await.map(drop)
@@ -420,7 +420,7 @@ pub async fn claim(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn unknown(client: &impl GenericClient, known: &SupportedSteps<'_>) -> Result<i64, DbError> {
+pub async fn count_unsupported(client: &impl GenericClient, known: &SupportedSteps<'_>) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
                AND NOT (kind = ANY($1) AND step = ANY($2))";
     Ok(row(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))

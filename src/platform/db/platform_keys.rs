@@ -114,7 +114,7 @@ pub async fn with_other_key(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn in_force(
+pub async fn count_with_key(
     client: &impl GenericClient,
     key: &KeyId,
     ttl: Duration,
@@ -166,7 +166,7 @@ pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbErr
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn note_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
+pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id) VALUES ($1) ON CONFLICT DO NOTHING";
     execute(tx, sql, &[&key.as_str()]).await?;
     let sql = "UPDATE platform_keys SET fences_user = NULL, fences_slot = NULL, fences_signed_at = NULL, \
@@ -258,7 +258,7 @@ fn bounds(after: Option<&(String, String)>) -> (&str, &str) {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn note_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
+pub async fn record_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
     let sql =
         "UPDATE platform_keys SET sole_since = clock_timestamp() WHERE key_id = $1 AND sole_since IS NULL";
     execute(tx, sql, &[&ids.current.as_str()]).await?;

@@ -46,7 +46,7 @@ const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_s
 
 /// # Errors
 /// [`DbError`].
-pub async fn live(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
+pub async fn expected(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     with_servers(client, EXPECTED).await
 }
 
@@ -81,7 +81,7 @@ async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<Ex
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
+pub async fn count_failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'server.gone' \
                AND at > now() - make_interval(secs => $1)";
     let count: i64 = row(client, sql, &[&within.as_secs_f64()]).await?.map_or(0, |row| row.get(0));
@@ -92,7 +92,7 @@ pub async fn failed_as_gone(client: &impl GenericClient, within: Duration) -> Re
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
+pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = NULL \
                WHERE server_missing_since IS NOT NULL AND provider_server_id = ANY($1)";
     execute(client, sql, &[&servers]).await.map(drop)
@@ -102,7 +102,7 @@ pub async fn seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), Db
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn came_back(
+pub async fn record_returned(
     client: &impl GenericClient,
     listed: &HashMap<MachineId, i64>,
     listed_at: Timestamp,
@@ -123,7 +123,7 @@ pub async fn came_back(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn missing(client: &impl GenericClient, live: &ExpectedServer) -> Result<Duration, DbError> {
+pub async fn record_missing(client: &impl GenericClient, live: &ExpectedServer) -> Result<Duration, DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
                RETURNING extract(epoch FROM clock_timestamp() - server_missing_since)::float8";

@@ -29,7 +29,7 @@ pub async fn took_out_of_service(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn deleting(
+pub async fn running_deletion(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Option<OperationRow>, DbError> {
@@ -43,7 +43,7 @@ pub async fn deleting(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn backing_up(
+pub async fn pending_final_backup(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -61,7 +61,7 @@ pub async fn backing_up(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn needs_server(
+pub async fn operation_needing_server(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Option<OperationRow>, DbError> {

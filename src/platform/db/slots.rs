@@ -180,7 +180,7 @@ pub async fn set_release(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn set_release_of(
+pub async fn set_release_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
     version: &ImageVersion,
@@ -196,7 +196,7 @@ pub async fn set_release_of(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_labels(
+pub async fn by_labels(
     client: &impl GenericClient,
     labels: &[String],
 ) -> Result<HashMap<String, String>, DbError> {

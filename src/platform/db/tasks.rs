@@ -10,7 +10,7 @@ use super::{DbError, execute};
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn take_turn(
+pub async fn claim_turn(
     client: &impl GenericClient,
     task: &str,
     unless_within: Duration,

@@ -32,7 +32,7 @@ impl UnknownServers {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn note(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
+pub async fn replace(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     execute(client, "DELETE FROM unknown_servers WHERE server_id <> ALL($1)", &[&servers]).await?;
     let sql = "INSERT INTO unknown_servers (server_id) SELECT unnest($1::bigint[]) ON CONFLICT DO NOTHING";
     execute(client, sql, &[&servers]).await.map(drop)

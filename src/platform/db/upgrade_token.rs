@@ -81,7 +81,7 @@ pub struct HeldToken {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn held_after(
+pub async fn list_after(
     client: &impl GenericClient,
     after: MachineId,
     max_silence: Duration,

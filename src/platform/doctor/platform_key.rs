@@ -130,7 +130,7 @@ async fn read(
     let (is_previous_used, processes) = match &ids.previous {
         Some(previous) => (
             platform_keys::is_known(client, previous).await?,
-            platform_keys::in_force(client, previous, ttl).await?,
+            platform_keys::count_with_key(client, previous, ttl).await?,
         ),
         None => (false, (0, 0)),
     };

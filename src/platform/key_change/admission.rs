@@ -65,7 +65,7 @@ pub async fn admit(
             if is_first && own.ids.previous.is_none() {
                 platform_keys::insert_first(&tx, &own.ids.current).await?;
             } else {
-                platform_keys::note_use(&tx, &own.ids.current).await?;
+                platform_keys::record_use(&tx, &own.ids.current).await?;
             }
             return Ok(db::commit(tx).await?);
         }

@@ -133,7 +133,7 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
 }
 
 /// Retries the write that failed at startup; ends if the store turns out to name another key.
-pub async fn keep(platform: Arc<Platform>) {
+pub async fn keep_writing(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
             Ok(()) => return platform.stop.cancelled().await,

@@ -94,7 +94,7 @@ impl KeyNeed {
     ) -> Result<(), DbError> {
         let mut after = MachineId(uuid::Uuid::nil());
         loop {
-            let held = upgrade_token::held_after(client, after, max_silence, 10 * BATCH).await?;
+            let held = upgrade_token::list_after(client, after, max_silence, 10 * BATCH).await?;
             let Some(last) = held.last() else { return Ok(()) };
             after = last.machine;
             for token in held {
@@ -178,7 +178,7 @@ pub async fn signing_keys(client: &impl GenericClient) -> Result<Vec<db::keys::S
     let mut all: Vec<db::keys::StoredKey> = Vec::new();
     while all.len() < MAX_SIGNING_KEYS {
         let after = all.last().map_or("", |key| key.kid.as_str());
-        let more = db::keys::after(client, after, BATCH).await?;
+        let more = db::keys::list_after(client, after, BATCH).await?;
         if more.is_empty() {
             break;
         }

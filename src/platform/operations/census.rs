@@ -56,7 +56,7 @@ async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyho
     let listed = match platform.provider.find_by_label(MACHINE_LABEL).await {
         Ok(listed) => listed,
         Err(error) => {
-            alarms::inform_of(platform, &error).await;
+            alarms::inform_of_provider(platform, &error).await;
             return Err(error.into());
         }
     };
@@ -81,7 +81,7 @@ async fn record_late_servers(platform: &Platform, listed: &[Server], began: Time
     let named: HashMap<MachineId, i64> =
         listed.iter().filter_map(|server| Some((machine_of(server)?, server.id.0))).collect();
     let session = platform.db.session().await?;
-    for (machine, server) in db::servers::came_back(&session, &named, began).await? {
+    for (machine, server) in db::servers::record_returned(&session, &named, began).await? {
         tracing::warn!(%machine, server, "the provider has a server of a machine without one");
     }
     Ok(())
@@ -90,9 +90,9 @@ async fn record_late_servers(platform: &Platform, listed: &[Server], began: Time
 /// Fails machines whose servers are gone. They are not replaced automatically.
 async fn fail_vanished(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let live = db::servers::live(&session).await?;
+    let live = db::servers::expected(&session).await?;
     let present: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
-    db::servers::seen(&session, &present).await?;
+    db::servers::record_seen(&session, &present).await?;
     let present: HashSet<i64> = present.into_iter().collect();
     let missing: Vec<&ExpectedServer> = live.iter().filter(|live| !present.contains(&live.server)).collect();
     // If the list lacks many servers, they are not looked up one by one: that would use up the provider's budget and
@@ -108,7 +108,7 @@ async fn fail_vanished(platform: &Platform, listed: &[Server], failures: &mut Fa
     }
     let mut lost = Vec::new();
     for machine in missing {
-        let missing_for = db::servers::missing(&session, machine).await?;
+        let missing_for = db::servers::record_missing(&session, machine).await?;
         let is_silent = machine.silent_for >= platform.config.timing.server_silence;
         if is_silent && missing_for >= platform.config.timing.reconcile.min(CONFIRM_INTERVAL).mul_f64(0.9) {
             lost.push(machine);
@@ -132,7 +132,7 @@ async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Fail
     let (missing, _) = confirm_missing(platform, missing.collect(), failures).await;
     let session = platform.db.session().await?;
     for machine in missing {
-        db::servers::missing(&session, machine).await?;
+        db::servers::record_missing(&session, machine).await?;
         tracing::warn!(machine = %machine.machine, server = machine.server, "the provider has lost a server that may hold data");
     }
     Ok(())
@@ -169,19 +169,19 @@ async fn is_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::Resul
     let is_there = platform.provider.get(ServerId(machine.server)).await?.is_some();
     if is_there {
         // Its label was removed.
-        db::servers::seen(&platform.db.session().await?, &[machine.server]).await?;
+        db::servers::record_seen(&platform.db.session().await?, &[machine.server]).await?;
     }
     Ok(!is_there)
 }
 
 /// Counts the servers of this pass with those of the last hour: a slow mass loss is still a mass loss.
 async fn check_fuse(session: &Object, live: &[ExpectedServer], missing: usize) -> anyhow::Result<Fuse> {
-    let failed = db::servers::failed_as_gone(session, LOSS_WINDOW).await?;
+    let failed = db::servers::count_failed_as_gone(session, LOSS_WINDOW).await?;
     let limit = alarms::limit(live.len());
     let is_none_listed = missing == live.len() && missing >= MIN_NONE_LISTED;
     let is_over = missing.saturating_add(failed) > limit || is_none_listed;
     let detail = json!({"missing": missing, "live": live.len(), "failedInLastHour": failed, "limit": limit});
-    let fuse = alarms::fuse(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
+    let fuse = alarms::check_fuse(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
     if fuse == Fuse::Tripped && is_none_listed {
         tracing::error!(
             servers = missing,
@@ -194,7 +194,7 @@ async fn check_fuse(session: &Object, live: &[ExpectedServer], missing: usize) -
 async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, expected.machine).await? else { return Ok(()) };
+    let Some(row) = db::machines::lock(&tx, expected.machine).await? else { return Ok(()) };
     if row.provider_server_id != Some(expected.server) {
         return Ok(());
     }
@@ -227,7 +227,7 @@ async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow:
 async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
     let label = |server: &Server, name: &str| server.labels.get(name).cloned();
     let slots: Vec<String> = servers.iter().filter_map(|server| label(server, SLOT_LABEL)).collect();
-    let named = if slots.is_empty() { HashMap::new() } else { db::slots::of_labels(session, &slots).await? };
+    let named = if slots.is_empty() { HashMap::new() } else { db::slots::by_labels(session, &slots).await? };
     let describe = |server: &&Server| {
         let slot = label(server, SLOT_LABEL).and_then(|slot| named.get(&slot).cloned());
         json!({
@@ -257,7 +257,7 @@ async fn handle_orphans(platform: &Platform, listed: &[Server], failures: &mut F
         .map(|(server, _)| *server)
         .collect();
     let ids: Vec<i64> = unknown.iter().map(|server| server.id.0).collect();
-    db::unknown_servers::note(&session, &ids).await?;
+    db::unknown_servers::replace(&session, &ids).await?;
     let grace = platform.config.timing.orphan_grace;
     let counted = db::unknown_servers::count(&session, grace).await?;
     let shown = describe(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;

@@ -49,7 +49,7 @@ pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, Step
             return Ok(adopt(&found));
         }
         let session = platform.db.session().await?;
-        let since = db::machines::since_order(&session, machine.id).await?;
+        let since = db::machines::create_age(&session, machine.id).await?;
         let left = platform.config.provider.ambiguous_wait.saturating_sub(since);
         if !left.is_zero() {
             return Ok(StepOutcome::wait(left.min(LOOKUP_INTERVAL)));
@@ -129,7 +129,7 @@ fn record_server(note: &'static str, server: &Server, actions: &[ActionId]) -> S
 /// [`StepError`]; permanent if an action failed, since no host will register.
 pub async fn check_actions(held: &HeldOperation<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
     let session = held.platform.db.session().await?;
-    let actions = machine_server::create_actions(&session, machine).await?;
+    let actions = machine_server::pending_create_actions(&session, machine).await?;
     drop(session);
     let Some(action) = actions.first() else { return Ok(None) };
     let next_check = (held.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL);
@@ -146,7 +146,7 @@ pub async fn check_actions(held: &HeldOperation<'_>, machine: MachineId) -> Resu
         }
         Ok(ActionStatus::Success) | Err(_) => {
             let session = held.platform.db.session().await?;
-            machine_server::create_action_ended(&session, machine, *action).await?;
+            machine_server::record_create_action_end(&session, machine, *action).await?;
             Ok((actions.len() > 1).then_some(Duration::ZERO))
         }
     }

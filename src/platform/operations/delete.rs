@@ -51,12 +51,12 @@ async fn is_discard_confirmed(held: &HeldOperation<'_>, machine: &MachineRow) ->
 pub async fn is_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = held.platform;
     let session = platform.db.session().await?;
-    if db::leases::lease_lingers(&session, machine.id, held.operation.id).await? {
+    if db::leases::has_ended_lease(&session, machine.id, held.operation.id).await? {
         return Ok(false);
     }
     // Read again: the previous lease holder may have recorded a server.
     let Some(machine) = db::machines::get(&session, machine.id).await? else { return Ok(true) };
-    let since_order = db::machines::since_order(&session, machine.id).await?;
+    let since_order = db::machines::create_age(&session, machine.id).await?;
     drop(session);
     if let Some(id) = machine.provider_server_id {
         platform.provider.delete(ServerId(id)).await?;
@@ -70,6 +70,6 @@ pub async fn is_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<b
         }
     }
     let session = platform.db.session().await?;
-    db::machine_changes::server_deleted(&session, machine.id).await?;
+    db::machine_changes::record_server_deleted(&session, machine.id).await?;
     Ok(true)
 }

@@ -91,7 +91,7 @@ impl HeldOperation<'_> {
         }
         let failed_at = (self.operation.step.as_str(), "the provider has its server after all");
         apply_event(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
-        db::servers::seen(&self.platform.db.session().await?, &[server]).await?;
+        db::servers::record_seen(&self.platform.db.session().await?, &[server]).await?;
         Ok(true)
     }
 
@@ -127,25 +127,25 @@ impl HeldOperation<'_> {
         let tx = db::begin(&mut session).await?;
         let lease = self.platform.config.timing.lease;
         // Lock order everywhere: machines before their operations.
-        db::machines::locked(&tx, self.operation.machine).await?;
+        db::machines::lock(&tx, self.operation.machine).await?;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }
         let machine = self.operation.machine;
         match write {
-            LeasedWrite::CreateSent => db::machine_changes::order_sent(&tx, machine).await?,
-            LeasedWrite::CreateRefused => db::machine_changes::order_refused(&tx, machine).await?,
-            LeasedWrite::PowerOrdered => db::machine_server::power_ordered(&tx, machine).await?,
-            LeasedWrite::PowerOffOrdered(leaving) => db::machine_server::power_off_ordered(&tx, leaving).await?,
+            LeasedWrite::CreateSent => db::machine_changes::record_create_sent(&tx, machine).await?,
+            LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
+            LeasedWrite::PowerOrdered => db::machine_server::record_power_order(&tx, machine).await?,
+            LeasedWrite::PowerOffOrdered(leaving) => db::machine_server::record_power_off_order(&tx, leaving).await?,
             LeasedWrite::NextLocation(why) => {
-                db::machine_server::next_location(&tx, machine).await?;
+                db::machine_server::move_to_next_location(&tx, machine).await?;
                 let (id, step) = (self.operation.id, &self.operation.step);
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
-            LeasedWrite::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
-            LeasedWrite::Unrestored(key) => db::machine_changes::not_restored(&tx, machine, &key).await?,
+            LeasedWrite::PoweredOn => db::machine_server::clear_powered_off(&tx, machine).await?,
+            LeasedWrite::Unrestored(key) => db::machine_changes::record_unrestored(&tx, machine, &key).await?,
             LeasedWrite::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
-            LeasedWrite::Kept(machine) => db::machine_changes::keep_after_all(&tx, machine).await?,
+            LeasedWrite::Kept(machine) => db::machine_changes::mark_kept(&tx, machine).await?,
             LeasedWrite::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
         Ok(db::commit(tx).await?)
@@ -180,7 +180,7 @@ impl HeldOperation<'_> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         let machine = self.operation.machine;
-        let row = db::machines::locked(&tx, machine).await?.ok_or(StepError::Lost)?;
+        let row = db::machines::lock(&tx, machine).await?.ok_or(StepError::Lost)?;
         let lease = self.platform.config.timing.lease;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
@@ -195,7 +195,7 @@ impl HeldOperation<'_> {
         }
         // Unless the machine's change ended the operation as failed, it has succeeded. Operations that the change
         // filed stay running.
-        db::operations::end_one(&tx, self.operation.id, "succeeded", None).await?;
+        db::operations::end(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }
 
@@ -208,7 +208,7 @@ impl HeldOperation<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        db::operations::end_one(&tx, self.operation.id, "failed", Some(code)).await?;
+        db::operations::end(&tx, self.operation.id, "failed", Some(code)).await?;
         Ok(db::commit(tx).await?)
     }
 }
@@ -243,7 +243,7 @@ async fn apply_event(
 ) -> Result<(), DbError> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
+    let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
     let with = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
     match lifecycle::apply(&tx, &platform.mint, &row, event, with).await {
         Ok(_) => db::commit(tx).await,

@@ -195,7 +195,7 @@ async fn outcome_without_call(
     }
     // The running deletion of that machine takes the backup.
     let session = held.platform.db.session().await?;
-    let deleting = db::slot_operations::deleting(&session, machine.id).await?;
+    let deleting = db::slot_operations::running_deletion(&session, machine.id).await?;
     let Some(deletion) = deleting.filter(|other| other.id != held.operation.id) else { return Ok(None) };
     let suffix = if deletion.question.is_some() { ", which waits for an operator" } else { "" };
     let waits_for = format!("waits for the deletion {} of machine {}{suffix}", deletion.id, machine.id);

@@ -260,19 +260,19 @@ async fn ask_about_fence(
     if held.operation.options.disregard_fence || !needs_decision(held.kind, step, subject, named) {
         return None;
     }
-    warn_unverified(held.platform, machine, named).await;
+    raise_unverified_alarm(held.platform, machine, named).await;
     let operation = held.operation.id;
     let detail = format!(
         "{} Nothing more is done before that is known: with the right keys `svcctl operation continue {operation}` looks \
          again. Where the keys are right, the slot's host made the signature up, and `svcctl operation continue {operation} \
          --accept-loss` disregards it.",
-        unverified(named)
+        describe_unverified(named)
     );
     Some(StepOutcome::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
 }
 
 /// Describes an unverified fence, and what to check.
-pub fn unverified(named: LaterHolder) -> String {
+pub fn describe_unverified(named: LaterHolder) -> String {
     let LaterHolder { machine, epoch } = named;
     format!(
         "The store says that machine {machine} holds the slot under epoch {epoch}, which this database does not know, and no \
@@ -288,7 +288,7 @@ async fn apply_decision(
 ) -> Result<Option<StepOutcome>, StepError> {
     let decision = decide(held.kind, subject, holder);
     if !matches!(decision, Decision::Nothing | Decision::RaiseEpoch) {
-        warn(held.platform, machine, holder).await;
+        raise_alarm(held.platform, machine, holder).await;
     }
     match decision {
         Decision::Nothing => Ok(None),
@@ -338,8 +338,8 @@ pub async fn serves_unknown_to_database(
     let claim = claim_of_pointer(platform, &platform.db, (user, slot), &pointer).await?;
     let own = claim.any().filter(|named| named.machine == machine.id);
     match (claim, own) {
-        (FenceClaim::Unverified(_), Some(named)) => warn_unverified(platform, machine, named).await,
-        (_, Some(holder)) => warn(platform, machine, holder).await,
+        (FenceClaim::Unverified(_), Some(named)) => raise_unverified_alarm(platform, machine, named).await,
+        (_, Some(holder)) => raise_alarm(platform, machine, holder).await,
         (_, None) => {}
     }
     let named = pointer.snapshot.filter(|named| named.machine_id == machine.id);
@@ -347,7 +347,7 @@ pub async fn serves_unknown_to_database(
 }
 
 /// Raises the alarm that names the slot with the unverified fence.
-pub async fn warn_unverified(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
+pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = named;
     let slot = format!("{}/{}", machine.user, machine.slot);
     tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the fence of the slot");
@@ -356,7 +356,7 @@ pub async fn warn_unverified(platform: &Platform, machine: &MachineRow, named: L
 }
 
 /// Raises the alarm that names the slot with the later holder.
-pub async fn warn(platform: &Platform, machine: &MachineRow, holder: LaterHolder) {
+pub async fn raise_alarm(platform: &Platform, machine: &MachineRow, holder: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = holder;
     let slot = format!("{}/{}", machine.user, machine.slot);
     tracing::warn!(slot, %holder, %epoch, "the store knows of a later holder of the slot than the database");

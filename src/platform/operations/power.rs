@@ -36,7 +36,7 @@ async fn may_shut_down_late(held: &HeldOperation<'_>, machine: &MachineRow) -> R
         return Ok(false);
     }
     let session = held.platform.db.session().await?;
-    let operations = db::operations::of_machine(&session, machine.id).await?;
+    let operations = db::operations::list_for_machine(&session, machine.id).await?;
     let began = held.operation.created_at;
     Ok(operations.iter().any(|other| {
         let shuts_down = matches!(other.kind.as_str(), "resize" | "power_off");
@@ -106,7 +106,7 @@ async fn machine_in_slot(held: &HeldOperation<'_>) -> Result<MachineRow, StepErr
 /// Whether another process may still be running an ended operation of the slot.
 async fn another_is_at_work(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = held.platform.db.session().await?;
-    Ok(db::leases::slot_lease_lingers(&session, machine.id, held.operation.id).await?)
+    Ok(db::leases::has_slot_lease(&session, machine.id, held.operation.id).await?)
 }
 
 async fn server_of(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<Server>, StepError> {

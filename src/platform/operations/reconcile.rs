@@ -118,7 +118,7 @@ async fn previews(platform: &Platform) -> anyhow::Result<()> {
 async fn end_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
+    let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
     let with = EventContext::default();
     lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, with).await?;
     let target = machine.to_string();
@@ -142,7 +142,7 @@ async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
     let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
-    let found = db::operations::hanging(&session, deadline, limit, &vocabulary()).await?;
+    let found = db::operations::stalled(&session, deadline, limit, &vocabulary()).await?;
     drop(session);
     let mut failures = Failures::default();
     for operation in found {
@@ -155,7 +155,7 @@ async fn hanging(platform: &Platform) -> anyhow::Result<()> {
 /// Logs operations that only a newer release can run.
 async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let unknown = db::operations::unknown(&session, &vocabulary()).await?;
+    let unknown = db::operations::count_unsupported(&session, &vocabulary()).await?;
     drop(session);
     if unknown > 0 {
         alarms::inform(platform, Alarm::UnknownOperations, &json!({"operations": unknown})).await;
@@ -166,7 +166,7 @@ async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
 async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, operation.machine).await? else { return Ok(()) };
+    let Some(row) = db::machines::lock(&tx, operation.machine).await? else { return Ok(()) };
     let with = EventContext {
         failed_at: Some((&operation.step, "the operation did not end in time")),
         ..EventContext::default()
@@ -176,7 +176,7 @@ async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::R
         Err(error) => return Err(error.into()),
     }
     // Even if the machine does not wait for it, the operation ends.
-    db::operations::end_one(&tx, operation.id, "failed", Some("operation_hung")).await?;
+    db::operations::end(&tx, operation.id, "failed", Some("operation_hung")).await?;
     Ok(db::commit(tx).await?)
 }
 
@@ -198,7 +198,7 @@ async fn servers(platform: &Platform, unless_within: Duration) -> (Inventory, an
 
 async fn is_our_turn(platform: &Platform, unless_within: Duration) -> Result<bool, DbError> {
     let session = platform.db.session().await?;
-    db::tasks::take_turn(&session, "servers", unless_within).await
+    db::tasks::claim_turn(&session, "servers", unless_within).await
 }
 
 /// Deletes servers that are no longer kept, unless the database may have lost machines. Only the pass that took the

@@ -23,7 +23,7 @@ const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
-    if !db::tasks::take_turn(&session, "retention", pause).await? {
+    if !db::tasks::claim_turn(&session, "retention", pause).await? {
         return Ok(());
     }
     let retention = platform.config.timing.retention;

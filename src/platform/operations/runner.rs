@@ -60,7 +60,7 @@ pub async fn one_step(
         answer = work => answer,
         () = lease_lost(&held) => Err(StepError::Lost),
     };
-    measure::step(kind, step, &answer, start.elapsed());
+    measure::record_step(kind, step, &answer, start.elapsed());
     match answer {
         Ok(StepOutcome::Done { note, record }) => finish_step(&held, step, note.as_deref(), record).await,
         Ok(StepOutcome::Abandon { why }) => abandon(&held, why).await.map(Some),
@@ -180,7 +180,7 @@ async fn retry(held: &HeldOperation<'_>, step: Step, error: &StepError) -> Resul
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
     if let Some(cause) = account_error(error) {
-        alarms::inform_of(held.platform, cause).await;
+        alarms::inform_of_provider(held.platform, cause).await;
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
         let why = format!("{error}; it is tried again within {} s", max_backoff(attempts).as_secs_f64().ceil());
         // The operation has no deadline in this state.
@@ -213,7 +213,7 @@ async fn ask_operator(held: &HeldOperation<'_>, step: Step, question: Question) 
         stored_question["snapshotKey"] = json!(key);
     }
     let facts = Value::Object(question.facts);
-    if !db::operations::ask(&tx, operation.id, held.owner, &stored_question, &facts).await? {
+    if !db::operations::suspend(&tx, operation.id, held.owner, &stored_question, &facts).await? {
         return Err(StepError::Lost);
     }
     db::operations::log(&tx, operation.id, step.as_str(), "asked", Some(&question.detail)).await?;
@@ -298,7 +298,7 @@ async fn write(
         return Err(StepError::Lost);
     }
     match line {
-        Some((RETRY, detail)) => db::operation_log::retried(&tx, id, &held.operation.step, detail).await?,
+        Some((RETRY, detail)) => db::operation_log::log_retry(&tx, id, &held.operation.step, detail).await?,
         Some((outcome, detail)) => {
             db::operations::log(&tx, id, &held.operation.step, outcome, detail).await?;
         }
@@ -321,7 +321,7 @@ async fn lock_machine_of(held: &HeldOperation<'_>, tx: &Transaction<'_>, record:
         | Record::SwitchedOn { machine }
         | Record::PoweredOn { machine } => *machine,
     };
-    db::machines::locked(tx, machine).await.map(drop)
+    db::machines::lock(tx, machine).await.map(drop)
 }
 
 async fn write_record(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: Record) -> Result<(), DbError> {
@@ -329,19 +329,19 @@ async fn write_record(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: Re
         Record::Nothing => Ok(()),
         Record::CreateAccepted { server, address, actions } => {
             let (machine, ttl) = (held.operation.machine, held.platform.config.timing.registration_ttl);
-            machine_changes::create_accepted(tx, machine, server, address, ttl).await?;
-            machine_server::create_actions_begun(tx, machine, &actions).await
+            machine_changes::record_server(tx, machine, server, address, ttl).await?;
+            machine_server::record_create_actions(tx, machine, &actions).await
         }
-        Record::Saved { machine, taken_at } => machine_changes::saved(tx, machine, taken_at).await,
-        Record::Unsaved { machine, since } => machine_changes::unsaved(tx, machine, since).await,
+        Record::Saved { machine, taken_at } => machine_changes::record_final_backup(tx, machine, taken_at).await,
+        Record::Unsaved { machine, since } => machine_changes::record_unsaved(tx, machine, since).await,
         Record::LossAccepted { machine, since } => {
-            machine_changes::unsaved(tx, machine, None).await?;
+            machine_changes::record_unsaved(tx, machine, None).await?;
             audit_loss(held, tx, machine, since).await
         }
-        Record::ServerGone { machine } => machine_changes::server_deleted(tx, machine).await,
-        Record::Released { machine } => machine_changes::released(tx, machine).await,
-        Record::SwitchedOn { machine } => machine_server::switched_on(tx, machine).await,
-        Record::PoweredOn { machine } => machine_server::powered_on(tx, machine).await,
+        Record::ServerGone { machine } => machine_changes::record_server_deleted(tx, machine).await,
+        Record::Released { machine } => machine_changes::release_server(tx, machine).await,
+        Record::SwitchedOn { machine } => machine_server::record_power_on(tx, machine).await,
+        Record::PoweredOn { machine } => machine_server::clear_powered_off(tx, machine).await,
     }
 }
 
@@ -386,7 +386,7 @@ async fn end_operation(held: &HeldOperation<'_>, step: Step, note: Option<&str>,
     db::commit(tx).await?;
     // The reconciler handles follow-up work, such as a server whose retention has ended, at once.
     held.platform.reconcile.notify_one();
-    measure::ended(held.kind.as_str(), "succeeded", held.operation.created_at);
+    measure::record_operation(held.kind.as_str(), "succeeded", held.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())
 }

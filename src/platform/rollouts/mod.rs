@@ -79,7 +79,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
             Effect::End { machine, state, error } => {
                 rollouts::end_member(&tx, rollout.id, *machine, *state, error.as_deref()).await?;
                 if *state == MemberState::Updated {
-                    db::slots::set_release_of(&tx, *machine, &rollout.image_version).await?;
+                    db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
                 }
                 ended.push(*state);
                 tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "machine of a rollout ended");
