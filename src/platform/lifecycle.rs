@@ -94,14 +94,14 @@ pub async fn apply(
         Outcome::Moved { next, effects } => (next, effects),
     };
     let successor = MachineId::new();
-    let raised = effects.iter().find_map(|effect| match effect {
+    let raised_epoch = effects.iter().find_map(|effect| match effect {
         Effect::Reinstate { epoch } => Some(*epoch),
         _ => None,
     });
-    write_state(tx, was, &next, SlotChange { successor, raised }, &with).await?;
+    write_state(tx, was, &next, SlotChange { successor, raised_epoch }, &with).await?;
     let mut filed = None;
     for effect in effects {
-        filed = effect_of(tx, mint, was, effect, successor, &with).await?.or(filed);
+        filed = apply_effect(tx, mint, was, effect, successor, &with).await?.or(filed);
     }
     Ok(Change::Moved { filed })
 }
@@ -110,14 +110,14 @@ pub async fn apply(
 struct SlotChange {
     successor: MachineId,
     /// The epoch under which it holds its slot again.
-    raised: Option<Epoch>,
+    raised_epoch: Option<Epoch>,
 }
 
 async fn write_state(
     tx: &Transaction<'_>,
     was: &MachineRow,
     next: &State,
-    ends: SlotChange,
+    slot_change: SlotChange,
     with: &EventContext<'_>,
 ) -> Result<(), DbError> {
     let mut written = NextState {
@@ -125,7 +125,7 @@ async fn write_state(
         failure: None,
         server_type: &was.server_type,
         resize_to: None,
-        place: ends.raised.map_or(SlotPlace::Unchanged, |epoch| SlotPlace::Reinstated { epoch }),
+        place: slot_change.raised_epoch.map_or(SlotPlace::Unchanged, |epoch| SlotPlace::Reinstated { epoch }),
     };
     let failure;
     match next {
@@ -140,13 +140,13 @@ async fn write_state(
             written.failure = failure.as_ref();
         }
         // The machine has already left its slot: only the recorded state of its server changes.
-        State::Retired { was: held } | State::Deleted { was: held } if has_left_to(was, next) => {
+        State::Retired { was: held } | State::Deleted { was: held } if has_already_left(was, next) => {
             failure = failure_of(held, with);
             written.failure = failure.as_ref();
         }
         State::Retired { .. } => {
             written.failure = was.failure.as_ref();
-            written.place = SlotPlace::Retired { by: ends.successor };
+            written.place = SlotPlace::Retired { by: slot_change.successor };
         }
         State::Deleted { .. } => {
             written.failure = was.failure.as_ref();
@@ -157,7 +157,7 @@ async fn write_state(
 }
 
 /// Whether the machine had already left its slot in this way.
-fn has_left_to(was: &MachineRow, next: &State) -> bool {
+fn has_already_left(was: &MachineRow, next: &State) -> bool {
     match next {
         State::Retired { .. } => was.retired_at.is_some(),
         State::Deleted { .. } => was.deleted_at.is_some(),
@@ -172,7 +172,7 @@ fn failure_of(state: &State, with: &EventContext<'_>) -> Option<Failure> {
     Some(Failure { cause: *cause, stage, message })
 }
 
-async fn effect_of(
+async fn apply_effect(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     was: &MachineRow,
@@ -186,10 +186,10 @@ async fn effect_of(
             db::operations::end_running(tx, was.id, "failed", Some(cause.as_str())).await?;
         }
         Effect::Replace { status, restore, epoch } => {
-            let wanted = with.successor.ok_or(LifecycleError::Missing("a successor"))?;
+            let request = with.successor.ok_or(LifecycleError::Missing("a successor"))?;
             let epoch = epoch.max(with.epoch_floor.next());
             let plan = StartPlan { id: successor, status, restore, epoch, options: with.options };
-            return insert(tx, mint, wanted, plan).await.map(Some);
+            return insert(tx, mint, request, plan).await.map(Some);
         }
         Effect::DeleteServer => {
             return Ok(Some(file(tx, was.id, OperationKind::Delete, with.options).await?));
@@ -306,14 +306,14 @@ async fn file(
 pub async fn create_machine(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    wanted: &MachineRequest,
+    request: &MachineRequest,
     restore: RestoreMode,
     with: &EventContext<'_>,
 ) -> Result<FiledOperation, LifecycleError> {
-    let highest = db::machines::highest_epoch(tx, &wanted.user, &wanted.slot).await?;
+    let highest = db::machines::highest_epoch(tx, &request.user, &request.slot).await?;
     let epoch = highest.max(with.epoch_floor).next();
     let (id, status, options) = (MachineId::new(), Status::Provisioning, with.options);
-    insert(tx, mint, wanted, StartPlan { id, status, restore, epoch, options }).await
+    insert(tx, mint, request, StartPlan { id, status, restore, epoch, options }).await
 }
 
 /// How a new machine starts.
@@ -328,7 +328,7 @@ struct StartPlan {
 async fn insert(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    wanted: &MachineRequest,
+    request: &MachineRequest,
     plan: StartPlan,
 ) -> Result<FiledOperation, LifecycleError> {
     let StartPlan { id, status, restore, epoch, options } = plan;
@@ -340,23 +340,23 @@ async fn insert(
     };
     let machine = NewMachine {
         id,
-        user: wanted.user.clone(),
-        slot: wanted.slot.clone(),
-        handle: wanted.handle.clone(),
-        kind: wanted.kind,
+        user: request.user.clone(),
+        slot: request.slot.clone(),
+        handle: request.handle.clone(),
+        kind: request.kind,
         status,
         epoch,
         restore,
-        server_type: wanted.server_type.clone(),
-        location: wanted.location.clone(),
-        fallback_locations: wanted.fallback_locations.clone(),
-        image_version: wanted.image_version.clone(),
-        bundle_sha256: wanted.bundle_sha256.clone(),
-        https_port: wanted.https_port,
+        server_type: request.server_type.clone(),
+        location: request.location.clone(),
+        fallback_locations: request.fallback_locations.clone(),
+        image_version: request.image_version.clone(),
+        bundle_sha256: request.bundle_sha256.clone(),
+        https_port: request.https_port,
         registration_token_hash: mint.hash(id, Purpose::Registration, Generation::FIRST),
         upgrade_token_hash: mint.hash(id, Purpose::Upgrade, Generation::FIRST),
-        lives_for: wanted.lives_for,
-        restore_snapshot: wanted.restore_snapshot.clone(),
+        lives_for: request.lives_for,
+        restore_snapshot: request.restore_snapshot.clone(),
     };
     machine_changes::insert(tx, &machine).await?;
     Ok(file(tx, id, kind, options).await?)

@@ -43,10 +43,10 @@ const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test !
 /// Why a machine has no user-data.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
-    #[error("it would have {size} bytes, more than the {MAX_BYTES} that the provider takes")]
+    #[error("user-data would have {size} bytes; the provider accepts at most {MAX_BYTES}")]
     TooLarge { size: usize },
     /// An env file has one line per variable.
-    #[error("the value of {name} is not one line of text, so {path} cannot hold it")]
+    #[error("the value of {name} is not one line of text, which {path} requires")]
     NotALine { path: &'static str, name: String },
 }
 
@@ -66,7 +66,7 @@ pub fn render(
         ("/opt/svc/env/update.env", update_env(machine, hosts)),
     ];
     for (path, content) in &secret {
-        if let Some(name) = not_a_line(content) {
+        if let Some(name) = multi_line_variable(content) {
             return Err(RenderError::NotALine { path, name });
         }
     }
@@ -76,7 +76,7 @@ pub fn render(
     let fixed = FIXED_FILES.iter().map(|(path, mode, content)| {
         let content = without_comments(content);
         if *path == FIREWALL {
-            file(path, mode, &admitting(&content, &hosts.egress))
+            file(path, mode, &firewall_rules(&content, &hosts.egress))
         } else {
             file(path, mode, &content)
         }
@@ -94,7 +94,7 @@ pub fn render(
 }
 
 /// The network rules with access to the gateway limited to these networks, or unchanged without any.
-fn admitting(rules: &str, egress: &Networks) -> String {
+fn firewall_rules(rules: &str, egress: &Networks) -> String {
     if egress.is_empty() {
         return rules.to_owned();
     }
@@ -111,7 +111,7 @@ fn admitting(rules: &str, egress: &Networks) -> String {
 }
 
 /// The variable of an env file whose value does not fit on one line.
-fn not_a_line(content: &str) -> Option<String> {
+fn multi_line_variable(content: &str) -> Option<String> {
     let has_control = |line: &str| line.chars().any(char::is_control);
     let first = content.split('\n').position(has_control);
     // The quotes of a line end in it: a value with a line break leaves an unreadable line.
@@ -146,7 +146,7 @@ fn without_comments(text: &str) -> String {
 fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: &TokenMint) -> String {
     let keys = serde_json::to_string(keys).expect("keys are strings");
     let upgrade = mint.first_token(machine.id, Purpose::Upgrade, &machine.upgrade_token.hash);
-    let mut text = lines(&[
+    let mut text = env_lines(&[
         ("SVC_MACHINE_ID", &machine.id.to_string()),
         ("SVC_USER_ID", machine.user.as_str()),
         ("SVC_HANDLE", machine.handle.as_str()),
@@ -165,7 +165,7 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
 
 fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
     let token = mint.first_token(machine.id, Purpose::Registration, &machine.registration_token_hash);
-    let mut text = lines(&[
+    let mut text = env_lines(&[
         ("REGISTRATION_TOKEN", token.expose_secret()),
         ("SVC_IMAGE_VERSION", machine.image_version.as_str()),
         ("SVC_RESTORE_MODE", machine.restore.as_str()),
@@ -179,7 +179,7 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
 /// Settings that root uses: only root can change the file.
 fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
     let bundle_url = hosts.bundle_url.of(&machine.image_version);
-    let mut text = lines(&[
+    let mut text = env_lines(&[
         ("PLATFORM_INTERNAL_URL", hosts.internal_url.as_str().trim_end_matches('/')),
         ("SVC_MACHINE_ID", &machine.id.to_string()),
         ("SVC_HOST_BUNDLE_URL", &bundle_url),
@@ -199,7 +199,7 @@ fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
     text
 }
 
-fn lines(pairs: &[(&str, &str)]) -> String {
+fn env_lines(pairs: &[(&str, &str)]) -> String {
     pairs.iter().map(|(name, value)| env_line(name, value)).collect()
 }
 
@@ -211,8 +211,8 @@ mod tests {
 
     #[test]
     fn gateway_admits_only_listed_networks() {
-        assert_eq!(admitting(RULES, &Networks::default()), RULES);
-        let rules = |list: &str| admitting(RULES, &list.parse().unwrap());
+        assert_eq!(firewall_rules(RULES, &Networks::default()), RULES);
+        let rules = |list: &str| firewall_rules(RULES, &list.parse().unwrap());
         assert!(RULES.contains(SERVED_PORTS_RULE), "the replaced rule exists");
         let both = rules("203.0.113.0/24,198.51.100.7,2001:db8::/32,203.0.113.9");
         assert!(!both.contains(SERVED_PORTS_RULE), "{both}");

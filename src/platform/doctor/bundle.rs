@@ -24,7 +24,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let Ok(bucket) = config.store.open() else {
         return findings.skipped("the store cannot be opened");
     };
-    match look(&bucket, version).await {
+    match find_bundle(&bucket, version).await {
         Ok((None, _)) => findings.problem(
             format!("CUSTOMER_VPS_IMAGE_VERSION is {version}, which is not published"),
             format!("svcctl bundle publish DIR --image-version {version}"),
@@ -33,7 +33,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             format!("{version} has its .sha256 in the store, but not its archive"),
             "publish under a new version",
         ),
-        Ok((Some(digest), Some(size))) => manifest(findings, &config.hosts, &bucket, version, &digest)
+        Ok((Some(digest), Some(size))) => check_manifest(findings, &config.hosts, &bucket, version, &digest)
             .await
             .or_ok(format!("{version}, {} MiB, sha256 {digest}", size >> 20)),
         Err(error) => findings.problem(chain(&error), SEE_STORE_CHECK),
@@ -41,7 +41,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 }
 
 /// Whether hosts would update to it.
-async fn manifest(
+async fn check_manifest(
     findings: Findings,
     hosts: &HostSettings,
     bucket: &Bucket,
@@ -64,7 +64,7 @@ async fn manifest(
 }
 
 /// The published digest, and the size of the archive.
-async fn look(bucket: &Bucket, version: &ImageVersion) -> Result<(Option<String>, Option<u64>), StoreError> {
+async fn find_bundle(bucket: &Bucket, version: &ImageVersion) -> Result<(Option<String>, Option<u64>), StoreError> {
     let digest = digest(bucket, version).await?;
     let size = bucket.head(&key::bundle(version, "")).await?.map(|meta| meta.size);
     Ok((digest, size))

@@ -25,13 +25,13 @@ struct KeyUsage {
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("platform-key");
     let ids = config.keys.ids();
-    let (findings, noted) = match noted(config, &ids).await {
+    let (findings, named) = match named_key(config, &ids).await {
         Ok(named) => (findings, Some(named)),
         Err(MarkError::OtherKey(other)) => return findings.problem(other.to_string(), other.advice()),
         Err(error @ MarkError::Store(StoreError::Corrupt { .. })) => {
             let next = format!(
                 "delete {} if PLATFORM_KEY is the current key; svc-platform will not start",
-                mark::PLACE
+                mark::MARK_PATH
             );
             return findings.problem(chain(&error), next);
         }
@@ -43,15 +43,15 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             None,
         ),
     };
-    match see(config).await {
-        Ok(Some(seen)) => judge(findings, &ids, &seen, noted),
+    match load_usage(config).await {
+        Ok(Some(usage)) => assess(findings, &ids, &usage, named),
         Ok(None) => findings.skipped("svc-platform of this release has not started yet"),
         Err(error) => findings.problem(format!("{error:#}"), "see the check `database`"),
     }
 }
 
 /// Which of the keys the store names as the current one.
-async fn noted(config: &PlatformConfig, ids: &KeyIds) -> Result<NamedKey, MarkError> {
+async fn named_key(config: &PlatformConfig, ids: &KeyIds) -> Result<NamedKey, MarkError> {
     match config.store.open() {
         Ok(bucket) => mark::check(&bucket, ids).await,
         // The check of the store reports it.
@@ -59,35 +59,35 @@ async fn noted(config: &PlatformConfig, ids: &KeyIds) -> Result<NamedKey, MarkEr
     }
 }
 
-fn judge(findings: Findings, ids: &KeyIds, seen: &KeyUsage, noted: Option<NamedKey>) -> Findings {
-    if let Some(error) = &seen.unopened {
+fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<NamedKey>) -> Findings {
+    if let Some(error) = &usage.unopened {
         return findings
             .problem(error.to_string(), "one of the two keys is wrong; svc-platform will not start");
     }
     let findings = match &ids.previous {
-        None if seen.need.is_empty() => findings.ok(format!("{} made all stored secrets", ids.current)),
+        None if usage.need.is_empty() => findings.ok(format!("{} made all stored secrets", ids.current)),
         None => findings.problem(
-            format!("PLATFORM_KEY {} is not the only key that is needed: another made {}", ids.current, seen.need),
+            format!("PLATFORM_KEY {} is not the only key that is needed: another made {}", ids.current, usage.need),
             "set PLATFORM_KEY_PREVIOUS to the earlier PLATFORM_KEY; svc-platform will not start",
         ),
-        Some(previous) if !seen.is_previous_used && seen.need.is_empty() => {
-            let (all, with) = seen.processes;
+        Some(previous) if !usage.is_previous_used && usage.need.is_empty() => {
+            let (all, with) = usage.processes;
             findings.ok(format!(
                 "{previous} is prepared, and in force in {with} of {all} running processes: once in all, it may become \
                  PLATFORM_KEY, and {} PLATFORM_KEY_PREVIOUS",
                 ids.current
             ))
         }
-        Some(previous) if seen.need.is_empty() && noted == Some(NamedKey::Previous) => findings.warning(
+        Some(previous) if usage.need.is_empty() && named == Some(NamedKey::Previous) => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"),
             "leave it; a running svc-platform notes the new one once it reaches the store, then run this again",
         ),
-        Some(previous) if seen.need.is_empty() => findings.warning(
+        Some(previous) if usage.need.is_empty() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is no longer needed: it can be dropped"),
             "remove it, and restart svc-platform; keep it as long as copies of the database from before the change",
         ),
-        Some(previous) if seen.need.has_processes() => findings.warning(
-            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", seen.need),
+        Some(previous) if usage.need.has_processes() => findings.warning(
+            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
             format!(
                 "restart the processes that have the other key as PLATFORM_KEY, with {} as PLATFORM_KEY and {previous} as \
                  PLATFORM_KEY_PREVIOUS: nothing is made again before that. Each logged its id at its start, with the address \
@@ -96,11 +96,11 @@ fn judge(findings: Findings, ids: &KeyIds, seen: &KeyUsage, noted: Option<NamedK
             ),
         ),
         Some(previous) => findings.warning(
-            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", seen.need),
+            format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
             "leave it; running platforms and heartbeats replace it automatically, then run this again",
         ),
     };
-    match seen.need.silent() {
+    match usage.need.silent() {
         Some(silent) => findings.warning(
             format!("{silent} without a token of PLATFORM_KEY"),
             "not waited for: the token rotates at the next heartbeat; after a restored database, recover them first",
@@ -109,20 +109,20 @@ fn judge(findings: Findings, ids: &KeyIds, seen: &KeyUsage, noted: Option<NamedK
     }
 }
 
-async fn see(config: &PlatformConfig) -> anyhow::Result<Option<KeyUsage>> {
+async fn load_usage(config: &PlatformConfig) -> anyhow::Result<Option<KeyUsage>> {
     let db = Db::new(&config.database, 1)?;
     let session = db.session().await?;
     if !platform_keys::has_tables(&session).await? || !platform_keys::has_any(&session).await? {
         return Ok(None);
     }
-    Ok(Some(read(config, &session).await?))
+    Ok(Some(read_usage(config, &session).await?))
 }
 
-async fn read(
+async fn read_usage(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
 ) -> Result<KeyUsage, DbError> {
-    let unopened = unopened(config, client).await?;
+    let unopened = error_of_unopened_key(config, client).await?;
     let (ids, ttl) = (config.keys.ids(), key_change::row_ttl(&config.timing));
     let mint = TokenMint::new(&config.keys.current).with_previous(config.keys.previous.as_ref());
     let silence = config.timing.keys.max_silence;
@@ -138,7 +138,7 @@ async fn read(
 }
 
 /// The error with which `svc-platform` would refuse to start. With one key, `need` names the signing keys.
-async fn unopened(
+async fn error_of_unopened_key(
     config: &PlatformConfig,
     client: &impl deadpool_postgres::GenericClient,
 ) -> Result<Option<KeyError>, DbError> {

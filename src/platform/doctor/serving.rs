@@ -63,15 +63,15 @@ pub fn settings(config: &PlatformConfig) -> Findings {
             "unset it, except for tests",
         );
     }
-    let open =
+    let is_open =
         |listen: &crate::platform::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
-    if open(&config.api) {
+    if is_open(&config.api) {
         findings = findings.warning(
             format!("the API listens on {} without TLS: the secret travels in the clear", config.api.address),
             "PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or loopback behind a proxy with TLS",
         );
     }
-    if open(&config.router) {
+    if is_open(&config.router) {
         findings = findings.warning(
             format!("the router listens on {} without TLS", config.router.address),
             "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or loopback behind a proxy with TLS",
@@ -80,7 +80,7 @@ pub fn settings(config: &PlatformConfig) -> Findings {
     let admitted = if config.hosts.egress.is_empty() {
         "every address, as PLATFORM_EGRESS_CIDRS is not set".to_owned()
     } else {
-        format!("PLATFORM_EGRESS_CIDRS alone ({})", config.hosts.egress)
+        format!("only PLATFORM_EGRESS_CIDRS ({})", config.hosts.egress)
     };
     let version = &config.provisioning.image_version;
     findings.or_ok(format!("complete; new machines get {version}, and admit to :443 {admitted}"))
@@ -104,11 +104,11 @@ fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
     if let Err(error) = usable {
         return findings.problem(format!("{}: {error:#}", files.cert.display()), next);
     }
-    let Some(ends) = ends(&files.cert) else {
+    let Some(expires_at) = expires_at(&files.cert) else {
         return findings.problem(format!("{} is not a certificate", files.cert.display()), next);
     };
-    let left = ends.duration_since(Timestamp::now());
-    let text = format!("{} ends at {:.0}", files.cert.display(), ends);
+    let left = expires_at.duration_since(Timestamp::now());
+    let text = format!("{} expires at {:.0}", files.cert.display(), expires_at);
     if left.is_negative() {
         findings.problem(text, format!("renew it, then restart svc-platform: {next}"))
     } else if left < EXPIRY_WARNING {
@@ -118,7 +118,7 @@ fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
     }
 }
 
-fn ends(path: &Path) -> Option<Timestamp> {
+fn expires_at(path: &Path) -> Option<Timestamp> {
     let first = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
     let (_, parsed) = x509_parser::parse_x509_certificate(&first).ok()?;
     Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()

@@ -29,7 +29,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error) => return findings.problem(format!("{error:#}"), ADVICE),
     };
     let key = Path::from(format!("{PROBES}/{}.json", uuid::Uuid::new_v4()));
-    let tried = conditional(&bucket, &key).await;
+    let tried = test_conditional_puts(&bucket, &key).await;
     // Only this check uses the object; a failed deletion is reported below.
     let deleted = bucket.raw().delete(&key).await;
     match tried {
@@ -73,7 +73,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
 }
 
 /// Puts a new object, a second one that must be refused, one on the version read, and one on a stale version.
-async fn conditional(bucket: &Bucket, key: &Path) -> Result<Option<String>, StoreError> {
+async fn test_conditional_puts(bucket: &Bucket, key: &Path) -> Result<Option<String>, StoreError> {
     let put = |n: u32, condition: Condition| {
         let value = json!({"n": n});
         async move { bucket.put_json_if(key, &value, condition).await }
@@ -144,8 +144,8 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
         None => findings.ok("the store is a directory, which has no credentials"),
         Some(Ok(session)) => {
             let until = session.expires_at;
-            let findings = write_once(config, &hosts, session).await;
-            outage(findings, &hosts).await.or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
+            let findings = check_write_once(config, &hosts, session).await;
+            check_outage_session(findings, &hosts).await.or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
         }
         Some(Err(error)) => findings.problem(
             chain(&error),
@@ -156,7 +156,7 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
 
 /// Hosts without an outage session cannot store snapshots while the platform is unreachable, and nothing else reports
 /// it.
-async fn outage(findings: Findings, hosts: &HostStore) -> Findings {
+async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings {
     match hosts.try_outage_session().await {
         Some(Err(error)) => findings.warning(
             format!("STS gives no session of STS_DURATION_SECONDS: {}", chain(&error)),
@@ -167,7 +167,7 @@ async fn outage(findings: Findings, hosts: &HostStore) -> Findings {
 }
 
 /// Whether a session that may not overwrite a snapshot can still write one, and only one.
-async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Temporary) -> Findings {
+async fn check_write_once(config: &PlatformConfig, hosts: &HostStore, session: Temporary) -> Findings {
     let findings = Findings::new("host-credentials");
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;

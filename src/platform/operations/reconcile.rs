@@ -28,13 +28,13 @@ const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs periodically until `stop`.
 pub async fn run(platform: Arc<Platform>) {
-    let every = platform.config.timing.reconcile;
+    let interval = platform.config.timing.reconcile;
     loop {
         // A process skips what another process has just done.
-        let mut unless_within = every.mul_f64(0.9);
+        let mut unless_within = interval.mul_f64(0.9);
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(every) => {}
+            () = tokio::time::sleep(interval) => {}
             () = platform.reconcile.notified() => unless_within = MIN_PASS_INTERVAL,
         }
         // Each pass has a request id of its own.
@@ -47,14 +47,14 @@ pub async fn run(platform: Arc<Platform>) {
 }
 
 async fn pass(platform: &Platform, unless_within: Duration) {
-    report("registrations", registrations(platform).await);
-    report("previews", previews(platform).await);
-    report("hanging_operations", hanging(platform).await);
-    report("unknown_operations", unknown_operations(platform).await);
-    let (census, end) = servers(platform, unless_within).await;
+    report("registrations", expire_registrations(platform).await);
+    report("previews", expire_previews(platform).await);
+    report("hanging_operations", end_stalled_operations(platform).await);
+    report("unknown_operations", report_unknown_operations(platform).await);
+    let (inventory, end) = check_servers(platform, unless_within).await;
     report("servers", end);
-    if census == Inventory::Recorded {
-        report("leftovers", leftovers(platform).await);
+    if inventory == Inventory::Recorded {
+        report("leftovers", remove_leftovers(platform).await);
     }
     report("retention", retention::prune(platform).await);
 }
@@ -86,12 +86,12 @@ impl Failures {
 
     /// Whether the whole part succeeded.
     pub fn end(self) -> anyhow::Result<()> {
-        anyhow::ensure!(self.0 == 0, "{} could not be processed", self.0);
+        anyhow::ensure!(self.0 == 0, "{} items failed", self.0);
         Ok(())
     }
 }
 
-async fn registrations(platform: &Platform) -> anyhow::Result<()> {
+async fn expire_registrations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let expired = db::machines::expired(&session).await?;
     drop(session);
@@ -104,18 +104,18 @@ async fn registrations(platform: &Platform) -> anyhow::Result<()> {
     failures.end()
 }
 
-async fn previews(platform: &Platform) -> anyhow::Result<()> {
+async fn expire_previews(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let expired = db::machines::expired_previews(&session).await?;
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {
-        failures.note(machine, end_preview(platform, machine).await);
+        failures.note(machine, delete_expired_preview(platform, machine).await);
     }
     failures.end()
 }
 
-async fn end_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<()> {
+async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
@@ -138,7 +138,7 @@ async fn end_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<
 
 /// Ends operations that exceed every bound of their own, for example because a step crashes each process that runs
 /// it.
-async fn hanging(platform: &Platform) -> anyhow::Result<()> {
+async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
     let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
@@ -147,13 +147,13 @@ async fn hanging(platform: &Platform) -> anyhow::Result<()> {
     let mut failures = Failures::default();
     for operation in found {
         tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
-        failures.note(operation.id, end_hanging(platform, &operation).await);
+        failures.note(operation.id, end_stalled_operation(platform, &operation).await);
     }
     failures.end()
 }
 
 /// Logs operations that only a newer release can run.
-async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
+async fn report_unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let unknown = db::operations::count_unsupported(&session, &vocabulary()).await?;
     drop(session);
@@ -163,7 +163,7 @@ async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::Result<()> {
+async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, operation.machine).await? else { return Ok(()) };
@@ -188,15 +188,15 @@ pub(super) enum Inventory {
 }
 
 /// Lists the provider's servers, in one process at a time.
-async fn servers(platform: &Platform, unless_within: Duration) -> (Inventory, anyhow::Result<()>) {
-    match is_our_turn(platform, unless_within).await {
+async fn check_servers(platform: &Platform, unless_within: Duration) -> (Inventory, anyhow::Result<()>) {
+    match claim_turn(platform, unless_within).await {
         Ok(true) => census::take_inventory(platform).await,
         Ok(false) => (Inventory::NotRecorded, Ok(())),
         Err(error) => (Inventory::NotRecorded, Err(error.into())),
     }
 }
 
-async fn is_our_turn(platform: &Platform, unless_within: Duration) -> Result<bool, DbError> {
+async fn claim_turn(platform: &Platform, unless_within: Duration) -> Result<bool, DbError> {
     let session = platform.db.session().await?;
     db::tasks::claim_turn(&session, "servers", unless_within).await
 }
@@ -204,7 +204,7 @@ async fn is_our_turn(platform: &Platform, unless_within: Duration) -> Result<boo
 /// Deletes servers that are no longer kept, unless the database may have lost machines. Only the pass that took the
 /// inventory may do this: another process's inventory may still be running, and the stored list may come from a
 /// restored copy.
-async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
+async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, "leftover servers").await?;
