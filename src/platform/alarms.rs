@@ -96,35 +96,35 @@ impl Alarm {
     pub fn advice(self) -> &'static str {
         match self {
             Self::ServersMissing => {
-                "check project and token at the provider; the alarm ends when the servers are shown again. Where they \
-                 are lost indeed: `svcctl alarm release servers_missing` lets their machines fail for an hour"
+                "check project and token at the provider; the alarm ends when the servers are listed again. If they are \
+                 really lost: `svcctl alarm release servers_missing` lets their machines fail for an hour"
             }
             Self::UnknownServers => {
-                "was the platform's database restored from an older copy? Then find out whose these servers are. Until they \
-                 are released, none of them is deleted, nor any that was kept. `svcctl alarm release unknown_servers` lets \
-                 those be deleted that are known now, with their disks, each ORPHAN_GRACE_SECONDS after it was first seen"
+                "if the platform's database was restored from an older copy, find out whose these servers are. Until they \
+                 are released, neither they nor any kept servers are deleted. `svcctl alarm release unknown_servers` deletes \
+                 the servers listed now, with their disks, each ORPHAN_GRACE_SECONDS after it was first seen"
             }
             Self::ProviderUnauthorized => {
                 "the provider does not accept PROVIDER_API_TOKEN: set a valid one with write access; operations resume"
             }
             Self::ProviderLimit => {
-                "raise the project's limit at the provider, or delete what is not needed; operations resume"
+                "raise the project's limit at the provider, or delete unused resources; operations resume"
             }
             Self::ProviderCapacity => {
                 "the provider has no capacity for this type in this location; operations are retried until it has"
             }
-            Self::UnknownOperations => "run a release that knows them on at least one platform process",
+            Self::UnknownOperations => "run a release that supports them on at least one platform process",
             Self::DatabaseBehindStore => {
-                "the platform's database was restored from an older copy: outdated recoveries and deletions stop by themselves, \
-                 and the README says under \"The platform's database was restored from an older copy\" what to look at"
+                "the platform's database was restored from an older copy: outdated recoveries and deletions stop automatically. \
+                 See \"The platform's database was restored from an older copy\" in the README"
             }
             Self::UnverifiedFence => {
-                "is PLATFORM_KEY the key of now, or was an older one restored with the database? `svcctl doctor platform` \
-                 compares it with the store. Where it is right, the hosts of these slots made the signatures up"
+                "check whether PLATFORM_KEY is the current key, or an older one restored with the database: `svcctl doctor \
+                 platform` compares it with the store. If it is right, the hosts of these slots forged the signatures"
             }
             Self::HostTokensRefused => {
-                "these hosts live, and send tokens that PLATFORM_KEY has not made: recover none of them before \
-                 `svcctl doctor platform` says that the platform's keys are those of now. Where they are, the token was made up"
+                "these hosts send tokens that PLATFORM_KEY did not make: recover none of them before `svcctl doctor \
+                 platform` confirms that the platform's keys are current. If they are, the tokens are forged"
             }
         }
     }
@@ -263,17 +263,17 @@ pub fn record(row: &AlarmRow, unknown: &UnknownServers) -> Value {
         "seenAt": rfc3339_ms(row.seen_at),
         "detail": row.detail,
         "releasedUntil": released_until.map(rfc3339_ms),
-        "next": known.map_or_else(|| "an alarm of a newer release".to_owned(), |alarm| next(alarm, released_until, unknown)),
+        "next": known.map_or_else(|| "an alarm of a newer release".to_owned(), |alarm| next_step(alarm, released_until, unknown)),
     })
 }
 
 /// What an operator should do about an alarm now, or what its release has allowed.
-fn next(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
+fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
     let until = |at: Timestamp| format!("{at:.0}");
     match (alarm, released_until) {
         (Alarm::UnknownServers, Some(last)) => format!(
             "released: each of these servers is deleted, with its disk, ORPHAN_GRACE_SECONDS after it was first seen, the \
-             last at {}. A server that appears later is held back until it is released, too",
+             last at {}. A server that appears later is held until it is released, too",
             until(last)
         ),
         (Alarm::UnknownServers, None) => match unknown.last_deletion {
@@ -286,7 +286,7 @@ fn next(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServer
             None => alarm.advice().to_owned(),
         },
         (Alarm::ServersMissing, Some(end)) => format!(
-            "released: machines whose servers the provider does not show fail until {}; after that, they are held back \
+            "released: machines whose servers the provider does not list fail until {}; after that, the alarm holds them \
              again",
             until(end)
         ),

@@ -38,7 +38,7 @@ pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Va
         .filter(|(_, reported)| *reported > i64::from(sequence))
         .collect();
     let own = configured.ids();
-    let keys: Vec<Value> = listed(&own, &reporting).iter().map(|id| entry(id, &own, &reporting)).collect();
+    let keys: Vec<Value> = listed_keys(&own, &reporting).iter().map(|id| key_entry(id, &own, &reporting)).collect();
     json!({
         "keys": keys,
         "notReporting": silent.len(),
@@ -51,12 +51,12 @@ pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Va
 }
 
 /// The keys with an entry, at most [`MAX_LISTED_KEYS`]: each entry reads every row.
-fn listed<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
-    own.iter().map(String::as_str).chain(others(own, reporting)).take(MAX_LISTED_KEYS).collect()
+fn listed_keys<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
+    own.iter().map(String::as_str).chain(other_keys(own, reporting)).take(MAX_LISTED_KEYS).collect()
 }
 
 /// Keys that hosts trust and the platform does not, most widely trusted first.
-fn others<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
+fn other_keys<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for id in reporting.iter().flat_map(|(_, ids)| ids).filter(|id| !own.iter().any(|own| own == *id)) {
         *counts.entry(id).or_default() += 1;
@@ -66,7 +66,7 @@ fn others<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'
     counts.into_iter().map(|(id, _)| id).collect()
 }
 
-fn entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) -> Value {
+fn key_entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) -> Value {
     let (with, without): (Vec<_>, Vec<_>) = reporting.iter().partition(|(_, ids)| ids.contains(id));
     let handles = |machines: &[&(&str, BTreeSet<&str>)]| -> Vec<String> {
         machines.iter().take(MAX_HANDLES).map(|(handle, _)| (*handle).to_owned()).collect()
@@ -145,6 +145,6 @@ mod tests {
             .filter_map(|row| row.bundle_keys.as_ref())
             .map(|(_, ids)| ("ada", ids.iter().map(String::as_str).collect()))
             .collect();
-        assert_eq!(listed(&[], &reporting).len(), MAX_LISTED_KEYS, "only these get entries");
+        assert_eq!(listed_keys(&[], &reporting).len(), MAX_LISTED_KEYS, "only these get entries");
     }
 }

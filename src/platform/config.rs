@@ -350,7 +350,7 @@ fn provider(env: &mut Env) -> Option<ProviderConfig> {
 mod tests {
     use super::*;
 
-    fn whole() -> Vec<(&'static str, &'static str)> {
+    fn complete_env() -> Vec<(&'static str, &'static str)> {
         vec![
             ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@127.0.0.1/svc"),
             ("PLATFORM_KEY", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="),
@@ -381,7 +381,7 @@ mod tests {
     }
 
     fn mistakes_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
-        let mut pairs = whole();
+        let mut pairs = complete_env();
         for (name, value) in changes {
             pairs.retain(|(known, _)| known != name);
             if !value.is_empty() {
@@ -393,7 +393,7 @@ mod tests {
 
     #[test]
     fn minimal_configuration_has_documented_defaults() {
-        let config = PlatformConfig::read(Env::from_pairs(whole())).map_err(|e| e.to_string()).ok().unwrap();
+        let config = PlatformConfig::read(Env::from_pairs(complete_env())).map_err(|e| e.to_string()).ok().unwrap();
         assert_eq!(config.api.address.to_string(), "127.0.0.1:8080");
         assert_eq!(config.router.address.to_string(), "0.0.0.0:8443");
         assert_eq!(config.provisioning.enabled, Flag::Off);
@@ -421,7 +421,7 @@ mod tests {
     #[test]
     fn role_gives_hosts_short_lived_credentials() {
         let credentials = |changes: &[(&'static str, &'static str)]| {
-            let mut pairs = whole();
+            let mut pairs = complete_env();
             for (name, value) in changes {
                 pairs.retain(|(known, _)| known != name);
                 pairs.push((name, value));

@@ -96,12 +96,12 @@ impl Copies {
         let (newest, problem) = match named {
             Ok(Ok(named)) => {
                 if let Some(holder) = self.holder {
-                    newer = newer_of(bucket, &slot, holder, &named, deadline).await;
+                    newer = find_newer(bucket, &slot, holder, &named, deadline).await;
                 }
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
             }
-            Ok(Err(Unusable::Absent)) => (None, self.reported.as_ref().map(absent)),
+            Ok(Err(Unusable::Absent)) => (None, self.reported.as_ref().map(no_snapshot_in_store)),
             Ok(Err(Unusable::Damaged { key, why })) => {
                 (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
             }
@@ -130,12 +130,12 @@ impl Copies {
             })
         });
         json!({
-            "live": self.live.as_ref().map(live),
-            "kept": self.kept.iter().map(kept).collect::<Vec<_>>(),
+            "live": self.live.as_ref().map(live_record),
+            "kept": self.kept.iter().map(kept_record).collect::<Vec<_>>(),
             "newestSnapshotAt": newest.map(|newest| rfc3339_ms(newest.taken_at)),
             "newestSnapshot": snapshot,
             "snapshotProblem": problem,
-            "exposedSeconds": self.live.as_ref().map(|live| exposed(live, newest, self.now)),
+            "exposedSeconds": self.live.as_ref().map(|live| unsaved_seconds(live, newest, self.now)),
         })
     }
 }
@@ -146,7 +146,7 @@ pub fn newer_record(side: &SideRecord) -> Value {
 }
 
 /// [`newer_snapshot::find`] with a deadline; `None` also if the store is unavailable.
-async fn newer_of(
+async fn find_newer(
     bucket: &Bucket,
     slot: &SlotPrefix,
     holder: (MachineId, Epoch),
@@ -171,19 +171,19 @@ async fn newer_of(
 pub async fn newer_than(bucket: &Bucket, machine: &MachineRow, named: &SnapshotRef) -> Option<SideRecord> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
-    newer_of(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
+    find_newer(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
 }
 
 const STORE_UNAVAILABLE: &str = "the object store does not answer";
 
-fn absent(reported: &NewestSnapshot) -> String {
+fn no_snapshot_in_store(reported: &NewestSnapshot) -> String {
     format!(
         "the object store has no snapshot, although a host reported one of {}",
         rfc3339_ms(reported.taken_at)
     )
 }
 
-fn live(machine: &MachineRow) -> Value {
+fn live_record(machine: &MachineRow) -> Value {
     json!({
         "machineId": machine.id,
         "providerServerId": machine.provider_server_id.map(|id| id.to_string()),
@@ -191,7 +191,7 @@ fn live(machine: &MachineRow) -> Value {
     })
 }
 
-fn kept(row: &KeptServerRow) -> Value {
+fn kept_record(row: &KeptServerRow) -> Value {
     json!({
         "machineId": row.machine,
         "providerServerId": row.server.to_string(),
@@ -207,7 +207,7 @@ fn kept(row: &KeptServerRow) -> Value {
 
 /// Seconds of writes to the serving machine that no snapshot may hold. A snapshot of another machine may lack what
 /// this one wrote since its own last one.
-fn exposed(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> i64 {
+fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> i64 {
     let own = live.backup_taken_at.or(live.registered_at);
     let since = match newest {
         Some(newest) if newest.machine == live.id => Some(newest.taken_at),

@@ -151,8 +151,8 @@ impl StsSessions {
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
         let policy = self.outage_policy(bucket, &slot, machine.epoch);
         let name = format!("svc-outage-{}", machine.id);
-        let asked = self.assume(&name, &policy, self.outage_ttl);
-        match tokio::time::timeout(OUTAGE_TIMEOUT, asked).await {
+        let session = self.assume(&name, &policy, self.outage_ttl);
+        match tokio::time::timeout(OUTAGE_TIMEOUT, session).await {
             Ok(Ok(session)) => Some(session),
             Ok(Err(error)) => {
                 tracing::warn!(machine = %machine.id, error = %chain(&error), "no outage session for a host");

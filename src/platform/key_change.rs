@@ -107,13 +107,13 @@ pub async fn run(platform: Arc<Platform>, seal: Seal) {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        if let Err(error) = turn(&platform, &seal).await {
+        if let Err(error) = run_turn(&platform, &seal).await {
             tracing::warn!(error = %chain(&error), "the change of PLATFORM_KEY was interrupted; it resumes");
         }
     }
 }
 
-async fn turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
+async fn run_turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let own = &platform.process;
     let session = platform.db.session().await?;
     let is_done = platform_keys::state(&session, &own.ids.current).await?.is_sole;

@@ -41,12 +41,12 @@ pub async fn run(
             () = tokio::time::sleep(pause) => {}
         }
         for purpose in [PROOF, APP] {
-            if let Err(error) = turn(&db, &seal, timing, purpose).await {
+            if let Err(error) = rotate_if_due(&db, &seal, timing, purpose).await {
                 tracing::warn!(purpose, error = %chain(&error), "cannot rotate the signing keys");
             }
         }
         match keys::load(&db, &seal, timing.overlap).await {
-            Ok(fresh) if !keys::same(&fresh, &view.borrow()) => {
+            Ok(fresh) if !keys::is_same(&fresh, &view.borrow()) => {
                 view.send_replace(Arc::new(fresh));
             }
             Ok(_) => {}
@@ -65,7 +65,7 @@ enum RotationStep {
 }
 
 /// For keys that only platform processes read.
-fn due_app(standing: &[KeyDistribution], timing: KeyTiming) -> RotationStep {
+fn next_app_step(standing: &[KeyDistribution], timing: KeyTiming) -> RotationStep {
     let Some(newest) = standing.last() else { return RotationStep::Nothing };
     if standing.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFE {
         return RotationStep::Retirement;
@@ -74,7 +74,7 @@ fn due_app(standing: &[KeyDistribution], timing: KeyTiming) -> RotationStep {
 }
 
 /// For keys that hosts read. `without` is the number of hosts that send heartbeats and lack the newest key.
-fn due_proof(standing: &[KeyDistribution], without: i64, timing: KeyTiming) -> RotationStep {
+fn next_proof_step(standing: &[KeyDistribution], without: i64, timing: KeyTiming) -> RotationStep {
     let Some(newest) = standing.last() else { return RotationStep::Nothing };
     if standing.len() > 1 {
         match newest.acknowledged_for {
@@ -87,7 +87,7 @@ fn due_proof(standing: &[KeyDistribution], without: i64, timing: KeyTiming) -> R
     if newest.age >= timing.rotate && standing.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
 }
 
-async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) -> Result<(), KeyError> {
+async fn rotate_if_due(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) -> Result<(), KeyError> {
     let mut session = db.session().await?;
     let seen = db::keys::distribution(&session, purpose).await?;
     if seen.len() < 2 && seen.last().is_none_or(|key| key.age < timing.rotate) {
@@ -102,8 +102,8 @@ async fn turn(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) ->
         _ => UnacknowledgedHosts::default(),
     };
     let due = match purpose {
-        PROOF => due_proof(&standing, laggards.speaking, timing),
-        _ => due_app(&standing, timing),
+        PROOF => next_proof_step(&standing, laggards.speaking, timing),
+        _ => next_app_step(&standing, timing),
     };
     match due {
         RotationStep::Nothing => return Ok(()),
@@ -145,16 +145,16 @@ mod tests {
     #[test]
     fn old_key_is_replaced_and_retired_after_overlap() {
         use Acknowledged::{ByAll, NotByAll};
-        assert_eq!(due_proof(&[], 0, TIMING), RotationStep::Nothing);
-        assert_eq!(due_proof(&[key(999, None)], 5, TIMING), RotationStep::Nothing);
-        assert_eq!(due_proof(&[key(1000, None)], 5, TIMING), RotationStep::Successor);
+        assert_eq!(next_proof_step(&[], 0, TIMING), RotationStep::Nothing);
+        assert_eq!(next_proof_step(&[key(999, None)], 5, TIMING), RotationStep::Nothing);
+        assert_eq!(next_proof_step(&[key(1000, None)], 5, TIMING), RotationStep::Successor);
         let fresh = |acknowledged| [key(1010, None), key(10, acknowledged)];
-        assert_eq!(due_proof(&fresh(None), 1, TIMING), RotationStep::Nothing);
-        assert_eq!(due_proof(&fresh(None), 0, TIMING), RotationStep::Acknowledged(ByAll));
-        assert_eq!(due_proof(&fresh(Some(99)), 0, TIMING), RotationStep::Nothing);
-        assert_eq!(due_proof(&fresh(Some(99)), 1, TIMING), RotationStep::Acknowledged(NotByAll));
-        assert_eq!(due_proof(&fresh(Some(100)), 0, TIMING), RotationStep::Retirement);
-        assert_eq!(due_proof(&fresh(Some(500)), 1, TIMING), RotationStep::Acknowledged(NotByAll));
+        assert_eq!(next_proof_step(&fresh(None), 1, TIMING), RotationStep::Nothing);
+        assert_eq!(next_proof_step(&fresh(None), 0, TIMING), RotationStep::Acknowledged(ByAll));
+        assert_eq!(next_proof_step(&fresh(Some(99)), 0, TIMING), RotationStep::Nothing);
+        assert_eq!(next_proof_step(&fresh(Some(99)), 1, TIMING), RotationStep::Acknowledged(NotByAll));
+        assert_eq!(next_proof_step(&fresh(Some(100)), 0, TIMING), RotationStep::Retirement);
+        assert_eq!(next_proof_step(&fresh(Some(500)), 1, TIMING), RotationStep::Acknowledged(NotByAll));
     }
 
     #[test]
@@ -163,7 +163,7 @@ mod tests {
         let short = KeyTiming { rotate: Duration::from_secs(life * 2), ..TIMING };
         let due = |ages: &[u64]| {
             let standing: Vec<KeyDistribution> = ages.iter().map(|age| key(*age, None)).collect();
-            due_app(&standing, short)
+            next_app_step(&standing, short)
         };
         assert_eq!(due(&[]), RotationStep::Nothing);
         assert_eq!(due(&[life * 2 - 1]), RotationStep::Nothing);
@@ -179,8 +179,8 @@ mod tests {
     #[test]
     fn silent_host_blocks_no_rotation_and_few_keys_stay() {
         let held_up = [key(3000, None), key(2000, None), key(1000, None)];
-        assert_eq!(due_proof(&held_up, 1, TIMING), RotationStep::Successor);
+        assert_eq!(next_proof_step(&held_up, 1, TIMING), RotationStep::Successor);
         let full: Vec<KeyDistribution> = (1..=MAX_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
-        assert_eq!(due_proof(&full, 1, TIMING), RotationStep::Nothing);
+        assert_eq!(next_proof_step(&full, 1, TIMING), RotationStep::Nothing);
     }
 }

@@ -159,10 +159,10 @@ fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
 /// # Errors
 /// [`KeyError`].
 pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
-    let proof = opened(stored(db, seal, db::keys::PROOF).await?, seal)?;
-    let app = stored(db, seal, db::keys::APP).await?;
+    let proof = open_all(load_stored(db, seal, db::keys::PROOF).await?, seal)?;
+    let app = load_stored(db, seal, db::keys::APP).await?;
     let nth = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
-    let app = opened(app, seal)?;
+    let app = open_all(app, seal)?;
     let session = db.session().await?;
     let retired = db::keys::retired(&session, db::keys::PROOF, MAX_RETIRED).await?;
     drop(session);
@@ -173,9 +173,9 @@ pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet,
     Ok(SigningSet {
         current: signers.next().ok_or_else(none)?,
         next: signers.next_back(),
-        retired: retired.into_iter().filter_map(|key| opened(vec![key], seal).ok()?.pop()).collect(),
-        public: public(&proof),
-        app: AppKeys { current: app_signer, public: public(&app) },
+        retired: retired.into_iter().filter_map(|key| open_all(vec![key], seal).ok()?.pop()).collect(),
+        public: public_keys(&proof),
+        app: AppKeys { current: app_signer, public: public_keys(&app) },
     })
 }
 
@@ -188,12 +188,12 @@ pub async fn ensure_opened(
     seal: &Seal,
 ) -> Result<(), KeyError> {
     for purpose in [db::keys::PROOF, db::keys::APP] {
-        opened(db::keys::active(client, purpose).await?, seal)?;
+        open_all(db::keys::active(client, purpose).await?, seal)?;
     }
     Ok(())
 }
 
-async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
+async fn load_stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
     let mut session = db.session().await?;
     let stored = db::keys::active(&session, purpose).await?;
     if !stored.is_empty() {
@@ -227,7 +227,7 @@ pub async fn generate(
     Ok(key)
 }
 
-fn opened(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Signer>>, KeyError> {
+fn open_all(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Signer>>, KeyError> {
     let open = |key: db::keys::StoredKey| {
         let pkcs8 = seal.open(&key.kid, &key.sealed)?;
         let signer = Signer::from_pkcs8(&key.kid, &pkcs8);
@@ -236,12 +236,12 @@ fn opened(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Signe
     stored.into_iter().map(open).collect()
 }
 
-fn public(signers: &[Arc<Signer>]) -> ProofKeys {
+fn public_keys(signers: &[Arc<Signer>]) -> ProofKeys {
     ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
 }
 
 /// Whether two views hold the same keys and sign with the same ones.
-pub fn same(one: &SigningSet, other: &SigningSet) -> bool {
+pub fn is_same(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public
         && one.app.public == other.app.public
         && one.retired.first().map(|signer| signer.kid()) == other.retired.first().map(|signer| signer.kid())

@@ -85,7 +85,7 @@ const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
     about = "Control plane and router; configured by environment variables"
 )]
 struct Args {
-    /// File with settings, below the environment: what is in it is in no /proc/PID/environ; else PLATFORM_ENV_FILE names it
+    /// File with settings, overridden by the environment and not shown in /proc/PID/environ; default: PLATFORM_ENV_FILE
     #[arg(long, value_name = "FILE", global = true)]
     env_file: Option<PathBuf>,
     #[command(subcommand)]
@@ -94,7 +94,7 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Ask the platform that runs with these settings on this machine whether it is ready; exits 69 where it is not
+    /// Check whether this machine's platform with these settings is ready; exits 69 if it is not
     Probe,
 }
 
@@ -143,7 +143,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         KeyError::Randomness => Failure::new(Exit::Internal, error),
     })?;
     let presence = tokio::spawn(key_change::renew(db.clone(), process.clone()));
-    let installation = installation(&db).await.or_exit(Exit::Unavailable)?;
+    let installation = read_installation_id(&db).await.or_exit(Exit::Unavailable)?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let (rotation_seal, change_seal) = (seal(), seal());
     // A pool of its own: its connections live on the router's threads, and end with them.
@@ -222,7 +222,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         tracing::warn!("not everything ended in time; the next process resumes the rest");
     }
     presence.abort();
-    leave(&platform).await;
+    delete_process_row(&platform).await;
     Ok(())
 }
 
@@ -235,7 +235,7 @@ async fn admit(
 ) -> Result<ProcessKeys, Failure> {
     let (process, seal) = (key_change::process(config.keys.ids(), &config.timing), Seal::of(&config.keys));
     // Before any write to the database: outdated keys must leave it unchanged.
-    let has_answered = unless_refused(mark::check(bucket, &process.ids).await.map(drop))?;
+    let has_answered = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
     let silence = config.timing.keys.max_silence;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
         Ok(()) => {}
@@ -245,14 +245,14 @@ async fn admit(
         Err(error) => return Err(Failure::new(Exit::Config, error)),
     }
     if has_answered {
-        unless_refused(mark::write(bucket, &process.ids).await)?;
+        check_mark(mark::write(bucket, &process.ids).await)?;
     }
     Ok(process)
 }
 
 /// Refuses outdated keys; otherwise returns whether the store has responded. An unavailable store is not refused: the
 /// check is repeated while the process runs ([`mark::keep_writing`]).
-fn unless_refused(noted: Result<(), MarkError>) -> Result<bool, Failure> {
+fn check_mark(noted: Result<(), MarkError>) -> Result<bool, Failure> {
     match noted {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
@@ -271,7 +271,7 @@ fn log_start(process: &ProcessKeys, api: &str) {
 }
 
 /// A process with another platform key then need not wait until this one's row expires.
-async fn leave(platform: &Platform) {
+async fn delete_process_row(platform: &Platform) {
     let left = async { platform.process.delete(&platform.db.session().await?).await };
     if let Err(error) = left.await {
         tracing::debug!(error = %crate::chain::chain(&error), "the row of this process stays until it expires");
@@ -296,7 +296,7 @@ async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     Ok(())
 }
 
-async fn installation(db: &Db) -> Result<uuid::Uuid, DbError> {
+async fn read_installation_id(db: &Db) -> Result<uuid::Uuid, DbError> {
     db::servers::installation(&db.session().await?).await
 }
 

@@ -21,12 +21,12 @@ pub async fn run(mut env: Env) -> Result<(), Failure> {
         ip => ip,
     };
     let url = format!("{scheme}://{}/readyz", std::net::SocketAddr::new(ip, listen.address.port()));
-    let said = match client.get(&url).send().await {
+    let detail = match client.get(&url).send().await {
         Ok(answer) if answer.status().is_success() => return Ok(()),
         Ok(answer) => format!("{} {}", answer.status(), answer.text().await.unwrap_or_default()),
         Err(error) => chain(&error.without_url()),
     };
-    Err(Failure::new(Exit::Unavailable, anyhow!("not ready: {said}")))
+    Err(Failure::new(Exit::Unavailable, anyhow!("not ready: {detail}")))
 }
 
 /// With TLS, the certificate names the public host, so it is pinned by its key.

@@ -51,14 +51,14 @@ impl ProcessClock {
             Ok::<i64, db::DbError>(skew_ms(before, began.elapsed(), database_time))
         };
         match read.await {
-            Ok(skew) => self.note(skew),
+            Ok(skew) => self.record(skew),
             Err(error) => {
                 tracing::debug!(error = %chain(&error), "cannot compare the clocks of process and database");
             }
         }
     }
 
-    fn note(&self, skew_ms: i64) {
+    fn record(&self, skew_ms: i64) {
         let was_ok = self.is_ok();
         self.skew_ms.store(skew_ms, Ordering::Relaxed);
         CLOCK_SKEW.set([], skew_ms as f64 / 1000.0);
@@ -106,9 +106,9 @@ mod tests {
         assert_eq!(skew_ms(at(10_000), took, at(7_000)), 3000);
         let clock = ProcessClock::new(Duration::from_secs(2));
         assert!(clock.is_ok(), "not compared yet");
-        clock.note(-3000);
+        clock.record(-3000);
         assert!(!clock.is_ok());
-        clock.note(1999);
+        clock.record(1999);
         assert!(clock.is_ok());
     }
 }

@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn rate_of_a_hosts_credentials_leaves_its_requests_room() {
+    fn credential_rate_leaves_room_for_requests() {
         let rates = rates("10.0.0.0/8");
         let (runaway, other) = (MachineId::new(), MachineId::new());
         for _ in 0..CREDENTIALS_BURST {

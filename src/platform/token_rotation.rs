@@ -13,7 +13,7 @@ use jiff::{SignedDuration, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
-use super::tokens::{TokenClaim, Generation, Purpose, TokenMint, fits};
+use super::tokens::{TokenClaim, Generation, Purpose, TokenMint, matches_hash};
 use crate::clock::rfc3339_ms;
 use crate::machine::id::MachineId;
 
@@ -70,10 +70,10 @@ pub enum TokenOffer {
 
 impl UpgradeToken {
     pub fn judge(&self, token: &str, claim: TokenClaim, mint: &TokenMint, now: Timestamp) -> TokenStatus {
-        if fits(token, &self.hash) {
+        if matches_hash(token, &self.hash) {
             return TokenStatus::Current;
         }
-        if self.previous.as_ref().is_some_and(|previous| now < previous.until && fits(token, &previous.hash))
+        if self.previous.as_ref().is_some_and(|previous| now < previous.until && matches_hash(token, &previous.hash))
         {
             return TokenStatus::Previous;
         }
@@ -145,13 +145,13 @@ pub fn is_made_by_current_key(
     generation: Generation,
     hash: &[u8],
 ) -> bool {
-    fits(mint.token(machine, Purpose::Upgrade, generation).expose_secret(), hash)
+    matches_hash(mint.token(machine, Purpose::Upgrade, generation).expose_secret(), hash)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::platform::tokens::{claim, hash};
+    use crate::platform::tokens::{hash, parse_claim};
     use proptest::prelude::*;
 
     const TIMING: TokenTiming =
@@ -236,7 +236,7 @@ mod tests {
 
         fn judge(&self, token: &SecretString) -> TokenStatus {
             let token = token.expose_secret();
-            self.row.judge(token, claim(token, Purpose::Upgrade).unwrap(), &mint(self.keys), self.now)
+            self.row.judge(token, parse_claim(token, Purpose::Upgrade).unwrap(), &mint(self.keys), self.now)
         }
 
         /// The next call reaches a process with the other current key.
@@ -324,9 +324,9 @@ mod tests {
                 assert_ne!(world.judge(&world.file), TokenStatus::Refused, "the host is locked out");
             }
             world.settle();
-            let own = claim(world.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
+            let own = parse_claim(world.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
             for copied in &world.copied {
-                if claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
+                if parse_claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
                     prop_assert_eq!(world.judge(copied), TokenStatus::Refused, "a copied token still works");
                 }
             }

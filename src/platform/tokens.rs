@@ -86,7 +86,7 @@ impl TokenMint {
         stored_hash: &[u8],
     ) -> Option<SecretString> {
         let mut tokens = self.keys().map(|key| token(key, machine, purpose, generation));
-        tokens.find(|token| fits(token.expose_secret(), stored_hash))
+        tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
     /// Whether the platform made this token.
@@ -109,7 +109,7 @@ impl TokenMint {
     /// The operator's token with the stored hash, by either key.
     pub fn stored_operator_token(&self, id: OperatorTokenId, stored_hash: &[u8]) -> Option<SecretString> {
         let mut tokens = self.keys().map(|key| operator_token(key, id));
-        tokens.find(|token| fits(token.expose_secret(), stored_hash))
+        tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
     /// The hex MAC by which the platform recognizes its own fences: a host can write the pointer, too.
@@ -187,7 +187,7 @@ pub struct TokenClaim {
 }
 
 /// Parses a token's content without verification.
-pub fn claim(token: &str, purpose: Purpose) -> Option<TokenClaim> {
+pub fn parse_claim(token: &str, purpose: Purpose) -> Option<TokenClaim> {
     let (machine, rest) = token.strip_prefix(purpose.prefix())?.split_once('_')?;
     let (generation, mac) = match rest.split_once('_') {
         None => (Generation::FIRST, rest),
@@ -205,12 +205,12 @@ pub fn claim(token: &str, purpose: Purpose) -> Option<TokenClaim> {
 }
 
 /// Whether a token has the stored hash.
-pub fn fits(token: &str, stored_hash: &[u8]) -> bool {
+pub fn matches_hash(token: &str, stored_hash: &[u8]) -> bool {
     hash(token).ct_eq(stored_hash).into()
 }
 
 /// Compares two secrets in constant time; their lengths are not revealed either.
-pub fn same_secret(given: &str, expected: &SecretString) -> bool {
+pub fn is_same_secret(given: &str, expected: &SecretString) -> bool {
     hash(given).ct_eq(&hash(expected.expose_secret())).into()
 }
 
@@ -228,17 +228,17 @@ mod tests {
         let first = Generation::FIRST;
         let token = mint(1).token(machine, Purpose::Registration, first);
         let stored = mint(1).hash(machine, Purpose::Registration, first);
-        assert!(fits(token.expose_secret(), &stored));
-        let claimed = claim(token.expose_secret(), Purpose::Registration);
+        assert!(matches_hash(token.expose_secret(), &stored));
+        let claimed = parse_claim(token.expose_secret(), Purpose::Registration);
         assert_eq!(claimed, Some(TokenClaim { machine, generation: first }));
-        assert_eq!(claim(token.expose_secret(), Purpose::Upgrade), None);
+        assert_eq!(parse_claim(token.expose_secret(), Purpose::Upgrade), None);
         for wrong in [
             mint(1).token(other, Purpose::Registration, first),
             mint(1).token(machine, Purpose::Upgrade, first),
             mint(1).token(machine, Purpose::Registration, first.next()),
             mint(2).token(machine, Purpose::Registration, first),
         ] {
-            assert!(!fits(wrong.expose_secret(), &stored));
+            assert!(!matches_hash(wrong.expose_secret(), &stored));
         }
     }
 
@@ -247,15 +247,15 @@ mod tests {
         let machine = MachineId::new();
         let token = mint(1).token(machine, Purpose::Upgrade, Generation(7));
         let token = token.expose_secret();
-        let claimed = claim(token, Purpose::Upgrade).unwrap();
+        let claimed = parse_claim(token, Purpose::Upgrade).unwrap();
         assert_eq!(claimed, TokenClaim { machine, generation: Generation(7) });
         assert!(mint(1).has_made(token, claimed, Purpose::Upgrade));
         assert!(!mint(2).has_made(token, claimed, Purpose::Upgrade));
         let raised = token.replace("_7_", "_8_");
-        let claimed = claim(&raised, Purpose::Upgrade).unwrap();
+        let claimed = parse_claim(&raised, Purpose::Upgrade).unwrap();
         assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the number proves nothing");
         for other in ["_07_", "_+7_", "_1_", "_0_", "_4294967296_", "__"] {
-            assert_eq!(claim(&token.replace("_7_", other), Purpose::Upgrade), None, "{other}");
+            assert_eq!(parse_claim(&token.replace("_7_", other), Purpose::Upgrade), None, "{other}");
         }
     }
 
@@ -264,7 +264,7 @@ mod tests {
         let (machine, first) = (MachineId::new(), Generation::FIRST);
         let both = mint(2).with_previous(Some(&vec![1; 32].into()));
         let old = mint(1).token(machine, Purpose::Upgrade, Generation(3));
-        let claimed = claim(old.expose_secret(), Purpose::Upgrade).unwrap();
+        let claimed = parse_claim(old.expose_secret(), Purpose::Upgrade).unwrap();
         assert!(both.has_made(old.expose_secret(), claimed, Purpose::Upgrade));
         let made = both.token(machine, Purpose::Upgrade, Generation(4));
         assert_eq!(
@@ -273,7 +273,7 @@ mod tests {
         );
         let stored = mint(1).hash(machine, Purpose::Registration, first);
         let again = both.first_token(machine, Purpose::Registration, &stored);
-        assert!(fits(again.expose_secret(), &stored), "user-data stays the same");
+        assert!(matches_hash(again.expose_secret(), &stored), "user-data stays the same");
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &"main".parse().unwrap());
         let proof = mint(1).fence_proof(&slot, Epoch(2), machine);
         assert!(both.has_signed_fence(&slot, Epoch(2), machine, &proof));
@@ -307,10 +307,10 @@ mod tests {
         let token = mint(1).operator_token(id);
         let token = token.expose_secret();
         assert_eq!(claimed_operator_token(token), Some(id));
-        assert_eq!(claim(token, Purpose::Upgrade), None);
-        assert!(fits(token, &hash(mint(1).operator_token(id).expose_secret())));
+        assert_eq!(parse_claim(token, Purpose::Upgrade), None);
+        assert!(matches_hash(token, &hash(mint(1).operator_token(id).expose_secret())));
         for other in [mint(2).operator_token(id), mint(1).operator_token(OperatorTokenId::new())] {
-            assert!(!fits(other.expose_secret(), &hash(token)));
+            assert!(!matches_hash(other.expose_secret(), &hash(token)));
         }
         let cut = &token[..token.len() - 1];
         assert_eq!((claimed_operator_token(cut), claimed_operator_token("svco_")), (None, None));
@@ -319,7 +319,7 @@ mod tests {
     #[test]
     fn invalid_token_has_no_claim() {
         for text in ["", "svcr_", "svcr__", "svcr_x_y", "svcr_00000000-0000-0000-0000-000000000000_"] {
-            assert_eq!(claim(text, Purpose::Registration), None, "{text:?}");
+            assert_eq!(parse_claim(text, Purpose::Registration), None, "{text:?}");
         }
     }
 }

@@ -107,7 +107,7 @@ impl Call {
     /// The same, with what is known of the token.
     pub async fn host_token(&self, platform: &Platform) -> Result<HostToken, Problem> {
         let token = self.counted_bearer(platform)?;
-        let claim = tokens::claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
+        let claim = tokens::parse_claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
         match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
@@ -143,7 +143,7 @@ impl Call {
     pub fn registration(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
         let token = self.bearer().map_err(|_| registration_rejected())?;
         platform.rates.admit_check(self.client, token)?;
-        let claim = tokens::claim(token, Purpose::Registration);
+        let claim = tokens::parse_claim(token, Purpose::Registration);
         claim.map(|claim| (claim.machine, token)).ok_or_else(registration_rejected)
     }
 

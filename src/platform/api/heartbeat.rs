@@ -118,7 +118,7 @@ pub async fn handle(
     // From the database: an answer by what this process knew a moment ago could take a key away that another process
     // has delivered, and that is signed with already.
     let session = platform.host_db.session().await?;
-    let keys = db::keys::public_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
+    let keys = db::keys::public_keys_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
     let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
     drop(session);
     let mut answer = json!({

@@ -81,7 +81,7 @@ pub async fn authentic(tx: &Transaction<'_>, claimed: MachineId, token: &str) ->
 }
 
 fn admits(token: &str, machine: &MachineRow) -> Result<(), Problem> {
-    if !tokens::fits(token, &machine.registration_token_hash) || !machine.is_active() {
+    if !tokens::matches_hash(token, &machine.registration_token_hash) || !machine.is_active() {
         return Err(registration_rejected());
     }
     if machine.registration_expires_at.is_some_and(|end| end <= Timestamp::now()) {

@@ -17,12 +17,12 @@ pub struct Connections {
 
 impl Connections {
     pub(super) fn read(env: &mut Env) -> Self {
-        let mut most = |name, default: usize| env.or(name, default).max(1);
+        let mut limit = |name, default: usize| env.or(name, default).max(1);
         Self {
-            control: most("DATABASE_CONTROL_CONNECTIONS", 10),
-            hosts: most("DATABASE_HOST_CONNECTIONS", 8),
-            reports: most("DATABASE_REPORT_CONNECTIONS", 4),
-            router: most("DATABASE_ROUTER_CONNECTIONS", 10),
+            control: limit("DATABASE_CONTROL_CONNECTIONS", 10),
+            hosts: limit("DATABASE_HOST_CONNECTIONS", 8),
+            reports: limit("DATABASE_REPORT_CONNECTIONS", 4),
+            router: limit("DATABASE_ROUTER_CONNECTIONS", 10),
         }
     }
 }

@@ -79,8 +79,8 @@ fn span(seconds: f64) -> Duration {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn public(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
-    public_for(client, purpose, &[]).await
+pub async fn public_keys(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
+    public_keys_for(client, purpose, &[]).await
 }
 
 /// The public halves of the keys that a host needs: all active ones and, if it has acknowledged only retired ones,
@@ -88,7 +88,7 @@ pub async fn public(client: &impl GenericClient, purpose: &str) -> Result<ProofK
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn public_for(
+pub async fn public_keys_for(
     client: &impl GenericClient,
     purpose: &str,
     acknowledged: &[String],

@@ -201,8 +201,8 @@ mod tests {
 
         for old in [ids(1, None), ids(1, Some(3))] {
             for error in [check(&bucket, &old).await.unwrap_err(), write(&bucket, &old).await.unwrap_err()] {
-                let said = error.to_string();
-                assert!(error.is_refusal() && said.contains(ids(2, None).current.as_str()), "{said}");
+                let message = error.to_string();
+                assert!(error.is_refusal() && message.contains(ids(2, None).current.as_str()), "{message}");
             }
         }
         assert_eq!(check(&bucket, &ids(2, None)).await.unwrap(), NamedKey::Current, "nothing was overwritten");

@@ -56,7 +56,7 @@ pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, Step
         }
     }
     let session = platform.db.session().await?;
-    let keys = db::keys::public(&session, db::keys::PROOF).await?;
+    let keys = db::keys::public_keys(&session, db::keys::PROOF).await?;
     drop(session);
     let order = build_order(platform, &machine, &keys).await?;
     held.record_create_sent().await?;

@@ -15,7 +15,7 @@ use crate::provider::ServerId;
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Deletes the server of this operation's machine.
-pub async fn own(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+pub async fn delete_own_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     if !is_discard_confirmed(held, &machine).await? {
         let serves = later_holder::serves_unknown_to_database(held.platform, &machine).await;
@@ -35,7 +35,7 @@ pub async fn own(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
         let note = "the provider has its server after all, and no last backup of it exists: it is kept until an operator discards it";
         return Ok(StepOutcome::Fail { code: "server_found", note });
     }
-    Ok(if is_gone(held, &machine).await? { StepOutcome::done() } else { StepOutcome::wait(POLL_INTERVAL) })
+    Ok(if delete_server(held, &machine).await? { StepOutcome::done() } else { StepOutcome::wait(POLL_INTERVAL) })
 }
 
 /// Whether an operator discarded the server after it was kept because of the store's fence. An earlier order may be
@@ -48,7 +48,7 @@ async fn is_discard_confirmed(held: &HeldOperation<'_>, machine: &MachineRow) ->
 }
 
 /// Deletes the server of one machine; `false` while one may still appear.
-pub async fn is_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+pub async fn delete_server(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = held.platform;
     let session = platform.db.session().await?;
     if db::leases::has_ended_lease(&session, machine.id, held.operation.id).await? {

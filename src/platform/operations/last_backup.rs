@@ -146,7 +146,7 @@ pub async fn last_backup(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
     if progress.trouble.is_some() || options.give_up_backup {
         // An operator has answered: a held-back snapshot may have become the latest.
         if let Ok(report) = host_report(held, &machine).await
-            && let Some(taken_at) = saved_copy::find(held, &machine, &progress, &report, now).await
+            && let Some(taken_at) = saved_copy::find_final_backup(held, &machine, &progress, &report, now).await
         {
             return Ok(final_backup_done(&machine, taken_at));
         }
@@ -234,7 +234,7 @@ async fn attempt(
         return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
     };
     let report = host_report(held, machine).await?;
-    if let Some(taken_at) = saved_copy::find(held, machine, progress, &report, now).await {
+    if let Some(taken_at) = saved_copy::find_final_backup(held, machine, progress, &report, now).await {
         return Ok(AttemptOutcome::Saved { taken_at });
     }
     if let HostReport::Backups(host) = &report {
@@ -384,7 +384,7 @@ async fn ask_operator(held: &HeldOperation<'_>, machine: &MachineRow, mut progre
 /// Continues without a final backup, and records since when data is lost.
 async fn continue_with_loss(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let saved = newest_copy(held, machine).await;
-    let stored = passed_over::note_unrestored(held, machine).await;
+    let stored = passed_over::record_unrestored(held, machine).await;
     let note = format!(
         "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}{stored}"
     );

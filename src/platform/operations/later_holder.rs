@@ -232,7 +232,7 @@ pub async fn check_step(held: &HeldOperation<'_>, step: Step) -> Result<Option<S
                 LookupError::Store(_) => ("store_unavailable", "object store"),
                 LookupError::Db(_) => ("database_unavailable", "database"),
             };
-            let why = format!("the {source} does not answer: it is not known who holds the slot");
+            let why = format!("the {source} is unavailable: cannot check who holds the slot");
             return Ok(Some(StepOutcome::wait_for(RETRY_INTERVAL, code, why)));
         }
         Err(error) => return Err(StepError::transient("cannot read the fence of the slot", error)),
@@ -263,9 +263,8 @@ async fn ask_about_fence(
     raise_unverified_alarm(held.platform, machine, named).await;
     let operation = held.operation.id;
     let detail = format!(
-        "{} Nothing more is done before that is known: with the right keys `svcctl operation continue {operation}` looks \
-         again. Where the keys are right, the slot's host made the signature up, and `svcctl operation continue {operation} \
-         --accept-loss` disregards it.",
+        "{} The operation waits: with the right keys, `svcctl operation continue {operation}` checks again. If the keys are \
+         right, the slot's host forged the signature, and `svcctl operation continue {operation} --accept-loss` disregards it.",
         describe_unverified(named)
     );
     Some(StepOutcome::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
@@ -276,8 +275,8 @@ pub fn describe_unverified(named: LaterHolder) -> String {
     let LaterHolder { machine, epoch } = named;
     format!(
         "The store says that machine {machine} holds the slot under epoch {epoch}, which this database does not know, and no \
-         platform key in force verifies that signature. Is PLATFORM_KEY the key of now, or was an older one restored with the \
-         database? `svcctl doctor platform` compares it with the store."
+         platform key in force verifies that signature. Check whether PLATFORM_KEY is the current key, or an older one \
+         restored with the database: `svcctl doctor platform` compares it with the store."
     )
 }
 

@@ -16,10 +16,10 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 pub async fn start(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = machine_in_slot(held).await?;
-    if another_is_at_work(held, &machine).await? {
+    if is_slot_leased(held, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(server) = server_of(held, &machine).await? else { return Ok(no_server()) };
+    let Some(server) = find_server(held, &machine).await? else { return Ok(no_server()) };
     held.finds_server(&machine).await?;
     let is_on = reinstate::is_on(held, &server).await?;
     if is_on && !may_shut_down_late(held, &machine).await? {
@@ -47,7 +47,7 @@ async fn may_shut_down_late(held: &HeldOperation<'_>, machine: &MachineRow) -> R
 
 pub async fn stop(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = machine_in_slot(held).await?;
-    if another_is_at_work(held, &machine).await? {
+    if is_slot_leased(held, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else { return Ok(no_server()) };
@@ -64,10 +64,10 @@ pub async fn reboot(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> 
     if held.operation.facts.get(resize::ACTION).is_some() {
         return Ok(StepOutcome::done());
     }
-    if another_is_at_work(held, &machine).await? {
+    if is_slot_leased(held, &machine).await? {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
-    let Some(server) = server_of(held, &machine).await? else { return Ok(no_server()) };
+    let Some(server) = find_server(held, &machine).await? else { return Ok(no_server()) };
     if server.status == ServerStatus::Off {
         held.platform.provider.power_on(server.id).await?;
         return Ok(StepOutcome::wait(POLL_INTERVAL));
@@ -104,12 +104,12 @@ async fn machine_in_slot(held: &HeldOperation<'_>) -> Result<MachineRow, StepErr
 }
 
 /// Whether another process may still be running an ended operation of the slot.
-async fn another_is_at_work(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+async fn is_slot_leased(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let session = held.platform.db.session().await?;
     Ok(db::leases::has_slot_lease(&session, machine.id, held.operation.id).await?)
 }
 
-async fn server_of(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<Server>, StepError> {
+async fn find_server(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<Server>, StepError> {
     let Some(id) = machine.provider_server_id else { return Ok(None) };
     Ok(held.platform.provider.get(ServerId(id)).await?)
 }

@@ -99,7 +99,7 @@ pub(super) async fn switch_off(
         return Ok(Some(StepOutcome::done()));
     }
     let mut facts = held.facts();
-    let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| since(cut_at, age));
+    let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| time_since_cut(cut_at, age));
     if locked {
         let again_in = resize::poll_interval(since_cut.unwrap_or(age));
         let why = "the provider has locked the server for another action";
@@ -120,7 +120,7 @@ pub(super) async fn switch_off(
     Ok(Some(StepOutcome::wait(resize::poll_interval(since_cut.unwrap_or(age)))))
 }
 
-fn since(cut_at: f64, age: Duration) -> Duration {
+fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
@@ -154,5 +154,5 @@ pub async fn delete(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> 
         let code = "replace_first_loses_data";
         return Ok(StepOutcome::Ask(Question { code, detail, snapshot: None, facts: held.facts() }));
     }
-    Ok(if delete::is_gone(held, &machine).await? { StepOutcome::done() } else { StepOutcome::wait(POLL_INTERVAL) })
+    Ok(if delete::delete_server(held, &machine).await? { StepOutcome::done() } else { StepOutcome::wait(POLL_INTERVAL) })
 }

@@ -40,7 +40,7 @@ pub async fn shut_down(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::Refused => {
                 tracing::warn!(operation = %held.operation.id, error = %chain(&error), "cannot request a shutdown");
-                return Ok(StepOutcome::done_noting("the provider refused to ask for a shutdown"));
+                return Ok(StepOutcome::done_noting("the provider refused the shutdown request"));
             }
             Err(error) => return Err(error.into()),
         }
@@ -87,10 +87,10 @@ pub async fn change_type(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
     }
     if let Some(ActionStatus::Error { code, message }) = ended {
         tracing::error!(operation = %held.operation.id, code, message, "the type change failed");
-        return Ok(StepOutcome::Abandon { why: "the provider's change of type ended as an error" });
+        return Ok(StepOutcome::Abandon { why: "the provider's type change failed" });
     }
     if server.status != ServerStatus::Off {
-        return Ok(StepOutcome::Abandon { why: "the server was switched on by somebody else" });
+        return Ok(StepOutcome::Abandon { why: "another client switched the server on" });
     }
     match held.platform.provider.change_type(server.id, &to).await {
         Ok(action) => Ok(action_started(held, action.id, age)),
@@ -98,7 +98,7 @@ pub async fn change_type(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
         Err(error) if error.kind() == ErrorKind::Ambiguous => {
             tracing::warn!(operation = %held.operation.id, error = %chain(&error),
                 "the outcome of a type change is unknown");
-            Err(StepError::transient("the provider did not say whether it changes the type", error))
+            Err(StepError::transient("the outcome of a type change is unknown", error))
         }
         Err(error) => Err(error.into()),
     }
@@ -155,7 +155,7 @@ pub async fn await_health(held: &HeldOperation<'_>) -> Result<StepOutcome, StepE
         StepOutcome::End { event: Event::ResizeReverted, note: "the host is back on its old type" }
     } else {
         // Its next healthy heartbeat makes it run with the current type.
-        StepOutcome::End { event: Event::ResizeFailed, note: "the server has another type than either" }
+        StepOutcome::End { event: Event::ResizeFailed, note: "the server has neither the old nor the new type" }
     })
 }
 

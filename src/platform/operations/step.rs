@@ -164,7 +164,7 @@ impl From<KeyError> for StepError {
 
 impl From<Injected> for StepError {
     fn from(error: Injected) -> Self {
-        Self::transient("a test asked for a failure", error)
+        Self::transient("a test injected a failure", error)
     }
 }
 
@@ -172,7 +172,7 @@ impl From<ProviderError> for StepError {
     fn from(error: ProviderError) -> Self {
         match error.kind() {
             ErrorKind::Refused => Self::permanent("the provider refused", error),
-            ErrorKind::Account => Self::transient("the provider's account does not allow it now", error),
+            ErrorKind::Account => Self::transient("the provider's account does not allow the call now", error),
             ErrorKind::NotFound | ErrorKind::Conflict | ErrorKind::Transient | ErrorKind::Ambiguous => {
                 Self::transient("the provider's call failed", error)
             }
@@ -196,7 +196,7 @@ pub async fn run(held: &HeldOperation<'_>, step: Step) -> Result<StepOutcome, St
         Step::DeletePredecessor => Box::pin(predecessor::delete(held)),
         Step::CreateServer => Box::pin(create::create_server(held)),
         Step::AwaitRegistration => Box::pin(await_registration(held)),
-        Step::DeleteServer => Box::pin(delete::own(held)),
+        Step::DeleteServer => Box::pin(delete::delete_own_server(held)),
         Step::ShutDown => Box::pin(resize::shut_down(held)),
         Step::PowerOff => Box::pin(resize::power_off(held)),
         Step::ChangeType => Box::pin(resize::change_type(held)),
@@ -230,9 +230,9 @@ async fn fence(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
             Err(StepError::permanent("a later machine has fenced the slot", error))
         }
         Err(error @ PointerError::Store(StoreError::Corrupt { .. })) => {
-            Err(StepError::permanent("the snapshot pointer is not readable", error))
+            Err(StepError::permanent("cannot read the snapshot pointer", error))
         }
-        Err(error) => Err(StepError::transient("the object store did not take the fence", error)),
+        Err(error) => Err(StepError::transient("cannot write the fence to the object store", error)),
     }
 }
 

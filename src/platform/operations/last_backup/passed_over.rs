@@ -61,14 +61,14 @@ pub async fn pass_over(
     reason: SkipReason,
 ) -> Result<StepOutcome, StepError> {
     let latest = saved_until(held, machine).await;
-    let Some(newer) = Box::pin(find(held, machine)).await? else {
-        return Ok(done(held, machine, reason, &latest, ""));
+    let Some(newer) = Box::pin(find_newer_snapshot(held, machine)).await? else {
+        return Ok(skip_backup(held, machine, reason, &latest, ""));
     };
     let stored = format!("{} of {}", newer.key, rfc3339_ms(newer.taken_at));
     let saved = NewestCopy::Snapshot(newer.taken_at);
     if held.kind == OperationKind::Delete {
         let more = format!("; it is {}, stored and not the latest", newer.key);
-        return Ok(done(held, machine, reason, &saved, &more));
+        return Ok(skip_backup(held, machine, reason, &saved, &more));
     }
     let chosen = held.machine().await?.restore_snapshot;
     let more = match &chosen {
@@ -86,13 +86,13 @@ pub async fn pass_over(
             format!("; the operator chose {begins}, and {stored} is not restored")
         }
     };
-    Ok(done(held, machine, reason, &saved, &more))
+    Ok(skip_backup(held, machine, reason, &saved, &more))
 }
 
 /// Records a newer snapshot after an operator accepted that a reachable host makes no final backup; returns text for
 /// the log.
-pub async fn note_unrestored(held: &HeldOperation<'_>, machine: &MachineRow) -> String {
-    let Ok(Some(newer)) = Box::pin(find(held, machine)).await else { return String::new() };
+pub async fn record_unrestored(held: &HeldOperation<'_>, machine: &MachineRow) -> String {
+    let Ok(Some(newer)) = Box::pin(find_newer_snapshot(held, machine)).await else { return String::new() };
     if held.kind != OperationKind::Delete && held.record_unrestored(newer.key.clone()).await.is_err() {
         tracing::warn!(key = newer.key, "cannot record a newer snapshot that is not restored");
     }
@@ -118,7 +118,7 @@ fn question(
     )
 }
 
-fn done(held: &HeldOperation<'_>, machine: &MachineRow, reason: SkipReason, saved: &NewestCopy, more: &str) -> StepOutcome {
+fn skip_backup(held: &HeldOperation<'_>, machine: &MachineRow, reason: SkipReason, saved: &NewestCopy, more: &str) -> StepOutcome {
     let (id, since, why) = (machine.id, saved.until(), reason.note());
     let accepts = held.operation.options.accept_loss;
     let (note, record) = match reason {
@@ -141,7 +141,7 @@ fn done(held: &HeldOperation<'_>, machine: &MachineRow, reason: SkipReason, save
 /// Finds a complete snapshot that is newer than the latest one: of this machine or, if it has made none, an earlier
 /// machine's that was not restored to it. An unreadable pointer is left to the next step, and a deletion restores
 /// nothing.
-async fn find(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<SideRecord>, StepError> {
+async fn find_newer_snapshot(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<SideRecord>, StepError> {
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let search = async {
         let pointer = pointer_io::read(bucket, &slot).await?;

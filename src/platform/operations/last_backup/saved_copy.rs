@@ -44,7 +44,7 @@ impl SnapshotWindow {
 
 /// The time of the final backup, if the store and the machine agree on one. The store is read only if the host
 /// reports one.
-pub async fn find(
+pub async fn find_final_backup(
     held: &HeldOperation<'_>,
     machine: &MachineRow,
     progress: &LastBackupProgress,
@@ -58,7 +58,7 @@ pub async fn find(
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let pointer = pointer_io::read(bucket, &slot).await.ok()?.filter(pointer_io::PointerRead::has_latest)?;
     let named = pointer.value.snapshot?;
-    if !is_of(machine, &named, window) || !names(report, &named) {
+    if !is_by_machine(machine, &named, window) || !is_claimed(report, &named) {
         return None;
     }
     let side = snapshot::by_key(bucket, &slot, &named.key).await;
@@ -70,24 +70,24 @@ pub async fn find(
     is_whole.then_some(named.taken_at)
 }
 
-fn reported(report: &HostReport) -> Option<&BackupOutcome> {
+fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
     let HostReport::Backups(host) = report else { return None };
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
 /// Whether a store read can find a final backup.
 fn may_have_saved(report: &HostReport, window: SnapshotWindow) -> bool {
-    let key = reported(report).and_then(|last| last.key.as_deref());
+    let key = reported_backup(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));
     matches!(report, HostReport::Unsupported) || is_recent()
 }
 
-fn names(report: &HostReport, named: &SnapshotRef) -> bool {
-    let key = reported(report).and_then(|last| last.key.as_ref());
+fn is_claimed(report: &HostReport, named: &SnapshotRef) -> bool {
+    let key = reported_backup(report).and_then(|last| last.key.as_ref());
     matches!(report, HostReport::Unsupported) || key == Some(&named.key)
 }
 
-fn is_of(machine: &MachineRow, named: &SnapshotRef, window: SnapshotWindow) -> bool {
+fn is_by_machine(machine: &MachineRow, named: &SnapshotRef, window: SnapshotWindow) -> bool {
     named.machine_id == machine.id && named.epoch >= machine.epoch && window.contains(named.taken_at)
 }
 
