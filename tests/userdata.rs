@@ -209,7 +209,7 @@ fn file<'a>(document: &'a Value, path: &str) -> &'a Value {
 async fn the_longest_values_fit() {
     let text = Parts::longest().render().await;
     println!("{} bytes, usually {}", text.len(), Parts::usual().render().await.len());
-    assert!(text.len() < userdata::LARGEST, "{}", text.len());
+    assert!(text.len() < userdata::MAX_BYTES, "{}", text.len());
 }
 
 #[tokio::test]

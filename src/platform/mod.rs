@@ -118,7 +118,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let scrape = metrics::install().or_exit(Exit::Internal)?;
     let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
     let host_store = host_store.reached_by_hosts_at(config.hosts.store_endpoint.as_ref());
-    if host_store.gives_our_own() {
+    if host_store.shares_platform_credentials() {
         tracing::warn!(
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
         );

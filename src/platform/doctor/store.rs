@@ -134,7 +134,7 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
         Ok(hosts) => hosts,
         Err(error) => return findings.problem(format!("{error:#}"), "STS_ENDPOINT"),
     };
-    if hosts.gives_our_own() {
+    if hosts.shares_platform_credentials() {
         return findings.warning(
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own credentials and reaches every slot",
             "set STS_ROLE_ARN: hosts then get short-lived ones for their own slot",
