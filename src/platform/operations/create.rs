@@ -62,8 +62,8 @@ pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, Step
     held.record_create_sent().await?;
     held.hit_fail_point(Step::CreateServer, StepPoint::Ordered)?;
     let sent = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
-    let Ok(answer) = sent else { return Ok(StepOutcome::wait(LOOKUP_INTERVAL)) };
-    match answer {
+    let Ok(response) = sent else { return Ok(StepOutcome::wait(LOOKUP_INTERVAL)) };
+    match response {
         Ok(created) => Ok(record_server("created", &created.server, &created.actions)),
         Err(error) => handle_create_error(held, &machine, error).await,
     }

@@ -135,8 +135,8 @@ pub async fn last_backup(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
         return Ok(StepOutcome::done_noting("no earlier machine has served"));
     };
     let mut progress = LastBackupProgress::load(held);
-    if let Some(answer) = outcome_without_call(held, &machine, &mut progress).await? {
-        return Ok(answer);
+    if let Some(outcome) = outcome_without_call(held, &machine, &mut progress).await? {
+        return Ok(outcome);
     }
     let (now, options) = (held.now().await?, held.operation.options);
     if is_answered(held) {

@@ -51,15 +51,15 @@ pub async fn stop(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
         return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else { return Ok(no_server()) };
-    let answer = predecessor::switch_off(held, ServerId(id), held.step_age().await?).await?;
-    Ok(answer.unwrap_or_else(no_server))
+    let outcome = predecessor::switch_off(held, ServerId(id), held.step_age().await?).await?;
+    Ok(outcome.unwrap_or_else(no_server))
 }
 
 /// A server that is off is switched on instead. After a kill midway, the restart may be ordered twice.
 pub async fn reboot(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = machine_in_slot(held).await?;
-    if let Some(answer) = resize::await_action(held).await? {
-        return Ok(answer);
+    if let Some(outcome) = resize::await_action(held).await? {
+        return Ok(outcome);
     }
     if held.operation.facts.get(resize::ACTION).is_some() {
         return Ok(StepOutcome::done());

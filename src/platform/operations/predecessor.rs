@@ -42,9 +42,9 @@ pub async fn leaving_machine(held: &HeldOperation<'_>) -> Result<Option<MachineR
 
 /// Switches the server off: requests a shutdown, then cuts the power.
 pub async fn power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    let answer = try_power_off(held).await?;
+    let outcome = try_power_off(held).await?;
     let options = held.operation.options;
-    match answer {
+    match outcome {
         // If the server seems gone, the reconciler checks once more after its retention would have ended.
         StepOutcome::Done { note, record: Record::Nothing }
             if held.kind == OperationKind::Delete
@@ -74,7 +74,7 @@ async fn try_power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
     }
     held.record_power_off_order(machine.id).await?;
     match switch_off(held, ServerId(id), age).await {
-        Ok(Some(answer)) => Ok(answer),
+        Ok(Some(outcome)) => Ok(outcome),
         Ok(None) => Ok(confirm_gone(held, &machine)),
         // A provider error does not block the slot's new machine.
         Err(error) => {

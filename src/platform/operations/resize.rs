@@ -26,7 +26,7 @@ const MISSING_SERVER_INTERVAL: Duration = Duration::from_secs(2);
 pub async fn shut_down(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let ResizeView { server, age, .. } = match load_server(held).await? {
         Ok(view) => view,
-        Err(answer) => return Ok(answer),
+        Err(outcome) => return Ok(outcome),
     };
     if server.status == ServerStatus::Off {
         return Ok(StepOutcome::done());
@@ -50,12 +50,12 @@ pub async fn shut_down(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
 }
 
 pub async fn power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    if let Some(answer) = await_action(held).await? {
-        return Ok(answer);
+    if let Some(outcome) = await_action(held).await? {
+        return Ok(outcome);
     }
     let ResizeView { server, age, .. } = match load_server(held).await? {
         Ok(view) => view,
-        Err(answer) => return Ok(answer),
+        Err(outcome) => return Ok(outcome),
     };
     if server.locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
@@ -75,7 +75,7 @@ pub async fn change_type(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
     };
     let ResizeView { server, age, to, .. } = match load_server(held).await? {
         Ok(view) => view,
-        Err(answer) => return Ok(answer),
+        Err(outcome) => return Ok(outcome),
     };
     // The lock shows an action that a crashed process ordered.
     if server.locked {
@@ -105,12 +105,12 @@ pub async fn change_type(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
 }
 
 pub async fn power_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
-    if let Some(answer) = await_action(held).await? {
-        return Ok(answer);
+    if let Some(outcome) = await_action(held).await? {
+        return Ok(outcome);
     }
     let ResizeView { server, age, machine, .. } = match load_server(held).await? {
         Ok(view) => view,
-        Err(answer) => return Ok(answer),
+        Err(outcome) => return Ok(outcome),
     };
     if server.locked {
         return Ok(StepOutcome::wait(poll_interval(age)));
@@ -137,7 +137,7 @@ pub async fn power_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError
 pub async fn await_health(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let ResizeView { server, age, machine, to } = match load_server(held).await? {
         Ok(view) => view,
-        Err(answer) => return Ok(answer),
+        Err(outcome) => return Ok(outcome),
     };
     // A shutdown that was obeyed late.
     if server.status == ServerStatus::Off && !server.locked {

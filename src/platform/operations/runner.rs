@@ -51,17 +51,17 @@ pub async fn one_step(
     let work = async {
         held.hit_fail_point(step, StepPoint::Before)?;
         tracing::debug!(step = step.as_str(), "step begins");
-        let answer = step::run(&held, step).await?;
+        let outcome = step::run(&held, step).await?;
         held.hit_fail_point(step, StepPoint::After)?;
-        Ok(answer)
+        Ok(outcome)
     };
     let start = Instant::now();
-    let answer = tokio::select! {
-        answer = work => answer,
+    let outcome = tokio::select! {
+        outcome = work => outcome,
         () = lease_lost(&held) => Err(StepError::Lost),
     };
-    measure::record_step(kind, step, &answer, start.elapsed());
-    match answer {
+    measure::record_step(kind, step, &outcome, start.elapsed());
+    match outcome {
         Ok(StepOutcome::Done { note, record }) => finish_step(&held, step, note.as_deref(), record).await,
         Ok(StepOutcome::Abandon { why }) => abandon(&held, why).await.map(Some),
         Ok(StepOutcome::End { event, note }) => held.end(&event, note).await.map(|()| None),

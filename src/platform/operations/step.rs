@@ -185,8 +185,8 @@ impl From<ProviderError> for StepError {
 /// # Errors
 /// [`StepError`].
 pub async fn run(held: &HeldOperation<'_>, step: Step) -> Result<StepOutcome, StepError> {
-    if let Some(answer) = Box::pin(later_holder::check_step(held, step)).await? {
-        return Ok(answer);
+    if let Some(outcome) = Box::pin(later_holder::check_step(held, step)).await? {
+        return Ok(outcome);
     }
     // Each step is boxed: a future is as large as its largest part, and nested polls would use up the thread's stack.
     let work: BoxFuture<'_, Result<StepOutcome, StepError>> = match step {
