@@ -143,7 +143,7 @@ fn egress(env: &mut Env) -> Networks {
         parsed.into_iter().filter_map(|one| one.map_err(|why| env.mistake(EGRESS_VARIABLE, why)).ok()).collect();
     for network in networks.unroutable() {
         let why = format!(
-            "{network} is no network that a host is reached from: list the platform's outgoing addresses"
+            "{network} cannot be a source of connections to hosts: list the platform's outgoing addresses"
         );
         env.mistake(EGRESS_VARIABLE, why);
     }
@@ -175,7 +175,7 @@ mod tests {
         assert!(!read("203.0.113.0/24, 2001:db8::/32").unwrap().is_empty());
         let error = read("gateway,10.0.0.5/8,0.0.0.0/0,::/0,203.0.113.7").unwrap_err();
         for list in ["127.0.0.1", "203.0.113.7,::1", "127.0.0.0/8", "0.0.0.0", "ff02::1"] {
-            assert!(read(list).unwrap_err().contains("is no network that a host is reached from"), "{list}");
+            assert!(read(list).unwrap_err().contains("cannot be a source of connections to hosts"), "{list}");
         }
         for part in ["\"gateway\"", "10.0.0.0/8", "0.0.0.0/0 is every", "::/0 is every"] {
             assert!(error.contains(part), "{part}: {error}");

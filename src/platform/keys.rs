@@ -56,7 +56,7 @@ pub enum KeyError {
     #[error(transparent)]
     Db(#[from] DbError),
     #[error(
-        "signing key {kid} cannot be opened: it was sealed with another key than PLATFORM_KEY and PLATFORM_KEY_PREVIOUS; set \
+        "cannot open signing key {kid}: it was sealed with a key other than PLATFORM_KEY and PLATFORM_KEY_PREVIOUS; set \
          PLATFORM_KEY_PREVIOUS to that key"
     )]
     Sealed { kid: String },

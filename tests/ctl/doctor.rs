@@ -415,7 +415,7 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     many.has("host-credentials", "problem", "STS");
     many.has("bundle", "problem", "not published");
     many.has("configuration", "warning", "provision is closed");
-    many.has("configuration", "warning", "in the clear");
+    many.has("configuration", "warning", "in clear text");
     many.has("platform", "problem", "cannot be reached");
     many.has("fleet", "skipped", "cannot be reached");
     assert_eq!(many.levels("store"), ["ok"], "{}", many.said);

@@ -55,22 +55,22 @@ pub type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
 /// A database error, classified by its meaning.
 #[derive(Debug, thiserror::Error)]
 pub enum DbError {
-    #[error("the database cannot be reached: {what}")]
+    #[error("database unreachable: {what}")]
     Unavailable {
         what: &'static str,
         #[source]
         source: Option<Box<dyn std::error::Error + Send + Sync>>,
     },
     /// A constraint was violated.
-    #[error("the database holds the rule {constraint}")]
+    #[error("constraint {constraint} is violated")]
     Violated { constraint: String },
     /// A conflict with another transaction; the whole transaction may be retried.
-    #[error("the transaction lost against another one")]
+    #[error("the transaction conflicted with another one")]
     Contended,
     #[error("a statement failed")]
     Failed(#[source] tokio_postgres::Error),
     /// A stored value is invalid.
-    #[error("a stored {what} cannot be read: {why}")]
+    #[error("invalid stored {what}: {why}")]
     Unreadable { what: &'static str, why: String },
 }
 
@@ -116,7 +116,7 @@ pub fn check_supported(config: &Config) -> Result<(), &'static str> {
         return Err("names no host");
     }
     if config.get_ssl_mode() == SslMode::Require {
-        return Err("sslmode=require is not built: reach the database by a socket or a private network");
+        return Err("sslmode=require is not supported: reach the database by a socket or a private network");
     }
     Ok(())
 }
@@ -155,7 +155,7 @@ impl Db {
         self.pool
             .get()
             .await
-            .map_err(|error| DbError::Unavailable { what: "no connection", source: Some(Box::new(error)) })
+            .map_err(|error| DbError::Unavailable { what: "no connection available", source: Some(Box::new(error)) })
     }
 }
 
@@ -214,7 +214,7 @@ pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
 async fn with_timeout<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
     match tokio::time::timeout(STATEMENT_TIMEOUT, work).await {
         Ok(done) => Ok(done?),
-        Err(_) => Err(DbError::Unavailable { what: "no answer in time", source: None }),
+        Err(_) => Err(DbError::Unavailable { what: "statement timed out", source: None }),
     }
 }
 

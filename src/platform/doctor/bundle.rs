@@ -17,8 +17,8 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     if config.hosts.bundle_public_keys.is_none() {
         findings = findings.warning(
             "BUNDLE_PUBLIC_KEYS is not set: machines provisioned now can never be updated by a rollout",
-            "set it to the public half of the key that signs bundles before machines are provisioned; to those that \
-             are there only root on each of them can give it (SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env)",
+            "set it to the public half of the bundle signing key before machines are provisioned; on each existing machine, \
+             root must set SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env",
         );
     }
     let Ok(bucket) = config.store.open() else {

@@ -80,7 +80,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
         }
         Some(previous) if usage.need.is_empty() && named == Some(NamedKey::Previous) => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: the object store names it as the current key"),
-            "leave it; a running svc-platform notes the new one once it reaches the store, then run this again",
+            "keep it; a running svc-platform records the new key once it reaches the store; then run this again",
         ),
         Some(previous) if usage.need.is_empty() => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is no longer needed: it can be dropped"),
@@ -97,7 +97,7 @@ fn assess(findings: Findings, ids: &KeyIds, usage: &KeyUsage, named: Option<Name
         ),
         Some(previous) => findings.warning(
             format!("PLATFORM_KEY_PREVIOUS {previous} is still needed: {}", usage.need),
-            "leave it; running platforms and heartbeats replace it automatically, then run this again",
+            "keep it; running platforms and heartbeats replace it automatically; then run this again",
         ),
     };
     match usage.need.silent() {

@@ -67,7 +67,7 @@ pub fn settings(config: &PlatformConfig) -> Findings {
         |listen: &crate::platform::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
     if is_open(&config.api) {
         findings = findings.warning(
-            format!("the API listens on {} without TLS: the secret travels in the clear", config.api.address),
+            format!("the API listens on {} without TLS: the secret is sent in clear text", config.api.address),
             "PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or loopback behind a proxy with TLS",
         );
     }
@@ -83,7 +83,7 @@ pub fn settings(config: &PlatformConfig) -> Findings {
         format!("only PLATFORM_EGRESS_CIDRS ({})", config.hosts.egress)
     };
     let version = &config.provisioning.image_version;
-    findings.or_ok(format!("complete; new machines get {version}, and admit to :443 {admitted}"))
+    findings.or_ok(format!("complete; new machines get {version}, and accept :443 from {admitted}"))
 }
 
 pub fn certificates(config: &PlatformConfig) -> Findings {

@@ -113,7 +113,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
             protection::enable_versioning(s3),
         ),
         Setting::Unknown(status) => {
-            return findings.skipped(format!("the store does not say whether it has versioning ({status})"));
+            return findings.skipped(format!("the store does not report its versioning ({status})"));
         }
     };
     match found.object_lock {
@@ -123,7 +123,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
             protection::enable_object_lock(s3),
         ),
         Setting::Unknown(_) => {
-            findings.or_ok("the bucket has versioning; the store does not know object lock")
+            findings.or_ok("the bucket has versioning; the store does not support object lock")
         }
     }
 }
@@ -160,7 +160,7 @@ async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings
     match hosts.try_outage_session().await {
         Some(Err(error)) => findings.warning(
             format!("STS gives no session of STS_DURATION_SECONDS: {}", chain(&error)),
-            "hosts get one of an hour, or none: lower STS_DURATION_SECONDS, or raise the role's MaxSessionDuration",
+            "hosts get a session of an hour, or none: lower STS_DURATION_SECONDS, or raise the role's MaxSessionDuration",
         ),
         Some(Ok(_)) | None => findings,
     }
@@ -175,7 +175,7 @@ async fn check_write_once(config: &PlatformConfig, hosts: &HostStore, session: T
     if writes == SnapshotWrites::Any {
         return match s3.endpoint {
             None => findings.warning(
-                "a host's credentials can write over the slot's snapshots",
+                "a host's credentials can overwrite the slot's snapshots",
                 "set STORE_WRITE_ONCE=on once every host runs this release",
             ),
             // Other stores may not support the condition.
@@ -202,7 +202,7 @@ async fn check_write_once(config: &PlatformConfig, hosts: &HostStore, session: T
     match tried.await {
         Ok((Ok(()), Err(StoreError::Denied { .. }))) => findings,
         Ok((Ok(()), _)) => findings.problem(
-            "STORE_WRITE_ONCE=on, and a host's credentials still write over a snapshot: the store does not enforce it",
+            "STORE_WRITE_ONCE=on, and a host's credentials still overwrite a snapshot: the store does not enforce it",
             next,
         ),
         Ok((Err(error), _)) => findings.problem(

@@ -76,15 +76,15 @@ impl BackupFailure {
         let (id, operation) = (machine.id, held.operation.id);
         match self {
             Self::Failed(why) => format!(
-                "No last backup of {id}: {why}. The newest copy is {saved}; what was written since is on its server \
-                 alone. `svcctl operation continue {operation}` requests the backup again, with `--accept-loss` it goes \
-                 ahead without, and `svcctl operation abandon {operation}` gives it up."
+                "No last backup of {id}: {why}. The newest copy is {saved}; what was written since is only on \
+                 its server. `svcctl operation continue {operation}` requests the backup again, with `--accept-loss` it \
+                 continues without a backup, and `svcctl operation abandon {operation}` abandons the operation."
             ),
             Self::HeldBack { loss } => format!(
                 "The last backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
                  {saved}. If this loss is intended: `svcctl backup accept {id}`, then `svcctl operation continue \
-                 {operation}`. Otherwise `svcctl operation continue {operation} --accept-loss` goes ahead with the \
-                 newest copy, and `svcctl operation abandon {operation}` gives it up."
+                 {operation}`. Otherwise `svcctl operation continue {operation} --accept-loss` continues with the \
+                 newest copy, and `svcctl operation abandon {operation}` abandons the operation."
             ),
         }
     }

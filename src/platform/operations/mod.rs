@@ -195,7 +195,7 @@ impl FromStr for OperationKind {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|kind| kind.as_str() == text);
-        found.ok_or_else(|| format!("{text:?} is no kind of operation"))
+        found.ok_or_else(|| format!("{text:?} is not an operation kind"))
     }
 }
 
@@ -272,7 +272,7 @@ impl FromStr for Step {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|step| step.as_str() == text);
-        found.ok_or_else(|| format!("{text:?} is no step"))
+        found.ok_or_else(|| format!("{text:?} is not a step"))
     }
 }
 

@@ -38,9 +38,9 @@ impl SkipReason {
     fn note(self) -> &'static str {
         match self {
             Self::ServerGone => "the earlier machine has no server",
-            Self::OutOfService => "the earlier machine is out of service already",
+            Self::OutOfService => "the earlier machine is already out of service",
             Self::Silent => "the host cannot be reached",
-            Self::GivenUp => "no last backup; the operator did not wait for it",
+            Self::GivenUp => "no last backup; the operator stopped waiting for it",
         }
     }
 }
@@ -109,9 +109,9 @@ fn question(
     let (operation, key) = (held.operation.id, &newer.key);
     format!(
         "No last backup of {}: {}. It stored a snapshot of {} that was not made the latest ({key}); the latest is {latest}. \
-         `svcctl operation continue {operation} --snapshot {key}` begins the new machine with the newer one, with \
-         `--accept-loss` it begins with the latest, and the newer one stays in the store; `svcctl operation abandon {operation}` \
-         gives it up.",
+         `svcctl operation continue {operation} --snapshot {key}` restores the newer one to the new machine, with \
+         `--accept-loss` it restores the latest, and the newer one stays in the store; `svcctl operation abandon {operation}` \
+         abandons the operation.",
         machine.id,
         reason.note(),
         rfc3339_ms(newer.taken_at),
@@ -131,7 +131,7 @@ fn skip_backup(held: &HeldOperation<'_>, machine: &MachineRow, reason: SkipReaso
             Record::LossAccepted { machine: id, since },
         ),
         SkipReason::Silent | SkipReason::GivenUp => (
-            format!("{why}; its server alone holds what was written since the newest copy, which is {saved}"),
+            format!("{why}; only its server holds what was written since the newest copy, which is {saved}"),
             Record::Unsaved { machine: id, since },
         ),
     };
@@ -163,6 +163,6 @@ async fn find_newer_snapshot(held: &HeldOperation<'_>, machine: &MachineRow) -> 
         Ok(found) => Ok(found),
         Err(StoreError::Corrupt { .. }) => Ok(None),
         Err(_) if held.kind == OperationKind::Delete => Ok(None),
-        Err(error) => Err(StepError::transient("the object store does not list the slot's snapshots", error)),
+        Err(error) => Err(StepError::transient("cannot list the slot's snapshots", error)),
     }
 }
