@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::held::Held;
+use super::held::HeldOperation;
 use super::step::{StepOutcome, Record, StepError};
 use super::{StepPoint, Step};
 use crate::http::problem::chain;

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::held::Held;
+use super::held::HeldOperation;
 use super::step::{StepOutcome, StepError};
 use super::{create, later_holder};
 use crate::platform::db;

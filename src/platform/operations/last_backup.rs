@@ -16,7 +16,7 @@ use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 
 use super::ask_host::{self, BackupOutcome, BackupProgress, HostCallError};
-use super::held::Held;
+use super::held::HeldOperation;
 use super::predecessor::leaving_machine;
 use super::step::{StepOutcome, Question, Record, StepError, fence_of};
 use crate::chain::chain;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::held::Held;
+use super::held::HeldOperation;
 use super::step::{StepOutcome, Question, StepError};
 use super::{OperationKind, Step};
 use crate::http::problem::{Problem, chain};

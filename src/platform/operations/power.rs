@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::held::Held;
+use super::held::HeldOperation;
 use super::step::{StepOutcome, Record, StepError};
 use super::{StepPoint, Step, predecessor, reinstate, resize};
 use crate::platform::db;

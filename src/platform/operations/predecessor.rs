@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::held::Held;
+use super::held::HeldOperation;
 use super::step::{StepOutcome, Question, Record, StepError};
 use super::{OperationKind, delete, resize};
 use crate::http::problem::chain;

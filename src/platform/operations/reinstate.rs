@@ -9,7 +9,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 
 use super::ask_host;
-use super::held::Held;
+use super::held::HeldOperation;
 use super::step::{StepOutcome, Record, StepError};
 use crate::http::problem::chain;
 use crate::machine::event::Event;

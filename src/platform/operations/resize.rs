@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::held::Held;
+use super::held::HeldOperation;
 use super::step::{StepOutcome, StepError};
 use super::{StepPoint, Step};
 use crate::http::problem::chain;

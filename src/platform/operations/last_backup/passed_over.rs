@@ -7,11 +7,11 @@
 use std::time::Duration;
 
 use super::progress::LastBackupProgress;
-use super::{NewestCopy, saved_until};
+use super::{NewestCopy, newest_copy};
 use crate::clock::rfc3339_ms;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::operations::OperationKind;
-use crate::platform::operations::held::Held;
+use crate::platform::operations::held::HeldOperation;
 use crate::platform::operations::step::{StepOutcome, Question, Record, StepError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, SideRecord, Unusable};
@@ -60,7 +60,7 @@ pub async fn pass_over(
     progress: &LastBackupProgress,
     reason: SkipReason,
 ) -> Result<StepOutcome, StepError> {
-    let latest = saved_until(held, machine).await;
+    let latest = newest_copy(held, machine).await;
     let Some(newer) = Box::pin(find_newer_snapshot(held, machine)).await? else {
         return Ok(skip_backup(held, machine, reason, &latest, ""));
     };

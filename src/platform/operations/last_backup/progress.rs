@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::saved_copy::SnapshotWindow;
-use super::{AttemptOutcome, MAX_POLL, MAX_REQUESTS, BackupFailure, poll_interval, signed};
+use super::{AttemptOutcome, MAX_POLL_INTERVAL, MAX_REQUESTS, BackupFailure, poll_interval, signed_duration};
 use crate::clock;
 use crate::platform::operations::ask_host::BackupProgress;
-use crate::platform::operations::held::Held;
+use crate::platform::operations::held::HeldOperation;
 use crate::platform::operations::step::StepOutcome;
 use crate::untrusted_text::bounded;
 
@@ -72,7 +72,7 @@ impl LastBackupProgress {
 
     /// Delay before the next call to a host that is stopping its writers or making its backup.
     pub fn next_poll(&self, now: Timestamp) -> Duration {
-        poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL)
+        poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL_INTERVAL)
     }
 
     pub fn wait(&self, held: &HeldOperation<'_>, again_in: Duration) -> StepOutcome {
@@ -133,26 +133,26 @@ impl LastBackupProgress {
 
     /// Whether the deadline for stopping writers has passed. The host's reports do not extend it.
     pub fn is_stop_overdue(&self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
-        let limit = signed(held.platform.config.timing.last_backup_stall);
+        let limit = signed_duration(held.platform.config.timing.last_backup_stall);
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
     /// Whether the time limit of a final backup has passed. The host's reports do not extend it.
     pub fn is_overdue(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
-        now.duration_since(since) >= signed(held.platform.config.timing.last_backup_limit)
+        now.duration_since(since) >= signed_duration(held.platform.config.timing.last_backup_limit)
     }
 
     /// Whether there has been no progress for longer than the stall timeout.
     pub fn is_stalled(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
-        now.duration_since(since) >= signed(held.platform.config.timing.last_backup_stall)
+        now.duration_since(since) >= signed_duration(held.platform.config.timing.last_backup_stall)
     }
 
     /// Requests a failed backup again, a few times.
     pub fn retry_request(&mut self, error: String) -> AttemptOutcome {
         if self.requests >= MAX_REQUESTS {
-            return AttemptOutcome::Trouble(BackupFailure::Failed(error));
+            return AttemptOutcome::Failed(BackupFailure::Failed(error));
         }
         self.requested_at = None;
         AttemptOutcome::Wait(Duration::from_secs(u64::from(self.requests)))

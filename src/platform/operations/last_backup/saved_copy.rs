@@ -10,7 +10,7 @@ use jiff::{SignedDuration, Timestamp};
 use super::progress::LastBackupProgress;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::operations::ask_host::{BackupOutcome, BackupProgress};
-use crate::platform::operations::held::Held;
+use crate::platform::operations::held::HeldOperation;
 use crate::store::key::{self, SlotPrefix};
 use crate::store::pointer::SnapshotRef;
 use crate::store::{pointer_io, snapshot};
