@@ -65,18 +65,18 @@ enum RotationStep {
 }
 
 /// For keys that only platform processes read.
-fn next_app_step(standing: &[KeyDistribution], timing: KeyTiming) -> RotationStep {
-    let Some(newest) = standing.last() else { return RotationStep::Nothing };
-    if standing.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFE {
+fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> RotationStep {
+    let Some(newest) = distribution.last() else { return RotationStep::Nothing };
+    if distribution.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFE {
         return RotationStep::Retirement;
     }
-    if newest.age >= timing.rotate && standing.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
+    if newest.age >= timing.rotate && distribution.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
 }
 
 /// For keys that hosts read. `without` is the number of hosts that send heartbeats and lack the newest key.
-fn next_proof_step(standing: &[KeyDistribution], without: i64, timing: KeyTiming) -> RotationStep {
-    let Some(newest) = standing.last() else { return RotationStep::Nothing };
-    if standing.len() > 1 {
+fn next_proof_step(distribution: &[KeyDistribution], without: i64, timing: KeyTiming) -> RotationStep {
+    let Some(newest) = distribution.last() else { return RotationStep::Nothing };
+    if distribution.len() > 1 {
         match newest.acknowledged_for {
             None if without == 0 => return RotationStep::Acknowledged(Acknowledged::ByAll),
             Some(_) if without > 0 => return RotationStep::Acknowledged(Acknowledged::NotByAll),
@@ -84,7 +84,7 @@ fn next_proof_step(standing: &[KeyDistribution], without: i64, timing: KeyTiming
             Some(_) | None => {}
         }
     }
-    if newest.age >= timing.rotate && standing.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
+    if newest.age >= timing.rotate && distribution.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
 }
 
 async fn rotate_if_due(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) -> Result<(), KeyError> {
@@ -95,15 +95,15 @@ async fn rotate_if_due(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'stati
     }
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, LOCK).await?;
-    let standing = db::keys::distribution(&tx, purpose).await?;
-    let Some(newest) = standing.last().map(|key| key.kid.clone()) else { return Ok(()) };
-    let laggards = match purpose {
+    let distribution = db::keys::distribution(&tx, purpose).await?;
+    let Some(newest) = distribution.last().map(|key| key.kid.clone()) else { return Ok(()) };
+    let unacknowledged = match purpose {
         PROOF => db::keys::count_unacknowledged(&tx, &newest, timing.max_silence).await?,
         _ => UnacknowledgedHosts::default(),
     };
     let due = match purpose {
-        PROOF => next_proof_step(&standing, laggards.speaking, timing),
-        _ => next_app_step(&standing, timing),
+        PROOF => next_proof_step(&distribution, unacknowledged.reporting, timing),
+        _ => next_app_step(&distribution, timing),
     };
     match due {
         RotationStep::Nothing => return Ok(()),
@@ -115,8 +115,8 @@ async fn rotate_if_due(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'stati
         RotationStep::Retirement => {
             let retired = db::keys::retire_all_but(&tx, purpose, &newest).await?;
             tracing::info!(kid = newest, retired, "retired older signing keys");
-            if laggards.silent > 0 {
-                let hosts = laggards.silent;
+            if unacknowledged.silent > 0 {
+                let hosts = unacknowledged.silent;
                 tracing::warn!(hosts, "silent hosts keep a retired proof key until their next heartbeat");
             }
         }
@@ -162,8 +162,8 @@ mod tests {
         let life = MAX_SIGNED_LIFE.as_secs();
         let short = KeyTiming { rotate: Duration::from_secs(life * 2), ..TIMING };
         let due = |ages: &[u64]| {
-            let standing: Vec<KeyDistribution> = ages.iter().map(|age| key(*age, None)).collect();
-            next_app_step(&standing, short)
+            let distribution: Vec<KeyDistribution> = ages.iter().map(|age| key(*age, None)).collect();
+            next_app_step(&distribution, short)
         };
         assert_eq!(due(&[]), RotationStep::Nothing);
         assert_eq!(due(&[life * 2 - 1]), RotationStep::Nothing);

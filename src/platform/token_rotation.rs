@@ -62,7 +62,7 @@ pub enum TokenStatus {
 #[derive(Debug, Clone)]
 pub enum TokenOffer {
     /// The stored token, which the host does not use.
-    Again(SecretString),
+    Stored(SecretString),
     /// A token of a later generation, to be made with the current platform key. None is made while processes with
     /// another current key run, which would replace each other's tokens.
     Next(Generation),
@@ -109,7 +109,7 @@ impl UpgradeToken {
             // It lost the response, or went back to an earlier file.
             TokenStatus::Previous => {
                 let stored = mint.stored_token(machine, Purpose::Upgrade, self.generation, &self.hash);
-                Some(stored.map_or_else(|| TokenOffer::Next(self.generation.next()), TokenOffer::Again))
+                Some(stored.map_or_else(|| TokenOffer::Next(self.generation.next()), TokenOffer::Stored))
             }
             TokenStatus::Current => {
                 let is_due = self.requested_at.is_some() || self.is_old(timing.rotate, now);
@@ -261,7 +261,7 @@ mod tests {
             let offer = row.offer(self.machine, standing, &mint, TIMING, self.now);
             self.row = row;
             let next = match offer {
-                Some(TokenOffer::Again(token)) => Some(token),
+                Some(TokenOffer::Stored(token)) => Some(token),
                 Some(TokenOffer::Next(generation)) if !self.is_mixed => {
                     Some(mint.token(self.machine, Purpose::Upgrade, generation))
                 }

@@ -17,7 +17,7 @@ use crate::http::openapi::{
 use crate::http::problem::{Code, Problem};
 use crate::platform::alarms;
 use crate::platform::context::Platform;
-use crate::platform::db::operations::Overdue;
+use crate::platform::db::operations::OverdueOperation;
 use crate::platform::db::{self, rollouts};
 use crate::platform::{bundle_keys, ended_machines, fleet};
 use axum::routing::get;
@@ -50,7 +50,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     Ok(Json(body).into_response())
 }
 
-fn overdue_record(overdue: &Overdue) -> Value {
+fn overdue_record(overdue: &OverdueOperation) -> Value {
     let operation = &overdue.operation;
     json!({
         "operationId": operation.id,

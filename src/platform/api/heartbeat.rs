@@ -151,7 +151,7 @@ async fn next_token(platform: &Platform, host: &HostToken) -> Result<Option<Secr
     let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());
     match offer.filter(|_| host.machine.registered_at.is_some()) {
         None => Ok(None),
-        Some(TokenOffer::Again(token)) => Ok(Some(token)),
+        Some(TokenOffer::Stored(token)) => Ok(Some(token)),
         Some(TokenOffer::Next(generation)) if is_next_due(platform).await? => {
             Ok(Some(platform.mint.token(id, Purpose::Upgrade, generation)))
         }

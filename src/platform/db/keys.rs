@@ -131,7 +131,7 @@ pub async fn distribution(client: &impl GenericClient, purpose: &str) -> Result<
 /// Machines that are or may become routable and whose hosts have not acknowledged a key.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnacknowledgedHosts {
-    pub speaking: i64,
+    pub reporting: i64,
     /// Without a heartbeat for `max_silence`: not waited for.
     pub silent: i64,
 }
@@ -148,7 +148,7 @@ pub async fn count_unacknowledged(
                FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
                AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) laggards";
     let found = rows(client, sql, &[&kid, &max_silence.as_secs_f64()]).await?;
-    let counts = |row: &Row| UnacknowledgedHosts { speaking: row.get(0), silent: row.get(1) };
+    let counts = |row: &Row| UnacknowledgedHosts { reporting: row.get(0), silent: row.get(1) };
     Ok(found.first().map(counts).unwrap_or_default())
 }
 

@@ -242,7 +242,7 @@ pub async fn stalled(
 }
 
 /// A long-running operation, whatever the state of its machine.
-pub struct Overdue {
+pub struct OverdueOperation {
     pub operation: OperationRow,
     pub handle: String,
     pub age: f64,
@@ -256,7 +256,7 @@ pub async fn overdue(
     client: &impl GenericClient,
     age: Duration,
     limit: i64,
-) -> Result<(Vec<Overdue>, i64), DbError> {
+) -> Result<(Vec<OverdueOperation>, i64), DbError> {
     let columns: Vec<String> = COLUMNS.split(", ").map(|column| format!("o.{}", column.trim())).collect();
     let sql = format!(
         "SELECT {}, m.handle, extract(epoch FROM clock_timestamp() - o.created_at)::float8 AS age, \
@@ -267,7 +267,7 @@ pub async fn overdue(
     );
     let found = rows(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
     let total = found.first().map_or(0, |row| row.get("total"));
-    let overdue = |row: &Row| Overdue {
+    let overdue = |row: &Row| OverdueOperation {
         operation: OperationRow::parse(row),
         handle: row.get("handle"),
         age: row.get("age"),

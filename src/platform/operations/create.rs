@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, Record, StepError};
+use super::step::{StepOutcome, StepRecord, StepError};
 use super::{StepPoint, Step};
 use crate::http::problem::chain;
 use crate::http::proof::ProofKeys;
@@ -118,7 +118,7 @@ fn adopt(server: &Server) -> StepOutcome {
 
 fn record_server(note: &'static str, server: &Server, actions: &[ActionId]) -> StepOutcome {
     let actions = actions.iter().map(|action| action.0).collect();
-    let record = Record::CreateAccepted { server: server.id.0, address: server.public_ipv4, actions };
+    let record = StepRecord::CreateAccepted { server: server.id.0, address: server.public_ipv4, actions };
     StepOutcome::Done { note: Some(note.into()), record }
 }
 

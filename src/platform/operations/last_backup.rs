@@ -18,7 +18,7 @@ use uuid::Uuid;
 use super::ask_host::{self, BackupOutcome, BackupProgress, HostCallError};
 use super::held::HeldOperation;
 use super::predecessor::leaving_machine;
-use super::step::{StepOutcome, Question, Record, StepError, fence_of};
+use super::step::{StepOutcome, Question, StepRecord, StepError, fence_of};
 use crate::chain::chain;
 use crate::clock;
 use crate::platform::db::machine_row::MachineRow;
@@ -210,7 +210,7 @@ async fn outcome_without_call(
 fn final_backup_done(machine: &MachineRow, taken_at: Timestamp) -> StepOutcome {
     StepOutcome::Done {
         note: Some("a snapshot was taken after the writers had stopped".into()),
-        record: Record::Saved { machine: machine.id, taken_at },
+        record: StepRecord::Saved { machine: machine.id, taken_at },
     }
 }
 
@@ -388,7 +388,7 @@ async fn continue_with_loss(held: &HeldOperation<'_>, machine: &MachineRow) -> S
     let note = format!(
         "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}{stored}"
     );
-    let record = Record::LossAccepted { machine: machine.id, since: saved.until() };
+    let record = StepRecord::LossAccepted { machine: machine.id, since: saved.until() };
     StepOutcome::Done { note: Some(note.into()), record }
 }
 

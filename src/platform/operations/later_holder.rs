@@ -61,7 +61,7 @@ impl FenceClaim {
         if let Self::Holder(holder) = self { Some(holder) } else { None }
     }
 
-    fn any(self) -> Option<LaterHolder> {
+    fn named_holder(self) -> Option<LaterHolder> {
         match self {
             Self::Nothing => None,
             Self::Holder(holder) | Self::Unverified(holder) => Some(holder),
@@ -136,7 +136,7 @@ async fn claim_of_pointer(
 
 /// What to do with an operation if the store knows a later holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Decision {
+enum HolderDecision {
     /// The operation continues.
     Nothing,
     /// Its machine is the holder: it continues, and the database adopts the epoch.
@@ -159,24 +159,24 @@ struct OperationSubject {
     is_deletion_confirmed: bool,
 }
 
-fn decide(kind: OperationKind, of: OperationSubject, holder: LaterHolder) -> Decision {
+fn decide(kind: OperationKind, of: OperationSubject, holder: LaterHolder) -> HolderDecision {
     let is_own = holder.machine == of.machine;
     match kind {
-        OperationKind::Delete if is_own && !of.is_deletion_confirmed => Decision::AskWhetherToDelete,
+        OperationKind::Delete if is_own && !of.is_deletion_confirmed => HolderDecision::AskWhetherToDelete,
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete if is_own => {
-            Decision::RaiseEpoch
+            HolderDecision::RaiseEpoch
         }
         // A fence below its own was known when it was requested.
         OperationKind::Provision | OperationKind::Recover
             if !of.is_registered && holder.epoch >= of.epoch =>
         {
-            Decision::FailMachine
+            HolderDecision::FailMachine
         }
-        OperationKind::Reinstate if !is_own => Decision::EndOperation,
+        OperationKind::Reinstate if !is_own => HolderDecision::EndOperation,
         OperationKind::PowerOn | OperationKind::Reboot if !is_own && holder.epoch > of.epoch => {
-            Decision::EndOperation
+            HolderDecision::EndOperation
         }
-        _ => Decision::Nothing,
+        _ => HolderDecision::Nothing,
     }
 }
 
@@ -286,16 +286,16 @@ async fn apply_decision(
     holder: LaterHolder,
 ) -> Result<Option<StepOutcome>, StepError> {
     let decision = decide(held.kind, subject, holder);
-    if !matches!(decision, Decision::Nothing | Decision::RaiseEpoch) {
+    if !matches!(decision, HolderDecision::Nothing | HolderDecision::RaiseEpoch) {
         raise_alarm(held.platform, machine, holder).await;
     }
     match decision {
-        Decision::Nothing => Ok(None),
-        Decision::RaiseEpoch => {
+        HolderDecision::Nothing => Ok(None),
+        HolderDecision::RaiseEpoch => {
             held.raise_epoch(holder.epoch).await?;
             Ok(None)
         }
-        Decision::AskWhetherToDelete => {
+        HolderDecision::AskWhetherToDelete => {
             let operation = held.operation.id;
             let detail = format!(
                 "This database is older than the store, which says that {} got its slot back under epoch {} after it was \
@@ -310,12 +310,12 @@ async fn apply_decision(
                 facts: held.facts(),
             })))
         }
-        Decision::FailMachine => {
+        HolderDecision::FailMachine => {
             let fenced = Fenced { fence: holder.epoch, holder: Some(holder.machine), mine: machine.epoch };
             let what = "the store knows of a later holder of the slot: this database is older than the store";
             Err(StepError::permanent(what, PointerError::Fenced(fenced)))
         }
-        Decision::EndOperation => {
+        HolderDecision::EndOperation => {
             let note = "the store says that another machine holds the slot, which this database does not know: \
                         `svcctl recover` with `--accept-loss` replaces both machines";
             Ok(Some(StepOutcome::Fail { code: BEHIND_STORE, note }))
@@ -335,7 +335,7 @@ pub async fn serves_unknown_to_database(
     let (user, slot) = (&machine.user, &machine.slot);
     let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
     let claim = claim_of_pointer(platform, &platform.db, (user, slot), &pointer).await?;
-    let own = claim.any().filter(|named| named.machine == machine.id);
+    let own = claim.named_holder().filter(|named| named.machine == machine.id);
     match (claim, own) {
         (FenceClaim::Unverified(_), Some(named)) => raise_unverified_alarm(platform, machine, named).await,
         (_, Some(holder)) => raise_alarm(platform, machine, holder).await,
@@ -379,26 +379,26 @@ mod tests {
         let holder = |machine, epoch| LaterHolder { machine, epoch: Epoch(epoch) };
         let booting = subject(false, false);
         for kind in [OperationKind::Provision, OperationKind::Recover] {
-            assert_eq!(decide(kind, booting, holder(own, 6)), Decision::RaiseEpoch);
-            assert_eq!(decide(kind, booting, holder(other, 6)), Decision::FailMachine);
-            assert_eq!(decide(kind, booting, holder(other, 5)), Decision::FailMachine);
+            assert_eq!(decide(kind, booting, holder(own, 6)), HolderDecision::RaiseEpoch);
+            assert_eq!(decide(kind, booting, holder(other, 6)), HolderDecision::FailMachine);
+            assert_eq!(decide(kind, booting, holder(other, 5)), HolderDecision::FailMachine);
             assert_eq!(
                 decide(kind, booting, holder(other, 4)),
-                Decision::Nothing,
+                HolderDecision::Nothing,
                 "known when it was requested"
             );
-            assert_eq!(decide(kind, subject(true, false), holder(other, 6)), Decision::Nothing, "it serves");
+            assert_eq!(decide(kind, subject(true, false), holder(other, 6)), HolderDecision::Nothing, "it serves");
         }
         let deleted = subject(true, false);
-        assert_eq!(decide(OperationKind::Delete, deleted, holder(own, 6)), Decision::AskWhetherToDelete);
+        assert_eq!(decide(OperationKind::Delete, deleted, holder(own, 6)), HolderDecision::AskWhetherToDelete);
         let confirmed = subject(true, true);
-        assert_eq!(decide(OperationKind::Delete, confirmed, holder(own, 6)), Decision::RaiseEpoch);
-        assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), Decision::Nothing);
-        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(other, 4)), Decision::EndOperation);
-        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(own, 6)), Decision::Nothing);
+        assert_eq!(decide(OperationKind::Delete, confirmed, holder(own, 6)), HolderDecision::RaiseEpoch);
+        assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), HolderDecision::Nothing);
+        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(other, 4)), HolderDecision::EndOperation);
+        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(own, 6)), HolderDecision::Nothing);
         for kind in [OperationKind::PowerOn, OperationKind::Reboot] {
-            assert_eq!(decide(kind, deleted, holder(other, 6)), Decision::EndOperation);
-            assert_eq!(decide(kind, deleted, holder(own, 6)), Decision::Nothing);
+            assert_eq!(decide(kind, deleted, holder(other, 6)), HolderDecision::EndOperation);
+            assert_eq!(decide(kind, deleted, holder(own, 6)), HolderDecision::Nothing);
         }
     }
 

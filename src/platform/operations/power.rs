@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, Record, StepError};
+use super::step::{StepOutcome, StepRecord, StepError};
 use super::{StepPoint, Step, predecessor, reinstate, resize};
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
@@ -82,7 +82,7 @@ pub async fn reboot(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> 
 
 pub async fn await_heartbeat(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = machine_in_slot(held).await?;
-    let record = Record::PoweredOn { machine: machine.id };
+    let record = StepRecord::PoweredOn { machine: machine.id };
     if machine.registered_at.is_none() {
         return Ok(StepOutcome::Done { note: Some("its host never registered".into()), record });
     }

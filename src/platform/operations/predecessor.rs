@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, Question, Record, StepError};
+use super::step::{StepOutcome, Question, StepRecord, StepError};
 use super::{OperationKind, delete, resize};
 use crate::http::problem::chain;
 use crate::platform::db;
@@ -46,12 +46,12 @@ pub async fn power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
     let options = held.operation.options;
     match outcome {
         // If the server seems gone, the reconciler checks once more after its retention would have ended.
-        StepOutcome::Done { note, record: Record::Nothing }
+        StepOutcome::Done { note, record: StepRecord::Nothing }
             if held.kind == OperationKind::Delete
                 && options.now
                 && (options.accept_loss || !held.machine().await?.has_lost_server()) =>
         {
-            Ok(StepOutcome::Done { note, record: Record::Released { machine: held.operation.machine } })
+            Ok(StepOutcome::Done { note, record: StepRecord::Released { machine: held.operation.machine } })
         }
         other => Ok(other),
     }
@@ -129,7 +129,7 @@ fn confirm_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = held.facts();
     if facts.contains_key(ABSENT) {
         let note = Some("the provider no longer has its server".into());
-        return StepOutcome::Done { note, record: Record::ServerGone { machine: machine.id } };
+        return StepOutcome::Done { note, record: StepRecord::ServerGone { machine: machine.id } };
     }
     facts.insert(ABSENT.to_owned(), json!(true));
     StepOutcome::Wait { again_in: CONFIRM_INTERVAL, facts: Some(facts) }

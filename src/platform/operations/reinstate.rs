@@ -10,7 +10,7 @@ use jiff::Timestamp;
 
 use super::ask_host;
 use super::held::HeldOperation;
-use super::step::{StepOutcome, Record, StepError};
+use super::step::{StepOutcome, StepRecord, StepError};
 use crate::http::problem::chain;
 use crate::machine::event::Event;
 use crate::machine::state::{FailureCause, Status};
@@ -34,7 +34,7 @@ pub async fn switch_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
         return Ok(StepOutcome::End { event: Event::ServerGone, note: "the provider no longer has the server" });
     };
     if is_on(held, &server).await? && !may_shut_down_late(held, machine.power_off_ordered_at).await? {
-        return Ok(StepOutcome::Done { note: None, record: Record::SwitchedOn { machine: machine.id } });
+        return Ok(StepOutcome::Done { note: None, record: StepRecord::SwitchedOn { machine: machine.id } });
     }
     Ok(StepOutcome::wait(POLL_INTERVAL))
 }

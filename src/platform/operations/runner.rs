@@ -12,7 +12,7 @@ use uuid::Uuid;
 pub use super::drive::run;
 use super::held::HeldOperation;
 use super::resize::{self, RetryDecision};
-use super::step::{self, StepOutcome, Question, Record, StepError};
+use super::step::{self, StepOutcome, Question, StepRecord, StepError};
 use super::step_failure::creation_failure;
 use super::{OperationKind, StepPoint, Step};
 use crate::clock::rfc3339_ms;
@@ -120,7 +120,7 @@ async fn start_step(
     let lease = Some(platform.config.timing.lease);
     let facts = &operation.facts;
     let to = NextStep { step, facts, attempts: 0, due_in: Duration::ZERO };
-    store(&held, to, lease, Some(("begun", None)), Record::Nothing).await?;
+    store(&held, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
     Ok(operation)
 }
 
@@ -128,7 +128,7 @@ async fn finish_step(
     held: &HeldOperation<'_>,
     step: Step,
     note: Option<&str>,
-    record: Record,
+    record: StepRecord,
 ) -> Result<Option<OperationRow>, StepError> {
     let operation = held.operation;
     let lease = Some(held.platform.config.timing.lease);
@@ -171,7 +171,7 @@ async fn abandon(held: &HeldOperation<'_>, why: &str) -> Result<OperationRow, St
     tracing::warn!(operation = %operation.id, step = operation.step, why, "a resize is abandoned");
     let lease = Some(held.platform.config.timing.lease);
     let to = NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store(held, to, lease, Some(("given_up", Some(why))), Record::Nothing).await?;
+    store(held, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
     Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
 }
 
@@ -250,13 +250,13 @@ struct NextStep<'a> {
 type LogLine<'a> = Option<(&'a str, Option<&'a str>)>;
 
 async fn store_waiting(held: &HeldOperation<'_>, to: NextStep<'_>, line: LogLine<'_>) -> Result<(), StepError> {
-    store(held, to, None, line, Record::Nothing).await
+    store(held, to, None, line, StepRecord::Nothing).await
 }
 
 /// [`store_waiting`] with an error code that shows what the operation waits for.
 async fn wait_for(held: &HeldOperation<'_>, to: NextStep<'_>, code: &str, why: &str) -> Result<(), StepError> {
     let options = AdvanceOptions { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
-    write(held, to, options, Record::Nothing).await
+    write(held, to, options, StepRecord::Nothing).await
 }
 
 async fn store(
@@ -264,7 +264,7 @@ async fn store(
     to: NextStep<'_>,
     lease: Option<Duration>,
     line: LogLine<'_>,
-    record: Record,
+    record: StepRecord,
 ) -> Result<(), StepError> {
     write(held, to, AdvanceOptions { lease, line, error_code: None }, record).await
 }
@@ -279,7 +279,7 @@ async fn write(
     held: &HeldOperation<'_>,
     to: NextStep<'_>,
     AdvanceOptions { lease, line, error_code }: AdvanceOptions<'_>,
-    record: Record,
+    record: StepRecord,
 ) -> Result<(), StepError> {
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
@@ -309,39 +309,39 @@ async fn write(
 }
 
 /// Lock order everywhere: machines before their operations.
-async fn lock_machine_of(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: &Record) -> Result<(), DbError> {
+async fn lock_machine_of(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: &StepRecord) -> Result<(), DbError> {
     let machine = match record {
-        Record::Nothing => return Ok(()),
-        Record::CreateAccepted { .. } => held.operation.machine,
-        Record::Saved { machine, .. }
-        | Record::Unsaved { machine, .. }
-        | Record::LossAccepted { machine, .. }
-        | Record::ServerGone { machine }
-        | Record::Released { machine }
-        | Record::SwitchedOn { machine }
-        | Record::PoweredOn { machine } => *machine,
+        StepRecord::Nothing => return Ok(()),
+        StepRecord::CreateAccepted { .. } => held.operation.machine,
+        StepRecord::Saved { machine, .. }
+        | StepRecord::Unsaved { machine, .. }
+        | StepRecord::LossAccepted { machine, .. }
+        | StepRecord::ServerGone { machine }
+        | StepRecord::Released { machine }
+        | StepRecord::SwitchedOn { machine }
+        | StepRecord::PoweredOn { machine } => *machine,
     };
     db::machines::lock(tx, machine).await.map(drop)
 }
 
-async fn write_record(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: Record) -> Result<(), DbError> {
+async fn write_record(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: StepRecord) -> Result<(), DbError> {
     match record {
-        Record::Nothing => Ok(()),
-        Record::CreateAccepted { server, address, actions } => {
+        StepRecord::Nothing => Ok(()),
+        StepRecord::CreateAccepted { server, address, actions } => {
             let (machine, ttl) = (held.operation.machine, held.platform.config.timing.registration_ttl);
             machine_changes::record_server(tx, machine, server, address, ttl).await?;
             machine_server::record_create_actions(tx, machine, &actions).await
         }
-        Record::Saved { machine, taken_at } => machine_changes::record_final_backup(tx, machine, taken_at).await,
-        Record::Unsaved { machine, since } => machine_changes::record_unsaved(tx, machine, since).await,
-        Record::LossAccepted { machine, since } => {
+        StepRecord::Saved { machine, taken_at } => machine_changes::record_final_backup(tx, machine, taken_at).await,
+        StepRecord::Unsaved { machine, since } => machine_changes::record_unsaved(tx, machine, since).await,
+        StepRecord::LossAccepted { machine, since } => {
             machine_changes::record_unsaved(tx, machine, None).await?;
             audit_loss(held, tx, machine, since).await
         }
-        Record::ServerGone { machine } => machine_changes::record_server_deleted(tx, machine).await,
-        Record::Released { machine } => machine_changes::release_server(tx, machine).await,
-        Record::SwitchedOn { machine } => machine_server::record_power_on(tx, machine).await,
-        Record::PoweredOn { machine } => machine_server::clear_powered_off(tx, machine).await,
+        StepRecord::ServerGone { machine } => machine_changes::record_server_deleted(tx, machine).await,
+        StepRecord::Released { machine } => machine_changes::release_server(tx, machine).await,
+        StepRecord::SwitchedOn { machine } => machine_server::record_power_on(tx, machine).await,
+        StepRecord::PoweredOn { machine } => machine_server::clear_powered_off(tx, machine).await,
     }
 }
 
@@ -363,7 +363,7 @@ async fn audit_loss(
     db::audit::write(tx, &entry).await
 }
 
-async fn end_operation(held: &HeldOperation<'_>, step: Step, note: Option<&str>, record: Record) -> Result<(), StepError> {
+async fn end_operation(held: &HeldOperation<'_>, step: Step, note: Option<&str>, record: StepRecord) -> Result<(), StepError> {
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;

@@ -27,7 +27,7 @@ use crate::store::pointer_io::{self, PointerError};
 /// How a step ended without an error.
 pub enum StepOutcome {
     /// Continues with the next step; the record is written in the same transaction.
-    Done { note: Option<Cow<'static, str>>, record: Record },
+    Done { note: Option<Cow<'static, str>>, record: StepRecord },
     /// The step runs again later with these facts.
     Wait { again_in: Duration, facts: Option<Map<String, Value>> },
     /// The step runs again later. In the meantime the operation's error code and log show what it waits for.
@@ -54,11 +54,11 @@ pub struct Question {
 
 impl StepOutcome {
     pub fn done() -> Self {
-        Self::Done { note: None, record: Record::Nothing }
+        Self::Done { note: None, record: StepRecord::Nothing }
     }
 
     pub fn done_noting(note: &'static str) -> Self {
-        Self::Done { note: Some(note.into()), record: Record::Nothing }
+        Self::Done { note: Some(note.into()), record: StepRecord::Nothing }
     }
 
     pub fn wait_for(again_in: Duration, code: &'static str, why: impl Into<Cow<'static, str>>) -> Self {
@@ -71,7 +71,7 @@ impl StepOutcome {
 }
 
 /// What is recorded about the machine in the transaction that ends the step.
-pub enum Record {
+pub enum StepRecord {
     Nothing,
     CreateAccepted {
         server: i64,
@@ -89,7 +89,7 @@ pub enum Record {
         machine: MachineId,
         since: Option<Timestamp>,
     },
-    /// Like [`Record::Unsaved`], and an operator accepted the loss.
+    /// Like [`StepRecord::Unsaved`], and an operator accepted the loss.
     LossAccepted {
         machine: MachineId,
         since: Option<Timestamp>,

@@ -12,7 +12,7 @@ use crate::clock::rfc3339_ms;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::operations::OperationKind;
 use crate::platform::operations::held::HeldOperation;
-use crate::platform::operations::step::{StepOutcome, Question, Record, StepError};
+use crate::platform::operations::step::{StepOutcome, Question, StepRecord, StepError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 use crate::store::{StoreError, newer_snapshot, pointer_io};
@@ -122,17 +122,17 @@ fn skip_backup(held: &HeldOperation<'_>, machine: &MachineRow, reason: SkipReaso
     let (id, since, why) = (machine.id, saved.until(), reason.note());
     let accepts = held.operation.options.accept_loss;
     let (note, record) = match reason {
-        SkipReason::OutOfService => (why.to_owned(), Record::Nothing),
-        SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), Record::Nothing),
+        SkipReason::OutOfService => (why.to_owned(), StepRecord::Nothing),
+        SkipReason::ServerGone => (format!("{why}; the newest copy is {saved}"), StepRecord::Nothing),
         SkipReason::Silent | SkipReason::GivenUp if accepts => (
             format!(
                 "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}"
             ),
-            Record::LossAccepted { machine: id, since },
+            StepRecord::LossAccepted { machine: id, since },
         ),
         SkipReason::Silent | SkipReason::GivenUp => (
             format!("{why}; only its server holds what was written since the newest copy, which is {saved}"),
-            Record::Unsaved { machine: id, since },
+            StepRecord::Unsaved { machine: id, since },
         ),
     };
     StepOutcome::Done { note: Some((note + more).into()), record }
