@@ -126,7 +126,7 @@ async fn run_turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     }
     drop(session);
     reseal(platform, seal).await?;
-    if fences::resign_batch(platform).await? == fences::FenceProgress::Done {
+    if fences::re_sign_batch(platform).await? == fences::FenceProgress::Done {
         finish(platform, seal).await?;
     }
     Ok(())

@@ -35,7 +35,7 @@ pub enum FenceProgress {
 ///
 /// # Errors
 /// [`ChangeError`]; finished slots stay finished.
-pub async fn resign_batch(platform: &Platform) -> Result<FenceProgress, ChangeError> {
+pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, ChangeError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
     let state = platform_keys::state(&session, key).await?;

@@ -124,7 +124,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
             }
             Err(error) => {
                 // The failure could not be stored either: the operation is retried after a delay.
-                tracing::warn!(operation = %operation.id, error = %chain(&error), "cannot store the outcome of a step; the operation is retried later");
+                tracing::warn!(operation = %operation.id, error = %chain(&error), "cannot store the outcome of a step; retrying later");
                 break false;
             }
         }

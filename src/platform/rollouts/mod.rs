@@ -144,7 +144,7 @@ async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<M
             }
         };
         if let Err(error) = call.await {
-            tracing::info!(machine = %id, error = format!("{error:#}"), "cannot notify a host of its update; its next heartbeat delivers it");
+            tracing::info!(machine = %id, error = format!("{error:#}"), "cannot notify a host of its update");
         }
     });
     futures_util::stream::iter(calls).buffer_unordered(MAX_CONCURRENT_CALLS).collect::<Vec<()>>().await;
