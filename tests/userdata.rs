@@ -15,7 +15,7 @@ use svc::machine::event::RestoreMode;
 use svc::machine::state::Status;
 use svc::platform::db::machine_row::{MachineKind, MachineRow};
 use svc::platform::host_settings::{BundleUrl, HostSettings, MAX_EGRESS_NETWORKS};
-use svc::platform::host_store::{SessionGrant, HostCredentials, HostStore};
+use svc::platform::host_store::{HostCredentials, HostStore, SessionGrant};
 use svc::platform::token_rotation::UpgradeToken;
 use svc::platform::tokens::{Generation, TokenMint};
 use svc::platform::userdata;

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::config::Timing;
 use super::context::Platform;
-use super::db::alarms::{self, AlarmRow, AlarmLifetime, RaiseOutcome};
+use super::db::alarms::{self, AlarmLifetime, AlarmRow, RaiseOutcome};
 use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
 use crate::clock::rfc3339_ms;

@@ -38,7 +38,8 @@ pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Va
         .filter(|(_, reported)| *reported > i64::from(sequence))
         .collect();
     let own = configured.ids();
-    let keys: Vec<Value> = listed_keys(&own, &reporting).iter().map(|id| key_entry(id, &own, &reporting)).collect();
+    let keys: Vec<Value> =
+        listed_keys(&own, &reporting).iter().map(|id| key_entry(id, &own, &reporting)).collect();
     json!({
         "keys": keys,
         "notReporting": silent.len(),

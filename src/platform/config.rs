@@ -274,7 +274,9 @@ fn platform_secret(env: &mut Env) -> Option<SecretString> {
     if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
         env.mistake(
             name,
-            format!("must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"),
+            format!(
+                "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
+            ),
         );
         return None;
     }
@@ -393,7 +395,8 @@ mod tests {
 
     #[test]
     fn minimal_configuration_has_documented_defaults() {
-        let config = PlatformConfig::read(Env::from_pairs(complete_env())).map_err(|e| e.to_string()).ok().unwrap();
+        let config =
+            PlatformConfig::read(Env::from_pairs(complete_env())).map_err(|e| e.to_string()).ok().unwrap();
         assert_eq!(config.api.address.to_string(), "127.0.0.1:8080");
         assert_eq!(config.router.address.to_string(), "0.0.0.0:8443");
         assert_eq!(config.provisioning.enabled, Flag::Off);

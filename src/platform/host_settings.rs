@@ -139,8 +139,10 @@ fn egress(env: &mut Env) -> Networks {
         return Networks::default();
     }
     let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
-    let networks: Networks =
-        parsed.into_iter().filter_map(|one| one.map_err(|why| env.mistake(EGRESS_VARIABLE, why)).ok()).collect();
+    let networks: Networks = parsed
+        .into_iter()
+        .filter_map(|one| one.map_err(|why| env.mistake(EGRESS_VARIABLE, why)).ok())
+        .collect();
     for network in networks.unroutable() {
         let why = format!(
             "{network} cannot be a source of connections to hosts: list the platform's outgoing addresses"

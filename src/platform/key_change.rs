@@ -167,7 +167,8 @@ async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;
     // First without the lock, for which process starts wait: the result is negative until all tokens have rotated.
-    let need = need::KeyNeed::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
+    let need =
+        need::KeyNeed::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() {
         return Ok(());
     }

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::config::KeyTiming;
-use super::db::keys::{APP, Acknowledged, UnacknowledgedHosts, PROOF, KeyDistribution};
+use super::db::keys::{APP, Acknowledged, KeyDistribution, PROOF, UnacknowledgedHosts};
 use super::db::{self, Db};
 use super::keys::{self, KeyError, LOCK, Seal, SigningSet};
 use super::router::MAX_SIGNED_LIFE;
@@ -70,7 +70,11 @@ fn next_app_step(distribution: &[KeyDistribution], timing: KeyTiming) -> Rotatio
     if distribution.len() > 1 && newest.age >= timing.overlap + MAX_SIGNED_LIFE {
         return RotationStep::Retirement;
     }
-    if newest.age >= timing.rotate && distribution.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
+    if newest.age >= timing.rotate && distribution.len() < MAX_KEYS {
+        RotationStep::Successor
+    } else {
+        RotationStep::Nothing
+    }
 }
 
 /// For keys that hosts read. `without` is the number of hosts that send heartbeats and lack the newest key.
@@ -84,10 +88,19 @@ fn next_proof_step(distribution: &[KeyDistribution], without: i64, timing: KeyTi
             Some(_) | None => {}
         }
     }
-    if newest.age >= timing.rotate && distribution.len() < MAX_KEYS { RotationStep::Successor } else { RotationStep::Nothing }
+    if newest.age >= timing.rotate && distribution.len() < MAX_KEYS {
+        RotationStep::Successor
+    } else {
+        RotationStep::Nothing
+    }
 }
 
-async fn rotate_if_due(db: &Db, seal: &Seal, timing: KeyTiming, purpose: &'static str) -> Result<(), KeyError> {
+async fn rotate_if_due(
+    db: &Db,
+    seal: &Seal,
+    timing: KeyTiming,
+    purpose: &'static str,
+) -> Result<(), KeyError> {
     let mut session = db.session().await?;
     let seen = db::keys::distribution(&session, purpose).await?;
     if seen.len() < 2 && seen.last().is_none_or(|key| key.age < timing.rotate) {
@@ -180,7 +193,8 @@ mod tests {
     fn silent_host_blocks_no_rotation_and_few_keys_stay() {
         let held_up = [key(3000, None), key(2000, None), key(1000, None)];
         assert_eq!(next_proof_step(&held_up, 1, TIMING), RotationStep::Successor);
-        let full: Vec<KeyDistribution> = (1..=MAX_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
+        let full: Vec<KeyDistribution> =
+            (1..=MAX_KEYS as u64).rev().map(|nth| key(nth * 1000, None)).collect();
         assert_eq!(next_proof_step(&full, 1, TIMING), RotationStep::Nothing);
     }
 }

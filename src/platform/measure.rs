@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
-use super::operations::step::{StepOutcome, StepError};
+use super::operations::step::{StepError, StepOutcome};
 use super::operations::{OperationKind, Step, vocabulary};
 use super::{ended_machines, fleet};
 use crate::http::problem::chain;

@@ -217,7 +217,8 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         }
     }
     tracing::info!("draining");
-    let drained = tokio::time::timeout(DRAIN_TIMEOUT, async { while tasks.join_next().await.is_some() {} }).await;
+    let drained =
+        tokio::time::timeout(DRAIN_TIMEOUT, async { while tasks.join_next().await.is_some() {} }).await;
     if drained.is_err() {
         tracing::warn!("not everything ended in time; the next process resumes the rest");
     }

@@ -24,7 +24,12 @@ impl SharedBudget {
         Self { db, account: hex::encode(&digest[..16]) }
     }
 
-    async fn try_reserve(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Result<BudgetGrant, DbError> {
+    async fn try_reserve(
+        &self,
+        want: u32,
+        back: u32,
+        seen: Option<ObservedBudget>,
+    ) -> Result<BudgetGrant, DbError> {
         let session = self.db.session().await?;
         db::budget::reserve(&session, &self.account, want, back, seen).await
     }

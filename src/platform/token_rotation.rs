@@ -13,7 +13,7 @@ use jiff::{SignedDuration, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
-use super::tokens::{TokenClaim, Generation, Purpose, TokenMint, matches_hash};
+use super::tokens::{Generation, Purpose, TokenClaim, TokenMint, matches_hash};
 use crate::clock::rfc3339_ms;
 use crate::machine::id::MachineId;
 
@@ -73,7 +73,10 @@ impl UpgradeToken {
         if matches_hash(token, &self.hash) {
             return TokenStatus::Current;
         }
-        if self.previous.as_ref().is_some_and(|previous| now < previous.until && matches_hash(token, &previous.hash))
+        if self
+            .previous
+            .as_ref()
+            .is_some_and(|previous| now < previous.until && matches_hash(token, &previous.hash))
         {
             return TokenStatus::Previous;
         }

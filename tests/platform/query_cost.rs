@@ -149,8 +149,11 @@ async fn list_by_handle_reads_the_machines_of_its_user() {
     assert_eq!(found.iter().map(|row| row.handle.as_str()).collect::<Vec<_>>(), ["user-7"]);
     let read = fleet.rows_read("user_machines").await - before;
     assert!(read <= FEW, "{read} rows read");
-    let below =
-        MachineFilter { handle: handle("user-7"), before: Some(MachineId(Uuid::nil())), ..MachineFilter::default() };
+    let below = MachineFilter {
+        handle: handle("user-7"),
+        before: Some(MachineId(Uuid::nil())),
+        ..MachineFilter::default()
+    };
     assert!(machines::list(&fleet.session, &below, 50).await.unwrap().is_empty());
     let unknown = MachineFilter { handle: handle("unknown"), ..MachineFilter::default() };
     assert!(machines::list(&fleet.session, &unknown, 50).await.unwrap().is_empty());

@@ -361,7 +361,10 @@ async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
     stack.eventually("the readable machine fails", failed).await;
     let said = || async {
         let is_named = made[..2].iter().all(|id| {
-            stack.log().lines().any(|line| line.contains("the reconciler skipped an item") && line.contains(id.as_str()))
+            stack
+                .log()
+                .lines()
+                .any(|line| line.contains("the reconciler skipped an item") && line.contains(id.as_str()))
         });
         (is_named && logged(&stack, "a part of the reconciler failed") > 0).then_some(())
     };
@@ -381,7 +384,8 @@ async fn unreadable_preview_does_not_stop_the_reconciler_for_others() {
     let deleted = || async { stack.get(&process, &path).await.body["deletedAt"].is_string().then_some(()) };
     stack.eventually("the readable preview is deleted", deleted).await;
     let said = || async {
-        let names = |line: &str| line.contains("the reconciler skipped an item") && line.contains(&first.machine);
+        let names =
+            |line: &str| line.contains("the reconciler skipped an item") && line.contains(&first.machine);
         stack.log().lines().any(names).then_some(())
     };
     stack.eventually("the other is named", said).await;

@@ -14,7 +14,7 @@ use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, told};
 use crate::http::openapi::{Operation, Parameter, Place, array, nullable, object, text, text_to, time, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
-use crate::platform::db::audit::{self, AuditRow, AuditFilter};
+use crate::platform::db::audit::{self, AuditFilter, AuditRow};
 
 const PAGE: usize = 100;
 const MAX_PAGE: usize = 500;

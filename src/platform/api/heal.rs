@@ -89,8 +89,7 @@ async fn found_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<b
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
     let Some(row) = db::machines::lock(&tx, machine.id).await? else { return Ok(false) };
-    if row.powered_off_at != machine.powered_off_at || db::operations::running(&tx, row.id).await?.is_some()
-    {
+    if row.powered_off_at != machine.powered_off_at || db::operations::running(&tx, row.id).await?.is_some() {
         return Ok(false);
     }
     machine_server::clear_powered_off(&tx, row.id).await?;

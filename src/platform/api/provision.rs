@@ -234,7 +234,8 @@ async fn admissible(
     }
     let existing = db::machines::in_slot(client, &asked.user, &asked.slot).await?;
     if existing.is_none()
-        && let Some(deletion) = db::slot_operations::pending_final_backup(client, &asked.user, &asked.slot).await?
+        && let Some(deletion) =
+            db::slot_operations::pending_final_backup(client, &asked.user, &asked.slot).await?
     {
         return Err(being_deleted(&deletion));
     }

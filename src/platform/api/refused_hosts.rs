@@ -9,7 +9,7 @@ use serde_json::json;
 use crate::platform::alarms::{self, Alarm};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::tokens::{TokenClaim, Purpose};
+use crate::platform::tokens::{Purpose, TokenClaim};
 
 /// Notes a token that was refused, unless the platform made it and it has ended.
 pub async fn note(platform: &Platform, machine: &MachineRow, token: &str, claim: TokenClaim) {

@@ -75,7 +75,10 @@ pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Res
 }
 
 /// The operation that brought a deleted machine back, where its deletion is undone already.
-async fn undone_before(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<FiledOperation>, Problem> {
+async fn undone_before(
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+) -> Result<Option<FiledOperation>, Problem> {
     if !machine.is_active() {
         return Ok(None);
     }

@@ -15,7 +15,11 @@ pub struct StoredResponse {
 
 /// # Errors
 /// [`DbError`].
-pub async fn get(client: &impl GenericClient, actor: &str, key: &str) -> Result<Option<StoredResponse>, DbError> {
+pub async fn get(
+    client: &impl GenericClient,
+    actor: &str,
+    key: &str,
+) -> Result<Option<StoredResponse>, DbError> {
     let sql = "SELECT route, body_hash, status, response FROM idempotency_keys WHERE actor = $1 AND key = $2";
     let found = row(client, sql, &[&actor, &key]).await?;
     Ok(found.map(|row| StoredResponse {

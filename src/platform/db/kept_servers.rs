@@ -72,7 +72,8 @@ const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.
     END) END";
 
 /// A machine that left its slot and may have a server.
-const LEFT_SLOT: &str = "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
+const LEFT_SLOT: &str =
+    "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
 
 /// Machines whose retention has ended and that have no running operation.
 ///

@@ -52,7 +52,11 @@ pub async fn retired(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn list_after(client: &impl GenericClient, kid: &str, limit: i64) -> Result<Vec<StoredKey>, DbError> {
+pub async fn list_after(
+    client: &impl GenericClient,
+    kid: &str,
+    limit: i64,
+) -> Result<Vec<StoredKey>, DbError> {
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE kid > $1 ORDER BY kid LIMIT $2";
@@ -113,7 +117,10 @@ pub struct KeyDistribution {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn distribution(client: &impl GenericClient, purpose: &str) -> Result<Vec<KeyDistribution>, DbError> {
+pub async fn distribution(
+    client: &impl GenericClient,
+    purpose: &str,
+) -> Result<Vec<KeyDistribution>, DbError> {
     let sql = "SELECT kid, extract(epoch FROM clock_timestamp() - created_at)::float8, \
                extract(epoch FROM clock_timestamp() - acknowledged_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";

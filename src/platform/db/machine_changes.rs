@@ -214,7 +214,11 @@ pub async fn set_restore_snapshot(tx: &Transaction<'_>, id: MachineId, key: &str
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn record_final_backup(tx: &Transaction<'_>, id: MachineId, taken_at: Timestamp) -> Result<(), DbError> {
+pub async fn record_final_backup(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    taken_at: Timestamp,
+) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET final_backup_at = $2, unsaved_since = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &taken_at]).await.map(drop)
 }
@@ -223,7 +227,11 @@ pub async fn record_final_backup(tx: &Transaction<'_>, id: MachineId, taken_at: 
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn record_unsaved(tx: &Transaction<'_>, id: MachineId, since: Option<Timestamp>) -> Result<(), DbError> {
+pub async fn record_unsaved(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    since: Option<Timestamp>,
+) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &since]).await.map(drop)
 }

@@ -18,7 +18,9 @@ const MIGRATION_TIMEOUT: Duration = Duration::from_secs(120);
 /// # Errors
 /// When the database cannot be reached within the deadline, or a migration fails; a failed migration is rolled back.
 pub async fn run(config: &Config) -> anyhow::Result<()> {
-    tokio::time::timeout(MIGRATION_TIMEOUT, migrate(config)).await.context("the migrations did not end in time")?
+    tokio::time::timeout(MIGRATION_TIMEOUT, migrate(config))
+        .await
+        .context("the migrations did not end in time")?
 }
 
 /// Number of this binary's newest migration.
@@ -31,7 +33,10 @@ async fn migrate(config: &Config) -> anyhow::Result<()> {
     let mut config = config.clone();
     config.connect_timeout(Duration::from_secs(5)).application_name("svc-platform migrations");
     let (mut client, served) = super::connect(&config).await.context("connect to the database")?;
-    client.execute("SELECT pg_advisory_lock($1)", &[&LOCK_ID]).await.context("wait for the migrations' lock")?;
+    client
+        .execute("SELECT pg_advisory_lock($1)", &[&LOCK_ID])
+        .await
+        .context("wait for the migrations' lock")?;
     // A later release may have migrated further: its changes are additions, which this release can ignore.
     let migrations = embedded::migrations::runner().set_abort_missing(false);
     let report = migrations.run_async(&mut client).await.context("migrate the database")?;

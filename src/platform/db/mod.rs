@@ -152,10 +152,10 @@ impl Db {
     /// # Errors
     /// `Unavailable` when no connection is available in time.
     pub async fn session(&self) -> Result<Object, DbError> {
-        self.pool
-            .get()
-            .await
-            .map_err(|error| DbError::Unavailable { what: "no connection available", source: Some(Box::new(error)) })
+        self.pool.get().await.map_err(|error| DbError::Unavailable {
+            what: "no connection available",
+            source: Some(Box::new(error)),
+        })
     }
 }
 

@@ -59,7 +59,11 @@ pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<Newe
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn has_outcome(client: &impl GenericClient, id: OperationId, outcome: &str) -> Result<bool, DbError> {
+pub async fn has_outcome(
+    client: &impl GenericClient,
+    id: OperationId,
+    outcome: &str,
+) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM operation_log WHERE operation_id = $1 AND outcome = $2 LIMIT 1";
     Ok(row(client, sql, &[&id.0, &outcome]).await?.is_some())
 }

@@ -420,7 +420,10 @@ pub async fn claim(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn count_unsupported(client: &impl GenericClient, known: &SupportedSteps<'_>) -> Result<i64, DbError> {
+pub async fn count_unsupported(
+    client: &impl GenericClient,
+    known: &SupportedSteps<'_>,
+) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
                AND NOT (kind = ANY($1) AND step = ANY($2))";
     Ok(row(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))

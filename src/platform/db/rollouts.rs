@@ -264,7 +264,11 @@ pub async fn end_member(
 
 /// # Errors
 /// [`DbError`].
-pub async fn request_update(tx: &Transaction<'_>, rollout: RolloutId, machine: MachineId) -> Result<(), DbError> {
+pub async fn request_update(
+    tx: &Transaction<'_>,
+    rollout: RolloutId,
+    machine: MachineId,
+) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines r SET state = 'asked', asked_at = clock_timestamp(), update_before = m.last_update \
                FROM user_machines m WHERE r.rollout_id = $1 AND r.machine_id = $2 AND m.machine_id = r.machine_id \
                AND r.state = 'waiting'";
@@ -313,7 +317,10 @@ pub struct DesiredRelease {
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn desired_release(client: &impl GenericClient, machine: MachineId) -> Result<Option<DesiredRelease>, DbError> {
+pub async fn desired_release(
+    client: &impl GenericClient,
+    machine: MachineId,
+) -> Result<Option<DesiredRelease>, DbError> {
     let sql = "SELECT o.image_version, o.request_id FROM rollout_machines r JOIN rollouts o USING (rollout_id) \
                WHERE r.machine_id = $1 AND r.state = 'asked' AND o.state = 'running'";
     let found = row(client, sql, &[&machine.0]).await?;

@@ -64,7 +64,10 @@ async fn check_manifest(
 }
 
 /// The published digest, and the size of the archive.
-async fn find_bundle(bucket: &Bucket, version: &ImageVersion) -> Result<(Option<String>, Option<u64>), StoreError> {
+async fn find_bundle(
+    bucket: &Bucket,
+    version: &ImageVersion,
+) -> Result<(Option<String>, Option<u64>), StoreError> {
     let digest = digest(bucket, version).await?;
     let size = bucket.head(&key::bundle(version, "")).await?.map(|meta| meta.size);
     Ok((digest, size))

@@ -67,7 +67,10 @@ pub fn settings(config: &PlatformConfig) -> Findings {
         |listen: &crate::platform::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
     if is_open(&config.api) {
         findings = findings.warning(
-            format!("the API listens on {} without TLS: the secret is sent in clear text", config.api.address),
+            format!(
+                "the API listens on {} without TLS: the secret is sent in clear text",
+                config.api.address
+            ),
             "PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or loopback behind a proxy with TLS",
         );
     }

@@ -63,7 +63,9 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             }
             (None, None) => findings,
         },
-        Err(error) => findings.warning(format!("parallel writers were not tested: {}", chain(&error)), ADVICE),
+        Err(error) => {
+            findings.warning(format!("parallel writers were not tested: {}", chain(&error)), ADVICE)
+        }
     };
     let listed = bucket.raw().list(Some(&Path::from(PROBES))).try_next().await;
     match listed {
@@ -145,7 +147,9 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
         Some(Ok(session)) => {
             let until = session.expires_at;
             let findings = check_write_once(config, &hosts, session).await;
-            check_outage_session(findings, &hosts).await.or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
+            check_outage_session(findings, &hosts)
+                .await
+                .or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
         }
         Some(Err(error)) => findings.problem(
             chain(&error),

@@ -205,7 +205,11 @@ mod tests {
                 assert!(error.is_refusal() && message.contains(ids(2, None).current.as_str()), "{message}");
             }
         }
-        assert_eq!(check(&bucket, &ids(2, None)).await.unwrap(), NamedKey::Current, "nothing was overwritten");
+        assert_eq!(
+            check(&bucket, &ids(2, None)).await.unwrap(),
+            NamedKey::Current,
+            "nothing was overwritten"
+        );
     }
 
     #[tokio::test]

@@ -187,7 +187,9 @@ pub async fn usage(
     let request = HostRequest { method: Method::GET, path: USAGE, query: query.pairs(), body: None };
     let mut response = check_accepted(send(platform, machine, &request).await)?;
     let mut body = Vec::new();
-    while let Some(piece) = response.chunk().await.map_err(|error| HostCallError::Unreachable(error.into()))? {
+    while let Some(piece) =
+        response.chunk().await.map_err(|error| HostCallError::Unreachable(error.into()))?
+    {
         if body.len() + piece.len() > MAX_USAGE_BYTES {
             return Err(UsageError::TooLarge(MAX_USAGE_BYTES));
         }
@@ -240,7 +242,11 @@ impl HostRequest {
 }
 
 /// Returns the response body. A host that has accepted the request may cut it off.
-async fn call(platform: &Platform, machine: &MachineRow, request: &HostRequest) -> Result<Vec<u8>, HostCallError> {
+async fn call(
+    platform: &Platform,
+    machine: &MachineRow,
+    request: &HostRequest,
+) -> Result<Vec<u8>, HostCallError> {
     let mut response = check_accepted(send(platform, machine, request).await)?;
     let mut body = Vec::new();
     while let Ok(Some(piece)) = response.chunk().await {
@@ -258,7 +264,11 @@ fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Re
     if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
 }
 
-async fn send(platform: &Platform, machine: &MachineRow, request: &HostRequest) -> anyhow::Result<reqwest::Response> {
+async fn send(
+    platform: &Platform,
+    machine: &MachineRow,
+    request: &HostRequest,
+) -> anyhow::Result<reqwest::Response> {
     let address = machine.public_ipv4.context("the machine has no address")?;
     let pin = machine.tls_pin.context("the machine never registered")?;
     let mut url = Url::parse(&format!("https://{address}:{}{}", machine.https_port, request.path))?;

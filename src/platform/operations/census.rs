@@ -15,7 +15,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
-use super::reconcile::{Inventory, Failures};
+use super::reconcile::{Failures, Inventory};
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
@@ -88,7 +88,11 @@ async fn record_late_servers(platform: &Platform, listed: &[Server], began: Time
 }
 
 /// Fails machines whose servers are gone. They are not replaced automatically.
-async fn fail_vanished(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
+async fn fail_vanished(
+    platform: &Platform,
+    listed: &[Server],
+    failures: &mut Failures,
+) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let live = db::servers::expected(&session).await?;
     let present: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
@@ -243,9 +247,14 @@ async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<V
 /// Handles servers that carry this installation's label and belong to no known machine, as after the database was
 /// restored from an older copy: raises an alarm, and deletes those that an operator has released once their grace
 /// period ends. Servers of another platform in the same project are ignored.
-async fn handle_orphans(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
+async fn handle_orphans(
+    platform: &Platform,
+    listed: &[Server],
+    failures: &mut Failures,
+) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
-    let labelled = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
+    let labelled =
+        listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
     let claimed: Vec<(&Server, Option<MachineId>)> =
         labelled.map(|server| (server, machine_of(server))).collect();
     let named: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, StepRecord, StepError};
-use super::{StepPoint, Step};
+use super::step::{StepError, StepOutcome, StepRecord};
+use super::{Step, StepPoint};
 use crate::http::problem::chain;
 use crate::http::proof::ProofKeys;
 use crate::machine::id::MachineId;
@@ -70,7 +70,11 @@ pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, Step
 }
 
 /// After a failed create request: looks up the server and decides whether to retry.
-async fn handle_create_error(held: &HeldOperation<'_>, machine: &MachineRow, error: ProviderError) -> Result<StepOutcome, StepError> {
+async fn handle_create_error(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+    error: ProviderError,
+) -> Result<StepOutcome, StepError> {
     match error.kind() {
         ErrorKind::Ambiguous => {
             tracing::warn!(machine = %machine.id, error = %chain(&error),
@@ -81,7 +85,9 @@ async fn handle_create_error(held: &HeldOperation<'_>, machine: &MachineRow, err
             Some(found) => Ok(adopt(&found)),
             None => Err(StepError::from(error)),
         },
-        ErrorKind::Account if error.is_without_capacity() => continue_in_next_location(held, machine, error).await,
+        ErrorKind::Account if error.is_without_capacity() => {
+            continue_in_next_location(held, machine, error).await
+        }
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
             held.record_create_refused().await?;
             Err(StepError::from(error))
@@ -90,7 +96,11 @@ async fn handle_create_error(held: &HeldOperation<'_>, machine: &MachineRow, err
 }
 
 /// Continues with the next location. After a full round, the locations are retried with a growing pause.
-async fn continue_in_next_location(held: &HeldOperation<'_>, machine: &MachineRow, error: ProviderError) -> Result<StepOutcome, StepError> {
+async fn continue_in_next_location(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+    error: ProviderError,
+) -> Result<StepOutcome, StepError> {
     let from = &machine.location;
     let what =
         format!("location {from} has no capacity for server type {} ({})", machine.server_type, error.code());
@@ -127,7 +137,10 @@ fn record_server(note: &'static str, server: &Server, actions: &[ActionId]) -> S
 ///
 /// # Errors
 /// [`StepError`]; permanent if an action failed, since no host will register.
-pub async fn check_actions(held: &HeldOperation<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
+pub async fn check_actions(
+    held: &HeldOperation<'_>,
+    machine: MachineId,
+) -> Result<Option<Duration>, StepError> {
     let session = held.platform.db.session().await?;
     let actions = machine_server::pending_create_actions(&session, machine).await?;
     drop(session);

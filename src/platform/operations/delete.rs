@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, StepError};
+use super::step::{StepError, StepOutcome};
 use super::{create, later_holder};
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
@@ -35,7 +35,11 @@ pub async fn delete_own_server(held: &HeldOperation<'_>) -> Result<StepOutcome, 
         let note = "the provider has its server after all, and no last backup of it exists: it is kept until an operator discards it";
         return Ok(StepOutcome::Fail { code: "server_found", note });
     }
-    Ok(if delete_server(held, &machine).await? { StepOutcome::done() } else { StepOutcome::wait(POLL_INTERVAL) })
+    Ok(if delete_server(held, &machine).await? {
+        StepOutcome::done()
+    } else {
+        StepOutcome::wait(POLL_INTERVAL)
+    })
 }
 
 /// Whether an operator discarded the server after it was kept because of the store's fence. An earlier order may be

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use super::step::StepError;
-use super::{OperationKind, StepPoint, Step, point};
+use super::{OperationKind, Step, StepPoint, point};
 use crate::failpoint;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{CreationFailure, Event};
@@ -136,14 +136,18 @@ impl HeldOperation<'_> {
             LeasedWrite::CreateSent => db::machine_changes::record_create_sent(&tx, machine).await?,
             LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
             LeasedWrite::PowerOrdered => db::machine_server::record_power_order(&tx, machine).await?,
-            LeasedWrite::PowerOffOrdered(leaving) => db::machine_server::record_power_off_order(&tx, leaving).await?,
+            LeasedWrite::PowerOffOrdered(leaving) => {
+                db::machine_server::record_power_off_order(&tx, leaving).await?
+            }
             LeasedWrite::NextLocation(why) => {
                 db::machine_server::move_to_next_location(&tx, machine).await?;
                 let (id, step) = (self.operation.id, &self.operation.step);
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
             LeasedWrite::PoweredOn => db::machine_server::clear_powered_off(&tx, machine).await?,
-            LeasedWrite::Unrestored(key) => db::machine_changes::record_unrestored(&tx, machine, &key).await?,
+            LeasedWrite::Unrestored(key) => {
+                db::machine_changes::record_unrestored(&tx, machine, &key).await?
+            }
             LeasedWrite::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
             LeasedWrite::Kept(machine) => db::machine_changes::mark_kept(&tx, machine).await?,
             LeasedWrite::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
@@ -158,7 +162,12 @@ impl HeldOperation<'_> {
     }
 
     /// Fails the machine because retries cannot help.
-    pub async fn fail_creation(&self, why: CreationFailure, stage: &str, message: &str) -> Result<(), DbError> {
+    pub async fn fail_creation(
+        &self,
+        why: CreationFailure,
+        stage: &str,
+        message: &str,
+    ) -> Result<(), DbError> {
         let machine = self.operation.machine;
         apply_event(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
     }
@@ -186,8 +195,7 @@ impl HeldOperation<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        let with =
-            EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
+        let with = EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
             // The machine has left its slot: the event no longer applies.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}

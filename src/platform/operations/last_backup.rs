@@ -18,7 +18,7 @@ use uuid::Uuid;
 use super::ask_host::{self, BackupOutcome, BackupProgress, HostCallError};
 use super::held::HeldOperation;
 use super::predecessor::leaving_machine;
-use super::step::{StepOutcome, Question, StepRecord, StepError, fence_of};
+use super::step::{Question, StepError, StepOutcome, StepRecord, fence_of};
 use crate::chain::chain;
 use crate::clock;
 use crate::platform::db::machine_row::MachineRow;
@@ -146,7 +146,8 @@ pub async fn last_backup(held: &HeldOperation<'_>) -> Result<StepOutcome, StepEr
     if progress.trouble.is_some() || options.give_up_backup {
         // An operator has answered: a held-back snapshot may have become the latest.
         if let Ok(report) = host_report(held, &machine).await
-            && let Some(taken_at) = saved_copy::find_final_backup(held, &machine, &progress, &report, now).await
+            && let Some(taken_at) =
+                saved_copy::find_final_backup(held, &machine, &progress, &report, now).await
         {
             return Ok(final_backup_done(&machine, taken_at));
         }
@@ -225,7 +226,11 @@ async fn attempt(
     if !progress.has_stopped && !stop_writers(held, machine, progress, now).await? {
         let is_overdue = progress.is_stop_overdue(held, now);
         let failure = BackupFailure::Failed("its dispatches and apps did not stop in time".to_owned());
-        return Ok(if is_overdue { AttemptOutcome::Failed(failure) } else { AttemptOutcome::Wait(progress.next_poll(now)) });
+        return Ok(if is_overdue {
+            AttemptOutcome::Failed(failure)
+        } else {
+            AttemptOutcome::Wait(progress.next_poll(now))
+        });
     }
     let Some(requested_at) = progress.requested_at else {
         replace_invented_fence(held, machine).await;
@@ -329,7 +334,10 @@ async fn newest_copy(held: &HeldOperation<'_>, machine: &MachineRow) -> NewestCo
     }
 }
 
-async fn newest_reported(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<Timestamp>, DbError> {
+async fn newest_reported(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+) -> Result<Option<Timestamp>, DbError> {
     let session = held.platform.db.session().await?;
     db::machines::newest_backup(&session, &machine.user, &machine.slot).await
 }
@@ -362,7 +370,8 @@ async fn handle_unreachable(
     let silent_for = now.duration_since(since);
     if silent_for < deadline {
         let left = Duration::try_from(deadline - silent_for).unwrap_or_default();
-        return Ok(progress.wait(held, poll_interval(silent_for, MAX_SILENT_POLL_INTERVAL).min(left.max(POLL_INTERVAL))));
+        return Ok(progress
+            .wait(held, poll_interval(silent_for, MAX_SILENT_POLL_INTERVAL).min(left.max(POLL_INTERVAL))));
     }
     if machine.heartbeat_at.is_some_and(|beat| beat > since) {
         let failure = "the host sends heartbeats, and the platform cannot call it".to_owned();
@@ -372,7 +381,12 @@ async fn handle_unreachable(
 }
 
 /// Continues if the operator has accepted the loss, else asks.
-async fn ask_operator(held: &HeldOperation<'_>, machine: &MachineRow, mut progress: LastBackupProgress, failure: BackupFailure) -> StepOutcome {
+async fn ask_operator(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+    mut progress: LastBackupProgress,
+    failure: BackupFailure,
+) -> StepOutcome {
     if held.operation.options.accept_loss {
         return continue_with_loss(held, machine).await;
     }
@@ -411,15 +425,18 @@ mod tests {
     #[test]
     fn poll_intervals_grow_to_limit_with_jitter() {
         let at = |seconds: i64, limit| poll_interval(SignedDuration::from_secs(seconds), limit);
-        for (seconds, limit, most) in
-            [(0, MAX_POLL_INTERVAL, POLL_INTERVAL), (16, MAX_POLL_INTERVAL, Duration::from_secs(2)), (3600, MAX_POLL_INTERVAL, MAX_POLL_INTERVAL)]
-        {
+        for (seconds, limit, most) in [
+            (0, MAX_POLL_INTERVAL, POLL_INTERVAL),
+            (16, MAX_POLL_INTERVAL, Duration::from_secs(2)),
+            (3600, MAX_POLL_INTERVAL, MAX_POLL_INTERVAL),
+        ] {
             for _ in 0..100 {
                 let interval = at(seconds, limit);
                 assert!(interval <= most && interval >= most.mul_f64(0.74), "{seconds} s: {interval:?}");
             }
         }
-        let many: std::collections::BTreeSet<_> = (0..50).map(|_| at(3600, MAX_SILENT_POLL_INTERVAL)).collect();
+        let many: std::collections::BTreeSet<_> =
+            (0..50).map(|_| at(3600, MAX_SILENT_POLL_INTERVAL)).collect();
         assert!(many.len() > 10, "{many:?}");
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, Question, StepError};
+use super::step::{Question, StepError, StepOutcome};
 use super::{OperationKind, Step};
 use crate::http::problem::{Problem, chain};
 use crate::machine::epoch::Epoch;
@@ -387,10 +387,17 @@ mod tests {
                 HolderDecision::Nothing,
                 "known when it was requested"
             );
-            assert_eq!(decide(kind, subject(true, false), holder(other, 6)), HolderDecision::Nothing, "it serves");
+            assert_eq!(
+                decide(kind, subject(true, false), holder(other, 6)),
+                HolderDecision::Nothing,
+                "it serves"
+            );
         }
         let deleted = subject(true, false);
-        assert_eq!(decide(OperationKind::Delete, deleted, holder(own, 6)), HolderDecision::AskWhetherToDelete);
+        assert_eq!(
+            decide(OperationKind::Delete, deleted, holder(own, 6)),
+            HolderDecision::AskWhetherToDelete
+        );
         let confirmed = subject(true, true);
         assert_eq!(decide(OperationKind::Delete, confirmed, holder(own, 6)), HolderDecision::RaiseEpoch);
         assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), HolderDecision::Nothing);
@@ -428,7 +435,8 @@ mod tests {
             let step = Step::Fence;
             assert_eq!(needs_decision(kind, step, of(is_registered), named), expected, "{kind:?} {named:?}");
         }
-        let boots = needs_decision(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
+        let boots =
+            needs_decision(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
         assert!(!boots, "an old host must not stop its successor");
     }
 

@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, StepRecord, StepError};
-use super::{StepPoint, Step, predecessor, reinstate, resize};
+use super::step::{StepError, StepOutcome, StepRecord};
+use super::{Step, StepPoint, predecessor, reinstate, resize};
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::{Server, ServerId, ServerStatus};

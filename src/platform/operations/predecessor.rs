@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, Question, StepRecord, StepError};
+use super::step::{Question, StepError, StepOutcome, StepRecord};
 use super::{OperationKind, delete, resize};
 use crate::http::problem::chain;
 use crate::platform::db;
@@ -154,5 +154,9 @@ pub async fn delete(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> 
         let code = "replace_first_loses_data";
         return Ok(StepOutcome::Ask(Question { code, detail, snapshot: None, facts: held.facts() }));
     }
-    Ok(if delete::delete_server(held, &machine).await? { StepOutcome::done() } else { StepOutcome::wait(POLL_INTERVAL) })
+    Ok(if delete::delete_server(held, &machine).await? {
+        StepOutcome::done()
+    } else {
+        StepOutcome::wait(POLL_INTERVAL)
+    })
 }

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 
 use super::ask_host;
 use super::held::HeldOperation;
-use super::step::{StepOutcome, StepRecord, StepError};
+use super::step::{StepError, StepOutcome, StepRecord};
 use crate::http::problem::chain;
 use crate::machine::event::Event;
 use crate::machine::state::{FailureCause, Status};
@@ -31,7 +31,10 @@ pub async fn switch_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
         return Ok(StepOutcome::End { event: Event::ServerGone, note: "it has no server" });
     };
     let Some(server) = held.platform.provider.get(ServerId(id)).await? else {
-        return Ok(StepOutcome::End { event: Event::ServerGone, note: "the provider no longer has the server" });
+        return Ok(StepOutcome::End {
+            event: Event::ServerGone,
+            note: "the provider no longer has the server",
+        });
     };
     if is_on(held, &server).await? && !may_shut_down_late(held, machine.power_off_ordered_at).await? {
         return Ok(StepOutcome::Done { note: None, record: StepRecord::SwitchedOn { machine: machine.id } });
@@ -40,7 +43,10 @@ pub async fn switch_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepErro
 }
 
 /// Whether the host may still obey a recent shutdown request. A shutdown may take a bounded time.
-async fn may_shut_down_late(held: &HeldOperation<'_>, ordered_at: Option<Timestamp>) -> Result<bool, StepError> {
+async fn may_shut_down_late(
+    held: &HeldOperation<'_>,
+    ordered_at: Option<Timestamp>,
+) -> Result<bool, StepError> {
     let Some(ordered_at) = ordered_at else { return Ok(false) };
     let since = held.now().await?.duration_since(ordered_at).unsigned_abs();
     Ok(since < held.platform.config.timing.resize_shutdown)

@@ -9,8 +9,8 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::held::HeldOperation;
-use super::step::{StepOutcome, StepError};
-use super::{StepPoint, Step};
+use super::step::{StepError, StepOutcome};
+use super::{Step, StepPoint};
 use crate::http::problem::chain;
 use crate::machine::event::Event;
 use crate::platform::db::machine_row::MachineRow;
@@ -155,7 +155,10 @@ pub async fn await_health(held: &HeldOperation<'_>) -> Result<StepOutcome, StepE
         StepOutcome::End { event: Event::ResizeReverted, note: "the host is back on its old type" }
     } else {
         // Its next healthy heartbeat makes it run with the current type.
-        StepOutcome::End { event: Event::ResizeFailed, note: "the server has neither the old nor the new type" }
+        StepOutcome::End {
+            event: Event::ResizeFailed,
+            note: "the server has neither the old nor the new type",
+        }
     })
 }
 
@@ -170,7 +173,11 @@ pub enum RetryDecision {
 
 /// # Errors
 /// [`StepError`] if the database cannot report the step's age.
-pub async fn decide_retry(held: &HeldOperation<'_>, step: Step, error: Option<&StepError>) -> Result<RetryDecision, StepError> {
+pub async fn decide_retry(
+    held: &HeldOperation<'_>,
+    step: Step,
+    error: Option<&StepError>,
+) -> Result<RetryDecision, StepError> {
     let timing = &held.platform.config.timing;
     if matches!(step, Step::PowerOn | Step::AwaitHealth) {
         let is_late = held.step_age().await? >= timing.resize_health;

@@ -12,9 +12,9 @@ use uuid::Uuid;
 pub use super::drive::run;
 use super::held::HeldOperation;
 use super::resize::{self, RetryDecision};
-use super::step::{self, StepOutcome, Question, StepRecord, StepError};
+use super::step::{self, Question, StepError, StepOutcome, StepRecord};
 use super::step_failure::creation_failure;
-use super::{OperationKind, StepPoint, Step};
+use super::{OperationKind, Step, StepPoint};
 use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
 use crate::http::request_id;
@@ -86,10 +86,12 @@ pub async fn one_step(
         Err(error) if step == Step::PowerOn && account_error(&error).is_some() => {
             retry(&held, step, &error).await.map(|()| None)
         }
-        Err(error) if kind == OperationKind::Resize => match resolve_failed_resize(&held, step, Some(&error)).await? {
-            Some(end) => Ok(end),
-            None => retry(&held, step, &error).await.map(|()| None),
-        },
+        Err(error) if kind == OperationKind::Resize => {
+            match resolve_failed_resize(&held, step, Some(&error)).await? {
+                Some(end) => Ok(end),
+                None => retry(&held, step, &error).await.map(|()| None),
+            }
+        }
         Err(StepError::Permanent { what, source }) if creates_machine(kind) => {
             tracing::error!(operation = %operation.id, step = step.as_str(), %what,
                 error = %chain(source.as_ref()), "an operation failed");
@@ -182,12 +184,16 @@ async fn retry(held: &HeldOperation<'_>, step: Step, error: &StepError) -> Resul
     if let Some(cause) = account_error(error) {
         alarms::inform_of_provider(held.platform, cause).await;
         let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
-        let why = format!("{error}; it is tried again within {} s", max_backoff(attempts).as_secs_f64().ceil());
+        let why =
+            format!("{error}; it is tried again within {} s", max_backoff(attempts).as_secs_f64().ceil());
         // The operation has no deadline in this state.
         return wait_for(held, to, db::operations::WAITS_FOR_ACCOUNT, &why).await;
     }
     // A step may take long: one late failure is no reason to give up.
-    if creates_machine(held.kind) && attempts >= MIN_CONSECUTIVE_FAILURES && held.step_age().await? > CREATION_TIMEOUT {
+    if creates_machine(held.kind)
+        && attempts >= MIN_CONSECUTIVE_FAILURES
+        && held.step_age().await? > CREATION_TIMEOUT
+    {
         let message = format!("retries exhausted after 1 h: {error}");
         held.fail_creation(error.creation_failure(), step.as_str(), &message).await?;
         return Ok(());
@@ -249,12 +255,21 @@ struct NextStep<'a> {
 
 type LogLine<'a> = Option<(&'a str, Option<&'a str>)>;
 
-async fn store_waiting(held: &HeldOperation<'_>, to: NextStep<'_>, line: LogLine<'_>) -> Result<(), StepError> {
+async fn store_waiting(
+    held: &HeldOperation<'_>,
+    to: NextStep<'_>,
+    line: LogLine<'_>,
+) -> Result<(), StepError> {
     store(held, to, None, line, StepRecord::Nothing).await
 }
 
 /// [`store_waiting`] with an error code that shows what the operation waits for.
-async fn wait_for(held: &HeldOperation<'_>, to: NextStep<'_>, code: &str, why: &str) -> Result<(), StepError> {
+async fn wait_for(
+    held: &HeldOperation<'_>,
+    to: NextStep<'_>,
+    code: &str,
+    why: &str,
+) -> Result<(), StepError> {
     let options = AdvanceOptions { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
     write(held, to, options, StepRecord::Nothing).await
 }
@@ -309,7 +324,11 @@ async fn write(
 }
 
 /// Lock order everywhere: machines before their operations.
-async fn lock_machine_of(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: &StepRecord) -> Result<(), DbError> {
+async fn lock_machine_of(
+    held: &HeldOperation<'_>,
+    tx: &Transaction<'_>,
+    record: &StepRecord,
+) -> Result<(), DbError> {
     let machine = match record {
         StepRecord::Nothing => return Ok(()),
         StepRecord::CreateAccepted { .. } => held.operation.machine,
@@ -324,7 +343,11 @@ async fn lock_machine_of(held: &HeldOperation<'_>, tx: &Transaction<'_>, record:
     db::machines::lock(tx, machine).await.map(drop)
 }
 
-async fn write_record(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: StepRecord) -> Result<(), DbError> {
+async fn write_record(
+    held: &HeldOperation<'_>,
+    tx: &Transaction<'_>,
+    record: StepRecord,
+) -> Result<(), DbError> {
     match record {
         StepRecord::Nothing => Ok(()),
         StepRecord::CreateAccepted { server, address, actions } => {
@@ -332,7 +355,9 @@ async fn write_record(held: &HeldOperation<'_>, tx: &Transaction<'_>, record: St
             machine_changes::record_server(tx, machine, server, address, ttl).await?;
             machine_server::record_create_actions(tx, machine, &actions).await
         }
-        StepRecord::Saved { machine, taken_at } => machine_changes::record_final_backup(tx, machine, taken_at).await,
+        StepRecord::Saved { machine, taken_at } => {
+            machine_changes::record_final_backup(tx, machine, taken_at).await
+        }
         StepRecord::Unsaved { machine, since } => machine_changes::record_unsaved(tx, machine, since).await,
         StepRecord::LossAccepted { machine, since } => {
             machine_changes::record_unsaved(tx, machine, None).await?;
@@ -363,7 +388,12 @@ async fn audit_loss(
     db::audit::write(tx, &entry).await
 }
 
-async fn end_operation(held: &HeldOperation<'_>, step: Step, note: Option<&str>, record: StepRecord) -> Result<(), StepError> {
+async fn end_operation(
+    held: &HeldOperation<'_>,
+    step: Step,
+    note: Option<&str>,
+    record: StepRecord,
+) -> Result<(), StepError> {
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;

@@ -172,7 +172,9 @@ impl From<ProviderError> for StepError {
     fn from(error: ProviderError) -> Self {
         match error.kind() {
             ErrorKind::Refused => Self::permanent("the provider refused", error),
-            ErrorKind::Account => Self::transient("the provider's account does not allow the call now", error),
+            ErrorKind::Account => {
+                Self::transient("the provider's account does not allow the call now", error)
+            }
             ErrorKind::NotFound | ErrorKind::Conflict | ErrorKind::Transient | ErrorKind::Ambiguous => {
                 Self::transient("the provider's call failed", error)
             }

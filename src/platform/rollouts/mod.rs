@@ -13,9 +13,9 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use serde_json::json;
 
-use self::plan::{Effect, RolloutPace, MemberState};
+use self::plan::{Effect, MemberState, RolloutPace};
 use super::context::Platform;
-use super::db::rollouts::{self, UpdateTimeouts, RolloutRow, RolloutState};
+use super::db::rollouts::{self, RolloutRow, RolloutState, UpdateTimeouts};
 use super::db::{self, audit};
 use super::operations::ask_host;
 use crate::failpoint;
@@ -66,7 +66,8 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     let silence = platform.config.timing.rollout_silence;
     let timeouts = UpdateTimeouts { silence, total: silence.saturating_mul(MAX_SILENCE_FACTOR) };
     let members = rollouts::members(&tx, &rollout, timeouts).await?;
-    let pace = if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
+    let pace =
+        if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
     let max_failures = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
     let effects = plan::next(pace, max_failures, &members);
     let has_effects = !effects.is_empty();
@@ -104,7 +105,10 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     if !unnotified.is_empty() {
         // Slow hosts do not delay the rollout.
         let (platform, id) = (Arc::clone(platform), request_id::current());
-        tokio::spawn(request_id::under(id, async move { notify_hosts(&platform, &rollout, unnotified).await }));
+        tokio::spawn(request_id::under(
+            id,
+            async move { notify_hosts(&platform, &rollout, unnotified).await },
+        ));
     }
     Ok(())
 }

@@ -99,12 +99,14 @@ pub fn next(pace: RolloutPace, max_failures: usize, members: &[Member]) -> Vec<E
     if states.iter().any(|(_, state)| *state == MemberState::Requested) {
         return effects;
     }
-    let next = states.iter().filter(|(_, state)| *state == MemberState::Waiting).map(|(batch, _)| *batch).min();
+    let next =
+        states.iter().filter(|(_, state)| *state == MemberState::Waiting).map(|(batch, _)| *batch).min();
     let Some(next) = next else {
         effects.push(Effect::Succeed);
         return effects;
     };
-    for member in members.iter().filter(|member| member.batch == next && member.state == MemberState::Waiting) {
+    for member in members.iter().filter(|member| member.batch == next && member.state == MemberState::Waiting)
+    {
         let machine = member.machine;
         effects.push(if !member.is_running {
             let error = Some("it is not running".to_owned());
@@ -128,7 +130,9 @@ fn end_of_update(member: &Member) -> Option<(MemberState, Option<String>)> {
     if member.is_updated {
         return Some((MemberState::Updated, None));
     }
-    member.is_overdue.then(|| (MemberState::Failed, Some("its host did not report the update in time".to_owned())))
+    member
+        .is_overdue
+        .then(|| (MemberState::Failed, Some("its host did not report the update in time".to_owned())))
 }
 
 /// The batch of each machine, in order: the canary, then batches.

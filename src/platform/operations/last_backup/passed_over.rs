@@ -12,7 +12,7 @@ use crate::clock::rfc3339_ms;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::operations::OperationKind;
 use crate::platform::operations::held::HeldOperation;
-use crate::platform::operations::step::{StepOutcome, Question, StepRecord, StepError};
+use crate::platform::operations::step::{Question, StepError, StepOutcome, StepRecord};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 use crate::store::{StoreError, newer_snapshot, pointer_io};
@@ -118,7 +118,13 @@ fn question(
     )
 }
 
-fn skip_backup(held: &HeldOperation<'_>, machine: &MachineRow, reason: SkipReason, saved: &NewestCopy, more: &str) -> StepOutcome {
+fn skip_backup(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+    reason: SkipReason,
+    saved: &NewestCopy,
+    more: &str,
+) -> StepOutcome {
     let (id, since, why) = (machine.id, saved.until(), reason.note());
     let accepts = held.operation.options.accept_loss;
     let (note, record) = match reason {
@@ -141,7 +147,10 @@ fn skip_backup(held: &HeldOperation<'_>, machine: &MachineRow, reason: SkipReaso
 /// Finds a complete snapshot that is newer than the latest one: of this machine or, if it has made none, an earlier
 /// machine's that was not restored to it. An unreadable pointer is left to the next step, and a deletion restores
 /// nothing.
-async fn find_newer_snapshot(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<Option<SideRecord>, StepError> {
+async fn find_newer_snapshot(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+) -> Result<Option<SideRecord>, StepError> {
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let search = async {
         let pointer = pointer_io::read(bucket, &slot).await?;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::saved_copy::SnapshotWindow;
-use super::{AttemptOutcome, MAX_POLL_INTERVAL, MAX_REQUESTS, BackupFailure, poll_interval, signed_duration};
+use super::{AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, poll_interval, signed_duration};
 use crate::clock;
 use crate::platform::operations::ask_host::BackupProgress;
 use crate::platform::operations::held::HeldOperation;

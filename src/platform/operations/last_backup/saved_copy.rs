@@ -100,8 +100,11 @@ mod tests {
     }
 
     fn success(key: Option<&str>) -> HostReport {
-        let last =
-            BackupOutcome { status: "success".to_owned(), key: key.map(str::to_owned), ..BackupOutcome::default() };
+        let last = BackupOutcome {
+            status: "success".to_owned(),
+            key: key.map(str::to_owned),
+            ..BackupOutcome::default()
+        };
         HostReport::Backups(BackupProgress { last: Some(last), ..BackupProgress::default() })
     }
 
