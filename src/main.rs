@@ -70,7 +70,8 @@ const LOCAL: Local = Local {
     host: || Box::pin(host::doctor::examine()),
     platform: |env_file| {
         Box::pin(async move {
-            let platform::doctor::Examined { findings, operator } = platform::doctor::examine(env_file).await;
+            let platform::doctor::DoctorReport { findings, operator } =
+                platform::doctor::examine(env_file).await;
             Examined { findings, operator }
         })
     },

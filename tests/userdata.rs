@@ -13,9 +13,9 @@ use svc::http::proof::ProofKeys;
 use svc::machine::epoch::Epoch;
 use svc::machine::event::RestoreMode;
 use svc::machine::state::Status;
-use svc::platform::db::machine_row::{Kind, MachineRow};
+use svc::platform::db::machine_row::{MachineKind, MachineRow};
 use svc::platform::host_settings::{BundleUrl, HostSettings, MAX_EGRESS_NETWORKS};
-use svc::platform::host_store::{Grant, HostCredentials, HostStore};
+use svc::platform::host_store::{HostCredentials, HostStore, SessionGrant};
 use svc::platform::token_rotation::UpgradeToken;
 use svc::platform::tokens::{Generation, TokenMint};
 use svc::platform::userdata;
@@ -116,7 +116,7 @@ impl Parts {
         let store = HostStore::new(&store, &HostCredentials::Static)?;
         let store = store.reached_by_hosts_at(hosts.store_endpoint.as_ref());
         let machine = self.machine()?;
-        let access = store.access(&machine, Grant::Working).await?;
+        let access = store.access(&machine, SessionGrant::Working).await?;
         let keys = vec![json!({"kid": "k".repeat(36), "x": "x".repeat(43)}); self.proof_keys];
         let keys: ProofKeys = serde_json::from_value(json!({"keys": keys}))?;
         let mint = TokenMint::new(&SecretSlice::from(vec![7_u8; 32]));
@@ -129,7 +129,7 @@ impl Parts {
             user: self.user.parse()?,
             slot: self.slot.parse()?,
             handle: self.handle.parse()?,
-            kind: Kind::Customer,
+            kind: MachineKind::Customer,
             status: Status::Provisioning,
             failure: None,
             epoch: Epoch::NONE.next(),
@@ -209,7 +209,7 @@ fn file<'a>(document: &'a Value, path: &str) -> &'a Value {
 async fn the_longest_values_fit() {
     let text = Parts::longest().render().await;
     println!("{} bytes, usually {}", text.len(), Parts::usual().render().await.len());
-    assert!(text.len() < userdata::LARGEST, "{}", text.len());
+    assert!(text.len() < userdata::MAX_BYTES, "{}", text.len());
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
-//! What is wrong with the fleet or the provider as a whole, rather than with one machine: one item each, in `fleet`.
+//! Alarms: problems of the fleet or the provider as a whole, rather than of one machine; one item each, in `fleet`.
 //!
-//! An alarm of the fuses holds work back until its cause is gone or an operator releases it; the others inform. A release
-//! of `servers_missing` holds for a time, one of `unknown_servers` for the servers that are known at that moment.
+//! A fuse alarm blocks work until its cause is gone or an operator releases it; the others only inform. A release of
+//! `servers_missing` lasts for a time, one of `unknown_servers` applies to the servers known at that moment.
 
 use std::time::Duration;
 
@@ -11,36 +11,36 @@ use serde_json::{Value, json};
 
 use super::config::Timing;
 use super::context::Platform;
-use super::db::alarms::{self, AlarmRow, Lasting, Raised};
+use super::db::alarms::{self, AlarmLifetime, AlarmRow, RaiseOutcome};
 use super::db::unknown_servers::UnknownServers;
 use super::db::{self, DbError};
 use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
 use crate::provider::{ErrorKind, ProviderError};
 
-/// How long a released fuse lets work through. Unknown servers are released one by one instead.
-pub const RELEASED_FOR: Duration = Duration::from_secs(3600);
-/// Longer than the longest pause between two attempts that raise it again.
-const INFORMED_FOR: Duration = Duration::from_secs(300);
-/// How long an event is shown that nothing repeats.
-const EVENT_SHOWN_FOR: Duration = Duration::from_secs(86_400);
+/// How long a released fuse allows work. Unknown servers are released individually instead.
+pub const RELEASE_TTL: Duration = Duration::from_secs(3600);
+/// Longer than the longest interval between attempts that raise it again.
+const INFO_TTL: Duration = Duration::from_secs(300);
+/// How long a single event is shown.
+const EVENT_TTL: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Alarm {
-    /// The provider does not show many servers of live machines: none of them fails.
+    /// The provider does not list many servers of live machines: none of the machines fails.
     ServersMissing,
-    /// The provider shows servers of this installation that no row knows: none is deleted before it is released.
+    /// The provider lists servers of this installation that have no row: none is deleted before its release.
     UnknownServers,
     ProviderUnauthorized,
     ProviderLimit,
     ProviderCapacity,
     /// Operations of a newer release wait for it.
     UnknownOperations,
-    /// The store knows of a later holder of a slot than the database.
+    /// The store knows a later holder of a slot than the database.
     DatabaseBehindStore,
-    /// A slot's fence is signed, and no platform key in force verifies it.
+    /// A slot's fence is signed, but no current platform key verifies it.
     UnverifiedFence,
-    /// Hosts send tokens that no platform key in force has made.
+    /// Hosts send tokens that no current platform key made.
     HostTokensRefused,
 }
 
@@ -71,65 +71,65 @@ impl Alarm {
         }
     }
 
-    /// How long it stands when nothing raises it again.
-    fn lasts(self) -> Duration {
+    /// Lifetime of the alarm unless it is raised again.
+    fn ttl(self) -> Duration {
         match self {
-            Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_SHOWN_FOR,
-            _ => INFORMED_FOR,
+            Self::DatabaseBehindStore | Self::UnverifiedFence => EVENT_TTL,
+            _ => INFO_TTL,
         }
     }
 
-    /// Whether it holds work back that an operator can let through.
+    /// Whether it blocks work until an operator releases it.
     pub fn is_fuse(self) -> bool {
         matches!(self, Self::ServersMissing | Self::UnknownServers)
     }
 
-    /// How an alarm that holds nothing back ends.
+    /// How an alarm that blocks nothing ends.
     pub fn end(self) -> &'static str {
         match self {
             Self::DatabaseBehindStore | Self::UnverifiedFence => "a day after it was last raised",
-            _ => "by itself a few minutes after its cause is gone",
+            _ => "automatically, a few minutes after its cause is gone",
         }
     }
 
-    /// What a person does about it.
+    /// What an operator should do.
     pub fn advice(self) -> &'static str {
         match self {
             Self::ServersMissing => {
-                "check project and token at the provider; the alarm ends when the servers are shown again. Where they \
-                 are lost indeed: `svcctl alarm release servers_missing` lets their machines fail for an hour"
+                "check project and token at the provider; the alarm ends when the servers are listed again. If they are \
+                 really lost: `svcctl alarm release servers_missing` lets their machines fail for an hour"
             }
             Self::UnknownServers => {
-                "was the platform's database restored from an older copy? Then find out whose these servers are. Until they \
-                 are released, none of them is deleted, nor any that was kept. `svcctl alarm release unknown_servers` lets \
-                 those be deleted that are known now, with their disks, each ORPHAN_GRACE_SECONDS after it was first seen"
+                "if the platform's database was restored from an older copy, find out whose these servers are. Until they \
+                 are released, neither they nor any kept servers are deleted. `svcctl alarm release unknown_servers` deletes \
+                 the servers listed now, with their disks, each ORPHAN_GRACE_SECONDS after it was first seen"
             }
             Self::ProviderUnauthorized => {
                 "the provider does not accept PROVIDER_API_TOKEN: set a valid one with write access; operations resume"
             }
             Self::ProviderLimit => {
-                "raise the project's limit at the provider, or delete what is not needed; operations resume"
+                "raise the project's limit at the provider, or delete unused resources; operations resume"
             }
             Self::ProviderCapacity => {
                 "the provider has no capacity for this type in this location; operations are retried until it has"
             }
-            Self::UnknownOperations => "run a release that knows them on at least one platform process",
+            Self::UnknownOperations => "run a release that supports them on at least one platform process",
             Self::DatabaseBehindStore => {
-                "the platform's database was restored from an older copy: outdated recoveries and deletions stop by themselves, \
-                 and docs/operating/recovery.md says under \"The platform's database was restored from an older copy\" what to check"
+                "the platform's database was restored from an older copy: outdated recoveries and deletions stop automatically. \
+                 See \"The platform's database was restored from an older copy\" in docs/operating/recovery.md"
             }
             Self::UnverifiedFence => {
-                "is PLATFORM_KEY the key of now, or was an older one restored with the database? `svcctl doctor platform` \
-                 compares it with the store. Where it is right, the hosts of these slots made the signatures up"
+                "check whether PLATFORM_KEY is the current key, or an older one restored with the database: `svcctl doctor \
+                 platform` compares it with the store. If it is right, the hosts of these slots forged the signatures"
             }
             Self::HostTokensRefused => {
-                "these hosts live, and send tokens that PLATFORM_KEY has not made: recover none of them before \
-                 `svcctl doctor platform` says that the platform's keys are those of now. Where they are, the token was made up"
+                "these hosts send tokens that PLATFORM_KEY did not make: recover none of them before `svcctl doctor \
+                 platform` confirms that the platform's keys are current. If they are, the tokens are forged"
             }
         }
     }
 
-    /// The alarm for a failure that is the account's or the provider's, not the machine's.
+    /// The alarm for a failure of the account or the provider rather than a machine.
     pub fn of_provider(error: &ProviderError) -> Option<Self> {
         if error.kind() != ErrorKind::Account {
             return None;
@@ -146,15 +146,15 @@ impl std::str::FromStr for Alarm {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL.into_iter().find(|alarm| alarm.as_str() == text).ok_or("is no alarm")
+        Self::ALL.into_iter().find(|alarm| alarm.as_str() == text).ok_or("is not an alarm")
     }
 }
 
-/// Raises an alarm that ends by itself when nothing raises it again. A failure costs the alarm alone.
+/// Raises an alarm that expires unless it is raised again. If that fails, only the alarm is lost.
 pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
     let raised = async {
         let session = platform.db.session().await?;
-        let lasting = Lasting::For(alarm.lasts());
+        let lasting = AlarmLifetime::For(alarm.ttl());
         match alarm {
             Alarm::DatabaseBehindStore | Alarm::UnverifiedFence | Alarm::HostTokensRefused => {
                 alarms::raise_case(&session, alarm.as_str(), detail, lasting).await
@@ -167,31 +167,31 @@ pub async fn inform(platform: &Platform, alarm: Alarm, detail: &Value) {
             tracing::error!(alarm = alarm.as_str(), %detail, next = alarm.advice(), "alarm raised");
         }
         Ok(_) => {}
-        Err(error) => tracing::warn!(alarm = alarm.as_str(), error = %chain(&error), "alarm not stored"),
+        Err(error) => tracing::warn!(alarm = alarm.as_str(), error = %chain(&error), "cannot store an alarm"),
     }
 }
 
-/// Raises the alarm of a provider error, where it is the account's.
-pub async fn inform_of(platform: &Platform, error: &ProviderError) {
+/// Raises the alarm for a provider error, if it is the account's.
+pub async fn inform_of_provider(platform: &Platform, error: &ProviderError) {
     if let Some(alarm) = Alarm::of_provider(error) {
         inform(platform, alarm, &json!({})).await;
     }
 }
 
-/// What a fuse lets through.
+/// Whether a fuse allows work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fuse {
     Closed,
-    /// Nothing, until the cause is gone or an operator releases it.
+    /// It blocks work until the cause is gone or an operator releases it.
     Tripped,
 }
 
-/// Counts what a pass would destroy. Once tripped, a fuse stays so while anything is left to destroy: a list that fills
-/// slowly, or a person who settles the cases one by one, must not let the last few through.
+/// Counts what a pass would destroy. A tripped fuse stays tripped while anything remains to destroy: neither a slowly
+/// growing list nor a person who settles the cases one by one may let the last few through.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn fuse(
+pub async fn check_fuse(
     client: &impl GenericClient,
     alarm: Alarm,
     left: usize,
@@ -209,7 +209,7 @@ pub async fn fuse(
     Ok(if row.is_released { Fuse::Closed } else { Fuse::Tripped })
 }
 
-/// Keeps an alarm raised while anything is left of its cause.
+/// Keeps an alarm raised while its cause remains.
 ///
 /// # Errors
 /// [`DbError`].
@@ -225,15 +225,15 @@ pub async fn raise_while(
     raise(client, alarm, detail).await.map(drop)
 }
 
-async fn raise(client: &impl GenericClient, alarm: Alarm, detail: &Value) -> Result<Raised, DbError> {
-    let row = alarms::raise(client, alarm.as_str(), detail, Lasting::UntilCleared).await?;
+async fn raise(client: &impl GenericClient, alarm: Alarm, detail: &Value) -> Result<RaiseOutcome, DbError> {
+    let row = alarms::raise(client, alarm.as_str(), detail, AlarmLifetime::UntilCleared).await?;
     if row.is_new {
         tracing::error!(alarm = alarm.as_str(), %detail, next = alarm.advice(), "alarm raised");
     }
     Ok(row)
 }
 
-/// Lets through what an alarm holds back; `None` where it does not stand.
+/// Releases an alarm; `None` if it is not active.
 ///
 /// # Errors
 /// [`DbError`].
@@ -241,7 +241,7 @@ pub async fn release(client: &impl GenericClient, alarm: Alarm) -> Result<Option
     if alarm == Alarm::UnknownServers {
         db::unknown_servers::release(client).await?;
     }
-    alarms::release(client, alarm.as_str(), RELEASED_FOR).await
+    alarms::release(client, alarm.as_str(), RELEASE_TTL).await
 }
 
 /// How many machines may be lost at once before the fuse trips.
@@ -250,7 +250,7 @@ pub fn limit(live: usize) -> usize {
     (live / 50).max(MIN)
 }
 
-/// As the fleet shows it.
+/// The alarm as the fleet view shows it.
 pub fn record(row: &AlarmRow, unknown: &UnknownServers) -> Value {
     let known: Option<Alarm> = row.alarm.parse().ok();
     let released_until = match known {
@@ -263,17 +263,17 @@ pub fn record(row: &AlarmRow, unknown: &UnknownServers) -> Value {
         "seenAt": rfc3339_ms(row.seen_at),
         "detail": row.detail,
         "releasedUntil": released_until.map(rfc3339_ms),
-        "next": known.map_or_else(|| "an alarm of a newer release".to_owned(), |alarm| next(alarm, released_until, unknown)),
+        "next": known.map_or_else(|| "an alarm of a newer release".to_owned(), |alarm| next_step(alarm, released_until, unknown)),
     })
 }
 
-/// What a person does about an alarm as it stands, or what its release does now.
-fn next(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
+/// What an operator should do about an alarm now, or what its release has allowed.
+fn next_step(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServers) -> String {
     let until = |at: Timestamp| format!("{at:.0}");
     match (alarm, released_until) {
         (Alarm::UnknownServers, Some(last)) => format!(
             "released: each of these servers is deleted, with its disk, ORPHAN_GRACE_SECONDS after it was first seen, the \
-             last at {}. A server that appears later is held back until it is released, too",
+             last at {}. A server that appears later is held until it is released, too",
             until(last)
         ),
         (Alarm::UnknownServers, None) => match unknown.last_deletion {
@@ -286,7 +286,7 @@ fn next(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServer
             None => alarm.advice().to_owned(),
         },
         (Alarm::ServersMissing, Some(end)) => format!(
-            "released: machines whose servers the provider does not show fail until {}; after that, they are held back \
+            "released: machines whose servers the provider does not list fail until {}; after that, the alarm holds them \
              again",
             until(end)
         ),
@@ -294,7 +294,7 @@ fn next(alarm: Alarm, released_until: Option<Timestamp>, unknown: &UnknownServer
     }
 }
 
-/// The alarms that stand, the oldest first.
+/// Active alarms, oldest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn names_read_back_and_each_alarm_has_advice() {
+    fn names_round_trip_and_each_alarm_has_advice() {
         for alarm in Alarm::ALL {
             assert_eq!(alarm.as_str().parse(), Ok(alarm));
             let names_release = alarm.advice().contains(&format!("svcctl alarm release {}", alarm.as_str()));

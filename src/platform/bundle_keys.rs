@@ -1,6 +1,6 @@
-//! Which hosts trust which keys of releases, pure: what an operator needs to know before a key is dropped.
+//! Reports which hosts trust which release keys, pure: an operator needs this before a key is dropped.
 //!
-//! Reads no clock and no database: it is given the fleet's rows and the platform's own keys.
+//! Reads no clock and no database: its input is the fleet's rows and the platform's own keys.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,17 +9,18 @@ use serde_json::{Value, json};
 use super::db::fleet::FleetRow;
 use crate::store::bundle::{MAX_KEYS, TrustedKeys};
 
-/// Machines that are listed by handle for each key; the total says how many there are.
+/// Maximum handles listed per key; the total counts all machines.
 const MAX_HANDLES: usize = 20;
-/// Keys that are listed: the platform's, and those that most hosts trust of the others.
+/// Maximum keys listed: the platform's, and the most widely trusted others.
 const MAX_LISTED_KEYS: usize = 2 * MAX_KEYS;
 
-/// `bundleKeys` of `GET /vps/fleet`: for each key who trusts it and who does not, and whose host has not reported.
+/// `bundleKeys` of `GET /vps/fleet`: the hosts that trust each key, those that do not, and those that have not
+/// reported.
 ///
-/// `sequence` is `BUNDLE_KEYS_SEQUENCE`: a host with a later set shows that it was forgotten when a release raised it, and new
-/// hosts begin with the set before.
+/// `sequence` is `BUNDLE_KEYS_SEQUENCE`: a host with a later set shows that the variable was not raised with a
+/// release, so that new hosts start with an earlier set.
 pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Value {
-    // One that boots has the keys of its user-data, and reports them when it runs.
+    // A booting machine has the keys of its user-data, and reports them once it runs.
     let booted: Vec<&FleetRow> =
         rows.iter().filter(|row| !matches!(row.status.as_str(), "provisioning" | "recovering")).collect();
     let reporting: Vec<(&str, BTreeSet<&str>)> = booted
@@ -37,7 +38,8 @@ pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Va
         .filter(|(_, reported)| *reported > i64::from(sequence))
         .collect();
     let own = configured.ids();
-    let keys: Vec<Value> = listed(&own, &reporting).iter().map(|id| entry(id, &own, &reporting)).collect();
+    let keys: Vec<Value> =
+        listed_keys(&own, &reporting).iter().map(|id| key_entry(id, &own, &reporting)).collect();
     json!({
         "keys": keys,
         "notReporting": silent.len(),
@@ -49,13 +51,13 @@ pub fn summary(rows: &[FleetRow], configured: &TrustedKeys, sequence: u32) -> Va
     })
 }
 
-/// The keys whose entries are made, at most [`MAX_LISTED_KEYS`]: an entry reads every row.
-fn listed<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
-    own.iter().map(String::as_str).chain(others(own, reporting)).take(MAX_LISTED_KEYS).collect()
+/// The keys with an entry, at most [`MAX_LISTED_KEYS`]: each entry reads every row.
+fn listed_keys<'a>(own: &'a [String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
+    own.iter().map(String::as_str).chain(other_keys(own, reporting)).take(MAX_LISTED_KEYS).collect()
 }
 
-/// Keys that hosts trust and the platform does not, the most widely trusted first.
-fn others<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
+/// Keys that hosts trust and the platform does not, most widely trusted first.
+fn other_keys<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'a str> {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for id in reporting.iter().flat_map(|(_, ids)| ids).filter(|id| !own.iter().any(|own| own == *id)) {
         *counts.entry(id).or_default() += 1;
@@ -65,7 +67,7 @@ fn others<'a>(own: &[String], reporting: &[(&str, BTreeSet<&'a str>)]) -> Vec<&'
     counts.into_iter().map(|(id, _)| id).collect()
 }
 
-fn entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) -> Value {
+fn key_entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) -> Value {
     let (with, without): (Vec<_>, Vec<_>) = reporting.iter().partition(|(_, ids)| ids.contains(id));
     let handles = |machines: &[&(&str, BTreeSet<&str>)]| -> Vec<String> {
         machines.iter().take(MAX_HANDLES).map(|(handle, _)| (*handle).to_owned()).collect()
@@ -83,18 +85,18 @@ fn entry(id: &str, configured: &[String], reporting: &[(&str, BTreeSet<&str>)]) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::platform::fleet::tests::calm;
+    use crate::platform::fleet::tests::healthy_row;
 
     const OLD: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
     const NEW: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";
 
     fn row(handle: &str, keys: Option<&[&str]>) -> FleetRow {
         let bundle_keys = keys.map(|ids| (1, ids.iter().map(|id| (*id).to_owned()).collect()));
-        FleetRow { handle: handle.to_owned(), bundle_keys, ..calm() }
+        FleetRow { handle: handle.to_owned(), bundle_keys, ..healthy_row() }
     }
 
     #[test]
-    fn each_key_says_who_trusts_it_and_who_does_not() {
+    fn summary_lists_trusting_and_other_hosts_per_key() {
         let configured: TrustedKeys = format!("{OLD},{NEW}").parse().unwrap();
         let ids = configured.ids();
         let (old, new) = (ids[0].as_str(), ids[1].as_str());
@@ -125,14 +127,14 @@ mod tests {
     }
 
     #[test]
-    fn hosts_with_a_later_key_set_than_configured_are_named() {
+    fn summary_names_hosts_ahead_of_configured_sequence() {
         let seen = summary(&[row("ada", Some(&[OLD])), row("bob", None)], &TrustedKeys::default(), 0);
         let found = ["sequence", "highestSequence", "ahead", "aheadHandles"].map(|name| seen[name].clone());
         assert_eq!(found, [json!(0), json!(1), json!(1), json!(["ada"])]);
     }
 
     #[test]
-    fn keys_and_handles_of_a_hostile_fleet_are_bounded() {
+    fn keys_and_handles_are_bounded() {
         let rows: Vec<FleetRow> = (0..200).map(|n| row("ada", Some(&[&format!("{n:016x}")]))).collect();
         let seen = summary(&rows, &TrustedKeys::default(), 0);
         let keys = seen["keys"].as_array().unwrap();
@@ -144,6 +146,6 @@ mod tests {
             .filter_map(|row| row.bundle_keys.as_ref())
             .map(|(_, ids)| ("ada", ids.iter().map(String::as_str).collect()))
             .collect();
-        assert_eq!(listed(&[], &reporting).len(), MAX_LISTED_KEYS, "entries are made of these alone");
+        assert_eq!(listed_keys(&[], &reporting).len(), MAX_LISTED_KEYS, "only these get entries");
     }
 }

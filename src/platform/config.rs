@@ -1,6 +1,6 @@
 //! The platform's configuration, from environment variables; every mistake is reported at once.
 //!
-//! Owns names, defaults and checks of the variables. The invariant: a value that got here is usable as it is.
+//! Owns names, defaults and checks of the variables. The invariant: every value that passes is usable.
 
 mod connections;
 mod keys;
@@ -31,7 +31,7 @@ pub struct PlatformConfig {
     pub router: Listen,
     pub routing: RouterConfig,
     pub database: tokio_postgres::Config,
-    /// Derive what must be re-derivable: tokens of hosts, the key that seals signing keys.
+    /// Derive the host tokens and the key that seals signing keys.
     pub keys: PlatformKeys,
     /// The bearer token with every scope.
     pub secret: SecretString,
@@ -45,7 +45,7 @@ pub struct PlatformConfig {
     pub timing: Timing,
 }
 
-/// One listener; without a certificate it speaks plain HTTP.
+/// A listener. Without a certificate it speaks plain HTTP.
 pub struct Listen {
     pub address: SocketAddr,
     pub tls: Option<TlsFiles>,
@@ -56,14 +56,14 @@ pub struct TlsFiles {
     pub key: PathBuf,
 }
 
-/// What the provision route decides by.
+/// Settings of the provision route.
 pub struct Provisioning {
     pub enabled: Flag,
     pub billing_enforcement: Flag,
     pub image_version: ImageVersion,
     pub server_type: ServerType,
     pub location: Location,
-    /// Where a server is created when the provider has no capacity in its location, in this order.
+    /// Tried in this order when the provider has no capacity in the server's location.
     pub fallback_locations: Vec<Location>,
     pub preview_max_per_owner: u32,
     pub preview_ttl: Duration,
@@ -73,64 +73,64 @@ pub struct ProviderConfig {
     pub api_url: Url,
     pub token: SecretString,
     pub image: String,
-    /// How long a create whose answer was lost may still show up.
+    /// How long a create request without a response may still produce a server.
     pub ambiguous_wait: Duration,
 }
 
-/// Of `PLATFORM_SECRET`: it cannot be guessed, and it has every scope.
+/// Minimum length of `PLATFORM_SECRET`, which has every scope and must be unguessable.
 pub const MIN_SECRET_CHARS: usize = 32;
 
-/// The locations that an operator may name for one machine.
+/// Maximum fallback locations per machine.
 pub const MAX_FALLBACK_LOCATIONS: usize = 8;
 
 /// Intervals and deadlines of the control plane's own work.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
     pub registration_ttl: Duration,
-    /// How long a host may be unreachable before its last backup is passed over.
+    /// Deadline after which an unreachable host is skipped without a final backup.
     pub last_backup_deadline: Duration,
-    /// How long a last backup may make no progress before an operator is asked.
+    /// Stall timeout of a final backup; then an operator is asked.
     pub last_backup_stall: Duration,
-    /// How long a last backup may take in all before an operator is asked.
+    /// Time limit of a final backup; then an operator is asked.
     pub last_backup_limit: Duration,
-    /// How long, beyond the time for a shutdown, a provider may fail to switch a replaced server off before the
-    /// replacement goes ahead: the fence protects the data.
+    /// Time beyond the shutdown timeout in which a provider may fail to switch a replaced server off. Then the
+    /// replacement continues: the fence protects the data.
     pub power_off_retry: Duration,
-    /// How long a replaced server is kept after its successor's first healthy heartbeat.
+    /// Retention of a replaced server after its successor's first healthy heartbeat.
     pub predecessor_keep: Duration,
-    /// How long a deleted machine's server is kept.
+    /// Retention of a deleted machine's server.
     pub delete_grace: Duration,
-    /// How far this process's clock may be from the database's.
+    /// Maximum difference between this process's clock and the database's.
     pub max_clock_skew: Duration,
-    /// How often the runner looks for due operations without a nudge.
+    /// Interval at which the runner polls for due operations.
     pub poll: Duration,
-    /// How long a step stays with a process that has gone silent.
+    /// Lease after which a silent process loses its step.
     pub lease: Duration,
     pub reconcile: Duration,
-    /// How long a host may take to shut down before its power is cut.
+    /// Timeout of a host's shutdown; then its power is cut.
     pub resize_shutdown: Duration,
-    /// From then on, how long a change of type may take before it is given up.
+    /// Timeout of a type change after that; then it is abandoned.
     pub resize_change: Duration,
-    /// How long a resized host may take to be switched on, and again to say that it is well.
+    /// Timeout of switching a resized server on, and again of its first healthy heartbeat.
     pub resize_health: Duration,
-    /// An operation that makes no progress for this long ends as failed.
+    /// An operation without progress for this long fails.
     pub operation_deadline: Duration,
-    /// So does one that takes this long in all, and a boot that has not led to a registration by then.
+    /// So does an operation that takes this long in total, and a boot without a registration by then.
     pub operation_limit: Duration,
-    /// How long a host must have been silent before its server counts as gone.
+    /// Minimum silence of a host before its server counts as gone.
     pub server_silence: Duration,
-    /// How long the provider is not asked again for the server of a machine because of its heartbeats.
+    /// Minimum time between provider lookups of one machine's server that heartbeats trigger.
     pub server_check: Duration,
-    /// How long a server of ours that belongs to no known machine is left alone.
+    /// Grace period of a server with this installation's label and no known machine.
     pub orphan_grace: Duration,
-    /// How long a host may say nothing of an update that it was asked for.
+    /// Timeout for a host's first report after an update request.
     pub rollout_silence: Duration,
     pub keys: KeyTiming,
     pub tokens: TokenTiming,
     pub retention: Retention,
 }
 
-/// How long rows stay that nothing needs any more.
+/// Retention of rows that are no longer needed.
 #[derive(Debug, Clone, Copy)]
 pub struct Retention {
     /// Ended operations with their logs, and ended rollouts.
@@ -138,10 +138,10 @@ pub struct Retention {
     pub audit: Duration,
 }
 
-/// When proof keys change.
+/// Rotation of proof keys.
 #[derive(Debug, Clone, Copy)]
 pub struct KeyTiming {
-    /// The age at which a key gets a successor.
+    /// Age at which a key gets a successor.
     pub rotate: Duration,
     /// How long an old key stays after every host has acknowledged the new one.
     pub overlap: Duration,
@@ -151,13 +151,13 @@ pub struct KeyTiming {
 
 impl PlatformConfig {
     /// # Errors
-    /// Every mistake in the environment.
+    /// Every invalid setting in the environment.
     pub fn read(mut env: Env) -> Result<Self, ConfigError> {
         let built = Self::build(&mut env);
         env.finish(built)
     }
 
-    /// The listener of the API alone.
+    /// Only the listener of the API.
     pub fn api(env: &mut Env) -> Listen {
         listen(env, "PLATFORM", SocketAddr::from(([127, 0, 0, 1], 8080)))
     }
@@ -259,12 +259,12 @@ fn listen(env: &mut Env, name: &str, default: SocketAddr) -> Listen {
 fn database(env: &mut Env) -> Option<tokio_postgres::Config> {
     let name = "PLATFORM_DATABASE_URL";
     let url = env.required_secret(name)?;
-    // The parser's own message can quote the password.
+    // The parser's own message can contain the password.
     let Ok(config) = url.expose_secret().parse() else {
         env.mistake(name, "must be postgres://user:password@host:port/database");
         return None;
     };
-    db::usable(&config).map_err(|why| env.mistake(name, why)).ok()?;
+    db::check_supported(&config).map_err(|why| env.mistake(name, why)).ok()?;
     Some(config)
 }
 
@@ -274,7 +274,9 @@ fn platform_secret(env: &mut Env) -> Option<SecretString> {
     if secret.expose_secret().chars().count() < MIN_SECRET_CHARS {
         env.mistake(
             name,
-            format!("must have at least {MIN_SECRET_CHARS} characters, as `openssl rand -hex 32` makes"),
+            format!(
+                "must have at least {MIN_SECRET_CHARS} characters, for example from `openssl rand -hex 32`"
+            ),
         );
         return None;
     }
@@ -350,7 +352,7 @@ fn provider(env: &mut Env) -> Option<ProviderConfig> {
 mod tests {
     use super::*;
 
-    fn whole() -> Vec<(&'static str, &'static str)> {
+    fn complete_env() -> Vec<(&'static str, &'static str)> {
         vec![
             ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@127.0.0.1/svc"),
             ("PLATFORM_KEY", "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="),
@@ -381,7 +383,7 @@ mod tests {
     }
 
     fn mistakes_with(changes: &[(&'static str, &'static str)]) -> Vec<String> {
-        let mut pairs = whole();
+        let mut pairs = complete_env();
         for (name, value) in changes {
             pairs.retain(|(known, _)| known != name);
             if !value.is_empty() {
@@ -392,8 +394,9 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_configuration_has_the_documented_defaults() {
-        let config = PlatformConfig::read(Env::from_pairs(whole())).map_err(|e| e.to_string()).ok().unwrap();
+    fn minimal_configuration_has_documented_defaults() {
+        let config =
+            PlatformConfig::read(Env::from_pairs(complete_env())).map_err(|e| e.to_string()).ok().unwrap();
         assert_eq!(config.api.address.to_string(), "127.0.0.1:8080");
         assert_eq!(config.router.address.to_string(), "0.0.0.0:8443");
         assert_eq!(config.provisioning.enabled, Flag::Off);
@@ -403,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn all_mistakes_are_named_at_once_and_no_value_is_quoted() {
+    fn all_mistakes_are_reported_without_values() {
         let mistakes = mistakes_with(&[
             ("PLATFORM_DATABASE_URL", "postgres://u:hunter2@[/svc"),
             ("PLATFORM_KEY", "hunter2"),
@@ -419,9 +422,9 @@ mod tests {
     }
 
     #[test]
-    fn hosts_get_short_lived_credentials_wherever_a_role_is_named() {
+    fn role_gives_hosts_short_lived_credentials() {
         let credentials = |changes: &[(&'static str, &'static str)]| {
-            let mut pairs = whole();
+            let mut pairs = complete_env();
             for (name, value) in changes {
                 pairs.retain(|(known, _)| known != name);
                 pairs.push((name, value));
@@ -433,7 +436,7 @@ mod tests {
         let unsaid = ("STORE_HOST_CREDENTIALS", "");
         let Ok(HostCredentials::Sts(sts)) = credentials(&[unsaid, role, ("AWS_REGION", "eu-central-1")])
         else {
-            panic!("the role alone is enough");
+            panic!("the role should be enough");
         };
         assert_eq!(sts.endpoint.as_str(), "https://sts.eu-central-1.amazonaws.com/");
         assert_eq!(sts.outage_ttl, Duration::from_secs(43_200));
@@ -443,7 +446,7 @@ mod tests {
             panic!("the store's own endpoint serves STS as well");
         };
         assert_eq!(sts.endpoint.as_str(), "http://127.0.0.1:9000/");
-        assert!(matches!(credentials(&[role]), Ok(HostCredentials::Static)), "what is said is done");
+        assert!(matches!(credentials(&[role]), Ok(HostCredentials::Static)), "an explicit setting wins");
         for (changes, named) in [
             (&[unsaid][..], "STORE_HOST_CREDENTIALS"),
             (&[("STORE_HOST_CREDENTIALS", "sts"), ("AWS_REGION", "eu-central-1")], "STS_ROLE_ARN"),

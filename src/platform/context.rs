@@ -1,4 +1,4 @@
-//! What the control plane's parts share in one process. Put together by `run` alone.
+//! The shared state of the control plane's parts in one process, assembled only by `run`.
 
 use std::sync::Arc;
 
@@ -23,31 +23,31 @@ pub struct Platform {
     pub config: PlatformConfig,
     /// For operators' changes, operations and the reconciler.
     pub db: Db,
-    /// For what hosts send: no report of an operator makes a heartbeat wait.
+    /// For requests from hosts, so that no operator's report delays a heartbeat.
     pub host_db: Db,
-    /// For what operators read of the fleet.
+    /// For operators' reports on the fleet.
     pub report_db: Db,
-    /// How far this process's clock is from the database's.
+    /// The offset of this process's clock from the database's.
     pub clock: Arc<ProcessClock>,
     pub bucket: Bucket,
-    /// What hosts are told of the store.
+    /// Store access for hosts.
     pub host_store: HostStore,
     pub provider: Arc<dyn Provider>,
     pub mint: TokenMint,
-    /// This process among those of the platform, with the fingerprints of its platform keys.
+    /// This process among the platform's processes, with the fingerprints of its platform keys.
     pub process: ProcessKeys,
-    /// Labels our servers at the provider.
+    /// Labels this installation's servers at the provider.
     pub installation: Uuid,
     pub keys: watch::Receiver<Arc<SigningSet>>,
-    /// How old the routes of this process's router are.
+    /// Age of the routes of this process's router.
     pub routes: Arc<Freshness>,
-    /// Wakes the runner of this process before its next poll.
+    /// Wakes this process's runner before its next poll.
     pub nudge: Notify,
-    /// Wakes the reconciler of this process before its time.
+    /// Wakes this process's reconciler before its next pass.
     pub reconcile: Notify,
-    /// Which heartbeats of this process's hosts may have the provider asked.
+    /// Limits provider lookups that heartbeats trigger in this process.
     pub server_checks: ServerChecks,
-    /// Of the control API, in this process.
+    /// Rate limits of the control API in this process.
     pub rates: ApiRates,
     pub stop: CancellationToken,
 }

@@ -1,7 +1,8 @@
-//! Which copies of a slot's data exist: the server that serves, servers that are kept and until when, the newest snapshot,
-//! and what the loss of the serving machine would cost now.
+//! The existing copies of a slot's data: the serving server, the kept servers with their retention, the newest
+//! snapshot, and what a loss of the serving machine would cost now.
 //!
-//! The newest snapshot is what the store's pointer names. What hosts reported is shown only where the store does not say.
+//! The newest snapshot is the one that the store's pointer names. Reports from hosts are used only if the store is
+//! unavailable.
 
 use std::time::Duration;
 
@@ -24,17 +25,17 @@ use crate::store::newer_snapshot;
 use crate::store::pointer::SnapshotRef;
 use crate::store::snapshot::{self, SideRecord, Unusable};
 
-/// The store may take this long to say what the newest snapshot is.
+/// Timeout of finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The copies of a slot, as far as the database knows.
+/// The copies of a slot that the database knows.
 pub struct Copies {
     user: IdpUserId,
     slot: Slot,
     live: Option<MachineRow>,
-    /// The last machine that has served the slot, also without a server.
+    /// The last machine that has served the slot, even if it has no server.
     holder: Option<(MachineId, Epoch)>,
-    /// A snapshot of the machine before that one which is newer than what it began with.
+    /// A snapshot of an earlier machine that is newer than the restored one.
     unrestored: Option<String>,
     kept: Vec<KeptServerRow>,
     reported: Option<NewestSnapshot>,
@@ -45,11 +46,11 @@ pub struct Copies {
 struct NewestSnapshot {
     taken_at: Timestamp,
     machine: MachineId,
-    /// `None` where a host reported it.
+    /// `None` if a host reported it.
     key: Option<String>,
 }
 
-/// The copies of the slot that the machine belongs, or belonged, to.
+/// The copies of the machine's slot.
 ///
 /// # Errors
 /// [`DbError`].
@@ -69,7 +70,7 @@ pub async fn of_slot(
         kept: db::kept_servers::of_slot(client, user, slot, &ServerRetention::of(timing)).await?,
         now: db::servers::now(client).await?,
         live: machines.into_iter().find(|one| {
-            // One whose server is gone holds nothing.
+            // A machine whose server is gone holds no data.
             one.is_active() && one.registered_at.is_some() && one.server_exists()
         }),
         holder,
@@ -86,7 +87,7 @@ fn reported_by(machine: &MachineRow) -> Option<NewestSnapshot> {
 }
 
 impl Copies {
-    /// The copies with the newest snapshot of the store; where that does not answer in time, the newest reported one.
+    /// The copies with the store's newest snapshot or, after a timeout, the newest reported one.
     pub async fn with_snapshot(&self, bucket: &Bucket) -> Value {
         let slot = SlotPrefix::new(&self.user, &self.slot);
         let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
@@ -95,20 +96,20 @@ impl Copies {
         let (newest, problem) = match named {
             Ok(Ok(named)) => {
                 if let Some(holder) = self.holder {
-                    newer = newer_of(bucket, &slot, holder, &named, deadline).await;
+                    newer = find_newer(bucket, &slot, holder, &named, deadline).await;
                 }
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
             }
-            Ok(Err(Unusable::Absent)) => (None, self.reported.as_ref().map(absent)),
+            Ok(Err(Unusable::Absent)) => (None, self.reported.as_ref().map(no_snapshot_in_store)),
             Ok(Err(Unusable::Damaged { key, why })) => {
                 (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
             }
             Ok(Err(Unusable::Store(error))) => {
-                tracing::warn!(error = %chain(&error), "the newest snapshot is not known");
-                (self.reported.clone(), Some(NO_ANSWER.to_owned()))
+                tracing::warn!(error = %chain(&error), "cannot find the newest snapshot");
+                (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned()))
             }
-            Err(_) => (self.reported.clone(), Some(NO_ANSWER.to_owned())),
+            Err(_) => (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned())),
         };
         let mut record = self.record(newest.as_ref(), problem.as_deref());
         record["newerSnapshot"] = newer.as_ref().map_or(Value::Null, newer_record);
@@ -129,23 +130,23 @@ impl Copies {
             })
         });
         json!({
-            "live": self.live.as_ref().map(live),
-            "kept": self.kept.iter().map(kept).collect::<Vec<_>>(),
+            "live": self.live.as_ref().map(live_record),
+            "kept": self.kept.iter().map(kept_record).collect::<Vec<_>>(),
             "newestSnapshotAt": newest.map(|newest| rfc3339_ms(newest.taken_at)),
             "newestSnapshot": snapshot,
             "snapshotProblem": problem,
-            "exposedSeconds": self.live.as_ref().map(|live| exposed(live, newest, self.now)),
+            "exposedSeconds": self.live.as_ref().map(|live| unsaved_seconds(live, newest, self.now)),
         })
     }
 }
 
-/// What `newerSnapshot` says of a snapshot.
+/// `newerSnapshot` in the API's format.
 pub fn newer_record(side: &SideRecord) -> Value {
     json!({"takenAt": rfc3339_ms(side.taken_at), "machineId": side.machine_id, "key": side.key})
 }
 
-/// [`newer_snapshot::find`] up to a deadline; `None` also where the store does not say.
-async fn newer_of(
+/// [`newer_snapshot::find`] with a deadline; `None` also if the store is unavailable.
+async fn find_newer(
     bucket: &Bucket,
     slot: &SlotPrefix,
     holder: (MachineId, Epoch),
@@ -156,33 +157,33 @@ async fn newer_of(
     match found {
         Ok(Ok(newer)) => newer,
         Ok(Err(error)) => {
-            tracing::warn!(error = %chain(&error), "it is not known what is newer than the latest snapshot");
+            tracing::warn!(error = %chain(&error), "cannot list snapshots newer than the latest one");
             None
         }
         Err(_) => {
-            tracing::warn!("the store did not list in time what is newer than the latest snapshot");
+            tracing::warn!("timeout while listing snapshots newer than the latest one");
             None
         }
     }
 }
 
-/// What a recovery of the machine is told of a newer snapshot before it begins.
+/// The newer snapshot that an operator is warned about before a recovery of the machine.
 pub async fn newer_than(bucket: &Bucket, machine: &MachineRow, named: &SnapshotRef) -> Option<SideRecord> {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let deadline = tokio::time::Instant::now() + STORE_TIMEOUT;
-    newer_of(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
+    find_newer(bucket, &slot, (machine.id, machine.epoch), named, deadline).await
 }
 
-const NO_ANSWER: &str = "the object store does not answer";
+const STORE_UNAVAILABLE: &str = "the object store does not answer";
 
-fn absent(reported: &NewestSnapshot) -> String {
+fn no_snapshot_in_store(reported: &NewestSnapshot) -> String {
     format!(
         "the object store has no snapshot, although a host reported one of {}",
         rfc3339_ms(reported.taken_at)
     )
 }
 
-fn live(machine: &MachineRow) -> Value {
+fn live_record(machine: &MachineRow) -> Value {
     json!({
         "machineId": machine.id,
         "providerServerId": machine.provider_server_id.map(|id| id.to_string()),
@@ -190,12 +191,12 @@ fn live(machine: &MachineRow) -> Value {
     })
 }
 
-fn kept(row: &KeptServerRow) -> Value {
+fn kept_record(row: &KeptServerRow) -> Value {
     json!({
         "machineId": row.machine,
         "providerServerId": row.server.to_string(),
         "reason": if row.is_deleted { "deleted" } else { "replaced" },
-        // Its grace does not count: it is deleted when that operation has switched it off.
+        // Its retention does not apply: it is deleted when that operation has switched it off.
         "until": row.until.filter(|_| row.deleted_by.is_none()).map(rfc3339_ms),
         "deletedBy": row.deleted_by,
         "unsavedSince": row.unsaved_since.map(rfc3339_ms),
@@ -204,9 +205,9 @@ fn kept(row: &KeptServerRow) -> Value {
     })
 }
 
-/// For how long the serving machine may have been written to without a snapshot of it. A snapshot of another machine may
-/// lack what this one wrote since its own last one.
-fn exposed(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> i64 {
+/// Seconds of writes to the serving machine that no snapshot may hold. A snapshot of another machine may lack what
+/// this one wrote since its own last one.
+fn unsaved_seconds(live: &MachineRow, newest: Option<&NewestSnapshot>, now: Timestamp) -> i64 {
     let own = live.backup_taken_at.or(live.registered_at);
     let since = match newest {
         Some(newest) if newest.machine == live.id => Some(newest.taken_at),

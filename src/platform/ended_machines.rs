@@ -1,17 +1,17 @@
-//! Machines out of service in the view of the fleet, pure: each that needs a person joins the attention list.
+//! Machines out of service in the fleet view, pure: those that need a person join the attention list.
 
 use serde_json::{Value, json};
 
 use super::db::ended_machines::EndedMachineRow;
-use super::fleet::MOST_LISTED;
+use super::fleet::MAX_LISTED;
 
-/// Puts them before the active machines of a fleet's summary: data, or a person's decision, hangs on each.
+/// Puts them before the active machines of a fleet's summary, since data or a decision depends on each.
 pub fn add_to(summary: &mut Value, ended: &[EndedMachineRow]) {
     let total = summary["attentionTotal"].as_u64().unwrap_or_default();
     summary["attentionTotal"] = (total + ended.len() as u64).into();
     if let Some(attention) = summary["attention"].as_array_mut() {
         attention.splice(0..0, ended.iter().map(entry));
-        attention.truncate(MOST_LISTED);
+        attention.truncate(MAX_LISTED);
     }
 }
 
@@ -76,8 +76,8 @@ mod tests {
     #[test]
     fn list_stays_bounded_while_total_counts_all() {
         let mut summary = json!({"attention": [{"machineId": "active"}], "attentionTotal": 1});
-        add_to(&mut summary, &vec![row(); MOST_LISTED]);
-        assert_eq!(summary["attention"].as_array().map(Vec::len), Some(MOST_LISTED));
-        assert_eq!(summary["attentionTotal"], MOST_LISTED + 1);
+        add_to(&mut summary, &vec![row(); MAX_LISTED]);
+        assert_eq!(summary["attention"].as_array().map(Vec::len), Some(MAX_LISTED));
+        assert_eq!(summary["attentionTotal"], MAX_LISTED + 1);
     }
 }

@@ -1,6 +1,6 @@
-//! The fleet in one look, pure: totals over all active machines, and which of them need somebody.
+//! The fleet view, pure: totals over all active machines, and the machines that need attention.
 //!
-//! Reads no clock and no database: it is given rows with ages.
+//! Reads no clock and no database: its input is rows with ages.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,28 +11,28 @@ use super::db::fleet::FleetRow;
 use crate::machine::state::Status;
 use crate::store::bucket::is_unusable_pointer;
 
-/// Hosts say that they live each 30 s; this many seconds of silence are no accident.
-const SILENT: f64 = 120.0;
-/// Backups are hourly; this is one missed, and time for the next.
-const BACKUP_OVERDUE: f64 = 2.0 * 3600.0 + 600.0;
-const OPERATION_STUCK: f64 = 1800.0;
+/// Hosts send a heartbeat every 30 s; a silence of this many seconds is no coincidence.
+const SILENT_SECONDS: f64 = 120.0;
+/// Backups are hourly: one was missed, and the next is late.
+const BACKUP_OVERDUE_SECONDS: f64 = 2.0 * 3600.0 + 600.0;
+const OPERATION_STUCK_SECONDS: f64 = 1800.0;
 const STUCK_ATTEMPTS: i32 = 8;
-const BOOT_SLOW: f64 = 600.0;
-/// A machine that an operator has had switched off for longer may have been forgotten.
-const POWERED_OFF_LONG: f64 = 3600.0;
-/// A host takes its next token with the first heartbeat after it is due; this much later counts as not rotated.
-const TOKEN_OVERDUE: f64 = 7.0 * 86_400.0;
-/// Machines that are listed as needing attention; the total says how many there are.
-pub const MOST_LISTED: usize = 1000;
+const BOOT_SLOW_SECONDS: f64 = 600.0;
+/// A machine that has been switched off for longer may have been forgotten.
+const POWERED_OFF_LONG_SECONDS: f64 = 3600.0;
+/// A host adopts its next token with the first heartbeat after it is due; this much later it counts as not rotated.
+const TOKEN_OVERDUE_SECONDS: f64 = 7.0 * 86_400.0;
+/// Maximum machines listed as needing attention; the total counts all.
+pub const MAX_LISTED: usize = 1000;
 
-/// How a machine is, by its host's own word.
+/// A machine's health, as its host reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Healthy,
     Unhealthy,
-    /// It has said so once, but not for a while.
+    /// It has sent heartbeats, but none recently.
     Silent,
-    /// It has never said anything.
+    /// It has never sent a heartbeat.
     Unknown,
 }
 
@@ -42,7 +42,7 @@ impl Health {
     fn of(row: &FleetRow) -> Self {
         match row.heartbeat_age {
             None => Self::Unknown,
-            Some(age) if age > SILENT => Self::Silent,
+            Some(age) if age > SILENT_SECONDS => Self::Silent,
             Some(_) if is_ok(row.gateway.as_deref()) && is_ok(row.database.as_deref()) => Self::Healthy,
             Some(_) => Self::Unhealthy,
         }
@@ -63,7 +63,7 @@ fn is_ok(part: Option<&str>) -> bool {
 }
 
 /// The body of `GET /vps/fleet`, without its time.
-pub fn summary(rows: &[FleetRow], token_rotation: Duration) -> Value {
+pub fn summarize(rows: &[FleetRow], token_rotation: Duration) -> Value {
     let mut by_status: BTreeMap<&str, usize> =
         Status::ALL.iter().map(|status| (status.as_str(), 0)).collect();
     let mut by_version: BTreeMap<&str, usize> = BTreeMap::new();
@@ -82,21 +82,21 @@ pub fn summary(rows: &[FleetRow], token_rotation: Duration) -> Value {
             }));
         }
     }
-    let in_need = attention.len();
-    attention.truncate(MOST_LISTED);
+    let total = attention.len();
+    attention.truncate(MAX_LISTED);
     json!({
         "totals": {
             "machines": rows.len(), "byStatus": by_status, "byImageVersion": by_version, "byHealth": by_health,
         },
         "backups": backups(rows),
         "attention": attention,
-        "attentionTotal": in_need,
+        "attentionTotal": total,
     })
 }
 
-/// Over the machines that hold data: those that run, or did.
+/// Covers the machines that hold data: those that run or have run.
 fn backups(rows: &[FleetRow]) -> Value {
-    let with_data = || rows.iter().filter(|row| !boots(row));
+    let with_data = || rows.iter().filter(|row| !is_booting(row));
     let mut ages: Vec<f64> = with_data().filter_map(|row| row.backup_age).collect();
     ages.sort_by(f64::total_cmp);
     let never = with_data().filter(|row| row.backup_age.is_none()).count();
@@ -105,22 +105,22 @@ fn backups(rows: &[FleetRow]) -> Value {
     json!({"maxAgeSeconds": ages.last().map(whole), "p50AgeSeconds": median.map(whole), "never": never})
 }
 
-fn boots(row: &FleetRow) -> bool {
+fn is_booting(row: &FleetRow) -> bool {
     matches!(row.status.as_str(), "provisioning" | "recovering")
 }
 
-/// Why somebody should look at a machine, the gravest first.
+/// Why a machine needs attention, most severe first.
 fn reasons(row: &FleetRow, token_rotation: Duration) -> Vec<String> {
-    // One that is switched off is silent and makes no backups, as it should.
+    // A machine that is switched off is silent and makes no backups, as expected.
     let runs = row.status == "running" && row.powered_off_age.is_none();
-    let speaks = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
-    let failing = |part: Option<&str>| speaks && part == Some("failing");
+    let is_reporting = matches!(Health::of(row), Health::Healthy | Health::Unhealthy);
+    let failing = |part: Option<&str>| is_reporting && part == Some("failing");
     let since_backup = row.backup_age.unwrap_or(row.age);
     let waiting = row.waiting_operation.is_some();
-    // What the provider's account holds up is one alarm for all, not a reason for each.
-    let stuck = !waiting
+    // Work blocked by the provider's account is one alarm for all, not a reason per machine.
+    let is_stuck = !waiting
         && !row.operation_waits_for_account
-        && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK)
+        && (row.operation_age.is_some_and(|age| age > OPERATION_STUCK_SECONDS)
             || row.operation_attempts >= STUCK_ATTEMPTS);
     let backup_fails = row.backup_status.as_deref() == Some("error");
     let is_pointer_unusable = backup_fails && row.backup_error.as_deref().is_some_and(is_unusable_pointer);
@@ -128,11 +128,11 @@ fn reasons(row: &FleetRow, token_rotation: Duration) -> Vec<String> {
     if row.status == "failed" {
         reasons.push(format!("failed:{}", row.failure_cause.as_deref().unwrap_or("unknown")));
     }
-    let quiet = row.heartbeat_age.unwrap_or(row.age) > SILENT;
+    let is_silent = row.heartbeat_age.unwrap_or(row.age) > SILENT_SECONDS;
     for (holds, reason) in [
         (waiting, "operation_waiting"),
-        (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG), "powered_off"),
-        (runs && quiet, "heartbeat_silent"),
+        (row.powered_off_age.is_some_and(|age| age > POWERED_OFF_LONG_SECONDS), "powered_off"),
+        (runs && is_silent, "heartbeat_silent"),
         (failing(row.database.as_deref()), "database_failing"),
         (failing(row.gateway.as_deref()), "gateway_failing"),
         (row.update_outcome.as_deref() == Some("rolled_back"), "update_rolled_back"),
@@ -141,26 +141,26 @@ fn reasons(row: &FleetRow, token_rotation: Duration) -> Vec<String> {
         (row.has_drill_failed, "drill_failed"),
         (is_pointer_unusable, "pointer_unusable"),
         (backup_fails && !is_pointer_unusable, "backup_failing"),
-        (runs && since_backup > BACKUP_OVERDUE, "backup_overdue"),
-        (stuck, "operation_stuck"),
-        (boots(row) && !waiting && row.age > BOOT_SLOW, "boot_slow"),
+        (runs && since_backup > BACKUP_OVERDUE_SECONDS, "backup_overdue"),
+        (is_stuck, "operation_stuck"),
+        (is_booting(row) && !waiting && row.age > BOOT_SLOW_SECONDS, "boot_slow"),
         (runs && is_token_overdue(row, token_rotation), "token_not_rotated"),
     ] {
         if holds {
             reasons.push(reason.to_owned());
         }
     }
-    // By its host's own word, while that is fresh.
-    if speaks {
+    // Only while the host's report is fresh.
+    if is_reporting {
         reasons.extend(row.attention.iter().cloned());
     }
     reasons
 }
 
-/// Whether its host has not taken up a token that has been due for long: its release does not know how, or it is silent.
+/// Whether its host has long not adopted a due token: its release does not support rotation, or it is silent.
 fn is_token_overdue(row: &FleetRow, rotation: Duration) -> bool {
     let since_due = (row.token_age - rotation.as_secs_f64()).max(row.token_request_age.unwrap_or(0.0));
-    since_due > TOKEN_OVERDUE
+    since_due > TOKEN_OVERDUE_SECONDS
 }
 
 #[cfg(test)]
@@ -170,7 +170,7 @@ pub mod tests {
 
     const ROTATION: Duration = Duration::from_secs(10_000);
 
-    pub fn calm() -> FleetRow {
+    pub fn healthy_row() -> FleetRow {
         FleetRow {
             machine: MachineId::new(),
             user: "user_1".to_owned(),
@@ -202,13 +202,13 @@ pub mod tests {
     }
 
     fn reasons_of(change: impl FnOnce(&mut FleetRow)) -> Vec<String> {
-        let mut row = calm();
+        let mut row = healthy_row();
         change(&mut row);
         reasons(&row, ROTATION)
     }
 
     #[test]
-    fn each_reason_has_its_cause_and_a_calm_machine_has_none() {
+    fn each_reason_has_its_cause() {
         assert_eq!(reasons_of(|_| ()), Vec::<String>::new());
         let one = |reason: &str| vec![reason.to_owned()];
         assert_eq!(reasons_of(|row| row.heartbeat_age = Some(121.0)), one("heartbeat_silent"));
@@ -216,12 +216,12 @@ pub mod tests {
         assert_eq!(reasons_of(|row| row.database = Some("failing".into())), one("database_failing"));
         assert_eq!(reasons_of(|row| row.gateway = Some("failing".into())), one("gateway_failing"));
         assert_eq!(reasons_of(|row| row.backup_status = Some("error".into())), one("backup_failing"));
-        let torn = |row: &mut FleetRow| {
+        let unreadable = |row: &mut FleetRow| {
             row.backup_status = Some("error".into());
             let error = "user_1/primary/system/db/latest in the object store is not readable: EOF";
             row.backup_error = Some(error.into());
         };
-        assert_eq!(reasons_of(torn), one("pointer_unusable"), "no backup can mend it");
+        assert_eq!(reasons_of(unreadable), one("pointer_unusable"), "no backup can repair it");
         assert_eq!(
             reasons_of(|row| row.update_outcome = Some("rolled_back".into())),
             one("update_rolled_back")
@@ -243,7 +243,7 @@ pub mod tests {
             (row.heartbeat_age, row.backup_age, row.powered_off_age) =
                 (Some(9000.0), Some(9000.0), Some(3000.0));
         };
-        assert_eq!(reasons_of(off), Vec::<String>::new(), "it is silent because an operator wants it so");
+        assert_eq!(reasons_of(off), Vec::<String>::new(), "an operator has switched it off");
         let long = |row: &mut FleetRow| {
             off(row);
             row.powered_off_age = Some(3601.0);
@@ -264,7 +264,7 @@ pub mod tests {
             row.heartbeat_age = Some(5000.0);
         };
         assert_eq!(reasons_of(failed), one("failed:server_gone"));
-        // What a silent host said of itself a while ago is no news.
+        // An old report of a silent host is no reason.
         let stale = |row: &mut FleetRow| {
             row.heartbeat_age = Some(500.0);
             row.database = Some("failing".into());
@@ -274,8 +274,8 @@ pub mod tests {
     }
 
     #[test]
-    fn totals_count_every_machine_and_ages_are_of_those_with_data() {
-        let mut rows = vec![calm(), calm(), calm(), calm()];
+    fn totals_count_all_and_ages_only_machines_with_data() {
+        let mut rows = vec![healthy_row(), healthy_row(), healthy_row(), healthy_row()];
         rows[1].backup_age = Some(100.0);
         rows[2].backup_age = None;
         rows[2].database = Some("failing".into());
@@ -283,7 +283,7 @@ pub mod tests {
         rows[3].backup_age = None;
         rows[3].heartbeat_age = None;
         rows[3].age = 5.0;
-        let seen = summary(&rows, ROTATION);
+        let seen = summarize(&rows, ROTATION);
         assert_eq!(seen["totals"]["machines"], 4);
         assert_eq!(seen["totals"]["byStatus"]["running"], 3);
         assert_eq!(seen["totals"]["byStatus"]["failed"], 0);
@@ -295,7 +295,7 @@ pub mod tests {
         assert_eq!(seen["backups"], json!({"maxAgeSeconds": 1800, "p50AgeSeconds": 100, "never": 1}));
         assert_eq!(seen["attention"].as_array().map(Vec::len), Some(1));
         assert_eq!(
-            summary(&[], ROTATION)["backups"],
+            summarize(&[], ROTATION)["backups"],
             json!({"maxAgeSeconds": null, "p50AgeSeconds": null, "never": 0})
         );
     }

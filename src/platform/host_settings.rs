@@ -1,4 +1,4 @@
-//! Settings that new hosts are told, or that the platform reaches them by.
+//! Settings for new hosts, and for reaching hosts.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as B64;
@@ -11,34 +11,34 @@ use crate::machine::name::ImageVersion;
 use crate::store::bundle::TrustedKeys;
 use crate::store::key::BUNDLE_FILE;
 
-const EGRESS: &str = "PLATFORM_EGRESS_CIDRS";
-/// They are part of user-data, which has its limit.
+const EGRESS_VARIABLE: &str = "PLATFORM_EGRESS_CIDRS";
+/// They are part of user-data, whose size is limited.
 pub const MAX_EGRESS_NETWORKS: usize = 32;
 
-/// What new hosts are told.
+/// Settings for new hosts.
 pub struct HostSettings {
     pub public_url: Url,
     pub internal_url: Url,
     pub bundle_url: BundleUrl,
     pub https_port: u16,
     pub tls_verify: Flag,
-    /// `IDP_*`, handed on as they are.
+    /// `IDP_*`, passed on unchanged.
     pub idp: Vec<(&'static str, String)>,
-    /// Where hosts find the object store, if not where the platform does.
+    /// The hosts' endpoint of the object store, if it differs from the platform's.
     pub store_endpoint: Option<Url>,
-    /// Whose signature on a bundle's manifest hosts trust, as they read it.
+    /// The keys by which hosts verify bundle manifests, in the format that hosts read.
     pub bundle_public_keys: Option<String>,
-    /// The number of that key set.
+    /// Sequence number of that key set.
     pub bundle_keys_sequence: u32,
-    /// Where the platform's connections to hosts come from; where none is listed, hosts admit everybody to :443.
+    /// Networks from which the platform connects to hosts. If the list is empty, hosts admit every address to :443.
     pub egress: Networks,
     /// The container image of the hosts' database, if not the default.
     pub postgres_image: Option<String>,
 }
 
-/// Where hosts fetch their bundle from.
+/// The source of the hosts' bundle.
 pub enum BundleUrl {
-    /// `SVC_HOST_BUNDLE_URL`, whatever the version.
+    /// `SVC_HOST_BUNDLE_URL`, for every version.
     Exact(Url),
     Base(Url),
 }
@@ -72,7 +72,7 @@ impl HostSettings {
         let bundle_public_keys = public_keys(env);
         let bundle_keys_sequence = env.or("BUNDLE_KEYS_SEQUENCE", 0);
         if bundle_keys_sequence > 0 && !env.is_set("BUNDLE_PUBLIC_KEYS") {
-            env.mistake("BUNDLE_KEYS_SEQUENCE", "is of the keys in BUNDLE_PUBLIC_KEYS, which is not set");
+            env.mistake("BUNDLE_KEYS_SEQUENCE", "needs BUNDLE_PUBLIC_KEYS, which is not set");
         }
         let egress = egress(env);
         let postgres_image = postgres_image(env);
@@ -101,13 +101,13 @@ impl HostSettings {
         })
     }
 
-    /// [`HostSettings::bundle_public_keys`], to verify with.
+    /// [`HostSettings::bundle_public_keys`], parsed for verification.
     pub fn trusted_keys(&self) -> TrustedKeys {
         self.bundle_public_keys.as_deref().and_then(|keys| keys.parse().ok()).unwrap_or_default()
     }
 }
 
-/// A text that a line of an env file can hold.
+/// A text that fits on a line of an env file.
 fn line(env: &mut Env, name: &str) -> Option<String> {
     let text = env.text(name)?;
     if text.chars().any(char::is_control) {
@@ -128,29 +128,31 @@ fn public_keys(env: &mut Env) -> Option<String> {
     None
 }
 
-/// Each wrong entry is a mistake of its own; a list without any network would shut the platform out.
+/// Each wrong entry is a separate mistake. A list without any network would lock the platform out.
 fn egress(env: &mut Env) -> Networks {
     let Some(text) = env.text("PLATFORM_EGRESS_CIDRS") else { return Networks::default() };
     let entries: Vec<&str> = text.split(',').map(str::trim).filter(|entry| !entry.is_empty()).collect();
     if entries.is_empty() || entries.len() > MAX_EGRESS_NETWORKS {
         let why =
             format!("must list 1 to {MAX_EGRESS_NETWORKS} networks; leave it unset to admit every address");
-        env.mistake(EGRESS, why);
+        env.mistake(EGRESS_VARIABLE, why);
         return Networks::default();
     }
     let parsed: Vec<Result<Networks, _>> = entries.iter().map(|entry| entry.parse()).collect();
-    let networks: Networks =
-        parsed.into_iter().filter_map(|one| one.map_err(|why| env.mistake(EGRESS, why)).ok()).collect();
+    let networks: Networks = parsed
+        .into_iter()
+        .filter_map(|one| one.map_err(|why| env.mistake(EGRESS_VARIABLE, why)).ok())
+        .collect();
     for network in networks.unroutable() {
         let why = format!(
-            "{network} is no network that a host is reached from: list the platform's outgoing addresses"
+            "{network} cannot be a source of connections to hosts: list the platform's outgoing addresses"
         );
-        env.mistake(EGRESS, why);
+        env.mistake(EGRESS_VARIABLE, why);
     }
     networks
 }
 
-/// It becomes part of a unit and of a command line there.
+/// The value becomes part of a unit and of a command line on the host.
 fn postgres_image(env: &mut Env) -> Option<String> {
     let image = env.text("SVC_POSTGRES_IMAGE")?;
     if image.chars().all(|c| c.is_ascii_alphanumeric() || "./:@_-".contains(c)) && !image.starts_with('-') {
@@ -165,17 +167,17 @@ mod tests {
     use super::*;
 
     fn read(list: &str) -> Result<Networks, String> {
-        let mut env = Env::from_pairs([(EGRESS, list)]);
+        let mut env = Env::from_pairs([(EGRESS_VARIABLE, list)]);
         let networks = egress(&mut env);
         env.finish(Some(networks)).map_err(|error| error.to_string())
     }
 
     #[test]
-    fn egress_networks_are_refused_with_all_mistakes_at_once() {
+    fn egress_reports_all_mistakes_at_once() {
         assert!(!read("203.0.113.0/24, 2001:db8::/32").unwrap().is_empty());
         let error = read("gateway,10.0.0.5/8,0.0.0.0/0,::/0,203.0.113.7").unwrap_err();
         for list in ["127.0.0.1", "203.0.113.7,::1", "127.0.0.0/8", "0.0.0.0", "ff02::1"] {
-            assert!(read(list).unwrap_err().contains("is no network that a host is reached from"), "{list}");
+            assert!(read(list).unwrap_err().contains("cannot be a source of connections to hosts"), "{list}");
         }
         for part in ["\"gateway\"", "10.0.0.0/8", "0.0.0.0/0 is every", "::/0 is every"] {
             assert!(error.contains(part), "{part}: {error}");

@@ -1,9 +1,9 @@
-//! A host's access to the object store: where it is, and credentials for its own slot of it.
+//! A host's access to the object store: its endpoint, and credentials for the host's own slot.
 //!
-//! With `sts`, no host ever holds a credential that reaches another slot or deletes anything, and what it works with
-//! lives for a quarter of an hour, so that a machine that has been replaced loses it soon. For a platform that is
-//! unreachable a host has an outage session as well: it lives longer, adds snapshots, and cannot make one the latest.
-//! With `static`, every host holds the platform's own.
+//! With `sts`, no host ever holds a credential that reaches another slot or deletes anything. Its working session
+//! lives for a quarter of an hour, so that a replaced machine loses it soon. A host also has an outage session, for
+//! when the platform is unreachable: it lives longer, adds snapshots, and cannot make one the latest. With `static`,
+//! every host holds the platform's own credentials.
 
 use std::time::Duration;
 
@@ -24,15 +24,15 @@ use crate::store::key::SlotPrefix;
 use crate::store::policy::{self, SnapshotWrites};
 use crate::store::sts::{Sts, StsError};
 
-/// The life of the session that a host works with: the shortest that STS grants.
-const WORKING_TTL: Duration = Duration::from_secs(900);
+/// Lifetime of the working session: the shortest that STS grants.
+const WORKING_SESSION_TTL: Duration = Duration::from_secs(900);
 /// AWS grants at most 12 hours, other stores up to 7 days.
 const MAX_OUTAGE_TTL: Duration = Duration::from_secs(7 * 24 * 3600);
 const DEFAULT_OUTAGE_TTL: Duration = Duration::from_secs(43_200);
-/// The working session must not wait for longer: the host's own deadline is 10 s.
+/// The working session must not wait longer: the host's own deadline is 10 s.
 const OUTAGE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Every role grants at least this; a longer request may exceed the role's maximum.
-const GRANTED_BY_ALL: Duration = Duration::from_secs(3600);
+/// Every role grants this lifetime; a longer one may exceed the role's maximum.
+const COMMON_MAX_TTL: Duration = Duration::from_secs(3600);
 
 /// `STORE_HOST_CREDENTIALS`.
 #[derive(Debug, Clone)]
@@ -46,7 +46,7 @@ pub enum HostCredentials {
 pub struct StsConfig {
     pub endpoint: Url,
     pub role_arn: String,
-    /// For how long hosts store snapshots while the platform is unreachable.
+    /// How long hosts can store snapshots while the platform is unreachable.
     pub outage_ttl: Duration,
     /// `STORE_WRITE_ONCE`.
     pub writes: SnapshotWrites,
@@ -59,7 +59,7 @@ impl HostCredentials {
             Some("static") => false,
             Some("sts") => true,
             None if env.is_set("STS_ROLE_ARN") => true,
-            // A directory knows no credentials.
+            // A directory has no credentials.
             None if matches!(store, Some(StoreConfig::Directory(_))) => false,
             None => {
                 env.mistake(
@@ -79,7 +79,7 @@ impl HostCredentials {
         }
         let role_arn = env.required::<String>("STS_ROLE_ARN");
         let outage_ttl = Duration::from_secs(env.or("STS_DURATION_SECONDS", DEFAULT_OUTAGE_TTL.as_secs()));
-        if !(WORKING_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
+        if !(WORKING_SESSION_TTL..=MAX_OUTAGE_TTL).contains(&outage_ttl) {
             env.mistake("STS_DURATION_SECONDS", "must be 900 to 604800");
         }
         let StoreConfig::S3(s3) = store? else {
@@ -95,7 +95,7 @@ impl HostCredentials {
     }
 }
 
-/// `STS_ENDPOINT`, else the store's own, else AWS's for the region.
+/// `STS_ENDPOINT`, or the store's own endpoint, or AWS's for the region.
 fn endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
     if env.is_set("STS_ENDPOINT") {
         return super::config::url(env, "STS_ENDPOINT");
@@ -112,29 +112,29 @@ fn endpoint(env: &mut Env, s3: &S3Config) -> Option<Url> {
     text.parse().map_err(|why| env.mistake("STS_ENDPOINT", why)).ok()
 }
 
-/// Which sessions a host gets.
+/// The sessions that a host gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Grant {
-    /// The one that it works with.
+pub enum SessionGrant {
+    /// Only the working session.
     Working,
-    /// Also one for when the platform is unreachable.
+    /// Also an outage session.
     WithOutage,
 }
 
-/// Gives hosts their access.
+/// Grants hosts their store access.
 pub struct HostStore {
     store: StoreConfig,
-    sts: Option<Assumer>,
+    sts: Option<StsSessions>,
 }
 
-struct Assumer {
+struct StsSessions {
     sts: Sts,
     outage_ttl: Duration,
     partition: String,
     writes: SnapshotWrites,
 }
 
-impl Assumer {
+impl StsSessions {
     fn outage_policy(&self, bucket: &str, slot: &SlotPrefix, epoch: Epoch) -> String {
         let from = Timestamp::now();
         let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
@@ -142,41 +142,41 @@ impl Assumer {
         policy::of_outage(&self.partition, bucket, (slot, epoch), window, self.writes)
     }
 
-    /// A session for storing snapshots of the machine's epoch. `None` where its life would be no longer than that of the one
-    /// that the host works with, or where STS gives none.
+    /// A session that stores snapshots of the machine's epoch. `None` if it would live no longer than the working
+    /// session, or if STS grants none.
     async fn outage(&self, bucket: &str, machine: &MachineRow) -> Option<Temporary> {
-        if self.outage_ttl <= WORKING_TTL {
+        if self.outage_ttl <= WORKING_SESSION_TTL {
             return None;
         }
         let slot = SlotPrefix::new(&machine.user, &machine.slot);
         let policy = self.outage_policy(bucket, &slot, machine.epoch);
         let name = format!("svc-outage-{}", machine.id);
-        let asked = self.assume(&name, &policy, self.outage_ttl);
-        match tokio::time::timeout(OUTAGE_TIMEOUT, asked).await {
+        let session = self.assume(&name, &policy, self.outage_ttl);
+        match tokio::time::timeout(OUTAGE_TIMEOUT, session).await {
             Ok(Ok(session)) => Some(session),
             Ok(Err(error)) => {
                 tracing::warn!(machine = %machine.id, error = %chain(&error), "no outage session for a host");
                 None
             }
             Err(_) => {
-                tracing::warn!(machine = %machine.id, "no outage session for a host: STS does not answer in time");
+                tracing::warn!(machine = %machine.id, "no outage session for a host: STS call timed out");
                 None
             }
         }
     }
 
-    /// A role that does not grant so long a session gives the one that all grant.
+    /// If the role does not grant this lifetime, falls back to the one that every role grants.
     async fn assume(&self, session: &str, policy: &str, life: Duration) -> Result<Temporary, StsError> {
         match self.sts.assume(session, policy, life).await {
             Err(StsError::Refused { code, message, .. })
-                if life > GRANTED_BY_ALL && code == "ValidationError" =>
+                if life > COMMON_MAX_TTL && code == "ValidationError" =>
             {
                 tracing::warn!(
                     message,
                     seconds = life.as_secs(),
                     "STS does not grant sessions of STS_DURATION_SECONDS"
                 );
-                self.sts.assume(session, policy, GRANTED_BY_ALL).await
+                self.sts.assume(session, policy, COMMON_MAX_TTL).await
             }
             end => end,
         }
@@ -185,24 +185,24 @@ impl Assumer {
 
 impl HostStore {
     /// # Errors
-    /// When no client for STS can be made.
+    /// When no STS client can be made.
     pub fn new(store: &StoreConfig, credentials: &HostCredentials) -> anyhow::Result<Self> {
         let sts = match (store, credentials) {
             (StoreConfig::S3(s3), HostCredentials::Sts(config)) => {
                 let role = config.role_arn.clone();
-                // A separate cloud of AWS has names of its own for everything: the role's says which it is.
+                // A separate AWS cloud has its own partition name, which the role contains.
                 let partition =
                     role.split(':').nth(1).filter(|name| name.starts_with("aws")).unwrap_or("aws");
                 let partition = partition.to_owned();
                 let sts = Sts::new(config.endpoint.clone(), s3.region.clone(), role, s3.credential())?;
-                Some(Assumer { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
+                Some(StsSessions { sts, outage_ttl: config.outage_ttl, partition, writes: config.writes })
             }
             _ => None,
         };
         Ok(Self { store: store.clone(), sts })
     }
 
-    /// Tells hosts another endpoint than the platform's own.
+    /// Gives hosts another endpoint than the platform's own.
     #[must_use]
     pub fn reached_by_hosts_at(mut self, endpoint: Option<&Url>) -> Self {
         if let (StoreConfig::S3(s3), Some(endpoint)) = (&mut self.store, endpoint) {
@@ -212,11 +212,11 @@ impl HostStore {
     }
 
     /// Whether hosts hold credentials that reach every slot.
-    pub fn gives_our_own(&self) -> bool {
+    pub fn shares_platform_credentials(&self) -> bool {
         self.sts.is_none() && matches!(self.store, StoreConfig::S3(_))
     }
 
-    /// Whether the store refuses hosts that write over a snapshot; `None` without sessions.
+    /// Whether the store prevents hosts from overwriting snapshots; `None` without sessions.
     pub fn snapshot_writes(&self) -> Option<SnapshotWrites> {
         self.sts.as_ref().map(|assumer| assumer.writes)
     }
@@ -226,44 +226,44 @@ impl HostStore {
         SlotPrefix::new(&"svc-doctor".parse().expect("a user's id"), &Slot::primary())
     }
 
-    /// Asks for a session as a machine gets one, for an unused slot; `None` where hosts get our own credentials.
+    /// Requests a machine's session for an unused slot; `None` if hosts get the platform's own credentials.
     ///
     /// # Errors
     /// [`StsError`].
     pub async fn try_session(&self) -> Option<Result<Temporary, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
         let policy = policy::of_slot(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
-        Some(assumer.sts.assume("svc-doctor", &policy, WORKING_TTL).await)
+        Some(assumer.sts.assume("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
-    /// Asks for an outage session as [`Self::try_session`] does for the other one; `None` where hosts get none.
+    /// Requests an outage session like [`Self::try_session`]; `None` if hosts get none.
     ///
     /// # Errors
     /// [`StsError`].
     pub async fn try_outage_session(&self) -> Option<Result<Temporary, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
-        if assumer.outage_ttl <= WORKING_TTL {
+        if assumer.outage_ttl <= WORKING_SESSION_TTL {
             return None;
         }
         let policy = assumer.outage_policy(&s3.bucket, &Self::probe_slot(), Epoch(1));
         Some(assumer.sts.assume("svc-doctor", &policy, assumer.outage_ttl).await)
     }
 
-    /// What a machine's host is told.
+    /// The store access of a machine's host.
     ///
     /// # Errors
-    /// [`StsError`] of the session that the host works with.
-    pub async fn access(&self, machine: &MachineRow, grant: Grant) -> Result<StoreAccess, StsError> {
+    /// [`StsError`] of the working session.
+    pub async fn access(&self, machine: &MachineRow, grant: SessionGrant) -> Result<StoreAccess, StsError> {
         let prefix = SlotPrefix::new(&machine.user, &machine.slot);
         let (mut session, mut outage) = (None, None);
         if let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) {
             let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
             let name = format!("svc-{}", machine.id);
-            let working = assumer.assume(&name, &policy, WORKING_TTL);
+            let working = assumer.assume(&name, &policy, WORKING_SESSION_TTL);
             let extra = async {
                 match grant {
-                    Grant::Working => None,
-                    Grant::WithOutage => assumer.outage(&s3.bucket, machine).await,
+                    SessionGrant::Working => None,
+                    SessionGrant::WithOutage => assumer.outage(&s3.bucket, machine).await,
                 }
             };
             let (given, extra) = tokio::join!(working, extra);
@@ -274,7 +274,7 @@ impl HostStore {
     }
 }
 
-/// One machine's access; it holds credentials and has no Debug.
+/// One machine's access. It holds credentials and has no Debug.
 pub struct StoreAccess {
     store: StoreConfig,
     prefix: SlotPrefix,
@@ -288,7 +288,7 @@ impl StoreAccess {
             access_key: s3.access_key.clone(),
             secret_key: s3.secret_key.clone(),
             session_token: s3.session_token.clone(),
-            // A host that has been given short-lived credentials asks again, and so follows a change of the setting.
+            // A host with short-lived credentials renews them, and so follows a change of the setting.
             expires_at: s3.expires_at.unwrap_or_else(in_an_hour),
         })
     }
@@ -320,7 +320,7 @@ impl StoreAccess {
         text
     }
 
-    /// The answer of the route; `None` where the store is a directory and knows no credentials.
+    /// The response of the route; `None` if the store is a directory, which has no credentials.
     pub fn wire(&self) -> Option<Value> {
         let StoreConfig::S3(s3) = &self.store else { return None };
         let credentials = self.credentials(s3);

@@ -1,13 +1,12 @@
-//! The change of `PLATFORM_KEY` with two keys in force: what the previous key made is made again with the current one, until
-//! nothing needs the previous one.
+//! The change of `PLATFORM_KEY` while two keys are in use: secrets made with the previous key are replaced, until
+//! nothing needs the previous key.
 //!
-//! Signing keys are sealed again and fences signed again, here; hosts' tokens rotate by heartbeats. None of it begins before
-//! every process that runs makes everything with the current key: processes with different current keys would undo each
-//! other's work for as long as they run side by side.
+//! Signing keys are resealed and fences re-signed here; host tokens rotate by heartbeats. None of this starts before
+//! every running process uses the current key: processes with different current keys would undo each other's work.
 //!
-//! The invariant: at every moment each running process opens what every other one has written. A process that would not is
-//! refused at its start ([`admission`]). The store names the current key as well ([`mark`]): a database that is restored together with
-//! the settings of its day says nothing of a later change.
+//! The invariant: at any time, each running process can read what every other one has written. A process for which
+//! this would fail is refused at its start ([`admission`]). The store names the current key as well ([`mark`]): a
+//! database restored together with its settings knows nothing of a later change.
 
 pub mod admission;
 mod fences;
@@ -27,7 +26,7 @@ use crate::failpoint::{self, Injected};
 use crate::http::problem::chain;
 use crate::store::StoreError;
 
-/// Places where a test may stop the process, in the order they are reached.
+/// Places where a test may stop the process, in the order in which they are reached.
 pub const POINTS: &[&str] = &[
     "platform-key-before-reseal",
     "platform-key-after-reseal",
@@ -37,31 +36,31 @@ pub const POINTS: &[&str] = &[
     "platform-key-after-sole",
 ];
 
-/// Serializes the starts of processes with the end of a change.
+/// Serializes process starts with the end of a change.
 const KEYS_LOCK: &str = "platform keys";
-/// A process whose row has not been renewed for this many leases counts as gone.
-const LEASES_UNTIL_GONE: u32 = 4;
-const MAX_PAUSE: Duration = Duration::from_secs(5);
-/// By which processes take turns.
+/// A process whose row has not been renewed for this many leases counts as ended.
+const LEASES_UNTIL_ENDED: u32 = 4;
+const MAX_INTERVAL: Duration = Duration::from_secs(5);
+/// Task of the processes' turns.
 const TASK: &str = "platform key change";
 const BATCH: i64 = 100;
-/// Signing keys of one pass.
+/// Maximum signing keys per pass.
 const MAX_SIGNING_KEYS: usize = 10_000;
 
-/// Why a part of the change was not made; the next pass resumes.
+/// Why a part of the change failed; the next pass resumes.
 #[derive(Debug, thiserror::Error)]
 pub enum ChangeError {
     #[error(transparent)]
     Db(#[from] DbError),
     #[error(transparent)]
     Key(#[from] KeyError),
-    #[error("the fence of slot {slot} was not signed again")]
+    #[error("the fence of slot {slot} was not re-signed")]
     Fence {
         slot: String,
         #[source]
         source: StoreError,
     },
-    #[error("the fence of slot {0} was changed by others too often")]
+    #[error("too many concurrent changes of the fence of slot {0}")]
     Contended(String),
     #[error(transparent)]
     Mark(#[from] mark::MarkError),
@@ -69,22 +68,22 @@ pub enum ChangeError {
     Injected(#[from] Injected),
 }
 
-/// This process among those of the platform.
+/// This process among the platform's processes.
 pub fn process(ids: KeyIds, timing: &Timing) -> ProcessKeys {
     ProcessKeys { process: uuid::Uuid::now_v7(), ids, ttl: row_ttl(timing) }
 }
 
-/// How long the row of a process counts.
+/// Lifetime of a process's row.
 pub fn row_ttl(timing: &Timing) -> Duration {
-    timing.lease * LEASES_UNTIL_GONE
+    timing.lease * LEASES_UNTIL_ENDED
 }
 
-/// Between two renewals of a process's row, and two passes of the change.
+/// Interval between renewals of a process's row, and between passes of the change.
 fn interval(own: &ProcessKeys) -> Duration {
-    (own.ttl / 12).clamp(Duration::from_millis(100), MAX_PAUSE)
+    (own.ttl / 12).clamp(Duration::from_millis(100), MAX_INTERVAL)
 }
 
-/// Renews this process's row until the task is aborted: also while the process drains, since it still writes.
+/// Renews this process's row until the task is aborted, also during the drain, when it still writes.
 pub async fn renew(db: Db, own: ProcessKeys) {
     let pause = interval(&own);
     loop {
@@ -108,32 +107,32 @@ pub async fn run(platform: Arc<Platform>, seal: Seal) {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        if let Err(error) = turn(&platform, &seal).await {
+        if let Err(error) = run_turn(&platform, &seal).await {
             tracing::warn!(error = %chain(&error), "the change of PLATFORM_KEY was interrupted; it resumes");
         }
     }
 }
 
-async fn turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
+async fn run_turn(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let own = &platform.process;
     let session = platform.db.session().await?;
     let is_done = platform_keys::state(&session, &own.ids.current).await?.is_sole;
     if is_done || !own.is_settled(&session).await? {
         return Ok(());
     }
-    // One process at a time: each pass reads all that is left, and all of them together would read it for each.
-    if !db::tasks::take_turn(&session, TASK, interval(own) / 2).await? {
+    // One process at a time: each pass reads all remaining work.
+    if !db::tasks::claim_turn(&session, TASK, interval(own) / 2).await? {
         return Ok(());
     }
     drop(session);
     reseal(platform, seal).await?;
-    if fences::sign_again(platform).await? == fences::Progress::Done {
+    if fences::re_sign_batch(platform).await? == fences::FenceProgress::Done {
         finish(platform, seal).await?;
     }
     Ok(())
 }
 
-/// Seals with the current key all signing keys that only the previous one opens, in one transaction.
+/// Reseals, in one transaction, all signing keys that only the previous key decrypts.
 async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     if sealed_with_previous(&platform.db.session().await?, seal).await?.is_empty() {
         return Ok(());
@@ -150,7 +149,7 @@ async fn reseal(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     failpoint::pass("platform-key-before-reseal")?;
     db::commit(tx).await?;
     failpoint::pass("platform-key-after-reseal")?;
-    tracing::info!(keys = sealed.len(), "signing keys are sealed with the current platform key");
+    tracing::info!(keys = sealed.len(), "resealed signing keys with the current platform key");
     Ok(())
 }
 
@@ -163,28 +162,29 @@ async fn sealed_with_previous(
     Ok(found)
 }
 
-/// Notes that nothing needs the previous key, if that is so.
+/// Records that nothing needs the previous key, if that is so.
 async fn finish(platform: &Platform, seal: &Seal) -> Result<(), ChangeError> {
     let (own, mut session) = (&platform.process, platform.db.session().await?);
     let silence = platform.config.timing.keys.max_silence;
-    // Without the lock first: the starts of processes wait for it, and the answer is no for as long as a token is old.
-    let need = need::Need::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
+    // First without the lock, for which process starts wait: the result is negative until all tokens have rotated.
+    let need =
+        need::KeyNeed::find(&session, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() {
         return Ok(());
     }
-    // Without it, a process that has the current key alone would be refused.
+    // Otherwise a process that has only the current key would be refused.
     mark::write(&platform.bucket, &own.ids).await?;
     let tx = db::begin(&mut session).await?;
-    // No process with another current key starts before this ends.
+    // Until the transaction ends, no process with another current key starts.
     db::lock(&tx, KEYS_LOCK).await?;
-    let need = need::Need::find(&tx, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
+    let need = need::KeyNeed::find(&tx, &own.ids.current, &platform.mint, seal, silence, own.ttl).await?;
     if !need.is_empty() || !own.is_settled(&tx).await? {
         return Ok(());
     }
-    platform_keys::note_sole(&tx, &own.ids).await?;
+    platform_keys::record_sole(&tx, &own.ids).await?;
     failpoint::pass("platform-key-before-sole")?;
     db::commit(tx).await?;
     failpoint::pass("platform-key-after-sole")?;
-    tracing::info!(key = %own.ids.current, "nothing needs PLATFORM_KEY_PREVIOUS any more: it can be removed");
+    tracing::info!(key = %own.ids.current, "PLATFORM_KEY_PREVIOUS is no longer needed: remove it");
     Ok(())
 }

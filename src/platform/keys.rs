@@ -1,7 +1,8 @@
-//! Signing keys of the platform: made in the database under a lock, sealed with a key derived from `PLATFORM_KEY`,
-//! shared by every platform process.
+//! Signing keys of the platform: created in the database under a lock, sealed with a key derived from `PLATFORM_KEY`,
+//! and shared by all platform processes.
 //!
-//! Owns sealing and which key signs. The invariant: a private key leaves the process only sealed, bound to its `kid`.
+//! Owns the sealing and the choice of the signing key. The invariant: a private key leaves the process only sealed,
+//! bound to its `kid`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,33 +16,33 @@ use super::db::{self, Db, DbError};
 use super::platform_key::PlatformKeys;
 use crate::http::proof::{ProofKeys, Signer};
 
-/// Retired keys that still sign for hosts that know no newer one.
+/// Maximum retired keys that still sign for hosts without a newer one.
 const MAX_RETIRED: i64 = 8;
 
 /// Advisory lock held while the set of signing keys changes.
 pub const LOCK: &str = "signing keys";
 
-/// The keys that sign proofs, as one process sees them now.
+/// The keys that sign proofs, in one process's current view.
 pub struct SigningSet {
     pub current: Arc<Signer>,
-    /// Takes over where the host has acknowledged it.
+    /// Signs for hosts that have acknowledged it.
     pub next: Option<Arc<Signer>>,
-    /// The newest first: for hosts that were silent while these were replaced, and know no other.
+    /// Newest first: for hosts that were silent during the replacement and know no other key.
     pub retired: Vec<Arc<Signer>>,
     pub public: ProofKeys,
     pub app: AppKeys,
 }
 
-/// The keys that sign app tokens. Hosts do not know them: only routers believe such tokens, so the newest signs as soon
-/// as every router has had the time to hear of it.
+/// The keys that sign app tokens. Hosts do not have them: only routers accept such tokens, so the newest signs as
+/// soon as every router has had time to read it.
 pub struct AppKeys {
     pub current: Arc<Signer>,
     pub public: ProofKeys,
 }
 
 impl SigningSet {
-    /// The key to sign with for a machine whose host has acknowledged these: the newest of them. Before the first
-    /// heartbeat it is the oldest active one, which was in the user-data.
+    /// The key that signs for a machine whose host has acknowledged these: the newest of them. Before the first
+    /// heartbeat, it is the oldest active key, which was in the user-data.
     pub fn signer_for(&self, acknowledged: &[String]) -> &Signer {
         let known = |signer: &&Arc<Signer>| acknowledged.iter().any(|kid| kid == signer.kid());
         let newest_first = self.next.iter().chain([&self.current]).chain(&self.retired);
@@ -49,19 +50,19 @@ impl SigningSet {
     }
 }
 
-/// Why there are no keys.
+/// Why the keys are unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     #[error(transparent)]
     Db(#[from] DbError),
     #[error(
-        "signing key {kid} cannot be opened: it was sealed with another key than PLATFORM_KEY and PLATFORM_KEY_PREVIOUS; set \
+        "cannot open signing key {kid}: it was sealed with a key other than PLATFORM_KEY and PLATFORM_KEY_PREVIOUS; set \
          PLATFORM_KEY_PREVIOUS to that key"
     )]
     Sealed { kid: String },
     #[error("signing key {kid} is damaged")]
     Damaged { kid: String },
-    #[error("the system has no randomness")]
+    #[error("the system's random number generator failed")]
     Randomness,
 }
 
@@ -71,7 +72,7 @@ impl From<ring::error::Unspecified> for KeyError {
     }
 }
 
-/// Seals private keys with the current platform key, and opens those of the previous one as well.
+/// Seals private keys with the current platform key, and opens those sealed with the previous one as well.
 pub struct Seal {
     key: LessSafeKey,
     previous: Option<LessSafeKey>,
@@ -90,7 +91,7 @@ impl Seal {
         Self { key: sealing_key(platform_key), previous: None }
     }
 
-    /// With both keys that are in force.
+    /// With both keys in force.
     pub fn of(keys: &PlatformKeys) -> Self {
         Self { previous: keys.previous.as_ref().map(sealing_key), ..Self::new(&keys.current) }
     }
@@ -109,7 +110,7 @@ impl Seal {
         }
     }
 
-    /// Seals with the current key what only the previous one opens; `None` where there is nothing to do.
+    /// Reseals with the current key what only the previous one opens; `None` if there is nothing to do.
     ///
     /// # Errors
     /// [`KeyError`].
@@ -152,33 +153,33 @@ fn open_with(key: &LessSafeKey, kid: &str, sealed: &[u8]) -> Option<Vec<u8>> {
     Some(key.open_in_place(nonce, Aad::from(kid.as_bytes()), &mut body).ok()?.to_vec())
 }
 
-/// The keys in the database; makes the first one of a purpose where there is none. An app key signs once it is `overlap`
+/// Loads the keys from the database, and creates the first one of a purpose. An app key signs once it is `overlap`
 /// old.
 ///
 /// # Errors
 /// [`KeyError`].
 pub async fn load(db: &Db, seal: &Seal, overlap: Duration) -> Result<SigningSet, KeyError> {
-    let proof = opened(stored(db, seal, db::keys::PROOF).await?, seal)?;
-    let app = stored(db, seal, db::keys::APP).await?;
+    let proof = open_all(load_stored(db, seal, db::keys::PROOF).await?, seal)?;
+    let app = load_stored(db, seal, db::keys::APP).await?;
     let nth = app.iter().rposition(|key| key.age >= overlap).unwrap_or(0);
-    let app = opened(app, seal)?;
+    let app = open_all(app, seal)?;
     let session = db.session().await?;
     let retired = db::keys::retired(&session, db::keys::PROOF, MAX_RETIRED).await?;
     drop(session);
     let none = || KeyError::Damaged { kid: "(none)".to_owned() };
     let app_signer = app.get(nth).cloned().ok_or_else(none)?;
-    // The oldest key signs proofs until hosts know the newest one.
+    // The oldest key signs proofs until hosts have acknowledged the newest one.
     let mut signers = proof.iter().cloned();
     Ok(SigningSet {
         current: signers.next().ok_or_else(none)?,
         next: signers.next_back(),
-        retired: retired.into_iter().filter_map(|key| opened(vec![key], seal).ok()?.pop()).collect(),
-        public: public(&proof),
-        app: AppKeys { current: app_signer, public: public(&app) },
+        retired: retired.into_iter().filter_map(|key| open_all(vec![key], seal).ok()?.pop()).collect(),
+        public: public_keys(&proof),
+        app: AppKeys { current: app_signer, public: public_keys(&app) },
     })
 }
 
-/// Refuses keys that sign now and that neither platform key opens.
+/// Refuses active keys that neither platform key opens.
 ///
 /// # Errors
 /// [`KeyError`].
@@ -187,12 +188,12 @@ pub async fn ensure_opened(
     seal: &Seal,
 ) -> Result<(), KeyError> {
     for purpose in [db::keys::PROOF, db::keys::APP] {
-        opened(db::keys::active(client, purpose).await?, seal)?;
+        open_all(db::keys::active(client, purpose).await?, seal)?;
     }
     Ok(())
 }
 
-async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
+async fn load_stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::StoredKey>, KeyError> {
     let mut session = db.session().await?;
     let stored = db::keys::active(&session, purpose).await?;
     if !stored.is_empty() {
@@ -208,7 +209,7 @@ async fn stored(db: &Db, seal: &Seal, purpose: &str) -> Result<Vec<db::keys::Sto
     Ok(stored)
 }
 
-/// Makes another key, under the lock that the transaction holds.
+/// Creates another key, under the lock that the transaction holds.
 ///
 /// # Errors
 /// [`KeyError`].
@@ -226,7 +227,7 @@ pub async fn generate(
     Ok(key)
 }
 
-fn opened(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Signer>>, KeyError> {
+fn open_all(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Signer>>, KeyError> {
     let open = |key: db::keys::StoredKey| {
         let pkcs8 = seal.open(&key.kid, &key.sealed)?;
         let signer = Signer::from_pkcs8(&key.kid, &pkcs8);
@@ -235,12 +236,12 @@ fn opened(stored: Vec<db::keys::StoredKey>, seal: &Seal) -> Result<Vec<Arc<Signe
     stored.into_iter().map(open).collect()
 }
 
-fn public(signers: &[Arc<Signer>]) -> ProofKeys {
+fn public_keys(signers: &[Arc<Signer>]) -> ProofKeys {
     ProofKeys { keys: signers.iter().map(|signer| signer.public()).collect() }
 }
 
 /// Whether two views hold the same keys and sign with the same ones.
-pub fn same(one: &SigningSet, other: &SigningSet) -> bool {
+pub fn is_same(one: &SigningSet, other: &SigningSet) -> bool {
     one.public == other.public
         && one.app.public == other.app.public
         && one.retired.first().map(|signer| signer.kid()) == other.retired.first().map(|signer| signer.kid())
@@ -252,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sealed_key_opens_under_its_own_kid_and_platform_key_only() {
+    fn sealed_key_opens_only_with_its_kid_and_platform_key() {
         let seal = Seal::new(&vec![1; 32].into());
         let sealed = seal.close("k1", b"private").unwrap();
         assert_eq!(seal.open("k1", &sealed).unwrap(), b"private");
@@ -264,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn previous_key_opens_and_is_replaced_by_the_current_one() {
+    fn rewrap_replaces_previous_key() {
         let keys = |current: u8, previous: Option<u8>| {
             let key = |byte: u8| vec![byte; 32].into();
             Seal::of(&PlatformKeys { current: key(current), previous: previous.map(key) })

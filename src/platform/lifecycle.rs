@@ -1,14 +1,14 @@
-//! The one way in which a machine's state changes: the pure transition, then its result and effects in one transaction.
+//! The only path of machine state changes: the pure transition, then its result and effects in one transaction.
 //!
-//! Decides nothing itself. The invariant: the row is written only if it still is what the transition looked at, and
-//! every effect is written with it or not at all.
+//! This module makes no decisions. The invariant: the row is written only if it has not changed since the transition
+//! read it, and all effects are written with it or none.
 
 use std::time::Duration;
 
 use deadpool_postgres::Transaction;
 
 use super::db::machine_changes::{self, NewMachine, NextState, SlotPlace};
-use super::db::machine_row::{Failure, Kind, MachineRow};
+use super::db::machine_row::{Failure, MachineKind, MachineRow};
 use super::db::{self, DbError};
 use super::operations::{OperationKind, OperationOptions};
 use super::tokens::{Generation, Purpose, TokenMint};
@@ -19,27 +19,27 @@ use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType
 use crate::machine::state::{State, Status};
 use crate::machine::transition::{Outcome, Refusal, transition};
 
-/// How many earlier machines are considered when a slot is given back.
+/// Maximum earlier machines considered for a slot's reinstatement.
 const MAX_PREDECESSORS: i64 = 50;
 
-/// Why a change did not happen.
+/// Why a change was not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum LifecycleError {
     #[error(transparent)]
     Refused(#[from] Refusal),
     #[error(transparent)]
     Db(#[from] DbError),
-    /// The transition asks for what the caller did not bring.
+    /// The transition needs data that the caller did not provide.
     #[error("the change of state needs {0}")]
     Missing(&'static str),
 }
 
-/// The machine that is to be made for a slot.
-pub struct Wanted {
+/// The machine to create for a slot.
+pub struct MachineRequest {
     pub user: IdpUserId,
     pub slot: Slot,
     pub handle: Handle,
-    pub kind: Kind,
+    pub kind: MachineKind,
     pub server_type: ServerType,
     pub location: Location,
     pub fallback_locations: Vec<Location>,
@@ -47,85 +47,85 @@ pub struct Wanted {
     pub bundle_sha256: String,
     pub https_port: u16,
     pub lives_for: Option<Duration>,
-    /// The snapshot to begin with; `None`: the one that the pointer names.
+    /// The snapshot to restore; `None`: the one that the pointer names.
     pub restore_snapshot: Option<String>,
 }
 
-/// What goes with an event besides what the transition looks at.
+/// Data of an event that the transition itself does not read.
 #[derive(Default, Clone)]
-pub struct Circumstances<'a> {
+pub struct EventContext<'a> {
     /// Where and why it failed, for people.
     pub failed_at: Option<(&'a str, &'a str)>,
-    /// The machine that takes this one's place, where the event replaces it.
-    pub successor: Option<&'a Wanted>,
-    /// What the operator decided for the operation that is filed.
+    /// The machine that replaces this one, if the event replaces it.
+    pub successor: Option<&'a MachineRequest>,
+    /// The operator's options for the filed operation.
     pub options: OperationOptions,
-    /// An epoch that the object store knows of: the new machine's is above it.
+    /// An epoch in the object store: the new machine's epoch is above it.
     pub epoch_floor: Epoch,
 }
 
-/// A machine with the operation that was filed for it.
+/// A machine and the operation that was filed for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Filed {
+pub struct FiledOperation {
     pub machine: MachineId,
     pub operation: OperationId,
 }
 
-/// What came of an event.
+/// The result of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     Unchanged,
-    Moved { filed: Option<Filed> },
+    Moved { filed: Option<FiledOperation> },
 }
 
-/// Applies an event to a machine whose row the transaction holds.
+/// Applies an event to a machine whose row the transaction has locked.
 ///
 /// # Errors
-/// [`LifecycleError`]; then the transaction must not be committed.
+/// [`LifecycleError`]; the transaction must then not be committed.
 pub async fn apply(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     was: &MachineRow,
     event: &Event,
-    with: Circumstances<'_>,
+    with: EventContext<'_>,
 ) -> Result<Change, LifecycleError> {
     let (next, effects) = match transition(&was.lifecycle(), event)? {
         Outcome::Unchanged => return Ok(Change::Unchanged),
         Outcome::Moved { next, effects } => (next, effects),
     };
     let successor = MachineId::new();
-    let raised = effects.iter().find_map(|effect| match effect {
+    let raised_epoch = effects.iter().find_map(|effect| match effect {
         Effect::Reinstate { epoch } => Some(*epoch),
         _ => None,
     });
-    write_state(tx, was, &next, Ends { successor, raised }, &with).await?;
+    write_state(tx, was, &next, SlotChange { successor, raised_epoch }, &with).await?;
     let mut filed = None;
     for effect in effects {
-        filed = effect_of(tx, mint, was, effect, successor, &with).await?.or(filed);
+        filed = apply_effect(tx, mint, was, effect, successor, &with).await?.or(filed);
     }
     Ok(Change::Moved { filed })
 }
 
-/// What a change of place needs besides the state.
-struct Ends {
+/// Data of a change of slot.
+struct SlotChange {
     successor: MachineId,
     /// The epoch under which it holds its slot again.
-    raised: Option<Epoch>,
+    raised_epoch: Option<Epoch>,
 }
 
 async fn write_state(
     tx: &Transaction<'_>,
     was: &MachineRow,
     next: &State,
-    ends: Ends,
-    with: &Circumstances<'_>,
+    slot_change: SlotChange,
+    with: &EventContext<'_>,
 ) -> Result<(), DbError> {
     let mut written = NextState {
         status: next.status().unwrap_or(was.status),
         failure: None,
         server_type: &was.server_type,
         resize_to: None,
-        place: ends.raised.map_or(SlotPlace::Unchanged, |epoch| SlotPlace::Reinstated { epoch }),
+        place: slot_change.raised_epoch.map_or(SlotPlace::Unchanged, |epoch| SlotPlace::Reinstated { epoch }),
     };
     let failure;
     match next {
@@ -139,14 +139,14 @@ async fn write_state(
             failure = failure_of(next, with);
             written.failure = failure.as_ref();
         }
-        // One that has left its slot already stays where it is: what is known of its server changes.
-        State::Retired { was: held } | State::Deleted { was: held } if has_left_to(was, next) => {
+        // The machine has already left its slot: only the recorded state of its server changes.
+        State::Retired { was: held } | State::Deleted { was: held } if has_already_left(was, next) => {
             failure = failure_of(held, with);
             written.failure = failure.as_ref();
         }
         State::Retired { .. } => {
             written.failure = was.failure.as_ref();
-            written.place = SlotPlace::Retired { by: ends.successor };
+            written.place = SlotPlace::Retired { by: slot_change.successor };
         }
         State::Deleted { .. } => {
             written.failure = was.failure.as_ref();
@@ -156,8 +156,8 @@ async fn write_state(
     machine_changes::compare_and_set(tx, was, &written).await
 }
 
-/// Whether the machine left its slot in this way before.
-fn has_left_to(was: &MachineRow, next: &State) -> bool {
+/// Whether the machine had already left its slot in this way.
+fn has_already_left(was: &MachineRow, next: &State) -> bool {
     match next {
         State::Retired { .. } => was.retired_at.is_some(),
         State::Deleted { .. } => was.deleted_at.is_some(),
@@ -165,31 +165,31 @@ fn has_left_to(was: &MachineRow, next: &State) -> bool {
     }
 }
 
-fn failure_of(state: &State, with: &Circumstances<'_>) -> Option<Failure> {
+fn failure_of(state: &State, with: &EventContext<'_>) -> Option<Failure> {
     let State::Failed { cause } = state else { return None };
     let (stage, message) =
         with.failed_at.map(|(stage, message)| (stage.to_owned(), message.to_owned())).unzip();
     Some(Failure { cause: *cause, stage, message })
 }
 
-async fn effect_of(
+async fn apply_effect(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     was: &MachineRow,
     effect: Effect,
     successor: MachineId,
-    with: &Circumstances<'_>,
-) -> Result<Option<Filed>, LifecycleError> {
+    with: &EventContext<'_>,
+) -> Result<Option<FiledOperation>, LifecycleError> {
     match effect {
         Effect::CancelOperation => db::operations::end_running(tx, was.id, "cancelled", None).await?,
         Effect::FailOperation { cause } => {
             db::operations::end_running(tx, was.id, "failed", Some(cause.as_str())).await?;
         }
         Effect::Replace { status, restore, epoch } => {
-            let wanted = with.successor.ok_or(LifecycleError::Missing("a successor"))?;
+            let request = with.successor.ok_or(LifecycleError::Missing("a successor"))?;
             let epoch = epoch.max(with.epoch_floor.next());
-            let plan = Plan { id: successor, status, restore, epoch, options: with.options };
-            return insert(tx, mint, wanted, plan).await.map(Some);
+            let plan = StartPlan { id: successor, status, restore, epoch, options: with.options };
+            return insert(tx, mint, request, plan).await.map(Some);
         }
         Effect::DeleteServer => {
             return Ok(Some(file(tx, was.id, OperationKind::Delete, with.options).await?));
@@ -208,40 +208,40 @@ async fn effect_of(
         }
         Effect::ReinstatePredecessor => reinstate_predecessor(tx, mint, was, with).await?,
         Effect::DeletePredecessor => delete_predecessor(tx, mint, was, with).await?,
-        // Routers see the row's change sequence, which the database's trigger moves.
+        // Routers observe the row's change sequence, which a database trigger increments.
         Effect::CloseConnections => {}
     }
     Ok(None)
 }
 
-/// Gives the slot back to the machine whose server has the newest data. Without one the failed machine keeps the slot, as
-/// the place where its failure is shown.
+/// Gives the slot back to the machine whose server has the newest data. Without such a machine, the failed one keeps
+/// the slot, so that its failure stays visible.
 async fn reinstate_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     was: &MachineRow,
-    with: &Circumstances<'_>,
+    with: &EventContext<'_>,
 ) -> Result<(), LifecycleError> {
     let Some(last) = reinstatable(tx, was).await? else { return Ok(()) };
     machine_changes::leave_slot(tx, was.id, last.id).await?;
     let highest = db::machines::highest_epoch(tx, &was.user, &was.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: last.server_power() };
-    // It keeps the message of a failure of its own.
+    // If it has a failure of its own, it keeps that message.
     let failed_at =
         last.failure.as_ref().and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let reason = "the machine that was to replace it did not register";
-    let with = Circumstances { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
+    let with = EventContext { failed_at: failed_at.or(Some(("reinstate", reason))), ..with.clone() };
     Box::pin(apply(tx, mint, &last, &event, with)).await?;
     audit(tx, "reinstate", &last).await?;
-    tracing::warn!(machine = %was.id, reinstated = %last.id, "a slot goes back to its last machine");
+    tracing::warn!(machine = %was.id, reinstated = %last.id, "gave a slot back to its last machine");
     Ok(())
 }
 
-/// The last machine of the slot that registered. Where its server is gone, the one before: unless a snapshot holds what
-/// the later one wrote, since an older server would then put an older state in the place of that snapshot.
+/// The last registered machine of the slot. If its server is gone, an earlier one, unless a snapshot holds the later
+/// one's data: an older server would then replace that snapshot by an older state.
 async fn reinstatable(tx: &Transaction<'_>, was: &MachineRow) -> Result<Option<MachineRow>, DbError> {
     for seen in db::machines::registered_before(tx, was, MAX_PREDECESSORS).await? {
-        let Some(one) = db::machines::locked(tx, seen.id).await? else { continue };
+        let Some(one) = db::machines::lock(tx, seen.id).await? else { continue };
         if one.server_exists() {
             return Ok(Some(one).filter(|one| one.deleted_at.is_none()));
         }
@@ -252,21 +252,21 @@ async fn reinstatable(tx: &Transaction<'_>, was: &MachineRow) -> Result<Option<M
     Ok(None)
 }
 
-/// Deletes the machine that was to be replaced along with the one that was to replace it. An operator who wanted the
-/// server of the one gone at once did not name the other's.
+/// Deletes the machine that was to be replaced along with its intended successor. An operator's order to delete one
+/// server at once does not extend to the other.
 async fn delete_predecessor(
     tx: &Transaction<'_>,
     mint: &TokenMint,
     was: &MachineRow,
-    with: &Circumstances<'_>,
+    with: &EventContext<'_>,
 ) -> Result<(), LifecycleError> {
     if was.registered_at.is_some() {
         return Ok(());
     }
-    let Some(last) = db::machines::last_registered_locked(tx, was).await? else { return Ok(()) };
+    let Some(last) = db::machines::lock_last_registered(tx, was).await? else { return Ok(()) };
     if last.server_exists() {
         let options = OperationOptions { now: false, ..with.options };
-        let with = Circumstances { options, ..with.clone() };
+        let with = EventContext { options, ..with.clone() };
         let change = Box::pin(apply(tx, mint, &last, &Event::SuccessorDeleted, with)).await?;
         if change != Change::Unchanged {
             audit(tx, "delete.predecessor", &last).await?;
@@ -275,10 +275,10 @@ async fn delete_predecessor(
     Ok(())
 }
 
-/// The audit row of what a change of one machine meant for another one of its slot.
+/// The audit entry for the effect of one machine's change on another machine of its slot.
 async fn audit(tx: &Transaction<'_>, action: &str, was: &MachineRow) -> Result<(), DbError> {
     let after = db::machines::get(tx, was.id).await?.map(|after| after.record());
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action,
         target: &was.id.to_string(),
@@ -294,30 +294,30 @@ async fn file(
     machine: MachineId,
     kind: OperationKind,
     options: OperationOptions,
-) -> Result<Filed, DbError> {
+) -> Result<FiledOperation, DbError> {
     let operation = db::operations::file(tx, machine, kind, options).await?;
-    Ok(Filed { machine, operation })
+    Ok(FiledOperation { machine, operation })
 }
 
-/// Makes the machine of a slot that no machine holds.
+/// Creates the machine of a free slot.
 ///
 /// # Errors
-/// [`LifecycleError`]; `user_machines_active` is violated where the slot is held after all.
-pub async fn begin(
+/// [`LifecycleError`]; `user_machines_active` is violated if another machine holds the slot.
+pub async fn create_machine(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    wanted: &Wanted,
+    request: &MachineRequest,
     restore: RestoreMode,
-    with: &Circumstances<'_>,
-) -> Result<Filed, LifecycleError> {
-    let highest = db::machines::highest_epoch(tx, &wanted.user, &wanted.slot).await?;
+    with: &EventContext<'_>,
+) -> Result<FiledOperation, LifecycleError> {
+    let highest = db::machines::highest_epoch(tx, &request.user, &request.slot).await?;
     let epoch = highest.max(with.epoch_floor).next();
     let (id, status, options) = (MachineId::new(), Status::Provisioning, with.options);
-    insert(tx, mint, wanted, Plan { id, status, restore, epoch, options }).await
+    insert(tx, mint, request, StartPlan { id, status, restore, epoch, options }).await
 }
 
 /// How a new machine starts.
-struct Plan {
+struct StartPlan {
     id: MachineId,
     status: Status,
     restore: RestoreMode,
@@ -328,10 +328,10 @@ struct Plan {
 async fn insert(
     tx: &Transaction<'_>,
     mint: &TokenMint,
-    wanted: &Wanted,
-    plan: Plan,
-) -> Result<Filed, LifecycleError> {
-    let Plan { id, status, restore, epoch, options } = plan;
+    request: &MachineRequest,
+    plan: StartPlan,
+) -> Result<FiledOperation, LifecycleError> {
+    let StartPlan { id, status, restore, epoch, options } = plan;
     let kind = match status {
         Status::Recovering => OperationKind::Recover,
         Status::Provisioning | Status::Running | Status::Resizing | Status::Failed => {
@@ -340,23 +340,23 @@ async fn insert(
     };
     let machine = NewMachine {
         id,
-        user: wanted.user.clone(),
-        slot: wanted.slot.clone(),
-        handle: wanted.handle.clone(),
-        kind: wanted.kind,
+        user: request.user.clone(),
+        slot: request.slot.clone(),
+        handle: request.handle.clone(),
+        kind: request.kind,
         status,
         epoch,
         restore,
-        server_type: wanted.server_type.clone(),
-        location: wanted.location.clone(),
-        fallback_locations: wanted.fallback_locations.clone(),
-        image_version: wanted.image_version.clone(),
-        bundle_sha256: wanted.bundle_sha256.clone(),
-        https_port: wanted.https_port,
+        server_type: request.server_type.clone(),
+        location: request.location.clone(),
+        fallback_locations: request.fallback_locations.clone(),
+        image_version: request.image_version.clone(),
+        bundle_sha256: request.bundle_sha256.clone(),
+        https_port: request.https_port,
         registration_token_hash: mint.hash(id, Purpose::Registration, Generation::FIRST),
         upgrade_token_hash: mint.hash(id, Purpose::Upgrade, Generation::FIRST),
-        lives_for: wanted.lives_for,
-        restore_snapshot: wanted.restore_snapshot.clone(),
+        lives_for: request.lives_for,
+        restore_snapshot: request.restore_snapshot.clone(),
     };
     machine_changes::insert(tx, &machine).await?;
     Ok(file(tx, id, kind, options).await?)

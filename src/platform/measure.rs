@@ -1,7 +1,7 @@
-//! What the platform's numbers are taken from: ends of operations and steps as they happen, and, when `/metrics` is
-//! read, the whole installation from the database.
+//! Collects the platform's metrics: ends of operations and steps as they happen and, when `/metrics` is read, the
+//! whole installation from the database.
 //!
-//! Invariant: a database that is away costs the figures of the installation, never the scrape.
+//! Invariant: an unavailable database costs the metrics of the installation, never the scrape.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::alarms::Alarm;
 use super::context::Platform;
 use super::db::{self, Db, DbError};
-use super::operations::step::{Answer, StepError};
+use super::operations::step::{StepError, StepOutcome};
 use super::operations::{OperationKind, Step, vocabulary};
 use super::{ended_machines, fleet};
 use crate::http::problem::chain;
@@ -22,11 +22,11 @@ use crate::metrics::{
     OPERATIONS_OVERDUE, OPERATIONS_UNKNOWN, POOL_CONNECTIONS, POOL_WAITING, PROVIDER_BUDGET, label,
 };
 
-/// A scraper gives up after some ten seconds.
-const DEADLINE: Duration = Duration::from_secs(4);
+/// A scraper's timeout is about ten seconds.
+const MEASURE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Counts an operation that has just ended, whoever ended it.
-pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
+/// Counts an operation that has just ended.
+pub fn record_operation(kind: &str, outcome: &str, since: Timestamp) {
     let kind = label(kind);
     OPERATIONS.add_one([kind, label(outcome)]);
     let took = Timestamp::now().duration_since(since);
@@ -34,11 +34,11 @@ pub fn ended(kind: &str, outcome: &str, since: Timestamp) {
 }
 
 /// Counts one run of a step.
-pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, took: Duration) {
+pub fn record_step(kind: OperationKind, step: Step, end: &Result<StepOutcome, StepError>, took: Duration) {
     let outcome = match end {
-        Ok(Answer::Done { .. } | Answer::End { .. }) => "done",
-        Ok(Answer::Wait { .. } | Answer::WaitFor { .. } | Answer::Ask(_)) => "waiting",
-        Ok(Answer::Abandon { .. } | Answer::Fail { .. })
+        Ok(StepOutcome::Done { .. } | StepOutcome::End { .. }) => "done",
+        Ok(StepOutcome::Wait { .. } | StepOutcome::WaitFor { .. } | StepOutcome::Ask(_)) => "waiting",
+        Ok(StepOutcome::Abandon { .. } | StepOutcome::Fail { .. })
         | Err(StepError::Transient { .. } | StepError::Permanent { .. }) => "failed",
         Err(StepError::Lost) => "lost",
     };
@@ -46,18 +46,18 @@ pub fn step(kind: OperationKind, step: Step, end: &Result<Answer, StepError>, to
     OPERATION_STEP_DURATION.record([kind.as_str(), step.as_str()], took);
 }
 
-/// Reads what is only known when it is looked at.
-pub async fn take(platform: &Platform) {
+/// Collects the metrics that are only read on a scrape.
+pub async fn collect(platform: &Platform) {
     measure_pools(&[&platform.db, &platform.host_db, &platform.report_db]);
     match tokio::time::timeout(
-        DEADLINE,
-        installation(&platform.report_db, platform.config.timing.tokens.rotate),
+        MEASURE_TIMEOUT,
+        measure_installation(&platform.report_db, platform.config.timing.tokens.rotate),
     )
     .await
     {
         Ok(Ok(())) => FLEET_READ.set_to_now([]),
-        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "the fleet cannot be measured"),
-        Err(_) => tracing::warn!("the fleet cannot be measured in time"),
+        Ok(Err(error)) => tracing::warn!(error = %chain(&error), "cannot measure the fleet"),
+        Err(_) => tracing::warn!("timeout while measuring the fleet"),
     }
 }
 
@@ -70,22 +70,22 @@ fn measure_pools(pools: &[&Db]) {
     POOL_WAITING.set([], sum(|status| status.waiting));
 }
 
-async fn installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> {
+async fn measure_installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> {
     let session = db.session().await?;
-    let mut seen = fleet::summary(&db::fleet::all(&session).await?, token_rotation);
+    let mut seen = fleet::summarize(&db::fleet::all(&session).await?, token_rotation);
     ended_machines::add_to(&mut seen, &db::ended_machines::needing_attention(&session).await?);
-    let by = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
+    let set_all = |totals: &Value, set: &dyn Fn(&'static str, f64)| {
         for (name, count) in totals.as_object().into_iter().flatten() {
             set(label(name), number(count));
         }
     };
-    by(&seen["totals"]["byStatus"], &|status, count| MACHINES.set([status], count));
-    by(&seen["totals"]["byHealth"], &|health, count| MACHINES_BY_HEALTH.set([health], count));
+    set_all(&seen["totals"]["byStatus"], &|status, count| MACHINES.set([status], count));
+    set_all(&seen["totals"]["byHealth"], &|health, count| MACHINES_BY_HEALTH.set([health], count));
     MACHINES_NEEDING_ATTENTION.set([], number(&seen["attentionTotal"]));
     BACKUP_AGE.set(["max"], number(&seen["backups"]["maxAgeSeconds"]));
     BACKUP_AGE.set(["p50"], number(&seen["backups"]["p50AgeSeconds"]));
     BACKUP_NEVER.set([], number(&seen["backups"]["never"]));
-    let in_progress = db::operations::in_progress(&session).await?;
+    let in_progress = db::operations::count_by_kind(&session).await?;
     for kind in OperationKind::ALL {
         let found = in_progress.iter().find(|(name, _)| name == kind.as_str());
         OPERATIONS_IN_PROGRESS.set([kind.as_str()], found.map_or(0.0, |(_, count)| *count as f64));
@@ -94,17 +94,17 @@ async fn installation(db: &Db, token_rotation: Duration) -> Result<(), DbError> 
     OPERATIONS_OVERDUE.set([], overdue as f64);
     let alarms = db::alarms::active(&session).await?;
     for alarm in Alarm::ALL {
-        let stands = alarms.iter().any(|row| row.alarm == alarm.as_str());
-        ALARMS.set([alarm.as_str()], f64::from(u8::from(stands)));
+        let is_active = alarms.iter().any(|row| row.alarm == alarm.as_str());
+        ALARMS.set([alarm.as_str()], f64::from(u8::from(is_active)));
     }
-    OPERATIONS_UNKNOWN.set([], db::operations::unknown(&session, &vocabulary()).await? as f64);
-    if let Some(left) = db::budget::left(&session).await? {
+    OPERATIONS_UNKNOWN.set([], db::operations::count_unsupported(&session, &vocabulary()).await? as f64);
+    if let Some(left) = db::budget::remaining(&session).await? {
         PROVIDER_BUDGET.set([], left);
     }
     Ok(())
 }
 
-/// What there is none of, such as an age, is not a number.
+/// A missing value, such as an age, is not a number.
 fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or(f64::NAN)
 }

@@ -1,4 +1,4 @@
-//! The control plane and router: `svc-platform`. This file alone wires the parts together.
+//! The control plane and router: `svc-platform`. Only this file wires the parts together.
 //!
 //! Args → configuration → bind → migrate → ready → serve until a signal → drain.
 
@@ -69,12 +69,12 @@ use crate::provider::hetzner::Hetzner;
 use crate::store::{Bucket, parallel_probe};
 use crate::{metrics, telemetry};
 
-/// How long steps under way may go on after the stop was asked; the rest is resumed by the next process.
-const DRAIN: Duration = Duration::from_secs(25);
+/// Time for running steps to finish after the stop signal; the next process resumes the rest.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// Bounds the probe at start, so that an unreachable store does not delay it.
+/// Timeout of the probe at startup, so that an unreachable store does not delay it.
 const STORE_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// For one read or write of an object, with its retries: shorter than what an operator's client waits for an answer.
+/// Timeout of one read or write of an object, including retries: shorter than the timeout of an operator's client.
 const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The control plane: provisions, recovers and deletes machines, and routes their owners to them.
@@ -85,7 +85,7 @@ const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(10);
     about = "Control plane and router; configured by environment variables"
 )]
 struct Args {
-    /// File with settings, below the environment: what is in it is in no /proc/PID/environ; else PLATFORM_ENV_FILE names it
+    /// File with settings, overridden by the environment and not shown in /proc/PID/environ; default: PLATFORM_ENV_FILE
     #[arg(long, value_name = "FILE", global = true)]
     env_file: Option<PathBuf>,
     #[command(subcommand)]
@@ -94,7 +94,7 @@ struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Ask the platform that runs with these settings on this machine whether it is ready; exits 69 where it is not
+    /// Check whether this machine's platform with these settings is ready; exits 69 if it is not
     Probe,
 }
 
@@ -118,7 +118,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let scrape = metrics::install().or_exit(Exit::Internal)?;
     let host_store = HostStore::new(&config.store, &config.host_credentials).or_exit(Exit::Config)?;
     let host_store = host_store.reached_by_hosts_at(config.hosts.store_endpoint.as_ref());
-    if host_store.gives_our_own() {
+    if host_store.shares_platform_credentials() {
         tracing::warn!(
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own object store credentials"
         );
@@ -143,10 +143,10 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
         KeyError::Randomness => Failure::new(Exit::Internal, error),
     })?;
     let presence = tokio::spawn(key_change::renew(db.clone(), process.clone()));
-    let installation = installation(&db).await.or_exit(Exit::Unavailable)?;
+    let installation = read_installation_id(&db).await.or_exit(Exit::Unavailable)?;
     let (fresh, keys) = watch::channel(Arc::new(keys));
     let (rotation_seal, change_seal) = (seal(), seal());
-    // Its own connections: they live on the router's threads, and end with those.
+    // A pool of its own: its connections live on the router's threads, and end with them.
     let sessions = pool(config.connections.router)?;
     let freshness = Arc::new(Freshness::new(config.routing.max_staleness));
     let routes = RouterContext {
@@ -187,7 +187,7 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let mut tasks = JoinSet::new();
     tasks.spawn(key_rotation::run(db, rotation_seal, platform.config.timing.keys, fresh, stop.clone()));
     tasks.spawn(key_change::run(platform.clone(), change_seal));
-    tasks.spawn(mark::keep(platform.clone()));
+    tasks.spawn(mark::keep_writing(platform.clone()));
     tasks.spawn(process_clock::run(platform.clone()));
     tasks.spawn(operations::runner::run(platform.clone()));
     tasks.spawn(operations::reconcile::run(platform.clone()));
@@ -203,30 +203,31 @@ async fn serve(config: PlatformConfig) -> Result<(), Failure> {
     let limits = Limits { trusted_proxies, ..Limits::default() };
     let shards = Shards::start().or_exit(Exit::Internal)?;
     tasks.spawn(server::serve_on(shards, public.listener, public.tls, routes, limits, stop.clone()));
-    // Without a supervisor there is nobody to tell.
+    // Without a supervisor, no one listens.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
 
     tokio::select! {
-        // Told to stop, tasks end at once as they should: that is no failure of theirs.
+        // Tasks that end because of the stop signal have not failed.
         biased;
         () = stop.cancelled() => {}
         ended = tasks.join_next() => {
             stop.cancel();
             let why = ended.and_then(Result::err).map_or_else(|| "ended".to_owned(), |error| error.to_string());
-            return Err(Failure::new(Exit::Internal, anyhow::anyhow!("a task of the platform stopped: {why}")));
+            return Err(Failure::new(Exit::Internal, anyhow::anyhow!("a task of the platform ended: {why}")));
         }
     }
     tracing::info!("draining");
-    let drained = tokio::time::timeout(DRAIN, async { while tasks.join_next().await.is_some() {} }).await;
+    let drained =
+        tokio::time::timeout(DRAIN_TIMEOUT, async { while tasks.join_next().await.is_some() {} }).await;
     if drained.is_err() {
-        tracing::warn!("not everything ended in time; the next process goes on with it");
+        tracing::warn!("not everything ended in time; the next process resumes the rest");
     }
     presence.abort();
-    leave(&platform).await;
+    delete_process_row(&platform).await;
     Ok(())
 }
 
-/// Notes this process among those that run, if it may run beside them with its platform keys.
+/// Records this process as running, if it may run beside the others with its platform keys.
 async fn admit(
     db: &Db,
     bucket: &Bucket,
@@ -234,8 +235,8 @@ async fn admit(
     mint: &TokenMint,
 ) -> Result<ProcessKeys, Failure> {
     let (process, seal) = (key_change::process(config.keys.ids(), &config.timing), Seal::of(&config.keys));
-    // Before the database is written to: keys of an earlier day must leave it as it is.
-    let has_answered = unless_refused(mark::check(bucket, &process.ids).await.map(drop))?;
+    // Before any write to the database: outdated keys must leave it unchanged.
+    let has_answered = check_mark(mark::check(bucket, &process.ids).await.map(drop))?;
     let silence = config.timing.keys.max_silence;
     match key_change::admission::admit(db, &process, mint, &seal, silence).await {
         Ok(()) => {}
@@ -245,40 +246,40 @@ async fn admit(
         Err(error) => return Err(Failure::new(Exit::Config, error)),
     }
     if has_answered {
-        unless_refused(mark::write(bucket, &process.ids).await)?;
+        check_mark(mark::write(bucket, &process.ids).await)?;
     }
     Ok(process)
 }
 
-/// Refuses keys that are not those of now; otherwise whether the store has answered. One that does not may be well: the look
-/// at it is repeated while the process runs ([`mark::keep`]).
-fn unless_refused(noted: Result<(), MarkError>) -> Result<bool, Failure> {
+/// Refuses outdated keys; otherwise returns whether the store has responded. An unavailable store is not refused: the
+/// check is repeated while the process runs ([`mark::keep_writing`]).
+fn check_mark(noted: Result<(), MarkError>) -> Result<bool, Failure> {
     match noted {
         Err(error) if error.is_refusal() => Err(Failure::new(Exit::Config, error)),
         Err(error) => {
-            tracing::warn!(error = %crate::chain::chain(&error), "it is not known whether PLATFORM_KEY is the current one");
+            tracing::warn!(error = %crate::chain::chain(&error), "cannot check whether PLATFORM_KEY is the current one");
             Ok(false)
         }
         Ok(()) => Ok(true),
     }
 }
 
-/// By this line an operator finds the process that `svcctl doctor platform` names.
+/// Lets an operator find the process that `svcctl doctor platform` names.
 fn log_start(process: &ProcessKeys, api: &str) {
     let ProcessKeys { process, ids, .. } = process;
     let previous = ids.previous.as_ref().map(tracing::field::display);
-    tracing::info!(%process, api, key = %ids.current, previous, "this platform process has its keys in force");
+    tracing::info!(%process, api, key = %ids.current, previous, "platform process started with these keys");
 }
 
-/// A process with another platform key need not wait until this one's row has expired.
-async fn leave(platform: &Platform) {
+/// A process with another platform key then need not wait until this one's row expires.
+async fn delete_process_row(platform: &Platform) {
     let left = async { platform.process.delete(&platform.db.session().await?).await };
     if let Err(error) = left.await {
         tracing::debug!(error = %crate::chain::chain(&error), "the row of this process stays until it expires");
     }
 }
 
-/// Refuses a store on which two hosts could both move a pointer. One that does not answer now may be well: it is used.
+/// Refuses a store on which two hosts could both move a pointer. An unavailable store is accepted.
 async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
     match parallel_probe::run(bucket, STORE_PROBE_TIMEOUT).await {
         Ok(found) => {
@@ -290,23 +291,23 @@ async fn refuse_unsafe_store(bucket: &Bucket) -> Result<(), Failure> {
             }
         }
         Err(error) => {
-            tracing::warn!(error = %crate::chain::chain(&error), "the object store was not probed with parallel writers");
+            tracing::warn!(error = %crate::chain::chain(&error), "cannot test the object store with parallel writers");
         }
     }
     Ok(())
 }
 
-async fn installation(db: &Db) -> Result<uuid::Uuid, DbError> {
+async fn read_installation_id(db: &Db) -> Result<uuid::Uuid, DbError> {
     db::servers::installation(&db.session().await?).await
 }
 
-struct Bound {
+struct BoundListener {
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
     url: String,
 }
 
-async fn bind(listen: &Listen) -> anyhow::Result<Bound> {
+async fn bind(listen: &Listen) -> anyhow::Result<BoundListener> {
     let tls = match &listen.tls {
         Some(files) => {
             let identity = Identity::read(&files.cert, &files.key)
@@ -319,5 +320,5 @@ async fn bind(listen: &Listen) -> anyhow::Result<Bound> {
         TcpListener::bind(listen.address).await.with_context(|| format!("listen on {}", listen.address))?;
     let scheme = if tls.is_some() { "https" } else { "http" };
     let url = format!("{scheme}://{}", server::local_addr(&listener)?);
-    Ok(Bound { listener, tls, url })
+    Ok(BoundListener { listener, tls, url })
 }

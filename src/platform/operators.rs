@@ -1,6 +1,6 @@
-//! Who calls the control API as an operator, and what each may do. Pure: tokens are verified in `api::access`.
+//! The operators that call the control API, and their scopes. Pure: tokens are verified in `api::access`.
 //!
-//! Scopes are a plain set: none implies another, and an operator gives only scopes that they have themselves.
+//! Scopes are a plain set: none implies another, and an operator can grant only scopes that they have.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -10,17 +10,17 @@ use serde::{Serialize, Serializer};
 
 use crate::machine::name::OperatorName;
 
-/// What the audit calls a caller with `PLATFORM_SECRET`. No operator can have this name.
+/// The audit's name for callers with `PLATFORM_SECRET`. No operator can have this name.
 pub const PLATFORM_SECRET_ACTOR: &str = "operator";
 
-/// What a route needs of an operator.
+/// The permission that a route requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
-    /// Machines, operations, rollouts and the audit, but no owner's data.
+    /// Machines, operations, rollouts and the audit, without owner data.
     Read,
     /// Changes of machines, and their snapshots.
     Operate,
-    /// Subscriptions, and what owners have used.
+    /// Subscriptions, and usage by owners.
     Billing,
     /// The platform's metrics.
     Metrics,
@@ -73,7 +73,7 @@ impl Scopes {
         Self(Scope::ALL.into())
     }
 
-    /// The scopes that are stored under these names. One that only a later release knows gives no right here.
+    /// The scopes stored under these names. An unknown one, of a later release, grants nothing.
     pub fn from_stored<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
         Self(names.into_iter().filter_map(|name| name.parse().ok()).collect())
     }
@@ -86,12 +86,12 @@ impl Scopes {
         self.0.is_empty()
     }
 
-    /// Whether one of these is among them.
+    /// Whether it has at least one of these.
     pub fn has_any(&self, wanted: &[Scope]) -> bool {
         wanted.iter().any(|scope| self.0.contains(scope))
     }
 
-    /// Those of `other` that are not among them.
+    /// The scopes of `other` that it lacks.
     pub fn missing(&self, other: &Self) -> Vec<&'static str> {
         other.0.difference(&self.0).map(|scope| scope.as_str()).collect()
     }
@@ -106,7 +106,7 @@ impl FromIterator<Scope> for Scopes {
 /// The caller of a route for operators.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operator {
-    /// Who has `PLATFORM_SECRET`: the first admin, and the callers of the specification.
+    /// The holder of `PLATFORM_SECRET`: the first admin, and the callers of the specification.
     PlatformSecret,
     Named {
         name: OperatorName,
@@ -115,7 +115,7 @@ pub enum Operator {
 }
 
 impl Operator {
-    /// As the audit names them.
+    /// The caller's name in the audit.
     pub fn actor(&self) -> &str {
         match self {
             Self::PlatformSecret => PLATFORM_SECRET_ACTOR,
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn scope_reads_back_from_its_name() {
+    fn scope_round_trips_through_its_name() {
         for scope in Scope::ALL {
             assert_eq!(scope.as_str().parse(), Ok(scope));
         }
@@ -156,13 +156,13 @@ mod tests {
     }
 
     #[test]
-    fn stored_scopes_of_later_releases_give_no_right() {
+    fn stored_scopes_of_later_releases_are_ignored() {
         assert_eq!(Scopes::from_stored(["read", "fly"]), scopes(&[Scope::Read]));
         assert!(Scopes::from_stored(["fly"]).is_empty());
     }
 
     #[test]
-    fn no_operator_can_have_an_actor_name_of_ours() {
+    fn operator_names_exclude_reserved_actors() {
         for taken in [PLATFORM_SECRET_ACTOR, "platform", "machine:x"] {
             assert!(taken.parse::<OperatorName>().is_err(), "{taken}");
         }

@@ -1,14 +1,14 @@
-//! The platform keys in force, pure: everything new is made with `PLATFORM_KEY`; what `PLATFORM_KEY_PREVIOUS` made is still
-//! verified and opened.
+//! The platform keys in force, pure: `PLATFORM_KEY` makes everything new; secrets made with `PLATFORM_KEY_PREVIOUS`
+//! are still verified and opened.
 //!
-//! The invariant: what identifies a key outside the process is its fingerprint, which reveals nothing of it.
+//! The invariant: outside the process, a key is identified by its fingerprint, which reveals nothing about it.
 
 use std::fmt;
 
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice};
 
-/// A fingerprint of a key has this length in hexadecimal.
+/// Length of a fingerprint.
 const ID_BYTES: usize = 6;
 
 pub struct PlatformKeys {
@@ -16,12 +16,12 @@ pub struct PlatformKeys {
     pub previous: Option<SecretSlice<u8>>,
 }
 
-/// Names a platform key in the database, in logs and in messages.
+/// A key's fingerprint, which names it in the database, logs and messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyId(String);
 
 impl KeyId {
-    /// The length of its text.
+    /// Length of its text.
     pub const CHARS: usize = 2 * ID_BYTES;
 
     pub fn of(key: &SecretSlice<u8>) -> Self {
@@ -41,7 +41,7 @@ impl fmt::Display for KeyId {
     }
 }
 
-/// The fingerprints of the keys that a process has in force.
+/// The fingerprints of a process's keys.
 #[derive(Debug, Clone)]
 pub struct KeyIds {
     pub current: KeyId,
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fingerprint_differs_by_key_and_shows_nothing_of_it() {
+    fn fingerprint_differs_by_key_and_reveals_nothing() {
         let id = |byte: u8| KeyId::of(&vec![byte; 32].into());
         assert_eq!(id(7), id(7));
         assert_ne!(id(7), id(8));

@@ -1,4 +1,4 @@
-//! `svc-platform probe`: whether the platform of this machine is ready, for supervisors that have no HTTP client.
+//! `svc-platform probe`: checks whether this machine's platform is ready, for supervisors without an HTTP client.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -21,15 +21,15 @@ pub async fn run(mut env: Env) -> Result<(), Failure> {
         ip => ip,
     };
     let url = format!("{scheme}://{}/readyz", std::net::SocketAddr::new(ip, listen.address.port()));
-    let said = match client.get(&url).send().await {
+    let detail = match client.get(&url).send().await {
         Ok(answer) if answer.status().is_success() => return Ok(()),
         Ok(answer) => format!("{} {}", answer.status(), answer.text().await.unwrap_or_default()),
         Err(error) => chain(&error.without_url()),
     };
-    Err(Failure::new(Exit::Unavailable, anyhow!("not ready: {said}")))
+    Err(Failure::new(Exit::Unavailable, anyhow!("not ready: {detail}")))
 }
 
-/// With TLS the certificate names the public host, so it is known by its key.
+/// With TLS, the certificate names the public host, so it is pinned by its key.
 fn client(listen: &Listen) -> anyhow::Result<(reqwest::Client, &'static str)> {
     let Some(files) = &listen.tls else { return Ok((client::build(Deadlines::CALL)?, "http")) };
     let pin = Identity::read(&files.cert, &files.key)?.pin()?;

@@ -1,7 +1,7 @@
-//! This process's clock against the database's: leases and deadlines go by the database's, tokens, proofs and the rate of
-//! the provider by ours.
+//! Compares this process's clock with the database's: leases and deadlines use the database's clock; tokens, proofs
+//! and the provider's rate limit use this process's.
 //!
-//! Corrects nothing: it logs, measures, and reports to readiness.
+//! Corrects nothing: it logs, measures, and reports to the readiness check.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -18,7 +18,7 @@ const COMPARE_INTERVAL: Duration = Duration::from_secs(30);
 const UNKNOWN: i64 = i64::MIN;
 
 pub struct ProcessClock {
-    /// How far our clock is ahead, in milliseconds.
+    /// How far this process's clock is ahead, in milliseconds.
     skew_ms: AtomicI64,
     max_skew: Duration,
 }
@@ -28,12 +28,12 @@ impl ProcessClock {
         Self { skew_ms: AtomicI64::new(UNKNOWN), max_skew }
     }
 
-    /// How far this process's clock is ahead of the database's, in milliseconds; `None` before they were compared.
+    /// How far this process's clock is ahead of the database's, in milliseconds; `None` before the first comparison.
     pub fn skew_ms(&self) -> Option<i64> {
         Some(self.skew_ms.load(Ordering::Relaxed)).filter(|skew| *skew != UNKNOWN)
     }
 
-    /// Whether the two clocks agree, as far as is known.
+    /// Whether the two clocks agree, or have not been compared.
     pub fn is_ok(&self) -> bool {
         self.skew_ms().is_none_or(|skew| self.is_within(skew))
     }
@@ -42,23 +42,23 @@ impl ProcessClock {
         Duration::from_millis(skew_ms.unsigned_abs()) <= self.max_skew
     }
 
-    /// Compares the clocks. A database that does not answer leaves what was known.
+    /// Compares the clocks. The last result stays if the database is unavailable.
     pub async fn compare(&self, db: &Db) {
         let read = async {
             let session = db.session().await?;
             let (before, began) = (Timestamp::now(), Instant::now());
-            let theirs = db::servers::now(&session).await?;
-            Ok::<i64, db::DbError>(skew_ms(before, began.elapsed(), theirs))
+            let database_time = db::servers::now(&session).await?;
+            Ok::<i64, db::DbError>(skew_ms(before, began.elapsed(), database_time))
         };
         match read.await {
-            Ok(skew) => self.note(skew),
+            Ok(skew) => self.record(skew),
             Err(error) => {
-                tracing::debug!(error = %chain(&error), "the clocks of process and database cannot be compared");
+                tracing::debug!(error = %chain(&error), "cannot compare the clocks of process and database");
             }
         }
     }
 
-    fn note(&self, skew_ms: i64) {
+    fn record(&self, skew_ms: i64) {
         let was_ok = self.is_ok();
         self.skew_ms.store(skew_ms, Ordering::Relaxed);
         CLOCK_SKEW.set([], skew_ms as f64 / 1000.0);
@@ -75,9 +75,9 @@ impl ProcessClock {
     }
 }
 
-/// The least difference that explains what was read: the database read its clock at some moment of the round trip.
-fn skew_ms(before: Timestamp, round_trip: Duration, theirs: Timestamp) -> i64 {
-    let ahead = before.as_millisecond() - theirs.as_millisecond();
+/// The smallest offset consistent with the reading: the database read its clock at some moment of the round trip.
+fn skew_ms(before: Timestamp, round_trip: Duration, database_time: Timestamp) -> i64 {
+    let ahead = before.as_millisecond() - database_time.as_millisecond();
     let round_trip = i64::try_from(round_trip.as_millis()).unwrap_or(i64::MAX);
     if ahead >= 0 { ahead } else { ahead.saturating_add(round_trip).min(0) }
 }
@@ -98,17 +98,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slow_answer_is_no_skew_and_a_wrong_clock_is() {
+    fn slow_response_counts_as_no_skew() {
         let at = |ms: i64| Timestamp::from_millisecond(ms).unwrap();
         let took = Duration::from_millis(400);
         assert_eq!(skew_ms(at(10_000), took, at(10_300)), 0, "read within the round trip");
         assert_eq!(skew_ms(at(10_000), took, at(13_400)), -3000);
         assert_eq!(skew_ms(at(10_000), took, at(7_000)), 3000);
         let clock = ProcessClock::new(Duration::from_secs(2));
-        assert!(clock.is_ok(), "nothing is known yet");
-        clock.note(-3000);
+        assert!(clock.is_ok(), "not compared yet");
+        clock.record(-3000);
         assert!(!clock.is_ok());
-        clock.note(1999);
+        clock.record(1999);
         assert!(clock.is_ok());
     }
 }

@@ -1,5 +1,5 @@
-//! The provider's rate limit as one budget of all platform processes: a bucket in the database, from which each takes
-//! several calls at a time while there is plenty.
+//! The provider's rate limit as one budget of all platform processes: a bucket in the database, from which each
+//! process reserves several calls at a time while there are many.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::provider::{Allowance, BudgetGrant, ObservedBudget};
 
 pub struct SharedBudget {
     db: Db,
-    /// The provider counts by project: a digest of where and by which token it is asked.
+    /// The provider counts by project: a digest of the API's URL and the token.
     account: String,
 }
 
@@ -24,12 +24,17 @@ impl SharedBudget {
         Self { db, account: hex::encode(&digest[..16]) }
     }
 
-    async fn ask(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Result<BudgetGrant, DbError> {
+    async fn try_reserve(
+        &self,
+        want: u32,
+        back: u32,
+        seen: Option<ObservedBudget>,
+    ) -> Result<BudgetGrant, DbError> {
         let session = self.db.session().await?;
         db::budget::reserve(&session, &self.account, want, back, seen).await
     }
 
-    async fn tell(&self, wait: Duration) -> Result<(), DbError> {
+    async fn try_close(&self, wait: Duration) -> Result<(), DbError> {
         let session = self.db.session().await?;
         db::budget::close(&session, &self.account, wait).await
     }
@@ -38,17 +43,17 @@ impl SharedBudget {
 #[async_trait]
 impl Allowance for SharedBudget {
     async fn reserve(&self, want: u32, back: u32, seen: Option<ObservedBudget>) -> Option<BudgetGrant> {
-        let asked = self.ask(want, back, seen).await;
-        asked
+        let grant = self.try_reserve(want, back, seen).await;
+        grant
             .inspect_err(
-                |error| tracing::debug!(error = %chain(error), "the shared rate budget cannot be asked"),
+                |error| tracing::debug!(error = %chain(error), "cannot reserve from the shared rate budget"),
             )
             .ok()
     }
 
     async fn close(&self, wait: Duration) {
-        if let Err(error) = self.tell(wait).await {
-            tracing::debug!(error = %chain(&error), "the shared rate budget cannot be told");
+        if let Err(error) = self.try_close(wait).await {
+            tracing::debug!(error = %chain(&error), "cannot close the shared rate budget");
         }
     }
 }

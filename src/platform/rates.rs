@@ -1,7 +1,7 @@
-//! Rates of the control API: unverified bearer tokens of each address, and requests of each operator and each host.
+//! Rate limits of the control API: unverified bearer tokens per address, and requests per operator and per host.
 //!
-//! A token that this process has accepted lately is not counted against its address, so guesses from the network of an
-//! operator or a host do not delay them. It is verified again on every request all the same.
+//! A token that this process has accepted recently does not count against its address, so that guesses from the
+//! network of an operator or a host do not delay them. It is still verified on every request.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -17,34 +17,34 @@ use crate::machine::id::MachineId;
 use crate::platform::operators::Operator;
 use crate::platform::tokens;
 
-/// An operator's script in a loop stays below it; a runaway one leaves room for others.
+/// Above the rate of an operator's script in a loop; a runaway script leaves room for others.
 const OPERATOR_REQUESTS_PER_SECOND: u32 = 200;
-/// A host's heartbeat comes twice a minute, and a download or an update adds a few requests.
+/// A host sends two heartbeats a minute, and a download or an update adds a few requests.
 const HOST_REQUESTS_PER_SECOND: u32 = 5;
 const HOST_BURST_SECONDS: u32 = 20;
-/// Each costs calls to the object store's STS; a host asks for new ones a few times an hour.
+/// Each request costs calls to the object store's STS; a host needs new credentials a few times an hour.
 const CREDENTIALS_INTERVAL: Duration = Duration::from_secs(10);
 const CREDENTIALS_BURST: u32 = 20;
-/// A fleet of 6,000 machines behind one address, once a minute after a restart of the platform.
+/// A fleet of 6,000 machines behind one address, once a minute after a platform restart.
 const ADDRESS_CHECKS_PER_SECOND: u32 = 100;
 const BURST_SECONDS: u32 = 10;
-/// Refused tokens of hosts that are told of: enough for a fleet's alarm to stand, and few lines of a log.
+/// Refused host tokens that are reported: enough to keep a fleet's alarm raised, with few log lines.
 const REFUSED_INTERVAL: Duration = Duration::from_secs(5);
 const REFUSED_BURST: u32 = 20;
 const ACCEPTED_TTL: Duration = Duration::from_secs(600);
-/// Beyond it the accepted tokens are forgotten, and count once more.
+/// Above this number, accepted tokens are forgotten and count once more.
 const MAX_ACCEPTED: usize = 32_768;
 
-/// The settings of [`ApiRates`].
+/// Settings of [`ApiRates`].
 #[derive(Debug, Clone)]
 pub struct RateConfig {
-    /// Requests per second of each operator; 0 for no limit.
+    /// Requests per second and operator; 0 for no limit.
     pub operator_rate: u32,
-    /// Requests per second of each host; 0 for no limit, also of credentials.
+    /// Requests per second and host; 0 for no limit, also on credentials.
     pub host_rate: u32,
-    /// Unverified tokens per second of each address; 0 for no limit.
+    /// Unverified tokens per second and address; 0 for no limit.
     pub check_rate: u32,
-    /// Proxies in front of the API, whose address stands for many clients: no limit by address applies.
+    /// Proxies in front of the API, whose addresses are shared by many clients: they have no limit by address.
     pub trusted_proxies: Networks,
 }
 
@@ -61,7 +61,7 @@ impl RateConfig {
     }
 }
 
-/// The rates of one process.
+/// The rate limits of one process.
 pub struct ApiRates {
     operators: RateLimit<String>,
     hosts: RateLimit<MachineId>,
@@ -143,11 +143,11 @@ impl ApiRates {
     /// # Errors
     /// `rate_limited`.
     pub fn admit_credentials(&self, machine: MachineId) -> Result<(), Problem> {
-        let cause = "This host asks for credentials too often.";
+        let cause = "This host requests credentials too often.";
         self.credentials.check(&machine).map_err(|wait| too_many(cause, wait))
     }
 
-    /// Whether one more refused token of a host is told of.
+    /// Whether one more refused host token is reported.
     pub fn admit_refused_host(&self) -> bool {
         self.refused_hosts.check(&()).is_ok()
     }
@@ -158,7 +158,7 @@ impl ApiRates {
 }
 
 fn too_many(cause: &str, wait: Duration) -> Problem {
-    let detail = format!("{cause} Try again after the time that Retry-After gives.");
+    let detail = format!("{cause} Retry after the time in Retry-After.");
     Problem::new(Code::RateLimited, detail).retry_after(wait.as_secs() + 1)
 }
 
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn rate_of_a_hosts_credentials_leaves_its_requests_room() {
+    fn credential_rate_leaves_room_for_requests() {
         let rates = rates("10.0.0.0/8");
         let (runaway, other) = (MachineId::new(), MachineId::new());
         for _ in 0..CREDENTIALS_BURST {

@@ -1,7 +1,7 @@
-//! How often a heartbeat may make the platform ask the provider for its machine's server: the provider's calls are one
-//! budget for all machines, and a host can send as many heartbeats as it likes.
+//! Limits how often heartbeats trigger provider lookups of their machine's server: all machines share the provider's
+//! rate limit, and a host can send any number of heartbeats.
 //!
-//! Each process counts for itself, in bounded memory.
+//! Each process counts separately, in bounded memory.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::machine::id::MachineId;
 
-/// Machines that one process remembers; beyond that, others wait.
+/// Maximum machines that one process remembers; beyond that, others wait.
 const MAX_MACHINES: usize = 4096;
 
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl ServerChecks {
         Self { interval, last: Mutex::default() }
     }
 
-    /// Whether the provider may be asked for this machine's server now; then not again within the interval.
+    /// Claims a lookup of this machine's server; the next claim succeeds after the interval.
     pub fn take_turn(&self, machine: MachineId) -> bool {
         self.take_turn_at(machine, Instant::now())
     }
@@ -52,7 +52,7 @@ mod tests {
     const MINUTE: Duration = Duration::from_secs(60);
 
     #[test]
-    fn machine_has_one_turn_in_each_interval() {
+    fn machine_has_one_turn_per_interval() {
         let (checks, machine, start) = (ServerChecks::new(MINUTE), MachineId::new(), Instant::now());
         assert!(checks.take_turn_at(machine, start));
         assert!(!checks.take_turn_at(machine, start + MINUTE / 2));

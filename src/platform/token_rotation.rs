@@ -1,9 +1,9 @@
-//! The rotation of a machine's `UPGRADE_TOKEN`, pure: which tokens are accepted, and which one a heartbeat's answer hands
-//! to the host.
+//! The rotation of a machine's `UPGRADE_TOKEN`, pure: decides which tokens are accepted, and which one a heartbeat's
+//! response offers to the host.
 //!
-//! The host stores the next token before it sends a heartbeat with it, and that heartbeat is what makes the platform retire
-//! the one before, after an overlap. The platform has made a token of a later generation than its database knows where that
-//! database was restored from a copy: it is accepted, and the database catches up.
+//! The host stores the next token before it sends a heartbeat with it, and that heartbeat makes the platform retire
+//! the previous one after an overlap. If the database was restored from a copy, a token may have a later generation
+//! than the database knows: if the platform made it, it is accepted, and the database catches up.
 //!
 //! The invariant: a token that a host has stored is accepted until the host has sent a heartbeat with a later one.
 
@@ -13,30 +13,30 @@ use jiff::{SignedDuration, Timestamp};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Value, json};
 
-use super::tokens::{Claim, Generation, Purpose, TokenMint, fits};
+use super::tokens::{Generation, Purpose, TokenClaim, TokenMint, matches_hash};
 use crate::clock::rfc3339_ms;
 use crate::machine::id::MachineId;
 
-/// Places where a test may stop the process, in the order they are reached.
+/// Places where a test may stop the process, in the order in which they are reached.
 pub const POINTS: &[&str] = &["token-take-up-before-commit", "token-take-up-after-commit"];
 
-/// When tokens rotate.
+/// Schedule of token rotation.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenTiming {
-    /// The age at which a token gets a successor.
+    /// Age at which a token gets a successor.
     pub rotate: Duration,
     /// How long a token is accepted after a heartbeat with its successor.
     pub overlap: Duration,
 }
 
-/// A machine's token as the database keeps it.
+/// A machine's token as stored in the database.
 #[derive(Debug, Clone)]
 pub struct UpgradeToken {
     pub hash: Vec<u8>,
     pub generation: Generation,
-    /// The first heartbeat of this generation, or when the machine was made.
+    /// Time of the first heartbeat of this generation, or of the machine's creation.
     pub rotated_at: Timestamp,
-    /// An operator wants a later generation.
+    /// Since when an operator requests a later generation.
     pub requested_at: Option<Timestamp>,
     pub previous: Option<PreviousToken>,
 }
@@ -47,43 +47,46 @@ pub struct PreviousToken {
     pub until: Timestamp,
 }
 
-/// What a token that a host presents is.
+/// The status of a token that a host presents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
+pub enum TokenStatus {
     Current,
-    /// The one before, within its overlap.
+    /// The previous one, within its overlap.
     Previous,
     /// Made by the platform for a later generation than the stored one.
     Later(Generation),
     Refused,
 }
 
-/// What a heartbeat's answer hands to a host.
+/// What a heartbeat's response offers to a host.
 #[derive(Debug, Clone)]
-pub enum Offer {
-    /// The stored token, which it does not use.
-    Again(SecretString),
-    /// A token of a later generation, to be made with the current platform key. While processes with another current key
-    /// run, none is made: a token of one key must not be replaced by one of the other and back.
+pub enum TokenOffer {
+    /// The stored token, which the host does not use.
+    Stored(SecretString),
+    /// A token of a later generation, to be made with the current platform key. None is made while processes with
+    /// another current key run, which would replace each other's tokens.
     Next(Generation),
 }
 
 impl UpgradeToken {
-    pub fn judge(&self, token: &str, claim: Claim, mint: &TokenMint, now: Timestamp) -> Standing {
-        if fits(token, &self.hash) {
-            return Standing::Current;
+    pub fn judge(&self, token: &str, claim: TokenClaim, mint: &TokenMint, now: Timestamp) -> TokenStatus {
+        if matches_hash(token, &self.hash) {
+            return TokenStatus::Current;
         }
-        if self.previous.as_ref().is_some_and(|previous| now < previous.until && fits(token, &previous.hash))
+        if self
+            .previous
+            .as_ref()
+            .is_some_and(|previous| now < previous.until && matches_hash(token, &previous.hash))
         {
-            return Standing::Previous;
+            return TokenStatus::Previous;
         }
         if claim.generation > self.generation && mint.has_made(token, claim, Purpose::Upgrade) {
-            return Standing::Later(claim.generation);
+            return TokenStatus::Later(claim.generation);
         }
-        Standing::Refused
+        TokenStatus::Refused
     }
 
-    /// After the first heartbeat of a later generation.
+    /// The state after the first heartbeat of a later generation.
     #[must_use]
     pub fn advanced(self, to: Generation, hash: Vec<u8>, overlap: Duration, now: Timestamp) -> Self {
         if to <= self.generation {
@@ -95,26 +98,26 @@ impl UpgradeToken {
         Self { hash, generation: to, rotated_at: now, requested_at: None, previous }
     }
 
-    /// The token to hand to a host that presented one of this standing; `None`: it keeps the one that it has.
+    /// The token to offer to a host that presented one of this status; `None`: it keeps its token.
     pub fn offer(
         &self,
         machine: MachineId,
-        standing: Standing,
+        standing: TokenStatus,
         mint: &TokenMint,
         timing: TokenTiming,
         now: Timestamp,
-    ) -> Option<Offer> {
+    ) -> Option<TokenOffer> {
         match standing {
-            Standing::Refused | Standing::Later(_) => None,
-            // It lost the answer, or went back to what it had before.
-            Standing::Previous => {
+            TokenStatus::Refused | TokenStatus::Later(_) => None,
+            // It lost the response, or went back to an earlier file.
+            TokenStatus::Previous => {
                 let stored = mint.stored_token(machine, Purpose::Upgrade, self.generation, &self.hash);
-                Some(stored.map_or_else(|| Offer::Next(self.generation.next()), Offer::Again))
+                Some(stored.map_or_else(|| TokenOffer::Next(self.generation.next()), TokenOffer::Stored))
             }
-            Standing::Current => {
+            TokenStatus::Current => {
                 let is_due = self.requested_at.is_some() || self.is_old(timing.rotate, now);
                 let is_due = is_due || !self.is_of_current_key(machine, mint);
-                is_due.then(|| Offer::Next(self.generation.next()))
+                is_due.then(|| TokenOffer::Next(self.generation.next()))
             }
         }
     }
@@ -123,12 +126,12 @@ impl UpgradeToken {
         now.duration_since(self.rotated_at) >= SignedDuration::try_from(rotate).unwrap_or(SignedDuration::MAX)
     }
 
-    /// Whether the stored token was made with the platform key that makes tokens now.
+    /// Whether the current platform key made the stored token.
     pub fn is_of_current_key(&self, machine: MachineId, mint: &TokenMint) -> bool {
         is_made_by_current_key(mint, machine, self.generation, &self.hash)
     }
 
-    /// As the API shows it.
+    /// The token as the API shows it.
     pub fn record(&self) -> Value {
         json!({
             "generation": self.generation.0,
@@ -138,42 +141,42 @@ impl UpgradeToken {
     }
 }
 
-/// Whether the token with this hash was made with the platform key that makes tokens now.
+/// Whether the current platform key made the token with this hash.
 pub fn is_made_by_current_key(
     mint: &TokenMint,
     machine: MachineId,
     generation: Generation,
     hash: &[u8],
 ) -> bool {
-    fits(mint.token(machine, Purpose::Upgrade, generation).expose_secret(), hash)
+    matches_hash(mint.token(machine, Purpose::Upgrade, generation).expose_secret(), hash)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::platform::tokens::{claim, hash};
+    use crate::platform::tokens::{hash, parse_claim};
     use proptest::prelude::*;
 
     const TIMING: TokenTiming =
         TokenTiming { rotate: Duration::from_secs(1000), overlap: Duration::from_secs(100) };
 
-    /// What may happen between a host and the platform.
+    /// Events between a host and the platform.
     #[derive(Debug, Clone)]
     enum Act {
         Wait(i64),
         Request,
-        /// A heartbeat that the platform answers; the host keeps the answer, or it is lost at one of two places.
+        /// A heartbeat whose response the host stores, or loses at one of two places.
         Beat(Loss),
         /// The sync agent is killed and another process reads the file.
         Restart,
         CopyDatabase,
         RestoreDatabase,
-        /// The operator restarts the first of the platform's processes with another key; the other processes still make
-        /// everything with the current one, which becomes the previous one when they restart.
+        /// The operator restarts the first of the platform's processes with another key. The other processes still
+        /// use the current one, which becomes the previous one when they restart.
         BeginKeyChange,
-        /// The rest of the processes restart.
+        /// The other processes restart.
         EndKeyChange,
-        /// The operator drops the previous key, where the platform says that it is not needed.
+        /// The operator removes the previous key, if the platform says that it is not needed.
         DropKey,
     }
 
@@ -205,13 +208,13 @@ mod tests {
         machine: MachineId,
         now: Timestamp,
         keys: (u8, Option<u8>),
-        /// While processes of both current keys run: the next call reaches one of the other keys.
+        /// While processes of both current keys run: the next call reaches a process with the other key.
         is_mixed: bool,
         row: UpgradeToken,
         copy: Option<UpgradeToken>,
         /// What the host has stored.
         file: SecretString,
-        /// Every earlier token: an attacker may have copied it.
+        /// Every earlier token, of which an attacker may have a copy.
         copied: Vec<SecretString>,
     }
 
@@ -234,9 +237,9 @@ mod tests {
             Self { machine, now, keys, is_mixed: false, row, copy: None, file, copied: Vec::new() }
         }
 
-        fn judge(&self, token: &SecretString) -> Standing {
+        fn judge(&self, token: &SecretString) -> TokenStatus {
             let token = token.expose_secret();
-            self.row.judge(token, claim(token, Purpose::Upgrade).unwrap(), &mint(self.keys), self.now)
+            self.row.judge(token, parse_claim(token, Purpose::Upgrade).unwrap(), &mint(self.keys), self.now)
         }
 
         /// The next call reaches a process with the other current key.
@@ -249,23 +252,23 @@ mod tests {
         fn beat(&mut self, loss: Loss) {
             self.alternate();
             let standing = self.judge(&self.file);
-            assert_ne!(standing, Standing::Refused, "the host is locked out");
+            assert_ne!(standing, TokenStatus::Refused, "the host is locked out");
             let (row, mint) = (self.row.clone(), mint(self.keys));
             let (row, standing) = match standing {
-                Standing::Later(generation) => {
+                TokenStatus::Later(generation) => {
                     let hash = hash(self.file.expose_secret());
-                    (row.advanced(generation, hash, TIMING.overlap, self.now), Standing::Current)
+                    (row.advanced(generation, hash, TIMING.overlap, self.now), TokenStatus::Current)
                 }
                 standing => (row, standing),
             };
             let offer = row.offer(self.machine, standing, &mint, TIMING, self.now);
             self.row = row;
             let next = match offer {
-                Some(Offer::Again(token)) => Some(token),
-                Some(Offer::Next(generation)) if !self.is_mixed => {
+                Some(TokenOffer::Stored(token)) => Some(token),
+                Some(TokenOffer::Next(generation)) if !self.is_mixed => {
                     Some(mint.token(self.machine, Purpose::Upgrade, generation))
                 }
-                Some(Offer::Next(_)) | None => None,
+                Some(TokenOffer::Next(_)) | None => None,
             };
             if let (Some(next), Loss::Nothing) = (next, loss) {
                 self.copied.push(std::mem::replace(&mut self.file, next));
@@ -315,26 +318,26 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_history_locks_a_host_out_or_keeps_a_copied_token(
+        fn no_history_locks_host_out_or_keeps_copied_token(
             acts in proptest::collection::vec(act(), 0..60),
         ) {
             let mut world = World::new();
             for act in acts {
                 world.take(&act);
-                assert_ne!(world.judge(&world.file), Standing::Refused, "the host is locked out");
+                assert_ne!(world.judge(&world.file), TokenStatus::Refused, "the host is locked out");
             }
             world.settle();
-            let own = claim(world.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
+            let own = parse_claim(world.file.expose_secret(), Purpose::Upgrade).unwrap().generation;
             for copied in &world.copied {
-                if claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
-                    prop_assert_eq!(world.judge(copied), Standing::Refused, "a copied token still works");
+                if parse_claim(copied.expose_secret(), Purpose::Upgrade).unwrap().generation < own {
+                    prop_assert_eq!(world.judge(copied), TokenStatus::Refused, "a copied token still works");
                 }
             }
         }
     }
 
     #[test]
-    fn requested_token_is_taken_up_and_the_old_one_ends() {
+    fn requested_token_replaces_old_one() {
         let mut world = World::new();
         let first = world.file.clone();
         world.beat(Loss::Nothing);
@@ -342,24 +345,24 @@ mod tests {
         world.take(&Act::Request);
         world.beat(Loss::Answer);
         world.beat(Loss::Nothing);
-        assert_eq!(world.judge(&first), Standing::Current, "the new one was not seen yet");
+        assert_eq!(world.judge(&first), TokenStatus::Current, "no heartbeat with the new one yet");
         world.beat(Loss::Nothing);
         assert_eq!((world.row.generation, world.row.requested_at), (Generation(2), None));
-        assert_eq!(world.judge(&first), Standing::Previous);
+        assert_eq!(world.judge(&first), TokenStatus::Previous);
         world.take(&Act::Wait(100));
-        assert_eq!(world.judge(&first), Standing::Refused);
+        assert_eq!(world.judge(&first), TokenStatus::Refused);
         world.take(&Act::Wait(900));
         world.beat(Loss::Nothing);
         world.beat(Loss::Nothing);
-        assert_eq!(world.row.generation, Generation(3), "an old token rotates by itself");
+        assert_eq!(world.row.generation, Generation(3), "an old token rotates automatically");
     }
 
     #[test]
     fn forged_generation_is_refused() {
         let world = World::new();
         let forged = mint((9, None)).token(world.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(world.judge(&forged), Standing::Refused);
+        assert_eq!(world.judge(&forged), TokenStatus::Refused);
         let real = mint(world.keys).token(world.machine, Purpose::Upgrade, Generation(5));
-        assert_eq!(world.judge(&real), Standing::Later(Generation(5)), "the database is older");
+        assert_eq!(world.judge(&real), TokenStatus::Later(Generation(5)), "the database is older");
     }
 }

@@ -1,9 +1,9 @@
-//! Tokens of hosts, the one-time registration token and `UPGRADE_TOKEN`; tokens of operators; and what the platform signs
-//! of a slot's fence.
+//! Tokens of hosts (the one-time registration token and `UPGRADE_TOKEN`) and of operators, and the platform's
+//! signatures of fences.
 //!
-//! A token is an HMAC-SHA256 of `PLATFORM_KEY` over machine, purpose and generation, so that user-data can be rendered
-//! again after a kill. An operator's is one over its id, so that a repeated request gets the same token again. The
-//! database keeps only SHA-256 hashes; comparison takes the same time wherever they differ.
+//! A host token is an HMAC-SHA256 by `PLATFORM_KEY` of machine, purpose and generation, so that user-data can be
+//! rendered again after a kill. An operator's token is one of its id, so that a repeated request gets the same token.
+//! The database stores only SHA-256 hashes, compared in constant time.
 
 use ring::hmac;
 use secrecy::{ExposeSecret, SecretSlice, SecretString};
@@ -15,12 +15,12 @@ use crate::machine::epoch::Epoch;
 use crate::machine::id::{MachineId, OperatorTokenId};
 use crate::store::key::SlotPrefix;
 
-/// Counts up when a machine's `UPGRADE_TOKEN` rotates.
+/// Increments when a machine's `UPGRADE_TOKEN` rotates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Generation(pub u32);
 
 impl Generation {
-    /// The one in user-data.
+    /// The generation in user-data.
     pub const FIRST: Self = Self(1);
 
     pub fn next(self) -> Self {
@@ -28,10 +28,10 @@ impl Generation {
     }
 }
 
-/// Of an operator's token: secret scanners find it as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
+/// Prefix of operator tokens: secret scanners find them as `svco_[0-9a-f]{32}_[0-9a-f]{64}`.
 const OPERATOR_PREFIX: &str = "svco_";
 
-/// What a token is for; each has its own prefix.
+/// Purpose of a token; each has its own prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
     Registration,
@@ -58,7 +58,7 @@ impl TokenMint {
         Self { key: mac_key(platform_key), previous: None }
     }
 
-    /// Verifies MACs of the previous platform key as well.
+    /// Also verifies MACs of the previous platform key.
     #[must_use]
     pub fn with_previous(self, platform_key: Option<&SecretSlice<u8>>) -> Self {
         Self { previous: platform_key.map(mac_key), ..self }
@@ -69,15 +69,15 @@ impl TokenMint {
         token(&self.key, machine, purpose, generation)
     }
 
-    /// The first token of a machine as it was given out before: by the key whose token has the stored hash, so that
-    /// user-data that is rendered again stays the same while the platform key changes.
+    /// The first token of a machine as it was issued, by the key whose token has the stored hash, so that user-data
+    /// is rendered identically during a platform key change.
     pub fn first_token(&self, machine: MachineId, purpose: Purpose, stored_hash: &[u8]) -> SecretString {
         let first = Generation::FIRST;
         let stored = self.stored_token(machine, purpose, first, stored_hash);
         stored.unwrap_or_else(|| self.token(machine, purpose, first))
     }
 
-    /// The token with the stored hash, by whichever of the keys made it.
+    /// The token with the stored hash, by either key.
     pub fn stored_token(
         &self,
         machine: MachineId,
@@ -86,11 +86,11 @@ impl TokenMint {
         stored_hash: &[u8],
     ) -> Option<SecretString> {
         let mut tokens = self.keys().map(|key| token(key, machine, purpose, generation));
-        tokens.find(|token| fits(token.expose_secret(), stored_hash))
+        tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
     /// Whether the platform made this token.
-    pub fn has_made(&self, token: &str, claim: Claim, purpose: Purpose) -> bool {
+    pub fn has_made(&self, token: &str, claim: TokenClaim, purpose: Purpose) -> bool {
         let Some((_, mac)) = token.rsplit_once('_') else { return false };
         let Ok(mac) = hex::decode(mac) else { return false };
         let subject = token_subject(claim.machine, purpose, claim.generation);
@@ -106,13 +106,13 @@ impl TokenMint {
         operator_token(&self.key, id)
     }
 
-    /// The operator's token with the stored hash, by whichever of the keys made it.
+    /// The operator's token with the stored hash, by either key.
     pub fn stored_operator_token(&self, id: OperatorTokenId, stored_hash: &[u8]) -> Option<SecretString> {
         let mut tokens = self.keys().map(|key| operator_token(key, id));
-        tokens.find(|token| fits(token.expose_secret(), stored_hash))
+        tokens.find(|token| matches_hash(token.expose_secret(), stored_hash))
     }
 
-    /// The MAC by which the platform knows a fence of its own: a host can write the pointer, too. In hex.
+    /// The hex MAC by which the platform recognizes its own fences: a host can write the pointer, too.
     pub fn fence_proof(&self, slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String {
         hex::encode(hmac::sign(&self.key, fence_subject(slot, epoch, machine).as_bytes()))
     }
@@ -165,12 +165,12 @@ fn fence_subject(slot: &SlotPrefix, epoch: Epoch, machine: MachineId) -> String 
     format!("svc fence\n{}\n{epoch}\n{machine}", slot.pointer())
 }
 
-/// What the database keeps of a token.
+/// The stored hash of a token.
 pub fn hash(token: &str) -> Vec<u8> {
     Sha256::digest(token.as_bytes()).to_vec()
 }
 
-/// The id in an operator's token; nothing is proven by it.
+/// The id in an operator's token, unverified.
 pub fn claimed_operator_token(token: &str) -> Option<OperatorTokenId> {
     let (id, mac) = token.strip_prefix(OPERATOR_PREFIX)?.split_once('_')?;
     if mac.len() != 64 || id.len() != 32 {
@@ -179,21 +179,21 @@ pub fn claimed_operator_token(token: &str) -> Option<OperatorTokenId> {
     Uuid::try_parse(id).ok().map(OperatorTokenId)
 }
 
-/// What a token says of itself; nothing is proven by it.
+/// The unverified content of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Claim {
+pub struct TokenClaim {
     pub machine: MachineId,
     pub generation: Generation,
 }
 
-/// What a token says of itself, if it has the form of one.
-pub fn claim(token: &str, purpose: Purpose) -> Option<Claim> {
+/// Parses a token's content without verification.
+pub fn parse_claim(token: &str, purpose: Purpose) -> Option<TokenClaim> {
     let (machine, rest) = token.strip_prefix(purpose.prefix())?.split_once('_')?;
     let (generation, mac) = match rest.split_once('_') {
         None => (Generation::FIRST, rest),
         Some((count, mac)) => {
             let generation = Generation(count.parse().ok()?);
-            // One text for each generation: the first has no number.
+            // Each generation has one form: the first has no number.
             let is_canonical = generation > Generation::FIRST && generation.0.to_string() == count;
             (is_canonical.then_some(generation)?, mac)
         }
@@ -201,16 +201,16 @@ pub fn claim(token: &str, purpose: Purpose) -> Option<Claim> {
     if mac.len() != 64 || machine.len() != 32 {
         return None;
     }
-    Some(Claim { machine: Uuid::try_parse(machine).ok().map(MachineId)?, generation })
+    Some(TokenClaim { machine: Uuid::try_parse(machine).ok().map(MachineId)?, generation })
 }
 
-/// Whether a token is the one whose hash is stored.
-pub fn fits(token: &str, stored_hash: &[u8]) -> bool {
+/// Whether a token has the stored hash.
+pub fn matches_hash(token: &str, stored_hash: &[u8]) -> bool {
     hash(token).ct_eq(stored_hash).into()
 }
 
-/// Whether two secrets are equal; their lengths do not show either.
-pub fn same_secret(given: &str, expected: &SecretString) -> bool {
+/// Compares two secrets in constant time; their lengths are not revealed either.
+pub fn is_same_secret(given: &str, expected: &SecretString) -> bool {
     hash(given).ct_eq(&hash(expected.expose_secret())).into()
 }
 
@@ -223,48 +223,48 @@ mod tests {
     }
 
     #[test]
-    fn a_token_can_be_made_again_and_belongs_to_one_machine_purpose_and_key() {
+    fn token_is_reproducible_and_bound_to_its_subject() {
         let (machine, other) = (MachineId::new(), MachineId::new());
         let first = Generation::FIRST;
         let token = mint(1).token(machine, Purpose::Registration, first);
         let stored = mint(1).hash(machine, Purpose::Registration, first);
-        assert!(fits(token.expose_secret(), &stored));
-        let claimed = claim(token.expose_secret(), Purpose::Registration);
-        assert_eq!(claimed, Some(Claim { machine, generation: first }));
-        assert_eq!(claim(token.expose_secret(), Purpose::Upgrade), None);
+        assert!(matches_hash(token.expose_secret(), &stored));
+        let claimed = parse_claim(token.expose_secret(), Purpose::Registration);
+        assert_eq!(claimed, Some(TokenClaim { machine, generation: first }));
+        assert_eq!(parse_claim(token.expose_secret(), Purpose::Upgrade), None);
         for wrong in [
             mint(1).token(other, Purpose::Registration, first),
             mint(1).token(machine, Purpose::Upgrade, first),
             mint(1).token(machine, Purpose::Registration, first.next()),
             mint(2).token(machine, Purpose::Registration, first),
         ] {
-            assert!(!fits(wrong.expose_secret(), &stored));
+            assert!(!matches_hash(wrong.expose_secret(), &stored));
         }
     }
 
     #[test]
-    fn token_names_its_generation_and_only_the_platform_makes_one() {
+    fn only_platform_makes_tokens_of_a_generation() {
         let machine = MachineId::new();
         let token = mint(1).token(machine, Purpose::Upgrade, Generation(7));
         let token = token.expose_secret();
-        let claimed = claim(token, Purpose::Upgrade).unwrap();
-        assert_eq!(claimed, Claim { machine, generation: Generation(7) });
+        let claimed = parse_claim(token, Purpose::Upgrade).unwrap();
+        assert_eq!(claimed, TokenClaim { machine, generation: Generation(7) });
         assert!(mint(1).has_made(token, claimed, Purpose::Upgrade));
         assert!(!mint(2).has_made(token, claimed, Purpose::Upgrade));
         let raised = token.replace("_7_", "_8_");
-        let claimed = claim(&raised, Purpose::Upgrade).unwrap();
-        assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the number alone proves nothing");
+        let claimed = parse_claim(&raised, Purpose::Upgrade).unwrap();
+        assert!(!mint(1).has_made(&raised, claimed, Purpose::Upgrade), "the number proves nothing");
         for other in ["_07_", "_+7_", "_1_", "_0_", "_4294967296_", "__"] {
-            assert_eq!(claim(&token.replace("_7_", other), Purpose::Upgrade), None, "{other}");
+            assert_eq!(parse_claim(&token.replace("_7_", other), Purpose::Upgrade), None, "{other}");
         }
     }
 
     #[test]
-    fn previous_key_verifies_and_makes_nothing_new() {
+    fn previous_key_only_verifies() {
         let (machine, first) = (MachineId::new(), Generation::FIRST);
         let both = mint(2).with_previous(Some(&vec![1; 32].into()));
         let old = mint(1).token(machine, Purpose::Upgrade, Generation(3));
-        let claimed = claim(old.expose_secret(), Purpose::Upgrade).unwrap();
+        let claimed = parse_claim(old.expose_secret(), Purpose::Upgrade).unwrap();
         assert!(both.has_made(old.expose_secret(), claimed, Purpose::Upgrade));
         let made = both.token(machine, Purpose::Upgrade, Generation(4));
         assert_eq!(
@@ -273,7 +273,7 @@ mod tests {
         );
         let stored = mint(1).hash(machine, Purpose::Registration, first);
         let again = both.first_token(machine, Purpose::Registration, &stored);
-        assert!(fits(again.expose_secret(), &stored), "user-data stays the same");
+        assert!(matches_hash(again.expose_secret(), &stored), "user-data stays the same");
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &"main".parse().unwrap());
         let proof = mint(1).fence_proof(&slot, Epoch(2), machine);
         assert!(both.has_signed_fence(&slot, Epoch(2), machine, &proof));
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn fence_is_signed_for_one_slot_epoch_and_machine() {
+    fn fence_proof_binds_slot_epoch_and_machine() {
         let slot = |name: &str| SlotPrefix::new(&"user_1".parse().unwrap(), &name.parse().unwrap());
         let (machine, other) = (MachineId::new(), MachineId::new());
         let proof = mint(1).fence_proof(&slot("main"), Epoch(2), machine);
@@ -298,28 +298,28 @@ mod tests {
         assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(3), machine, &proof));
         assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), other, &proof));
         assert!(!mint(2).has_signed_fence(&slot("main"), Epoch(2), machine, &proof));
-        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, "no hex"));
+        assert!(!mint(1).has_signed_fence(&slot("main"), Epoch(2), machine, "not hex"));
     }
 
     #[test]
-    fn operator_token_is_found_by_its_id_and_belongs_to_one_key() {
+    fn operator_token_is_bound_to_its_id_and_key() {
         let id = OperatorTokenId::new();
         let token = mint(1).operator_token(id);
         let token = token.expose_secret();
         assert_eq!(claimed_operator_token(token), Some(id));
-        assert_eq!(claim(token, Purpose::Upgrade), None);
-        assert!(fits(token, &hash(mint(1).operator_token(id).expose_secret())));
+        assert_eq!(parse_claim(token, Purpose::Upgrade), None);
+        assert!(matches_hash(token, &hash(mint(1).operator_token(id).expose_secret())));
         for other in [mint(2).operator_token(id), mint(1).operator_token(OperatorTokenId::new())] {
-            assert!(!fits(other.expose_secret(), &hash(token)));
+            assert!(!matches_hash(other.expose_secret(), &hash(token)));
         }
         let cut = &token[..token.len() - 1];
         assert_eq!((claimed_operator_token(cut), claimed_operator_token("svco_")), (None, None));
     }
 
     #[test]
-    fn text_that_is_no_token_claims_nothing() {
+    fn invalid_token_has_no_claim() {
         for text in ["", "svcr_", "svcr__", "svcr_x_y", "svcr_00000000-0000-0000-0000-000000000000_"] {
-            assert_eq!(claim(text, Purpose::Registration), None, "{text:?}");
+            assert_eq!(parse_claim(text, Purpose::Registration), None, "{text:?}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! User-data of a new server: `#cloud-config` in JSON, with the env files of the host and the stages of its first boot.
 //!
-//! Everything in it can be made again from the row and the configuration, so that a create can be repeated after a
-//! kill. It holds credentials: it exists as a secret and is never logged.
+//! Its content is reproducible from the row and the configuration, so that a create request can be repeated after a
+//! kill. It contains credentials: it is a secret and is never logged.
 
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::json;
@@ -14,15 +14,15 @@ use crate::config::{env_line, parse_env_file};
 use crate::http::networks::Networks;
 use crate::http::proof::ProofKeys;
 
-/// What the provider takes at most.
-pub const LARGEST: usize = 32 << 10;
+/// Maximum size that the provider accepts.
+pub const MAX_BYTES: usize = 32 << 10;
 
 const FIREWALL: &str = "/etc/nftables.conf";
-/// Its rule for what machines serve: SSH, and the gateway.
-const SERVED: &str = "tcp dport { 22, 443 } accept";
+/// The rule for the services of a machine: SSH, and the gateway.
+const SERVED_PORTS_RULE: &str = "tcp dport { 22, 443 } accept";
 
-/// What is the same for every machine: path, mode, content. The script is the last to be written.
-const FIXED: [(&str, &str, &str); 5] = [
+/// Identical for every machine: path, mode, content. The script must be written last.
+const FIXED_FILES: [(&str, &str, &str); 5] = [
     (
         "/etc/systemd/system/svc-first-boot.service",
         "0644",
@@ -34,19 +34,19 @@ const FIXED: [(&str, &str, &str); 5] = [
     ("/opt/svc/first-boot.sh", "0755", include_str!("../../cloud-init/first-boot.sh")),
 ];
 
-/// cloud-init notes a module as done before it does it, and a power cut may come between. What it runs at every boot is
-/// `bootcmd`: until the script says that all files are here, they are written again; after that, the script goes on.
-const RESUME: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt/svc/user-data-written; then \
+/// cloud-init marks a module as done before running it, and a power cut may come in between. `bootcmd` runs at every
+/// boot: until the script shows that all files exist, they are written again; after that, the script resumes.
+const RESUME_COMMAND: &str = "sem=/var/lib/cloud/instance/sem/config_; if test ! -e /opt/svc/user-data-written; then \
     rm -f ${sem}write_files ${sem}runcmd ${sem}scripts_user; elif test ! -e /opt/svc/first-boot-complete; then \
     systemctl enable --now --no-block svc-first-boot.service; fi";
 
-/// Why there is no user-data for a machine.
+/// Why a machine has no user-data.
 #[derive(Debug, thiserror::Error)]
 pub enum RenderError {
-    #[error("it would have {size} bytes, more than the {LARGEST} that the provider takes")]
+    #[error("user-data would have {size} bytes; the provider accepts at most {MAX_BYTES}")]
     TooLarge { size: usize },
-    /// An env file has one line for each variable.
-    #[error("the value of {name} is not one line of text, so {path} cannot hold it")]
+    /// An env file has one line per variable.
+    #[error("the value of {name} is not one line of text, which {path} requires")]
     NotALine { path: &'static str, name: String },
 }
 
@@ -66,35 +66,35 @@ pub fn render(
         ("/opt/svc/env/update.env", update_env(machine, hosts)),
     ];
     for (path, content) in &secret {
-        if let Some(name) = not_a_line(content) {
+        if let Some(name) = multi_line_variable(content) {
             return Err(RenderError::NotALine { path, name });
         }
     }
-    // Files are written before there are users: `first-boot.sh` gives them to their owners.
+    // Files are written before the users exist: `first-boot.sh` assigns their owners.
     let file = |path: &str, mode: &str, content: &str| json!({"path": path, "permissions": mode, "owner": "root:root", "content": content});
     let secret = secret.iter().map(|(path, content)| file(path, "0600", content));
-    let fixed = FIXED.iter().map(|(path, mode, content)| {
+    let fixed = FIXED_FILES.iter().map(|(path, mode, content)| {
         let content = without_comments(content);
         if *path == FIREWALL {
-            file(path, mode, &admitting(&content, &hosts.egress))
+            file(path, mode, &firewall_rules(&content, &hosts.egress))
         } else {
             file(path, mode, &content)
         }
     });
     let config = json!({
         "write_files": secret.chain(fixed).collect::<Vec<_>>(),
-        "bootcmd": [["sh", "-c", RESUME]],
+        "bootcmd": [["sh", "-c", RESUME_COMMAND]],
         "runcmd": [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "--no-block", "svc-first-boot.service"]],
     });
     let text = format!("#cloud-config\n{}\n", as_yaml(&config.to_string()));
-    if text.len() > LARGEST {
+    if text.len() > MAX_BYTES {
         return Err(RenderError::TooLarge { size: text.len() });
     }
     Ok(text.into())
 }
 
-/// The network rules, where the gateway admits connections from these networks alone; where there is none, as they are.
-fn admitting(rules: &str, egress: &Networks) -> String {
+/// The network rules with access to the gateway limited to these networks, or unchanged without any.
+fn firewall_rules(rules: &str, egress: &Networks) -> String {
     if egress.is_empty() {
         return rules.to_owned();
     }
@@ -107,21 +107,21 @@ fn admitting(rules: &str, egress: &Networks) -> String {
             admitted.push_str(&format!("\n    {family} saddr {{ {networks} }} tcp dport 443 accept"));
         }
     }
-    rules.replace(SERVED, &admitted)
+    rules.replace(SERVED_PORTS_RULE, &admitted)
 }
 
-/// The variable of an env file whose value no line can hold.
-fn not_a_line(content: &str) -> Option<String> {
+/// The variable of an env file whose value does not fit on one line.
+fn multi_line_variable(content: &str) -> Option<String> {
     let has_control = |line: &str| line.chars().any(char::is_control);
     let first = content.split('\n').position(has_control);
-    // A line's quotes end in it: a value with a line end in it leaves one that cannot be read.
+    // The quotes of a line end in it: a value with a line break leaves an unreadable line.
     let number = first.or_else(|| parse_env_file(content).err().map(|number| number - 1))?;
     let line = content.split('\n').nth(number).unwrap_or_default();
     Some(line.split('=').next().unwrap_or_default().to_owned())
 }
 
-/// JSON that YAML 1.1, which cloud-init reads, takes for the same: some characters that a JSON string may hold as they are
-/// YAML reads as line ends, or not at all.
+/// JSON that is the same in YAML 1.1, which cloud-init reads: YAML treats some characters that JSON strings may
+/// contain as line breaks, or rejects them.
 fn as_yaml(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
@@ -135,7 +135,7 @@ fn as_yaml(json: &str) -> String {
     text
 }
 
-/// Comments are for who reads the sources; a machine has little room for them.
+/// Comments are only useful in the sources, and user-data is limited in size.
 fn without_comments(text: &str) -> String {
     let kept = text.lines().enumerate().filter(|(number, line)| {
         *number == 0 || !(line.trim().is_empty() || line.trim_start().starts_with('#'))
@@ -146,7 +146,7 @@ fn without_comments(text: &str) -> String {
 fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: &TokenMint) -> String {
     let keys = serde_json::to_string(keys).expect("keys are strings");
     let upgrade = mint.first_token(machine.id, Purpose::Upgrade, &machine.upgrade_token.hash);
-    let mut text = lines(&[
+    let mut text = env_lines(&[
         ("SVC_MACHINE_ID", &machine.id.to_string()),
         ("SVC_USER_ID", machine.user.as_str()),
         ("SVC_HANDLE", machine.handle.as_str()),
@@ -165,7 +165,7 @@ fn host_env(machine: &MachineRow, hosts: &HostSettings, keys: &ProofKeys, mint: 
 
 fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
     let token = mint.first_token(machine.id, Purpose::Registration, &machine.registration_token_hash);
-    let mut text = lines(&[
+    let mut text = env_lines(&[
         ("REGISTRATION_TOKEN", token.expose_secret()),
         ("SVC_IMAGE_VERSION", machine.image_version.as_str()),
         ("SVC_RESTORE_MODE", machine.restore.as_str()),
@@ -176,10 +176,10 @@ fn boot_env(machine: &MachineRow, mint: &TokenMint) -> String {
     text
 }
 
-/// What root acts on: only root can change the file.
+/// Settings that root uses: only root can change the file.
 fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
     let bundle_url = hosts.bundle_url.of(&machine.image_version);
-    let mut text = lines(&[
+    let mut text = env_lines(&[
         ("PLATFORM_INTERNAL_URL", hosts.internal_url.as_str().trim_end_matches('/')),
         ("SVC_MACHINE_ID", &machine.id.to_string()),
         ("SVC_HOST_BUNDLE_URL", &bundle_url),
@@ -189,7 +189,7 @@ fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
         text.push_str(&env_line("SVC_BUNDLE_PUBLIC_KEYS", keys));
         text.push_str(&env_line("SVC_BUNDLE_KEYS_SEQUENCE", &hosts.bundle_keys_sequence.to_string()));
     }
-    // The token is for the platform alone, by whichever of its addresses.
+    // The token is only for the platform, at any of its addresses.
     if hosts.is_of_platform(&bundle_url) {
         text.push_str(&env_line("SVC_HOST_BUNDLE_WITH_TOKEN", "yes"));
     }
@@ -199,7 +199,7 @@ fn update_env(machine: &MachineRow, hosts: &HostSettings) -> String {
     text
 }
 
-fn lines(pairs: &[(&str, &str)]) -> String {
+fn env_lines(pairs: &[(&str, &str)]) -> String {
     pairs.iter().map(|(name, value)| env_line(name, value)).collect()
 }
 
@@ -210,12 +210,12 @@ mod tests {
     const RULES: &str = include_str!("../../cloud-init/nftables.conf");
 
     #[test]
-    fn gateway_admits_only_listed_networks_and_ssh_stays_open() {
-        assert_eq!(admitting(RULES, &Networks::default()), RULES);
-        let rules = |list: &str| admitting(RULES, &list.parse().unwrap());
-        assert!(RULES.contains(SERVED), "the rule that is replaced is there");
+    fn gateway_admits_only_listed_networks() {
+        assert_eq!(firewall_rules(RULES, &Networks::default()), RULES);
+        let rules = |list: &str| firewall_rules(RULES, &list.parse().unwrap());
+        assert!(RULES.contains(SERVED_PORTS_RULE), "the replaced rule exists");
         let both = rules("203.0.113.0/24,198.51.100.7,2001:db8::/32,203.0.113.9");
-        assert!(!both.contains(SERVED), "{both}");
+        assert!(!both.contains(SERVED_PORTS_RULE), "{both}");
         for rule in [
             "    tcp dport 22 accept\n",
             "    ip saddr { 198.51.100.7/32, 203.0.113.0/24 } tcp dport 443 accept\n",

@@ -411,11 +411,11 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     assert!(!many.said.contains("a-password-of-theirs"), "{}", many.said);
     many.has("database", "problem", "");
     many.has("provider", "problem", "");
-    many.has("identity-provider", "problem", "cannot be had");
+    many.has("identity-provider", "problem", "cannot fetch its keys");
     many.has("host-credentials", "problem", "STS");
     many.has("bundle", "problem", "not published");
     many.has("configuration", "warning", "provision is closed");
-    many.has("configuration", "warning", "in the clear");
+    many.has("configuration", "warning", "in clear text");
     many.has("platform", "problem", "cannot be reached");
     many.has("fleet", "skipped", "cannot be reached");
     assert_eq!(many.levels("store"), ["ok"], "{}", many.said);
@@ -468,7 +468,7 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
         ("ROUTER_TLS_CERT_FILE", cert_file.to_str().unwrap()),
         ("ROUTER_TLS_KEY_FILE", key_file.to_str().unwrap()),
     ];
-    fleet.platform(&files, &[]).await.has("tls", "problem", "ends at 2020-01-02");
+    fleet.platform(&files, &[]).await.has("tls", "problem", "expires at 2020-01-02");
 
     // A store that does not honour the condition of a put: it says no, and has done it all the same.
     fleet.stack.store.fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());

@@ -11,7 +11,7 @@ use kit::checkers;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use svc::config::parse_env_file;
-use svc::platform::userdata::LARGEST;
+use svc::platform::userdata::MAX_BYTES;
 
 use super::Target;
 use crate::userdata::{Parts, document};

@@ -192,7 +192,10 @@ async fn a_rollout_stops_at_what_goes_back_and_at_silence() {
             (now["totals"]["failed"] == 1).then_some(now)
         })
         .await;
-    assert!(silent["machines"][0]["error"].as_str().unwrap().contains("said nothing"), "{silent}");
+    assert!(
+        silent["machines"][0]["error"].as_str().unwrap().contains("did not report the update"),
+        "{silent}"
+    );
     fleet.asked(2).await;
     fleet.tells(2, "v1", "failed").await;
     let stopped = fleet.comes_to(&rollout, "stopped").await;

@@ -42,7 +42,7 @@ async fn retries_for_a_month_leave_a_bounded_log() {
     assert_eq!((many.lines.len(), many.omitted), (200, 4801));
 
     for _ in 0..300 {
-        operation_log::retried(&session, id, "last_backup", Some("silent")).await.unwrap();
+        operation_log::log_retry(&session, id, "last_backup", Some("silent")).await.unwrap();
     }
     let counted = newest().await;
     assert_eq!(counted.omitted, 4801, "the same failure adds no line");
@@ -51,7 +51,7 @@ async fn retries_for_a_month_leave_a_bounded_log() {
     assert!(last["repeatedAt"].is_string(), "{last}");
 
     for n in 0..300 {
-        operation_log::retried(&session, id, "last_backup", Some(&format!("failure {n}"))).await.unwrap();
+        operation_log::log_retry(&session, id, "last_backup", Some(&format!("failure {n}"))).await.unwrap();
     }
     let kept = newest().await;
     assert_eq!((kept.lines.len(), kept.omitted), (200, 1), "only the line that it begins with is older");

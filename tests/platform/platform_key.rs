@@ -267,7 +267,7 @@ async fn process_that_another_could_not_work_with_is_refused() {
     assert!(said.contains("a platform process with other keys is running"), "{said}");
     // What it was refused for is not begun: the running one starts again alone.
     stop(running).await;
-    assert!(stack.store.remove(BUCKET, mark::PLACE), "the note of the current key is in the store");
+    assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the note of the current key is in the store");
     let said = refused(&stack, NEW, Some(NEW + 1)).await;
     assert!(said.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{said}");
     drop(started(&stack, OLD, None, &[]));
@@ -368,7 +368,7 @@ async fn key_of_then_ends_once_the_store_answers() {
     stack.store.heal();
     let ended = tokio::time::timeout(Duration::from_secs(30), process.end()).await;
     assert!(!ended.expect("it ends by itself").success());
-    let note = stack.store.read(BUCKET, mark::PLACE).unwrap();
+    let note = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
     let note: Value = serde_json::from_slice(&note).unwrap();
     assert_eq!(note["keyId"], KeyId::of(&key(NEW)).as_str(), "it is not written over");
 }

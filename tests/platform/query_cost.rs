@@ -5,7 +5,7 @@ use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};
 use svc::machine::id::MachineId;
 use svc::machine::name::Handle;
-use svc::platform::db::machines::{self, Filter};
+use svc::platform::db::machines::{self, MachineFilter};
 use svc::platform::db::{Db, ended_machines, fleet, servers};
 use uuid::Uuid;
 
@@ -124,7 +124,7 @@ async fn rare_rows_are_read_by_an_index() {
     assert!(previews - expired <= FEW, "{} rows read for expired previews", previews - expired);
 
     let listed: Vec<i64> = (1..=ACTIVE).collect();
-    servers::seen(session, &listed).await.unwrap();
+    servers::record_seen(session, &listed).await.unwrap();
     let seen = fleet.rows_read("user_machines").await;
     assert!(seen - previews <= FEW, "{} rows read for servers that are there", seen - previews);
     assert_eq!(
@@ -144,15 +144,18 @@ async fn list_by_handle_reads_the_machines_of_its_user() {
     let fleet = Fleet::start().await;
     let handle = |text: &str| Some(text.parse::<Handle>().unwrap());
     let before = fleet.rows_read("user_machines").await;
-    let filter = Filter { handle: handle("user-7"), ..Filter::default() };
+    let filter = MachineFilter { handle: handle("user-7"), ..MachineFilter::default() };
     let found = machines::list(&fleet.session, &filter, 50).await.unwrap();
     assert_eq!(found.iter().map(|row| row.handle.as_str()).collect::<Vec<_>>(), ["user-7"]);
     let read = fleet.rows_read("user_machines").await - before;
     assert!(read <= FEW, "{read} rows read");
-    let below =
-        Filter { handle: handle("user-7"), before: Some(MachineId(Uuid::nil())), ..Filter::default() };
+    let below = MachineFilter {
+        handle: handle("user-7"),
+        before: Some(MachineId(Uuid::nil())),
+        ..MachineFilter::default()
+    };
     assert!(machines::list(&fleet.session, &below, 50).await.unwrap().is_empty());
-    let unknown = Filter { handle: handle("unknown"), ..Filter::default() };
+    let unknown = MachineFilter { handle: handle("unknown"), ..MachineFilter::default() };
     assert!(machines::list(&fleet.session, &unknown, 50).await.unwrap().is_empty());
 }
 

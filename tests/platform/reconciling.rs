@@ -174,7 +174,7 @@ async fn released_server_is_deleted_when_its_grace_ends_and_later_ones_are_held(
     for told in [&released, &seen] {
         assert!(told["releasedUntil"].is_string(), "{told}");
         let next = told["next"].as_str().unwrap();
-        assert!(next.contains("is deleted") && !next.contains("none of them is deleted"), "{told}");
+        assert!(next.contains("is deleted") && !next.contains("neither they nor any kept"), "{told}");
     }
     // As if the grace were longer than any release in time.
     let client = stack.database.connect().await.unwrap();
@@ -327,13 +327,13 @@ async fn outcome_that_cannot_be_stored_is_retried_after_growing_pauses() {
     client.execute("UPDATE user_machines SET public_ipv4 = 'nowhere'", &[]).await.unwrap();
     let is_left = || async {
         client.execute("UPDATE operation_log SET at = at - interval '2 hours'", &[]).await.unwrap();
-        (logged(&stack, "an operation is left") > 0).then_some(())
+        (logged(&stack, "cannot store the outcome of a step") > 0).then_some(())
     };
     stack.eventually("it is left", is_left).await;
     tokio::time::sleep(Duration::from_secs(8)).await;
-    let left = logged(&stack, "an operation is left");
+    let left = logged(&stack, "cannot store the outcome of a step");
     assert!(left <= 5, "{left} times");
-    let again = || async { (logged(&stack, "an operation is left") > 1).then_some(()) };
+    let again = || async { (logged(&stack, "cannot store the outcome of a step") > 1).then_some(()) };
     stack.eventually("it is tried again", again).await;
     client.execute("UPDATE user_machines SET public_ipv4 = NULL", &[]).await.unwrap();
     assert_eq!(stack.register(&process, &guest).await.status, 200);
@@ -361,9 +361,12 @@ async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
     stack.eventually("the readable machine fails", failed).await;
     let said = || async {
         let is_named = made[..2].iter().all(|id| {
-            stack.log().lines().any(|line| line.contains("could not process") && line.contains(id.as_str()))
+            stack
+                .log()
+                .lines()
+                .any(|line| line.contains("the reconciler skipped an item") && line.contains(id.as_str()))
         });
-        (is_named && logged(&stack, "the reconciler could not do its part") > 0).then_some(())
+        (is_named && logged(&stack, "a part of the reconciler failed") > 0).then_some(())
     };
     stack.eventually("the others are named, and the part failed", said).await;
 }
@@ -381,7 +384,8 @@ async fn unreadable_preview_does_not_stop_the_reconciler_for_others() {
     let deleted = || async { stack.get(&process, &path).await.body["deletedAt"].is_string().then_some(()) };
     stack.eventually("the readable preview is deleted", deleted).await;
     let said = || async {
-        let names = |line: &str| line.contains("could not process") && line.contains(&first.machine);
+        let names =
+            |line: &str| line.contains("the reconciler skipped an item") && line.contains(&first.machine);
         stack.log().lines().any(names).then_some(())
     };
     stack.eventually("the other is named", said).await;

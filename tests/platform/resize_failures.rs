@@ -90,10 +90,9 @@ async fn failures_that_pass_are_borne() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_change_that_fails_leaves_the_old_type_running() {
     let invalid = Fault::Status { status: 422, code: "invalid_input".to_owned(), reset_in_seconds: None };
-    for (fault, why) in [
-        (Fault::ActionError, "the provider's change of type ended as an error"),
-        (invalid, "the provider refused"),
-    ] {
+    for (fault, why) in
+        [(Fault::ActionError, "the provider's type change failed"), (invalid, "the provider refused")]
+    {
         let (stack, process, guest) = set().await;
         stack.provider.fault(FaultRule::once("POST", "change_type", fault));
         let ended = resized(&stack, &process, &guest).await;

@@ -25,7 +25,7 @@ impl Restorable {
         let mut process = self.process.take().unwrap();
         process.kill();
         process.killed().await;
-        assert!(self.stack.store.remove(BUCKET, mark::PLACE));
+        assert!(self.stack.store.remove(BUCKET, mark::MARK_PATH));
         self.restore(&[]).await;
     }
 }

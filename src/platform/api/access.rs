@@ -66,14 +66,14 @@ pub async fn authorize(
 }
 
 async fn authenticate(platform: &Platform, method: &Method, token: &str) -> Result<Operator, Problem> {
-    if tokens::same_secret(token, &platform.config.secret) {
+    if tokens::is_same_secret(token, &platform.config.secret) {
         return Ok(Operator::PlatformSecret);
     }
     let id = tokens::claimed_operator_token(token).ok_or_else(unauthorized)?;
     let pool = if method.is_safe() { &platform.report_db } else { &platform.db };
     let session = pool.session().await?;
     let row = db::operators::by_token(&session, id, LAST_USED_INTERVAL).await?.ok_or_else(unauthorized)?;
-    if !tokens::fits(token, &row.token_hash) {
+    if !tokens::matches_hash(token, &row.token_hash) {
         return Err(unauthorized());
     }
     let TokenRow { name, scopes, state, is_use_unrecorded, .. } = row;

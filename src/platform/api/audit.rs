@@ -14,7 +14,7 @@ use super::endpoint::{Access, CURSOR, Endpoint, OPERATOR, READ_OR_ADMIN, json_an
 use crate::http::openapi::{Operation, Parameter, Place, array, nullable, object, text, text_to, time, uuid};
 use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
-use crate::platform::db::audit::{self, AuditRow, Filter};
+use crate::platform::db::audit::{self, AuditFilter, AuditRow};
 
 const DEFAULT_PAGE_SIZE: usize = 100;
 const MAX_PAGE_SIZE: usize = 500;
@@ -24,7 +24,7 @@ async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> Resu
     let call = ApiCall::read(request).await?;
     call.authenticate_operator(&platform).await?;
     let mut query = call.query_fields();
-    let filter = Filter {
+    let filter = AuditFilter {
         actor: query.optional_text("actor", MAX_FILTER_CHARS),
         action: query.optional_text("action", MAX_FILTER_CHARS),
         target: query.optional_text("target", MAX_FILTER_CHARS),

@@ -146,7 +146,7 @@ async fn find_holding_machine(
     let mut is_asked_about = false;
     if let Err(refusal) = ensure_running(&machine) {
         // An operation may be waiting for a decision about the last backup of a machine that is out of service.
-        let operation = db::slot_operations::needs_server(session, &machine).await?;
+        let operation = db::slot_operations::operation_needing_server(session, &machine).await?;
         let question = operation.and_then(|operation| operation.question);
         let question = question.filter(|_| machine.server_exists()).ok_or(refusal)?;
         is_asked_about = question["code"] == last_backup::HELD_BACK;
@@ -173,7 +173,7 @@ async fn find_predecessor(
         return Ok(None);
     }
     let Some(replaced) = db::machines::last_registered(session, successor).await? else { return Ok(None) };
-    let is_needed = db::slot_operations::needs_server(session, &replaced).await?.is_some();
+    let is_needed = db::slot_operations::operation_needing_server(session, &replaced).await?.is_some();
     Ok(Some(replaced).filter(|replaced| is_needed && replaced.server_exists()))
 }
 

@@ -18,7 +18,7 @@ use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Circumstances};
+use crate::platform::lifecycle::{self, EventContext};
 use crate::untrusted_text;
 use axum::routing::post;
 
@@ -43,7 +43,7 @@ pub async fn handle(
     let message = fields.required_reported("message");
     let (stage, message) = fields.finish(stage.zip(message))?;
 
-    let with = Circumstances { failed_at: Some((&stage, &message)), ..Circumstances::default() };
+    let with = EventContext { failed_at: Some((&stage, &message)), ..EventContext::default() };
     lifecycle::apply(&tx, &platform.mint, &machine, &Event::BootFailureReported, with)
         .await
         .map_err(|error| fault::lifecycle_problem(error, &machine))?;

@@ -68,7 +68,7 @@ pub async fn handle(
     stages.push(json!({"stage": stage, "at": rfc3339_ms(now_ms())}));
     let surplus = stages.len().saturating_sub(MAX_STAGES);
     stages.drain(..surplus);
-    machine_changes::boot_stages(&tx, id, &stages.into()).await?;
+    machine_changes::record_boot_stages(&tx, id, &stages.into()).await?;
     db::commit(tx).await?;
     tracing::info!(machine = %id, stage, "host boot stage");
     Ok(StatusCode::NO_CONTENT.into_response())
@@ -119,8 +119,8 @@ async fn record_progress(
     }
     let timing = &platform.config.timing;
     let (ttl, limit) = (timing.registration_ttl, timing.operation_limit);
-    machine_changes::boot_progress(tx, machine.id, progress, ttl, limit).await?;
-    db::operations::progressed(tx, machine.id).await
+    machine_changes::record_boot_progress(tx, machine.id, progress, ttl, limit).await?;
+    db::operations::record_progress(tx, machine.id).await
 }
 
 pub static ENDPOINT: Endpoint = Endpoint {

@@ -21,7 +21,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
 use crate::platform::operators::Operator;
-use crate::platform::token_rotation::Standing;
+use crate::platform::token_rotation::TokenStatus;
 use crate::platform::tokens::{self, Purpose};
 
 /// Maximum body size of the platform's API.
@@ -45,7 +45,7 @@ pub struct ApiCall {
 /// A host's accepted token, and its machine.
 pub struct AuthenticatedHost {
     pub machine: MachineRow,
-    pub standing: Standing,
+    pub standing: TokenStatus,
     pub hash: Vec<u8>,
 }
 
@@ -111,11 +111,11 @@ impl ApiCall {
     /// [`Self::authenticate_host`], with the state of the token.
     pub async fn authenticate_host_token(&self, platform: &Platform) -> Result<AuthenticatedHost, Problem> {
         let token = self.rate_limited_bearer(platform)?;
-        let claim = tokens::claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
+        let claim = tokens::parse_claim(token, Purpose::Upgrade).ok_or_else(unauthorized)?;
         let session = platform.host_db.session().await?;
         let machine = db::machines::get(&session, claim.machine).await?.ok_or_else(unauthorized)?;
         match machine.upgrade_token.judge(token, claim, &platform.mint, Timestamp::now()) {
-            Standing::Refused => {
+            TokenStatus::Refused => {
                 drop(session);
                 refused_hosts::report_rejected_token(platform, &machine, token, claim).await;
                 Err(unauthorized())
@@ -147,7 +147,7 @@ impl ApiCall {
     pub fn claimed_registration(&self, platform: &Platform) -> Result<(MachineId, &str), Problem> {
         let token = self.bearer().map_err(|_| registration_rejected())?;
         platform.rates.admit_check(self.client, token)?;
-        let claim = tokens::claim(token, Purpose::Registration);
+        let claim = tokens::parse_claim(token, Purpose::Registration);
         claim.map(|claim| (claim.machine, token)).ok_or_else(registration_rejected)
     }
 

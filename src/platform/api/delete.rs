@@ -30,7 +30,7 @@ use crate::platform::copies;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::lifecycle::{self, Change, Circumstances};
+use crate::platform::lifecycle::{self, Change, EventContext};
 use crate::platform::operations::OperationOptions;
 use axum::routing::delete as delete_route;
 
@@ -75,9 +75,9 @@ async fn delete(
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
-    let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let machine = db::machines::lock(&tx, id).await?.ok_or_else(not_found)?;
     let event = Event::DeleteRequested;
-    let with = Circumstances { options, ..Circumstances::default() };
+    let with = EventContext { options, ..EventContext::default() };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
     let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
         Change::Moved { filed } => filed.map(|filed| filed.operation),

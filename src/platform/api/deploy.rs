@@ -24,7 +24,7 @@ use crate::http::segments::Segments;
 use crate::machine::id::RolloutId;
 use crate::machine::name::{Handle, ImageVersion};
 use crate::platform::context::Platform;
-use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, State as RolloutState};
+use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
 use crate::platform::db::{self};
 use crate::platform::rollouts::plan;
 use crate::store::bundle::{self, Unusable};
@@ -140,7 +140,7 @@ async fn create_rollout(
 
 /// The problem of a handle whose machine a rollout cannot reach.
 async fn unreachable_target(client: &impl GenericClient, handle: &Handle) -> Result<Problem, Problem> {
-    let Some(machine) = db::machines::of_handle(client, handle).await? else {
+    let Some(machine) = db::machines::by_handle(client, handle).await? else {
         return Ok(fault::machine_not_found(handle.as_str()));
     };
     let (state, next) = match machine.powered_off_at {
@@ -228,11 +228,11 @@ async fn execute_command(
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply.into_response());
     }
-    let before = rollouts::locked(&tx, id).await?.ok_or_else(|| not_found(id))?;
+    let before = rollouts::lock(&tx, id).await?.ok_or_else(|| not_found(id))?;
     let Some(next) = command.next_state(before.state) else { return Err(rollout_ended(&before)) };
     rollouts::set_state(&tx, id, next, None).await?;
     if (before.state, next) == (RolloutState::Paused, RolloutState::Running) {
-        rollouts::count_anew(&tx, id).await?;
+        rollouts::restart_timeouts(&tx, id).await?;
     }
     let after = rollouts::get(&tx, id).await?.ok_or_else(|| not_found(id))?;
     let reply = Reply::new(StatusCode::OK, rollouts::record(&tx, &after).await?);

@@ -64,7 +64,7 @@ async fn discard(
     if loss == Loss::Refused {
         ensure_data_saved(&change.tx, &change.machine).await?;
     }
-    machine_changes::discard_ordered(&change.tx, id).await?;
+    machine_changes::record_discard(&change.tx, id).await?;
     // The reconciler files the removal after it has listed the provider's servers.
     change.end(ChangeEffect::Changed("discard"), StatusCode::ACCEPTED, |after| body(after, None, false)).await
 }
@@ -109,7 +109,7 @@ async fn ensure_data_saved(tx: &Transaction<'_>, machine: &MachineRow) -> Result
         let why = format!("No snapshot contains the data written on it since {}.", rfc3339_ms(since));
         return Err(refused(machine, &why));
     }
-    if let Some(operation) = db::slot_operations::needs_server(tx, machine).await? {
+    if let Some(operation) = db::slot_operations::operation_needing_server(tx, machine).await? {
         let why = format!(
             "The {} {} still needs this server; wait until it has ended.",
             operation.noun(),

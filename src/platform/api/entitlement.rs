@@ -9,7 +9,7 @@ use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::machine::plan::Plan;
 use crate::platform::context::Platform;
 use crate::platform::db;
-use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::machine_row::{MachineKind, MachineRow};
 
 /// Ensures that the slot has an active subscription whose plan includes the server type.
 ///
@@ -42,11 +42,11 @@ pub async fn ensure_machine_entitled(
     server_type: &ServerType,
 ) -> Result<(), Problem> {
     match machine.kind {
-        Kind::Preview => ensure_plan_includes(Plan::Max, server_type),
-        Kind::Customer if platform.config.provisioning.billing_enforcement == Flag::On => {
+        MachineKind::Preview => ensure_plan_includes(Plan::Max, server_type),
+        MachineKind::Customer if platform.config.provisioning.billing_enforcement == Flag::On => {
             ensure_entitled(client, &machine.user, &machine.slot, server_type).await
         }
-        Kind::Customer => Ok(()),
+        MachineKind::Customer => Ok(()),
     }
 }
 

@@ -17,7 +17,7 @@ use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::lifecycle::{self, Change, Circumstances};
+use crate::platform::lifecycle::{self, Change, EventContext};
 use axum::routing::post;
 
 const MAX_REASON_CHARS: usize = 1024;
@@ -50,7 +50,7 @@ async fn fail(
         ChangeStart::Replayed(reply) => return Ok(reply),
         ChangeStart::Started(change) => change,
     };
-    let with = Circumstances { failed_at: Some((FAILURE_STAGE, reason)), ..Circumstances::default() };
+    let with = EventContext { failed_at: Some((FAILURE_STAGE, reason)), ..EventContext::default() };
     let event = Event::OperatorFailed;
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
     let effect = match changed.map_err(|error| fault::lifecycle_problem(error, &change.machine))? {

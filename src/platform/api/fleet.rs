@@ -19,7 +19,7 @@ use crate::http::openapi::{
 use crate::http::problem::{Code, Problem};
 use crate::platform::alarms;
 use crate::platform::context::Platform;
-use crate::platform::db::operations::Overdue;
+use crate::platform::db::operations::OverdueOperation;
 use crate::platform::db::{self, rollouts};
 use crate::platform::{bundle_keys, ended_machines, fleet};
 use axum::routing::get;
@@ -36,7 +36,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     call.query_fields().finish(Some(()))?;
     let session = platform.report_db.session().await?;
     let rows = db::fleet::all(&session).await?;
-    let mut body = fleet::summary(&rows, platform.config.timing.tokens.rotate);
+    let mut body = fleet::summarize(&rows, platform.config.timing.tokens.rotate);
     ended_machines::add_to(&mut body, &db::ended_machines::needing_attention(&session).await?);
     body["bundleKeys"] = {
         let hosts = &platform.config.hosts;
@@ -52,7 +52,7 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     Ok(Json(body).into_response())
 }
 
-fn overdue_record(overdue: &Overdue) -> Value {
+fn overdue_record(overdue: &OverdueOperation) -> Value {
     let operation = &overdue.operation;
     json!({
         "operationId": operation.id,

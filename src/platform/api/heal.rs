@@ -9,7 +9,7 @@ use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, machine_server};
-use crate::platform::lifecycle::{self, Change, Circumstances};
+use crate::platform::lifecycle::{self, Change, EventContext};
 use crate::provider::{ServerId, ServerStatus};
 
 /// Returns a machine with a healthy host to service after its resize failed, or after it got its slot back, with the type
@@ -43,9 +43,9 @@ async fn try_resume(platform: &Platform, machine: &MachineRow, epoch: Epoch) -> 
     }
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
+    let Some(row) = db::machines::lock(&tx, machine.id).await? else { return Ok(false) };
     let event = Event::HealthyHeartbeat { epoch, server_type: server.server_type };
-    let change = lifecycle::apply(&tx, &platform.mint, &row, &event, Circumstances::default()).await?;
+    let change = lifecycle::apply(&tx, &platform.mint, &row, &event, EventContext::default()).await?;
     if change == Change::Unchanged {
         return Ok(false);
     }
@@ -75,7 +75,7 @@ pub async fn detect_power_on(platform: &Platform, machine: &MachineRow, epoch: E
 async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::Result<bool> {
     let Some(server) = machine.provider_server_id else { return Ok(false) };
     // A running power operation records the state itself.
-    if db::operations::under_way(&platform.host_db.session().await?, machine.id).await?.is_some() {
+    if db::operations::running(&platform.host_db.session().await?, machine.id).await?.is_some() {
         return Ok(false);
     }
     if !platform.server_checks.take_turn(machine.id) {
@@ -88,12 +88,11 @@ async fn record_power_on(platform: &Platform, machine: &MachineRow) -> anyhow::R
     }
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine.id).await? else { return Ok(false) };
-    if row.powered_off_at != machine.powered_off_at || db::operations::under_way(&tx, row.id).await?.is_some()
-    {
+    let Some(row) = db::machines::lock(&tx, machine.id).await? else { return Ok(false) };
+    if row.powered_off_at != machine.powered_off_at || db::operations::running(&tx, row.id).await?.is_some() {
         return Ok(false);
     }
-    machine_server::powered_on(&tx, row.id).await?;
+    machine_server::clear_powered_off(&tx, row.id).await?;
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
     let (target, actor) = (row.id.to_string(), format!("machine:{}", row.id));
     let before = row.record();

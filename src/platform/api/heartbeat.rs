@@ -37,7 +37,7 @@ use crate::platform::db::machine_server;
 use crate::platform::db::upgrade_token;
 use crate::platform::db::{self};
 use crate::platform::operations::later_holder;
-use crate::platform::token_rotation::{Offer, Standing, UpgradeToken};
+use crate::platform::token_rotation::{TokenOffer, TokenStatus, UpgradeToken};
 use crate::platform::tokens::{Generation, Purpose};
 use crate::store::bundle::MAX_KEYS;
 use crate::untrusted_text;
@@ -102,13 +102,13 @@ pub async fn handle(
             proof_kids: &report.proof_kids,
             trusted_keys: report.trusted_keys.as_ref(),
         };
-        machine_changes::heartbeat(&session, id, &heartbeat).await?;
+        machine_changes::record_heartbeat(&session, id, &heartbeat).await?;
         // The host runs although a power-off was ordered, so its data is unsaved again.
         if machine.is_active() && machine.power_off_ordered_at.is_some() {
-            machine_server::runs_in_slot(&session, id).await?;
+            machine_server::record_power_on_in_slot(&session, id).await?;
         }
         if is_healthy && epoch == machine.epoch && machine.is_active() && machine.proven_at.is_none() {
-            machine_changes::proven(&session, id).await?;
+            machine_changes::record_proven(&session, id).await?;
         }
     }
     if is_healthy {
@@ -117,8 +117,8 @@ pub async fn handle(
     heal::detect_power_on(&platform, machine, epoch).await;
     // Not from this process's cache, which may lack a key that another process has delivered and already signs with.
     let session = platform.host_db.session().await?;
-    let keys = db::keys::public_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
-    let desired = if superseded { None } else { db::rollouts::desired(&session, id).await? };
+    let keys = db::keys::public_keys_for(&session, db::keys::PROOF, &machine.proof_kids).await?;
+    let desired = if superseded { None } else { db::rollouts::desired_release(&session, id).await? };
     drop(session);
     let mut body = json!({
         "desiredImageVersion": report.image_version,
@@ -144,17 +144,17 @@ pub async fn handle(
 async fn next_token(platform: &Platform, host: &AuthenticatedHost) -> Result<Option<SecretString>, Problem> {
     let (id, timing) = (host.machine.id, platform.config.timing.tokens);
     let (current, standing) = match host.standing {
-        Standing::Later(generation) => (advance_token(platform, host, generation).await?, Standing::Current),
+        TokenStatus::Later(generation) => (advance_token(platform, host, generation).await?, TokenStatus::Current),
         standing => (host.machine.upgrade_token.clone(), standing),
     };
     let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());
     match offer.filter(|_| host.machine.registered_at.is_some()) {
         None => Ok(None),
-        Some(Offer::Again(token)) => Ok(Some(token)),
-        Some(Offer::Next(generation)) if is_next_due(platform).await? => {
+        Some(TokenOffer::Stored(token)) => Ok(Some(token)),
+        Some(TokenOffer::Next(generation)) if is_next_due(platform).await? => {
             Ok(Some(platform.mint.token(id, Purpose::Upgrade, generation)))
         }
-        Some(Offer::Next(_)) => Ok(None),
+        Some(TokenOffer::Next(_)) => Ok(None),
     }
 }
 
@@ -224,14 +224,14 @@ async fn holds_slot_in_store(
         }
     };
     let Some(holder) = holder else { return Ok(false) };
-    later_holder::warn(platform, machine, holder).await;
+    later_holder::raise_alarm(platform, machine, holder).await;
     let mut session = platform.host_db.session().await?;
     if !machine.is_active() {
         machine_changes::mark_unsaved(&session, machine.id).await?;
         return Ok(true);
     }
     let tx = db::begin(&mut session).await?;
-    let still = db::machines::locked(&tx, machine.id).await?;
+    let still = db::machines::lock(&tx, machine.id).await?;
     if still.is_some_and(|still| still.is_active() && still.epoch < holder.epoch) {
         machine_changes::raise_epoch(&tx, machine.id, holder.epoch).await?;
     }

@@ -17,7 +17,7 @@ use crate::http::openapi::{
 use crate::http::problem::{Code, Problem};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::db::machines::{self, Filter, Which};
+use crate::platform::db::machines::{self, MachineFilter, MachineScope};
 use axum::routing::get;
 use http::Method;
 
@@ -29,10 +29,10 @@ pub async fn handle(State(platform): State<Arc<Platform>>, request: Request) -> 
     call.authenticate_operator(&platform).await?;
     let mut query = call.query_fields();
     let which = match query.flag("deleted") {
-        Some(true) => Which::Ended,
-        Some(false) | None => Which::Active,
+        Some(true) => MachineScope::Ended,
+        Some(false) | None => MachineScope::Active,
     };
-    let filter = Filter {
+    let filter = MachineFilter {
         status: query.optional("status"),
         user: query.optional("idpUserId"),
         slot: query.optional("slot"),

@@ -44,7 +44,7 @@ async fn read_machine(platform: &Platform, id: MachineId) -> Result<(Value, Copi
     let machine = machine.ok_or_else(|| fault::machine_not_found(&id.to_string()))?;
     let mut record = machine.record();
     let mut operations = Vec::new();
-    for operation_row in db::operations::of_machine(&tx, id).await? {
+    for operation_row in db::operations::list_for_machine(&tx, id).await? {
         operations.push(operation::record(&tx, &operation_row).await?);
     }
     record["operations"] = operations.into();

@@ -90,7 +90,7 @@ impl<'a> MachineChange<'a> {
         if let Some(reply) = mutation.begin(&tx).await? {
             return Ok(ChangeStart::Replayed(reply));
         }
-        let machine = db::machines::locked(&tx, id).await?.ok_or_else(not_found)?;
+        let machine = db::machines::lock(&tx, id).await?.ok_or_else(not_found)?;
         Ok(ChangeStart::Started(Box::new(Self { tx, machine, mutation })))
     }
 

@@ -22,7 +22,7 @@ pub async fn handle(
     request: Request,
 ) -> Result<Response, Problem> {
     ApiCall::read(request).await?.authenticate_operator(&platform).await?;
-    measure::take(&platform).await;
+    measure::collect(&platform).await;
     Ok(([(header::CONTENT_TYPE, MEDIA_TYPE)], scrape.text()).into_response())
 }
 

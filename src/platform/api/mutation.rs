@@ -16,7 +16,7 @@ use crate::http::problem::{Code, Problem};
 use crate::http::request_id;
 use crate::machine::id::{MachineId, OperationId};
 use crate::platform::context::Platform;
-use crate::platform::db::idempotency::Stored;
+use crate::platform::db::idempotency::StoredResponse;
 use crate::platform::db::{self, DbError};
 use crate::platform::operators::{Operator, PLATFORM_SECRET_ACTOR};
 
@@ -137,7 +137,7 @@ impl Mutation {
     /// `database_unavailable`.
     pub async fn store(&self, tx: &Transaction<'_>, reply: &Reply) -> Result<(), DbError> {
         let Some(key) = &self.key else { return Ok(()) };
-        let stored = Stored {
+        let stored = StoredResponse {
             route: self.route.clone(),
             body_hash: self.body_hash.clone(),
             status: reply.status.as_u16(),
@@ -158,7 +158,7 @@ pub async fn write_audit(
 ) -> Result<(), DbError> {
     let request_id = request_id::current();
     let AuditChange { action, target, before, after } = *changed;
-    let entry = db::audit::Entry { actor, action, target, before, after, request_id: &request_id };
+    let entry = db::audit::AuditEntry { actor, action, target, before, after, request_id: &request_id };
     db::audit::write(tx, &entry).await
 }
 

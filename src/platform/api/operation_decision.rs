@@ -25,7 +25,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, machine_changes};
-use crate::platform::lifecycle::{self, Circumstances};
+use crate::platform::lifecycle::{self, EventContext};
 use crate::platform::operations::last_backup::{ANSWERED, NEWER_SNAPSHOT};
 use crate::platform::operations::{OperationKind, OperationOptions, Step, later_holder};
 use crate::store::key::{SlotPrefix, SnapshotKey};
@@ -128,8 +128,8 @@ async fn apply_decision(
         return Ok(reply.into_response());
     }
     // Lock order: machines before their operations.
-    let machine = db::machines::locked(&tx, seen.machine).await?.ok_or_else(not_found)?;
-    let operation = db::operations::locked(&tx, id).await?.ok_or_else(not_found)?;
+    let machine = db::machines::lock(&tx, seen.machine).await?.ok_or_else(not_found)?;
+    let operation = db::operations::lock(&tx, id).await?.ok_or_else(not_found)?;
     if operation.has_ended() {
         return Err(invalid(&operation, &ended_detail(&operation)));
     }
@@ -198,7 +198,7 @@ async fn restore_snapshot(
     }
     let why = format!("the operator chose the snapshot {}", key.as_str());
     resume_step(tx, operation, operation.options, &why).await?;
-    db::machine_changes::restore_from(tx, operation.machine, key.as_str()).await?;
+    db::machine_changes::set_restore_snapshot(tx, operation.machine, key.as_str()).await?;
     Ok(db::operations::add_fact(tx, operation.id, ANSWERED, &json!(true)).await?)
 }
 
@@ -218,7 +218,7 @@ async fn resume_step(
         );
         return Err(invalid(operation, &detail));
     }
-    db::operations::decide(tx, operation.id, options).await?;
+    db::operations::resume(tx, operation.id, options).await?;
     Ok(db::operations::log(tx, operation.id, &operation.step, "continued", Some(why)).await?)
 }
 
@@ -234,9 +234,9 @@ async fn abandon_operation(
         operation.kind.parse().map_err(|_| invalid(operation, "This release does not know its kind."))?;
     match kind {
         OperationKind::Provision | OperationKind::Recover => {
-            let with = Circumstances {
+            let with = EventContext {
                 failed_at: Some((&operation.step, "the operator abandoned the operation")),
-                ..Circumstances::default()
+                ..EventContext::default()
             };
             let event = Event::OperationAbandoned;
             let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
@@ -249,7 +249,7 @@ async fn abandon_operation(
         OperationKind::Resize => {
             return Ok(db::operations::skip_to(tx, operation.id, Step::PowerOn.as_str()).await?);
         }
-        OperationKind::RemoveServer => machine_changes::removal_abandoned(tx, machine.id).await?,
+        OperationKind::RemoveServer => machine_changes::record_removal_abandoned(tx, machine.id).await?,
         OperationKind::Delete
         | OperationKind::Reinstate
         | OperationKind::PowerOn
@@ -257,7 +257,7 @@ async fn abandon_operation(
         | OperationKind::Reboot => {}
     }
     // Unless the change of the machine has ended it.
-    Ok(db::operations::end_one(tx, operation.id, "cancelled", Some("abandoned")).await?)
+    Ok(db::operations::end(tx, operation.id, "cancelled", Some("abandoned")).await?)
 }
 
 /// The detail of a decision about an operation that has ended.

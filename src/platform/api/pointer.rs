@@ -76,7 +76,7 @@ impl PointerTarget {
     }
 
     async fn load_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
-        let current = db::machines::of_slot(client, &self.user, &self.slot).await?;
+        let current = db::machines::in_slot(client, &self.user, &self.slot).await?;
         // Until its server has been ordered, the fence is still its predecessor's.
         let holder = match current {
             Some(current) if current.create_ordered_at.is_none() && current.provider_server_id.is_none() => {

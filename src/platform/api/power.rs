@@ -113,7 +113,7 @@ async fn power(
                 "Its server is switched off; switch it on with `svcctl power on`.",
             ));
         }
-        PowerAction::Off => machine_server::powered_off(&change.tx, id).await?,
+        PowerAction::Off => machine_server::mark_powered_off(&change.tx, id).await?,
         PowerAction::On | PowerAction::Reboot => {}
     }
     let filed = db::operations::file(&change.tx, id, action.kind(), OperationOptions::default()).await?;
@@ -156,7 +156,7 @@ async fn find_same_operation(
     machine: &MachineRow,
     action: PowerAction,
 ) -> Result<Option<OperationId>, Problem> {
-    let Some(operation) = db::operations::under_way(tx, machine.id).await? else { return Ok(None) };
+    let Some(operation) = db::operations::running(tx, machine.id).await? else { return Ok(None) };
     if operation.kind == action.kind().as_str() {
         return Ok(Some(operation.id));
     }

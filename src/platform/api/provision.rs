@@ -27,10 +27,10 @@ use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType
 use crate::machine::plan::Plan;
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
-use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::machine_row::{MachineKind, MachineRow};
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, Filed, Wanted};
+use crate::platform::lifecycle::{self, Change, EventContext, FiledOperation, MachineRequest};
 use crate::platform::operations::OperationOptions;
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{self, Unusable};
@@ -46,7 +46,7 @@ struct ProvisionRequest {
     locations: RequestedLocations,
     /// `None` means the slot's current version, or the platform's default for a new slot.
     image_version: Option<ImageVersion>,
-    kind: Kind,
+    kind: MachineKind,
     empty: EmptyStart,
     options: OperationOptions,
 }
@@ -71,7 +71,7 @@ fn parse_request(platform: &Platform, call: &ApiCall) -> Result<ProvisionRequest
     let locations = RequestedLocations::read(&mut fields);
     let location = locations.location.clone().unwrap_or_else(|| defaults.location.clone());
     let image_version = fields.optional("imageVersion");
-    let kind = fields.optional("kind").unwrap_or(Kind::Customer);
+    let kind = fields.optional("kind").unwrap_or(MachineKind::Customer);
     let empty = EmptyStart::read(&mut fields);
     let accept_loss = fields.boolean("acceptLoss").unwrap_or(false);
     let options = OperationOptions { accept_loss, ..OperationOptions::default() };
@@ -114,9 +114,9 @@ async fn provision(
         return Ok(reply);
     }
     check_admission(platform, &tx, request).await?;
-    let existing = db::machines::of_slot_locked(&tx, &request.user, &request.slot).await?;
+    let existing = db::machines::lock_in_slot(&tx, &request.user, &request.slot).await?;
     if let Some(machine) = existing.as_ref().filter(|machine| !has_failed(machine)) {
-        let operation = db::operations::of_machine(&tx, machine.id).await?.into_iter().next();
+        let operation = db::operations::list_for_machine(&tx, machine.id).await?.into_iter().next();
         let reply = Reply::new(StatusCode::OK, body(machine, operation.map(|operation| operation.id)));
         mutation.store(&tx, &reply).await?;
         db::commit(tx).await?;
@@ -190,9 +190,9 @@ async fn create_machine(
     request: &ProvisionRequest,
     plan: ProvisionPlan,
     failed: Option<&MachineRow>,
-) -> Result<Filed, Problem> {
+) -> Result<FiledOperation, Problem> {
     let config = &platform.config;
-    let wanted = Wanted {
+    let wanted = MachineRequest {
         user: request.user.clone(),
         slot: request.slot.clone(),
         handle: request.handle.clone(),
@@ -203,18 +203,18 @@ async fn create_machine(
         image_version: plan.image_version,
         bundle_sha256: plan.bundle_sha256,
         https_port: config.hosts.https_port,
-        lives_for: (request.kind == Kind::Preview).then_some(config.provisioning.preview_ttl),
+        lives_for: (request.kind == MachineKind::Preview).then_some(config.provisioning.preview_ttl),
         restore_snapshot: None,
     };
     let restore = plan.restore;
-    let with = Circumstances {
+    let with = EventContext {
         successor: Some(&wanted),
         options: request.options,
         epoch_floor: plan.epoch_floor,
-        ..Circumstances::default()
+        ..EventContext::default()
     };
     let Some(failed) = failed else {
-        let begun = lifecycle::begin(tx, &platform.mint, &wanted, restore, &with).await;
+        let begun = lifecycle::create_machine(tx, &platform.mint, &wanted, restore, &with).await;
         return begun.map_err(|error| match error {
             lifecycle::LifecycleError::Db(error) => error.into(),
             error => Problem::internal(&error),
@@ -240,9 +240,10 @@ async fn check_admission(
     if !config.enabled.is_on() {
         return Err(Problem::new(Code::Disabled, "Provisioning is disabled (CUSTOMER_VPS_ENABLED)."));
     }
-    let existing = db::machines::of_slot(client, &request.user, &request.slot).await?;
+    let existing = db::machines::in_slot(client, &request.user, &request.slot).await?;
     if existing.is_none()
-        && let Some(deletion) = db::slot_operations::backing_up(client, &request.user, &request.slot).await?
+        && let Some(deletion) =
+            db::slot_operations::pending_final_backup(client, &request.user, &request.slot).await?
     {
         return Err(being_deleted(&deletion));
     }
@@ -256,11 +257,11 @@ async fn check_admission(
             .with("kind", json!(held)));
     }
     match request.kind {
-        Kind::Customer if config.billing_enforcement == Flag::On => {
+        MachineKind::Customer if config.billing_enforcement == Flag::On => {
             entitlement::ensure_entitled(client, &request.user, &request.slot, &request.server_type).await?;
         }
-        Kind::Customer => {}
-        Kind::Preview => {
+        MachineKind::Customer => {}
+        MachineKind::Preview => {
             entitlement::ensure_plan_includes(Plan::Max, &request.server_type)?;
             let others = db::machines::active_previews(client, &request.user).await?;
             if existing.is_none() && others >= i64::from(config.preview_max_per_owner) {
@@ -329,7 +330,7 @@ fn handle_taken(handle: &Handle) -> Problem {
     Problem::new(Code::HandleTaken, format!("The handle {handle} belongs to another user."))
 }
 
-fn machine_missing(filed: Filed) -> Problem {
+fn machine_missing(filed: FiledOperation) -> Problem {
     fault::machine_not_found(&filed.machine.to_string())
 }
 

@@ -29,9 +29,9 @@ use crate::machine::name::{IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::copies;
-use crate::platform::db::machine_row::{Kind, MachineRow};
+use crate::platform::db::machine_row::{MachineKind, MachineRow};
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
+use crate::platform::lifecycle::{self, Change, EventContext, MachineRequest};
 use crate::platform::operations::OperationOptions;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::snapshot::{self, SideRecord, Unusable};
@@ -143,7 +143,7 @@ async fn recover(
         return Ok(reply);
     }
     let machine =
-        require_machine(db::machines::of_slot(&session, &request.user, &request.slot).await?, request)?;
+        require_machine(db::machines::in_slot(&session, &request.user, &request.slot).await?, request)?;
     drop(session);
     // A running recovery needs no lookups. No row or session is held during requests to the store.
     let plan = if machine.status == Status::Recovering {
@@ -159,7 +159,7 @@ async fn recover(
         return Ok(reply);
     }
     let machine =
-        require_machine(db::machines::of_slot_locked(&tx, &request.user, &request.slot).await?, request)?;
+        require_machine(db::machines::lock_in_slot(&tx, &request.user, &request.slot).await?, request)?;
     if machine.status == Status::Recovering {
         // Stored, so that a repeated request does not start another recovery after this one has ended.
         let reply = respond_during_recovery(&tx, &machine, request).await?;
@@ -172,7 +172,7 @@ async fn recover(
     };
     restorable::ensure_not_switched_off(&machine, request.options.accept_loss)?;
     let location = request.locations.location.clone().unwrap_or_else(|| machine.location.clone());
-    let wanted = Wanted {
+    let wanted = MachineRequest {
         user: machine.user.clone(),
         slot: machine.slot.clone(),
         handle: machine.handle.clone(),
@@ -187,11 +187,11 @@ async fn recover(
         restore_snapshot: plan.snapshot,
     };
     let event = Event::RecoverRequested { restore: plan.restore };
-    let with = Circumstances {
+    let with = EventContext {
         successor: Some(&wanted),
         options: request.options,
         epoch_floor: plan.epoch_floor,
-        ..Circumstances::default()
+        ..EventContext::default()
     };
     let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, with).await;
     let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
@@ -219,7 +219,7 @@ fn changed_meanwhile() -> Problem {
 }
 
 fn preview_ttl(platform: &Platform, machine: &MachineRow) -> Option<std::time::Duration> {
-    (machine.kind == Kind::Preview).then_some(platform.config.provisioning.preview_ttl)
+    (machine.kind == MachineKind::Preview).then_some(platform.config.provisioning.preview_ttl)
 }
 
 fn require_machine(found: Option<MachineRow>, request: &RecoveryRequest) -> Result<MachineRow, Problem> {
@@ -296,7 +296,7 @@ async fn respond_during_recovery(
     let (Some(old), Some(operation)) = (old, operation) else {
         return Err(fault::machine_not_found("that this one replaces"));
     };
-    let has_moved = db::operation_log::has(client, operation.id, "location").await?;
+    let has_moved = db::operation_log::has_outcome(client, operation.id, "location").await?;
     let other = differing_options(request, machine, operation.options, has_moved);
     if !other.is_empty() {
         let detail = format!(

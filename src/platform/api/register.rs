@@ -29,7 +29,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_changes::{self, Registration};
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, EventContext, LifecycleError};
 use crate::platform::operations::later_holder;
 use crate::platform::tokens;
 use crate::store::bundle::parse_digest;
@@ -80,13 +80,13 @@ pub async fn lock_claimed_machine(
     claimed: MachineId,
     token: &str,
 ) -> Result<MachineRow, Problem> {
-    let machine = db::machines::locked(tx, claimed).await?.ok_or_else(registration_rejected)?;
+    let machine = db::machines::lock(tx, claimed).await?.ok_or_else(registration_rejected)?;
     check_token(token, &machine)?;
     Ok(machine)
 }
 
 fn check_token(token: &str, machine: &MachineRow) -> Result<(), Problem> {
-    if !tokens::fits(token, &machine.registration_token_hash) || !machine.is_active() {
+    if !tokens::matches_hash(token, &machine.registration_token_hash) || !machine.is_active() {
         return Err(registration_rejected());
     }
     if machine.registration_expires_at.is_some_and(|end| end <= Timestamp::now()) {
@@ -106,7 +106,7 @@ async fn ensure_not_fenced_out(platform: &Platform, machine: &MachineRow) -> Res
     else {
         return Ok(());
     };
-    later_holder::warn(platform, machine, holder).await;
+    later_holder::raise_alarm(platform, machine, holder).await;
     let detail = format!(
         "The slot is fenced at epoch {} by machine {}; this machine's epoch {} is not above it.",
         holder.epoch, holder.machine, machine.epoch
@@ -126,7 +126,7 @@ pub async fn register_from_heartbeat(
     ensure_not_fenced_out(platform, machine).await?;
     let mut session = platform.host_db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let machine = db::machines::locked(&tx, machine.id).await?.ok_or_else(registration_rejected)?;
+    let machine = db::machines::lock(&tx, machine.id).await?.ok_or_else(registration_rejected)?;
     register(platform, &tx, &machine, registration).await?;
     Ok(db::commit(tx).await?)
 }
@@ -197,7 +197,7 @@ async fn register(
         );
     }
     let event = Event::Registered { server_type: machine.server_type.clone() };
-    match lifecycle::apply(tx, &platform.mint, machine, &event, Circumstances::default()).await {
+    match lifecycle::apply(tx, &platform.mint, machine, &event, EventContext::default()).await {
         Ok(_) => {}
         Err(LifecycleError::Refused(_)) => {
             return Err(Problem::new(Code::InvalidState, "The machine is not waiting for its registration.")
@@ -212,7 +212,7 @@ async fn register(
         tls_pin: *pin,
         body_hash: &body_hash,
     };
-    machine_changes::registered(tx, machine.id, &registration).await?;
+    machine_changes::record_registration(tx, machine.id, &registration).await?;
     db::slots::set_release(tx, &machine.user, &machine.slot, &body.image_version).await?;
     db::operations::end_running(tx, machine.id, "succeeded", None).await?;
     let id = machine.id.to_string();

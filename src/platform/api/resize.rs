@@ -26,7 +26,7 @@ use crate::machine::transition::{Outcome, transition};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, Change, EventContext, LifecycleError};
 use crate::provider::{ServerId, ServerTypeInfo};
 use axum::routing::post;
 
@@ -69,13 +69,13 @@ async fn resize(
     if let Some(reply) = mutation.begin(&tx).await? {
         return Ok(reply);
     }
-    let machine = require_machine(db::machines::locked(&tx, id).await?, id)?;
+    let machine = require_machine(db::machines::lock(&tx, id).await?, id)?;
     if machine.server_type != seen.server_type {
         return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
     }
     if is_change(&machine, to)? {
         entitlement::ensure_machine_entitled(platform, &tx, &machine, to).await?;
-        if let Some(operation) = db::operations::under_way(&tx, id).await? {
+        if let Some(operation) = db::operations::running(&tx, id).await? {
             let detail = format!("Its operation {} ({}) is running.", operation.id, operation.kind);
             return Err(Problem::new(Code::InvalidState, detail)
                 .with("machineStatus", json!(machine.status))
@@ -83,7 +83,7 @@ async fn resize(
         }
     }
     let event = Event::ResizeRequested { to: to.clone() };
-    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, Circumstances::default()).await;
+    let change = lifecycle::apply(&tx, &platform.mint, &machine, &event, EventContext::default()).await;
     let filed = match change.map_err(|error| fault::lifecycle_problem(error, &machine))? {
         Change::Moved { filed } => filed.map(|filed| filed.operation),
         Change::Unchanged => {

@@ -12,7 +12,7 @@ use crate::machine::name::{IdpUserId, ServerType, Slot};
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::operations::later_holder::{self, Beyond, LaterHolder, LookupError};
+use crate::platform::operations::later_holder::{self, FenceClaim, LaterHolder, LookupError};
 use crate::store::key::SlotPrefix;
 use crate::store::snapshot::{SideRecord, Unusable};
 use crate::store::{StoreError, epochs, pointer_io};
@@ -112,10 +112,10 @@ pub async fn ensure_no_unknown_holder(
         Err(error) => return Err(error.into()),
     };
     let holder = match found {
-        Beyond::Unverified(named) if !accepted => {
+        FenceClaim::Unverified(named) if !accepted => {
             let detail = format!(
                 "{} If the keys are correct, the slot's host forged the signature: repeat with `--accept-loss`.",
-                later_holder::unverified(named)
+                later_holder::describe_unverified(named)
             );
             return Err(held_by_another(detail, current));
         }
@@ -140,16 +140,16 @@ pub async fn ensure_no_unknown_holder(
 pub async fn ensure_holds_slot(platform: &Platform, machine: &MachineRow) -> Result<(), Problem> {
     let found = match later_holder::find(platform, &platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
-        Err(LookupError::Store(StoreError::Corrupt { .. })) => Beyond::Nothing,
+        Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
         Err(error) => return Err(error.into()),
     };
     let command = if machine.is_active() { "recover" } else { "provision" };
     let holder = match found {
-        Beyond::Unverified(named) if is_other(&named, Some(machine)) => {
+        FenceClaim::Unverified(named) if is_other(&named, Some(machine)) => {
             let detail = format!(
                 "{} Nothing was changed. If the keys are correct, the slot's host forged the signature: `svcctl {command}` \
                  with `--accept-loss` creates a new machine from the newest snapshot.",
-                later_holder::unverified(named)
+                later_holder::describe_unverified(named)
             );
             return Err(held_by_another(detail, Some(machine)));
         }

@@ -23,7 +23,7 @@ use crate::machine::state::Status;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances};
+use crate::platform::lifecycle::{self, Change, EventContext};
 use crate::provider::{ServerId, ServerStatus};
 
 /// Maximum age of the last heartbeat of a live host.
@@ -62,7 +62,7 @@ async fn resume(platform: &Platform, id: MachineId, mutation: &Mutation) -> Resu
         return Err(Problem::new(Code::Unavailable, "The machine has changed; try again.").retry_after(1));
     }
     let event = Event::ResumeRequested { server_type };
-    let with = Circumstances::default();
+    let with = EventContext::default();
     let changed = lifecycle::apply(&change.tx, &platform.mint, &change.machine, &event, with).await;
     let effect = match changed.map_err(|error| fault::lifecycle_problem(error, &change.machine))? {
         Change::Unchanged => ChangeEffect::Unchanged,

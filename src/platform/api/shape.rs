@@ -9,8 +9,8 @@ use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType
 use crate::machine::plan::Plan;
 use crate::machine::state::{FailureCause, Status};
 use crate::platform::config::MAX_FALLBACK_LOCATIONS;
-use crate::platform::db::rollouts::State as RolloutState;
-use crate::platform::rollouts::plan::Stand;
+use crate::platform::db::rollouts::RolloutState;
+use crate::platform::rollouts::plan::MemberState;
 
 pub fn status() -> Value {
     one_of(&Status::ALL.map(Status::as_str))
@@ -127,7 +127,7 @@ pub const SNAPSHOT_CHECKS: [&str; 2] = ["verify", "drill"];
 pub const UPDATE_OUTCOMES: [&str; 4] = ["updated", "rolled_back", "refused", "failed"];
 
 fn rollout_members() -> Vec<(&'static str, Value)> {
-    let totals = object(&Stand::ALL.map(|stand| (stand.as_str(), count())), &[]);
+    let totals = object(&MemberState::ALL.map(|state| (state.as_str(), count())), &[]);
     vec![
         ("rolloutId", uuid()),
         ("imageVersion", image_version()),
@@ -157,7 +157,7 @@ pub fn rollout() -> Value {
             ("handle", handle_name()),
             ("slot", slot_name()),
             ("batch", count()),
-            ("state", one_of(&Stand::ALL.map(Stand::as_str))),
+            ("state", one_of(&MemberState::ALL.map(MemberState::as_str))),
             ("error", nullable(text())),
             ("askedAt", nullable(time())),
             ("endedAt", nullable(time())),

@@ -18,7 +18,7 @@ use crate::http::problem::{Code, Problem, chain};
 use crate::http::segments::Segments;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
-use crate::platform::host_store::Grant;
+use crate::platform::host_store::SessionGrant;
 use axum::routing::post;
 use http::Method;
 use serde_json::Value;
@@ -37,9 +37,9 @@ pub async fn handle(
     call.validate_optional_body()?;
     platform.rates.admit_credentials(id)?;
     let grant = if machine.is_active() {
-        Grant::WithOutage
+        SessionGrant::WithOutage
     } else if heartbeat::needs_last_backup(&platform, &machine).await? {
-        Grant::Working
+        SessionGrant::Working
     } else if machine.deleted_at.is_some() {
         return Err(unauthorized());
     } else {

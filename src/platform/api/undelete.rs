@@ -23,7 +23,7 @@ use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, Filed};
+use crate::platform::lifecycle::{self, Change, EventContext, FiledOperation};
 
 pub async fn handle(
     State(platform): State<Arc<Platform>>,
@@ -75,7 +75,10 @@ pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Res
 }
 
 /// Finds the operation that has already undone the machine's deletion.
-async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<Filed>, Problem> {
+async fn find_undo(
+    tx: &Transaction<'_>,
+    machine: &MachineRow,
+) -> Result<Option<FiledOperation>, Problem> {
     if !machine.is_active() {
         return Ok(None);
     }
@@ -84,7 +87,7 @@ async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<
     let reinstatement = deletion
         .zip(reinstatement)
         .filter(|(deletion, reinstatement)| deletion.created_at < reinstatement.created_at);
-    Ok(reinstatement.map(|(_, reinstatement)| Filed { machine: machine.id, operation: reinstatement.id }))
+    Ok(reinstatement.map(|(_, reinstatement)| FiledOperation { machine: machine.id, operation: reinstatement.id }))
 }
 
 /// Returns a deleted machine to its slot.
@@ -95,7 +98,7 @@ pub async fn reinstate(
     platform: &Platform,
     tx: &Transaction<'_>,
     machine: &MachineRow,
-) -> Result<Filed, Problem> {
+) -> Result<FiledOperation, Problem> {
     ensure_can_reinstate(tx, machine).await?;
     let highest = db::machines::highest_epoch(tx, &machine.user, &machine.slot).await?;
     let event = Event::Reinstated { epoch: highest.next(), power: machine.server_power() };
@@ -103,7 +106,7 @@ pub async fn reinstate(
     let failure = machine.failure.as_ref().filter(|failure| !failure.cause.heals());
     let earlier = failure.and_then(|failure| failure.stage.as_deref().zip(failure.message.as_deref()));
     let undone = ("reinstate", "its deletion was undone; it runs with its next healthy heartbeat");
-    let with = Circumstances { failed_at: earlier.or(Some(undone)), ..Circumstances::default() };
+    let with = EventContext { failed_at: earlier.or(Some(undone)), ..EventContext::default() };
     let change = lifecycle::apply(tx, &platform.mint, machine, &event, with).await;
     match change.map_err(|error| fault::lifecycle_problem(error, machine))? {
         Change::Moved { filed: Some(filed) } => Ok(filed),
@@ -130,7 +133,7 @@ async fn ensure_can_reinstate(tx: &Transaction<'_>, machine: &MachineRow) -> Res
             removal.id
         )));
     }
-    if db::machines::of_slot(tx, &machine.user, &machine.slot).await?.is_some() {
+    if db::machines::in_slot(tx, &machine.user, &machine.slot).await?.is_some() {
         return Err(refused("Another machine holds the slot; delete that machine first."));
     }
     if db::machines::has_served_since(tx, machine).await? {
@@ -152,7 +155,7 @@ fn refused(detail: &str) -> Problem {
         .with("allowed", json!([]))
 }
 
-fn body(machine: &MachineRow, filed: Filed, already_undone: bool) -> Value {
+fn body(machine: &MachineRow, filed: FiledOperation, already_undone: bool) -> Value {
     json!({
         "machineId": machine.id,
         "kind": machine.kind.as_str(),

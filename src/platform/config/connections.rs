@@ -1,28 +1,28 @@
-//! How many connections to the database a platform process opens, by what they are for.
+//! The numbers of database connections of a platform process, by purpose.
 
 use crate::config::Env;
 
-/// The most connections to the database that one process opens, by what they are for.
+/// Maximum database connections of one process, by purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct Connections {
-    /// Operators' changes, operations, the reconciler.
+    /// For operators' changes, operations and the reconciler.
     pub control: usize,
-    /// What hosts send.
+    /// For requests from hosts.
     pub hosts: usize,
-    /// What operators read of the fleet.
+    /// For operators' reports on the fleet.
     pub reports: usize,
-    /// Sessions of the router.
+    /// For sessions of the router.
     pub router: usize,
 }
 
 impl Connections {
     pub(super) fn read(env: &mut Env) -> Self {
-        let mut most = |name, default: usize| env.or(name, default).max(1);
+        let mut limit = |name, default: usize| env.or(name, default).max(1);
         Self {
-            control: most("DATABASE_CONTROL_CONNECTIONS", 10),
-            hosts: most("DATABASE_HOST_CONNECTIONS", 8),
-            reports: most("DATABASE_REPORT_CONNECTIONS", 4),
-            router: most("DATABASE_ROUTER_CONNECTIONS", 10),
+            control: limit("DATABASE_CONTROL_CONNECTIONS", 10),
+            hosts: limit("DATABASE_HOST_CONNECTIONS", 8),
+            reports: limit("DATABASE_REPORT_CONNECTIONS", 4),
+            router: limit("DATABASE_ROUTER_CONNECTIONS", 10),
         }
     }
 }

@@ -7,7 +7,7 @@ use secrecy::{ExposeSecret, SecretSlice, SecretString};
 use crate::config::Env;
 use crate::platform::platform_key::PlatformKeys;
 
-/// Both; every mistake is noted.
+/// Reads both keys and reports every mistake.
 pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     let (name, previous_name) = ("PLATFORM_KEY", "PLATFORM_KEY_PREVIOUS");
     let current = env.required_secret("PLATFORM_KEY").and_then(|text| key_of(env, name, &text));
@@ -19,7 +19,7 @@ pub fn read(env: &mut Env) -> Option<PlatformKeys> {
     if previous.as_ref().is_some_and(|previous| previous.expose_secret() == current.expose_secret()) {
         env.mistake(
             previous_name,
-            "must be another key than PLATFORM_KEY; leave it out where no key is replaced",
+            "must be another key than PLATFORM_KEY; unset it unless a key is being replaced",
         );
         return None;
     }
@@ -42,7 +42,7 @@ fn key_of(env: &mut Env, name: &str, text: &SecretString) -> Option<SecretSlice<
 mod tests {
     use super::*;
 
-    /// The mistakes of two settings, where there are any.
+    /// The mistakes of two settings, if any.
     fn mistakes(current: &'static str, previous: &'static str) -> Vec<String> {
         let mut env = Env::from_pairs([("PLATFORM_KEY", current), ("PLATFORM_KEY_PREVIOUS", previous)]);
         let keys = read(&mut env);
@@ -50,7 +50,7 @@ mod tests {
     }
 
     #[test]
-    fn previous_platform_key_must_be_another_one() {
+    fn previous_platform_key_must_differ() {
         let zeros = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
         // The same 32 bytes in the other form.
         let same = mistakes(zeros, "0000000000000000000000000000000000000000000000000000000000000000");

@@ -1,4 +1,4 @@
-//! `fleet_alarms`: what is wrong with the fleet as a whole, one row each.
+//! `fleet_alarms`: problems of the fleet as a whole, one row each.
 
 use std::time::Duration;
 
@@ -15,11 +15,11 @@ pub struct AlarmRow {
     pub since: Timestamp,
     pub seen_at: Timestamp,
     pub detail: Value,
-    /// Until then an operator lets work through.
+    /// Work continues until this time, although the alarm is raised.
     pub released_until: Option<Timestamp>,
 }
 
-const STANDS: &str = "(expires_at IS NULL OR expires_at > clock_timestamp())";
+const ACTIVE: &str = "(expires_at IS NULL OR expires_at > clock_timestamp())";
 const COLUMNS: &str = "alarm, since, seen_at, detail, \
      CASE WHEN released_until > clock_timestamp() THEN released_until END AS released_until";
 
@@ -33,21 +33,21 @@ fn parse(row: &Row) -> AlarmRow {
     }
 }
 
-/// How long an alarm stands that nothing raises again.
+/// Lifetime of an alarm that is not raised again.
 #[derive(Debug, Clone, Copy)]
-pub enum Lasting {
+pub enum AlarmLifetime {
     UntilCleared,
     For(Duration),
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct Raised {
-    /// It did not stand before.
+pub struct RaiseOutcome {
+    /// It was not active before.
     pub is_new: bool,
     pub is_released: bool,
 }
 
-/// Raises an alarm whose detail takes the place of an earlier one.
+/// Raises an alarm. The detail replaces an earlier one.
 ///
 /// # Errors
 /// [`DbError`].
@@ -55,12 +55,13 @@ pub async fn raise(
     client: &impl GenericClient,
     alarm: &str,
     detail: &Value,
-    lasting: Lasting,
-) -> Result<Raised, DbError> {
+    lasting: AlarmLifetime,
+) -> Result<RaiseOutcome, DbError> {
     raise_with(client, alarm, (detail, "excluded.detail"), lasting).await
 }
 
-/// Raises an alarm about one more case: its detail is an object that is added to those of the cases before, up to 100.
+/// Raises an alarm about one more case. Its detail is an object, which is merged into those of earlier cases, up to
+/// 100.
 ///
 /// # Errors
 /// [`DbError`].
@@ -68,8 +69,8 @@ pub async fn raise_case(
     client: &impl GenericClient,
     alarm: &str,
     detail: &Value,
-    lasting: Lasting,
-) -> Result<Raised, DbError> {
+    lasting: AlarmLifetime,
+) -> Result<RaiseOutcome, DbError> {
     let merged = "CASE WHEN known.expires_at <= clock_timestamp() THEN excluded.detail \
                   WHEN (SELECT count(*) FROM jsonb_object_keys(known.detail)) >= 100 THEN known.detail \
                   ELSE known.detail || excluded.detail END";
@@ -80,8 +81,8 @@ async fn raise_with(
     client: &impl GenericClient,
     alarm: &str,
     (detail, kept): (&Value, &str),
-    lasting: Lasting,
-) -> Result<Raised, DbError> {
+    lasting: AlarmLifetime,
+) -> Result<RaiseOutcome, DbError> {
     let sql = format!(
         "INSERT INTO fleet_alarms AS known (alarm, detail, expires_at) \
          VALUES ($1, $2, clock_timestamp() + make_interval(secs => $3)) \
@@ -91,12 +92,12 @@ async fn raise_with(
          RETURNING since = seen_at, coalesce(released_until > clock_timestamp(), false)"
     );
     let seconds = match lasting {
-        Lasting::UntilCleared => None,
-        Lasting::For(time) => Some(time.as_secs_f64()),
+        AlarmLifetime::UntilCleared => None,
+        AlarmLifetime::For(time) => Some(time.as_secs_f64()),
     };
     let found = row(client, &sql, &[&alarm, &detail, &seconds]).await?;
-    let raised = |row: &Row| Raised { is_new: row.get(0), is_released: row.get(1) };
-    Ok(found.as_ref().map_or(Raised { is_new: false, is_released: false }, raised))
+    let raised = |row: &Row| RaiseOutcome { is_new: row.get(0), is_released: row.get(1) };
+    Ok(found.as_ref().map_or(RaiseOutcome { is_new: false, is_released: false }, raised))
 }
 
 /// # Errors
@@ -108,20 +109,20 @@ pub async fn clear(client: &impl GenericClient, alarm: &str) -> Result<(), DbErr
 /// # Errors
 /// [`DbError`].
 pub async fn get(client: &impl GenericClient, alarm: &str) -> Result<Option<AlarmRow>, DbError> {
-    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE alarm = $1 AND {STANDS}");
+    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE alarm = $1 AND {ACTIVE}");
     Ok(row(client, &sql, &[&alarm]).await?.as_ref().map(parse))
 }
 
-/// Those that stand, the oldest first.
+/// Active alarms, oldest first.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn active(client: &impl GenericClient) -> Result<Vec<AlarmRow>, DbError> {
-    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE {STANDS} ORDER BY since, alarm");
+    let sql = format!("SELECT {COLUMNS} FROM fleet_alarms WHERE {ACTIVE} ORDER BY since, alarm");
     Ok(rows(client, &sql, &[]).await?.iter().map(parse).collect())
 }
 
-/// Lets work through for so long; `None` where the alarm does not stand.
+/// Allows work for `time` although the alarm is active; `None` where it is not.
 ///
 /// # Errors
 /// [`DbError`].
@@ -132,7 +133,7 @@ pub async fn release(
 ) -> Result<Option<AlarmRow>, DbError> {
     let sql = format!(
         "UPDATE fleet_alarms SET released_until = clock_timestamp() + make_interval(secs => $2) \
-         WHERE alarm = $1 AND {STANDS} RETURNING {COLUMNS}"
+         WHERE alarm = $1 AND {ACTIVE} RETURNING {COLUMNS}"
     );
     Ok(row(client, &sql, &[&alarm, &time.as_secs_f64()]).await?.as_ref().map(parse))
 }

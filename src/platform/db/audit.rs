@@ -1,4 +1,4 @@
-//! `operator_audit`: who changed what, written in the transaction of the change, and read in pages.
+//! `operator_audit`: every mutating call, written in the transaction of the change and read in pages.
 
 use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
@@ -11,7 +11,7 @@ use crate::clock::rfc3339_ms;
 use crate::machine::id::AuditId;
 
 /// One mutating call.
-pub struct Entry<'a> {
+pub struct AuditEntry<'a> {
     pub actor: &'a str,
     pub action: &'a str,
     pub target: &'a str,
@@ -22,27 +22,27 @@ pub struct Entry<'a> {
 
 /// # Errors
 /// [`DbError`].
-pub async fn write(tx: &Transaction<'_>, entry: &Entry<'_>) -> Result<(), DbError> {
+pub async fn write(tx: &Transaction<'_>, entry: &AuditEntry<'_>) -> Result<(), DbError> {
     let sql = "INSERT INTO operator_audit (audit_id, actor, action, target, before, after, request_id) \
                VALUES ($1, $2, $3, $4, $5, $6, $7)";
     let id = Uuid::now_v7();
-    let Entry { actor, action, target, before, after, request_id } = entry;
+    let AuditEntry { actor, action, target, before, after, request_id } = entry;
     execute(tx, sql, &[&id, actor, action, target, before, after, request_id]).await.map(drop)
 }
 
-/// Which entries are listed.
+/// Selects audit entries.
 #[derive(Debug, Default)]
-pub struct Filter {
+pub struct AuditFilter {
     pub actor: Option<String>,
     pub action: Option<String>,
     pub target: Option<String>,
     pub since: Option<Timestamp>,
     pub until: Option<Timestamp>,
-    /// Only those that come after this one in the list.
+    /// Only entries after this one in the list.
     pub before: Option<AuditId>,
 }
 
-/// An entry as it was written.
+/// A stored entry.
 #[derive(Debug)]
 pub struct AuditRow {
     pub id: AuditId,
@@ -70,17 +70,17 @@ impl AuditRow {
     }
 }
 
-/// The newest first.
+/// Newest first.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn list(
     client: &impl GenericClient,
-    filter: &Filter,
+    filter: &AuditFilter,
     limit: i64,
 ) -> Result<Vec<AuditRow>, DbError> {
     let before = filter.before.map(|id| id.0);
-    // A filter that is not set is left out: a prepared statement that allows for it could use no index for any.
+    // A filter that is not set is left out: the planner could not use an index for an optional condition.
     let mut sql =
         "SELECT audit_id, at, actor, action, target, before, after, request_id FROM operator_audit \
                    WHERE true"

@@ -30,7 +30,7 @@ pub async fn reserve(
     })
 }
 
-/// Nobody calls for so long: the provider has refused.
+/// Closes the budget for `wait`, because the provider refused a call.
 ///
 /// # Errors
 /// [`DbError`].
@@ -41,11 +41,11 @@ pub async fn close(client: &impl GenericClient, account: &str, wait: Duration) -
     execute(client, sql, &[&account, &wait.as_secs_f64()]).await.map(drop)
 }
 
-/// The calls that the provider still allows, as far as anybody knows.
+/// The last known number of calls that the provider still allows.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn left(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
+pub async fn remaining(client: &impl GenericClient) -> Result<Option<f64>, DbError> {
     let sql = "SELECT least(capacity, tokens + greatest(extract(epoch FROM clock_timestamp() - at), 0) * per_second) \
                ::float8 FROM provider_budget WHERE learnt ORDER BY at DESC LIMIT 1";
     Ok(row(client, sql, &[]).await?.map(|row| row.get(0)))

@@ -1,5 +1,5 @@
-//! Machines that left their slots and still need a person: a kept server with changes that no snapshot has, a removal
-//! that was given up, an operation that waits for a decision.
+//! Machines that left their slots and still need a person: a kept server with unsaved changes, an abandoned removal,
+//! or an operation that waits for a decision.
 
 use deadpool_postgres::GenericClient;
 
@@ -15,13 +15,13 @@ pub struct EndedMachineRow {
     pub handle: String,
     pub status: String,
     pub is_deleted: bool,
-    /// Its server holds what no snapshot does, and no operator has given that up.
+    /// Its server holds changes that no snapshot has, and no operator has accepted their loss.
     pub has_unsaved_changes: bool,
     pub is_removal_abandoned: bool,
     pub waiting_operation: Option<OperationId>,
 }
 
-/// The oldest first. Only machines whose servers may still exist are looked at, so the cost does not grow with history.
+/// Oldest first. Only machines whose servers may still exist are read, so the cost does not grow with the history.
 ///
 /// # Errors
 /// [`DbError`].

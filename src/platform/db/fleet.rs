@@ -1,13 +1,13 @@
-//! What is known of every active machine, in one statement, for the view of the whole fleet.
+//! The state of every active machine, in one statement, for the fleet view.
 //!
-//! The invariant: running operations and backups are each read once for the whole fleet, never once for each machine.
+//! The invariant: running operations and backups are each read once for the fleet, never once per machine.
 
 use deadpool_postgres::GenericClient;
 
 use super::{DbError, rows};
 use crate::machine::id::{MachineId, OperationId};
 
-/// One active machine; ages in seconds, by the database's clock.
+/// One active machine. Ages are in seconds, by the database's clock.
 #[derive(Debug, Clone)]
 pub struct FleetRow {
     pub machine: MachineId,
@@ -17,39 +17,40 @@ pub struct FleetRow {
     pub status: String,
     pub failure_cause: Option<String>,
     pub image_version: String,
-    /// Since it was made.
+    /// Since its creation.
     pub age: f64,
     pub heartbeat_age: Option<f64>,
-    /// `ok` or `failing`; nothing before the first heartbeat.
+    /// `ok` or `failing`; `None` before the first heartbeat.
     pub gateway: Option<String>,
     pub database: Option<String>,
-    /// Of the last verified snapshot of the slot, whichever of its machines took it.
+    /// Age of the last verified snapshot of the slot, by any of its machines.
     pub backup_age: Option<f64>,
-    /// `success` or `error`, of the last run.
+    /// `success` or `error`: the outcome of the last run.
     pub backup_status: Option<String>,
-    /// How that ended, where it failed; cut.
+    /// The error of a failed run, truncated.
     pub backup_error: Option<String>,
-    /// Of the last update.
+    /// Outcome of the last update.
     pub update_outcome: Option<String>,
-    /// The last time that snapshots were read again, one was not as it was written.
+    /// The last verification of stored snapshots found damage.
     pub is_snapshot_damaged: bool,
     /// The last trial restore of a snapshot failed.
     pub has_drill_failed: bool,
-    /// Of the operation under way.
+    /// Age of the running operation.
     pub operation_age: Option<f64>,
     pub operation_attempts: i32,
-    /// The operation under way, where it waits for an operator's decision.
+    /// The running operation, if it waits for an operator's decision.
     pub waiting_operation: Option<OperationId>,
     pub operation_waits_for_account: bool,
-    /// Since an operator has had its server switched off.
+    /// Since an operator ordered its server switched off.
     pub powered_off_age: Option<f64>,
     /// Since its token last rotated.
     pub token_age: f64,
-    /// Since an operator has wanted its token to rotate.
+    /// Since an operator requested a rotation of its token.
     pub token_request_age: Option<f64>,
-    /// The codes of what its host last said needs a person.
+    /// Codes of the problems that its host last reported for a person.
     pub attention: Vec<String>,
-    /// The number of the key set that its host trusts releases by, and the ids of the keys, as it last reported.
+    /// The sequence number of the key set by which its host verifies releases, and the ids of the keys, as last
+    /// reported.
     pub bundle_keys: Option<(i64, Vec<String>)>,
 }
 

@@ -1,12 +1,12 @@
-//! `idempotency_keys`: the answer that a mutating call got, to be given again for the same key and body.
+//! `idempotency_keys`: the response of a mutating call, repeated for the same key and body.
 
 use deadpool_postgres::GenericClient;
 use serde_json::Value;
 
 use super::{DbError, execute, row};
 
-/// What a key stands for.
-pub struct Stored {
+/// The response stored for a key.
+pub struct StoredResponse {
     pub route: String,
     pub body_hash: Vec<u8>,
     pub status: u16,
@@ -15,10 +15,14 @@ pub struct Stored {
 
 /// # Errors
 /// [`DbError`].
-pub async fn get(client: &impl GenericClient, actor: &str, key: &str) -> Result<Option<Stored>, DbError> {
+pub async fn get(
+    client: &impl GenericClient,
+    actor: &str,
+    key: &str,
+) -> Result<Option<StoredResponse>, DbError> {
     let sql = "SELECT route, body_hash, status, response FROM idempotency_keys WHERE actor = $1 AND key = $2";
     let found = row(client, sql, &[&actor, &key]).await?;
-    Ok(found.map(|row| Stored {
+    Ok(found.map(|row| StoredResponse {
         route: row.get(0),
         body_hash: row.get(1),
         status: u16::try_from(row.get::<_, i32>(2)).unwrap_or(200),
@@ -32,7 +36,7 @@ pub async fn put(
     client: &impl GenericClient,
     actor: &str,
     key: &str,
-    stored: &Stored,
+    stored: &StoredResponse,
 ) -> Result<(), DbError> {
     let sql = "INSERT INTO idempotency_keys (actor, key, route, body_hash, status, response) \
                VALUES ($1, $2, $3, $4, $5, $6)";

@@ -1,6 +1,6 @@
-//! Servers of machines that left their slots: until when each is kept.
+//! Retention of the servers of machines that left their slots.
 //!
-//! The invariant: one SQL expression is the rule. What the reconciler deletes and what operators are shown come from it.
+//! The invariant: one SQL expression is the rule, for the reconciler's deletions and for the API.
 
 use std::time::Duration;
 
@@ -13,14 +13,16 @@ use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{IdpUserId, Slot};
 use crate::platform::config::Timing;
 
-/// For how long servers are kept.
+/// Retention periods of servers.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerRetention {
-    /// After a later machine of the slot has shown that it serves.
+    /// After a later machine of the slot was proven.
     pub replaced: Duration,
-    /// After the deletion, or after its server was switched off: a deletion may wait for an operator before.
+    /// After the deletion or, if later, the order to switch the server off: a deletion may first wait for an
+    /// operator.
     pub deleted: Duration,
-    /// Of machines that never registered: within this time a host that this database has forgotten sends a heartbeat.
+    /// For machines that never registered: a host that this database has forgotten sends a heartbeat within this
+    /// time.
     pub unregistered: Duration,
 }
 
@@ -40,21 +42,22 @@ pub struct KeptServerRow {
     pub machine: MachineId,
     pub server: i64,
     pub is_deleted: bool,
-    /// When the reconciler deletes it; `None` while that waits for a successor to serve, or for an operator.
+    /// When the reconciler deletes it; `None` while that waits for a proven successor or for an operator.
     pub until: Option<Timestamp>,
-    /// What was written on it since is in no snapshot.
+    /// No snapshot holds what was written after this time.
     pub unsaved_since: Option<Timestamp>,
-    /// When an operator gave up its removal.
+    /// When an operator abandoned its removal.
     pub removal_abandoned_at: Option<Timestamp>,
-    /// Since when the provider does not have it.
+    /// Since when the provider reports it missing.
     pub missing_since: Option<Timestamp>,
-    /// The deletion under way that does not keep it.
+    /// The running deletion that does not keep it.
     pub deleted_by: Option<OperationId>,
 }
 
-/// Until when the server of machine `m` is kept, with the retention as `$1` to `$3`. `NULL`: until an operator decides, or
-/// a later machine of the slot has shown that it serves and still has its server; where the later one was deleted, the time
-/// counts from the deletion of its server. One whose server the provider has lost replaces no other.
+/// When the retention of the server of machine `m` ends; `$1` to `$3` are the retention periods. `NULL`: it waits for
+/// an operator, or for a later machine of the slot that is proven and still has its server. If the later one was
+/// deleted, the time counts from the deletion of its server. A machine whose server the provider has lost replaces no
+/// other.
 const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.discard_ordered_at, \
     CASE WHEN m.unsaved_since IS NULL THEN least( \
         CASE WHEN m.registered_at IS NULL \
@@ -69,9 +72,10 @@ const KEPT_UNTIL: &str = "CASE WHEN m.removal_abandoned_at IS NULL THEN least(m.
     END) END";
 
 /// A machine that left its slot and may have a server.
-const LEFT: &str = "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
+const LEFT_SLOT: &str =
+    "m.server_deleted_at IS NULL AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL)";
 
-/// Machines whose servers are no longer kept, where no operation on them is under way.
+/// Machines whose retention has ended and that have no running operation.
 ///
 /// # Errors
 /// [`DbError`].
@@ -80,7 +84,7 @@ pub async fn removable(
     retention: &ServerRetention,
 ) -> Result<Vec<MachineId>, DbError> {
     let sql = format!(
-        "SELECT m.machine_id FROM user_machines m WHERE {LEFT} AND {KEPT_UNTIL} <= clock_timestamp() \
+        "SELECT m.machine_id FROM user_machines m WHERE {LEFT_SLOT} AND {KEPT_UNTIL} <= clock_timestamp() \
          AND NOT EXISTS (SELECT 1 FROM operations o WHERE o.machine_id = m.machine_id AND o.state = 'running') \
          ORDER BY m.machine_id LIMIT 100"
     );
@@ -89,7 +93,7 @@ pub async fn removable(
     Ok(rows(client, &sql, params).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The kept servers of a slot that may hold data, the newest machine first.
+/// The kept servers of a slot that may hold data, newest machine first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -104,7 +108,7 @@ pub async fn of_slot(
              {KEPT_UNTIL} AS kept_until, m.unsaved_since, m.removal_abandoned_at, m.server_missing_since, \
              (SELECT o.operation_id FROM operations o WHERE o.machine_id = m.machine_id AND o.kind = 'delete' \
                 AND o.state = 'running' AND (o.options ->> 'now')::boolean LIMIT 1) AS deleted_by \
-         FROM user_machines m WHERE m.idp_user_id = $4 AND m.slot = $5 AND {LEFT} \
+         FROM user_machines m WHERE m.idp_user_id = $4 AND m.slot = $5 AND {LEFT_SLOT} \
          AND m.provider_server_id IS NOT NULL AND m.failure_cause IS DISTINCT FROM 'server_gone' \
          AND (m.registered_at IS NOT NULL OR m.unsaved_since IS NOT NULL) ORDER BY m.epoch DESC LIMIT 50"
     );

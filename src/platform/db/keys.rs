@@ -8,10 +8,10 @@ use tokio_postgres::Row;
 use super::{DbError, execute, rows};
 use crate::http::proof::{ProofKey, ProofKeys};
 
-/// The purpose of keys that sign proofs.
+/// Purpose of keys that sign proofs.
 pub const PROOF: &str = "proof";
 
-/// The purpose of keys that sign app tokens.
+/// Purpose of keys that sign app tokens.
 pub const APP: &str = "app";
 
 pub struct StoredKey {
@@ -22,7 +22,7 @@ pub struct StoredKey {
     pub age: Duration,
 }
 
-/// Keys of a purpose that are not retired, the oldest first.
+/// Active keys of a purpose, oldest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -33,7 +33,7 @@ pub async fn active(client: &impl GenericClient, purpose: &str) -> Result<Vec<St
     Ok(rows(client, sql, &[&purpose]).await?.iter().map(stored).collect())
 }
 
-/// Keys of a purpose that are retired, the newest first.
+/// Retired keys of a purpose, newest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -48,11 +48,15 @@ pub async fn retired(
     Ok(rows(client, sql, &[&purpose, &limit]).await?.iter().map(stored).collect())
 }
 
-/// Keys of every purpose, retired ones among them, after a `kid` in their order.
+/// Keys of every purpose, including retired ones, whose `kid` is greater than this one, in order.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn after(client: &impl GenericClient, kid: &str, limit: i64) -> Result<Vec<StoredKey>, DbError> {
+pub async fn list_after(
+    client: &impl GenericClient,
+    kid: &str,
+    limit: i64,
+) -> Result<Vec<StoredKey>, DbError> {
     let sql = "SELECT kid, public_key, sealed, \
                extract(epoch FROM clock_timestamp() - created_at)::float8 FROM signing_keys \
                WHERE kid > $1 ORDER BY kid LIMIT $2";
@@ -75,20 +79,20 @@ fn span(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default()
 }
 
-/// The public halves of all active keys, as a new host gets them.
+/// The public halves of all active keys, for a new host.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn public(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
-    public_for(client, purpose, &[]).await
+pub async fn public_keys(client: &impl GenericClient, purpose: &str) -> Result<ProofKeys, DbError> {
+    public_keys_for(client, purpose, &[]).await
 }
 
-/// The public halves of the keys that a host needs: all active ones, and, for a host that has acknowledged only retired
-/// ones, those as well. They sign for it until a router has read its next acknowledgement.
+/// The public halves of the keys that a host needs: all active ones and, if it has acknowledged only retired ones,
+/// those as well. A retired key signs for a host until a router has read its next acknowledgement.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn public_for(
+pub async fn public_keys_for(
     client: &impl GenericClient,
     purpose: &str,
     acknowledged: &[String],
@@ -101,26 +105,29 @@ pub async fn public_for(
     Ok(ProofKeys { keys })
 }
 
-/// How long a key has been there, and how long all hosts that matter have had it.
+/// The age of a key, and for how long every relevant host has acknowledged it.
 #[derive(Debug, Clone)]
-pub struct Standing {
+pub struct KeyDistribution {
     pub kid: String,
     pub age: Duration,
     pub acknowledged_for: Option<Duration>,
 }
 
-/// The standing of each key that is not retired, the oldest first.
+/// The distribution of each active key, oldest first.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn standing(client: &impl GenericClient, purpose: &str) -> Result<Vec<Standing>, DbError> {
+pub async fn distribution(
+    client: &impl GenericClient,
+    purpose: &str,
+) -> Result<Vec<KeyDistribution>, DbError> {
     let sql = "SELECT kid, extract(epoch FROM clock_timestamp() - created_at)::float8, \
                extract(epoch FROM clock_timestamp() - acknowledged_at)::float8 FROM signing_keys \
                WHERE purpose = $1 AND retired_at IS NULL ORDER BY created_at, kid";
     let found = rows(client, sql, &[&purpose]).await?;
     Ok(found
         .iter()
-        .map(|row| Standing {
+        .map(|row| KeyDistribution {
             kid: row.get(0),
             age: span(row.get(1)),
             acknowledged_for: row.get::<_, Option<f64>>(2).map(span),
@@ -128,31 +135,31 @@ pub async fn standing(client: &impl GenericClient, purpose: &str) -> Result<Vec<
         .collect())
 }
 
-/// Machines that may be routed to, now or again, and whose hosts have not acknowledged a key.
+/// Machines that are or may become routable and whose hosts have not acknowledged a key.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Laggards {
-    pub speaking: i64,
-    /// Without a heartbeat for too long to be waited for.
+pub struct UnacknowledgedHosts {
+    pub reporting: i64,
+    /// Without a heartbeat for `max_silence`: not waited for.
     pub silent: i64,
 }
 
 /// # Errors
 /// [`DbError`].
-pub async fn without(
+pub async fn count_unacknowledged(
     client: &impl GenericClient,
     kid: &str,
     max_silence: Duration,
-) -> Result<Laggards, DbError> {
+) -> Result<UnacknowledgedHosts, DbError> {
     let sql = "SELECT count(*) FILTER (WHERE is_heard), count(*) FILTER (WHERE NOT is_heard) FROM (SELECT \
                greatest(heartbeat_at, registered_at, created_at) > now() - make_interval(secs => $2) AS is_heard \
                FROM user_machines WHERE deleted_at IS NULL AND retired_at IS NULL \
                AND (status <> 'failed' OR failure_cause = 'resize') AND NOT ($1 = ANY(proof_kids))) laggards";
     let found = rows(client, sql, &[&kid, &max_silence.as_secs_f64()]).await?;
-    let counts = |row: &Row| Laggards { speaking: row.get(0), silent: row.get(1) };
+    let counts = |row: &Row| UnacknowledgedHosts { reporting: row.get(0), silent: row.get(1) };
     Ok(found.first().map(counts).unwrap_or_default())
 }
 
-/// Notes that from now on every host that matters has this key; or that this is not so any more.
+/// Records whether every relevant host has this key.
 ///
 /// # Errors
 /// [`DbError`].
@@ -172,7 +179,7 @@ pub enum Acknowledged {
     NotByAll,
 }
 
-/// Retires every key of the purpose but this one.
+/// Retires every other key of the purpose.
 ///
 /// # Errors
 /// [`DbError`].

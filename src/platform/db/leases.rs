@@ -1,4 +1,4 @@
-//! Who is at work on operations, and when one is tried again.
+//! Leases on operations, and when an operation is retried.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use uuid::Uuid;
 use super::{DbError, execute, row};
 use crate::machine::id::{MachineId, OperationId};
 
-/// Whether an ended operation of the machine may still be at work in some process.
+/// Whether another process may still be running an ended operation of the machine.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn lease_lingers(
+pub async fn has_ended_lease(
     client: &impl GenericClient,
     machine: MachineId,
     besides: OperationId,
@@ -22,11 +22,11 @@ pub async fn lease_lingers(
     Ok(row(client, sql, &[&machine.0, &besides.0]).await?.is_some())
 }
 
-/// Whether an operation of any machine of the slot is at work in some process, besides this one.
+/// Whether another process is running another operation of any machine of the slot.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn slot_lease_lingers(
+pub async fn has_slot_lease(
     client: &impl GenericClient,
     of: MachineId,
     besides: OperationId,
@@ -37,8 +37,7 @@ pub async fn slot_lease_lingers(
     Ok(row(client, sql, &[&of.0, &besides.0]).await?.is_some())
 }
 
-/// Lets a held operation whose outcome could not be stored wait before its next try: one second, doubled by each attempt
-/// up to `max`.
+/// Delays an operation whose outcome could not be stored: one second, doubled with each attempt, up to `max`.
 ///
 /// # Errors
 /// [`DbError`].

@@ -1,4 +1,4 @@
-//! `user_machines`, written. A change of state goes through `platform::lifecycle`, which alone calls [`compare_and_set`].
+//! Writes of `user_machines`. State changes go through `platform::lifecycle`, the only caller of [`compare_and_set`].
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use deadpool_postgres::{GenericClient, Transaction};
 use jiff::Timestamp;
 use serde_json::Value;
 
-use super::machine_row::{Failure, Kind, MachineRow};
+use super::machine_row::{Failure, MachineKind, MachineRow};
 use super::{DbError, execute, row};
 use crate::http::tls::SpkiPin;
 use crate::machine::epoch::Epoch;
@@ -16,17 +16,17 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::Status;
 
-/// A machine to be.
+/// A machine to insert.
 pub struct NewMachine {
     pub id: MachineId,
     pub user: IdpUserId,
     pub slot: Slot,
     pub handle: Handle,
-    pub kind: Kind,
+    pub kind: MachineKind,
     pub status: Status,
     pub epoch: Epoch,
     pub restore: RestoreMode,
-    /// Its key, where it is not the one that the pointer names.
+    /// The snapshot's key, if it is not the one that the pointer names.
     pub restore_snapshot: Option<String>,
     pub server_type: ServerType,
     pub location: Location,
@@ -36,7 +36,7 @@ pub struct NewMachine {
     pub https_port: u16,
     pub registration_token_hash: Vec<u8>,
     pub upgrade_token_hash: Vec<u8>,
-    /// From now; for previews.
+    /// Lifetime of a preview.
     pub lives_for: Option<Duration>,
 }
 
@@ -83,7 +83,7 @@ fn stored_epoch(epoch: Epoch) -> Result<i32, DbError> {
     i32::try_from(epoch.0).map_err(|_| DbError::Unreadable { what: "epoch", why: epoch.to_string() })
 }
 
-/// What a change of state writes.
+/// The columns that a state change writes.
 pub struct NextState<'a> {
     pub status: Status,
     pub failure: Option<&'a Failure>,
@@ -92,7 +92,7 @@ pub struct NextState<'a> {
     pub place: SlotPlace,
 }
 
-/// What the change means for the machine's place in its slot.
+/// How a state change affects the machine's hold of its slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SlotPlace {
     Unchanged,
@@ -106,10 +106,10 @@ pub enum SlotPlace {
     },
 }
 
-/// Writes the next state if the machine still is what it was read as.
+/// Writes the next state if the machine has not changed since it was read.
 ///
 /// # Errors
-/// [`DbError`]; `Contended` when it is not any more.
+/// [`DbError`]; `Contended` if the machine has changed.
 pub async fn compare_and_set(
     tx: &Transaction<'_>,
     was: &MachineRow,
@@ -156,25 +156,25 @@ pub async fn compare_and_set(
     if changed == 1 { Ok(()) } else { Err(DbError::Contended) }
 }
 
-/// Notes that a create is about to be sent.
+/// Records that a create request is about to be sent.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn order_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_create_sent(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that the create that was sent is known not to have happened.
+/// Records that a create request definitely had no effect.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn order_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_create_refused(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Takes a machine that never served out of its slot, in favour of the machine that gets it back.
+/// Removes a machine that never served from its slot, in favour of the one that is reinstated.
 ///
 /// # Errors
 /// [`DbError`].
@@ -183,7 +183,7 @@ pub async fn leave_slot(tx: &Transaction<'_>, id: MachineId, to: MachineId) -> R
     execute(tx, sql, &[&id.0, &to.0]).await.map(drop)
 }
 
-/// Raises the epoch of a machine to one that the store knows, or above it.
+/// Raises a machine's epoch to at least the one in the store.
 ///
 /// # Errors
 /// [`DbError`].
@@ -192,88 +192,95 @@ pub async fn raise_epoch(tx: &Transaction<'_>, id: MachineId, epoch: Epoch) -> R
     execute(tx, sql, &[&id.0, &stored_epoch(epoch)?]).await.map(drop)
 }
 
-/// Notes a snapshot that is newer than the one which the machine begins with.
+/// Records a snapshot that is newer than the one that the machine is restored from.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn not_restored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
+pub async fn record_unrestored(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unrestored_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
 }
 
-/// Sets the snapshot that a machine which is being made begins with.
+/// Sets the snapshot that a new machine is restored from.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn restore_from(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
+pub async fn set_restore_snapshot(tx: &Transaction<'_>, id: MachineId, key: &str) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET restore_snapshot = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &key]).await.map(drop)
 }
 
-/// Notes the snapshot that a machine made after its writers had stopped.
+/// Records the final snapshot, which was taken after the writers had stopped.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn saved(tx: &Transaction<'_>, id: MachineId, taken_at: Timestamp) -> Result<(), DbError> {
+pub async fn record_final_backup(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    taken_at: Timestamp,
+) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET final_backup_at = $2, unsaved_since = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &taken_at]).await.map(drop)
 }
 
-/// Notes that no snapshot holds what was written since; `None`: an operator has accepted that loss.
+/// Records that no snapshot holds what was written after `since`; `None`: an operator has accepted that loss.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn unsaved(tx: &Transaction<'_>, id: MachineId, since: Option<Timestamp>) -> Result<(), DbError> {
+pub async fn record_unsaved(
+    tx: &Transaction<'_>,
+    id: MachineId,
+    since: Option<Timestamp>,
+) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET unsaved_since = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &since]).await.map(drop)
 }
 
-/// Notes that an operator wants the kept server gone before its time, whatever is on it, and also where its removal was
-/// abandoned before.
+/// Records that an operator discards the kept server now, with any unsaved data, even if its removal was abandoned.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn discard_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_discard(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp(), unsaved_since = NULL, \
                removal_abandoned_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that the server of a deleted machine is not kept, unless it holds what no snapshot does.
+/// Records that the server of a deleted machine is not kept, unless it holds unsaved data.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn released(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn release_server(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET discard_ordered_at = clock_timestamp() \
                WHERE machine_id = $1 AND deleted_at IS NOT NULL AND unsaved_since IS NULL";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that an operator gave up the removal of a server.
+/// Records that an operator abandoned the removal of a server.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn removal_abandoned(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_removal_abandoned(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET removal_abandoned_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes the first healthy heartbeat after the registration.
+/// Records the first healthy heartbeat after the registration.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn proven(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn record_proven(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET proven_at = clock_timestamp() \
                WHERE machine_id = $1 AND proven_at IS NULL AND registered_at IS NOT NULL";
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes what a booting host says of its restore, and gives it `ttl` more to register, at most until `limit` after its
-/// server was accepted. While its server is not noted yet, the time to register has not begun.
+/// Records a booting host's restore progress and extends its registration by `ttl`, up to `limit` after its server
+/// was accepted. The registration period starts only when the server is recorded.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn boot_progress(
+pub async fn record_boot_progress(
     tx: &Transaction<'_>,
     id: MachineId,
     progress: &Value,
@@ -287,20 +294,20 @@ pub async fn boot_progress(
     execute(tx, sql, &[&id.0, &progress, &ttl.as_secs_f64(), &limit.as_secs_f64()]).await.map(drop)
 }
 
-/// Notes what a booting host has said of its progress.
+/// Records the boot stages that a host has reported.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn boot_stages(tx: &Transaction<'_>, id: MachineId, stages: &Value) -> Result<(), DbError> {
+pub async fn record_boot_stages(tx: &Transaction<'_>, id: MachineId, stages: &Value) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET boot_stages = $2 WHERE machine_id = $1";
     execute(tx, sql, &[&id.0, &stages]).await.map(drop)
 }
 
-/// Notes the server, and starts the time in which its host may register.
+/// Records the server and starts its host's registration period.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_accepted(
+pub async fn record_server(
     tx: &Transaction<'_>,
     id: MachineId,
     server: i64,
@@ -313,16 +320,16 @@ pub async fn create_accepted(
     execute(tx, sql, &[&id.0, &server, &address, &registration_ttl.as_secs_f64()]).await.map(drop)
 }
 
-/// Notes that the provider has no server of this machine any more.
+/// Records that the provider no longer has a server of this machine.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn server_deleted(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn record_server_deleted(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_deleted_at = clock_timestamp() WHERE machine_id = $1";
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// What a host says of itself when it registers.
+/// The data of a host's registration.
 pub struct Registration<'a> {
     pub image_version: &'a ImageVersion,
     pub bundle_sha256: &'a str,
@@ -332,7 +339,7 @@ pub struct Registration<'a> {
 
 /// # Errors
 /// [`DbError`].
-pub async fn registered(
+pub async fn record_registration(
     tx: &Transaction<'_>,
     id: MachineId,
     registration: &Registration<'_>,
@@ -346,8 +353,8 @@ pub async fn registered(
         .map(drop)
 }
 
-/// Notes that a machine that left its slot, or never registered, has a server or serves in truth: that server may hold what
-/// was written since the newest backup that its host reported.
+/// Records that a machine that left its slot, or never registered, turned out to have a server or to serve: that
+/// server may hold changes since the newest backup that its host reported.
 ///
 /// # Errors
 /// [`DbError`].
@@ -358,47 +365,47 @@ pub async fn mark_unsaved(client: &impl GenericClient, id: MachineId) -> Result<
     execute(client, sql, &[&id.0]).await.map(drop)
 }
 
-/// [`mark_unsaved`], of a server that was about to be deleted. An operator's order to discard it is outdated.
+/// [`mark_unsaved`] for a server whose deletion was due. It also revokes an operator's order to discard it.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn keep_after_all(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn mark_kept(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     mark_unsaved(tx, id).await?;
     execute(tx, "UPDATE user_machines SET discard_ordered_at = NULL WHERE machine_id = $1", &[&id.0])
         .await
         .map(drop)
 }
 
-/// What a heartbeat leaves behind.
+/// The columns that a heartbeat writes.
 pub struct Heartbeat<'a> {
     pub image_version: &'a ImageVersion,
     pub health: &'a Value,
     pub last_backup: Option<&'a Value>,
     pub last_update: Option<&'a Value>,
     pub checks: Option<&'a Value>,
-    /// Its host is at an update.
+    /// Its host is updating.
     pub updating: bool,
-    /// What its host says needs a person: `[{code, detail}]`.
+    /// Problems that its host reports for a person: `[{code, detail}]`.
     pub attention: &'a Value,
-    /// When the verified snapshot was taken that it tells of.
+    /// When the verified snapshot that it reports was taken.
     pub backup_taken_at: Option<Timestamp>,
     pub proof_kids: &'a [String],
-    /// What was reported last is kept where a heartbeat does not say it.
+    /// `None` keeps the last reported value.
     pub trusted_keys: Option<&'a TrustedKeys>,
 }
 
-/// Whose signature on a release a host believes: the ids of the keys, and the number of their set.
+/// The keys by which a host verifies releases: their ids, and the sequence number of the set.
 pub struct TrustedKeys {
     pub sequence: u32,
     pub ids: Vec<String>,
 }
 
-/// Writes a heartbeat. A snapshot from the future by the database's clock does not count as one: it would silence the
-/// slot's backup alarms until that time.
+/// Writes a heartbeat. A snapshot dated after the database's clock is ignored: it would silence the slot's backup
+/// alarms until that time.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn heartbeat(
+pub async fn record_heartbeat(
     client: &impl GenericClient,
     id: MachineId,
     beat: &Heartbeat<'_>,
@@ -427,9 +434,9 @@ pub async fn heartbeat(
     ];
     if row(client, sql, params).await?.is_some_and(|row| row.get(0)) {
         tracing::warn!(machine = %id, taken_at = ?beat.backup_taken_at,
-            "the host reports a snapshot from the future, which does not count: check its clock");
+            "ignored a snapshot dated in the future: check the host's clock");
     }
-    // Apart, because naming this column has every router read the machine's keys again.
+    // Separate, because an update of this column makes every router reload the machine's keys.
     let kids = "UPDATE user_machines SET proof_kids = $2 WHERE machine_id = $1 AND proof_kids <> $2";
     execute(client, kids, &[&id.0, &beat.proof_kids]).await.map(drop)
 }

@@ -1,4 +1,4 @@
-//! One row of `user_machines` in our types, and as it is shown.
+//! A row of `user_machines`: parsed, and as the API shows it.
 
 use std::fmt::Display;
 use std::net::Ipv4Addr;
@@ -30,12 +30,12 @@ pub const COLUMNS: &str = "machine_id, idp_user_id, slot, handle, kind, status, 
 
 /// Whether a machine is a paying customer's or an operator's preview.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MachineKind {
     Customer,
     Preview,
 }
 
-impl Kind {
+impl MachineKind {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Customer => "customer",
@@ -44,7 +44,7 @@ impl Kind {
     }
 }
 
-impl FromStr for Kind {
+impl FromStr for MachineKind {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -56,7 +56,7 @@ impl FromStr for Kind {
     }
 }
 
-/// Why a machine is failed, for people.
+/// Why a machine has failed, for people.
 #[derive(Debug, Clone)]
 pub struct Failure {
     pub cause: FailureCause,
@@ -70,14 +70,14 @@ pub struct MachineRow {
     pub user: IdpUserId,
     pub slot: Slot,
     pub handle: Handle,
-    pub kind: Kind,
+    pub kind: MachineKind,
     pub status: Status,
     pub failure: Option<Failure>,
     pub epoch: Epoch,
     pub restore: RestoreMode,
-    /// The snapshot that it was asked to begin with; `None`: the one that the pointer names.
+    /// The requested snapshot; `None`: the one that the pointer names.
     pub restore_snapshot: Option<String>,
-    /// A snapshot of the machine before it that is newer than what it began with.
+    /// A snapshot of an earlier machine that is newer than the restored one.
     pub unrestored_snapshot: Option<String>,
     pub server_type: ServerType,
     pub resize_to: Option<ServerType>,
@@ -96,10 +96,10 @@ pub struct MachineRow {
     pub heartbeat_at: Option<Timestamp>,
     pub health: Option<Value>,
     pub last_backup: Option<Value>,
-    /// When the newest verified snapshot was taken that its host told of.
+    /// When the newest verified snapshot that its host reported was taken.
     pub backup_taken_at: Option<Timestamp>,
     pub last_update: Option<Value>,
-    /// What its host says of its last looks at snapshots, by kind.
+    /// Results of its host's last snapshot checks, by kind.
     pub checks: Option<Value>,
     pub proof_kids: Vec<String>,
     pub replaced_by: Option<MachineId>,
@@ -108,29 +108,29 @@ pub struct MachineRow {
     pub create_ordered_at: Option<Timestamp>,
     pub server_deleted_at: Option<Timestamp>,
     pub power_ordered_at: Option<Timestamp>,
-    /// When the server was ordered off, because the machine was replaced or deleted.
+    /// When the server of a replaced or deleted machine was ordered off.
     pub power_off_ordered_at: Option<Timestamp>,
     /// The first healthy heartbeat after the registration.
     pub proven_at: Option<Timestamp>,
     /// When its last snapshot was taken, after its writers had stopped.
     pub final_backup_at: Option<Timestamp>,
-    /// It left its slot without such a snapshot: what was written since is on its server alone.
+    /// It left its slot without a final snapshot: changes since then exist only on its server.
     pub unsaved_since: Option<Timestamp>,
     pub discard_ordered_at: Option<Timestamp>,
-    /// When an operator gave up the removal of its server.
+    /// When an operator abandoned the removal of its server.
     pub removal_abandoned_at: Option<Timestamp>,
-    /// Since when the provider says that its server is not there.
+    /// Since when the provider reports its server missing.
     pub server_missing_since: Option<Timestamp>,
-    /// `[{stage, at}]`, the oldest first.
+    /// `[{stage, at}]`, oldest first.
     pub boot_stages: Value,
     /// `{stage, bytes, totalBytes, rows, totalRows}`.
     pub boot_progress: Option<Value>,
     pub preview_expires_at: Option<Timestamp>,
-    /// Since when an operator has had its server switched off.
+    /// Since when an operator wants its server off.
     pub powered_off_at: Option<Timestamp>,
-    /// What its host last said needs a person: `[{code, detail}]`.
+    /// Problems that its host last reported for a person: `[{code, detail}]`.
     pub attention: Value,
-    /// Where its server is created when the provider has no capacity in `location`, in this order.
+    /// Tried in this order when the provider has no capacity in `location`.
     pub fallback_locations: Vec<Location>,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
@@ -161,7 +161,7 @@ fn number<T: TryFrom<i32>>(row: &Row, column: &'static str) -> Result<T, DbError
 
 impl MachineRow {
     /// # Errors
-    /// `Unreadable` where a value is not one that we write.
+    /// `Unreadable` if a stored value is invalid.
     pub fn parse(row: &Row) -> Result<Self, DbError> {
         let failure = read_option(row, "failure_cause")?.map(|cause| Failure {
             cause,
@@ -241,7 +241,7 @@ impl MachineRow {
         }
     }
 
-    /// The state that the machine has in its slot, or had when it left it.
+    /// The state of the machine in its slot, or when it left it.
     fn state_in_slot(&self) -> State {
         match self.status {
             Status::Provisioning => State::Provisioning,
@@ -252,33 +252,33 @@ impl MachineRow {
                 to: self.resize_to.clone().unwrap_or_else(|| self.server_type.clone()),
             },
             Status::Failed => State::Failed {
-                // A failed row always has its cause; the strictest one stands in for a damaged row.
+                // A failed row always has a cause; for a damaged row, the strictest one is assumed.
                 cause: self.failure.as_ref().map_or(FailureCause::Operator, |failure| failure.cause),
             },
         }
     }
 
-    /// Whether there is a server of this machine at the provider, as far as is known, also one that is to be deleted.
+    /// Whether the provider has a server of this machine, as far as is known, including one that is to be deleted.
     pub fn server_exists(&self) -> bool {
         self.may_have_server() && !self.has_lost_server()
     }
 
-    /// Whether its server is not known to be deleted: the provider may have it although it has denied it.
+    /// Whether its server is not confirmed as deleted: the provider may have it although it reported it missing.
     pub fn may_have_server(&self) -> bool {
         self.provider_server_id.is_some() && self.server_deleted_at.is_none()
     }
 
-    /// Whether it failed because the provider denied its server.
+    /// Whether it failed because the provider reported its server missing.
     pub fn has_lost_server(&self) -> bool {
         self.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::ServerGone)
     }
 
-    /// [`Self::server_exists`], and no operator has ordered its early deletion.
+    /// [`Self::server_exists`], and no operator has ordered it discarded.
     pub fn is_server_kept(&self) -> bool {
         self.server_exists() && self.discard_ordered_at.is_none()
     }
 
-    /// What a power off that was ordered says of the server.
+    /// The server's power, judged by an ordered power off.
     pub fn server_power(&self) -> ServerPower {
         let may_be_off = self.power_off_ordered_at.is_some() || self.powered_off_at.is_some();
         if may_be_off { ServerPower::MaybeOff } else { ServerPower::On }
@@ -288,7 +288,7 @@ impl MachineRow {
         self.deleted_at.is_none() && self.retired_at.is_none()
     }
 
-    /// Whether its host said at its last heartbeat that all is well.
+    /// Whether its host reported itself healthy in its last heartbeat.
     pub fn is_healthy(&self) -> bool {
         let ok = |part: &str| self.health.as_ref().is_some_and(|health| health[part] == "ok");
         ok("gateway") && ok("database")
@@ -345,7 +345,7 @@ impl MachineRow {
         })
     }
 
-    /// How far its first boot got; `null` before the host has said anything.
+    /// Progress of its first boot; `null` before the host's first report.
     fn boot(&self) -> Value {
         match self.boot_stages.as_array().and_then(|stages| stages.last()) {
             None => Value::Null,

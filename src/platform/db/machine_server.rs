@@ -1,24 +1,24 @@
-//! `user_machines`, what is noted of a machine's server: its power, and where it is created.
+//! `user_machines`: power and creation of a machine's server.
 
 use deadpool_postgres::{GenericClient, Transaction};
 
 use super::{DbError, execute, row};
 use crate::machine::id::MachineId;
 
-/// Notes that the power is about to be switched on.
+/// Records that the power is about to be switched on.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn power_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_ordered_at = clock_timestamp() WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes the provider's actions that make and start the server, in their order.
+/// Records the provider's actions that create and start the server, in order.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_actions_begun(
+pub async fn record_create_actions(
     tx: &Transaction<'_>,
     id: MachineId,
     actions: &[i64],
@@ -27,20 +27,20 @@ pub async fn create_actions_begun(
     execute(tx, sql, &[&id.0, &actions]).await.map(drop)
 }
 
-/// Those of them that are not known to have ended.
+/// The actions that are not known to have ended.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_actions(client: &impl GenericClient, id: MachineId) -> Result<Vec<i64>, DbError> {
+pub async fn pending_create_actions(client: &impl GenericClient, id: MachineId) -> Result<Vec<i64>, DbError> {
     let sql = "SELECT create_actions FROM user_machines WHERE machine_id = $1";
     Ok(row(client, sql, &[&id.0]).await?.map(|row| row.get(0)).unwrap_or_default())
 }
 
-/// Notes that one of them has ended.
+/// Records that an action has ended.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn create_action_ended(
+pub async fn record_create_action_end(
     client: &impl GenericClient,
     id: MachineId,
     action: i64,
@@ -50,33 +50,32 @@ pub async fn create_action_ended(
     execute(client, sql, &[&id.0, &action]).await.map(drop)
 }
 
-/// Moves a machine whose server does not exist to the first of its fallback locations; the one that it leaves becomes the
-/// last of them.
+/// Moves a machine without a server to the first of its fallback locations; the current one becomes the last of them.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn move_to_next_location(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET create_ordered_at = NULL, location = fallback_locations[1], \
                fallback_locations = fallback_locations[2:] || location \
                WHERE machine_id = $1 AND provider_server_id IS NULL AND cardinality(fallback_locations) > 0";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that the server of a machine that left its slot is ordered off.
+/// Records that the server of a machine that left its slot is ordered off.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn power_off_ordered(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_off_order(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET power_off_ordered_at = coalesce(power_off_ordered_at, clock_timestamp()) \
                WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// [`switched_on`], of a machine that still holds its slot: one that was replaced meanwhile keeps its marks.
+/// [`record_power_on`], if the machine still holds its slot: the marks of a replaced one stay.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn runs_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_on_in_slot(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     let sql = format!("{SWITCHED_ON} AND deleted_at IS NULL AND retired_at IS NULL");
     execute(client, &sql, &[&id.0]).await.map(drop)
 }
@@ -84,30 +83,30 @@ pub async fn runs_in_slot(client: &impl GenericClient, id: MachineId) -> Result<
 const SWITCHED_ON: &str = "UPDATE user_machines SET power_off_ordered_at = NULL, discard_ordered_at = NULL, \
      unsaved_since = NULL, final_backup_at = NULL, powered_off_at = NULL WHERE machine_id = $1";
 
-/// Notes that the server of a reinstated machine is on: what it writes from now on is in no snapshot yet, and its next
-/// last backup holds what an earlier one did not.
+/// Records that the server of a reinstated machine is on. New changes are in no snapshot yet, so earlier final-backup
+/// marks are cleared.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn switched_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
+pub async fn record_power_on(client: &impl GenericClient, id: MachineId) -> Result<(), DbError> {
     execute(client, SWITCHED_ON, &[&id.0]).await.map(drop)
 }
 
-/// Notes that an operator switches the server off: the machine is not routed to until it is on again.
+/// Records that an operator switches the server off: the machine is not routed until it is on again.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn mark_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = coalesce(powered_off_at, clock_timestamp()) \
                WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// Notes that the machine is no longer to be off.
+/// Records that the machine should be on again.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn powered_on(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
+pub async fn clear_powered_off(tx: &Transaction<'_>, id: MachineId) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET powered_off_at = NULL WHERE machine_id = $1";
     execute(tx, sql, &[&id.0]).await.map(drop)
 }

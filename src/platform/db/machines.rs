@@ -1,4 +1,4 @@
-//! `user_machines`, read: by id, by slot, in lists, and what is left to do about them.
+//! Reads of `user_machines`: by id, by slot, in lists, and by pending work.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{Handle, IdpUserId, Slot};
 use crate::machine::state::Status;
 
-async fn one(
+async fn find_one(
     client: &impl GenericClient,
     rest: &str,
     params: Params<'_>,
@@ -22,7 +22,7 @@ async fn one(
     row(client, &sql, params).await?.as_ref().map(MachineRow::parse).transpose()
 }
 
-async fn many(
+async fn find_many(
     client: &impl GenericClient,
     rest: &str,
     params: Params<'_>,
@@ -34,60 +34,60 @@ async fn many(
 /// # Errors
 /// [`DbError`].
 pub async fn get(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
-    one(client, "machine_id = $1", &[&id.0]).await
+    find_one(client, "machine_id = $1", &[&id.0]).await
 }
 
-/// The row, held against other writers until the transaction ends.
+/// Reads and locks the row until the transaction ends.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn locked(tx: &Transaction<'_>, id: MachineId) -> Result<Option<MachineRow>, DbError> {
-    one(tx, "machine_id = $1 FOR UPDATE", &[&id.0]).await
+pub async fn lock(tx: &Transaction<'_>, id: MachineId) -> Result<Option<MachineRow>, DbError> {
+    find_one(tx, "machine_id = $1 FOR UPDATE", &[&id.0]).await
 }
 
 /// The machine that holds a slot.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_slot(
+pub async fn in_slot(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<MachineRow>, DbError> {
     let rest = "idp_user_id = $1 AND slot = $2 AND deleted_at IS NULL AND retired_at IS NULL";
-    one(client, rest, &[&user.as_str(), &slot.as_str()]).await
+    find_one(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// [`of_slot`], held against other writers.
+/// [`in_slot`], locked.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_slot_locked(
+pub async fn lock_in_slot(
     tx: &Transaction<'_>,
     user: &IdpUserId,
     slot: &Slot,
 ) -> Result<Option<MachineRow>, DbError> {
     let rest = "idp_user_id = $1 AND slot = $2 AND deleted_at IS NULL AND retired_at IS NULL FOR UPDATE";
-    one(tx, rest, &[&user.as_str(), &slot.as_str()]).await
+    find_one(tx, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
-/// The newest machine of the slot before this one whose host has registered, held against other writers: the only one
-/// whose data can be newer than every snapshot.
+/// Reads and locks the newest earlier machine of the slot whose host has registered: the only one whose data can be
+/// newer than every snapshot.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn last_registered_locked(
+pub async fn lock_last_registered(
     tx: &Transaction<'_>,
     before: &MachineRow,
 ) -> Result<Option<MachineRow>, DbError> {
     let found = last_registered(tx, before).await?;
     match found {
-        Some(found) => locked(tx, found.id).await,
+        Some(found) => lock(tx, found.id).await,
         None => Ok(None),
     }
 }
 
-/// [`last_registered_locked`], not held.
+/// [`lock_last_registered`], without the lock.
 ///
 /// # Errors
 /// [`DbError`].
@@ -98,7 +98,7 @@ pub async fn last_registered(
     Ok(registered_before(client, before, 1).await?.into_iter().next())
 }
 
-/// The newest machines of the slot before this one whose hosts have registered, the newest first.
+/// The newest earlier machines of the slot whose hosts have registered, newest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -110,18 +110,18 @@ pub async fn registered_before(
     let rest = "idp_user_id = $1 AND slot = $2 AND epoch < $3 AND registered_at IS NOT NULL \
                 ORDER BY epoch DESC LIMIT $4";
     let epoch = i32::try_from(before.epoch.0).unwrap_or(i32::MAX);
-    many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
+    find_many(client, rest, &[&before.user.as_str(), &before.slot.as_str(), &epoch, &limit]).await
 }
 
-/// The machine that was replaced by this one.
+/// The machine that this one replaced.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn replaced_by(client: &impl GenericClient, id: MachineId) -> Result<Option<MachineRow>, DbError> {
-    one(client, "replaced_by = $1", &[&id.0]).await
+    find_one(client, "replaced_by = $1", &[&id.0]).await
 }
 
-/// The highest epoch that a slot ever had.
+/// The highest epoch that the slot has ever had.
 ///
 /// # Errors
 /// [`DbError`].
@@ -136,7 +136,7 @@ pub async fn highest_epoch(
     Ok(Epoch(u32::try_from(highest).unwrap_or(0)))
 }
 
-/// When the newest verified snapshot was taken that any host of the slot told of.
+/// When the newest verified snapshot that any host of the slot reported was taken.
 ///
 /// # Errors
 /// [`DbError`].
@@ -149,7 +149,7 @@ pub async fn newest_backup(
     Ok(row(client, sql, &[&user.as_str(), &slot.as_str()]).await?.and_then(|row| row.get(0)))
 }
 
-/// The newest machines of a slot, the newest first.
+/// The newest machines of a slot, newest first.
 ///
 /// # Errors
 /// [`DbError`].
@@ -159,16 +159,16 @@ pub async fn newest_of_slot(
     slot: &Slot,
 ) -> Result<Vec<MachineRow>, DbError> {
     let rest = "idp_user_id = $1 AND slot = $2 ORDER BY epoch DESC LIMIT 50";
-    many(client, rest, &[&user.as_str(), &slot.as_str()]).await
+    find_many(client, rest, &[&user.as_str(), &slot.as_str()]).await
 }
 
 /// The machine in a slot with this handle.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_handle(client: &impl GenericClient, handle: &Handle) -> Result<Option<MachineRow>, DbError> {
+pub async fn by_handle(client: &impl GenericClient, handle: &Handle) -> Result<Option<MachineRow>, DbError> {
     let rest = "handle = $1 AND deleted_at IS NULL AND retired_at IS NULL ORDER BY machine_id LIMIT 1";
-    Ok(many(client, rest, &[&handle.as_str()]).await?.pop())
+    Ok(find_many(client, rest, &[&handle.as_str()]).await?.pop())
 }
 
 /// Whether a later machine of the slot has registered.
@@ -176,10 +176,10 @@ pub async fn of_handle(client: &impl GenericClient, handle: &Handle) -> Result<O
 /// # Errors
 /// [`DbError`].
 pub async fn has_served_since(client: &impl GenericClient, machine: &MachineRow) -> Result<bool, DbError> {
-    later(client, machine, "registered_at IS NOT NULL").await
+    has_later(client, machine, "registered_at IS NOT NULL").await
 }
 
-/// Whether no later machine of the slot has shown that it serves.
+/// Whether no later machine of the slot is proven.
 ///
 /// # Errors
 /// [`DbError`].
@@ -189,10 +189,10 @@ pub async fn is_successor_unproven(
 ) -> Result<bool, DbError> {
     Ok(machine.retired_at.is_some()
         && machine.registered_at.is_some()
-        && !later(client, machine, "proven_at IS NOT NULL").await?)
+        && !has_later(client, machine, "proven_at IS NOT NULL").await?)
 }
 
-async fn later(client: &impl GenericClient, than: &MachineRow, condition: &str) -> Result<bool, DbError> {
+async fn has_later(client: &impl GenericClient, than: &MachineRow, condition: &str) -> Result<bool, DbError> {
     let sql = format!(
         "SELECT 1 FROM user_machines WHERE idp_user_id = $1 AND slot = $2 AND epoch > $3 AND {condition} LIMIT 1"
     );
@@ -211,8 +211,7 @@ pub async fn active_previews(client: &impl GenericClient, user: &IdpUserId) -> R
     Ok(found.first().map_or(0, |row| row.get(0)))
 }
 
-/// Machines that boot and whose registration has run out. `now()` is stable within a statement, so that the index serves
-/// it.
+/// Booting machines whose registration has expired. `now()` is stable within a statement, so the index can be used.
 ///
 /// # Errors
 /// [`DbError`].
@@ -222,7 +221,7 @@ pub async fn expired(client: &impl GenericClient) -> Result<Vec<MachineId>, DbEr
     Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// Previews whose time is over.
+/// Expired previews.
 ///
 /// # Errors
 /// [`DbError`].
@@ -232,8 +231,8 @@ pub async fn expired_previews(client: &impl GenericClient) -> Result<Vec<Machine
     Ok(rows(client, sql, &[]).await?.iter().map(|row| MachineId(row.get(0))).collect())
 }
 
-/// The operation for which the host of a machine that left its slot stays stopped, while the machine may still get its
-/// slot back: until its successor registers, or its deletion is final.
+/// The operation for which a machine out of its slot stays stopped while it may still be reinstated: until its
+/// successor registers, or its deletion is final.
 ///
 /// # Errors
 /// [`DbError`].
@@ -256,7 +255,7 @@ pub async fn stopped_for(
     super::slot_operations::took_out_of_service(client, machine.id).await
 }
 
-/// How long a booting host still has to register, by the database's clock.
+/// Remaining registration time of a booting host, by the database's clock.
 ///
 /// # Errors
 /// [`DbError`].
@@ -266,11 +265,11 @@ pub async fn registration_left(client: &impl GenericClient, id: MachineId) -> Re
     Ok(span(row(client, sql, &[&id.0]).await?.map(|row| row.get(0))))
 }
 
-/// How long ago a create was sent whose outcome is not known; for ever where none was.
+/// Age of a create request whose outcome is unknown; `Duration::MAX` if there is none.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn since_order(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
+pub async fn create_age(client: &impl GenericClient, id: MachineId) -> Result<Duration, DbError> {
     let sql = "SELECT extract(epoch FROM clock_timestamp() - create_ordered_at)::float8 \
                FROM user_machines WHERE machine_id = $1 AND create_ordered_at IS NOT NULL";
     let found = row(client, sql, &[&id.0]).await?;
@@ -281,48 +280,48 @@ fn span(seconds: Option<f64>) -> Duration {
     Duration::try_from_secs_f64(seconds.unwrap_or(0.0).max(0.0)).unwrap_or(Duration::MAX)
 }
 
-/// What a list may be narrowed by.
+/// Selects machines.
 #[derive(Debug, Default)]
-pub struct Filter {
+pub struct MachineFilter {
     pub status: Option<Status>,
     pub user: Option<IdpUserId>,
     pub slot: Option<Slot>,
     pub handle: Option<Handle>,
-    pub which: Which,
-    /// Only machines made before this one.
+    pub which: MachineScope,
+    /// Only machines created before this one.
     pub before: Option<MachineId>,
 }
 
 /// Machines that hold their slots, or those that no longer do.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub enum Which {
+pub enum MachineScope {
     #[default]
     Active,
     Ended,
 }
 
-/// A handle belongs to one user, by whom machines are indexed.
+/// A handle belongs to one user, and machines are indexed by user.
 const OF_HANDLE: &str = "idp_user_id = (SELECT idp_user_id FROM handles WHERE handle = $) AND handle = $";
 
-/// A page, the newest first; ids are in time order.
+/// A page, newest first; ids are ordered by time.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn list(
     client: &impl GenericClient,
-    filter: &Filter,
+    filter: &MachineFilter,
     limit: i64,
 ) -> Result<Vec<MachineRow>, DbError> {
     let which = match filter.which {
-        Which::Active => "deleted_at IS NULL AND retired_at IS NULL",
-        Which::Ended => "(deleted_at IS NOT NULL OR retired_at IS NOT NULL)",
+        MachineScope::Active => "deleted_at IS NULL AND retired_at IS NULL",
+        MachineScope::Ended => "(deleted_at IS NOT NULL OR retired_at IS NOT NULL)",
     };
     let status = filter.status.map(Status::as_str);
     let before = filter.before.map(|id| id.0);
     let user = filter.user.as_ref().map(IdpUserId::as_str);
     let slot = filter.slot.as_ref().map(Slot::as_str);
     let handle = filter.handle.as_ref().map(Handle::as_str);
-    // A filter that is not set is left out: a prepared statement that allows for it could use no index for any.
+    // A filter that is not set is left out: the planner could not use an index for an optional condition.
     let mut rest = which.to_owned();
     let mut params: Vec<&(dyn ToSql + Sync)> = Vec::new();
     let filters: [(&str, Option<&(dyn ToSql + Sync)>); 5] = [
@@ -340,5 +339,5 @@ pub async fn list(
     }
     params.push(&limit);
     rest += &format!(" ORDER BY machine_id DESC LIMIT ${}", params.len());
-    many(client, &rest, &params).await
+    find_many(client, &rest, &params).await
 }

@@ -1,7 +1,7 @@
-//! The platform's database: the pool, and statements with a deadline. One file per noun lies beside this one.
+//! The platform's database: the pool, and statements with a deadline. Each noun has a file in this folder.
 //!
-//! Nothing here decides what may happen to a machine. The invariant: no statement waits without end, and an error
-//! says whether the database could not be reached or refused what was asked.
+//! This module makes no decisions about machines. The invariant: every statement has a deadline, and an error shows
+//! whether the database was unreachable or refused the statement.
 
 pub mod alarms;
 pub mod audit;
@@ -44,33 +44,33 @@ use tokio_postgres::{Client, Config, IsolationLevel, NoTls, Row};
 
 use crate::http::resolve;
 
-/// For one statement, seen from here; the server ends it a little earlier by itself.
-const STATEMENT: Duration = Duration::from_secs(6);
-const STATEMENT_AT_SERVER_MS: u32 = 5000;
-const CONNECT: Duration = Duration::from_secs(5);
+/// Client-side deadline of one statement. The server's own timeout is shorter.
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(6);
+const SERVER_STATEMENT_TIMEOUT_MS: u32 = 5000;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A statement's parameters.
 pub type Params<'a> = &'a [&'a (dyn ToSql + Sync)];
 
-/// What went wrong at the database, by what it means.
+/// A database error, classified by its meaning.
 #[derive(Debug, thiserror::Error)]
 pub enum DbError {
-    #[error("the database cannot be reached: {what}")]
+    #[error("database unreachable: {what}")]
     Unavailable {
         what: &'static str,
         #[source]
         source: Option<Box<dyn std::error::Error + Send + Sync>>,
     },
-    /// A rule that the database holds was hit; named by its constraint.
-    #[error("the database holds the rule {constraint}")]
+    /// A constraint was violated.
+    #[error("constraint {constraint} is violated")]
     Violated { constraint: String },
-    /// Another transaction was in the way; the whole of this one may be tried again.
-    #[error("the transaction lost against another one")]
+    /// A conflict with another transaction; the whole transaction may be retried.
+    #[error("the transaction conflicted with another one")]
     Contended,
     #[error("a statement failed")]
     Failed(#[source] tokio_postgres::Error),
-    /// A stored value is not one that we write.
-    #[error("a stored {what} cannot be read: {why}")]
+    /// A stored value is invalid.
+    #[error("invalid stored {what}: {why}")]
     Unreadable { what: &'static str, why: String },
 }
 
@@ -102,7 +102,7 @@ impl From<tokio_postgres::Error> for DbError {
         if *code == SqlState::T_R_SERIALIZATION_FAILURE || *code == SqlState::T_R_DEADLOCK_DETECTED {
             return Self::Contended;
         }
-        // Classes 08, 53 and 57: connection, resources, operator intervention (a deadline is among them).
+        // Classes 08, 53 and 57: connection, resources, operator intervention (including timeouts).
         if ["08", "53", "57"].iter().any(|class| code.code().starts_with(class)) {
             return Self::Unavailable { what: "not serving", source: Some(Box::new(error)) };
         }
@@ -110,37 +110,37 @@ impl From<tokio_postgres::Error> for DbError {
     }
 }
 
-/// Says what of a connection string we cannot do.
-pub fn usable(config: &Config) -> Result<(), &'static str> {
+/// Checks a connection string for unsupported settings.
+pub fn check_supported(config: &Config) -> Result<(), &'static str> {
     if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
         return Err("names no host");
     }
     if config.get_ssl_mode() == SslMode::Require {
-        return Err("sslmode=require is not built: reach the database by a socket or a private network");
+        return Err("sslmode=require is not supported: reach the database by a socket or a private network");
     }
     Ok(())
 }
 
-/// Some of the connections of a platform process. Each kind of work has its own, so that none waits for another.
+/// A connection pool. Each kind of work has its own, so that none waits for another.
 #[derive(Clone)]
 pub struct Db {
     pool: Pool,
 }
 
 impl Db {
-    /// Makes a pool of at most that many connections; none is opened yet.
+    /// Makes a pool of at most `max_connections`; connections open on demand.
     ///
     /// # Errors
-    /// When deadpool refuses its settings.
+    /// When deadpool rejects the settings.
     pub fn new(config: &Config, max_connections: usize) -> anyhow::Result<Self> {
         let settings = ManagerConfig { recycling_method: RecyclingMethod::Fast };
-        let manager = Manager::from_connect(bounded(config), Resolved, settings);
+        let manager = Manager::from_connect(with_timeouts(config), ResolvingConnector, settings);
         let pool = Pool::builder(manager)
             .max_size(max_connections)
             .runtime(Runtime::Tokio1)
-            .wait_timeout(Some(CONNECT))
-            .create_timeout(Some(CONNECT))
-            .recycle_timeout(Some(CONNECT))
+            .wait_timeout(Some(CONNECT_TIMEOUT))
+            .create_timeout(Some(CONNECT_TIMEOUT))
+            .recycle_timeout(Some(CONNECT_TIMEOUT))
             .build()?;
         Ok(Self { pool })
     }
@@ -150,12 +150,12 @@ impl Db {
     }
 
     /// # Errors
-    /// `Unavailable` when no connection comes in time.
+    /// `Unavailable` when no connection is available in time.
     pub async fn session(&self) -> Result<Object, DbError> {
-        self.pool
-            .get()
-            .await
-            .map_err(|error| DbError::Unavailable { what: "no connection", source: Some(Box::new(error)) })
+        self.pool.get().await.map_err(|error| DbError::Unavailable {
+            what: "no connection available",
+            source: Some(Box::new(error)),
+        })
     }
 }
 
@@ -164,46 +164,46 @@ impl Db {
 /// # Errors
 /// [`DbError`].
 pub async fn begin(session: &mut Object) -> Result<Transaction<'_>, DbError> {
-    in_time(session.transaction()).await
+    with_timeout(session.transaction()).await
 }
 
-/// Begins a transaction whose statements all read the same moment, and that writes nothing.
+/// Begins a read-only transaction whose statements all read the same snapshot.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn begin_snapshot(session: &mut Object) -> Result<Transaction<'_>, DbError> {
     let transaction = session.build_transaction().isolation_level(IsolationLevel::RepeatableRead);
-    in_time(transaction.read_only(true).start()).await
+    with_timeout(transaction.read_only(true).start()).await
 }
 
 /// # Errors
 /// [`DbError`]; after `Unavailable` it is unknown whether the commit happened.
 pub async fn commit(tx: Transaction<'_>) -> Result<(), DbError> {
-    in_time(tx.commit()).await
+    with_timeout(tx.commit()).await
 }
 
 /// # Errors
 /// [`DbError`].
 pub async fn rows(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Vec<Row>, DbError> {
-    let statement = in_time(client.prepare_cached(sql)).await?;
-    in_time(client.query(&statement, params)).await
+    let statement = with_timeout(client.prepare_cached(sql)).await?;
+    with_timeout(client.query(&statement, params)).await
 }
 
 /// # Errors
 /// [`DbError`].
 pub async fn row(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<Option<Row>, DbError> {
-    let statement = in_time(client.prepare_cached(sql)).await?;
-    in_time(client.query_opt(&statement, params)).await
+    let statement = with_timeout(client.prepare_cached(sql)).await?;
+    with_timeout(client.query_opt(&statement, params)).await
 }
 
 /// # Errors
 /// [`DbError`].
 pub async fn execute(client: &impl GenericClient, sql: &str, params: Params<'_>) -> Result<u64, DbError> {
-    let statement = in_time(client.prepare_cached(sql)).await?;
-    in_time(client.execute(&statement, params)).await
+    let statement = with_timeout(client.prepare_cached(sql)).await?;
+    with_timeout(client.execute(&statement, params)).await
 }
 
-/// Holds everybody else who asks for the same subject until this transaction ends.
+/// Locks a subject until the transaction ends; other callers wait.
 ///
 /// # Errors
 /// [`DbError`].
@@ -211,50 +211,50 @@ pub async fn lock(tx: &Transaction<'_>, subject: &str) -> Result<(), DbError> {
     rows(tx, "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&subject]).await.map(drop)
 }
 
-async fn in_time<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
-    match tokio::time::timeout(STATEMENT, work).await {
+async fn with_timeout<T>(work: impl Future<Output = Result<T, tokio_postgres::Error>>) -> Result<T, DbError> {
+    match tokio::time::timeout(STATEMENT_TIMEOUT, work).await {
         Ok(done) => Ok(done?),
-        Err(_) => Err(DbError::Unavailable { what: "no answer in time", source: None }),
+        Err(_) => Err(DbError::Unavailable { what: "statement timed out", source: None }),
     }
 }
 
-fn bounded(config: &Config) -> Config {
+fn with_timeouts(config: &Config) -> Config {
     let mut config = config.clone();
     let options = config.get_options().unwrap_or_default();
     let options = format!(
-        "{options} -c statement_timeout={STATEMENT_AT_SERVER_MS} -c idle_in_transaction_session_timeout=30000"
+        "{options} -c statement_timeout={SERVER_STATEMENT_TIMEOUT_MS} -c idle_in_transaction_session_timeout=30000"
     );
     config
         .options(options.trim())
         .application_name("svc-platform")
-        .connect_timeout(CONNECT)
+        .connect_timeout(CONNECT_TIMEOUT)
         .keepalives_idle(Duration::from_secs(15))
         .tcp_user_timeout(Duration::from_secs(15));
     config
 }
 
-/// Connects after resolving host names here: a static glibc binary must not call getaddrinfo.
-struct Resolved;
+/// Connects after resolving host names: a static glibc binary must not call getaddrinfo.
+struct ResolvingConnector;
 
-type Connected = Result<(Client, JoinHandle<()>), tokio_postgres::Error>;
+type ConnectResult = Result<(Client, JoinHandle<()>), tokio_postgres::Error>;
 
-impl deadpool_postgres::Connect for Resolved {
-    fn connect(&self, config: &Config) -> Pin<Box<dyn Future<Output = Connected> + Send + '_>> {
+impl deadpool_postgres::Connect for ResolvingConnector {
+    fn connect(&self, config: &Config) -> Pin<Box<dyn Future<Output = ConnectResult> + Send + '_>> {
         let config = config.clone();
         Box::pin(async move { connect(&config).await })
     }
 }
 
-/// One connection and the task that serves it.
+/// Opens a connection and spawns the task that serves it.
 ///
 /// # Errors
-/// When it cannot be made.
-pub async fn connect(config: &Config) -> Connected {
+/// When the connection fails.
+pub async fn connect(config: &Config) -> ConnectResult {
     let config = match with_addresses(config).await {
         Ok(config) => config,
         Err(error) => {
             tracing::warn!(%error, "the database's host name does not resolve");
-            // The driver's error cannot be built outside: one without a host fails with "host missing".
+            // The driver's error cannot be constructed here: a config without a host fails with "host missing".
             Config::new()
         }
     };

@@ -1,7 +1,7 @@
-//! The log of an operation, bounded: a retry that fails like the one before it is counted in its line, and of each step the
-//! newest retries are kept.
+//! The log of an operation, bounded: a repeated failure increments a counter on its line, and only the newest retries
+//! of each step are kept.
 //!
-//! The invariant: the line that a step begins with is never changed or deleted, because the step's age is counted from it.
+//! The invariant: the line that starts a step is never changed or deleted, because the step's age counts from it.
 
 use deadpool_postgres::GenericClient;
 use jiff::Timestamp;
@@ -14,9 +14,9 @@ use crate::machine::id::OperationId;
 
 /// The outcome of a step that failed and runs again.
 pub const RETRY: &str = "retry";
-/// Lines that are shown of one operation.
+/// Maximum lines shown per operation.
 const MAX_SHOWN: i64 = 200;
-/// Retries that are kept of one step.
+/// Maximum retries kept per step.
 const MAX_RETRIES: i64 = 200;
 
 const COLUMNS: &str = "seq, at, step, outcome, detail, repeats, repeated_at";
@@ -33,11 +33,11 @@ fn line(row: &Row) -> Value {
     line
 }
 
-/// The newest lines of an operation, the oldest of them first.
+/// The newest lines of an operation, oldest first.
 #[derive(Debug)]
 pub struct NewestLines {
     pub lines: Vec<Value>,
-    /// How many older lines there are.
+    /// Number of older lines.
     pub omitted: i64,
 }
 
@@ -59,16 +59,20 @@ pub async fn newest(client: &impl GenericClient, id: OperationId) -> Result<Newe
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn has(client: &impl GenericClient, id: OperationId, outcome: &str) -> Result<bool, DbError> {
+pub async fn has_outcome(
+    client: &impl GenericClient,
+    id: OperationId,
+    outcome: &str,
+) -> Result<bool, DbError> {
     let sql = "SELECT 1 FROM operation_log WHERE operation_id = $1 AND outcome = $2 LIMIT 1";
     Ok(row(client, sql, &[&id.0, &outcome]).await?.is_some())
 }
 
-/// Logs that a step failed and runs again.
+/// Logs that a step failed and is retried.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn retried(
+pub async fn log_retry(
     client: &impl GenericClient,
     id: OperationId,
     step: &str,

@@ -1,6 +1,7 @@
-//! `operations` and their log: filed, claimed under a lease, moved on by whoever holds it, ended.
+//! `operations` and their log: filed, claimed under a lease, advanced by the lease's holder, ended.
 //!
-//! The invariant: a write that moves an operation on checks the lease by the database's clock in the same statement.
+//! The invariant: a write that advances an operation checks the lease, by the database's clock, in the same
+//! statement.
 
 use std::time::Duration;
 
@@ -33,7 +34,7 @@ pub struct OperationRow {
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
     pub ended_at: Option<Timestamp>,
-    /// Of the request that it was filed for, or of the reconciler's round.
+    /// Request that it was filed for, or of the reconciler's pass.
     pub request_id: String,
 }
 
@@ -64,7 +65,7 @@ impl OperationRow {
         self.state != "running"
     }
 
-    /// What a person calls it; the kind itself where a newer release has filed it.
+    /// Its name for people; the raw kind if a newer release filed it.
     pub fn noun(&self) -> &str {
         self.kind.parse().map_or(self.kind.as_str(), |kind: OperationKind| kind.noun())
     }
@@ -88,7 +89,7 @@ impl OperationRow {
     }
 }
 
-/// Files an operation for the request of now.
+/// Files an operation for the current request.
 ///
 /// # Errors
 /// [`DbError`].
@@ -116,11 +117,11 @@ pub async fn get(client: &impl GenericClient, id: OperationId) -> Result<Option<
     Ok(row(client, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// A machine's operations, the newest first.
+/// A machine's operations, newest first.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_machine(
+pub async fn list_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Vec<OperationRow>, DbError> {
@@ -137,14 +138,14 @@ pub async fn newest(
     machine: MachineId,
     kind: &str,
 ) -> Result<Option<OperationRow>, DbError> {
-    Ok(of_machine(client, machine).await?.into_iter().find(|operation| operation.kind == kind))
+    Ok(list_for_machine(client, machine).await?.into_iter().find(|operation| operation.kind == kind))
 }
 
-/// The operation under way on a machine.
+/// The running operation of a machine.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn under_way(
+pub async fn running(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Option<OperationRow>, DbError> {
@@ -167,7 +168,7 @@ pub async fn log(
     execute(client, sql, &[&id.0, &step, &outcome, &detail]).await.map(drop)
 }
 
-/// Ends what is under way on a machine; the lease stays noted, so that it shows who may still be at work.
+/// Ends the running operations of a machine. The lease stays, to show which process may still be working.
 ///
 /// # Errors
 /// [`DbError`].
@@ -181,17 +182,17 @@ pub async fn end_running(
                question = NULL \
                WHERE machine_id = $1 AND state = 'running' RETURNING operation_id, step, kind, created_at";
     for ended in rows(tx, sql, &[&machine.0, &state, &error_code]).await? {
-        measure::ended(ended.get(2), state, ended.get(3));
+        measure::record_operation(ended.get(2), state, ended.get(3));
         log(tx, OperationId(ended.get(0)), ended.get(1), state, error_code).await?;
     }
     Ok(())
 }
 
-/// Ends one operation, if nothing else has.
+/// Ends one operation, if it has not ended.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn end_one(
+pub async fn end(
     tx: &Transaction<'_>,
     id: OperationId,
     state: &str,
@@ -200,32 +201,32 @@ pub async fn end_one(
     let sql = "UPDATE operations SET state = $2, error_code = $3, ended_at = now(), updated_at = now(), \
                question = NULL WHERE operation_id = $1 AND state = 'running' RETURNING step, kind, created_at";
     if let Some(ended) = row(tx, sql, &[&id.0, &state, &error_code]).await? {
-        measure::ended(ended.get(1), state, ended.get(2));
+        measure::record_operation(ended.get(1), state, ended.get(2));
         log(tx, id, ended.get(0), state, error_code).await?;
     }
     Ok(())
 }
 
-/// How many operations of each kind are under way.
+/// Number of running operations by kind.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn in_progress(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
+pub async fn count_by_kind(client: &impl GenericClient) -> Result<Vec<(String, i64)>, DbError> {
     let sql = "SELECT kind, count(*) FROM operations WHERE state = 'running' GROUP BY kind";
     Ok(rows(client, sql, &[]).await?.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// Operations under way that made no progress for `deadline`, or that were filed longer ago than `limit`, and since then
-/// not answered by an operator. Left alone are those that wait for an operator, those of a newer release, those that the
-/// provider's account holds up, and deletions and removals of servers: they are repeated until an operator gives them up.
+/// Running operations without progress for `deadline`, or filed or last continued by an operator more than `limit`
+/// ago. Excluded are those that wait for an operator or for the provider's account, those of a newer release, and
+/// deletions and server removals, which are retried until an operator abandons them.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn hanging(
+pub async fn stalled(
     client: &impl GenericClient,
     deadline: Duration,
     limit: Duration,
-    known: &Vocabulary<'_>,
+    known: &SupportedSteps<'_>,
 ) -> Result<Vec<OperationRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND kind NOT IN ('delete', 'remove_server') \
@@ -240,14 +241,14 @@ pub async fn hanging(
     Ok(rows(client, &sql, params).await?.iter().map(OperationRow::parse).collect())
 }
 
-/// An operation that has been under way for long, whatever its machine is by now.
-pub struct Overdue {
+/// A long-running operation, whatever the state of its machine.
+pub struct OverdueOperation {
     pub operation: OperationRow,
     pub handle: String,
     pub age: f64,
 }
 
-/// Operations under way that were filed longer ago than `age`, the oldest first, at most `limit`; how many there are.
+/// Running operations filed more than `age` ago, oldest first, at most `limit`; and their total number.
 ///
 /// # Errors
 /// [`DbError`].
@@ -255,7 +256,7 @@ pub async fn overdue(
     client: &impl GenericClient,
     age: Duration,
     limit: i64,
-) -> Result<(Vec<Overdue>, i64), DbError> {
+) -> Result<(Vec<OverdueOperation>, i64), DbError> {
     let columns: Vec<String> = COLUMNS.split(", ").map(|column| format!("o.{}", column.trim())).collect();
     let sql = format!(
         "SELECT {}, m.handle, extract(epoch FROM clock_timestamp() - o.created_at)::float8 AS age, \
@@ -266,7 +267,7 @@ pub async fn overdue(
     );
     let found = rows(client, &sql, &[&age.as_secs_f64(), &limit]).await?;
     let total = found.first().map_or(0, |row| row.get("total"));
-    let overdue = |row: &Row| Overdue {
+    let overdue = |row: &Row| OverdueOperation {
         operation: OperationRow::parse(row),
         handle: row.get("handle"),
         age: row.get("age"),
@@ -274,11 +275,11 @@ pub async fn overdue(
     Ok((found.iter().map(overdue).collect(), total))
 }
 
-/// Sets a held operation aside until an operator decides; says whether `owner` still held it.
+/// Suspends a held operation until an operator decides; returns whether `owner` still held it.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn ask(
+pub async fn suspend(
     client: &impl GenericClient,
     id: OperationId,
     owner: Uuid,
@@ -292,11 +293,11 @@ pub async fn ask(
     Ok(execute(client, sql, &[&id.0, &owner, &question, &facts]).await? == 1)
 }
 
-/// Lets an operation that waits for a decision run again, with what was decided.
+/// Resumes an operation that waits for a decision, with the decided options.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn decide(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
+pub async fn resume(tx: &Transaction<'_>, id: OperationId, options: OperationOptions) -> Result<(), DbError> {
     let options = serde_json::to_value(options).unwrap_or_default();
     let sql = "UPDATE operations SET question = NULL, options = $2, due_at = clock_timestamp(), attempts = 0, \
                progress_at = clock_timestamp(), updated_at = clock_timestamp() WHERE operation_id = $1 \
@@ -318,7 +319,7 @@ pub async fn last_failed(
     Ok(row(client, sql, &[&machine.0, &code]).await?.and_then(|row| row.get(0)))
 }
 
-/// Adds to what the operation's step knows.
+/// Adds a fact to the operation's step.
 ///
 /// # Errors
 /// [`DbError`].
@@ -332,16 +333,16 @@ pub async fn add_fact(
     execute(tx, sql, &[&id.0, &name, value]).await.map(drop)
 }
 
-/// The row, held against other writers until the transaction ends.
+/// Reads and locks the row until the transaction ends.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn locked(tx: &Transaction<'_>, id: OperationId) -> Result<Option<OperationRow>, DbError> {
+pub async fn lock(tx: &Transaction<'_>, id: OperationId) -> Result<Option<OperationRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM operations WHERE operation_id = $1 FOR UPDATE");
     Ok(row(tx, &sql, &[&id.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// Moves a resize straight to switching the server on, whoever holds it.
+/// Moves a resize directly to switching the server on, regardless of its lease.
 ///
 /// # Errors
 /// [`DbError`].
@@ -352,17 +353,17 @@ pub async fn skip_to(tx: &Transaction<'_>, id: OperationId, step: &str) -> Resul
     execute(tx, sql, &[&id.0, &step]).await.map(drop)
 }
 
-/// Notes that the machine's operation is making progress.
+/// Records progress of the machine's operation.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn progressed(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
+pub async fn record_progress(client: &impl GenericClient, machine: MachineId) -> Result<(), DbError> {
     let sql =
         "UPDATE operations SET progress_at = clock_timestamp() WHERE machine_id = $1 AND state = 'running'";
     execute(client, sql, &[&machine.0]).await.map(drop)
 }
 
-/// How long ago it was filed, by the database's clock.
+/// Age of the operation, by the database's clock.
 ///
 /// # Errors
 /// [`DbError`].
@@ -373,7 +374,7 @@ pub async fn age(client: &impl GenericClient, id: OperationId) -> Result<Duratio
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// How long ago a step was begun for the first time, by the database's clock.
+/// Time since the first start of a step, by the database's clock.
 ///
 /// # Errors
 /// [`DbError`].
@@ -384,17 +385,17 @@ pub async fn step_age(client: &impl GenericClient, id: OperationId, step: &str) 
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// The error code of an operation under way that the provider's account holds up: no deadline ends it.
+/// Error code of a running operation that the provider's account blocks: no deadline ends it.
 pub const WAITS_FOR_ACCOUNT: &str = "provider_account";
 
-/// The kinds and steps that this release can run; everything else is a newer release's.
-pub struct Vocabulary<'a> {
+/// The kinds and steps that this release can run. Others belong to a newer release.
+pub struct SupportedSteps<'a> {
     pub kinds: &'a [&'a str],
     pub steps: &'a [&'a str],
 }
 
-/// Takes an operation that is due, that nobody holds, and that this release can run: first those at a step that has not started, then the one
-/// that has been due the longest. A new one does not wait behind those that poll.
+/// Claims a due operation that has no lease and that this release can run: first those at a step that has not
+/// started, then the longest due, so that a new one does not wait behind those that poll.
 ///
 /// # Errors
 /// [`DbError`].
@@ -402,7 +403,7 @@ pub async fn claim(
     client: &impl GenericClient,
     owner: Uuid,
     lease: Duration,
-    known: &Vocabulary<'_>,
+    known: &SupportedSteps<'_>,
 ) -> Result<Option<OperationRow>, DbError> {
     let sql = format!(
         "UPDATE operations SET lease_owner = $1, lease_until = clock_timestamp() + make_interval(secs => $2) \
@@ -415,17 +416,20 @@ pub async fn claim(
     Ok(row(client, &sql, params).await?.as_ref().map(OperationRow::parse))
 }
 
-/// How many operations under way this release cannot run.
+/// Number of running operations that this release cannot run.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn unknown(client: &impl GenericClient, known: &Vocabulary<'_>) -> Result<i64, DbError> {
+pub async fn count_unsupported(
+    client: &impl GenericClient,
+    known: &SupportedSteps<'_>,
+) -> Result<i64, DbError> {
     let sql = "SELECT count(*) FROM operations WHERE state = 'running' \
                AND NOT (kind = ANY($1) AND step = ANY($2))";
     Ok(row(client, sql, &[&known.kinds, &known.steps]).await?.map_or(0, |row| row.get(0)))
 }
 
-/// What a held operation is moved on to. A lease of nothing gives it up.
+/// The columns that an advance writes. Without a lease, the operation is released.
 pub struct Advance<'a> {
     pub state: &'a str,
     pub step: &'a str,
@@ -436,7 +440,7 @@ pub struct Advance<'a> {
     pub lease: Option<Duration>,
 }
 
-/// Moves an operation on if `owner` still holds it; says whether that was so.
+/// Advances an operation if `owner` still holds it; returns whether it did.
 ///
 /// # Errors
 /// [`DbError`].
@@ -469,7 +473,7 @@ pub async fn advance(
     Ok(execute(client, sql, params).await? == 1)
 }
 
-/// Prolongs a lease that still holds; says whether it did.
+/// Renews a lease that is still held; returns whether it was.
 ///
 /// # Errors
 /// [`DbError`].
@@ -485,7 +489,7 @@ pub async fn renew(
     Ok(execute(client, sql, &[&id.0, &owner, &lease.as_secs_f64()]).await? == 1)
 }
 
-/// Gives up a lease, also of an operation that has ended, so that nobody waits for it.
+/// Releases a lease, also of an ended operation, so that others need not wait for it to expire.
 ///
 /// # Errors
 /// [`DbError`].

@@ -1,4 +1,4 @@
-//! `operators`: names, scopes and the hashes of tokens. All times are the database's.
+//! `operators`: names, scopes and token hashes. All times are the database's.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::machine::id::OperatorTokenId;
 use crate::machine::name::OperatorName;
 use crate::platform::operators::Scopes;
 
-/// A token, as it is verified.
+/// A stored token, for verification.
 pub struct TokenRow {
     pub name: OperatorName,
     pub scopes: Scopes,
@@ -39,7 +39,7 @@ pub async fn by_token(
     id: OperatorTokenId,
     record_interval: Duration,
 ) -> Result<Option<TokenRow>, DbError> {
-    // Two index scans: an OR would be neither.
+    // Two index scans: an OR would use neither.
     let sql = "SELECT name, scopes, token_hash, revoked_at IS NOT NULL, expires_at <= clock_timestamp(), \
                  coalesce(last_used_at < clock_timestamp() - make_interval(secs => $2), true) \
                FROM operators WHERE token_id = $1 \
@@ -65,7 +65,7 @@ pub async fn by_token(
     found.map(read).transpose()
 }
 
-/// Records that a token was used now, unless another request has done so within the interval.
+/// Records a use of a token, unless one was recorded within the interval.
 ///
 /// # Errors
 /// [`DbError`].
@@ -86,7 +86,7 @@ pub async fn record_use(
     Ok(())
 }
 
-/// An operator as the API shows them: nothing of a token but its times.
+/// An operator as the API shows them: only the times of a token.
 #[derive(Debug, Clone)]
 pub struct OperatorRow {
     pub name: OperatorName,
@@ -157,14 +157,14 @@ fn stored_name(name: &str) -> Result<OperatorName, DbError> {
     })
 }
 
-/// A token that an operator gets.
+/// A newly issued token.
 pub struct NewToken<'a> {
     pub id: OperatorTokenId,
     pub hash: &'a [u8],
     pub ttl: Duration,
 }
 
-/// Adds an operator; `None` where the name is taken.
+/// Adds an operator; `None` if the name is taken.
 ///
 /// # Errors
 /// [`DbError`].
@@ -194,8 +194,8 @@ pub async fn locked(tx: &Transaction<'_>, name: &OperatorName) -> Result<Option<
     row(tx, &sql, &[&name.as_str()]).await?.as_ref().map(OperatorRow::read).transpose()
 }
 
-/// Gives an operator another token. The one before stays valid for `overlap`, if it does not expire earlier; the one
-/// before that ends now.
+/// Gives an operator a new token. The previous one stays valid for `overlap`, or until it expires; the one before
+/// that ends now.
 ///
 /// # Errors
 /// [`DbError`].
@@ -216,7 +216,7 @@ pub async fn rotate(
     changed(tx, &sql, &[&name.as_str(), &token.id.0, &token.hash, &ttl, &overlap]).await
 }
 
-/// Ends all tokens of an operator; what was revoked before stays as it is.
+/// Revokes all tokens of an operator; an earlier revocation keeps its time.
 ///
 /// # Errors
 /// [`DbError`].
@@ -233,7 +233,7 @@ async fn changed(tx: &Transaction<'_>, sql: &str, params: super::Params<'_>) -> 
     OperatorRow::read(&found.ok_or_else(missing)?)
 }
 
-/// How many operators there are, those that have ended among them.
+/// Number of operators, including ended ones.
 ///
 /// # Errors
 /// [`DbError`].
@@ -241,7 +241,7 @@ pub async fn count(client: &impl GenericClient) -> Result<i64, DbError> {
     Ok(row(client, "SELECT count(*) FROM operators", &[]).await?.map_or(0, |row| row.get(0)))
 }
 
-/// By name, at most `limit`.
+/// Operators by name, at most `limit`.
 ///
 /// # Errors
 /// [`DbError`].

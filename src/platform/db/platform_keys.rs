@@ -1,5 +1,5 @@
-//! Rows of `platform_keys` and `platform_processes`: which platform keys are in force where, and how far the change from one
-//! key to another is. The rules are in `platform::key_change`.
+//! Rows of `platform_keys` and `platform_processes`: the platform keys that each process uses, and the progress of a
+//! key change. The rules are in `platform::key_change`.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use uuid::Uuid;
 use super::{DbError, Params, execute, row, rows};
 use crate::platform::platform_key::{KeyId, KeyIds};
 
-/// Rows of processes that ended without deleting theirs.
+/// Retention of the rows of processes that ended without deleting them.
 const ENDED_PROCESS_RETENTION: Duration = Duration::from_secs(3600);
 
-/// A process that writes to this database, and how long its row counts without being renewed.
+/// A process that writes to this database, and the lifetime of its row without renewal.
 #[derive(Debug, Clone)]
 pub struct ProcessKeys {
     pub process: Uuid,
@@ -21,14 +21,14 @@ pub struct ProcessKeys {
     pub ttl: Duration,
 }
 
-/// Another process, as its row says.
+/// Another running process.
 #[derive(Debug, Clone)]
 pub struct OtherProcess {
     pub process: Uuid,
     pub current: String,
 }
 
-/// How far the change to a key is.
+/// Progress of the change to a key.
 #[derive(Debug, Clone, Default)]
 pub struct KeyState {
     /// The last slot whose fence was processed.
@@ -38,7 +38,7 @@ pub struct KeyState {
 }
 
 impl ProcessKeys {
-    /// Renews this process's row, and deletes those of processes that ended long ago.
+    /// Renews this process's row, and deletes the rows of processes that ended long ago.
     ///
     /// # Errors
     /// [`DbError`].
@@ -63,7 +63,7 @@ impl ProcessKeys {
             .map(drop)
     }
 
-    /// Running processes that cannot open what this one makes, or make what this one cannot open.
+    /// Running processes that cannot decrypt this one's secrets, or whose secrets this one cannot decrypt.
     ///
     /// # Errors
     /// [`DbError`].
@@ -78,7 +78,7 @@ impl ProcessKeys {
         Ok(rows(client, sql, params).await?.iter().map(other).collect())
     }
 
-    /// Whether every process that runs makes what it makes with this process's key, for long enough that this is certain.
+    /// Whether every running process has used this process's key for long enough.
     ///
     /// # Errors
     /// [`DbError`].
@@ -96,7 +96,7 @@ fn other(row: &Row) -> OtherProcess {
     OtherProcess { process: row.get(0), current: row.get(1) }
 }
 
-/// Running processes that make everything with another key than this one.
+/// Running processes whose current key is another one.
 ///
 /// # Errors
 /// [`DbError`].
@@ -110,11 +110,11 @@ pub async fn with_other_key(
     Ok(rows(client, sql, &[&key.as_str(), &ttl.as_secs_f64()]).await?.iter().map(other).collect())
 }
 
-/// How many processes run, and how many of them have a key in force.
+/// Number of running processes, and how many of them use `key` as their current key.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn in_force(
+pub async fn count_with_key(
     client: &impl GenericClient,
     key: &KeyId,
     ttl: Duration,
@@ -134,7 +134,7 @@ pub async fn has_tables(client: &impl GenericClient) -> Result<bool, DbError> {
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
-/// Whether a key has ever been noted.
+/// Whether any key has been recorded.
 ///
 /// # Errors
 /// [`DbError`].
@@ -143,7 +143,7 @@ pub async fn has_any(client: &impl GenericClient) -> Result<bool, DbError> {
     Ok(found.is_some_and(|row| row.get(0)))
 }
 
-/// Whether a process has made things with this key.
+/// Whether a process has used this key.
 ///
 /// # Errors
 /// [`DbError`].
@@ -152,7 +152,7 @@ pub async fn is_known(client: &impl GenericClient, key: &KeyId) -> Result<bool, 
     Ok(row(client, sql, &[&key.as_str()]).await?.is_some_and(|row| row.get(0)))
 }
 
-/// Notes the first key of a database: no stored thing is of another.
+/// Records the first key of a database. No stored secret uses another one.
 ///
 /// # Errors
 /// [`DbError`].
@@ -162,11 +162,11 @@ pub async fn insert_first(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbErr
     execute(tx, sql, &[&key.as_str()]).await.map(drop)
 }
 
-/// Notes that a process makes things with this key from now on: the change to any other key begins again.
+/// Records that a process uses this key from now on, which restarts the change to any other key.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn note_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
+pub async fn record_use(tx: &Transaction<'_>, key: &KeyId) -> Result<(), DbError> {
     let sql = "INSERT INTO platform_keys (key_id) VALUES ($1) ON CONFLICT DO NOTHING";
     execute(tx, sql, &[&key.as_str()]).await?;
     let sql = "UPDATE platform_keys SET fences_user = NULL, fences_slot = NULL, fences_signed_at = NULL, \
@@ -187,7 +187,7 @@ pub async fn state(client: &impl GenericClient, key: &KeyId) -> Result<KeyState,
     }))
 }
 
-/// Notes the last slot whose fence was processed; nothing where the re-signing has begun again since `before`.
+/// Records the last slot whose fence was processed, unless re-signing has restarted since `before`.
 ///
 /// # Errors
 /// [`DbError`].
@@ -204,7 +204,7 @@ pub async fn advance_fences(
     execute(client, sql, &[&key.as_str(), &user, &slot, &to.0, &to.1]).await.map(drop)
 }
 
-/// Notes that the fence of every slot has been processed, if `before` is still the last one.
+/// Records that every fence has been processed, if `before` is still the last slot.
 ///
 /// # Errors
 /// [`DbError`].
@@ -220,7 +220,7 @@ pub async fn finish_fences(
     execute(client, sql, &[&key.as_str(), &user, &slot]).await.map(drop)
 }
 
-/// The next slots in their order.
+/// The next slots, in order.
 ///
 /// # Errors
 /// [`DbError`].
@@ -236,7 +236,7 @@ pub async fn slots_after(
     Ok(found.iter().map(|row| (row.get(0), row.get(1))).collect())
 }
 
-/// How many slots come after this one.
+/// Number of slots after this one.
 ///
 /// # Errors
 /// [`DbError`].
@@ -254,11 +254,11 @@ fn bounds(after: Option<&(String, String)>) -> (&str, &str) {
     after.map_or(("", ""), |(user, slot)| (user.as_str(), slot.as_str()))
 }
 
-/// Notes that no stored thing needs another key than the current one. Keys before the previous one are forgotten.
+/// Records that every stored secret uses the current key. Keys before the previous one are deleted.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn note_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
+pub async fn record_sole(tx: &Transaction<'_>, ids: &KeyIds) -> Result<(), DbError> {
     let sql =
         "UPDATE platform_keys SET sole_since = clock_timestamp() WHERE key_id = $1 AND sole_since IS NULL";
     execute(tx, sql, &[&ids.current.as_str()]).await?;

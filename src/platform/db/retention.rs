@@ -1,6 +1,6 @@
-//! Rows that have outlived their use, deleted in batches by an index of their time.
+//! Deletes expired rows in batches, by an index of their time.
 //!
-//! Machines, slots, handles and signing keys are not among them: epochs, names and sealed keys are needed for good. Rows of
+//! Machines, slots, handles and signing keys never expire: their epochs, names and sealed keys stay in use. Rows of
 //! platform keys and processes are deleted where they are written (`db::platform_keys`).
 
 use std::time::Duration;
@@ -12,9 +12,9 @@ use super::{DbError, execute};
 /// A table whose rows are deleted some time after they have ended.
 #[derive(Debug, Clone, Copy)]
 pub struct Expiring {
-    /// As it is called in metrics; the rows of tables that hang on it go with it.
+    /// Its name in metrics. Dependent rows of other tables are deleted with its rows.
     pub table: &'static str,
-    /// Deletes at most `$2` rows that ended longer than `$1` seconds ago.
+    /// Deletes at most `$2` rows that ended more than `$1` seconds ago.
     statement: &'static str,
     pub keep: Duration,
 }
@@ -50,7 +50,7 @@ impl ExpiringTable {
                  WHERE expires_at < now() - make_interval(secs => $1) ORDER BY expires_at LIMIT $2 \
                  FOR UPDATE SKIP LOCKED)",
             ),
-            // A code that was used expires within a minute like any other.
+            // A used code expires within a minute like any other.
             Self::SessionCodes => (
                 "session_codes",
                 "DELETE FROM session_codes WHERE code_hash IN (SELECT code_hash FROM session_codes \
@@ -69,7 +69,7 @@ impl ExpiringTable {
                  WHERE created_at < now() - make_interval(secs => $1) ORDER BY created_at LIMIT $2 \
                  FOR UPDATE SKIP LOCKED)",
             ),
-            // The deleted ids alone leave the second statement; both see the same snapshot, and the foreign key is
+            // Only the deleted ids leave the second statement; both see the same snapshot, and the foreign key is
             // checked at the end.
             Self::Operations => (
                 "operations",
@@ -102,7 +102,7 @@ impl ExpiringTable {
     }
 }
 
-/// Deletes at most `limit` rows; how many it has deleted.
+/// Deletes at most `limit` rows and returns their number.
 ///
 /// # Errors
 /// [`DbError`].

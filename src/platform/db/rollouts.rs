@@ -1,6 +1,6 @@
 //! `rollouts` and their machines.
 //!
-//! The invariant: a machine's stand moves on only in a transaction that holds its rollout's row.
+//! The invariant: a machine's state changes only in a transaction that has locked its rollout's row.
 
 use std::collections::HashMap;
 use std::str::FromStr;
@@ -16,21 +16,21 @@ use crate::clock::rfc3339_ms;
 use crate::http::request_id;
 use crate::machine::id::{MachineId, RolloutId};
 use crate::machine::name::{Handle, ImageVersion};
-use crate::platform::rollouts::plan::{Member, Stand};
+use crate::platform::rollouts::plan::{Member, MemberState};
 use crate::platform::rollouts::totals;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
+pub enum RolloutState {
     Running,
     Paused,
-    /// By itself: too many machines failed.
+    /// The platform stopped it: too many machines failed.
     Stopped,
     /// By an operator.
     Aborted,
     Succeeded,
 }
 
-impl State {
+impl RolloutState {
     pub const ALL: [Self; 5] = [Self::Running, Self::Paused, Self::Stopped, Self::Aborted, Self::Succeeded];
 
     pub fn as_str(self) -> &'static str {
@@ -48,7 +48,7 @@ impl State {
     }
 }
 
-impl FromStr for State {
+impl FromStr for RolloutState {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -60,7 +60,7 @@ impl FromStr for State {
 pub struct RolloutRow {
     pub id: RolloutId,
     pub image_version: ImageVersion,
-    pub state: State,
+    pub state: RolloutState,
     pub why: Option<String>,
     pub canary: i32,
     pub batch_size: i32,
@@ -95,18 +95,18 @@ impl RolloutRow {
     }
 }
 
-/// A rollout to be.
+/// A rollout to insert.
 pub struct NewRollout<'a> {
     pub image_version: &'a ImageVersion,
     pub canary: i32,
     pub batch_size: i32,
     pub max_failures: i32,
-    /// With their batches.
+    /// Each with its batch.
     pub machines: &'a [(MachineId, i32)],
 }
 
 /// # Errors
-/// [`DbError`]; `rollouts_open` is violated where another one is open.
+/// [`DbError`]; `rollouts_open` is violated if another rollout is open.
 pub async fn insert(tx: &Transaction<'_>, new: &NewRollout<'_>) -> Result<RolloutId, DbError> {
     let id = RolloutId::new();
     let sql = "INSERT INTO rollouts (rollout_id, image_version, state, canary, batch_size, max_failures, request_id) \
@@ -129,25 +129,25 @@ pub async fn get(client: &impl GenericClient, id: RolloutId) -> Result<Option<Ro
     row(client, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// The row, held until the transaction ends.
+/// Reads and locks the row until the transaction ends.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn locked(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
+pub async fn lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE");
     row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// [`locked`], or `None` where somebody else holds it.
+/// [`lock`], or `None` if another process has locked it.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn held(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
+pub async fn try_lock(tx: &Transaction<'_>, id: RolloutId) -> Result<Option<RolloutRow>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts WHERE rollout_id = $1 FOR UPDATE SKIP LOCKED");
     row(tx, &sql, &[&id.0]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// The one that is open.
+/// The open rollout.
 ///
 /// # Errors
 /// [`DbError`].
@@ -156,11 +156,11 @@ pub async fn open(client: &impl GenericClient) -> Result<Option<RolloutRow>, DbE
     row(client, &sql, &[]).await?.as_ref().map(RolloutRow::parse).transpose()
 }
 
-/// Those that are open, or of which machines are still asked.
+/// Rollouts that are open or still have machines to wait for.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn moving(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
+pub async fn unfinished(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbError> {
     let sql = format!(
         "SELECT {COLUMNS} FROM rollouts WHERE state IN ('running', 'paused') OR rollout_id IN \
          (SELECT rollout_id FROM rollout_machines WHERE state = 'asked') ORDER BY created_at LIMIT 20"
@@ -168,7 +168,7 @@ pub async fn moving(client: &impl GenericClient) -> Result<Vec<RolloutRow>, DbEr
     rows(client, &sql, &[]).await?.iter().map(RolloutRow::parse).collect()
 }
 
-/// Running customers' machines that a rollout would reach: all, or those of these handles.
+/// Running customers' machines that a rollout would reach: all of them, or those with these handles.
 ///
 /// # Errors
 /// [`DbError`].
@@ -182,37 +182,38 @@ pub async fn reachable(
     Ok(rows(client, sql, &[&handles]).await?.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
-/// How long a host that was asked is waited for.
+/// Timeouts of a host whose update was requested.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
-    /// Since it was asked, or last said that it is at an update.
+pub struct UpdateTimeouts {
+    /// Since the request, or its last report of an update in progress.
     pub silence: Duration,
-    /// Since it was asked, whatever it says: it may be at another update, or at this one for ever.
-    pub whole: Duration,
+    /// Since the request, whatever the host reports: it may be running another update, or this one forever.
+    pub total: Duration,
 }
 
-/// Takes down which machines say that they are at it, so that a later word does not make them look silent.
+/// Records which machines report an update in progress, so that a later report of another state does not make them
+/// overdue.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn hear(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
+pub async fn record_progress(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines r SET updating_at = m.heartbeat_at FROM user_machines m \
                WHERE r.rollout_id = $1 AND r.state = 'asked' AND m.machine_id = r.machine_id AND m.updating \
                AND m.heartbeat_at > greatest(r.asked_at, r.updating_at)";
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// What is known of a rollout's machines now.
+/// The current state of a rollout's machines.
 ///
 /// # Errors
 /// [`DbError`].
 pub async fn members(
     client: &impl GenericClient,
     rollout: &RolloutRow,
-    patience: Patience,
+    timeouts: UpdateTimeouts,
 ) -> Result<Vec<Member>, DbError> {
-    // Its own last word counts once it is another than when it was asked. No host is late while its rollout is paused:
-    // one that had not heard of it yet is not told then.
+    // A host's last update counts only if it differs from the one before the request. No host becomes overdue while
+    // its rollout is paused: a host that has not received the request yet cannot receive it then.
     let sql = "SELECT r.machine_id, r.batch, r.state, \
                m.deleted_at IS NULL AND m.retired_at IS NULL AND m.status = 'running' AND m.powered_off_at IS NULL, \
                m.image_version = $2 AND NOT m.updating AND m.health ->> 'gateway' = 'ok' AND m.health ->> 'database' = 'ok', \
@@ -224,66 +225,70 @@ pub async fn members(
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
     let version = rollout.image_version.as_str();
-    let counts = rollout.state != State::Paused;
-    let (silence, whole) = (patience.silence.as_secs_f64(), patience.whole.as_secs_f64());
-    let found = rows(client, sql, &[&rollout.id.0, &version, &counts, &silence, &whole]).await?;
+    let counts = rollout.state != RolloutState::Paused;
+    let (silence, total) = (timeouts.silence.as_secs_f64(), timeouts.total.as_secs_f64());
+    let found = rows(client, sql, &[&rollout.id.0, &version, &counts, &silence, &total]).await?;
     found
         .iter()
         .map(|row| {
             Ok(Member {
                 machine: MachineId(row.get(0)),
                 batch: row.get(1),
-                stand: stand(row.get(2))?,
+                state: member_state(row.get(2))?,
                 is_running: row.get(3),
-                is_there: row.get::<_, Option<bool>>(4).unwrap_or(false),
-                refused: row.get(5),
+                is_updated: row.get::<_, Option<bool>>(4).unwrap_or(false),
+                failure: row.get(5),
                 is_overdue: row.get(6),
             })
         })
         .collect()
 }
 
-fn stand(text: &str) -> Result<Stand, DbError> {
+fn member_state(text: &str) -> Result<MemberState, DbError> {
     text.parse().map_err(|why| DbError::Unreadable { what: "machine of a rollout", why })
 }
 
 /// # Errors
 /// [`DbError`].
-pub async fn settle(
+pub async fn end_member(
     tx: &Transaction<'_>,
     rollout: RolloutId,
     machine: MachineId,
-    stand: Stand,
+    state: MemberState,
     error: Option<&str>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines SET state = $3, error = $4, ended_at = clock_timestamp() \
                WHERE rollout_id = $1 AND machine_id = $2 AND state IN ('waiting', 'asked')";
-    execute(tx, sql, &[&rollout.0, &machine.0, &stand.as_str(), &error]).await.map(drop)
+    execute(tx, sql, &[&rollout.0, &machine.0, &state.as_str(), &error]).await.map(drop)
 }
 
 /// # Errors
 /// [`DbError`].
-pub async fn ask(tx: &Transaction<'_>, rollout: RolloutId, machine: MachineId) -> Result<(), DbError> {
+pub async fn request_update(
+    tx: &Transaction<'_>,
+    rollout: RolloutId,
+    machine: MachineId,
+) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines r SET state = 'asked', asked_at = clock_timestamp(), update_before = m.last_update \
                FROM user_machines m WHERE r.rollout_id = $1 AND r.machine_id = $2 AND m.machine_id = r.machine_id \
                AND r.state = 'waiting'";
     execute(tx, sql, &[&rollout.0, &machine.0]).await.map(drop)
 }
 
-/// Counts anew how long the machines that were asked are waited for: nobody told them while the rollout was paused.
+/// Restarts the timeouts of machines whose update was requested: hosts were not notified during the pause.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn count_anew(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
+pub async fn restart_timeouts(tx: &Transaction<'_>, rollout: RolloutId) -> Result<(), DbError> {
     let sql = "UPDATE rollout_machines SET resumed_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked'";
     execute(tx, sql, &[&rollout.0]).await.map(drop)
 }
 
-/// Machines that were asked and whose hosts nobody has told yet; they count as told from now on.
+/// Claims the machines whose update was requested and whose hosts have not been notified; they count as notified now.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn take_unheard(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
+pub async fn claim_unnotified(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Vec<MachineId>, DbError> {
     let sql = "UPDATE rollout_machines SET nudged_at = clock_timestamp() WHERE rollout_id = $1 AND state = 'asked' \
                AND nudged_at IS NULL RETURNING machine_id";
     Ok(rows(tx, sql, &[&rollout.0]).await?.iter().map(|row| MachineId(row.get(0))).collect())
@@ -294,7 +299,7 @@ pub async fn take_unheard(tx: &Transaction<'_>, rollout: RolloutId) -> Result<Ve
 pub async fn set_state(
     tx: &Transaction<'_>,
     rollout: RolloutId,
-    state: State,
+    state: RolloutState,
     why: Option<&str>,
 ) -> Result<(), DbError> {
     let sql = "UPDATE rollouts SET state = $2, why = $3, updated_at = clock_timestamp(), \
@@ -302,31 +307,34 @@ pub async fn set_state(
     execute(tx, sql, &[&rollout.0, &state.as_str(), &why, &state.has_ended()]).await.map(drop)
 }
 
-/// What a machine is asked to run, and by which request.
-pub struct Desired {
+/// The release that a machine should run, and the request that ordered it.
+pub struct DesiredRelease {
     pub image_version: String,
     pub request_id: String,
 }
 
-/// What a machine is asked to run by a rollout that goes on.
+/// The release that a running rollout requests of a machine.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn desired(client: &impl GenericClient, machine: MachineId) -> Result<Option<Desired>, DbError> {
+pub async fn desired_release(
+    client: &impl GenericClient,
+    machine: MachineId,
+) -> Result<Option<DesiredRelease>, DbError> {
     let sql = "SELECT o.image_version, o.request_id FROM rollout_machines r JOIN rollouts o USING (rollout_id) \
                WHERE r.machine_id = $1 AND r.state = 'asked' AND o.state = 'running'";
     let found = row(client, sql, &[&machine.0]).await?;
-    Ok(found.map(|row| Desired { image_version: row.get(0), request_id: row.get(1) }))
+    Ok(found.map(|row| DesiredRelease { image_version: row.get(0), request_id: row.get(1) }))
 }
 
-/// The newest ones, the newest first, as the API lists them: without their machines.
+/// The newest rollouts, newest first, as the API lists them, without their machines.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn newest(client: &impl GenericClient, most: i64) -> Result<Vec<Value>, DbError> {
+pub async fn newest(client: &impl GenericClient, limit: i64) -> Result<Vec<Value>, DbError> {
     let sql = format!("SELECT {COLUMNS} FROM rollouts ORDER BY created_at DESC, rollout_id DESC LIMIT $1");
     let found: Vec<RolloutRow> =
-        rows(client, &sql, &[&most]).await?.iter().map(RolloutRow::parse).collect::<Result<_, _>>()?;
+        rows(client, &sql, &[&limit]).await?.iter().map(RolloutRow::parse).collect::<Result<_, _>>()?;
     summaries(client, &found).await
 }
 
@@ -338,10 +346,10 @@ pub async fn summaries(client: &impl GenericClient, of: &[RolloutRow]) -> Result
     let ids: Vec<uuid::Uuid> = of.iter().map(|rollout| rollout.id.0).collect();
     let sql =
         "SELECT rollout_id, state, count(*) FROM rollout_machines WHERE rollout_id = ANY ($1) GROUP BY 1, 2";
-    let mut counts: HashMap<uuid::Uuid, Vec<(Stand, u64)>> = HashMap::new();
+    let mut counts: HashMap<uuid::Uuid, Vec<(MemberState, u64)>> = HashMap::new();
     for row in rows(client, sql, &[&ids]).await? {
         let count = row.get::<_, i64>(2).unsigned_abs();
-        counts.entry(row.get(0)).or_default().push((stand(row.get(1))?, count));
+        counts.entry(row.get(0)).or_default().push((member_state(row.get(1))?, count));
     }
     let one = |rollout: &RolloutRow| summary(rollout, counts.remove(&rollout.id.0).unwrap_or_default());
     Ok(of.iter().map(one).collect())
@@ -356,8 +364,8 @@ pub async fn record(client: &impl GenericClient, rollout: &RolloutRow) -> Result
                FROM rollout_machines r JOIN user_machines m USING (machine_id) WHERE r.rollout_id = $1 \
                ORDER BY r.batch, r.machine_id";
     let found = rows(client, sql, &[&rollout.id.0]).await?;
-    let stands: Vec<_> =
-        found.iter().map(|row| Ok((stand(row.get(4))?, 1))).collect::<Result<_, DbError>>()?;
+    let states: Vec<_> =
+        found.iter().map(|row| Ok((member_state(row.get(4))?, 1))).collect::<Result<_, DbError>>()?;
     let machines: Vec<Value> = found
         .iter()
         .map(|row| {
@@ -368,7 +376,7 @@ pub async fn record(client: &impl GenericClient, rollout: &RolloutRow) -> Result
             })
         })
         .collect();
-    let mut record = summary(rollout, stands);
+    let mut record = summary(rollout, states);
     record["machines"] = machines.into();
     Ok(record)
 }
@@ -377,7 +385,7 @@ fn time(at: Option<Timestamp>) -> Option<String> {
     at.map(rfc3339_ms)
 }
 
-fn summary(rollout: &RolloutRow, stands: Vec<(Stand, u64)>) -> Value {
+fn summary(rollout: &RolloutRow, states: Vec<(MemberState, u64)>) -> Value {
     json!({
         "rolloutId": rollout.id,
         "imageVersion": rollout.image_version,
@@ -386,7 +394,7 @@ fn summary(rollout: &RolloutRow, stands: Vec<(Stand, u64)>) -> Value {
         "canary": rollout.canary,
         "batchSize": rollout.batch_size,
         "maxFailures": rollout.max_failures,
-        "totals": totals(stands),
+        "totals": totals(states),
         "createdAt": rfc3339_ms(rollout.created_at),
         "updatedAt": rfc3339_ms(rollout.updated_at),
         "endedAt": time(rollout.ended_at),

@@ -1,4 +1,4 @@
-//! Servers as the census compares them with the provider's list: which must exist, which are missing, and the
+//! Servers as the inventory compares them with the provider's list: which must exist and which are missing. Also the
 //! installation's id, which labels them.
 
 use std::collections::{HashMap, HashSet};
@@ -12,16 +12,16 @@ use uuid::Uuid;
 use super::{DbError, execute, row, rows};
 use crate::machine::id::MachineId;
 
-/// A machine whose server must be there, or is kept.
+/// A machine whose server must exist, or is kept.
 #[derive(Debug, Clone, Copy)]
-pub struct Live {
+pub struct ExpectedServer {
     pub machine: MachineId,
     pub server: i64,
     /// Since its host's last heartbeat, or its registration.
     pub silent_for: Duration,
 }
 
-/// The id of this platform, the same for all its processes.
+/// The id of this platform, shared by all its processes.
 ///
 /// # Errors
 /// [`DbError`].
@@ -38,37 +38,38 @@ pub async fn now(client: &impl GenericClient) -> Result<Timestamp, DbError> {
     Ok(found.map_or(Timestamp::MIN, |row| row.get(0)))
 }
 
-/// Machines in their slots that fail where their servers are gone: they run, resize, or may come back after a resize.
-const LIVE: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
+/// Machines in their slots that fail if their servers are gone: they are running, resizing, or may resume after a
+/// resize.
+const EXPECTED: &str = "deleted_at IS NULL AND retired_at IS NULL AND provider_server_id IS NOT NULL \
     AND (status IN ('running', 'resizing') \
         OR status = 'failed' AND coalesce(failure_cause IN ('resize', 'reinstating'), false))";
 
 /// # Errors
 /// [`DbError`].
-pub async fn live(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
-    with_servers(client, LIVE).await
+pub async fn expected(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
+    with_servers(client, EXPECTED).await
 }
 
-/// Machines beside [`live`] whose servers may hold data, and of which the provider has not said yet that they are missing.
+/// Other machines whose servers may hold data and that the provider has not yet reported missing.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<Live>, DbError> {
+pub async fn holding_data(client: &impl GenericClient) -> Result<Vec<ExpectedServer>, DbError> {
     let which = format!(
         "provider_server_id IS NOT NULL AND server_deleted_at IS NULL AND server_missing_since IS NULL \
-         AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({LIVE})"
+         AND (registered_at IS NOT NULL OR unsaved_since IS NOT NULL) AND NOT ({EXPECTED})"
     );
     with_servers(client, &which).await
 }
 
-async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<Live>, DbError> {
+async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<ExpectedServer>, DbError> {
     let sql = format!(
         "SELECT machine_id, provider_server_id, \
              extract(epoch FROM now() - greatest(heartbeat_at, registered_at, created_at))::float8 \
          FROM user_machines WHERE {which}"
     );
     let found = rows(client, &sql, &[]).await?;
-    let live = |row: &Row| Live {
+    let live = |row: &Row| ExpectedServer {
         machine: MachineId(row.get(0)),
         server: row.get(1),
         silent_for: Duration::try_from_secs_f64(row.get::<_, f64>(2).max(0.0)).unwrap_or_default(),
@@ -76,37 +77,37 @@ async fn with_servers(client: &impl GenericClient, which: &str) -> Result<Vec<Li
     Ok(found.iter().map(live).collect())
 }
 
-/// How many machines failed within this time because their servers were gone.
+/// Number of machines that failed within this time because their servers were gone.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
+pub async fn count_failed_as_gone(client: &impl GenericClient, within: Duration) -> Result<usize, DbError> {
     let sql = "SELECT count(*) FROM operator_audit WHERE action = 'server.gone' \
                AND at > now() - make_interval(secs => $1)";
     let count: i64 = row(client, sql, &[&within.as_secs_f64()]).await?.map_or(0, |row| row.get(0));
     Ok(usize::try_from(count).unwrap_or_default())
 }
 
-/// Notes servers that are there.
+/// Records servers that exist.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
+pub async fn record_seen(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = NULL \
                WHERE server_missing_since IS NOT NULL AND provider_server_id = ANY($1)";
     execute(client, sql, &[&servers]).await.map(drop)
 }
 
-/// Notes the servers that the provider listed of machines that have ended and were thought to have none; which those are.
+/// Records listed servers of ended machines that were thought to have none, and returns them.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn came_back(
+pub async fn record_returned(
     client: &impl GenericClient,
     listed: &HashMap<MachineId, i64>,
     listed_at: Timestamp,
 ) -> Result<Vec<(MachineId, i64)>, DbError> {
-    // The list may be older than a deletion: a server that was deleted meanwhile is not noted again.
+    // The list may be older than a deletion: a server deleted since then is not recorded again.
     let sql = "UPDATE user_machines m SET provider_server_id = listed.server, server_deleted_at = NULL \
                FROM unnest($1::uuid[], $2::bigint[]) AS listed (machine, server) \
                WHERE m.machine_id = listed.machine AND (m.deleted_at IS NOT NULL OR m.retired_at IS NOT NULL) \
@@ -118,11 +119,11 @@ pub async fn came_back(
     Ok(found.iter().map(|row| (MachineId(row.get(0)), row.get(1))).collect())
 }
 
-/// Notes that the machine's server is not there; for how long that has been so.
+/// Records that the machine's server is missing, and returns for how long.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn missing(client: &impl GenericClient, live: &Live) -> Result<Duration, DbError> {
+pub async fn record_missing(client: &impl GenericClient, live: &ExpectedServer) -> Result<Duration, DbError> {
     let sql = "UPDATE user_machines SET server_missing_since = coalesce(server_missing_since, clock_timestamp()) \
                WHERE machine_id = $1 AND provider_server_id = $2 \
                RETURNING extract(epoch FROM clock_timestamp() - server_missing_since)::float8";
@@ -131,7 +132,7 @@ pub async fn missing(client: &impl GenericClient, live: &Live) -> Result<Duratio
     Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or_default())
 }
 
-/// Which of these machines there are, or ever were.
+/// Which of these machines exist or ever existed.
 ///
 /// # Errors
 /// [`DbError`].

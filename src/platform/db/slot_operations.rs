@@ -1,4 +1,4 @@
-//! `operations` across the machines of one slot: which of them concern a machine that left it.
+//! `operations` across the machines of one slot, where they affect a machine that left it.
 
 use deadpool_postgres::GenericClient;
 
@@ -8,7 +8,7 @@ use super::{DbError, Params, row};
 use crate::machine::id::{MachineId, OperationId};
 use crate::machine::name::{IdpUserId, Slot};
 
-/// The newest operation that took this machine out of service: its own deletion, or the making of its successor.
+/// The newest operation that took this machine out of service: its own deletion, or the creation of its successor.
 ///
 /// # Errors
 /// [`DbError`].
@@ -25,11 +25,11 @@ pub async fn took_out_of_service(
     Ok(row(client, sql, &[&machine.0]).await?.map(|row| OperationId(row.get(0))))
 }
 
-/// The deletion of a machine that is still taking its last backup or switching its server off.
+/// The running deletion of a machine.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn deleting(
+pub async fn running_deletion(
     client: &impl GenericClient,
     machine: MachineId,
 ) -> Result<Option<OperationRow>, DbError> {
@@ -39,11 +39,11 @@ pub async fn deleting(
     Ok(row(client, &sql, &[&machine.0]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// The deletion of a machine of this slot that has served and whose last backup is not taken yet.
+/// The deletion of a machine of this slot that has served and whose final backup is pending.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn backing_up(
+pub async fn pending_final_backup(
     client: &impl GenericClient,
     user: &IdpUserId,
     slot: &Slot,
@@ -56,16 +56,16 @@ pub async fn backing_up(
     Ok(row(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(OperationRow::parse))
 }
 
-/// An operation under way that still needs the server of a machine that left its slot: one of its own, or the making of
-/// the next machine, which waits for its last backup.
+/// A running operation that still needs the server of a machine that left its slot: its own, or the creation of the
+/// next machine, which waits for the final backup.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn needs_server(
+pub async fn operation_needing_server(
     client: &impl GenericClient,
     machine: &MachineRow,
 ) -> Result<Option<OperationRow>, DbError> {
-    // A machine that registered in between is the one that the later operation waits for.
+    // If another machine registered in between, the later operation waits for that one.
     let sql = format!(
         "SELECT {COLUMNS} FROM operations WHERE state = 'running' AND (machine_id = $1 \
          OR (step = 'last_backup' AND machine_id IN (SELECT later.machine_id FROM user_machines later \

@@ -1,4 +1,4 @@
-//! Subscriptions of slots, and who owns a handle.
+//! Subscriptions of slots, and owners of handles.
 
 use std::collections::HashMap;
 use std::str::FromStr;
@@ -14,8 +14,8 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Slot};
 use crate::machine::plan::Plan;
 
-/// How long after its period's end a subscription still counts.
-const GRACE: SignedDuration = SignedDuration::from_hours(3 * 24);
+/// Grace period of a subscription after the end of its period.
+const SUBSCRIPTION_GRACE: SignedDuration = SignedDuration::from_hours(3 * 24);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subscription {
@@ -56,7 +56,7 @@ pub struct SlotRow {
 impl SlotRow {
     /// Whether the slot may be provisioned at `now`.
     pub fn is_entitled(&self, now: Timestamp) -> bool {
-        let lasts = |end: Timestamp| end.saturating_add(GRACE).is_ok_and(|end| now <= end);
+        let lasts = |end: Timestamp| end.saturating_add(SUBSCRIPTION_GRACE).is_ok_and(|end| now <= end);
         self.status == Subscription::Active && self.current_period_end.is_none_or(lasts)
     }
 
@@ -96,7 +96,7 @@ pub async fn get(
     row(client, &sql, &[&user.as_str(), &slot.as_str()]).await?.as_ref().map(SlotRow::parse).transpose()
 }
 
-/// All of a user, or of everybody (the first thousand).
+/// All slots of a user, or of all users (the first thousand).
 ///
 /// # Errors
 /// [`DbError`].
@@ -121,7 +121,7 @@ pub async fn put(client: &impl GenericClient, slot: &SlotRow) -> Result<(), DbEr
     execute(client, sql, params).await.map(drop)
 }
 
-/// Gives a free handle to a user for good, and says who has it now.
+/// Assigns a free handle to a user permanently, and returns its owner.
 ///
 /// # Errors
 /// [`DbError`].
@@ -144,7 +144,7 @@ pub async fn handle_owner(client: &impl GenericClient, handle: &Handle) -> Resul
     Ok(row(client, sql, &[&handle.as_str()]).await?.map(|row| row.get(0)))
 }
 
-/// The release that the next machine of a slot starts with; `None` where no machine of it ever registered.
+/// The release that the next machine of a slot starts with; `None` if no machine of it ever registered.
 ///
 /// # Errors
 /// [`DbError`].
@@ -160,7 +160,7 @@ pub async fn release(
     parsed.map(Some).map_err(|why| DbError::Unreadable { what: "slot_releases", why: format!("{why}") })
 }
 
-/// Notes the release that a machine of the slot has shown to run.
+/// Records the release that a machine of the slot runs.
 ///
 /// # Errors
 /// [`DbError`].
@@ -180,7 +180,7 @@ pub async fn set_release(
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn set_release_of(
+pub async fn set_release_for_machine(
     client: &impl GenericClient,
     machine: MachineId,
     version: &ImageVersion,
@@ -191,12 +191,12 @@ pub async fn set_release_of(
     execute(client, sql, &[&machine.0, &version.as_str()]).await.map(drop)
 }
 
-/// Slots by the labels that their servers carry, as `user/slot`. Reads every slot: only for the few servers that an alarm
+/// Slots by the labels of their servers, as `user/slot`. Reads every slot: only for the few servers that an alarm
 /// names.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn of_labels(
+pub async fn by_labels(
     client: &impl GenericClient,
     labels: &[String],
 ) -> Result<HashMap<String, String>, DbError> {
@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_subscription_counts_for_three_days_after_its_end() {
+    fn subscription_counts_three_days_after_its_end() {
         let now: Timestamp = "2026-01-10T00:00:00Z".parse().unwrap();
         let slot = |status, end: Option<&str>| SlotRow {
             user: "user_1".parse().unwrap(),

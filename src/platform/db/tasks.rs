@@ -1,4 +1,4 @@
-//! Turns at what one process does for all.
+//! Turns of periodic tasks that one process runs for all.
 
 use std::time::Duration;
 
@@ -6,11 +6,11 @@ use deadpool_postgres::GenericClient;
 
 use super::{DbError, execute};
 
-/// Whether it is this process's turn: nobody has taken one for so long.
+/// Claims a turn, unless a process has claimed one within `unless_within`.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn take_turn(
+pub async fn claim_turn(
     client: &impl GenericClient,
     task: &str,
     unless_within: Duration,

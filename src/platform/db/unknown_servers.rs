@@ -1,6 +1,7 @@
-//! `unknown_servers`: servers that carry our own label and belong to no machine that the database knows.
+//! `unknown_servers`: servers with this installation's label that belong to no machine in the database.
 //!
-//! The invariant: one is deleted only after an operator has released it by its id, and its own grace has ended.
+//! The invariant: a server is deleted only after an operator has released it by its id and its own grace period has
+//! ended.
 
 use std::time::Duration;
 
@@ -9,35 +10,35 @@ use jiff::Timestamp;
 
 use super::{DbError, execute, row, rows};
 
-/// How many there are, and what becomes of them.
+/// Counts of unknown servers by decision.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnknownServers {
     /// They wait for an operator.
     pub held: i64,
-    /// An operator let them be deleted.
+    /// An operator has released them for deletion.
     pub released: i64,
-    /// When the grace of the last released one ends.
+    /// When the grace period of the last released one ends.
     pub last_deletion: Option<Timestamp>,
 }
 
 impl UnknownServers {
-    /// When the last of them may be deleted; `None` while any of them is held back.
+    /// When the last of them may be deleted; `None` while any is held.
     pub fn released_until(&self) -> Option<Timestamp> {
         self.last_deletion.filter(|_| self.held == 0)
     }
 }
 
-/// Notes these, and forgets all others.
+/// Records exactly these servers.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn note(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
+pub async fn replace(client: &impl GenericClient, servers: &[i64]) -> Result<(), DbError> {
     execute(client, "DELETE FROM unknown_servers WHERE server_id <> ALL($1)", &[&servers]).await?;
     let sql = "INSERT INTO unknown_servers (server_id) SELECT unnest($1::bigint[]) ON CONFLICT DO NOTHING";
     execute(client, sql, &[&servers]).await.map(drop)
 }
 
-/// Lets those that are noted now be deleted, each when its grace ends.
+/// Releases the recorded servers for deletion, each when its grace period ends.
 ///
 /// # Errors
 /// [`DbError`].
@@ -46,7 +47,7 @@ pub async fn release(client: &impl GenericClient) -> Result<(), DbError> {
     execute(client, sql, &[]).await.map(drop)
 }
 
-/// The released ones whose grace has ended.
+/// Released servers whose grace period has ended.
 ///
 /// # Errors
 /// [`DbError`].
@@ -70,7 +71,7 @@ pub async fn count(client: &impl GenericClient, grace: Duration) -> Result<Unkno
     }))
 }
 
-/// Whether any waits for an operator.
+/// Whether any server waits for an operator.
 ///
 /// # Errors
 /// [`DbError`].

@@ -1,4 +1,4 @@
-//! `user_machines`, what is noted of a machine's `UPGRADE_TOKEN`. The rule is in `platform::token_rotation`.
+//! `user_machines`: columns of a machine's `UPGRADE_TOKEN`. The rule is in `platform::token_rotation`.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::platform::token_rotation::{PreviousToken, UpgradeToken};
 use crate::platform::tokens::Generation;
 
 /// # Errors
-/// `Unreadable` where a value is not one that we write.
+/// `Unreadable` if a stored value is invalid.
 pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
     let generation: i32 = row.get("upgrade_token_generation");
     let unreadable =
@@ -26,7 +26,7 @@ pub fn parse(row: &Row) -> Result<UpgradeToken, DbError> {
     })
 }
 
-/// Notes the first heartbeat of a later generation. The token before it is accepted for `overlap` more.
+/// Records the first heartbeat with a later generation. The previous token stays valid for `overlap`.
 ///
 /// # Errors
 /// [`DbError`].
@@ -47,7 +47,7 @@ pub async fn advance(
     execute(tx, sql, &[&id.0, &to, &hash, &overlap.as_secs_f64()]).await.map(drop)
 }
 
-/// Notes that an operator wants a machine's token to rotate. A request that is not fulfilled yet keeps its time.
+/// Records that an operator requests a rotation of a machine's token. A pending request keeps its time.
 ///
 /// # Errors
 /// [`DbError`].
@@ -57,7 +57,7 @@ pub async fn request_rotation(tx: &Transaction<'_>, id: MachineId) -> Result<(),
     execute(tx, sql, &[&id.0]).await.map(drop)
 }
 
-/// The same for every registered machine that holds its slot; how many of them had no such request.
+/// Requests a rotation for every registered machine that holds its slot, and returns how many had no pending request.
 ///
 /// # Errors
 /// [`DbError`].
@@ -68,20 +68,20 @@ pub async fn request_all(client: &impl GenericClient) -> Result<u64, DbError> {
     execute(client, sql, &[]).await
 }
 
-/// A machine's token, for the question whether the current platform key made it.
+/// A machine's token, to check whether the current platform key made it.
 pub struct HeldToken {
     pub machine: MachineId,
     pub generation: Generation,
     pub hash: Vec<u8>,
-    /// Its host has sent nothing for so long that it is not waited for.
+    /// Its host has been silent for longer than `max_silence`: it is not waited for.
     pub is_silent: bool,
 }
 
-/// Tokens of machines that hold their slots, after one in their order.
+/// Tokens of machines that hold their slots, after this machine, in order.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn held_after(
+pub async fn list_after(
     client: &impl GenericClient,
     after: MachineId,
     max_silence: Duration,

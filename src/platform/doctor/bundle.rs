@@ -1,4 +1,4 @@
-//! The bundle that new machines get: published whole, with a manifest that hosts believe.
+//! The bundle for new machines: published completely, with a manifest that hosts trust.
 
 use crate::chain::chain;
 use crate::diagnosis::Findings;
@@ -9,7 +9,7 @@ use crate::store::bucket::{Bucket, StoreError};
 use crate::store::bundle::{self, ManifestError, Unusable, digest};
 use crate::store::key;
 
-const STORE: &str = "the check of the store says more";
+const SEE_STORE_CHECK: &str = "see the check `store`";
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let mut findings = Findings::new("bundle");
@@ -17,14 +17,14 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     if config.hosts.bundle_public_keys.is_none() {
         findings = findings.warning(
             "BUNDLE_PUBLIC_KEYS is not set: machines provisioned now can never be updated by a rollout",
-            "set it to the public half of the key that signs bundles before machines are provisioned; to those that \
-             are there only root on each of them can give it (SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env)",
+            "set it to the public half of the bundle signing key before machines are provisioned; on each existing machine, \
+             root must set SVC_BUNDLE_PUBLIC_KEYS in /opt/svc/env/update.env",
         );
     }
     let Ok(bucket) = config.store.open() else {
         return findings.skipped("the store cannot be opened");
     };
-    match look(&bucket, version).await {
+    match find_bundle(&bucket, version).await {
         Ok((None, _)) => findings.problem(
             format!("CUSTOMER_VPS_IMAGE_VERSION is {version}, which is not published"),
             format!("svcctl bundle publish DIR --image-version {version}"),
@@ -33,15 +33,15 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             format!("{version} has its .sha256 in the store, but not its archive"),
             "publish under a new version",
         ),
-        Ok((Some(digest), Some(size))) => manifest(findings, &config.hosts, &bucket, version, &digest)
+        Ok((Some(digest), Some(size))) => check_manifest(findings, &config.hosts, &bucket, version, &digest)
             .await
             .or_ok(format!("{version}, {} MiB, sha256 {digest}", size >> 20)),
-        Err(error) => findings.problem(chain(&error), STORE),
+        Err(error) => findings.problem(chain(&error), SEE_STORE_CHECK),
     }
 }
 
 /// Whether hosts would update to it.
-async fn manifest(
+async fn check_manifest(
     findings: Findings,
     hosts: &HostSettings,
     bucket: &Bucket,
@@ -49,13 +49,13 @@ async fn manifest(
     digest: &str,
 ) -> Findings {
     match bundle::usable(bucket, version, digest, &hosts.trusted_keys()).await {
-        // That no key is set is told already.
+        // The missing keys are already reported.
         Ok(_) | Err(Unusable::Manifest(ManifestError::NoKeys)) => findings,
         Err(Unusable::Unsigned) => findings.warning(
             format!("{version} has no signed manifest"),
-            "hosts do not update to it by themselves: build it with --signing-key, publish a new version",
+            "hosts do not update to it automatically: build it with --signing-key, and publish a new version",
         ),
-        Err(Unusable::Store(error)) => findings.problem(chain(&error), STORE),
+        Err(Unusable::Store(error)) => findings.problem(chain(&error), SEE_STORE_CHECK),
         Err(why @ (Unusable::Manifest(_) | Unusable::OtherArchive)) => findings.problem(
             format!("hosts cannot update to {version}: {why}"),
             "build it again, signed with a key of BUNDLE_PUBLIC_KEYS, and publish it under a new version",
@@ -63,8 +63,11 @@ async fn manifest(
     }
 }
 
-/// The digest that is stated, and the size of the archive.
-async fn look(bucket: &Bucket, version: &ImageVersion) -> Result<(Option<String>, Option<u64>), StoreError> {
+/// The published digest, and the size of the archive.
+async fn find_bundle(
+    bucket: &Bucket,
+    version: &ImageVersion,
+) -> Result<(Option<String>, Option<u64>), StoreError> {
     let digest = digest(bucket, version).await?;
     let size = bucket.head(&key::bundle(version, "")).await?.map(|meta| meta.size);
     Ok((digest, size))

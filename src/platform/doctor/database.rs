@@ -1,4 +1,4 @@
-//! The platform's database: reachable, of a known schema, its clock ours.
+//! The platform's database: reachable, with a known schema and a matching clock.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use crate::platform::db::{self, migrate};
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("database");
-    let next = "is it up? PLATFORM_DATABASE_URL; the database's own log";
+    let next = "check that it is running, PLATFORM_DATABASE_URL, and the database's log";
     let mut settings = config.database.clone();
     settings.connect_timeout(Duration::from_secs(8)).application_name("svcctl doctor");
     let start = Instant::now();
@@ -25,13 +25,14 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error) => return findings.problem(chain(&error), next),
     };
     let waited = start.elapsed().as_millis();
-    // Leases and deadlines go by the database's clock, tokens by ours; the time to connect and to ask is no difference.
+    // Leases and deadlines use the database's clock, tokens this machine's. The round trip is not counted as a
+    // difference.
     let off = Timestamp::now().as_millisecond() - now.as_millisecond();
     let tolerated = (config.timing.max_clock_skew + start.elapsed()).as_millis();
     let findings = if u128::from(off.unsigned_abs()) > tolerated {
         findings.problem(
             format!("its clock differs from this machine's by {:.1} s", off.abs() as f64 / 1000.0),
-            "timedatectl status, here and there",
+            "timedatectl status, on both machines",
         )
     } else {
         findings
@@ -41,19 +42,19 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     let applied = client.query_one(applied, &[]).await.map(|row| row.get::<_, Option<i32>>(0));
     match applied.ok().flatten().map(i32::unsigned_abs) {
         None => findings.warning(
-            "it has no schema of ours yet",
-            "svc-platform makes it at its first start; is it the right database?",
+            "it has no svc schema yet",
+            "svc-platform creates it at its first start; check that this is the right database",
         ),
         Some(applied) if applied > newest => findings.problem(
-            format!("its schema is of version {applied}, this binary knows {newest}"),
-            "a newer svc-platform has been here: install that one",
+            format!("its schema has version {applied}, this binary supports {newest}"),
+            "a newer svc-platform migrated it: install that release",
         ),
         Some(applied) if applied < newest => findings.warning(
-            format!("its schema is of version {applied}, this binary brings {newest}"),
+            format!("its schema has version {applied}, this binary has {newest}"),
             "svc-platform migrates it at its next start",
         ),
         Some(applied) => {
-            findings.or_ok(format!("PostgreSQL {version}, schema {applied}, answers in {waited} ms"))
+            findings.or_ok(format!("PostgreSQL {version}, schema {applied}, responds in {waited} ms"))
         }
     }
 }

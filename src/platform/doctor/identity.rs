@@ -1,4 +1,4 @@
-//! The identity provider's keys, without which nobody can sign in.
+//! The identity provider's keys, which every sign-in needs.
 
 use serde::Deserialize;
 
@@ -20,13 +20,13 @@ struct Key {
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("identity-provider");
     let url = config.routing.idp.jwks_url.clone();
-    let next = "IDP_JWKS_URL (else <IDP_ISSUER>/.well-known/jwks.json); nobody new can sign in meanwhile";
+    let next = "IDP_JWKS_URL (else <IDP_ISSUER>/.well-known/jwks.json); no new sign-in works until then";
     match fetch(url.clone()).await {
         Ok(set) if set.keys.iter().any(|key| key.kid.is_some()) => {
             findings.ok(format!("{} has {} keys", url.host_str().unwrap_or_default(), set.keys.len()))
         }
         Ok(_) => findings.problem(format!("{url} has no key with an id"), next),
-        Err(why) => findings.problem(format!("its keys cannot be had: {why}"), next),
+        Err(why) => findings.problem(format!("cannot fetch its keys: {why}"), next),
     }
 }
 
@@ -34,7 +34,7 @@ async fn fetch(url: url::Url) -> Result<KeySet, String> {
     let client = client::build(Deadlines::CALL).map_err(|error| format!("{error:#}"))?;
     let answer = client.get(url).send().await.map_err(|error| chain(&error.without_url()))?;
     if !answer.status().is_success() {
-        return Err(format!("it answered {}", answer.status()));
+        return Err(format!("it responded with {}", answer.status()));
     }
     answer.json().await.map_err(|error| chain(&error.without_url()))
 }

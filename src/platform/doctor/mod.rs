@@ -1,6 +1,6 @@
-//! `svcctl doctor` for a platform, from its configuration: whether each thing that it stands on bears.
+//! `svcctl doctor` for a platform: checks each of its dependencies, based on its configuration.
 //!
-//! Changes nothing but one object of its own in the store, which it deletes again. Needs no platform that runs.
+//! Changes only one object of its own in the store, which it deletes again. No running platform is needed.
 
 mod bundle;
 mod database;
@@ -20,18 +20,18 @@ use super::config::PlatformConfig;
 use crate::config::Env;
 use crate::diagnosis::{self, Check, Finding, Findings};
 
-const ASKED: Duration = Duration::from_secs(20);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What was found, and how the platform itself is asked about the rest.
-pub struct Examined {
+/// The findings, and the access to the running platform for further checks.
+pub struct DoctorReport {
     pub findings: Vec<Finding>,
     pub operator: Option<(Url, SecretString)>,
 }
 
-/// Looks at what the environment, and below it `file`, says of a platform.
-pub async fn examine(file: Option<&Path>) -> Examined {
+/// Checks a platform by the environment and, with lower precedence, by `file`.
+pub async fn examine(file: Option<&Path>) -> DoctorReport {
     let mut env = Env::from_process_over(file);
-    // Read before the whole is judged: the platform may run well with what this process was given wrongly.
+    // Read before the configuration is validated: the platform may run well even if this process has a wrong setting.
     let url: Option<Url> = env.text("PLATFORM_PUBLIC_URL").and_then(|url| url.parse().ok());
     let operator = url.zip(env.secret("PLATFORM_SECRET"));
     let mut findings = serving::env_file(file);
@@ -39,8 +39,7 @@ pub async fn examine(file: Option<&Path>) -> Examined {
         Ok(config) => config,
         Err(error) => {
             let wrong = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
-                found
-                    .problem(mistake, "docs/reference/configuration.md has each variable; svc-platform will not start")
+                found.problem(mistake, "see docs/reference/configuration.md; svc-platform will not start")
             });
             findings.extend(wrong.into_list());
             for check in [
@@ -57,21 +56,21 @@ pub async fn examine(file: Option<&Path>) -> Examined {
                 let skipped = Findings::new(check).skipped("the configuration is wrong");
                 findings.extend(skipped.into_list());
             }
-            return Examined { findings, operator };
+            return DoctorReport { findings, operator };
         }
     };
     let checks = vec![
-        Check::new("configuration", ASKED, async { serving::settings(&config) }),
-        Check::new("database", ASKED, database::check(&config)),
-        Check::new("platform-key", ASKED, platform_key::check(&config)),
-        Check::new("store", ASKED, store::check(&config)),
-        Check::new("store-protection", ASKED, store::protection(&config)),
-        Check::new("host-credentials", ASKED, store::host_credentials(&config)),
-        Check::new("bundle", ASKED, bundle::check(&config)),
-        Check::new("provider", ASKED, provider::check(&config)),
-        Check::new("identity-provider", ASKED, identity::check(&config)),
-        Check::new("tls", ASKED, async { serving::certificates(&config) }),
+        Check::new("configuration", CHECK_TIMEOUT, async { serving::settings(&config) }),
+        Check::new("database", CHECK_TIMEOUT, database::check(&config)),
+        Check::new("platform-key", CHECK_TIMEOUT, platform_key::check(&config)),
+        Check::new("store", CHECK_TIMEOUT, store::check(&config)),
+        Check::new("store-protection", CHECK_TIMEOUT, store::protection(&config)),
+        Check::new("host-credentials", CHECK_TIMEOUT, store::host_credentials(&config)),
+        Check::new("bundle", CHECK_TIMEOUT, bundle::check(&config)),
+        Check::new("provider", CHECK_TIMEOUT, provider::check(&config)),
+        Check::new("identity-provider", CHECK_TIMEOUT, identity::check(&config)),
+        Check::new("tls", CHECK_TIMEOUT, async { serving::certificates(&config) }),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
-    Examined { findings, operator }
+    DoctorReport { findings, operator }
 }

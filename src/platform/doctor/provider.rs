@@ -1,4 +1,4 @@
-//! The cloud provider: whether the token is good, and the default type is offered.
+//! The cloud provider: whether the token is valid, and the default type is offered.
 
 use crate::chain::chain;
 use crate::diagnosis::Findings;
@@ -41,7 +41,7 @@ pub async fn check(config: &PlatformConfig) -> Findings {
     }
     match provider.find_by_label("svc-installation").await {
         Ok(servers) => {
-            findings.ok(format!("it answers, offers {wanted}, and has {} servers of svc", servers.len()))
+            findings.ok(format!("it responds, offers {wanted}, and has {} servers of svc", servers.len()))
         }
         Err(error) => findings.problem(chain(&error), next),
     }

@@ -1,4 +1,4 @@
-//! What this machine has of the platform: the settings file, what is switched on, and the certificates.
+//! This machine's side of the platform: the settings file, the enabled features, and the certificates.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -12,9 +12,9 @@ use crate::diagnosis::{Finding, Findings};
 use crate::http::tls::Identity;
 use crate::platform::config::{PlatformConfig, TlsFiles};
 
-/// Whom the package's unit runs the platform as.
+/// The user of the package's unit.
 const USER: &str = "svc-platform";
-const SOON: SignedDuration = SignedDuration::from_hours(14 * 24);
+const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
     let findings = Findings::new("env-file");
@@ -38,7 +38,7 @@ pub fn env_file(file: Option<&Path>) -> Vec<Finding> {
         let what = format!("{shown} has mode {mode:04o}: it holds every secret of the platform");
         findings.problem(what, next.clone())
     };
-    // A machine without the user runs the service in another way.
+    // A machine without this user runs the service in another way.
     let findings = match Accounts::below(Path::new("/")).credentials(USER) {
         Some(user) if !user.can_read(&meta) => findings.problem(
             format!("the user {USER} cannot read {shown}: the service will not start (exit 78)"),
@@ -54,36 +54,39 @@ pub fn settings(config: &PlatformConfig) -> Findings {
     if !config.provisioning.enabled.is_on() {
         findings = findings.warning(
             "CUSTOMER_VPS_ENABLED is not true: provision is closed",
-            "set it where that is intended",
+            "set it if machines are to be provisioned",
         );
     }
     if !config.provisioning.billing_enforcement.is_on() {
         findings = findings.warning(
-            "BILLING_ENFORCEMENT is off: anybody's slot is provisioned",
-            "leave it out, but for tests",
+            "BILLING_ENFORCEMENT is off: slots are provisioned without a subscription",
+            "unset it, except for tests",
         );
     }
-    let open =
+    let is_open =
         |listen: &crate::platform::config::Listen| listen.tls.is_none() && !listen.address.ip().is_loopback();
-    if open(&config.api) {
+    if is_open(&config.api) {
         findings = findings.warning(
-            format!("the API listens on {} without TLS: the secret travels in the clear", config.api.address),
-            "PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or loopback behind a proxy that has TLS",
+            format!(
+                "the API listens on {} without TLS: the secret is sent in clear text",
+                config.api.address
+            ),
+            "PLATFORM_TLS_CERT_FILE and PLATFORM_TLS_KEY_FILE, or loopback behind a proxy with TLS",
         );
     }
-    if open(&config.router) {
+    if is_open(&config.router) {
         findings = findings.warning(
             format!("the router listens on {} without TLS", config.router.address),
-            "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or loopback behind a proxy that has TLS",
+            "ROUTER_TLS_CERT_FILE and ROUTER_TLS_KEY_FILE, or loopback behind a proxy with TLS",
         );
     }
     let admitted = if config.hosts.egress.is_empty() {
         "every address, as PLATFORM_EGRESS_CIDRS is not set".to_owned()
     } else {
-        format!("PLATFORM_EGRESS_CIDRS alone ({})", config.hosts.egress)
+        format!("only PLATFORM_EGRESS_CIDRS ({})", config.hosts.egress)
     };
     let version = &config.provisioning.image_version;
-    findings.or_ok(format!("complete; new machines get {version}, and admit to :443 {admitted}"))
+    findings.or_ok(format!("complete; new machines get {version}, and accept :443 from {admitted}"))
 }
 
 pub fn certificates(config: &PlatformConfig) -> Findings {
@@ -104,21 +107,21 @@ fn certificate(findings: Findings, name: &str, files: &TlsFiles) -> Findings {
     if let Err(error) = usable {
         return findings.problem(format!("{}: {error:#}", files.cert.display()), next);
     }
-    let Some(ends) = ends(&files.cert) else {
+    let Some(expires_at) = expires_at(&files.cert) else {
         return findings.problem(format!("{} is not a certificate", files.cert.display()), next);
     };
-    let left = ends.duration_since(Timestamp::now());
-    let told = format!("{} ends at {:.0}", files.cert.display(), ends);
+    let left = expires_at.duration_since(Timestamp::now());
+    let text = format!("{} expires at {:.0}", files.cert.display(), expires_at);
     if left.is_negative() {
-        findings.problem(told, format!("renew it, then restart svc-platform: {next}"))
-    } else if left < SOON {
-        findings.warning(told, "renew it, then restart svc-platform")
+        findings.problem(text, format!("renew it, then restart svc-platform: {next}"))
+    } else if left < EXPIRY_WARNING {
+        findings.warning(text, "renew it, then restart svc-platform")
     } else {
-        findings.ok(told)
+        findings.ok(text)
     }
 }
 
-fn ends(path: &Path) -> Option<Timestamp> {
+fn expires_at(path: &Path) -> Option<Timestamp> {
     let first = CertificateDer::pem_file_iter(path).ok()?.next()?.ok()?;
     let (_, parsed) = x509_parser::parse_x509_certificate(&first).ok()?;
     Timestamp::from_second(parsed.validity().not_after.timestamp()).ok()

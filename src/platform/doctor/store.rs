@@ -1,5 +1,5 @@
-//! The object store as the platform needs it: read, list, delete, and a put that happens only on its condition. Without
-//! that last one, two hosts could both believe that the pointer is theirs.
+//! The object store's capabilities that the platform needs: read, list, delete, and conditional put. Without
+//! conditional puts, two hosts could both believe that they hold the pointer.
 
 use std::time::Duration;
 
@@ -19,18 +19,18 @@ use crate::store::parallel_probe::{self, PREFIX as PROBES};
 use crate::store::policy::SnapshotWrites;
 use crate::store::protection::{self, Setting};
 
-const NEXT: &str = "is it up? OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
+const ADVICE: &str = "check that it is running, OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT, AWS_*";
 const PARALLEL_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub async fn check(config: &PlatformConfig) -> Findings {
     let findings = Findings::new("store");
     let bucket = match config.store.open() {
         Ok(bucket) => bucket,
-        Err(error) => return findings.problem(format!("{error:#}"), NEXT),
+        Err(error) => return findings.problem(format!("{error:#}"), ADVICE),
     };
     let key = Path::from(format!("{PROBES}/{}.json", uuid::Uuid::new_v4()));
-    let tried = conditional(&bucket, &key).await;
-    // Ours alone; what cannot be deleted is said below.
+    let tried = test_conditional_puts(&bucket, &key).await;
+    // Only this check uses the object; a failed deletion is reported below.
     let deleted = bucket.raw().delete(&key).await;
     match tried {
         Ok(None) => {}
@@ -46,13 +46,13 @@ pub async fn check(config: &PlatformConfig) -> Findings {
         Err(error @ StoreError::Clock { .. }) => {
             return findings.problem(error.to_string(), "systemctl restart systemd-timesyncd");
         }
-        Err(error) => return findings.problem(chain(&error), NEXT),
+        Err(error) => return findings.problem(chain(&error), ADVICE),
     }
     let findings = match deleted {
         Ok(()) => findings,
         Err(error) => findings.warning(
             format!("{key} could not be deleted: {}", chain(&error)),
-            "delete it by hand; the platform itself deletes nothing",
+            "delete it manually; the platform deletes nothing",
         ),
     };
     let findings = match parallel_probe::run(&bucket, PARALLEL_TIMEOUT).await {
@@ -63,17 +63,19 @@ pub async fn check(config: &PlatformConfig) -> Findings {
             }
             (None, None) => findings,
         },
-        Err(error) => findings.warning(format!("parallel writers were not tried: {}", chain(&error)), NEXT),
+        Err(error) => {
+            findings.warning(format!("parallel writers were not tested: {}", chain(&error)), ADVICE)
+        }
     };
     let listed = bucket.raw().list(Some(&Path::from(PROBES))).try_next().await;
     match listed {
         Ok(_) => findings.or_ok("reads, lists, and puts exactly on condition"),
-        Err(error) => findings.problem(format!("it cannot be listed: {}", chain(&error)), NEXT),
+        Err(error) => findings.problem(format!("cannot list it: {}", chain(&error)), ADVICE),
     }
 }
 
-/// A put where there is nothing, a second one that must be refused, one on the version read, and one on a stale version.
-async fn conditional(bucket: &Bucket, key: &Path) -> Result<Option<String>, StoreError> {
+/// Puts a new object, a second one that must be refused, one on the version read, and one on a stale version.
+async fn test_conditional_puts(bucket: &Bucket, key: &Path) -> Result<Option<String>, StoreError> {
     let put = |n: u32, condition: Condition| {
         let value = json!({"n": n});
         async move { bucket.put_json_if(key, &value, condition).await }
@@ -85,10 +87,10 @@ async fn conditional(bucket: &Bucket, key: &Path) -> Result<Option<String>, Stor
         Err(error) => Err(error),
     };
     if !refused(put(2, Condition::Absent).await)? {
-        return Ok(Some("a put with If-None-Match replaced an object that was there".to_owned()));
+        return Ok(Some("a put with If-None-Match replaced an existing object".to_owned()));
     }
     let Some(read) = bucket.get_json::<serde_json::Value>(key).await? else {
-        return Ok(Some("an object that was just put is not there".to_owned()));
+        return Ok(Some("an object is missing right after its put".to_owned()));
     };
     let stale = read.version.clone();
     put(3, Condition::Unchanged(read.version)).await?;
@@ -104,7 +106,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
     let StoreConfig::S3(s3) = &config.store else { return findings.skipped("the store is a directory") };
     let found = match protection::read(s3).await {
         Ok(found) => found,
-        Err(error) => return findings.warning(chain(&error), NEXT),
+        Err(error) => return findings.warning(chain(&error), ADVICE),
     };
     let findings = match found.versioning {
         Setting::On => findings,
@@ -113,7 +115,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
             protection::enable_versioning(s3),
         ),
         Setting::Unknown(status) => {
-            return findings.skipped(format!("the store does not say whether it has versioning ({status})"));
+            return findings.skipped(format!("the store does not report its versioning ({status})"));
         }
     };
     match found.object_lock {
@@ -123,7 +125,7 @@ pub async fn protection(config: &PlatformConfig) -> Findings {
             protection::enable_object_lock(s3),
         ),
         Setting::Unknown(_) => {
-            findings.or_ok("the bucket has versioning; the store does not know object lock")
+            findings.or_ok("the bucket has versioning; the store does not support object lock")
         }
     }
 }
@@ -134,18 +136,20 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
         Ok(hosts) => hosts,
         Err(error) => return findings.problem(format!("{error:#}"), "STS_ENDPOINT"),
     };
-    if hosts.gives_our_own() {
+    if hosts.shares_platform_credentials() {
         return findings.warning(
             "STORE_HOST_CREDENTIALS=static: every host gets the platform's own credentials and reaches every slot",
             "set STS_ROLE_ARN: hosts then get short-lived ones for their own slot",
         );
     }
     match hosts.try_session().await {
-        None => findings.ok("the store is a directory, which knows none"),
+        None => findings.ok("the store is a directory, which has no credentials"),
         Some(Ok(session)) => {
             let until = session.expires_at;
-            let findings = write_once(config, &hosts, session).await;
-            outage(findings, &hosts).await.or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
+            let findings = check_write_once(config, &hosts, session).await;
+            check_outage_session(findings, &hosts)
+                .await
+                .or_ok(format!("STS gives sessions of one slot, until {until:.0}"))
         }
         Some(Err(error)) => findings.problem(
             chain(&error),
@@ -154,19 +158,20 @@ pub async fn host_credentials(config: &PlatformConfig) -> Findings {
     }
 }
 
-/// Hosts without an outage session store no snapshots while the platform is unreachable, and nothing else says so.
-async fn outage(findings: Findings, hosts: &HostStore) -> Findings {
+/// Hosts without an outage session cannot store snapshots while the platform is unreachable, and nothing else reports
+/// it.
+async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings {
     match hosts.try_outage_session().await {
         Some(Err(error)) => findings.warning(
             format!("STS gives no session of STS_DURATION_SECONDS: {}", chain(&error)),
-            "hosts get one of an hour, or none: lower STS_DURATION_SECONDS, or raise the role's MaxSessionDuration",
+            "hosts get a session of an hour, or none: lower STS_DURATION_SECONDS, or raise the role's MaxSessionDuration",
         ),
         Some(Ok(_)) | None => findings,
     }
 }
 
-/// Whether a session that may not write over a snapshot can still write one, and only one.
-async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Temporary) -> Findings {
+/// Whether a session that may not overwrite a snapshot can still write one, and only one.
+async fn check_write_once(config: &PlatformConfig, hosts: &HostStore, session: Temporary) -> Findings {
     let findings = Findings::new("host-credentials");
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;
@@ -174,10 +179,10 @@ async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Tempora
     if writes == SnapshotWrites::Any {
         return match s3.endpoint {
             None => findings.warning(
-                "a host's credentials can write over the slot's snapshots",
+                "a host's credentials can overwrite the slot's snapshots",
                 "set STORE_WRITE_ONCE=on once every host runs this release",
             ),
-            // Another store may not know the condition.
+            // Other stores may not support the condition.
             Some(_) => findings,
         };
     }
@@ -193,21 +198,21 @@ async fn write_once(config: &PlatformConfig, hosts: &HostStore, session: Tempora
         let key = HostStore::probe_slot().snapshots().join(format!("{}.dump", uuid::Uuid::new_v4()));
         let first = bucket.put_if(&key, &b"probe"[..], Condition::Absent).await;
         let second = bucket.put(&key, &b"overwritten"[..]).await;
-        // Only the platform's own credentials delete.
+        // Only the platform's own credentials can delete.
         config.store.open()?.raw().delete(&key).await.ok();
         Ok::<_, anyhow::Error>((first, second))
     };
-    let next = "set STORE_WRITE_ONCE=off, or use a store that knows the condition key s3:if-none-match";
+    let next = "set STORE_WRITE_ONCE=off, or use a store that supports the condition key s3:if-none-match";
     match tried.await {
         Ok((Ok(()), Err(StoreError::Denied { .. }))) => findings,
         Ok((Ok(()), _)) => findings.problem(
-            "STORE_WRITE_ONCE=on, and a host's credentials still write over a snapshot: the store does not enforce it",
+            "STORE_WRITE_ONCE=on, and a host's credentials still overwrite a snapshot: the store does not enforce it",
             next,
         ),
         Ok((Err(error), _)) => findings.problem(
             format!("STORE_WRITE_ONCE=on, and a host's credentials cannot write a snapshot: {}", chain(&error)),
             next,
         ),
-        Err(error) => findings.problem(format!("{error:#}"), NEXT),
+        Err(error) => findings.problem(format!("{error:#}"), ADVICE),
     }
 }

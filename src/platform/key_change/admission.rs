@@ -1,22 +1,22 @@
-//! Whether a process may start with the platform keys that it has.
+//! Decides whether a process may start with its platform keys.
 //!
-//! Refused: one without a key that stored things still need, and one that another running process could not work with. Both
-//! would break later, and in part: a machine that cannot register, a router that knows no key.
+//! A process is refused if it lacks a key that stored secrets still need, or if another running process could not
+//! work with it. Either would fail later and only in part: a machine that cannot register, a router that lacks a key.
 
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
 use super::KEYS_LOCK;
-use super::need::Need;
+use super::need::KeyNeed;
 use crate::platform::db::platform_keys::{self, ProcessKeys};
 use crate::platform::db::{self, Db, DbError};
 use crate::platform::keys::{self, KeyError, Seal};
 use crate::platform::tokens::TokenMint;
 
-const MIN_PAUSE: Duration = Duration::from_millis(200);
+const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Why a process does not start.
+/// Why a process may not start.
 #[derive(Debug, thiserror::Error)]
 pub enum AdmissionError {
     #[error(transparent)]
@@ -25,9 +25,9 @@ pub enum AdmissionError {
     Key(#[from] KeyError),
     #[error(
         "PLATFORM_KEY is not the only key that is needed: another key made {0}. Set PLATFORM_KEY_PREVIOUS to that key (the \
-         PLATFORM_KEY of before), and remove it when `svcctl doctor platform` says so"
+         earlier PLATFORM_KEY), and remove it when `svcctl doctor platform` says so"
     )]
-    Needed(Need),
+    Needed(KeyNeed),
     #[error(
         "a platform process with other keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
          PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. Restart the processes that run with the new key as PLATFORM_KEY_PREVIOUS \
@@ -36,7 +36,7 @@ pub enum AdmissionError {
     Incompatible { processes: String },
 }
 
-/// Notes this process among those that run. Waits until the row of a killed process expires.
+/// Records this process as running. Waits until the row of a killed process expires.
 ///
 /// # Errors
 /// [`AdmissionError`].
@@ -47,7 +47,7 @@ pub async fn admit(
     seal: &Seal,
     max_silence: Duration,
 ) -> Result<(), AdmissionError> {
-    let end = Instant::now() + own.ttl + MIN_PAUSE;
+    let end = Instant::now() + own.ttl + MIN_RETRY_INTERVAL;
     loop {
         let mut session = db.session().await?;
         let tx = db::begin(&mut session).await?;
@@ -56,7 +56,7 @@ pub async fn admit(
         if own.ids.previous.is_none() {
             refuse_needed(&tx, own, mint, seal, max_silence, is_first).await?;
         } else {
-            // Before its use is noted: a wrong key must leave the change as it is.
+            // Before its use is recorded: a wrong key must not change the state of the key change.
             keys::ensure_opened(&tx, seal).await?;
         }
         let incompatible = own.incompatible(&tx).await?;
@@ -65,7 +65,7 @@ pub async fn admit(
             if is_first && own.ids.previous.is_none() {
                 platform_keys::insert_first(&tx, &own.ids.current).await?;
             } else {
-                platform_keys::note_use(&tx, &own.ids.current).await?;
+                platform_keys::record_use(&tx, &own.ids.current).await?;
             }
             return Ok(db::commit(tx).await?);
         }
@@ -77,7 +77,7 @@ pub async fn admit(
             return Err(AdmissionError::Incompatible { processes });
         }
         tracing::warn!(processes, "waiting for platform processes with other keys to end");
-        sleep((own.ttl / 8).max(MIN_PAUSE)).await;
+        sleep((own.ttl / 8).max(MIN_RETRY_INTERVAL)).await;
     }
 }
 
@@ -91,12 +91,12 @@ async fn refuse_needed(
 ) -> Result<(), AdmissionError> {
     let key = &own.ids.current;
     let need = if is_first {
-        // A database of an earlier release: the signing keys say which key it is of.
-        Need::of_signing_keys(tx, seal).await?
+        // In a database of an earlier release, only the signing keys show the key.
+        KeyNeed::of_signing_keys(tx, seal).await?
     } else if platform_keys::state(tx, key).await?.is_sole {
         return Ok(());
     } else {
-        Need::find(tx, key, mint, seal, max_silence, own.ttl).await?
+        KeyNeed::find(tx, key, mint, seal, max_silence, own.ttl).await?
     };
     if need.is_empty() { Ok(()) } else { Err(AdmissionError::Needed(need)) }
 }

@@ -1,8 +1,8 @@
-//! The fences of slots in the object store, signed again with the current platform key.
+//! Re-signs the fences of slots in the object store with the current platform key.
 //!
-//! Slots are processed in key order, in batches; the database keeps the last one that is done. A slot that fails ends the
-//! pass, and the next pass begins with it: none is skipped. A slot that is fenced meanwhile is signed with the current key by
-//! whoever fences it, since all processes have that one.
+//! Slots are processed in key order, in batches; the database stores the last finished one. A slot that fails ends
+//! the pass, and the next pass starts with it: none is skipped. A slot that is fenced in the meantime is signed with
+//! the current key, since all processes use it.
 
 use std::time::Duration;
 
@@ -19,14 +19,14 @@ use crate::store::key::SlotPrefix;
 use crate::store::pointer::Fence;
 use crate::store::pointer_io::{self, PointerError};
 
-/// For one slot.
+/// Timeout of one slot.
 const SLOT_TIMEOUT: Duration = Duration::from_secs(10);
 
-const SLOTS_AT_ONCE: usize = 8;
+const MAX_CONCURRENT_SLOTS: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Progress {
-    /// Slots are left for the next pass.
+pub enum FenceProgress {
+    /// Some slots remain for the next pass.
     Some,
     Done,
 }
@@ -34,24 +34,24 @@ pub enum Progress {
 /// Processes the next batch of slots.
 ///
 /// # Errors
-/// [`ChangeError`]; slots that are done stay done.
-pub async fn sign_again(platform: &Platform) -> Result<Progress, ChangeError> {
+/// [`ChangeError`]; finished slots stay finished.
+pub async fn re_sign_batch(platform: &Platform) -> Result<FenceProgress, ChangeError> {
     let key = &platform.process.ids.current;
     let session = platform.db.session().await?;
     let state = platform_keys::state(&session, key).await?;
     if state.has_signed_fences {
-        return Ok(Progress::Done);
+        return Ok(FenceProgress::Done);
     }
     let mut before = state.fences_after;
     let slots = platform_keys::slots_after(&session, before.as_ref(), BATCH).await?;
     if slots.is_empty() {
         platform_keys::finish_fences(&session, key, before.as_ref()).await?;
-        return Ok(Progress::Done);
+        return Ok(FenceProgress::Done);
     }
     drop(session);
     let mut signed = stream::iter(slots)
         .map(async |slot| sign_slot(platform, &slot).await.map(|()| slot))
-        .buffered(SLOTS_AT_ONCE);
+        .buffered(MAX_CONCURRENT_SLOTS);
     while let Some(slot) = signed.next().await {
         let slot = slot?;
         failpoint::pass("platform-key-after-fence")?;
@@ -62,7 +62,7 @@ pub async fn sign_again(platform: &Platform) -> Result<Progress, ChangeError> {
             break;
         }
     }
-    Ok(Progress::Some)
+    Ok(FenceProgress::Some)
 }
 
 async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Result<(), ChangeError> {
@@ -79,19 +79,19 @@ async fn sign_slot(platform: &Platform, (user, slot): &(String, String)) -> Resu
         }
     });
     match signed.await {
-        // Fenced by a later machine since it was read: with the current key.
+        // A later machine fenced it after the read, with the current key.
         Ok(Ok(()) | Err(PointerError::Fenced(_))) => Ok(()),
         Ok(Err(_)) => Err(ChangeError::Contended(name())),
-        // No proof can be read from it by any key; `svcctl pointer rebuild` signs with the current one.
+        // No key can verify it; `svcctl pointer rebuild` signs with the current one.
         Err(error @ StoreError::Corrupt { .. }) => {
-            tracing::warn!(slot = name(), error = %chain(&error), "a fence is not readable, and is not signed again");
+            tracing::warn!(slot = name(), error = %chain(&error), "cannot read a fence; it is not re-signed");
             Ok(())
         }
         Err(source) => Err(ChangeError::Fence { slot: name(), source }),
     }
 }
 
-/// A fence that is signed by neither key is no fence of the platform's, and stays as it is.
+/// A fence that neither key verifies is not the platform's, and stays as it is.
 async fn sign(platform: &Platform, slot: &SlotPrefix) -> Result<(), PointerError> {
     let Some(read) = pointer_io::read(&platform.bucket, slot).await? else { return Ok(()) };
     let (epoch, mint) = (read.value.fence_epoch, &platform.mint);

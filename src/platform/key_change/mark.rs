@@ -1,10 +1,9 @@
-//! The note in the object store of which platform key is current, by its fingerprint.
+//! The mark in the object store that names the current platform key by its fingerprint.
 //!
-//! A whole server that is restored from a copy of before a change of `PLATFORM_KEY` has a database and settings that agree with
-//! each other; the store alone is newer. A process that has neither key of now would refuse every host, and believe none of
-//! the fences that the platform has signed since.
+//! A server restored from before a change of `PLATFORM_KEY` has a consistent database and settings; only the store is
+//! newer. A process with none of the current keys would refuse every host, and trust no fence signed since then.
 //!
-//! The invariant: a note that names a key which this process does not have in force is never written over.
+//! The invariant: a mark that names a key which this process does not have is never overwritten.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,37 +19,37 @@ use crate::platform::context::Platform;
 use crate::platform::platform_key::{KeyId, KeyIds};
 use crate::store::bucket::{Bucket, Condition, StoreError, Versioned};
 
-/// No session of a host reaches it: those reach a slot, which is two names deep.
-pub const PLACE: &str = "system-platform/platform-key.json";
+/// Not reachable by host sessions: those reach only a slot's prefix, which has two path segments.
+pub const MARK_PATH: &str = "system-platform/platform-key.json";
 
 const FORMAT: u32 = 1;
-/// Of one look, and of one attempt to write.
-const TIMEOUT: Duration = Duration::from_secs(5);
-/// Between two attempts while the store does not answer.
-const PAUSE: Duration = Duration::from_secs(5);
-/// Of a write that others come before; each reads what they wrote.
-const MAX_ROUNDS: u32 = 5;
+/// Timeout of one check, and of one attempt to write.
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Delay before a retry while the store is unavailable.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// Maximum attempts to write against concurrent writers; each attempt rereads the mark.
+const MAX_WRITE_ATTEMPTS: u32 = 5;
 
-/// What is in the store. Fields that a newer release writes are ignored.
+/// The stored mark. Fields of a newer release are ignored.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Note {
+struct Mark {
     version: u32,
     key_id: String,
     #[serde(with = "clock::wire")]
     noted_at: Timestamp,
 }
 
-/// Which of this process's keys the note names.
+/// Which of this process's keys the mark names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Named {
+pub enum NamedKey {
     Current,
     Previous,
-    /// There is none yet.
+    /// No mark exists yet.
     Nothing,
 }
 
-/// The note names a key that is not in force here.
+/// The mark names a key that this process does not have.
 #[derive(Debug)]
 pub struct OtherKey {
     named: String,
@@ -63,7 +62,7 @@ impl fmt::Display for OtherKey {
         let previous = ids.previous.as_ref().map_or_else(|| "not set".to_owned(), KeyId::to_string);
         write!(
             f,
-            "the object store says that the current platform key has the fingerprint {named} ({PLACE}), which is neither \
+            "the object store says that the current platform key has the fingerprint {named} ({MARK_PATH}), which is neither \
              PLATFORM_KEY ({}) nor PLATFORM_KEY_PREVIOUS ({previous})",
             ids.current
         )
@@ -71,31 +70,31 @@ impl fmt::Display for OtherKey {
 }
 
 impl OtherKey {
-    /// What an operator does about it.
+    /// What an operator should do.
     pub fn advice(&self) -> String {
         format!(
-            "one of the two must be the key {named}: where settings of before a change were restored, set it as PLATFORM_KEY, and \
-             the key of then ({}) as PLATFORM_KEY_PREVIOUS; while the key is being changed, set it as PLATFORM_KEY_PREVIOUS. The \
-             docs/operating/recovery.md's \"The platform's database was restored from an older copy\" has the rest",
+            "one of the two must be the key {named}: if settings from before a change were restored, set it as PLATFORM_KEY, and \
+             the restored key ({}) as PLATFORM_KEY_PREVIOUS; during a key change, set it as PLATFORM_KEY_PREVIOUS. See \
+             \"The platform's database was restored from an older copy\" in docs/operating/recovery.md",
             self.ids.current,
             named = self.named,
         )
     }
 }
 
-/// Why it is not known that this process has the current key.
+/// Why this process could not be shown to have the current key.
 #[derive(Debug, thiserror::Error)]
 pub enum MarkError {
     #[error("{}; {}", .0, .0.advice())]
     OtherKey(Box<OtherKey>),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the note of the current platform key was changed by others too often")]
+    #[error("too many concurrent changes of the current platform key's mark")]
     Contended,
 }
 
 impl MarkError {
-    /// Whether a process with these keys must not run. A store that does not answer says nothing.
+    /// Whether a process with these keys must not run. An unavailable store is no reason to refuse.
     pub fn is_refusal(&self) -> bool {
         matches!(self, Self::OtherKey(_) | Self::Store(StoreError::Corrupt { .. }))
     }
@@ -105,27 +104,27 @@ impl MarkError {
 ///
 /// # Errors
 /// [`MarkError`].
-pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<Named, MarkError> {
+pub async fn check(bucket: &Bucket, ids: &KeyIds) -> Result<NamedKey, MarkError> {
     named(read(bucket).await?.as_ref(), ids)
 }
 
-/// Makes the store name the current key, where it names none or the previous one.
+/// Makes the store name the current key, if it names none or the previous one.
 ///
 /// # Errors
 /// [`MarkError`].
 pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
-    for _ in 0..MAX_ROUNDS {
+    for _ in 0..MAX_WRITE_ATTEMPTS {
         let found = read(bucket).await?;
-        if named(found.as_ref(), ids)? == Named::Current {
+        if named(found.as_ref(), ids)? == NamedKey::Current {
             return Ok(());
         }
         let condition = found.map_or(Condition::Absent, |found| Condition::Unchanged(found.version));
-        let note = Note { version: FORMAT, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
-        let place = place();
-        let put = bucket.put_json_if(&place, &note, condition);
-        match bucket.within(&place, TIMEOUT, put).await {
+        let mark = Mark { version: FORMAT, key_id: ids.current.as_str().to_owned(), noted_at: now_ms() };
+        let path = mark_path();
+        let put = bucket.put_json_if(&path, &mark, condition);
+        match bucket.within(&path, CALL_TIMEOUT, put).await {
             Ok(()) => return Ok(()),
-            // Another process's, or our own whose answer was lost.
+            // Another process's write, or this one's with a lost response.
             Err(StoreError::Precondition { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -133,49 +132,49 @@ pub async fn write(bucket: &Bucket, ids: &KeyIds) -> Result<(), MarkError> {
     Err(MarkError::Contended)
 }
 
-/// Writes the note that could not be written at the start; ends where the store turns out to name another key.
-pub async fn keep(platform: Arc<Platform>) {
+/// Retries the write that failed at startup; ends if the store turns out to name another key.
+pub async fn keep_writing(platform: Arc<Platform>) {
     loop {
         match write(&platform.bucket, &platform.process.ids).await {
             Ok(()) => return platform.stop.cancelled().await,
             Err(error) if error.is_refusal() => {
-                return tracing::error!(error = %chain(&error), "this process has not the current platform key");
+                return tracing::error!(error = %chain(&error), "this process does not have the current platform key");
             }
             Err(error) => {
-                tracing::warn!(error = %chain(&error), "the current platform key is not noted in the store yet");
+                tracing::warn!(error = %chain(&error), "cannot store the mark of the current platform key; retrying");
             }
         }
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(PAUSE) => {}
+            () = tokio::time::sleep(RETRY_INTERVAL) => {}
         }
     }
 }
 
-fn place() -> Path {
-    Path::from(PLACE)
+fn mark_path() -> Path {
+    Path::from(MARK_PATH)
 }
 
-async fn read(bucket: &Bucket) -> Result<Option<Versioned<Note>>, StoreError> {
-    let place = place();
-    let found = bucket.within(&place, TIMEOUT, bucket.get_json::<Note>(&place)).await?;
+async fn read(bucket: &Bucket) -> Result<Option<Versioned<Mark>>, StoreError> {
+    let path = mark_path();
+    let found = bucket.within(&path, CALL_TIMEOUT, bucket.get_json::<Mark>(&path)).await?;
     let is_id = |text: &str| text.len() == KeyId::CHARS && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     match found {
         Some(found) if !is_id(&found.value.key_id) => {
-            Err(StoreError::corrupt(&place, &"keyId is no fingerprint of a platform key"))
+            Err(StoreError::corrupt(&path, &"keyId is not a fingerprint of a platform key"))
         }
         found => Ok(found),
     }
 }
 
-fn named(found: Option<&Versioned<Note>>, ids: &KeyIds) -> Result<Named, MarkError> {
-    let Some(found) = found else { return Ok(Named::Nothing) };
+fn named(found: Option<&Versioned<Mark>>, ids: &KeyIds) -> Result<NamedKey, MarkError> {
+    let Some(found) = found else { return Ok(NamedKey::Nothing) };
     let named = &found.value.key_id;
     if named == ids.current.as_str() {
-        return Ok(Named::Current);
+        return Ok(NamedKey::Current);
     }
     if ids.previous.as_ref().is_some_and(|previous| named == previous.as_str()) {
-        return Ok(Named::Previous);
+        return Ok(NamedKey::Previous);
     }
     Err(MarkError::OtherKey(Box::new(OtherKey { named: named.clone(), ids: ids.clone() })))
 }
@@ -192,28 +191,32 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn note_follows_the_change_and_stays_with_an_unknown_key() {
+    async fn mark_follows_change_and_keeps_unknown_key() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
-        assert_eq!(check(&bucket, &ids(1, None)).await.unwrap(), Named::Nothing);
+        assert_eq!(check(&bucket, &ids(1, None)).await.unwrap(), NamedKey::Nothing);
         write(&bucket, &ids(1, None)).await.unwrap();
-        assert_eq!(check(&bucket, &ids(2, Some(1))).await.unwrap(), Named::Previous);
+        assert_eq!(check(&bucket, &ids(2, Some(1))).await.unwrap(), NamedKey::Previous);
         write(&bucket, &ids(2, Some(1))).await.unwrap();
         write(&bucket, &ids(2, None)).await.unwrap();
 
         for old in [ids(1, None), ids(1, Some(3))] {
             for error in [check(&bucket, &old).await.unwrap_err(), write(&bucket, &old).await.unwrap_err()] {
-                let said = error.to_string();
-                assert!(error.is_refusal() && said.contains(ids(2, None).current.as_str()), "{said}");
+                let message = error.to_string();
+                assert!(error.is_refusal() && message.contains(ids(2, None).current.as_str()), "{message}");
             }
         }
-        assert_eq!(check(&bucket, &ids(2, None)).await.unwrap(), Named::Current, "nothing was written over");
+        assert_eq!(
+            check(&bucket, &ids(2, None)).await.unwrap(),
+            NamedKey::Current,
+            "nothing was overwritten"
+        );
     }
 
     #[tokio::test]
-    async fn note_that_is_not_readable_is_a_refusal() {
+    async fn unreadable_mark_is_a_refusal() {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         for text in ["{}", r#"{"version":1,"keyId":"\u001b[31m","notedAt":"2026-01-01T00:00:00.000Z"}"#] {
-            bucket.put(&place(), text).await.unwrap();
+            bucket.put(&mark_path(), text).await.unwrap();
             let error = check(&bucket, &ids(1, None)).await.unwrap_err();
             assert!(error.is_refusal() && !error.to_string().contains('\u{1b}'), "{error}");
         }

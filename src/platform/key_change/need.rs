@@ -1,5 +1,5 @@
-//! What needs another platform key than the current one, by counts and names: for the end of a change, for the start of a
-//! process without that key, and for `svcctl doctor platform`.
+//! What still needs a platform key other than the current one, by counts and names: for the end of a change, for
+//! process starts, and for `svcctl doctor platform`.
 
 use std::fmt;
 use std::time::Duration;
@@ -15,28 +15,28 @@ use crate::platform::platform_key::KeyId;
 use crate::platform::token_rotation;
 use crate::platform::tokens::TokenMint;
 
-/// How many of a kind a message names.
+/// Maximum names of a kind in a message.
 const MAX_NAMED: usize = 5;
 
 #[derive(Debug, Default)]
-pub struct Need {
-    signing_keys: Named,
-    /// Whose hosts send heartbeats: their tokens rotate by these.
-    machines: Named,
-    /// Not waited for: the token that the database knows of them is accepted by its hash, and rotates when they are back.
-    silent: Named,
-    fences: Named,
-    processes: Named,
+pub struct KeyNeed {
+    signing_keys: CountedNames,
+    /// Machines whose hosts send heartbeats, by which their tokens rotate.
+    machines: CountedNames,
+    /// Not waited for: the database accepts their token by its hash, and it rotates when they are back.
+    silent: CountedNames,
+    fences: CountedNames,
+    processes: CountedNames,
 }
 
-/// How many, and the names of some.
+/// A count, and some of the names.
 #[derive(Debug, Default)]
-struct Named {
+struct CountedNames {
     count: u64,
     names: Vec<String>,
 }
 
-impl Named {
+impl CountedNames {
     fn note(&mut self, name: impl fmt::Display) {
         self.count += 1;
         if self.names.len() < MAX_NAMED {
@@ -45,9 +45,9 @@ impl Named {
     }
 }
 
-impl Need {
-    /// Everything that still needs a key other than the current one of `mint` and `seal`. Costs a row and a MAC for each machine that holds
-    /// its slot.
+impl KeyNeed {
+    /// Everything that still needs a key other than the current one of `mint` and `seal`. Costs a row and a MAC for
+    /// each machine that holds its slot.
     ///
     /// # Errors
     /// [`DbError`].
@@ -70,7 +70,7 @@ impl Need {
         Ok(need)
     }
 
-    /// Of the signing keys alone.
+    /// The need of the signing keys only.
     ///
     /// # Errors
     /// [`DbError`].
@@ -78,7 +78,7 @@ impl Need {
         let mut need = Self::default();
         for key in signing_keys(client).await? {
             let with = seal.sealed_with(&key.kid, &key.sealed);
-            // Where there is a previous key that does not open it, dropping that one loses nothing.
+            // If there is a previous key that does not decrypt it either, removing that key loses nothing.
             if with == SealedWith::Previous || with == SealedWith::Neither && !seal.has_previous() {
                 need.signing_keys.note(key.kid);
             }
@@ -94,7 +94,7 @@ impl Need {
     ) -> Result<(), DbError> {
         let mut after = MachineId(uuid::Uuid::nil());
         loop {
-            let held = upgrade_token::held_after(client, after, max_silence, 10 * BATCH).await?;
+            let held = upgrade_token::list_after(client, after, max_silence, 10 * BATCH).await?;
             let Some(last) = held.last() else { return Ok(()) };
             after = last.machine;
             for token in held {
@@ -126,18 +126,18 @@ impl Need {
         [signing_keys, machines, fences, processes].iter().all(|named| named.count == 0)
     }
 
-    /// Whether processes with another current key run: nothing is made again before they have this one.
+    /// Whether processes with another current key are running: nothing is replaced before they have switched.
     pub fn has_processes(&self) -> bool {
         self.processes.count > 0
     }
 
-    /// The machines that keep a token of another key, and that are not waited for.
+    /// The silent machines with a token of another key.
     pub fn silent(&self) -> Option<String> {
         (self.silent.count > 0).then(|| list(&[("silent machine", &self.silent)]))
     }
 }
 
-impl fmt::Display for Need {
+impl fmt::Display for KeyNeed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = [
             ("sealed signing key", &self.signing_keys),
@@ -150,8 +150,8 @@ impl fmt::Display for Need {
 }
 
 /// `1 sealed signing key (proof-…), 2 machines' tokens (…)`.
-fn list(parts: &[(&str, &Named)]) -> String {
-    let part = |(what, named): &(&str, &Named)| {
+fn list(parts: &[(&str, &CountedNames)]) -> String {
+    let part = |(what, named): &(&str, &CountedNames)| {
         let more = if named.count > named.names.len() as u64 { ", …" } else { "" };
         format!("{} {} ({}{more})", named.count, plural(what, named.count), named.names.join(", "))
     };
@@ -170,7 +170,7 @@ fn plural(what: &str, count: u64) -> String {
     }
 }
 
-/// Every signing key of the database, also retired ones.
+/// Every signing key in the database, including retired ones.
 ///
 /// # Errors
 /// [`DbError`].
@@ -178,7 +178,7 @@ pub async fn signing_keys(client: &impl GenericClient) -> Result<Vec<db::keys::S
     let mut all: Vec<db::keys::StoredKey> = Vec::new();
     while all.len() < MAX_SIGNING_KEYS {
         let after = all.last().map_or("", |key| key.kid.as_str());
-        let more = db::keys::after(client, after, BATCH).await?;
+        let more = db::keys::list_after(client, after, BATCH).await?;
         if more.is_empty() {
             break;
         }
@@ -192,8 +192,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn need_names_some_of_each_kind_and_counts_all() {
-        let mut need = Need::default();
+    fn need_counts_all_and_names_some() {
+        let mut need = KeyNeed::default();
         assert!(need.is_empty());
         need.silent.note("quiet");
         assert!(need.is_empty(), "silent machines are not waited for");

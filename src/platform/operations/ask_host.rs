@@ -1,7 +1,7 @@
-//! Calls of the platform to a host: updates, drills, backups, the stop of its writers, and its report of usage.
+//! Calls from the platform to a host: updates, drills, backups, quiescing, and usage reports.
 //!
-//! Each call carries a proof for exactly this machine, method and path, and has a deadline. Whether a snapshot exists is
-//! never taken from an answer alone: the store must say the same.
+//! Each call has a deadline and carries a proof for exactly this machine, method and path. A host's response never
+//! proves that a snapshot exists: the store must confirm it.
 
 use std::time::Duration;
 
@@ -29,86 +29,86 @@ const UPDATE: &str = "/_svc/internal/update";
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const RESUME: &str = "/_svc/internal/resume";
 const USAGE: &str = "/api/usage";
-const ASK: Deadlines = Deadlines {
+const CALL_DEADLINES: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     whole: Some(Duration::from_secs(6)),
     idle: Duration::from_secs(6),
 };
 
-const MAX_ANSWER_BYTES: usize = 64 << 10;
-/// A year by day has some 40 KiB; a report by user has as many entries as there are users and channels.
+const MAX_RESPONSE_BYTES: usize = 64 << 10;
+/// A daily report of one year takes about 40 KiB; a report by user has one entry per user and channel.
 const MAX_USAGE_BYTES: usize = 1 << 20;
 
-/// Asks the host of a machine for a backup soon; whether it makes one shows later. When it was asked by its own clock, if
-/// it says so: a run that began before is another.
+/// Requests a backup from a machine's host. Returns the request time by the host's clock, if the host reports it: an
+/// earlier backup belongs to another request.
 ///
 /// # Errors
-/// When it has not taken the request.
+/// When the host does not accept the request.
 pub async fn backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
-    ask_known(platform, machine, &Ask::post(BACKUP, None)).await
+    request_at(platform, machine, &HostRequest::post(BACKUP, None)).await
 }
 
-/// Asks the host of a machine to make the snapshot that it holds back the latest; what comes of it, its heartbeats say.
+/// Requests that a host publishes its held-back snapshot as the latest; its heartbeats report the outcome.
 ///
 /// # Errors
-/// When it has not taken the request.
+/// When the host does not accept the request.
 pub async fn accept_backup(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
-    ask_known(platform, machine, &Ask::post(ACCEPT, None)).await
+    request_at(platform, machine, &HostRequest::post(ACCEPT, None)).await
 }
 
-/// Asks the host of a machine to restore the latest snapshot on trial; what comes of it, its heartbeats tell.
+/// Requests a drill, a trial restore of the latest snapshot; the host's heartbeats report the outcome.
 ///
 /// # Errors
-/// When it has not taken the request.
+/// When the host does not accept the request.
 pub async fn drill(platform: &Platform, machine: &MachineRow) -> anyhow::Result<Option<Timestamp>> {
-    ask_known(platform, machine, &Ask::post(DRILL, None)).await
+    request_at(platform, machine, &HostRequest::post(DRILL, None)).await
 }
 
-/// Asks the host of a machine for a release; what became of it, its heartbeats tell.
+/// Requests an update to a release; the host's heartbeats report the outcome.
 ///
 /// # Errors
-/// When it has not taken the request.
+/// When the host does not accept the request.
 pub async fn update(platform: &Platform, machine: &MachineRow, version: &ImageVersion) -> anyhow::Result<()> {
     let body = json!({"imageVersion": version});
-    ask_known(platform, machine, &Ask::post(UPDATE, Some(body))).await.map(drop)
+    request_at(platform, machine, &HostRequest::post(UPDATE, Some(body))).await.map(drop)
 }
 
-/// Why a host did not do what it was asked for.
+/// Why a call to a host failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostCallError {
-    /// No answer came from it.
+    /// The host did not respond.
     #[error("the host cannot be reached")]
     Unreachable(#[source] anyhow::Error),
-    /// It answered, with this status.
+    /// The host responded with this error status.
     #[error("the host answered {0}")]
     Refused(StatusCode),
 }
 
-/// How far a host has got with stopping its writers.
+/// Progress of a host in stopping its writers.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Quiesced {
-    /// Since when no writer is left.
+pub struct QuiesceStatus {
+    /// Since when all writers have been stopped.
     #[serde(with = "crate::clock::wire_option")]
     pub quiesced_at: Option<Timestamp>,
     pub running_dispatches: u64,
 }
 
-/// Stops the writers of a host for an operation, or asks how far that has got.
+/// Requests that a host stops its writers for an operation; returns its progress.
 ///
 /// # Errors
-/// [`HostCallError`]; 404 or 405 from a release that cannot do it.
+/// [`HostCallError`]; 404 or 405 from a release without this route.
 pub async fn quiesce(
     platform: &Platform,
     machine: &MachineRow,
     operation: OperationId,
-) -> Result<Quiesced, HostCallError> {
+) -> Result<QuiesceStatus, HostCallError> {
     let body = Some(json!({"operationId": operation}));
-    let answer = call(platform, machine, &Ask::post(QUIESCE, body)).await?;
-    Ok(serde_json::from_slice(&answer).unwrap_or_default())
+    let response = call(platform, machine, &HostRequest::post(QUIESCE, body)).await?;
+    Ok(serde_json::from_slice(&response).unwrap_or_default())
 }
 
-/// Opens the writers of a host that were stopped for an operation.
+/// Resumes the writers that a host stopped for an operation.
 ///
 /// # Errors
 /// [`HostCallError`].
@@ -118,10 +118,10 @@ pub async fn resume(
     operation: OperationId,
 ) -> Result<(), HostCallError> {
     let body = Some(json!({"operationId": operation}));
-    call(platform, machine, &Ask::post(RESUME, body)).await.map(drop)
+    call(platform, machine, &HostRequest::post(RESUME, body)).await.map(drop)
 }
 
-/// A backup under way on a host, and how its last one ended.
+/// The running backup of a host, and the outcome of its last one.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BackupProgress {
@@ -129,53 +129,53 @@ pub struct BackupProgress {
     pub stage: Option<String>,
     pub dumped_bytes: Option<u64>,
     pub uploaded_bytes: Option<u64>,
-    pub last: Option<BackupEnd>,
+    pub last: Option<BackupOutcome>,
 }
 
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct BackupEnd {
+pub struct BackupOutcome {
     pub status: String,
     #[serde(with = "crate::clock::wire_option")]
     pub began_at: Option<Timestamp>,
-    /// The snapshot that it made the latest.
+    /// The snapshot that it published as the latest.
     pub key: Option<String>,
     pub error: Option<String>,
-    /// Its snapshot is whole and did not become the latest. Hosts of earlier releases do not say so.
-    pub held: Option<HeldBack>,
+    /// Set if its complete snapshot was not published as the latest. Hosts of earlier releases do not report this.
+    pub held: Option<HeldSnapshot>,
 }
 
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(default)]
-pub struct HeldBack {
+pub struct HeldSnapshot {
     /// A sentence that names the missing tables and rows.
     pub loss: String,
 }
 
-/// How far the backup of a host has got.
+/// Progress of a host's backup.
 ///
 /// # Errors
-/// [`HostCallError`]; 404 or 405 from a release that does not say.
+/// [`HostCallError`]; 404 or 405 from a release without this route.
 pub async fn backup_progress(
     platform: &Platform,
     machine: &MachineRow,
 ) -> Result<BackupProgress, HostCallError> {
-    let ask = Ask { method: Method::GET, path: BACKUP, query: Vec::new(), body: None };
-    let answer = call(platform, machine, &ask).await?;
-    Ok(serde_json::from_slice(&answer).unwrap_or_default())
+    let request = HostRequest { method: Method::GET, path: BACKUP, query: Vec::new(), body: None };
+    let response = call(platform, machine, &request).await?;
+    Ok(serde_json::from_slice(&response).unwrap_or_default())
 }
 
-/// Why a host's report of usage cannot be had.
+/// Why a host's usage report is unavailable.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
     #[error(transparent)]
     Host(#[from] HostCallError),
-    /// It is larger than this many bytes.
+    /// The report exceeds this many bytes.
     #[error("the host's report is larger than {0} bytes")]
     TooLarge(usize),
 }
 
-/// The host's report of usage as it sent it, at most `MAX_USAGE_BYTES`.
+/// The host's usage report, unchanged, at most `MAX_USAGE_BYTES`.
 ///
 /// # Errors
 /// [`UsageError`]; 403 from a release that does not serve usage to the platform.
@@ -184,10 +184,12 @@ pub async fn usage(
     machine: &MachineRow,
     query: &UsageQuery,
 ) -> Result<Vec<u8>, UsageError> {
-    let ask = Ask { method: Method::GET, path: USAGE, query: query.pairs(), body: None };
-    let mut answer = accepted(send(platform, machine, &ask).await)?;
+    let request = HostRequest { method: Method::GET, path: USAGE, query: query.pairs(), body: None };
+    let mut response = check_accepted(send(platform, machine, &request).await)?;
     let mut body = Vec::new();
-    while let Some(piece) = answer.chunk().await.map_err(|error| HostCallError::Unreachable(error.into()))? {
+    while let Some(piece) =
+        response.chunk().await.map_err(|error| HostCallError::Unreachable(error.into()))?
+    {
         if body.len() + piece.len() > MAX_USAGE_BYTES {
             return Err(UsageError::TooLarge(MAX_USAGE_BYTES));
         }
@@ -196,7 +198,7 @@ pub async fn usage(
     Ok(body)
 }
 
-/// Asks the host of a machine for a backup now: when it took the request, by its own clock.
+/// Requests a backup now. Returns the request time by the host's clock.
 ///
 /// # Errors
 /// [`HostCallError`].
@@ -204,47 +206,51 @@ pub async fn request_backup(
     platform: &Platform,
     machine: &MachineRow,
 ) -> Result<Option<Timestamp>, HostCallError> {
-    let answer = call(platform, machine, &Ask::post(BACKUP, None)).await?;
-    Ok(serde_json::from_slice::<Taken>(&answer).unwrap_or_default().requested_at)
+    let response = call(platform, machine, &HostRequest::post(BACKUP, None)).await?;
+    Ok(serde_json::from_slice::<RequestReceipt>(&response).unwrap_or_default().requested_at)
 }
 
-async fn ask_known(
+async fn request_at(
     platform: &Platform,
     machine: &MachineRow,
-    what: &Ask,
+    request: &HostRequest,
 ) -> anyhow::Result<Option<Timestamp>> {
-    let answer = call(platform, machine, what).await?;
-    Ok(serde_json::from_slice::<Taken>(&answer).unwrap_or_default().requested_at)
+    let response = call(platform, machine, request).await?;
+    Ok(serde_json::from_slice::<RequestReceipt>(&response).unwrap_or_default().requested_at)
 }
 
-/// What the host says of a request that it took.
+/// The response to an accepted request.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-struct Taken {
+struct RequestReceipt {
     #[serde(with = "crate::clock::wire_option")]
     requested_at: Option<Timestamp>,
 }
 
 /// One internal request.
-struct Ask {
+struct HostRequest {
     method: Method,
     path: &'static str,
     query: Vec<(&'static str, String)>,
     body: Option<Value>,
 }
 
-impl Ask {
+impl HostRequest {
     fn post(path: &'static str, body: Option<Value>) -> Self {
         Self { method: Method::POST, path, query: Vec::new(), body }
     }
 }
 
-/// The body of the answer, which a host that has taken the request may cut off.
-async fn call(platform: &Platform, machine: &MachineRow, ask: &Ask) -> Result<Vec<u8>, HostCallError> {
-    let mut answer = accepted(send(platform, machine, ask).await)?;
+/// Returns the response body. A host that has accepted the request may cut it off.
+async fn call(
+    platform: &Platform,
+    machine: &MachineRow,
+    request: &HostRequest,
+) -> Result<Vec<u8>, HostCallError> {
+    let mut response = check_accepted(send(platform, machine, request).await)?;
     let mut body = Vec::new();
-    while let Ok(Some(piece)) = answer.chunk().await {
-        if body.len() + piece.len() > MAX_ANSWER_BYTES {
+    while let Ok(Some(piece)) = response.chunk().await {
+        if body.len() + piece.len() > MAX_RESPONSE_BYTES {
             break;
         }
         body.extend_from_slice(&piece);
@@ -252,34 +258,38 @@ async fn call(platform: &Platform, machine: &MachineRow, ask: &Ask) -> Result<Ve
     Ok(body)
 }
 
-/// The answer of a host that has taken the request.
-fn accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
-    let answer = sent.map_err(HostCallError::Unreachable)?;
-    if answer.status().is_success() { Ok(answer) } else { Err(HostCallError::Refused(answer.status())) }
+/// Returns the response of a host that has accepted the request.
+fn check_accepted(sent: anyhow::Result<reqwest::Response>) -> Result<reqwest::Response, HostCallError> {
+    let response = sent.map_err(HostCallError::Unreachable)?;
+    if response.status().is_success() { Ok(response) } else { Err(HostCallError::Refused(response.status())) }
 }
 
-async fn send(platform: &Platform, machine: &MachineRow, ask: &Ask) -> anyhow::Result<reqwest::Response> {
+async fn send(
+    platform: &Platform,
+    machine: &MachineRow,
+    request: &HostRequest,
+) -> anyhow::Result<reqwest::Response> {
     let address = machine.public_ipv4.context("the machine has no address")?;
     let pin = machine.tls_pin.context("the machine never registered")?;
-    let mut url = Url::parse(&format!("https://{address}:{}{}", machine.https_port, ask.path))?;
-    if !ask.query.is_empty() {
-        url.query_pairs_mut().extend_pairs(&ask.query);
+    let mut url = Url::parse(&format!("https://{address}:{}{}", machine.https_port, request.path))?;
+    if !request.query.is_empty() {
+        url.query_pairs_mut().extend_pairs(&request.query);
     }
     let check = match platform.config.hosts.tls_verify {
         Flag::On => ChainCheck::PinAndChain,
         Flag::Off => ChainCheck::PinOnly,
     };
-    let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims(machine, ask));
-    let client = client::with_tls(ASK, pinned_client_config(pin, check)?)?;
-    let call = client.request(ask.method.clone(), url).header(proof::HEADER, signed);
+    let signed = platform.keys.borrow().signer_for(&machine.proof_kids).sign(&claims(machine, request));
+    let client = client::with_tls(CALL_DEADLINES, pinned_client_config(pin, check)?)?;
+    let call = client.request(request.method.clone(), url).header(proof::HEADER, signed);
     let mut call = request_id::onward(call);
-    if let Some(body) = &ask.body {
+    if let Some(body) = &request.body {
         call = call.json(body);
     }
     call.send().await.context("call the host")
 }
 
-fn claims(machine: &MachineRow, ask: &Ask) -> Claims {
+fn claims(machine: &MachineRow, request: &HostRequest) -> Claims {
     let now = Timestamp::now().as_second();
     Claims {
         iss: proof::ISSUER.to_owned(),
@@ -289,8 +299,8 @@ fn claims(machine: &MachineRow, ask: &Ask) -> Claims {
         slot: machine.slot.clone(),
         route: Route::Internal,
         app: None,
-        method: Some(ask.method.to_string()),
-        path: Some(ask.path.to_owned()),
+        method: Some(request.method.to_string()),
+        path: Some(request.path.to_owned()),
         jti: Some(uuid::Uuid::new_v4().simple().to_string()),
         iat: now,
         exp: now + 30,

@@ -1,9 +1,11 @@
-//! The servers that the provider has, against the machines that we know: late ones, vanished ones, orphans.
+//! The inventory of servers: compares the provider's servers with the known machines, and finds late, vanished and
+//! orphaned ones.
 //!
-//! The invariant: a listing alone proves nothing. A machine fails only after its server was asked for by id and absent
-//! twice, while its host sent no heartbeat; a server is deleted only if its machine has ended. Beyond a few at once no
-//! machine fails: a fuse trips, and an operator decides. A server of ours that no machine is known for is no leftover, since
-//! each machine is stored before its server is ordered: the database has forgotten it. An operator decides about each.
+//! The invariant: a listing proves nothing. A machine fails only after two lookups by id find no server, while its
+//! host sends no heartbeat; a server is deleted only if its machine has ended. If more than a few machines would fail
+//! at once, a fuse trips and an operator decides. A server with this installation's label and no machine is not
+//! garbage, since each machine is stored before its server is ordered: the database has lost the row. An operator
+//! decides about each.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -13,134 +15,140 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::create::{EPOCH_LABEL, INSTALLATION_LABEL, MACHINE_LABEL, SLOT_LABEL};
-use super::reconcile::{Census, Failures};
+use super::reconcile::{Failures, Inventory};
 use crate::http::request_id;
 use crate::machine::event::Event;
 use crate::machine::id::MachineId;
 use crate::platform::alarms::{self, Alarm, Fuse};
 use crate::platform::context::Platform;
-use crate::platform::db::servers::Live;
+use crate::platform::db::servers::ExpectedServer;
 use crate::platform::db::{self};
-use crate::platform::lifecycle::{self, Change, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, Change, EventContext, LifecycleError};
 use crate::provider::{Server, ServerId};
 
-/// Between the two looks at a server that seems to be gone, at least.
-const CONFIRM: Duration = Duration::from_secs(10);
-/// Over this time losses are counted together.
-const WINDOW: Duration = Duration::from_secs(3600);
-/// Servers that are requested by their ids in one pass, because the list lacks them and they are watched for show alone.
+/// Minimum time between the two lookups of a server that seems to be gone.
+const CONFIRM_INTERVAL: Duration = Duration::from_secs(10);
+/// Losses within this time count together.
+const LOSS_WINDOW: Duration = Duration::from_secs(3600);
+/// Maximum lookups by id per pass for unlisted servers that are only monitored.
 const MAX_UNLISTED: usize = 20;
-/// A provider that answers so many lookups in a row with errors is not asked for the others.
+/// After this many failed lookups in a row, the rest of the pass is skipped.
 const MAX_FAILED_LOOKUPS: usize = 3;
-/// How many unknown servers the alarm names.
-const SHOWN: usize = 20;
-/// A provider that shows none of this many or more is asked with the token of another project.
-const NONE_SHOWN: usize = 4;
+/// Maximum unknown servers that the alarm names.
+const MAX_SHOWN_SERVERS: usize = 20;
+/// A provider that lists none of at least this many servers was probably called with another project's token.
+const MIN_NONE_LISTED: usize = 4;
 
-/// Whether the servers that this database does not know are noted, and what failed; the next pass continues.
-pub(super) async fn take(platform: &Platform) -> (Census, anyhow::Result<()>) {
+/// Compares the provider's servers with the database. Returns whether unknown servers were recorded, and the failures
+/// of this pass; the next pass continues.
+pub(super) async fn take_inventory(platform: &Platform) -> (Inventory, anyhow::Result<()>) {
     let mut failures = Failures::default();
-    match noted(platform, &mut failures).await {
-        Ok(census) => (census, failures.end()),
-        Err(error) => (Census::NotTaken, Err(error)),
+    match record_inventory(platform, &mut failures).await {
+        Ok(inventory) => (inventory, failures.end()),
+        Err(error) => (Inventory::NotRecorded, Err(error)),
     }
 }
 
-async fn noted(platform: &Platform, failures: &mut Failures) -> anyhow::Result<Census> {
+async fn record_inventory(platform: &Platform, failures: &mut Failures) -> anyhow::Result<Inventory> {
     let session = platform.db.session().await?;
     let began = db::servers::now(&session).await?;
     drop(session);
     let listed = match platform.provider.find_by_label(MACHINE_LABEL).await {
         Ok(listed) => listed,
         Err(error) => {
-            alarms::inform_of(platform, &error).await;
+            alarms::inform_of_provider(platform, &error).await;
             return Err(error.into());
         }
     };
-    let outcome = strays(platform, &listed, began).await;
+    let outcome = record_late_servers(platform, &listed, began).await;
     failures.note("servers that came back", outcome);
-    let outcome = vanished(platform, &listed, failures).await;
+    let outcome = fail_vanished(platform, &listed, failures).await;
     failures.note("missing servers", outcome);
-    let outcome = unlisted(platform, &listed, failures).await;
+    let outcome = record_lost(platform, &listed, failures).await;
     failures.note("missing servers that may hold data", outcome);
-    let outcome = orphans(platform, &listed, failures).await;
-    let census = if outcome.is_ok() { Census::Taken } else { Census::NotTaken };
+    let outcome = handle_orphans(platform, &listed, failures).await;
+    let inventory = if outcome.is_ok() { Inventory::Recorded } else { Inventory::NotRecorded };
     failures.note("unknown servers", outcome);
-    Ok(census)
+    Ok(inventory)
 }
 
 fn machine_of(server: &Server) -> Option<MachineId> {
     server.labels.get(MACHINE_LABEL)?.parse().ok()
 }
 
-/// Servers of machines that have ended and were thought to have none: they came up late.
-async fn strays(platform: &Platform, listed: &[Server], began: Timestamp) -> anyhow::Result<()> {
+/// Records servers of ended machines that were thought to have none: they came up late.
+async fn record_late_servers(platform: &Platform, listed: &[Server], began: Timestamp) -> anyhow::Result<()> {
     let named: HashMap<MachineId, i64> =
         listed.iter().filter_map(|server| Some((machine_of(server)?, server.id.0))).collect();
     let session = platform.db.session().await?;
-    for (machine, server) in db::servers::came_back(&session, &named, began).await? {
-        tracing::warn!(%machine, server, "a server of a machine without one is at the provider");
+    for (machine, server) in db::servers::record_returned(&session, &named, began).await? {
+        tracing::warn!(%machine, server, "the provider has a server of a machine without one");
     }
     Ok(())
 }
 
-/// Machines whose servers are gone. Nothing takes their place by itself.
-async fn vanished(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
+/// Fails machines whose servers are gone. They are not replaced automatically.
+async fn fail_vanished(
+    platform: &Platform,
+    listed: &[Server],
+    failures: &mut Failures,
+) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let live = db::servers::live(&session).await?;
-    let there: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
-    db::servers::seen(&session, &there).await?;
-    let there: HashSet<i64> = there.into_iter().collect();
-    let missing: Vec<&Live> = live.iter().filter(|live| !there.contains(&live.server)).collect();
-    // A list that lacks many is not gone through one by one: that would cost the provider's budget and prove nothing.
-    if fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
+    let live = db::servers::expected(&session).await?;
+    let present: Vec<i64> = listed.iter().map(|server| server.id.0).collect();
+    db::servers::record_seen(&session, &present).await?;
+    let present: HashSet<i64> = present.into_iter().collect();
+    let missing: Vec<&ExpectedServer> = live.iter().filter(|live| !present.contains(&live.server)).collect();
+    // If the list lacks many servers, they are not looked up one by one: that would use up the provider's budget and
+    // prove nothing.
+    if check_fuse(&session, &live, missing.len()).await? == Fuse::Tripped {
         return Ok(());
     }
     drop(session);
-    let (missing, unconfirmed) = confirmed(platform, missing, failures).await;
+    let (missing, unconfirmed) = confirm_missing(platform, missing, failures).await;
     let session = platform.db.session().await?;
-    if fuse(&session, &live, missing.len() + unconfirmed).await? == Fuse::Tripped {
+    if check_fuse(&session, &live, missing.len() + unconfirmed).await? == Fuse::Tripped {
         return Ok(());
     }
     let mut lost = Vec::new();
     for machine in missing {
-        let missing_for = db::servers::missing(&session, machine).await?;
+        let missing_for = db::servers::record_missing(&session, machine).await?;
         let is_silent = machine.silent_for >= platform.config.timing.server_silence;
-        if is_silent && missing_for >= platform.config.timing.reconcile.min(CONFIRM).mul_f64(0.9) {
+        if is_silent && missing_for >= platform.config.timing.reconcile.min(CONFIRM_INTERVAL).mul_f64(0.9) {
             lost.push(machine);
         }
     }
     drop(session);
     for machine in lost {
-        failures.note(machine.machine, gone(platform, machine).await);
+        failures.note(machine.machine, fail_machine(platform, machine).await);
     }
     Ok(())
 }
 
-/// Notes which kept servers, and servers of failed machines, the provider has lost: the copies of a slot say so. Nothing
-/// else follows from it.
-async fn unlisted(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
-    let there: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
+/// Records which kept servers, and servers of failed machines, the provider has lost. It only affects the listed
+/// copies of a slot.
+async fn record_lost(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
+    let present: HashSet<i64> = listed.iter().map(|server| server.id.0).collect();
     let session = platform.db.session().await?;
     let watched = db::servers::holding_data(&session).await?;
     drop(session);
-    let missing = watched.iter().filter(|machine| !there.contains(&machine.server)).take(MAX_UNLISTED);
-    let (missing, _) = confirmed(platform, missing.collect(), failures).await;
+    let missing = watched.iter().filter(|machine| !present.contains(&machine.server)).take(MAX_UNLISTED);
+    let (missing, _) = confirm_missing(platform, missing.collect(), failures).await;
     let session = platform.db.session().await?;
     for machine in missing {
-        db::servers::missing(&session, machine).await?;
+        db::servers::record_missing(&session, machine).await?;
         tracing::warn!(machine = %machine.machine, server = machine.server, "the provider has lost a server that may hold data");
     }
     Ok(())
 }
 
-/// Those that the provider does not know by their id either, and how many are not known to be lost or there. A server whose
-/// lookup fails is skipped; after several failures in a row the rest are left to the next pass.
-async fn confirmed<'a>(
+/// Servers that a lookup by id does not find either, and the number of failed lookups. After several failures in a
+/// row, the rest are left to the next pass.
+async fn confirm_missing<'a>(
     platform: &Platform,
-    missing: Vec<&'a Live>,
+    missing: Vec<&'a ExpectedServer>,
     failures: &mut Failures,
-) -> (Vec<&'a Live>, usize) {
+) -> (Vec<&'a ExpectedServer>, usize) {
     let (mut lost, mut known, mut failed_in_row) = (Vec::new(), 0, 0);
     let total = missing.len();
     for machine in missing {
@@ -161,42 +169,42 @@ async fn confirmed<'a>(
     (lost, total - known)
 }
 
-async fn is_lost(platform: &Platform, machine: &Live) -> anyhow::Result<bool> {
+async fn is_lost(platform: &Platform, machine: &ExpectedServer) -> anyhow::Result<bool> {
     let is_there = platform.provider.get(ServerId(machine.server)).await?.is_some();
     if is_there {
-        // Its label was taken away.
-        db::servers::seen(&platform.db.session().await?, &[machine.server]).await?;
+        // Its label was removed.
+        db::servers::record_seen(&platform.db.session().await?, &[machine.server]).await?;
     }
     Ok(!is_there)
 }
 
-/// Those of this pass count with those of the last hour: a slow loss is a mass loss, too.
-async fn fuse(session: &Object, live: &[Live], missing: usize) -> anyhow::Result<Fuse> {
-    let failed = db::servers::failed_as_gone(session, WINDOW).await?;
+/// Counts the servers of this pass with those of the last hour: a slow mass loss is still a mass loss.
+async fn check_fuse(session: &Object, live: &[ExpectedServer], missing: usize) -> anyhow::Result<Fuse> {
+    let failed = db::servers::count_failed_as_gone(session, LOSS_WINDOW).await?;
     let limit = alarms::limit(live.len());
-    let none_shown = missing == live.len() && missing >= NONE_SHOWN;
-    let is_over = missing.saturating_add(failed) > limit || none_shown;
+    let is_none_listed = missing == live.len() && missing >= MIN_NONE_LISTED;
+    let is_over = missing.saturating_add(failed) > limit || is_none_listed;
     let detail = json!({"missing": missing, "live": live.len(), "failedInLastHour": failed, "limit": limit});
-    let fuse = alarms::fuse(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
-    if fuse == Fuse::Tripped && none_shown {
+    let fuse = alarms::check_fuse(session, Alarm::ServersMissing, missing, is_over, &detail).await?;
+    if fuse == Fuse::Tripped && is_none_listed {
         tracing::error!(
             servers = missing,
-            "the provider shows none of them: is its token another project's?"
+            "the provider lists none of the servers: its token may be of another project"
         );
     }
     Ok(fuse)
 }
 
-async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
+async fn fail_machine(platform: &Platform, expected: &ExpectedServer) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, live.machine).await? else { return Ok(()) };
-    if row.provider_server_id != Some(live.server) {
+    let Some(row) = db::machines::lock(&tx, expected.machine).await? else { return Ok(()) };
+    if row.provider_server_id != Some(expected.server) {
         return Ok(());
     }
-    let with = Circumstances {
+    let with = EventContext {
         failed_at: Some(("provider", "the provider no longer has the server")),
-        ..Circumstances::default()
+        ..EventContext::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::ServerGone, with).await {
         Ok(Change::Moved { .. }) => {}
@@ -205,7 +213,7 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
     }
     let after = db::machines::get(&tx, row.id).await?.map(|after| after.record());
     let target = row.id.to_string();
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "server.gone",
         target: &target,
@@ -215,16 +223,16 @@ async fn gone(platform: &Platform, live: &Live) -> anyhow::Result<()> {
     };
     db::audit::write(&tx, &entry).await?;
     db::commit(tx).await?;
-    tracing::error!(machine = %row.id, server = live.server, "the server of a machine is gone");
+    tracing::error!(machine = %row.id, server = expected.server, "the server of a machine is gone");
     Ok(())
 }
 
-/// What the labels say of servers: the machine, its epoch, and the slot where the database knows it.
-async fn described(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
+/// Describes servers by their labels: the machine, its epoch, and the slot if the database has it.
+async fn describe(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<Value>> {
     let label = |server: &Server, name: &str| server.labels.get(name).cloned();
     let slots: Vec<String> = servers.iter().filter_map(|server| label(server, SLOT_LABEL)).collect();
-    let named = if slots.is_empty() { HashMap::new() } else { db::slots::of_labels(session, &slots).await? };
-    let described = |server: &&Server| {
+    let named = if slots.is_empty() { HashMap::new() } else { db::slots::by_labels(session, &slots).await? };
+    let describe = |server: &&Server| {
         let slot = label(server, SLOT_LABEL).and_then(|slot| named.get(&slot).cloned());
         json!({
             "providerServerId": server.id.0.to_string(),
@@ -233,17 +241,22 @@ async fn described(session: &Object, servers: &[&Server]) -> anyhow::Result<Vec<
             "slot": slot,
         })
     };
-    Ok(servers.iter().map(described).collect())
+    Ok(servers.iter().map(describe).collect())
 }
 
-/// Servers that carry our own label and belong to no machine that we know, as after the database was restored from an older
-/// copy: an alarm is raised, and those that an operator releases are deleted when their grace ends. Servers of another
-/// platform in the same project are ignored.
-async fn orphans(platform: &Platform, listed: &[Server], failures: &mut Failures) -> anyhow::Result<()> {
+/// Handles servers that carry this installation's label and belong to no known machine, as after the database was
+/// restored from an older copy: raises an alarm, and deletes those that an operator has released once their grace
+/// period ends. Servers of another platform in the same project are ignored.
+async fn handle_orphans(
+    platform: &Platform,
+    listed: &[Server],
+    failures: &mut Failures,
+) -> anyhow::Result<()> {
     let installation = platform.installation.to_string();
-    let ours = listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
+    let labelled =
+        listed.iter().filter(|server| server.labels.get(INSTALLATION_LABEL) == Some(&installation));
     let claimed: Vec<(&Server, Option<MachineId>)> =
-        ours.map(|server| (server, machine_of(server))).collect();
+        labelled.map(|server| (server, machine_of(server))).collect();
     let named: Vec<MachineId> = claimed.iter().filter_map(|(_, machine)| *machine).collect();
     let session = platform.db.session().await?;
     let known = db::servers::known(&session, &named).await?;
@@ -253,10 +266,10 @@ async fn orphans(platform: &Platform, listed: &[Server], failures: &mut Failures
         .map(|(server, _)| *server)
         .collect();
     let ids: Vec<i64> = unknown.iter().map(|server| server.id.0).collect();
-    db::unknown_servers::note(&session, &ids).await?;
+    db::unknown_servers::replace(&session, &ids).await?;
     let grace = platform.config.timing.orphan_grace;
     let counted = db::unknown_servers::count(&session, grace).await?;
-    let shown = described(&session, &unknown[..unknown.len().min(SHOWN)]).await?;
+    let shown = describe(&session, &unknown[..unknown.len().min(MAX_SHOWN_SERVERS)]).await?;
     let detail = json!({"unknown": unknown.len(), "released": counted.released, "servers": shown});
     alarms::raise_while(&session, Alarm::UnknownServers, unknown.len(), &detail).await?;
     let due = db::unknown_servers::due(&session, grace).await?;
@@ -272,7 +285,7 @@ async fn delete_unknown(platform: &Platform, server: i64) -> anyhow::Result<()> 
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     let target = server.to_string();
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "orphan.deleted",
         target: &target,
@@ -282,6 +295,6 @@ async fn delete_unknown(platform: &Platform, server: i64) -> anyhow::Result<()> 
     };
     db::audit::write(&tx, &entry).await?;
     db::commit(tx).await?;
-    tracing::warn!(server, "a server without a machine was deleted");
+    tracing::warn!(server, "deleted a server without a machine");
     Ok(())
 }

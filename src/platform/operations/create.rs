@@ -1,7 +1,7 @@
-//! The step `create_server`: at most one server per machine, whatever becomes of an answer.
+//! The step `create_server`: creates at most one server per machine, even if a response is lost.
 //!
-//! The machine's row says that a create may be out before it is sent. While that stands, the server is looked for by
-//! name before another create goes out under the same name, which the provider keeps unique.
+//! The machine's row records a create request before it is sent. While that mark is set, the server is looked up by
+//! name before another create request is sent under the same name, which the provider keeps unique.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,93 +9,103 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::held::Held;
-use super::step::{Answer, Record, StepError};
-use super::{Place, Step};
+use super::held::HeldOperation;
+use super::step::{StepError, StepOutcome, StepRecord};
+use super::{Step, StepPoint};
 use crate::http::problem::chain;
 use crate::http::proof::ProofKeys;
 use crate::machine::id::MachineId;
 use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, machine_server};
-use crate::platform::host_store::Grant;
+use crate::platform::host_store::SessionGrant;
 use crate::platform::userdata;
 use crate::provider::{ActionId, ActionStatus, Cause, ErrorKind, ProviderError, Server, ServerOrder};
 
-/// The label that names a server's machine.
+/// The label with a server's machine.
 pub const MACHINE_LABEL: &str = "svc-machine";
 
-/// The label that names the platform that made a server.
+/// The label with the platform that created a server.
 pub const INSTALLATION_LABEL: &str = "svc-installation";
 
-/// The label that names a server's slot: the start of a hash of `user/slot`, since a label has no room for it.
+/// The label with a server's slot: a prefix of the hash of `user/slot`, which is itself too long for a label.
 pub const SLOT_LABEL: &str = "svc-slot";
 
 pub const EPOCH_LABEL: &str = "svc-epoch";
 
-/// How many locations had no capacity, among an operation's facts.
+/// Key of an operation's facts: the number of locations without capacity.
 const LOCATIONS_TRIED: &str = "locationsTried";
-/// How often a server whose create is in doubt is looked for.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
-const SLOWEST_LOOK: Duration = Duration::from_secs(15);
-/// The adapter's own deadline and repeats lie below it.
-const CREATE_DEADLINE: Duration = Duration::from_secs(45);
+/// Interval between lookups of a server whose create request has an unknown outcome.
+const LOOKUP_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_LOOKUP_INTERVAL: Duration = Duration::from_secs(15);
+/// Longer than the adapter's own deadline and retries.
+const CREATE_TIMEOUT: Duration = Duration::from_secs(45);
 
-pub async fn server(held: &Held<'_>) -> Result<Answer, StepError> {
+pub async fn create_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     let platform = held.platform;
     if machine.create_ordered_at.is_some() {
         if let Some(found) = find(platform, &machine).await? {
-            return Ok(adopted(&found));
+            return Ok(adopt(&found));
         }
         let session = platform.db.session().await?;
-        let since = db::machines::since_order(&session, machine.id).await?;
+        let since = db::machines::create_age(&session, machine.id).await?;
         let left = platform.config.provider.ambiguous_wait.saturating_sub(since);
         if !left.is_zero() {
-            return Ok(Answer::wait(left.min(LOOK_AGAIN)));
+            return Ok(StepOutcome::wait(left.min(LOOKUP_INTERVAL)));
         }
     }
     let session = platform.db.session().await?;
-    let keys = db::keys::public(&session, db::keys::PROOF).await?;
+    let keys = db::keys::public_keys(&session, db::keys::PROOF).await?;
     drop(session);
-    let order = order(platform, &machine, &keys).await?;
-    held.order_sent().await?;
-    held.pass(Step::CreateServer, Place::Ordered)?;
-    let sent = tokio::time::timeout(CREATE_DEADLINE, platform.provider.create(&order)).await;
-    let Ok(answer) = sent else { return Ok(Answer::wait(LOOK_AGAIN)) };
-    match answer {
-        Ok(created) => Ok(accepted("created", &created.server, &created.actions)),
-        Err(error) => settle(held, &machine, error).await,
+    let order = build_order(platform, &machine, &keys).await?;
+    held.record_create_sent().await?;
+    held.hit_fail_point(Step::CreateServer, StepPoint::Ordered)?;
+    let sent = tokio::time::timeout(CREATE_TIMEOUT, platform.provider.create(&order)).await;
+    let Ok(response) = sent else { return Ok(StepOutcome::wait(LOOKUP_INTERVAL)) };
+    match response {
+        Ok(created) => Ok(record_server("created", &created.server, &created.actions)),
+        Err(error) => handle_create_error(held, &machine, error).await,
     }
 }
 
-/// After a create that failed: what is at the provider, and may it be tried again.
-async fn settle(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
+/// After a failed create request: looks up the server and decides whether to retry.
+async fn handle_create_error(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+    error: ProviderError,
+) -> Result<StepOutcome, StepError> {
     match error.kind() {
         ErrorKind::Ambiguous => {
             tracing::warn!(machine = %machine.id, error = %chain(&error),
-                "the outcome of a create is not known");
-            Ok(Answer::wait(Duration::ZERO))
+                "a create request has an unknown outcome");
+            Ok(StepOutcome::wait(Duration::ZERO))
         }
         ErrorKind::Conflict => match find(held.platform, machine).await? {
-            Some(found) => Ok(adopted(&found)),
+            Some(found) => Ok(adopt(&found)),
             None => Err(StepError::from(error)),
         },
-        ErrorKind::Account if error.is_without_capacity() => elsewhere(held, machine, error).await,
+        ErrorKind::Account if error.is_without_capacity() => {
+            continue_in_next_location(held, machine, error).await
+        }
         ErrorKind::Refused | ErrorKind::Account | ErrorKind::NotFound | ErrorKind::Transient => {
-            held.order_refused().await?;
+            held.record_create_refused().await?;
             Err(StepError::from(error))
         }
     }
 }
 
-/// Continues with the next location. Once each of them was tried, that is repeated with a growing pause.
-async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) -> Result<Answer, StepError> {
+/// Continues with the next location. After a full round, the locations are retried with a growing pause.
+async fn continue_in_next_location(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+    error: ProviderError,
+) -> Result<StepOutcome, StepError> {
     let from = &machine.location;
     let what =
         format!("location {from} has no capacity for server type {} ({})", machine.server_type, error.code());
     let Some(next) = machine.fallback_locations.first() else {
-        held.order_refused().await?;
+        held.record_create_refused().await?;
         return Err(StepError::transient(what, error));
     };
     tracing::warn!(machine = %machine.id, %from, to = %next, server_type = %machine.server_type, code = error.code(),
@@ -104,55 +114,58 @@ async fn elsewhere(held: &Held<'_>, machine: &MachineRow, error: ProviderError) 
     let tried = facts.get(LOCATIONS_TRIED).and_then(Value::as_u64).unwrap_or(0) + 1;
     if tried > machine.fallback_locations.len() as u64 {
         let what = format!("{what}, nor does any other location; {next} is next");
-        held.next_location(&what).await?;
+        held.move_to_next_location(&what).await?;
         return Err(StepError::transient(what, error));
     }
-    held.next_location(&format!("{what}: {next} is tried now")).await?;
+    held.move_to_next_location(&format!("{what}: {next} is tried now")).await?;
     facts.insert(LOCATIONS_TRIED.to_owned(), json!(tried));
-    Ok(Answer::Wait { again_in: Duration::ZERO, facts: Some(facts) })
+    Ok(StepOutcome::Wait { again_in: Duration::ZERO, facts: Some(facts) })
 }
 
-fn adopted(server: &Server) -> Answer {
-    accepted("adopted", server, &[])
+fn adopt(server: &Server) -> StepOutcome {
+    record_server("adopted", server, &[])
 }
 
-fn accepted(note: &'static str, server: &Server, actions: &[ActionId]) -> Answer {
+fn record_server(note: &'static str, server: &Server, actions: &[ActionId]) -> StepOutcome {
     let actions = actions.iter().map(|action| action.0).collect();
-    let record = Record::CreateAccepted { server: server.id.0, address: server.public_ipv4, actions };
-    Answer::Done { note: Some(note.into()), record }
+    let record = StepRecord::CreateAccepted { server: server.id.0, address: server.public_ipv4, actions };
+    StepOutcome::Done { note: Some(note.into()), record }
 }
 
-/// Looks at the provider's actions that make and start the server; how long until the next look, or `None` once they have
-/// ended well or there are none. A provider that does not answer does not end the wait for the registration.
+/// Checks the provider's actions that create and start the server. Returns the delay until the next check, or `None`
+/// if all have succeeded or there are none. An unavailable provider does not end the wait for the registration.
 ///
 /// # Errors
-/// [`StepError`]; permanent where one failed, since no host will register.
-pub async fn look_at_actions(held: &Held<'_>, machine: MachineId) -> Result<Option<Duration>, StepError> {
+/// [`StepError`]; permanent if an action failed, since no host will register.
+pub async fn check_actions(
+    held: &HeldOperation<'_>,
+    machine: MachineId,
+) -> Result<Option<Duration>, StepError> {
     let session = held.platform.db.session().await?;
-    let actions = machine_server::create_actions(&session, machine).await?;
+    let actions = machine_server::pending_create_actions(&session, machine).await?;
     drop(session);
     let Some(action) = actions.first() else { return Ok(None) };
-    let look_again = (held.step_age().await? / 4).clamp(LOOK_AGAIN, SLOWEST_LOOK);
+    let next_check = (held.step_age().await? / 4).clamp(LOOKUP_INTERVAL, MAX_LOOKUP_INTERVAL);
     match held.platform.provider.action(ActionId(*action)).await.map(|action| action.status) {
-        Ok(ActionStatus::Running) => Ok(Some(look_again)),
+        Ok(ActionStatus::Running) => Ok(Some(next_check)),
         Ok(ActionStatus::Error { code, message }) => {
             let what = "the provider could not start its server";
             let cause = Cause::Answer { status: 200, code, message };
             Err(StepError::permanent(what, ProviderError::new("create server", ErrorKind::Transient, cause)))
         }
         Err(error) if error.kind() != ErrorKind::NotFound => {
-            tracing::debug!(%machine, error = %chain(&error), "the action of a create is not known");
-            Ok(Some(look_again))
+            tracing::debug!(%machine, error = %chain(&error), "cannot read the provider's create action");
+            Ok(Some(next_check))
         }
         Ok(ActionStatus::Success) | Err(_) => {
             let session = held.platform.db.session().await?;
-            machine_server::create_action_ended(&session, machine, *action).await?;
+            machine_server::record_create_action_end(&session, machine, *action).await?;
             Ok((actions.len() > 1).then_some(Duration::ZERO))
         }
     }
 }
 
-/// The machine's server by its name, else by its label.
+/// Looks up the machine's server by name, then by label.
 ///
 /// # Errors
 /// [`ProviderError`].
@@ -168,16 +181,16 @@ fn selector(machine: MachineId) -> String {
     format!("{MACHINE_LABEL}={machine}")
 }
 
-async fn order(
+async fn build_order(
     platform: &Platform,
     machine: &MachineRow,
     keys: &ProofKeys,
 ) -> Result<ServerOrder, StepError> {
     let config = &platform.config;
-    let store = platform.host_store.access(machine, Grant::Working).await;
+    let store = platform.host_store.access(machine, SessionGrant::Working).await;
     let store = store.map_err(|error| StepError::transient("no store credentials for the host", error))?;
     let user_data = userdata::render(machine, &config.hosts, &store, keys, &platform.mint)
-        .map_err(|error| StepError::permanent("there is no user-data for it", error))?;
+        .map_err(|error| StepError::permanent("cannot render user-data", error))?;
     let slot = Sha256::digest(format!("{}/{}", machine.user, machine.slot));
     let labels = BTreeMap::from([
         (MACHINE_LABEL.to_owned(), machine.id.to_string()),

@@ -1,46 +1,50 @@
-//! Deleting the server of one machine that has left its slot.
+//! Deletes the server of one machine that has left its slot.
 //!
-//! The invariant: a machine counts as without a server only when the provider said so after nobody could still be
-//! creating one.
+//! The invariant: a machine is marked as without a server only when the provider says so while no process can still
+//! be creating one.
 
 use std::time::Duration;
 
-use super::held::Held;
-use super::step::{Answer, StepError};
+use super::held::HeldOperation;
+use super::step::{StepError, StepOutcome};
 use super::{create, later_holder};
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::ServerId;
 
-const POLL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The server of this machine.
-pub async fn own(held: &Held<'_>) -> Result<Answer, StepError> {
+/// Deletes the server of this operation's machine.
+pub async fn delete_own_server(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     if !is_discard_confirmed(held, &machine).await? {
         let serves = later_holder::serves_unknown_to_database(held.platform, &machine).await;
-        if serves.map_err(|error| StepError::transient("the fence of the slot is not known", error))? {
-            held.keep_after_all(machine.id).await?;
+        if serves.map_err(|error| StepError::transient("cannot read the fence of the slot", error))? {
+            held.mark_kept(machine.id).await?;
             let note = "the store says that it got its slot back or has served, which this database does not know: its server \
                         is kept until an operator discards it";
-            return Ok(Answer::Fail { code: later_holder::BEHIND_STORE, note });
+            return Ok(StepOutcome::Fail { code: later_holder::BEHIND_STORE, note });
         }
     }
-    // Nobody has decided what becomes of its data.
+    // The fate of its data is undecided.
     let is_undecided = machine.registered_at.is_some()
         && machine.final_backup_at.is_none()
         && machine.discard_ordered_at.is_none();
-    if is_undecided && held.finds_server_again(&machine).await? {
-        held.unsaved(machine.id).await?;
+    if is_undecided && held.finds_server(&machine).await? {
+        held.mark_unsaved(machine.id).await?;
         let note = "the provider has its server after all, and no last backup of it exists: it is kept until an operator discards it";
-        return Ok(Answer::Fail { code: "server_found", note });
+        return Ok(StepOutcome::Fail { code: "server_found", note });
     }
-    Ok(if is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
+    Ok(if delete_server(held, &machine).await? {
+        StepOutcome::done()
+    } else {
+        StepOutcome::wait(POLL_INTERVAL)
+    })
 }
 
-/// Whether an operator had the server discarded after it was kept for what the store says. An earlier order may be
+/// Whether an operator discarded the server after it was kept because of the store's fence. An earlier order may be
 /// outdated, as the database may be.
-async fn is_discard_confirmed(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+async fn is_discard_confirmed(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let Some(ordered_at) = machine.discard_ordered_at else { return Ok(false) };
     let session = held.platform.db.session().await?;
     let kept_at = db::operations::last_failed(&session, machine.id, later_holder::BEHIND_STORE).await?;
@@ -48,15 +52,15 @@ async fn is_discard_confirmed(held: &Held<'_>, machine: &MachineRow) -> Result<b
 }
 
 /// Deletes the server of one machine; `false` while one may still appear.
-pub async fn is_gone(held: &Held<'_>, machine: &MachineRow) -> Result<bool, StepError> {
+pub async fn delete_server(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<bool, StepError> {
     let platform = held.platform;
     let session = platform.db.session().await?;
-    if db::leases::lease_lingers(&session, machine.id, held.operation.id).await? {
+    if db::leases::has_ended_lease(&session, machine.id, held.operation.id).await? {
         return Ok(false);
     }
-    // Read again: whoever held it may have noted a server before they let go.
+    // Read again: the previous lease holder may have recorded a server.
     let Some(machine) = db::machines::get(&session, machine.id).await? else { return Ok(true) };
-    let since_order = db::machines::since_order(&session, machine.id).await?;
+    let since_order = db::machines::create_age(&session, machine.id).await?;
     drop(session);
     if let Some(id) = machine.provider_server_id {
         platform.provider.delete(ServerId(id)).await?;
@@ -70,6 +74,6 @@ pub async fn is_gone(held: &Held<'_>, machine: &MachineRow) -> Result<bool, Step
         }
     }
     let session = platform.db.session().await?;
-    db::machine_changes::server_deleted(&session, machine.id).await?;
+    db::machine_changes::record_server_deleted(&session, machine.id).await?;
     Ok(true)
 }

@@ -1,7 +1,7 @@
-//! Which operations this process drives at a time: it claims those that are due, and gives them back.
+//! Selects the operations that this process drives: claims due ones and releases them.
 //!
-//! The invariant: an operation that waits for a host does not keep others from running. Steps that call hosts have places
-//! of their own, and steps that have not started are claimed first.
+//! The invariant: an operation that waits for a host does not block others. Steps that call hosts have their own
+//! capacity, and steps that have not started are claimed first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,14 +19,14 @@ use crate::platform::context::Platform;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
 
-/// Operations that one process drives at a time.
+/// Maximum operations that one process drives at a time.
 const MAX_DRIVEN: usize = 16;
-/// The same, at steps that call hosts: a place costs a task, and a silent host holds it for seconds.
+/// Maximum operations at steps that call hosts: each costs only a task, and a silent host blocks it for seconds.
 const MAX_CALLING_HOSTS: usize = 64;
-/// Between two tries of an operation whose outcome cannot be stored.
+/// Maximum backoff of an operation whose outcome cannot be stored.
 const MAX_UNSTORED_BACKOFF: Duration = Duration::from_secs(30);
 
-/// Drives operations until `stop`, then lets the steps under way end.
+/// Drives operations until `stop`, then waits for running steps.
 pub async fn run(platform: Arc<Platform>) {
     let mut general = Drivers { lane: Lane::General, limit: MAX_DRIVEN, driven: JoinSet::new() };
     let mut calling = Drivers { lane: Lane::HostCalls, limit: MAX_CALLING_HOSTS, driven: JoinSet::new() };
@@ -45,7 +45,7 @@ pub async fn run(platform: Arc<Platform>) {
     while calling.driven.join_next().await.is_some() {}
 }
 
-/// The operations that this process drives at steps of one kind.
+/// The operations of one lane that this process drives.
 struct Drivers {
     lane: Lane,
     limit: usize,
@@ -53,10 +53,11 @@ struct Drivers {
 }
 
 impl Drivers {
-    /// Claims what is due while places are free.
+    /// Claims due operations up to the capacity.
     async fn fill(&mut self, platform: &Arc<Platform>) {
         while self.driven.len() < self.limit {
-            // Of this claim alone: a process that claims again what it has lost is another owner.
+            // A new owner per claim: a process that claims an operation again after losing it must not look like the
+            // same owner.
             let owner = Uuid::now_v7();
             match claim(platform, owner, self.lane).await {
                 Ok(Some(operation)) => {
@@ -65,7 +66,7 @@ impl Drivers {
                 }
                 Ok(None) => break,
                 Err(error) => {
-                    tracing::warn!(error = %chain(&error), "operations cannot be claimed");
+                    tracing::warn!(error = %chain(&error), "cannot claim operations");
                     break;
                 }
             }
@@ -75,7 +76,7 @@ impl Drivers {
 
 fn note_panic(ended: Result<(), JoinError>) {
     if let Err(error) = ended {
-        tracing::error!(%error, "a step panicked; its lease runs out");
+        tracing::error!(%error, "a step panicked; its lease will expire");
     }
 }
 
@@ -84,12 +85,12 @@ async fn claim(platform: &Platform, owner: Uuid, lane: Lane) -> Result<Option<Op
     db::operations::claim(&session, owner, platform.config.timing.lease, &vocabulary_of(lane)).await
 }
 
-/// Of the step that the operation has come to.
+/// The lane of the operation's current step.
 fn lane_of(operation: &OperationRow) -> Lane {
     operation.step.parse().map_or(Lane::General, Step::lane)
 }
 
-/// [`drive`] under the id of the request that it was filed for, with the names that the log is searched by.
+/// [`drive`] under the id of the request that filed the operation, in a span with its log fields.
 async fn drive_as_asked(platform: &Platform, operation: OperationRow, owner: Uuid) {
     let id = operation.request_id.clone();
     let span = tracing::info_span!(
@@ -102,7 +103,7 @@ async fn drive_as_asked(platform: &Platform, operation: OperationRow, owner: Uui
     request_id::scope(id, drive(platform, operation, owner)).instrument(span).await;
 }
 
-/// Takes one operation as far as it goes now, in the lane that it was claimed for.
+/// Runs the steps of one operation while they are due and in this lane.
 async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
     let lane = lane_of(&operation);
     let mut needs_other_lane = false;
@@ -117,13 +118,13 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
             }
             Ok(_) => break true,
             Err(StepError::Lost) => {
-                // Ended under way: what it was about may stand at the provider all the same.
+                // Its resource may still exist at the provider.
                 platform.reconcile.notify_one();
                 break true;
             }
             Err(error) => {
-                // Not even the failure could be stored: the operation is retried after a pause.
-                tracing::warn!(operation = %operation.id, error = %chain(&error), "an operation is left");
+                // The failure could not be stored either: the operation is retried after a delay.
+                tracing::warn!(operation = %operation.id, error = %chain(&error), "cannot store the outcome of a step; retrying later");
                 break false;
             }
         }
@@ -136,7 +137,7 @@ async fn drive(platform: &Platform, mut operation: OperationRow, owner: Uuid) {
         db::operations::release(&session, operation.id, owner).await
     };
     if let Err(error) = released.await {
-        tracing::warn!(operation = %operation.id, error = %chain(&error), "a lease was not given back");
+        tracing::warn!(operation = %operation.id, error = %chain(&error), "a lease was not released");
     }
     if needs_other_lane {
         platform.nudge.notify_one();

@@ -1,4 +1,4 @@
-//! An operation that this process holds: what its steps may read, and the few writes that they make half-way.
+//! An operation that this process has leased: what its steps may read, and the writes that they make midway.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use super::step::StepError;
-use super::{OperationKind, Place, Step, point};
+use super::{OperationKind, Step, StepPoint, point};
 use crate::failpoint;
 use crate::machine::epoch::Epoch;
 use crate::machine::event::{CreationFailure, Event};
@@ -16,18 +16,18 @@ use crate::platform::context::Platform;
 use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, EventContext, LifecycleError};
 use crate::provider::ServerId;
 
-pub struct Held<'a> {
+pub struct HeldOperation<'a> {
     pub platform: &'a Platform,
     pub operation: &'a OperationRow,
     pub kind: OperationKind,
-    /// Of the claim that this process holds it by.
+    /// Owner of the lease.
     pub owner: Uuid,
 }
 
-impl Held<'_> {
+impl HeldOperation<'_> {
     pub async fn machine(&self) -> Result<MachineRow, DbError> {
         let session = self.platform.db.session().await?;
         let found = db::machines::get(&session, self.operation.machine).await?;
@@ -38,78 +38,79 @@ impl Held<'_> {
         self.operation.facts.as_object().cloned().unwrap_or_default()
     }
 
-    pub fn pass(&self, step: Step, place: Place) -> Result<(), StepError> {
+    pub fn hit_fail_point(&self, step: Step, place: StepPoint) -> Result<(), StepError> {
         Ok(failpoint::pass(&point(self.kind, step, place))?)
     }
 
-    /// Notes, under the lease, that a create goes out now.
-    pub async fn order_sent(&self) -> Result<(), StepError> {
-        self.under_lease(Note::OrderSent).await
+    /// Records, under the lease, that a create request is about to be sent.
+    pub async fn record_create_sent(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::CreateSent).await
     }
 
-    /// Notes, under the lease, that the create did not happen.
-    pub async fn order_refused(&self) -> Result<(), StepError> {
-        self.under_lease(Note::OrderRefused).await
+    /// Records, under the lease, that the create request had no effect.
+    pub async fn record_create_refused(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::CreateRefused).await
     }
 
-    /// Notes, under the lease, that the create did not happen, and selects the machine's next location.
-    pub async fn next_location(&self, why: &str) -> Result<(), StepError> {
-        self.under_lease(Note::NextLocation(why.to_owned())).await
+    /// Records, under the lease, that the create request had no effect, and selects the machine's next location.
+    pub async fn move_to_next_location(&self, why: &str) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::NextLocation(why.to_owned())).await
     }
 
-    /// Notes, under the lease, that the power is switched on now.
-    pub async fn power_ordered(&self) -> Result<(), StepError> {
-        self.under_lease(Note::PowerOrdered).await
+    /// Records, under the lease, that the power is about to be switched on.
+    pub async fn record_power_order(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::PowerOrdered).await
     }
 
-    /// Notes, under the lease, that the server of a machine that left its slot is switched off now.
-    pub async fn power_off_ordered(&self, machine: MachineId) -> Result<(), StepError> {
-        self.under_lease(Note::PowerOffOrdered(machine)).await
+    /// Records, under the lease, that the server of a machine that left its slot is about to be switched off.
+    pub async fn record_power_off_order(&self, machine: MachineId) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::PowerOffOrdered(machine)).await
     }
 
-    /// Notes, under the lease, that the machine is no longer to be off.
-    pub async fn powered_on(&self) -> Result<(), StepError> {
-        self.under_lease(Note::PoweredOn).await
+    /// Records, under the lease, that the machine should be on again.
+    pub async fn clear_powered_off(&self) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::PoweredOn).await
     }
 
-    /// Notes, under the lease, that the machine's server is kept: it serves, and this database does not know it.
-    pub async fn keep_after_all(&self, machine: MachineId) -> Result<(), StepError> {
-        self.under_lease(Note::KeptAfterAll(machine)).await
+    /// Records, under the lease, that the machine's server is kept: it serves, although this database does not know
+    /// it.
+    pub async fn mark_kept(&self, machine: MachineId) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::Kept(machine)).await
     }
 
-    /// Whether the provider has the server of a machine that failed because it was gone; then that is noted, and the machine
-    /// counts as one with a server.
+    /// Looks up the server of a machine that failed because it was gone. If the provider has it, the machine counts
+    /// as one with a server again.
     ///
     /// # Errors
     /// [`StepError`].
-    pub async fn finds_server_again(&self, machine: &MachineRow) -> Result<bool, StepError> {
+    pub async fn finds_server(&self, machine: &MachineRow) -> Result<bool, StepError> {
         let may_be_found = machine.has_lost_server() && machine.may_have_server();
         let Some(server) = machine.provider_server_id.filter(|_| may_be_found) else { return Ok(false) };
         if self.platform.provider.get(ServerId(server)).await?.is_none() {
             return Ok(false);
         }
         let failed_at = (self.operation.step.as_str(), "the provider has its server after all");
-        fail(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
-        db::servers::seen(&self.platform.db.session().await?, &[server]).await?;
+        apply_event(self.platform, machine.id, &Event::ServerFound, failed_at).await?;
+        db::servers::record_seen(&self.platform.db.session().await?, &[server]).await?;
         Ok(true)
     }
 
-    /// Notes, under the lease, that the machine's server holds what no snapshot does.
-    pub async fn unsaved(&self, machine: MachineId) -> Result<(), StepError> {
-        self.under_lease(Note::Unsaved(machine)).await
+    /// Records, under the lease, that the machine's server holds data that no snapshot does.
+    pub async fn mark_unsaved(&self, machine: MachineId) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::Unsaved(machine)).await
     }
 
-    /// Notes, under the lease, a snapshot that is newer than the one which the machine begins with.
-    pub async fn not_restored(&self, key: String) -> Result<(), StepError> {
-        self.under_lease(Note::NotRestored(key)).await
+    /// Records, under the lease, a snapshot that is newer than the one that the machine is restored from.
+    pub async fn record_unrestored(&self, key: String) -> Result<(), StepError> {
+        self.write_under_lease(LeasedWrite::Unrestored(key)).await
     }
 
-    /// Raises the epoch of the machine to one that the store knows, or above it.
+    /// Raises the machine's epoch to at least the one in the store.
     pub async fn raise_epoch(&self, epoch: Epoch) -> Result<(), StepError> {
-        self.under_lease(Note::EpochRaised(epoch)).await
+        self.write_under_lease(LeasedWrite::EpochRaised(epoch)).await
     }
 
-    /// The operation that stopped the writers of this machine, which it has outlived.
+    /// The earlier operation that stopped the writers of this machine.
     pub async fn stopped_for(&self) -> Result<Option<OperationId>, DbError> {
         let session = self.platform.db.session().await?;
         db::slot_operations::took_out_of_service(&session, self.operation.machine).await
@@ -121,83 +122,92 @@ impl Held<'_> {
         db::servers::now(&session).await
     }
 
-    async fn under_lease(&self, note: Note) -> Result<(), StepError> {
+    async fn write_under_lease(&self, write: LeasedWrite) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         let lease = self.platform.config.timing.lease;
-        // Machines are locked before their operations, everywhere.
-        db::machines::locked(&tx, self.operation.machine).await?;
+        // Lock order everywhere: machines before their operations.
+        db::machines::lock(&tx, self.operation.machine).await?;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }
         let machine = self.operation.machine;
-        match note {
-            Note::OrderSent => db::machine_changes::order_sent(&tx, machine).await?,
-            Note::OrderRefused => db::machine_changes::order_refused(&tx, machine).await?,
-            Note::PowerOrdered => db::machine_server::power_ordered(&tx, machine).await?,
-            Note::PowerOffOrdered(leaving) => db::machine_server::power_off_ordered(&tx, leaving).await?,
-            Note::NextLocation(why) => {
-                db::machine_server::next_location(&tx, machine).await?;
+        match write {
+            LeasedWrite::CreateSent => db::machine_changes::record_create_sent(&tx, machine).await?,
+            LeasedWrite::CreateRefused => db::machine_changes::record_create_refused(&tx, machine).await?,
+            LeasedWrite::PowerOrdered => db::machine_server::record_power_order(&tx, machine).await?,
+            LeasedWrite::PowerOffOrdered(leaving) => {
+                db::machine_server::record_power_off_order(&tx, leaving).await?
+            }
+            LeasedWrite::NextLocation(why) => {
+                db::machine_server::move_to_next_location(&tx, machine).await?;
                 let (id, step) = (self.operation.id, &self.operation.step);
                 db::operations::log(&tx, id, step, "location", Some(&why)).await?;
             }
-            Note::PoweredOn => db::machine_server::powered_on(&tx, machine).await?,
-            Note::NotRestored(key) => db::machine_changes::not_restored(&tx, machine, &key).await?,
-            Note::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
-            Note::KeptAfterAll(machine) => db::machine_changes::keep_after_all(&tx, machine).await?,
-            Note::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
+            LeasedWrite::PoweredOn => db::machine_server::clear_powered_off(&tx, machine).await?,
+            LeasedWrite::Unrestored(key) => {
+                db::machine_changes::record_unrestored(&tx, machine, &key).await?
+            }
+            LeasedWrite::Unsaved(machine) => db::machine_changes::mark_unsaved(&tx, machine).await?,
+            LeasedWrite::Kept(machine) => db::machine_changes::mark_kept(&tx, machine).await?,
+            LeasedWrite::EpochRaised(epoch) => db::machine_changes::raise_epoch(&tx, machine, epoch).await?,
         }
         Ok(db::commit(tx).await?)
     }
 
-    /// Lets the machine fail because its registration has run out.
-    pub async fn expire(&self) -> Result<(), StepError> {
-        expire(self.platform, self.operation.machine).await?;
+    /// Fails the machine because its registration expired.
+    pub async fn expire_registration(&self) -> Result<(), StepError> {
+        expire_registration(self.platform, self.operation.machine).await?;
         Ok(())
     }
 
-    /// Lets the machine fail because trying again cannot help.
-    pub async fn give_up(&self, why: CreationFailure, stage: &str, message: &str) -> Result<(), DbError> {
+    /// Fails the machine because retries cannot help.
+    pub async fn fail_creation(
+        &self,
+        why: CreationFailure,
+        stage: &str,
+        message: &str,
+    ) -> Result<(), DbError> {
         let machine = self.operation.machine;
-        fail(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
+        apply_event(self.platform, machine, &Event::CreationFailed { why }, (stage, message)).await
     }
 
-    /// How long the operation has been going, by the database's clock.
+    /// Age of the operation, by the database's clock.
     pub async fn age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::age(&session, self.operation.id).await
     }
 
-    /// How long ago the step that it stands at was begun for the first time.
+    /// Time since the first start of the current step, by the database's clock.
     pub async fn step_age(&self) -> Result<Duration, DbError> {
         let session = self.platform.db.session().await?;
         db::operations::step_age(&session, self.operation.id, &self.operation.step).await
     }
 
-    /// Ends the operation together with what it means for its machine.
+    /// Ends the operation, and applies the event to its machine.
     pub async fn end(&self, event: &Event, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
         let machine = self.operation.machine;
-        let row = db::machines::locked(&tx, machine).await?.ok_or(StepError::Lost)?;
+        let row = db::machines::lock(&tx, machine).await?.ok_or(StepError::Lost)?;
         let lease = self.platform.config.timing.lease;
         if !db::operations::renew(&tx, self.operation.id, self.owner, lease).await? {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        let with =
-            Circumstances { failed_at: Some((&self.operation.step, note)), ..Circumstances::default() };
+        let with = EventContext { failed_at: Some((&self.operation.step, note)), ..EventContext::default() };
         match lifecycle::apply(&tx, &self.platform.mint, &row, event, with).await {
-            // Refused: the machine has left its slot, and nothing is to be said of it any more.
+            // The machine has left its slot: the event no longer applies.
             Ok(_) | Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => {}
             Err(LifecycleError::Db(error)) => return Err(error.into()),
         }
-        // What the machine's change has not ended as failed has succeeded; what it has filed is under way.
-        db::operations::end_one(&tx, self.operation.id, "succeeded", None).await?;
+        // Unless the machine's change ended the operation as failed, it has succeeded. Operations that the change
+        // filed stay running.
+        db::operations::end(&tx, self.operation.id, "succeeded", None).await?;
         Ok(db::commit(tx).await?)
     }
 
-    /// Ends the operation as failed; the machine stays as it is.
+    /// Ends the operation as failed; the machine is unchanged.
     pub async fn end_as_failed(&self, code: &str, note: &str) -> Result<(), StepError> {
         let mut session = self.platform.db.session().await?;
         let tx = db::begin(&mut session).await?;
@@ -206,34 +216,34 @@ impl Held<'_> {
             return Err(StepError::Lost);
         }
         db::operations::log(&tx, self.operation.id, &self.operation.step, "done", Some(note)).await?;
-        db::operations::end_one(&tx, self.operation.id, "failed", Some(code)).await?;
+        db::operations::end(&tx, self.operation.id, "failed", Some(code)).await?;
         Ok(db::commit(tx).await?)
     }
 }
 
-enum Note {
-    OrderSent,
-    OrderRefused,
+enum LeasedWrite {
+    CreateSent,
+    CreateRefused,
     NextLocation(String),
     PowerOrdered,
     PowerOffOrdered(MachineId),
     PoweredOn,
     EpochRaised(Epoch),
-    KeptAfterAll(MachineId),
+    Kept(MachineId),
     Unsaved(MachineId),
-    NotRestored(String),
+    Unrestored(String),
 }
 
-/// Tells a machine that its registration has run out; one that has registered meanwhile stays as it is.
+/// Fails a machine whose registration expired, unless it has registered in the meantime.
 ///
 /// # Errors
 /// [`DbError`].
-pub async fn expire(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
+pub async fn expire_registration(platform: &Platform, machine: MachineId) -> Result<(), DbError> {
     let message = "the host did not register in time";
-    fail(platform, machine, &Event::RegistrationExpired, ("register", message)).await
+    apply_event(platform, machine, &Event::RegistrationExpired, ("register", message)).await
 }
 
-async fn fail(
+async fn apply_event(
     platform: &Platform,
     machine: MachineId,
     event: &Event,
@@ -241,12 +251,12 @@ async fn fail(
 ) -> Result<(), DbError> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
-    let with = Circumstances { failed_at: Some(failed_at), ..Circumstances::default() };
+    let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
+    let with = EventContext { failed_at: Some(failed_at), ..EventContext::default() };
     match lifecycle::apply(&tx, &platform.mint, &row, event, with).await {
         Ok(_) => db::commit(tx).await,
         Err(LifecycleError::Db(error)) => Err(error),
-        // It has left its slot or moved on: the news comes too late.
+        // The machine has left its slot or moved on: the event comes too late.
         Err(LifecycleError::Refused(_) | LifecycleError::Missing(_)) => Ok(()),
     }
 }

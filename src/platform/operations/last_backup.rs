@@ -1,8 +1,8 @@
-//! The step `last_backup`: the host that is replaced or deleted stops its writers and takes one more snapshot.
+//! The step `last_backup`: the host of a replaced or deleted machine stops its writers and takes a final snapshot.
 //!
-//! The invariant: the step ends with a snapshot taken after the writers had stopped, or with a row that says since when
-//! data is on that server alone. A host that answers and cannot make the snapshot stops the operation until an operator
-//! decides; one that cannot be reached for a bounded time is passed over.
+//! The invariant: the step ends with a snapshot taken after the writers had stopped, or with a row that records since
+//! when data exists only on that server. If a reachable host cannot make the snapshot, the operation waits for an
+//! operator's decision; an unreachable host is skipped after a bounded time.
 
 mod passed_over;
 mod progress;
@@ -15,10 +15,10 @@ use http::StatusCode;
 use jiff::{SignedDuration, Timestamp};
 use uuid::Uuid;
 
-use super::ask_host::{self, BackupEnd, BackupProgress, HostCallError};
-use super::held::Held;
-use super::predecessor::leaving;
-use super::step::{Answer, Question, Record, StepError, fence_of};
+use super::ask_host::{self, BackupOutcome, BackupProgress, HostCallError};
+use super::held::HeldOperation;
+use super::predecessor::leaving_machine;
+use super::step::{Question, StepError, StepOutcome, StepRecord, fence_of};
 use crate::chain::chain;
 use crate::clock;
 use crate::platform::db::machine_row::MachineRow;
@@ -27,43 +27,43 @@ use crate::store::key::SlotPrefix;
 use crate::store::pointer_io;
 use crate::untrusted_text::bounded;
 pub use passed_over::{ANSWERED, NEWER_SNAPSHOT};
-use passed_over::{Reason, is_answered, pass_over};
-use progress::Progress;
+use passed_over::{SkipReason, is_answered, pass_over};
+use progress::LastBackupProgress;
 use saved_copy::HostReport;
 
-const POLL: Duration = Duration::from_millis(500);
-/// Between two calls to a host that takes long to answer the request.
-const MAX_POLL: Duration = Duration::from_secs(4);
-/// Between two calls to a host that does not answer at all: each takes seconds itself.
-const MAX_SILENT_POLL: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Maximum interval between calls to a host that is working on the request.
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(4);
+/// Maximum interval between calls to a silent host, where each call takes seconds.
+const MAX_SILENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 const MAX_REQUESTS: u32 = 3;
-/// For a read of the pointer.
+/// Timeout of one read of the pointer.
 const POINTER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The code of the question about a snapshot that the host holds back.
+/// Code of the question about a held-back snapshot.
 pub const HELD_BACK: &str = "last_backup_held_back";
-/// What the error of a snapshot that was held back names, on hosts of releases that do not say so apart.
+/// On hosts of earlier releases, the error of a held-back snapshot contains this text.
 pub const HELD_BACK_HINT: &str = "svc-db-backup accept";
 
-/// How one try ended.
-enum Attempt {
+/// Outcome of one attempt.
+enum AttemptOutcome {
     Saved {
         taken_at: Timestamp,
     },
     Wait(Duration),
-    /// The host answers and does not make a backup.
-    Trouble(Trouble),
+    /// The host is reachable but makes no backup.
+    Failed(BackupFailure),
 }
 
-/// Why a host that answers has made no last backup.
-enum Trouble {
+/// Why a reachable host has made no final backup.
+enum BackupFailure {
     Failed(String),
-    /// It took a snapshot and held it back: the database has shrunk. Another one would say the same.
+    /// The database has shrunk, so its snapshot was held back. Another one would be held back, too.
     HeldBack {
         loss: String,
     },
 }
 
-impl Trouble {
+impl BackupFailure {
     fn code(&self) -> &'static str {
         match self {
             Self::Failed(_) => "last_backup_missing",
@@ -71,26 +71,26 @@ impl Trouble {
         }
     }
 
-    /// The question, but for the ways out that each operation has.
-    fn question(&self, held: &Held<'_>, machine: &MachineRow, saved: &Saved) -> String {
+    /// The question, without the choices, which depend on the kind of the operation.
+    fn question(&self, held: &HeldOperation<'_>, machine: &MachineRow, saved: &NewestCopy) -> String {
         let (id, operation) = (machine.id, held.operation.id);
         match self {
             Self::Failed(why) => format!(
-                "No last backup of {id}: {why}. The newest copy is {saved}; what was written since is on its server \
-                 alone. `svcctl operation continue {operation}` requests the backup again, with `--accept-loss` it goes \
-                 ahead without, and `svcctl operation abandon {operation}` gives it up."
+                "No last backup of {id}: {why}. The newest copy is {saved}; what was written since is only on \
+                 its server. `svcctl operation continue {operation}` requests the backup again, with `--accept-loss` it \
+                 continues without a backup, and `svcctl operation abandon {operation}` abandons the operation."
             ),
             Self::HeldBack { loss } => format!(
                 "The last backup of {id} is held back, because its database has shrunk: {loss}. The newest copy is still \
                  {saved}. If this loss is intended: `svcctl backup accept {id}`, then `svcctl operation continue \
-                 {operation}`. Otherwise `svcctl operation continue {operation} --accept-loss` goes ahead with the \
-                 newest copy, and `svcctl operation abandon {operation}` gives it up."
+                 {operation}`. Otherwise `svcctl operation continue {operation} --accept-loss` continues with the \
+                 newest copy, and `svcctl operation abandon {operation}` abandons the operation."
             ),
         }
     }
 }
 
-impl fmt::Display for Trouble {
+impl fmt::Display for BackupFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failed(why) => f.write_str(why),
@@ -99,16 +99,16 @@ impl fmt::Display for Trouble {
     }
 }
 
-/// Until when the machine's data is in a snapshot.
-enum Saved {
+/// The newest time whose data is in a snapshot.
+enum NewestCopy {
     Snapshot(Timestamp),
-    /// No snapshot of the slot exists: nothing that was written since its registration is saved.
+    /// The slot has no snapshot: nothing since its registration is saved.
     Nothing(Option<Timestamp>),
     /// The pointer cannot be read, and no host has reported a snapshot.
     Unknown(Option<Timestamp>),
 }
 
-impl Saved {
+impl NewestCopy {
     fn until(&self) -> Option<Timestamp> {
         match self {
             Self::Snapshot(at) => Some(*at),
@@ -117,7 +117,7 @@ impl Saved {
     }
 }
 
-impl fmt::Display for Saved {
+impl fmt::Display for NewestCopy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Snapshot(at) => write!(f, "the snapshot of {}", clock::rfc3339_ms(*at)),
@@ -130,136 +130,141 @@ impl fmt::Display for Saved {
     }
 }
 
-pub async fn last_backup(held: &Held<'_>) -> Result<Answer, StepError> {
-    let Some(machine) = leaving(held).await? else {
-        return Ok(Answer::done_noting("no earlier machine has served"));
+pub async fn last_backup(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+    let Some(machine) = leaving_machine(held).await? else {
+        return Ok(StepOutcome::done_noting("no earlier machine has served"));
     };
-    let mut progress = Progress::of(held);
-    if let Some(answer) = needs_none(held, &machine, &mut progress).await? {
-        return Ok(answer);
+    let mut progress = LastBackupProgress::load(held);
+    if let Some(outcome) = outcome_without_call(held, &machine, &mut progress).await? {
+        return Ok(outcome);
     }
     let (now, options) = (held.now().await?, held.operation.options);
     if is_answered(held) {
-        let reason = if options.give_up_backup { Reason::GivenUp } else { Reason::Silent };
+        let reason = if options.give_up_backup { SkipReason::GivenUp } else { SkipReason::Silent };
         return Box::pin(pass_over(held, &machine, &progress, reason)).await;
     }
     if progress.trouble.is_some() || options.give_up_backup {
-        // An operator has answered: a snapshot that was held back may be the latest by now.
+        // An operator has answered: a held-back snapshot may have become the latest.
         if let Ok(report) = host_report(held, &machine).await
-            && let Some(taken_at) = saved_copy::find(held, &machine, &progress, &report, now).await
+            && let Some(taken_at) =
+                saved_copy::find_final_backup(held, &machine, &progress, &report, now).await
         {
-            return Ok(saved(&machine, taken_at));
+            return Ok(final_backup_done(&machine, taken_at));
         }
         if options.accept_loss && progress.trouble.is_none() {
-            return Box::pin(pass_over(held, &machine, &progress, Reason::GivenUp)).await;
+            return Box::pin(pass_over(held, &machine, &progress, SkipReason::GivenUp)).await;
         }
         if options.accept_loss {
-            return Ok(accepted(held, &machine).await);
+            return Ok(continue_with_loss(held, &machine).await);
         }
-        progress = progress.again_from_the_start();
+        progress = progress.restarted();
     }
     match attempt(held, &machine, &mut progress, now).await {
-        Ok(Attempt::Saved { taken_at }) => Ok(saved(&machine, taken_at)),
-        Ok(Attempt::Wait(again_in)) => {
+        Ok(AttemptOutcome::Saved { taken_at }) => Ok(final_backup_done(&machine, taken_at)),
+        Ok(AttemptOutcome::Wait(again_in)) => {
             progress.unreachable_since = None;
             Ok(progress.wait(held, again_in))
         }
-        Ok(Attempt::Trouble(trouble)) => Ok(ask(held, &machine, progress, trouble).await),
+        Ok(AttemptOutcome::Failed(failure)) => Ok(ask_operator(held, &machine, progress, failure).await),
         Err(HostCallError::Refused(status)) => {
             progress.unreachable_since = None;
-            let trouble = Trouble::Failed(format!("the host answers {status}"));
+            let failure = BackupFailure::Failed(format!("the host answers {status}"));
             if progress.is_stalled(held, now) {
-                Ok(ask(held, &machine, progress, trouble).await)
+                Ok(ask_operator(held, &machine, progress, failure).await)
             } else {
                 Ok(progress.wait(held, progress.next_poll(now)))
             }
         }
         Err(HostCallError::Unreachable(error)) => {
-            tracing::info!(machine = %machine.id, error = format!("{error:#}"), "no last backup yet");
-            Box::pin(unreachable(held, &machine, progress, now)).await
+            tracing::info!(machine = %machine.id, error = format!("{error:#}"), "cannot call the host for its final backup");
+            Box::pin(handle_unreachable(held, &machine, progress, now)).await
         }
     }
 }
 
-/// Why nothing is to be asked of the host, if so.
-async fn needs_none(
-    held: &Held<'_>,
+/// Returns an outcome if the host needs no call.
+async fn outcome_without_call(
+    held: &HeldOperation<'_>,
     machine: &MachineRow,
-    progress: &mut Progress,
-) -> Result<Option<Answer>, StepError> {
+    progress: &mut LastBackupProgress,
+) -> Result<Option<StepOutcome>, StepError> {
     if machine.power_off_ordered_at.is_some() {
-        return Box::pin(pass_over(held, machine, progress, Reason::OutOfService)).await.map(Some);
+        return Box::pin(pass_over(held, machine, progress, SkipReason::OutOfService)).await.map(Some);
     }
-    if !machine.server_exists() && !held.finds_server_again(machine).await? {
-        return Box::pin(pass_over(held, machine, progress, Reason::ServerGone)).await.map(Some);
+    if !machine.server_exists() && !held.finds_server(machine).await? {
+        return Box::pin(pass_over(held, machine, progress, SkipReason::ServerGone)).await.map(Some);
     }
-    // A deletion of that machine takes it.
+    // The running deletion of that machine takes the backup.
     let session = held.platform.db.session().await?;
-    let deleting = db::slot_operations::deleting(&session, machine.id).await?;
+    let deleting = db::slot_operations::running_deletion(&session, machine.id).await?;
     let Some(deletion) = deleting.filter(|other| other.id != held.operation.id) else { return Ok(None) };
-    let asks = if deletion.question.is_some() { ", which waits for an operator" } else { "" };
-    let waits_for = format!("waits for the deletion {} of machine {}{asks}", deletion.id, machine.id);
+    let suffix = if deletion.question.is_some() { ", which waits for an operator" } else { "" };
+    let waits_for = format!("waits for the deletion {} of machine {}{suffix}", deletion.id, machine.id);
     if progress.waits_for.as_ref() != Some(&waits_for) {
         let (id, step) = (held.operation.id, &held.operation.step);
         db::operations::log(&session, id, step, "waits", Some(&waits_for)).await?;
         progress.waits_for = Some(waits_for);
     }
-    Ok(Some(progress.wait(held, POLL)))
+    Ok(Some(progress.wait(held, POLL_INTERVAL)))
 }
 
-fn saved(machine: &MachineRow, taken_at: Timestamp) -> Answer {
-    Answer::Done {
+fn final_backup_done(machine: &MachineRow, taken_at: Timestamp) -> StepOutcome {
+    StepOutcome::Done {
         note: Some("a snapshot was taken after the writers had stopped".into()),
-        record: Record::Saved { machine: machine.id, taken_at },
+        record: StepRecord::Saved { machine: machine.id, taken_at },
     }
 }
 
 async fn attempt(
-    held: &Held<'_>,
+    held: &HeldOperation<'_>,
     machine: &MachineRow,
-    progress: &mut Progress,
+    progress: &mut LastBackupProgress,
     now: Timestamp,
-) -> Result<Attempt, HostCallError> {
+) -> Result<AttemptOutcome, HostCallError> {
     progress.progress_at.get_or_insert(now);
     progress.started_at.get_or_insert(now);
     if !progress.has_stopped && !stop_writers(held, machine, progress, now).await? {
         let is_overdue = progress.is_stop_overdue(held, now);
-        let what = Trouble::Failed("its dispatches and apps did not stop in time".to_owned());
-        return Ok(if is_overdue { Attempt::Trouble(what) } else { Attempt::Wait(progress.next_poll(now)) });
+        let failure = BackupFailure::Failed("its dispatches and apps did not stop in time".to_owned());
+        return Ok(if is_overdue {
+            AttemptOutcome::Failed(failure)
+        } else {
+            AttemptOutcome::Wait(progress.next_poll(now))
+        });
     }
     let Some(requested_at) = progress.requested_at else {
         replace_invented_fence(held, machine).await;
         let taken = ask_host::request_backup(held.platform, machine).await?;
-        progress.requested(taken.unwrap_or(now), now);
-        return Ok(Attempt::Wait(POLL));
+        progress.record_request(taken.unwrap_or(now), now);
+        return Ok(AttemptOutcome::Wait(POLL_INTERVAL));
     };
     let report = host_report(held, machine).await?;
-    if let Some(taken_at) = saved_copy::find(held, machine, progress, &report, now).await {
-        return Ok(Attempt::Saved { taken_at });
+    if let Some(taken_at) = saved_copy::find_final_backup(held, machine, progress, &report, now).await {
+        return Ok(AttemptOutcome::Saved { taken_at });
     }
     if let HostReport::Backups(host) = &report {
-        progress.note(host, now);
+        progress.record(host, now);
         match failure_since(host, requested_at) {
-            Some(Trouble::Failed(error)) => return Ok(progress.again(error)),
-            Some(trouble @ Trouble::HeldBack { .. }) => return Ok(Attempt::Trouble(trouble)),
+            Some(BackupFailure::Failed(error)) => return Ok(progress.retry_request(error)),
+            Some(failure @ BackupFailure::HeldBack { .. }) => return Ok(AttemptOutcome::Failed(failure)),
             None => {}
         }
     }
     if progress.is_stalled(held, now) {
-        return Ok(Attempt::Trouble(Trouble::Failed("its backup makes no progress".to_owned())));
+        return Ok(AttemptOutcome::Failed(BackupFailure::Failed("its backup makes no progress".to_owned())));
     }
     if progress.is_overdue(held, now) {
         let hours = held.platform.config.timing.last_backup_limit.as_secs_f64() / 3600.0;
-        return Ok(Attempt::Trouble(Trouble::Failed(format!(
+        return Ok(AttemptOutcome::Failed(BackupFailure::Failed(format!(
             "its backup has not ended within {hours:.1} h"
         ))));
     }
-    Ok(Attempt::Wait(progress.next_poll(now)))
+    Ok(AttemptOutcome::Wait(progress.next_poll(now)))
 }
 
-/// Replaces a fence that no machine of the slot can have had by this machine's: behind it, the pointer refuses every backup.
-/// A store that does not answer is left to the backup itself.
-async fn replace_invented_fence(held: &Held<'_>, machine: &MachineRow) {
+/// Replaces a fence that no machine of the slot can have had by this machine's: such a fence makes the pointer refuse
+/// every backup. A store failure is left to the backup to report.
+async fn replace_invented_fence(held: &HeldOperation<'_>, machine: &MachineRow) {
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let Ok(Some(read)) = pointer_io::read(bucket, &slot).await else { return };
     let invented = read.value.fence_epoch;
@@ -267,24 +272,24 @@ async fn replace_invented_fence(held: &Held<'_>, machine: &MachineRow) {
         return;
     }
     if let Err(error) = pointer_io::fence(bucket, &slot, &fence_of(held, machine)).await {
-        tracing::warn!(machine = %machine.id, error = %chain(&error), "an invented fence stays");
+        tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot replace an invented fence");
         return;
     }
-    tracing::warn!(machine = %machine.id, %invented, "a fence that no machine can have had is replaced");
+    tracing::warn!(machine = %machine.id, %invented, "replaced a fence that no machine can have had");
 }
 
-/// Whether no writer is left on the host.
+/// Whether all writers of the host have stopped.
 async fn stop_writers(
-    held: &Held<'_>,
+    held: &HeldOperation<'_>,
     machine: &MachineRow,
-    progress: &mut Progress,
+    progress: &mut LastBackupProgress,
     now: Timestamp,
 ) -> Result<bool, HostCallError> {
     match ask_host::quiesce(held.platform, machine, held.operation.id).await {
         Ok(quiesced) => {
             progress.has_stopped = quiesced.quiesced_at.is_some();
             if !progress.has_stopped {
-                progress.note_running(quiesced.running_dispatches, now);
+                progress.record_running(quiesced.running_dispatches, now);
             }
         }
         Err(HostCallError::Refused(status)) if is_unsupported(status) => {
@@ -299,7 +304,7 @@ async fn stop_writers(
     Ok(progress.has_stopped)
 }
 
-async fn host_report(held: &Held<'_>, machine: &MachineRow) -> Result<HostReport, HostCallError> {
+async fn host_report(held: &HeldOperation<'_>, machine: &MachineRow) -> Result<HostReport, HostCallError> {
     match ask_host::backup_progress(held.platform, machine).await {
         Ok(host) => Ok(HostReport::Backups(host)),
         Err(HostCallError::Refused(status)) if is_unsupported(status) => Ok(HostReport::Unsupported),
@@ -307,100 +312,109 @@ async fn host_report(held: &Held<'_>, machine: &MachineRow) -> Result<HostReport
     }
 }
 
-/// How a release answers that does not know the route.
+/// Whether a status means that the release does not have the route.
 fn is_unsupported(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
 }
 
-/// What the pointer says, or where it cannot be read, what hosts have reported.
-async fn saved_until(held: &Held<'_>, machine: &MachineRow) -> Saved {
+/// The time from the pointer or, if it is unreadable, from the hosts' reports.
+async fn newest_copy(held: &HeldOperation<'_>, machine: &MachineRow) -> NewestCopy {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let (bucket, key) = (&held.platform.bucket, slot.pointer());
     match bucket.within(&key, POINTER_TIMEOUT, pointer_io::read(bucket, &slot)).await {
         Ok(pointer) => {
             let newest = pointer.and_then(|pointer| pointer.value.snapshot).map(|named| named.taken_at);
-            newest.map_or(Saved::Nothing(machine.registered_at), Saved::Snapshot)
+            newest.map_or(NewestCopy::Nothing(machine.registered_at), NewestCopy::Snapshot)
         }
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error), "the snapshot pointer cannot be read");
-            let newest = reported(held, machine).await.unwrap_or_default();
-            newest.map_or(Saved::Unknown(machine.registered_at), Saved::Snapshot)
+            tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot read the snapshot pointer");
+            let newest = newest_reported(held, machine).await.unwrap_or_default();
+            newest.map_or(NewestCopy::Unknown(machine.registered_at), NewestCopy::Snapshot)
         }
     }
 }
 
-async fn reported(held: &Held<'_>, machine: &MachineRow) -> Result<Option<Timestamp>, DbError> {
+async fn newest_reported(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+) -> Result<Option<Timestamp>, DbError> {
     let session = held.platform.db.session().await?;
     db::machines::newest_backup(&session, &machine.user, &machine.slot).await
 }
 
-fn failure_since(host: &BackupProgress, since: Timestamp) -> Option<Trouble> {
+fn failure_since(host: &BackupProgress, since: Timestamp) -> Option<BackupFailure> {
     let last = host.last.as_ref().filter(|last| !host.running && last.status == "error")?;
     last.began_at.filter(|began| *began >= since)?;
-    Some(trouble_of(last))
+    Some(failure_of(last))
 }
 
-fn trouble_of(last: &BackupEnd) -> Trouble {
+fn failure_of(last: &BackupOutcome) -> BackupFailure {
     let error = || last.error.as_deref().map_or_else(|| "its backup failed".to_owned(), bounded);
     match &last.held {
-        Some(held) => Trouble::HeldBack { loss: bounded(&held.loss) },
+        Some(held) => BackupFailure::HeldBack { loss: bounded(&held.loss) },
         None if last.error.as_ref().is_some_and(|error| error.contains(HELD_BACK_HINT)) => {
-            Trouble::HeldBack { loss: error() }
+            BackupFailure::HeldBack { loss: error() }
         }
-        None => Trouble::Failed(error()),
+        None => BackupFailure::Failed(error()),
     }
 }
 
-async fn unreachable(
-    held: &Held<'_>,
+async fn handle_unreachable(
+    held: &HeldOperation<'_>,
     machine: &MachineRow,
-    mut progress: Progress,
+    mut progress: LastBackupProgress,
     now: Timestamp,
-) -> Result<Answer, StepError> {
+) -> Result<StepOutcome, StepError> {
     let since = *progress.unreachable_since.get_or_insert(now);
-    let deadline = signed(held.platform.config.timing.last_backup_deadline);
+    let deadline = signed_duration(held.platform.config.timing.last_backup_deadline);
     let silent_for = now.duration_since(since);
     if silent_for < deadline {
         let left = Duration::try_from(deadline - silent_for).unwrap_or_default();
-        return Ok(progress.wait(held, poll_interval(silent_for, MAX_SILENT_POLL).min(left.max(POLL))));
+        return Ok(progress
+            .wait(held, poll_interval(silent_for, MAX_SILENT_POLL_INTERVAL).min(left.max(POLL_INTERVAL))));
     }
     if machine.heartbeat_at.is_some_and(|beat| beat > since) {
-        let trouble = "the host sends heartbeats, and the platform cannot call it".to_owned();
-        return Ok(ask(held, machine, progress, Trouble::Failed(trouble)).await);
+        let failure = "the host sends heartbeats, and the platform cannot call it".to_owned();
+        return Ok(ask_operator(held, machine, progress, BackupFailure::Failed(failure)).await);
     }
-    Box::pin(pass_over(held, machine, &progress, Reason::Silent)).await
+    Box::pin(pass_over(held, machine, &progress, SkipReason::Silent)).await
 }
 
-/// The operator accepted beforehand, or is asked now.
-async fn ask(held: &Held<'_>, machine: &MachineRow, mut progress: Progress, trouble: Trouble) -> Answer {
+/// Continues if the operator has accepted the loss, else asks.
+async fn ask_operator(
+    held: &HeldOperation<'_>,
+    machine: &MachineRow,
+    mut progress: LastBackupProgress,
+    failure: BackupFailure,
+) -> StepOutcome {
     if held.operation.options.accept_loss {
-        return accepted(held, machine).await;
+        return continue_with_loss(held, machine).await;
     }
-    let detail = trouble.question(held, machine, &saved_until(held, machine).await);
-    progress.trouble = Some(trouble.to_string());
-    Answer::Ask(Question { code: trouble.code(), detail, snapshot: None, facts: progress.facts(held) })
+    let detail = failure.question(held, machine, &newest_copy(held, machine).await);
+    progress.trouble = Some(failure.to_string());
+    StepOutcome::Ask(Question { code: failure.code(), detail, snapshot: None, facts: progress.facts(held) })
 }
 
-/// Continues without a last backup, and records since when data is lost.
-async fn accepted(held: &Held<'_>, machine: &MachineRow) -> Answer {
-    let saved = saved_until(held, machine).await;
-    let stored = passed_over::note_unrestored(held, machine).await;
+/// Continues without a final backup, and records since when data is lost.
+async fn continue_with_loss(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
+    let saved = newest_copy(held, machine).await;
+    let stored = passed_over::record_unrestored(held, machine).await;
     let note = format!(
         "no last backup; the operator accepted the loss of what was written since the newest copy, which is {saved}{stored}"
     );
-    let record = Record::LossAccepted { machine: machine.id, since: saved.until() };
-    Answer::Done { note: Some(note.into()), record }
+    let record = StepRecord::LossAccepted { machine: machine.id, since: saved.until() };
+    StepOutcome::Done { note: Some(note.into()), record }
 }
 
-/// Grows with the time that a host is waited for, from [`POLL`] to the limit. Spread, so that hosts that fell silent
-/// together are not called together.
+/// Grows with the time waited, from [`POLL_INTERVAL`] to the limit. Jitter spreads the calls to hosts that fell silent
+/// together.
 fn poll_interval(waited: SignedDuration, limit: Duration) -> Duration {
     let waited = Duration::try_from(waited).unwrap_or_default();
     let spread = f64::from(Uuid::new_v4().as_bytes()[0]) / 255.0;
-    (waited / 8).clamp(POLL, limit).mul_f64(0.75 + spread / 4.0)
+    (waited / 8).clamp(POLL_INTERVAL, limit).mul_f64(0.75 + spread / 4.0)
 }
 
-fn signed(duration: Duration) -> SignedDuration {
+fn signed_duration(duration: Duration) -> SignedDuration {
     SignedDuration::try_from(duration).unwrap_or(SignedDuration::MAX)
 }
 
@@ -409,17 +423,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn polls_grow_to_their_limit_and_are_spread() {
+    fn poll_intervals_grow_to_limit_with_jitter() {
         let at = |seconds: i64, limit| poll_interval(SignedDuration::from_secs(seconds), limit);
-        for (seconds, limit, most) in
-            [(0, MAX_POLL, POLL), (16, MAX_POLL, Duration::from_secs(2)), (3600, MAX_POLL, MAX_POLL)]
-        {
+        for (seconds, limit, most) in [
+            (0, MAX_POLL_INTERVAL, POLL_INTERVAL),
+            (16, MAX_POLL_INTERVAL, Duration::from_secs(2)),
+            (3600, MAX_POLL_INTERVAL, MAX_POLL_INTERVAL),
+        ] {
             for _ in 0..100 {
                 let interval = at(seconds, limit);
                 assert!(interval <= most && interval >= most.mul_f64(0.74), "{seconds} s: {interval:?}");
             }
         }
-        let many: std::collections::BTreeSet<_> = (0..50).map(|_| at(3600, MAX_SILENT_POLL)).collect();
+        let many: std::collections::BTreeSet<_> =
+            (0..50).map(|_| at(3600, MAX_SILENT_POLL_INTERVAL)).collect();
         assert!(many.len() > 10, "{many:?}");
     }
 }

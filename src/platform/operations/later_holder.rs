@@ -1,15 +1,16 @@
-//! Whether the store knows of a later holder of a slot than the database, which may have been restored from an older copy:
-//! then the operations in it are outdated, and must not take a serving machine out of service.
+//! Detects a later holder of a slot that the store knows and the database does not, because the database may have
+//! been restored from an older copy. Its operations are then outdated, and must not take a serving machine out of
+//! service.
 //!
-//! Invariants: only a fence that the platform has signed proves it, since a host can write the pointer, too. A fence that is
-//! signed by no key in force proves nothing, and excludes nothing: an operator decides.
+//! The invariants: only a fence signed by the platform is proof, since a host can write the pointer, too. A fence
+//! that no current key verifies proves nothing and rules nothing out: an operator decides.
 
 use std::time::Duration;
 
 use serde_json::json;
 
-use super::held::Held;
-use super::step::{Answer, Question, StepError};
+use super::held::HeldOperation;
+use super::step::{Question, StepError, StepOutcome};
 use super::{OperationKind, Step};
 use crate::http::problem::{Problem, chain};
 use crate::machine::epoch::Epoch;
@@ -24,43 +25,43 @@ use crate::store::key::SlotPrefix;
 use crate::store::pointer::{Fenced, Pointer};
 use crate::store::pointer_io::{self, PointerError};
 
-/// The code of a question, and of an operation that ended, because the database is older than the store.
+/// Code of questions and failed operations where the database is older than the store.
 pub const BEHIND_STORE: &str = "database_behind_store";
-/// The code of a question because the fence's signature is of no key in force.
+/// Code of a question about a fence that no current key verifies.
 pub const UNVERIFIED_FENCE: &str = "unverified_fence";
-/// Among an operation's facts: an operator confirmed the deletion after the question.
+/// Key of an operation's facts: an operator confirmed the deletion after the question.
 pub const CONFIRMED: &str = "outdatedDeletionConfirmed";
 
-/// Until a store that is away is asked again.
-const LOOK_AGAIN: Duration = Duration::from_secs(2);
-/// Of one look at the pointer: longer, and a store that hangs would hold up what waits for the answer.
+/// Delay before an unavailable store is called again.
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
+/// Timeout of one pointer read. A longer one would let a hanging store block callers.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A machine that has the slot under an epoch that the database does not know.
+/// A machine that holds the slot under an epoch that the database does not know.
 #[derive(Debug, Clone, Copy)]
 pub struct LaterHolder {
     pub machine: MachineId,
     pub epoch: Epoch,
 }
 
-/// What the fence of a slot says beyond the database.
+/// What a slot's fence claims beyond the database.
 #[derive(Debug, Clone, Copy)]
-pub enum Beyond {
+pub enum FenceClaim {
     Nothing,
     /// The platform gave the slot to this machine.
     Holder(LaterHolder),
-    /// The fence says so, and no key in force verifies its signature: it was made with another platform key, or a host made it
-    /// up.
+    /// The fence names this machine, but no current key verifies its signature: it was made with another platform
+    /// key, or a host forged it.
     Unverified(LaterHolder),
 }
 
-impl Beyond {
-    /// What is proven.
+impl FenceClaim {
+    /// The proven holder.
     pub fn holder(self) -> Option<LaterHolder> {
         if let Self::Holder(holder) = self { Some(holder) } else { None }
     }
 
-    fn any(self) -> Option<LaterHolder> {
+    fn named_holder(self) -> Option<LaterHolder> {
         match self {
             Self::Nothing => None,
             Self::Holder(holder) | Self::Unverified(holder) => Some(holder),
@@ -68,7 +69,7 @@ impl Beyond {
     }
 }
 
-/// Why it is not known who holds the slot.
+/// Why the slot's holder could not be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum LookupError {
     #[error(transparent)]
@@ -86,106 +87,106 @@ impl From<LookupError> for Problem {
     }
 }
 
-/// What the pointer's fence says of a machine that the database does not know under that epoch. No session of the database is
-/// held while the store is asked.
+/// Finds what the pointer's fence claims about a machine that the database does not know under that epoch. No
+/// database session is held during the store call.
 ///
 /// # Errors
-/// [`LookupError`]; `Corrupt` where the pointer is not readable.
+/// [`LookupError`]; `Corrupt` if the pointer is unreadable.
 pub async fn find(
     platform: &Platform,
     db: &Db,
     user: &IdpUserId,
     slot: &Slot,
-) -> Result<Beyond, LookupError> {
-    let Some(pointer) = read(platform, &SlotPrefix::new(user, slot)).await? else {
-        return Ok(Beyond::Nothing);
+) -> Result<FenceClaim, LookupError> {
+    let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else {
+        return Ok(FenceClaim::Nothing);
     };
-    Ok(of_pointer(platform, db, (user, slot), &pointer).await?)
+    Ok(claim_of_pointer(platform, db, (user, slot), &pointer).await?)
 }
 
-async fn read(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
+async fn read_pointer(platform: &Platform, slot: &SlotPrefix) -> Result<Option<Pointer>, StoreError> {
     let read = pointer_io::read(&platform.bucket, slot);
     let read = platform.bucket.within(&slot.pointer(), READ_TIMEOUT, read).await?;
     Ok(read.map(|read| read.value))
 }
 
-async fn of_pointer(
+async fn claim_of_pointer(
     platform: &Platform,
     db: &Db,
     (user, slot): (&IdpUserId, &Slot),
     pointer: &Pointer,
-) -> Result<Beyond, DbError> {
+) -> Result<FenceClaim, DbError> {
     let signed = pointer.fence_machine_id.zip(pointer.fence_proof.as_ref());
-    let Some((machine, proof)) = signed else { return Ok(Beyond::Nothing) };
+    let Some((machine, proof)) = signed else { return Ok(FenceClaim::Nothing) };
     let epoch = pointer.fence_epoch;
     let session = db.session().await?;
     let known = db::machines::get(&session, machine).await?;
     if known.is_some_and(|known| known.epoch >= epoch) {
-        return Ok(Beyond::Nothing);
+        return Ok(FenceClaim::Nothing);
     }
     let holder = LaterHolder { machine, epoch };
     if platform.mint.has_signed_fence(&SlotPrefix::new(user, slot), epoch, machine, proof) {
-        return Ok(Beyond::Holder(holder));
+        return Ok(FenceClaim::Holder(holder));
     }
-    // No machine of the slot has had such an epoch: only a host that lies writes it.
+    // No machine of the slot has had such an epoch: only a dishonest host writes it.
     let highest = db::machines::highest_epoch(&session, user, slot).await?;
-    let is_believed = epoch <= highest.max_plausible();
-    Ok(if is_believed { Beyond::Unverified(holder) } else { Beyond::Nothing })
+    let is_plausible = epoch <= highest.max_plausible();
+    Ok(if is_plausible { FenceClaim::Unverified(holder) } else { FenceClaim::Nothing })
 }
 
-/// What becomes of an operation where the store knows of a later holder.
+/// What to do with an operation if the store knows a later holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Decision {
+enum HolderDecision {
     /// The operation continues.
     Nothing,
-    /// Its machine is the holder: it continues, and the database learns the epoch.
+    /// Its machine is the holder: it continues, and the database adopts the epoch.
     RaiseEpoch,
-    /// The deletion was undone since: an operator decides.
+    /// The deletion was undone later: an operator decides.
     AskWhetherToDelete,
-    /// The slot went back to the machine before this one, or on to another: this one must not be created.
+    /// The slot went back to the previous machine, or on to another: this one must not be created.
     FailMachine,
-    /// Another machine holds the slot: this one does not get it back.
+    /// Another machine holds the slot: this one is not reinstated.
     EndOperation,
 }
 
-/// The machine that an operation is about.
+/// The machine of an operation.
 #[derive(Debug, Clone, Copy)]
-struct Subject {
+struct OperationSubject {
     machine: MachineId,
     epoch: Epoch,
     is_registered: bool,
-    /// By an operator, after the question. A loss that was accepted with the request concerned an earlier state.
+    /// By an operator, after the question. A loss accepted with the request concerned an earlier state.
     is_deletion_confirmed: bool,
 }
 
-fn decide(kind: OperationKind, of: Subject, holder: LaterHolder) -> Decision {
+fn decide(kind: OperationKind, of: OperationSubject, holder: LaterHolder) -> HolderDecision {
     let is_own = holder.machine == of.machine;
     match kind {
-        OperationKind::Delete if is_own && !of.is_deletion_confirmed => Decision::AskWhetherToDelete,
+        OperationKind::Delete if is_own && !of.is_deletion_confirmed => HolderDecision::AskWhetherToDelete,
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete if is_own => {
-            Decision::RaiseEpoch
+            HolderDecision::RaiseEpoch
         }
         // A fence below its own was known when it was requested.
         OperationKind::Provision | OperationKind::Recover
             if !of.is_registered && holder.epoch >= of.epoch =>
         {
-            Decision::FailMachine
+            HolderDecision::FailMachine
         }
-        OperationKind::Reinstate if !is_own => Decision::EndOperation,
+        OperationKind::Reinstate if !is_own => HolderDecision::EndOperation,
         OperationKind::PowerOn | OperationKind::Reboot if !is_own && holder.epoch > of.epoch => {
-            Decision::EndOperation
+            HolderDecision::EndOperation
         }
-        _ => Decision::Nothing,
+        _ => HolderDecision::Nothing,
     }
 }
 
-/// Whether a fence that no key in force verifies holds an operation back until an operator decides. What it names may be a
-/// lie: nothing but the wait follows from it.
-fn is_in_doubt(kind: OperationKind, step: Step, of: Subject, named: LaterHolder) -> bool {
+/// Whether an unverified fence makes an operation wait for an operator. The machine that it names may be forged, so
+/// it has no other effect.
+fn needs_decision(kind: OperationKind, step: Step, of: OperationSubject, named: LaterHolder) -> bool {
     let is_other = named.machine != of.machine;
     match kind {
         OperationKind::Delete => true,
-        // A fence below its own was known when it was requested. While it boots, nothing is destroyed.
+        // A fence below its own was known when it was requested. A booting machine destroys nothing.
         OperationKind::Provision | OperationKind::Recover => {
             step != Step::AwaitRegistration && !of.is_registered && named.epoch >= of.epoch
         }
@@ -195,23 +196,23 @@ fn is_in_doubt(kind: OperationKind, step: Step, of: Subject, named: LaterHolder)
     }
 }
 
-/// Whether the step of an operation may stop, switch off, create, fence or delete what a later holder needs. The deletion of
-/// a kept server looks for itself ([`serves_unknown_to_database`]).
+/// Whether the step may stop, switch off, create, fence or delete something that a later holder needs. The deletion
+/// of a kept server has its own check ([`serves_unknown_to_database`]).
 fn is_checked(kind: OperationKind, step: Step) -> bool {
     match kind {
         OperationKind::Provision | OperationKind::Recover | OperationKind::Delete => true,
         OperationKind::Reinstate => step == Step::Fence,
-        // A replaced machine that is switched on would be routed to, and could not be backed up.
+        // A replaced machine that is switched on would be routed, and could not be backed up.
         OperationKind::PowerOn | OperationKind::Reboot => step != Step::AwaitHeartbeat,
         OperationKind::RemoveServer | OperationKind::Resize | OperationKind::PowerOff => false,
     }
 }
 
-/// What becomes of an outdated operation; `None`: it continues.
+/// Ends or suspends an outdated operation; `None`: it continues.
 ///
 /// # Errors
 /// [`StepError`].
-pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, StepError> {
+pub async fn check_step(held: &HeldOperation<'_>, step: Step) -> Result<Option<StepOutcome>, StepError> {
     if !is_checked(held.kind, step) {
         return Ok(None);
     }
@@ -219,83 +220,82 @@ pub async fn check_step(held: &Held<'_>, step: Step) -> Result<Option<Answer>, S
     let found = match find(held.platform, &held.platform.db, &machine.user, &machine.slot).await {
         Ok(found) => found,
         // The step that needs the pointer reports the damage.
-        Err(LookupError::Store(StoreError::Corrupt { .. })) => Beyond::Nothing,
-        // A step that waits for long is not failed by a store that is away: the next look, or the registration, checks.
+        Err(LookupError::Store(StoreError::Corrupt { .. })) => FenceClaim::Nothing,
+        // An unavailable store does not fail a long wait: the next check, or the registration, checks again.
         Err(error) if step == Step::AwaitRegistration => {
-            tracing::debug!(error = %chain(&error), "the fence of the slot is not known");
-            Beyond::Nothing
+            tracing::debug!(error = %chain(&error), "cannot read the fence of the slot");
+            FenceClaim::Nothing
         }
         Err(error) if step == Step::LastBackup => {
-            tracing::info!(error = %chain(&error), "the fence of the slot is not known yet");
+            tracing::info!(error = %chain(&error), "cannot read the fence of the slot; retrying");
             let (code, source) = match error {
                 LookupError::Store(_) => ("store_unavailable", "object store"),
                 LookupError::Db(_) => ("database_unavailable", "database"),
             };
-            let why = format!("the {source} does not answer: it is not known who holds the slot");
-            return Ok(Some(Answer::wait_for(LOOK_AGAIN, code, why)));
+            let why = format!("the {source} is unavailable: cannot check who holds the slot");
+            return Ok(Some(StepOutcome::wait_for(RETRY_INTERVAL, code, why)));
         }
-        Err(error) => return Err(StepError::transient("the fence of the slot is not known", error)),
+        Err(error) => return Err(StepError::transient("cannot read the fence of the slot", error)),
     };
-    let subject = Subject {
+    let subject = OperationSubject {
         machine: machine.id,
         epoch: machine.epoch,
         is_registered: machine.registered_at.is_some(),
         is_deletion_confirmed: held.facts().contains_key(CONFIRMED),
     };
     match found {
-        Beyond::Nothing => Ok(None),
-        Beyond::Unverified(named) => Ok(ask_in_doubt(held, step, (&machine, subject), named).await),
-        Beyond::Holder(holder) => act(held, (&machine, subject), holder).await,
+        FenceClaim::Nothing => Ok(None),
+        FenceClaim::Unverified(named) => Ok(ask_about_fence(held, step, (&machine, subject), named).await),
+        FenceClaim::Holder(holder) => apply_decision(held, (&machine, subject), holder).await,
     }
 }
 
-/// The question where the fence is signed by no key in force.
-async fn ask_in_doubt(
-    held: &Held<'_>,
+/// Asks an operator about a fence that no current key verifies.
+async fn ask_about_fence(
+    held: &HeldOperation<'_>,
     step: Step,
-    (machine, subject): (&MachineRow, Subject),
+    (machine, subject): (&MachineRow, OperationSubject),
     named: LaterHolder,
-) -> Option<Answer> {
-    if held.operation.options.disregard_fence || !is_in_doubt(held.kind, step, subject, named) {
+) -> Option<StepOutcome> {
+    if held.operation.options.disregard_fence || !needs_decision(held.kind, step, subject, named) {
         return None;
     }
-    warn_unverified(held.platform, machine, named).await;
+    raise_unverified_alarm(held.platform, machine, named).await;
     let operation = held.operation.id;
     let detail = format!(
-        "{} Nothing more is done before that is known: with the right keys `svcctl operation continue {operation}` looks \
-         again. Where the keys are right, the slot's host made the signature up, and `svcctl operation continue {operation} \
-         --accept-loss` disregards it.",
-        unverified(named)
+        "{} The operation waits: with the right keys, `svcctl operation continue {operation}` checks again. If the keys are \
+         right, the slot's host forged the signature, and `svcctl operation continue {operation} --accept-loss` disregards it.",
+        describe_unverified(named)
     );
-    Some(Answer::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
+    Some(StepOutcome::Ask(Question { code: UNVERIFIED_FENCE, detail, snapshot: None, facts: held.facts() }))
 }
 
-/// What a fence that no key in force verifies says, and what to look at.
-pub fn unverified(named: LaterHolder) -> String {
+/// Describes an unverified fence, and what to check.
+pub fn describe_unverified(named: LaterHolder) -> String {
     let LaterHolder { machine, epoch } = named;
     format!(
         "The store says that machine {machine} holds the slot under epoch {epoch}, which this database does not know, and no \
-         platform key in force verifies that signature. Is PLATFORM_KEY the key of now, or was an older one restored with the \
-         database? `svcctl doctor platform` compares it with the store."
+         platform key in force verifies that signature. Check whether PLATFORM_KEY is the current key, or an older one \
+         restored with the database: `svcctl doctor platform` compares it with the store."
     )
 }
 
-async fn act(
-    held: &Held<'_>,
-    (machine, subject): (&MachineRow, Subject),
+async fn apply_decision(
+    held: &HeldOperation<'_>,
+    (machine, subject): (&MachineRow, OperationSubject),
     holder: LaterHolder,
-) -> Result<Option<Answer>, StepError> {
+) -> Result<Option<StepOutcome>, StepError> {
     let decision = decide(held.kind, subject, holder);
-    if !matches!(decision, Decision::Nothing | Decision::RaiseEpoch) {
-        warn(held.platform, machine, holder).await;
+    if !matches!(decision, HolderDecision::Nothing | HolderDecision::RaiseEpoch) {
+        raise_alarm(held.platform, machine, holder).await;
     }
     match decision {
-        Decision::Nothing => Ok(None),
-        Decision::RaiseEpoch => {
+        HolderDecision::Nothing => Ok(None),
+        HolderDecision::RaiseEpoch => {
             held.raise_epoch(holder.epoch).await?;
             Ok(None)
         }
-        Decision::AskWhetherToDelete => {
+        HolderDecision::AskWhetherToDelete => {
             let operation = held.operation.id;
             let detail = format!(
                 "This database is older than the store, which says that {} got its slot back under epoch {} after it was \
@@ -303,27 +303,27 @@ async fn act(
                  {operation} --accept-loss` deletes it again.",
                 machine.id, holder.epoch
             );
-            Ok(Some(Answer::Ask(Question {
+            Ok(Some(StepOutcome::Ask(Question {
                 code: BEHIND_STORE,
                 detail,
                 snapshot: None,
                 facts: held.facts(),
             })))
         }
-        Decision::FailMachine => {
+        HolderDecision::FailMachine => {
             let fenced = Fenced { fence: holder.epoch, holder: Some(holder.machine), mine: machine.epoch };
             let what = "the store knows of a later holder of the slot: this database is older than the store";
             Err(StepError::permanent(what, PointerError::Fenced(fenced)))
         }
-        Decision::EndOperation => {
+        HolderDecision::EndOperation => {
             let note = "the store says that another machine holds the slot, which this database does not know: \
                         `svcctl recover` with `--accept-loss` replaces both machines";
-            Ok(Some(Answer::Fail { code: BEHIND_STORE, note }))
+            Ok(Some(StepOutcome::Fail { code: BEHIND_STORE, note }))
         }
     }
 }
 
-/// Whether the kept server of this machine must stay: the machine got its slot back, or has served, and this database
+/// Whether the kept server of this machine must stay: the machine was reinstated, or has served, and this database
 /// does not know it.
 ///
 /// # Errors
@@ -333,20 +333,20 @@ pub async fn serves_unknown_to_database(
     machine: &MachineRow,
 ) -> Result<bool, LookupError> {
     let (user, slot) = (&machine.user, &machine.slot);
-    let Some(pointer) = read(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
-    let beyond = of_pointer(platform, &platform.db, (user, slot), &pointer).await?;
-    let own = beyond.any().filter(|named| named.machine == machine.id);
-    match (beyond, own) {
-        (Beyond::Unverified(_), Some(named)) => warn_unverified(platform, machine, named).await,
-        (_, Some(holder)) => warn(platform, machine, holder).await,
+    let Some(pointer) = read_pointer(platform, &SlotPrefix::new(user, slot)).await? else { return Ok(false) };
+    let claim = claim_of_pointer(platform, &platform.db, (user, slot), &pointer).await?;
+    let own = claim.named_holder().filter(|named| named.machine == machine.id);
+    match (claim, own) {
+        (FenceClaim::Unverified(_), Some(named)) => raise_unverified_alarm(platform, machine, named).await,
+        (_, Some(holder)) => raise_alarm(platform, machine, holder).await,
         (_, None) => {}
     }
     let named = pointer.snapshot.filter(|named| named.machine_id == machine.id);
     Ok(own.is_some() || machine.registered_at.is_none() && named.is_some())
 }
 
-/// Raises the alarm that names the slot whose fence no key in force verifies.
-pub async fn warn_unverified(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
+/// Raises the alarm that names the slot with the unverified fence.
+pub async fn raise_unverified_alarm(platform: &Platform, machine: &MachineRow, named: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = named;
     let slot = format!("{}/{}", machine.user, machine.slot);
     tracing::warn!(slot, %holder, %epoch, "no platform key in force verifies the fence of the slot");
@@ -354,8 +354,8 @@ pub async fn warn_unverified(platform: &Platform, machine: &MachineRow, named: L
     alarms::inform(platform, Alarm::UnverifiedFence, &detail).await;
 }
 
-/// Raises the alarm that names the slot.
-pub async fn warn(platform: &Platform, machine: &MachineRow, holder: LaterHolder) {
+/// Raises the alarm that names the slot with the later holder.
+pub async fn raise_alarm(platform: &Platform, machine: &MachineRow, holder: LaterHolder) {
     let LaterHolder { machine: holder, epoch } = holder;
     let slot = format!("{}/{}", machine.user, machine.slot);
     tracing::warn!(slot, %holder, %epoch, "the store knows of a later holder of the slot than the database");
@@ -368,9 +368,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn later_holder_stops_outdated_operations() {
+    fn decide_stops_outdated_operations() {
         let (own, other) = (MachineId::new(), MachineId::new());
-        let subject = |is_registered, is_deletion_confirmed| Subject {
+        let subject = |is_registered, is_deletion_confirmed| OperationSubject {
             machine: own,
             epoch: Epoch(5),
             is_registered,
@@ -379,33 +379,40 @@ mod tests {
         let holder = |machine, epoch| LaterHolder { machine, epoch: Epoch(epoch) };
         let booting = subject(false, false);
         for kind in [OperationKind::Provision, OperationKind::Recover] {
-            assert_eq!(decide(kind, booting, holder(own, 6)), Decision::RaiseEpoch);
-            assert_eq!(decide(kind, booting, holder(other, 6)), Decision::FailMachine);
-            assert_eq!(decide(kind, booting, holder(other, 5)), Decision::FailMachine);
+            assert_eq!(decide(kind, booting, holder(own, 6)), HolderDecision::RaiseEpoch);
+            assert_eq!(decide(kind, booting, holder(other, 6)), HolderDecision::FailMachine);
+            assert_eq!(decide(kind, booting, holder(other, 5)), HolderDecision::FailMachine);
             assert_eq!(
                 decide(kind, booting, holder(other, 4)),
-                Decision::Nothing,
+                HolderDecision::Nothing,
                 "known when it was requested"
             );
-            assert_eq!(decide(kind, subject(true, false), holder(other, 6)), Decision::Nothing, "it serves");
+            assert_eq!(
+                decide(kind, subject(true, false), holder(other, 6)),
+                HolderDecision::Nothing,
+                "it serves"
+            );
         }
         let deleted = subject(true, false);
-        assert_eq!(decide(OperationKind::Delete, deleted, holder(own, 6)), Decision::AskWhetherToDelete);
+        assert_eq!(
+            decide(OperationKind::Delete, deleted, holder(own, 6)),
+            HolderDecision::AskWhetherToDelete
+        );
         let confirmed = subject(true, true);
-        assert_eq!(decide(OperationKind::Delete, confirmed, holder(own, 6)), Decision::RaiseEpoch);
-        assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), Decision::Nothing);
-        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(other, 4)), Decision::EndOperation);
-        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(own, 6)), Decision::Nothing);
+        assert_eq!(decide(OperationKind::Delete, confirmed, holder(own, 6)), HolderDecision::RaiseEpoch);
+        assert_eq!(decide(OperationKind::Delete, deleted, holder(other, 6)), HolderDecision::Nothing);
+        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(other, 4)), HolderDecision::EndOperation);
+        assert_eq!(decide(OperationKind::Reinstate, deleted, holder(own, 6)), HolderDecision::Nothing);
         for kind in [OperationKind::PowerOn, OperationKind::Reboot] {
-            assert_eq!(decide(kind, deleted, holder(other, 6)), Decision::EndOperation);
-            assert_eq!(decide(kind, deleted, holder(own, 6)), Decision::Nothing);
+            assert_eq!(decide(kind, deleted, holder(other, 6)), HolderDecision::EndOperation);
+            assert_eq!(decide(kind, deleted, holder(own, 6)), HolderDecision::Nothing);
         }
     }
 
     #[test]
-    fn fence_of_no_key_in_force_makes_operations_wait() {
+    fn unverified_fence_makes_operations_wait() {
         let (own, other) = (MachineId::new(), MachineId::new());
-        let of = |is_registered| Subject {
+        let of = |is_registered| OperationSubject {
             machine: own,
             epoch: Epoch(5),
             is_registered,
@@ -426,10 +433,11 @@ mod tests {
             (OperationKind::PowerOff, true, named(other, 6), false),
         ] {
             let step = Step::Fence;
-            assert_eq!(is_in_doubt(kind, step, of(is_registered), named), expected, "{kind:?} {named:?}");
+            assert_eq!(needs_decision(kind, step, of(is_registered), named), expected, "{kind:?} {named:?}");
         }
-        let boots = is_in_doubt(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
-        assert!(!boots, "an old host must not stop the machine that takes its place");
+        let boots =
+            needs_decision(OperationKind::Recover, Step::AwaitRegistration, of(false), named(other, 6));
+        assert!(!boots, "an old host must not stop its successor");
     }
 
     #[test]

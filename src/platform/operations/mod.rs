@@ -1,7 +1,7 @@
-//! Persisted operations: what they are made of, the runner that takes them step by step, the reconciler behind it.
+//! Persisted operations: their kinds and steps, the runner that executes them, and the reconciler.
 //!
-//! The invariants: a step is stored before it runs and can run again after a kill at any point; one process at a time
-//! holds an operation; every accepted operation ends.
+//! The invariants: a step is stored before it runs, and can run again after a kill at any point; one process at a
+//! time holds an operation; every accepted operation ends.
 
 pub mod ask_host;
 pub mod census;
@@ -25,19 +25,19 @@ mod step_failure;
 use std::str::FromStr;
 use std::sync::LazyLock;
 
-use crate::platform::db::operations::Vocabulary;
+use crate::platform::db::operations::SupportedSteps;
 
 pub use options::OperationOptions;
 
-/// What an operation does.
+/// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OperationKind {
     Provision,
     Recover,
-    /// Takes a last backup of a deleted machine and switches its server off.
+    /// Takes a final backup of a deleted machine and switches its server off.
     Delete,
     Resize,
-    /// Brings a machine back that has its slot again.
+    /// Returns a machine to its slot.
     Reinstate,
     /// Deletes the server of a machine that left its slot.
     RemoveServer,
@@ -52,65 +52,65 @@ pub enum OperationKind {
 /// One step of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Stops the writers of the host that is replaced or deleted, and waits for a snapshot taken after that.
+    /// Stops the writers of the replaced or deleted host, and waits for a snapshot taken after that.
     LastBackup,
-    /// Puts the fence at the new machine's epoch.
+    /// Sets the fence to the new machine's epoch.
     Fence,
-    /// Switches off the server of the host that is replaced or deleted.
+    /// Switches off the server of the replaced or deleted host.
     PowerOffServer,
-    /// Deletes the predecessor's server where the operator chose that; else it is kept.
+    /// Deletes the predecessor's server if the operator chose that; otherwise it is kept.
     DeletePredecessor,
     CreateServer,
     AwaitRegistration,
     /// Deletes the server of this machine.
     DeleteServer,
-    /// Asks the operating system to shut down, within a deadline; best effort.
+    /// Requests a shutdown of the operating system, within a deadline; best effort.
     ShutDown,
     PowerOff,
     ChangeType,
-    /// Comes after every failure of the change as well.
+    /// Also follows every failure of the change.
     PowerOn,
-    /// Waits for the host's word that it is well, and says which type the server has.
+    /// Waits until the host reports itself healthy, and reads the server's type.
     AwaitHealth,
-    /// Switches on the server of a machine that has its slot again.
+    /// Switches on the server of a reinstated machine.
     SwitchOn,
-    /// Opens its writers, and waits until its host is well under the new epoch.
+    /// Resumes its writers, and waits until its host is healthy under the new epoch.
     AwaitHost,
     /// Switches the server of the slot's machine on.
     StartServer,
-    /// Asks the host to shut down, and cuts the power when it has not within a deadline.
+    /// Requests a shutdown, and cuts the power after a deadline.
     StopServer,
     RebootServer,
-    /// Waits for a healthy heartbeat since the step began.
+    /// Waits for a healthy heartbeat since the step started.
     AwaitHeartbeat,
 }
 
-/// Steps of a kind, for which the runner has places of their own.
+/// A group of steps for which the runner has separate capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lane {
     /// For steps that call the database, the store and the provider.
     General,
-    /// For steps that call hosts: one that is silent holds its place until the call times out.
+    /// For steps that call hosts: a silent host blocks one until the call times out.
     HostCalls,
 }
 
-/// The kinds that this release knows, and the steps of this lane.
-pub fn vocabulary_of(lane: Lane) -> Vocabulary<'static> {
+/// The kinds that this release supports, and the steps of this lane.
+pub fn vocabulary_of(lane: Lane) -> SupportedSteps<'static> {
     static STEPS: LazyLock<[Vec<&str>; 2]> = LazyLock::new(|| {
         [Lane::General, Lane::HostCalls].map(|lane| {
             let steps = Step::ALL.into_iter().filter(|step| step.lane() == lane);
             steps.map(Step::as_str).collect()
         })
     });
-    Vocabulary { steps: &STEPS[lane as usize], ..vocabulary() }
+    SupportedSteps { steps: &STEPS[lane as usize], ..vocabulary() }
 }
 
-/// The kinds and steps that this release knows.
-pub fn vocabulary() -> Vocabulary<'static> {
+/// The kinds and steps that this release supports.
+pub fn vocabulary() -> SupportedSteps<'static> {
     static KINDS: LazyLock<Vec<&str>> =
         LazyLock::new(|| OperationKind::ALL.map(OperationKind::as_str).into());
     static STEPS: LazyLock<Vec<&str>> = LazyLock::new(|| Step::ALL.map(Step::as_str).into());
-    Vocabulary { kinds: &KINDS, steps: &STEPS }
+    SupportedSteps { kinds: &KINDS, steps: &STEPS }
 }
 
 impl OperationKind {
@@ -140,7 +140,7 @@ impl OperationKind {
         }
     }
 
-    /// What a person calls it.
+    /// Its name for people.
     pub fn noun(self) -> &'static str {
         match self {
             Self::Provision => "provisioning",
@@ -155,7 +155,7 @@ impl OperationKind {
         }
     }
 
-    /// Its steps in order. A new machine's fence stands before anything else of it exists.
+    /// Its steps, in order. The fence of a new machine is set before anything else of it exists.
     pub fn steps(self) -> &'static [Step] {
         match self {
             Self::Provision | Self::Recover => &[
@@ -195,7 +195,7 @@ impl FromStr for OperationKind {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|kind| kind.as_str() == text);
-        found.ok_or_else(|| format!("{text:?} is no kind of operation"))
+        found.ok_or_else(|| format!("{text:?} is not an operation kind"))
     }
 }
 
@@ -272,22 +272,22 @@ impl FromStr for Step {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|step| step.as_str() == text);
-        found.ok_or_else(|| format!("{text:?} is no step"))
+        found.ok_or_else(|| format!("{text:?} is not a step"))
     }
 }
 
-/// Where a step can be stopped: stored and not begun; answered and the answer not yet stored.
+/// Fail points within a step. `Before`: stored and not started. `After`: it has ended, and its outcome is not stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum StepPoint {
     Before,
     After,
-    /// Noted as sent, and not yet sent: of steps that order what must not come twice unseen.
+    /// The order is recorded and not yet sent; for steps whose order must not be repeated unnoticed.
     Ordered,
-    /// The provider's action has ended, and nobody has noted it.
+    /// The provider's action has ended, and that is not recorded.
     Settled,
 }
 
-impl Place {
+impl StepPoint {
     fn as_str(self) -> &'static str {
         match self {
             Self::Before => "before",
@@ -308,13 +308,13 @@ impl Place {
 }
 
 /// The fail point of a place.
-pub fn point(kind: OperationKind, step: Step, place: Place) -> String {
+pub fn point(kind: OperationKind, step: Step, place: StepPoint) -> String {
     format!("operations.{}.{}.{}", kind.as_str(), step.as_str(), place.as_str())
 }
 
-/// Every fail point of an operation, so that tests miss none.
+/// Every fail point of an operation, so that tests can cover them all.
 pub fn points(kind: OperationKind) -> Vec<String> {
-    let places = |step: Step| Place::all_of(step).iter().map(move |place| point(kind, step, *place));
+    let places = |step: Step| StepPoint::all_of(step).iter().map(move |place| point(kind, step, *place));
     kind.steps().iter().flat_map(|step| places(*step)).collect()
 }
 
@@ -323,7 +323,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn new_machine_backs_up_fences_and_switches_off_before_it_deletes_or_creates() {
+    fn creation_steps_fence_before_delete_and_create() {
         for kind in [OperationKind::Provision, OperationKind::Recover] {
             let at = |step| kind.steps().iter().position(|known| *known == step).unwrap();
             assert!(at(Step::LastBackup) < at(Step::Fence));
@@ -334,13 +334,13 @@ mod tests {
     }
 
     #[test]
-    fn names_read_back_and_points_cover_every_step() {
+    fn names_round_trip_and_points_cover_every_step() {
         for kind in OperationKind::ALL {
             assert_eq!(kind.as_str().parse(), Ok(kind));
             for step in kind.steps() {
                 assert_eq!(step.as_str().parse(), Ok(*step));
-                assert!(points(kind).contains(&point(kind, *step, Place::Before)));
-                assert!(points(kind).contains(&point(kind, *step, Place::After)));
+                assert!(points(kind).contains(&point(kind, *step, StepPoint::Before)));
+                assert!(points(kind).contains(&point(kind, *step, StepPoint::After)));
             }
         }
         assert!(

@@ -1,37 +1,37 @@
-//! The machine that an operation takes out of service: the last registered one of the slot, or the deleted one itself;
-//! and the steps that switch its server off and, where an operator chose that, delete it.
+//! The machine that an operation takes out of service: the last registered one of the slot, or the deleted one
+//! itself. Also the steps that switch its server off and, if an operator chose that, delete it.
 //!
-//! The invariant: a server is switched off after the fence, and is deleted here only when a last backup of it exists or
-//! an operator accepted the loss. In every other case the reconciler deletes it, after its successor has proven itself.
+//! The invariant: a server is switched off after the fence is set. It is deleted here only if a final backup exists
+//! or an operator accepted the loss; otherwise the reconciler deletes it after its successor is proven.
 
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::held::Held;
-use super::step::{Answer, Question, Record, StepError};
+use super::held::HeldOperation;
+use super::step::{Question, StepError, StepOutcome, StepRecord};
 use super::{OperationKind, delete, resize};
 use crate::http::problem::chain;
 use crate::platform::db;
 use crate::platform::db::machine_row::MachineRow;
 use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
 
-const POLL: Duration = Duration::from_millis(500);
-const SHUTDOWN_ASKED: &str = "shutdownAsked";
-/// The age of the step in seconds when the power was last cut.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const SHUTDOWN_REQUESTED: &str = "shutdownAsked";
+/// The age of the step, in seconds, when the power was last cut.
 const POWER_CUT_AT: &str = "powerCutAt";
-/// A cut of the power that has not switched the server off is repeated after this time.
+/// A power cut that has not switched the server off is repeated after this time.
 const POWER_CUT_RETRY: Duration = Duration::from_secs(30);
-/// That the provider has denied the server once.
+/// The provider has reported the server missing once.
 const ABSENT: &str = "absent";
-/// Between two denials that both must say that a server is gone.
-const CONFIRM_ABSENT: Duration = Duration::from_secs(2);
+/// Time between the two reports that confirm a missing server.
+const CONFIRM_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The machine that goes out of service; `None` where none of the slot ever served.
+/// The machine that leaves service; `None` if no machine of the slot ever served.
 ///
 /// # Errors
 /// [`StepError`].
-pub async fn leaving(held: &Held<'_>) -> Result<Option<MachineRow>, StepError> {
+pub async fn leaving_machine(held: &HeldOperation<'_>) -> Result<Option<MachineRow>, StepError> {
     let machine = held.machine().await?;
     if held.kind == OperationKind::Delete {
         return Ok(machine.registered_at.is_some().then_some(machine));
@@ -40,109 +40,109 @@ pub async fn leaving(held: &Held<'_>) -> Result<Option<MachineRow>, StepError> {
     Ok(db::machines::last_registered(&session, &machine).await?)
 }
 
-/// Switches the server off: it is asked to shut down, and its power is cut when it has not.
-pub async fn power_off(held: &Held<'_>) -> Result<Answer, StepError> {
-    let answer = try_power_off(held).await?;
+/// Switches the server off: requests a shutdown, then cuts the power.
+pub async fn power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+    let outcome = try_power_off(held).await?;
     let options = held.operation.options;
-    match answer {
-        // One that is believed gone is looked for once more after the time for which it would be kept.
-        Answer::Done { note, record: Record::Nothing }
+    match outcome {
+        // If the server seems gone, the reconciler checks once more after its retention would have ended.
+        StepOutcome::Done { note, record: StepRecord::Nothing }
             if held.kind == OperationKind::Delete
                 && options.now
                 && (options.accept_loss || !held.machine().await?.has_lost_server()) =>
         {
-            Ok(Answer::Done { note, record: Record::Released { machine: held.operation.machine } })
+            Ok(StepOutcome::Done { note, record: StepRecord::Released { machine: held.operation.machine } })
         }
         other => Ok(other),
     }
 }
 
-async fn try_power_off(held: &Held<'_>) -> Result<Answer, StepError> {
-    let Some(machine) = leaving(held).await? else {
-        return Ok(Answer::done_noting("no earlier machine has served"));
+async fn try_power_off(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
+    let Some(machine) = leaving_machine(held).await? else {
+        return Ok(StepOutcome::done_noting("no earlier machine has served"));
     };
     let Some(id) = machine.provider_server_id.filter(|_| machine.server_exists()) else {
-        return Ok(Answer::done_noting("the earlier machine has no server"));
+        return Ok(StepOutcome::done_noting("the earlier machine has no server"));
     };
     let age = held.step_age().await?;
     let timing = &held.platform.config.timing;
     let shutdown = timing.resize_shutdown;
     if age >= shutdown + timing.power_off_retry {
-        return Ok(Answer::done_noting(
+        return Ok(StepOutcome::done_noting(
             "the provider did not switch the server off; the fence protects the data",
         ));
     }
-    held.power_off_ordered(machine.id).await?;
+    held.record_power_off_order(machine.id).await?;
     match switch_off(held, ServerId(id), age).await {
-        Ok(Some(answer)) => Ok(answer),
-        Ok(None) => Ok(gone(held, &machine)),
-        // A provider that refuses does not keep the slot from its new machine.
+        Ok(Some(outcome)) => Ok(outcome),
+        Ok(None) => Ok(confirm_gone(held, &machine)),
+        // A provider error does not block the slot's new machine.
         Err(error) => {
-            tracing::warn!(machine = %machine.id, error = %chain(&error), "a server is not switched off yet");
-            let said = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no answer");
-            let why = format!("the provider does not switch the server off: {said}");
-            Ok(Answer::wait_for(resize::soon(age).max(POLL), "provider_error", why))
+            tracing::warn!(machine = %machine.id, error = %chain(&error), "cannot switch a server off yet");
+            let code = Some(error.code()).filter(|code| !code.is_empty()).unwrap_or("no answer");
+            let why = format!("the provider does not switch the server off: {code}");
+            Ok(StepOutcome::wait_for(resize::poll_interval(age).max(POLL_INTERVAL), "provider_error", why))
         }
     }
 }
 
-/// Asks the host to shut down, or cuts the power once that is overdue; `None` where the provider has no such server. The
-/// older the step, the less often the provider is asked: its rate limit is shared by all machines.
+/// Requests a shutdown, or cuts the power once that is overdue; `None` if the provider has no such server. The
+/// polling interval grows with the age of the step: all machines share the provider's rate limit.
 pub(super) async fn switch_off(
-    held: &Held<'_>,
+    held: &HeldOperation<'_>,
     id: ServerId,
     age: Duration,
-) -> Result<Option<Answer>, ProviderError> {
+) -> Result<Option<StepOutcome>, ProviderError> {
     let provider = &held.platform.provider;
     let Some(Server { status, locked, .. }) = provider.get(id).await? else { return Ok(None) };
     if status == ServerStatus::Off {
-        return Ok(Some(Answer::done()));
+        return Ok(Some(StepOutcome::done()));
     }
     let mut facts = held.facts();
-    let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| since(cut_at, age));
+    let since_cut = facts.get(POWER_CUT_AT).and_then(Value::as_f64).map(|cut_at| time_since_cut(cut_at, age));
     if locked {
-        let again_in = resize::soon(since_cut.unwrap_or(age));
+        let again_in = resize::poll_interval(since_cut.unwrap_or(age));
         let why = "the provider has locked the server for another action";
-        return Ok(Some(Answer::wait_for(again_in, "server_locked", why)));
+        return Ok(Some(StepOutcome::wait_for(again_in, "server_locked", why)));
     }
     if age < held.platform.config.timing.resize_shutdown {
-        if !facts.contains_key(SHUTDOWN_ASKED) {
+        if !facts.contains_key(SHUTDOWN_REQUESTED) {
             provider.shutdown(id).await?;
-            facts.insert(SHUTDOWN_ASKED.to_owned(), json!(true));
+            facts.insert(SHUTDOWN_REQUESTED.to_owned(), json!(true));
         }
-        return Ok(Some(Answer::Wait { again_in: resize::soon(age), facts: Some(facts) }));
+        return Ok(Some(StepOutcome::Wait { again_in: resize::poll_interval(age), facts: Some(facts) }));
     }
     if since_cut.is_none_or(|since_cut| since_cut >= POWER_CUT_RETRY) {
         provider.power_off(id).await?;
         facts.insert(POWER_CUT_AT.to_owned(), json!(age.as_secs_f64()));
-        return Ok(Some(Answer::Wait { again_in: POLL, facts: Some(facts) }));
+        return Ok(Some(StepOutcome::Wait { again_in: POLL_INTERVAL, facts: Some(facts) }));
     }
-    Ok(Some(Answer::wait(resize::soon(since_cut.unwrap_or(age)))))
+    Ok(Some(StepOutcome::wait(resize::poll_interval(since_cut.unwrap_or(age)))))
 }
 
-fn since(cut_at: f64, age: Duration) -> Duration {
+fn time_since_cut(cut_at: f64, age: Duration) -> Duration {
     age.saturating_sub(Duration::try_from_secs_f64(cut_at).unwrap_or_default())
 }
 
-/// Absent twice, a server is gone: there is nothing to keep, and nothing to go back to.
-fn gone(held: &Held<'_>, machine: &MachineRow) -> Answer {
+/// After two reports that it is missing, a server is gone: it cannot be kept or reinstated.
+fn confirm_gone(held: &HeldOperation<'_>, machine: &MachineRow) -> StepOutcome {
     let mut facts = held.facts();
     if facts.contains_key(ABSENT) {
         let note = Some("the provider no longer has its server".into());
-        return Answer::Done { note, record: Record::ServerGone { machine: machine.id } };
+        return StepOutcome::Done { note, record: StepRecord::ServerGone { machine: machine.id } };
     }
     facts.insert(ABSENT.to_owned(), json!(true));
-    Answer::Wait { again_in: CONFIRM_ABSENT, facts: Some(facts) }
+    StepOutcome::Wait { again_in: CONFIRM_INTERVAL, facts: Some(facts) }
 }
 
-/// Keeps the predecessor's server, or deletes it first where the operator chose that.
-pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
+/// Keeps the predecessor's server, or deletes it first if the operator chose that.
+pub async fn delete(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let options = held.operation.options;
-    let Some(machine) = leaving(held).await?.filter(MachineRow::server_exists) else {
-        return Ok(Answer::done());
+    let Some(machine) = leaving_machine(held).await?.filter(MachineRow::server_exists) else {
+        return Ok(StepOutcome::done());
     };
     if !options.replace_first {
-        return Ok(Answer::done_noting("its server is kept until the new machine has proven itself"));
+        return Ok(StepOutcome::done_noting("its server is kept until the new machine has proven itself"));
     }
     if let Some(since) = machine.unsaved_since.filter(|_| !options.accept_loss) {
         let detail = format!(
@@ -152,7 +152,11 @@ pub async fn delete(held: &Held<'_>) -> Result<Answer, StepError> {
             operation = held.operation.id
         );
         let code = "replace_first_loses_data";
-        return Ok(Answer::Ask(Question { code, detail, snapshot: None, facts: held.facts() }));
+        return Ok(StepOutcome::Ask(Question { code, detail, snapshot: None, facts: held.facts() }));
     }
-    Ok(if delete::is_gone(held, &machine).await? { Answer::done() } else { Answer::wait(POLL) })
+    Ok(if delete::delete_server(held, &machine).await? {
+        StepOutcome::done()
+    } else {
+        StepOutcome::wait(POLL_INTERVAL)
+    })
 }

@@ -1,7 +1,7 @@
-//! The reconciler: sees to what no operation sees to — registrations and previews that ran out, operations that hang,
-//! servers that are gone or that nobody is deleting, answers that nobody will ask for again.
+//! The reconciler: handles expired registrations and previews, hanging operations, missing and leftover servers, and
+//! expired idempotency responses.
 //!
-//! It takes no input and can run at any time, in any number of processes: by its timer, or sooner when nudged.
+//! It takes no input and can run at any time, in any number of processes: by its timer, or earlier when notified.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -21,40 +21,40 @@ use crate::platform::context::Platform;
 use crate::platform::db::kept_servers::ServerRetention;
 use crate::platform::db::operations::OperationRow;
 use crate::platform::db::{self, DbError};
-use crate::platform::lifecycle::{self, Circumstances, LifecycleError};
+use crate::platform::lifecycle::{self, EventContext, LifecycleError};
 
-/// A storm of nudges looks no more often.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
+/// Minimum time between passes during a burst of notifications.
+const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs every so often until `stop`.
+/// Runs periodically until `stop`.
 pub async fn run(platform: Arc<Platform>) {
-    let every = platform.config.timing.reconcile;
+    let interval = platform.config.timing.reconcile;
     loop {
-        // What the other processes have looked at a moment ago needs no second look.
-        let mut unless_within = every.mul_f64(0.9);
+        // A process skips what another process has just done.
+        let mut unless_within = interval.mul_f64(0.9);
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(every) => {}
-            () = platform.reconcile.notified() => unless_within = SHORTEST_PAUSE,
+            () = tokio::time::sleep(interval) => {}
+            () = platform.reconcile.notified() => unless_within = MIN_PASS_INTERVAL,
         }
-        // What a round does, it does under an id of its own.
+        // Each pass has a request id of its own.
         request_id::own(pass(&platform, unless_within)).await;
         tokio::select! {
             () = platform.stop.cancelled() => return,
-            () = tokio::time::sleep(SHORTEST_PAUSE) => {}
+            () = tokio::time::sleep(MIN_PASS_INTERVAL) => {}
         }
     }
 }
 
 async fn pass(platform: &Platform, unless_within: Duration) {
-    report("registrations", registrations(platform).await);
-    report("previews", previews(platform).await);
-    report("hanging_operations", hanging(platform).await);
-    report("unknown_operations", unknown_operations(platform).await);
-    let (census, end) = servers(platform, unless_within).await;
+    report("registrations", expire_registrations(platform).await);
+    report("previews", expire_previews(platform).await);
+    report("hanging_operations", end_stalled_operations(platform).await);
+    report("unknown_operations", report_unknown_operations(platform).await);
+    let (inventory, end) = check_servers(platform, unless_within).await;
     report("servers", end);
-    if census == Census::Taken {
-        report("leftovers", leftovers(platform).await);
+    if inventory == Inventory::Recorded {
+        report("leftovers", remove_leftovers(platform).await);
     }
     report("retention", retention::prune(platform).await);
 }
@@ -67,12 +67,12 @@ fn report(part: &'static str, end: anyhow::Result<()>) {
         }
         Err(error) => {
             RECONCILER_RUNS.add_one([part, "failed"]);
-            tracing::warn!(error = %chain(error.as_ref()), part, "the reconciler could not do its part");
+            tracing::warn!(error = %chain(error.as_ref()), part, "a part of the reconciler failed");
         }
     }
 }
 
-/// The failures of one part: one machine's error does not keep the part from the others.
+/// Failures of one part: an error of one machine does not stop the part.
 #[derive(Default)]
 pub(super) struct Failures(usize);
 
@@ -80,49 +80,49 @@ impl Failures {
     pub fn note(&mut self, about: impl Display, outcome: anyhow::Result<()>) {
         if let Err(error) = outcome {
             self.0 += 1;
-            tracing::error!(%about, error = %chain(error.as_ref()), "the reconciler skips what it could not process");
+            tracing::error!(%about, error = %chain(error.as_ref()), "the reconciler skipped an item");
         }
     }
 
-    /// Whether the part succeeded as a whole.
+    /// Whether the whole part succeeded.
     pub fn end(self) -> anyhow::Result<()> {
-        anyhow::ensure!(self.0 == 0, "{} could not be processed", self.0);
+        anyhow::ensure!(self.0 == 0, "{} items failed", self.0);
         Ok(())
     }
 }
 
-async fn registrations(platform: &Platform) -> anyhow::Result<()> {
+async fn expire_registrations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let expired = db::machines::expired(&session).await?;
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {
-        tracing::warn!(%machine, "the registration ran out");
-        let expired = held::expire(platform, machine).await;
+        tracing::warn!(%machine, "the registration expired");
+        let expired = held::expire_registration(platform, machine).await;
         failures.note(machine, expired.map_err(Into::into));
     }
     failures.end()
 }
 
-async fn previews(platform: &Platform) -> anyhow::Result<()> {
+async fn expire_previews(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let expired = db::machines::expired_previews(&session).await?;
     drop(session);
     let mut failures = Failures::default();
     for machine in expired {
-        failures.note(machine, end_preview(platform, machine).await);
+        failures.note(machine, delete_expired_preview(platform, machine).await);
     }
     failures.end()
 }
 
-async fn end_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<()> {
+async fn delete_expired_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, machine).await? else { return Ok(()) };
-    let with = Circumstances::default();
+    let Some(row) = db::machines::lock(&tx, machine).await? else { return Ok(()) };
+    let with = EventContext::default();
     lifecycle::apply(&tx, &platform.mint, &row, &Event::DeleteRequested, with).await?;
     let target = machine.to_string();
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "preview.expired",
         target: &target,
@@ -132,29 +132,30 @@ async fn end_preview(platform: &Platform, machine: MachineId) -> anyhow::Result<
     };
     db::audit::write(&tx, &entry).await?;
     db::commit(tx).await?;
-    tracing::info!(%machine, "a preview ran out and is deleted");
+    tracing::info!(%machine, "deleted an expired preview");
     Ok(())
 }
 
-/// Ends operations that exceed every bound of their own, such as one whose step ends each process that runs it.
-async fn hanging(platform: &Platform) -> anyhow::Result<()> {
+/// Ends operations that exceed every bound of their own, for example because a step crashes each process that runs
+/// it.
+async fn end_stalled_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
     let timing = &platform.config.timing;
     let (deadline, limit) = (timing.operation_deadline, timing.operation_limit);
-    let found = db::operations::hanging(&session, deadline, limit, &vocabulary()).await?;
+    let found = db::operations::stalled(&session, deadline, limit, &vocabulary()).await?;
     drop(session);
     let mut failures = Failures::default();
     for operation in found {
         tracing::error!(operation = %operation.id, kind = operation.kind, step = operation.step, "an operation hangs");
-        failures.note(operation.id, end_hanging(platform, &operation).await);
+        failures.note(operation.id, end_stalled_operation(platform, &operation).await);
     }
     failures.end()
 }
 
-/// What this release cannot run is left to a newer one, and said.
-async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
+/// Logs operations that only a newer release can run.
+async fn report_unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let unknown = db::operations::unknown(&session, &vocabulary()).await?;
+    let unknown = db::operations::count_unsupported(&session, &vocabulary()).await?;
     drop(session);
     if unknown > 0 {
         alarms::inform(platform, Alarm::UnknownOperations, &json!({"operations": unknown})).await;
@@ -162,47 +163,48 @@ async fn unknown_operations(platform: &Platform) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn end_hanging(platform: &Platform, operation: &OperationRow) -> anyhow::Result<()> {
+async fn end_stalled_operation(platform: &Platform, operation: &OperationRow) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let Some(row) = db::machines::locked(&tx, operation.machine).await? else { return Ok(()) };
-    let with = Circumstances {
+    let Some(row) = db::machines::lock(&tx, operation.machine).await? else { return Ok(()) };
+    let with = EventContext {
         failed_at: Some((&operation.step, "the operation did not end in time")),
-        ..Circumstances::default()
+        ..EventContext::default()
     };
     match lifecycle::apply(&tx, &platform.mint, &row, &Event::OperationHung, with).await {
         Ok(_) | Err(LifecycleError::Refused(_)) => {}
         Err(error) => return Err(error.into()),
     }
-    // Where the machine does not wait for it, the operation ends all the same.
-    db::operations::end_one(&tx, operation.id, "failed", Some("operation_hung")).await?;
+    // Even if the machine does not wait for it, the operation ends.
+    db::operations::end(&tx, operation.id, "failed", Some("operation_hung")).await?;
     Ok(db::commit(tx).await?)
 }
 
-/// Whether a pass has noted which servers at the provider this database does not know.
+/// Whether a pass has recorded the provider's servers that this database does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Census {
-    Taken,
-    NotTaken,
+pub(super) enum Inventory {
+    Recorded,
+    NotRecorded,
 }
 
-/// One process at a time asks the provider for all servers.
-async fn servers(platform: &Platform, unless_within: Duration) -> (Census, anyhow::Result<()>) {
-    match is_our_turn(platform, unless_within).await {
-        Ok(true) => census::take(platform).await,
-        Ok(false) => (Census::NotTaken, Ok(())),
-        Err(error) => (Census::NotTaken, Err(error.into())),
+/// Lists the provider's servers, in one process at a time.
+async fn check_servers(platform: &Platform, unless_within: Duration) -> (Inventory, anyhow::Result<()>) {
+    match claim_turn(platform, unless_within).await {
+        Ok(true) => census::take_inventory(platform).await,
+        Ok(false) => (Inventory::NotRecorded, Ok(())),
+        Err(error) => (Inventory::NotRecorded, Err(error.into())),
     }
 }
 
-async fn is_our_turn(platform: &Platform, unless_within: Duration) -> Result<bool, DbError> {
+async fn claim_turn(platform: &Platform, unless_within: Duration) -> Result<bool, DbError> {
     let session = platform.db.session().await?;
-    db::tasks::take_turn(&session, "servers", unless_within).await
+    db::tasks::claim_turn(&session, "servers", unless_within).await
 }
 
-/// Deletes servers that are no longer kept; none while the database may have forgotten machines. Only a pass that took the
-/// census itself can tell: another process's census may still be running, and the stored list may come from a restored copy.
-async fn leftovers(platform: &Platform) -> anyhow::Result<()> {
+/// Deletes servers that are no longer kept, unless the database may have lost machines. Only the pass that took the
+/// inventory may do this: another process's inventory may still be running, and the stored list may come from a
+/// restored copy.
+async fn remove_leftovers(platform: &Platform) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
     db::lock(&tx, "leftover servers").await?;

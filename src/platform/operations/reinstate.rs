@@ -1,53 +1,59 @@
-//! The steps that bring a machine back into its slot: its server is switched on, its writers are opened, and its host
-//! takes the new epoch from the answer to its heartbeat.
+//! The steps that return a machine to its slot: its server is switched on, its writers resume, and its host adopts
+//! the new epoch from the response to its heartbeat.
 //!
-//! The invariant: nothing is switched on while a process may still be switching it off, and a host that may still obey an
-//! earlier shutdown does not count as on.
+//! The invariant: nothing is switched on while another process may still be switching it off, and a host that may
+//! still obey an earlier shutdown does not count as on.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 
 use super::ask_host;
-use super::held::Held;
-use super::step::{Answer, Record, StepError};
+use super::held::HeldOperation;
+use super::step::{StepError, StepOutcome, StepRecord};
 use crate::http::problem::chain;
 use crate::machine::event::Event;
 use crate::machine::state::{FailureCause, Status};
 use crate::platform::db;
 use crate::provider::{ProviderError, Server, ServerId, ServerStatus};
 
-const POLL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-pub async fn switch_on(held: &Held<'_>) -> Result<Answer, StepError> {
+pub async fn switch_on(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     let session = held.platform.db.session().await?;
-    let lingers = db::leases::slot_lease_lingers(&session, machine.id, held.operation.id).await?;
+    let lingers = db::leases::has_slot_lease(&session, machine.id, held.operation.id).await?;
     drop(session);
     if lingers {
-        return Ok(Answer::wait(POLL));
+        return Ok(StepOutcome::wait(POLL_INTERVAL));
     }
     let Some(id) = machine.provider_server_id else {
-        return Ok(Answer::End { event: Event::ServerGone, note: "it has no server" });
+        return Ok(StepOutcome::End { event: Event::ServerGone, note: "it has no server" });
     };
     let Some(server) = held.platform.provider.get(ServerId(id)).await? else {
-        return Ok(Answer::End { event: Event::ServerGone, note: "the provider no longer has the server" });
+        return Ok(StepOutcome::End {
+            event: Event::ServerGone,
+            note: "the provider no longer has the server",
+        });
     };
     if is_on(held, &server).await? && !may_shut_down_late(held, machine.power_off_ordered_at).await? {
-        return Ok(Answer::Done { note: None, record: Record::SwitchedOn { machine: machine.id } });
+        return Ok(StepOutcome::Done { note: None, record: StepRecord::SwitchedOn { machine: machine.id } });
     }
-    Ok(Answer::wait(POLL))
+    Ok(StepOutcome::wait(POLL_INTERVAL))
 }
 
-/// Whether the host may still obey a shutdown that was requested a moment ago: it is given the time that one may take.
-async fn may_shut_down_late(held: &Held<'_>, ordered_at: Option<Timestamp>) -> Result<bool, StepError> {
+/// Whether the host may still obey a recent shutdown request. A shutdown may take a bounded time.
+async fn may_shut_down_late(
+    held: &HeldOperation<'_>,
+    ordered_at: Option<Timestamp>,
+) -> Result<bool, StepError> {
     let Some(ordered_at) = ordered_at else { return Ok(false) };
     let since = held.now().await?.duration_since(ordered_at).unsigned_abs();
     Ok(since < held.platform.config.timing.resize_shutdown)
 }
 
-/// Whether the server is on; one that is off is switched on.
-pub(super) async fn is_on(held: &Held<'_>, server: &Server) -> Result<bool, ProviderError> {
+/// Whether the server is on. One that is off is switched on.
+pub(super) async fn is_on(held: &HeldOperation<'_>, server: &Server) -> Result<bool, ProviderError> {
     match server.status {
         _ if server.locked => Ok(false),
         ServerStatus::Running | ServerStatus::Starting => Ok(true),
@@ -59,24 +65,24 @@ pub(super) async fn is_on(held: &Held<'_>, server: &Server) -> Result<bool, Prov
     }
 }
 
-pub async fn await_host(held: &Held<'_>) -> Result<Answer, StepError> {
+pub async fn await_host(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     let age = held.step_age().await?;
     let waits = machine.status == Status::Failed
         && machine.failure.as_ref().is_some_and(|failure| failure.cause == FailureCause::Reinstating);
     if let Some(stopped_for) = held.stopped_for().await? {
-        // The answer to its next heartbeat says the same: this is sooner.
+        // The response to its next heartbeat also resumes them; this is faster.
         if let Err(error) = ask_host::resume(held.platform, &machine, stopped_for).await {
-            tracing::debug!(machine = %machine.id, error = %chain(&error), "its writers are not opened yet");
+            tracing::debug!(machine = %machine.id, error = %chain(&error), "its writers have not resumed yet");
         } else if !waits {
-            return Ok(Answer::done());
+            return Ok(StepOutcome::done());
         }
     }
     if !waits {
-        return Ok(Answer::done_noting("its writers open with its next heartbeat"));
+        return Ok(StepOutcome::done_noting("its writers open with its next heartbeat"));
     }
     if age >= held.platform.config.timing.resize_health {
-        return Ok(Answer::Fail { code: "host_silent", note: "the host did not come back in time" });
+        return Ok(StepOutcome::Fail { code: "host_silent", note: "the host did not come back in time" });
     }
-    Ok(Answer::wait((age / 4).clamp(POLL, Duration::from_secs(5))))
+    Ok(StepOutcome::wait((age / 4).clamp(POLL_INTERVAL, Duration::from_secs(5))))
 }

@@ -1,4 +1,4 @@
-//! Deletes rows whose retention has ended: one process at a time, in batches, so that no pass costs more than its bound.
+//! Deletes rows whose retention has ended: one process at a time, in batches, with a bound per pass.
 
 use std::time::Duration;
 
@@ -8,22 +8,22 @@ use crate::platform::db;
 use crate::platform::db::retention::{Expiring, ExpiringTable};
 use crate::platform::router::SIGN_OUT_TTL;
 
-/// Between two passes of all processes together.
-const INTERVAL: Duration = Duration::from_secs(60);
-const BATCH: i64 = 1000;
-/// Of one table in one pass: 1,200,000 rows an hour, above what any table takes in.
+/// Interval between passes across all processes.
+const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
+const BATCH_ROWS: i64 = 1000;
+/// Per table and pass: 1,200,000 rows an hour, above the insert rate of any table.
 const MAX_BATCHES: u32 = 20;
 
-/// Long enough that clocks that differ delete nothing that still counts.
+/// Tolerates differing clocks: rows that still count are not deleted.
 const SESSION_GRACE: Duration = Duration::from_secs(3600);
-const IDEMPOTENCY_KEYS: Duration = Duration::from_secs(7 * 86_400);
+const IDEMPOTENCY_KEY_RETENTION: Duration = Duration::from_secs(7 * 86_400);
 
 /// # Errors
-/// Where the database fails; the next pass resumes.
+/// On a database error; the next pass resumes.
 pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let pause = INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
-    if !db::tasks::take_turn(&session, "retention", pause).await? {
+    let pause = PRUNE_INTERVAL.min(platform.config.timing.reconcile * 2).mul_f64(0.9);
+    if !db::tasks::claim_turn(&session, "retention", pause).await? {
         return Ok(());
     }
     let retention = platform.config.timing.retention;
@@ -31,17 +31,17 @@ pub async fn prune(platform: &Platform) -> anyhow::Result<()> {
         Expiring::new(ExpiringTable::Sessions, SESSION_GRACE),
         Expiring::new(ExpiringTable::SessionCodes, SESSION_GRACE),
         Expiring::new(ExpiringTable::SignOuts, SIGN_OUT_TTL),
-        Expiring::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEYS),
+        Expiring::new(ExpiringTable::IdempotencyKeys, IDEMPOTENCY_KEY_RETENTION),
         Expiring::new(ExpiringTable::Operations, retention.operations),
         Expiring::new(ExpiringTable::Rollouts, retention.operations),
         Expiring::new(ExpiringTable::Audit, retention.audit),
-        // As long as the audit names them, so that no name stands for two people in it.
+        // Operators are kept as long as the audit names them, so that a name never means two people in it.
         Expiring::new(ExpiringTable::Operators, retention.audit),
     ] {
         for _ in 0..MAX_BATCHES {
-            let deleted = db::retention::delete_batch(&session, &expiring, BATCH).await?;
+            let deleted = db::retention::delete_batch(&session, &expiring, BATCH_ROWS).await?;
             RETENTION_DELETED.add([expiring.table], deleted);
-            if deleted < BATCH.unsigned_abs() {
+            if deleted < BATCH_ROWS.unsigned_abs() {
                 break;
             }
         }

@@ -1,6 +1,6 @@
-//! The runner: takes an operation that `drive` has claimed a step further, and stores what came of it.
+//! The runner: executes one step of an operation that `drive` has claimed, and stores the outcome.
 //!
-//! The invariant: what a step leads to is written only while the lease holds by the database's clock.
+//! The invariant: the outcome of a step is written only while the lease is valid by the database's clock.
 
 use std::time::{Duration, Instant};
 
@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 pub use super::drive::run;
-use super::held::Held;
-use super::resize::{self, Verdict};
-use super::step::{self, Answer, Question, Record, StepError};
+use super::held::HeldOperation;
+use super::resize::{self, RetryDecision};
+use super::step::{self, Question, StepError, StepOutcome, StepRecord};
 use super::step_failure::creation_failure;
-use super::{OperationKind, Place, Step};
+use super::{OperationKind, Step, StepPoint};
 use crate::clock::rfc3339_ms;
 use crate::http::problem::chain;
 use crate::http::request_id;
@@ -28,16 +28,16 @@ use crate::platform::db::{self, DbError, machine_changes, machine_server};
 use crate::platform::measure;
 use crate::provider::{ErrorKind, ProviderError};
 
-/// A new machine that could not be made for this long fails; recover can be asked again.
-const GIVE_UP: Duration = Duration::from_secs(3600);
-/// So many failures in a row, at least.
-const TRIES_IN_A_ROW: i32 = 5;
-const MAX_PAUSE: Duration = Duration::from_secs(60);
+/// A new machine fails after retries for this long; recover can be requested again.
+const CREATION_TIMEOUT: Duration = Duration::from_secs(3600);
+/// Minimum failures in a row before it fails.
+const MIN_CONSECUTIVE_FAILURES: i32 = 5;
+const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
-/// Runs the step that the operation stands at; the operation as it goes on at once, if it does.
+/// Runs the operation's current step. Returns the operation if its next step is due at once.
 ///
 /// # Errors
-/// [`StepError::Lost`], and where not even the outcome could be stored.
+/// [`StepError::Lost`], or an error if the outcome could not be stored.
 pub async fn one_step(
     platform: &Platform,
     operation: &OperationRow,
@@ -46,62 +46,64 @@ pub async fn one_step(
     let unreadable = |why: String| DbError::Unreadable { what: "operation", why };
     let kind: OperationKind = operation.kind.parse().map_err(unreadable)?;
     let step: Step = operation.step.parse().map_err(unreadable)?;
-    let operation = begun(platform, operation, owner, step).await?;
-    let held = Held { platform, operation: &operation, kind, owner };
+    let operation = start_step(platform, operation, owner, step).await?;
+    let held = HeldOperation { platform, operation: &operation, kind, owner };
     let work = async {
-        held.pass(step, Place::Before)?;
+        held.hit_fail_point(step, StepPoint::Before)?;
         tracing::debug!(step = step.as_str(), "step begins");
-        let answer = step::run(&held, step).await?;
-        held.pass(step, Place::After)?;
-        Ok(answer)
+        let outcome = step::run(&held, step).await?;
+        held.hit_fail_point(step, StepPoint::After)?;
+        Ok(outcome)
     };
     let start = Instant::now();
-    let answer = tokio::select! {
-        answer = work => answer,
+    let outcome = tokio::select! {
+        outcome = work => outcome,
         () = lease_lost(&held) => Err(StepError::Lost),
     };
-    measure::step(kind, step, &answer, start.elapsed());
-    match answer {
-        Ok(Answer::Done { note, record }) => done(&held, step, note.as_deref(), record).await,
-        Ok(Answer::Abandon { why }) => abandon(&held, why).await.map(Some),
-        Ok(Answer::End { event, note }) => held.end(&event, note).await.map(|()| None),
-        Ok(Answer::Fail { code, note }) => held.end_as_failed(code, note).await.map(|()| None),
-        Ok(Answer::Ask(question)) => ask(&held, step, question).await.map(|()| None),
-        Ok(Answer::Wait { again_in, facts }) => {
+    measure::record_step(kind, step, &outcome, start.elapsed());
+    match outcome {
+        Ok(StepOutcome::Done { note, record }) => finish_step(&held, step, note.as_deref(), record).await,
+        Ok(StepOutcome::Abandon { why }) => abandon(&held, why).await.map(Some),
+        Ok(StepOutcome::End { event, note }) => held.end(&event, note).await.map(|()| None),
+        Ok(StepOutcome::Fail { code, note }) => held.end_as_failed(code, note).await.map(|()| None),
+        Ok(StepOutcome::Ask(question)) => ask_operator(&held, step, question).await.map(|()| None),
+        Ok(StepOutcome::Wait { again_in, facts }) => {
             if kind == OperationKind::Resize
-                && let Some(end) = late(&held, step, None).await?
+                && let Some(end) = resolve_failed_resize(&held, step, None).await?
             {
                 return Ok(end);
             }
             let facts = facts.map_or_else(|| operation.facts.clone(), Value::Object);
-            let to = Next { step, facts: &facts, attempts: 0, due_in: again_in };
-            set_aside(&held, to, None).await.map(|()| None)
+            let to = NextStep { step, facts: &facts, attempts: 0, due_in: again_in };
+            store_waiting(&held, to, None).await.map(|()| None)
         }
-        Ok(Answer::WaitFor { again_in, code, why }) => {
-            let to = Next { step, facts: &operation.facts, attempts: 0, due_in: again_in };
+        Ok(StepOutcome::WaitFor { again_in, code, why }) => {
+            let to = NextStep { step, facts: &operation.facts, attempts: 0, due_in: again_in };
             wait_for(&held, to, code, &why).await.map(|()| None)
         }
         Err(StepError::Lost) => Err(StepError::Lost),
-        // Without the account nothing can be switched on: the machine is not failed for it.
+        // Without the account nothing can be switched on: the machine does not fail for that.
         Err(error) if step == Step::PowerOn && account_error(&error).is_some() => {
             retry(&held, step, &error).await.map(|()| None)
         }
-        Err(error) if kind == OperationKind::Resize => match late(&held, step, Some(&error)).await? {
-            Some(end) => Ok(end),
-            None => retry(&held, step, &error).await.map(|()| None),
-        },
-        Err(StepError::Permanent { what, source }) if makes_a_machine(kind) => {
+        Err(error) if kind == OperationKind::Resize => {
+            match resolve_failed_resize(&held, step, Some(&error)).await? {
+                Some(end) => Ok(end),
+                None => retry(&held, step, &error).await.map(|()| None),
+            }
+        }
+        Err(StepError::Permanent { what, source }) if creates_machine(kind) => {
             tracing::error!(operation = %operation.id, step = step.as_str(), %what,
                 error = %chain(source.as_ref()), "an operation failed");
-            held.give_up(creation_failure(source.as_ref()), step.as_str(), &what).await?;
+            held.fail_creation(creation_failure(source.as_ref()), step.as_str(), &what).await?;
             Ok(None)
         }
         Err(error) => retry(&held, step, &error).await.map(|()| None),
     }
 }
 
-/// Stores that the step is begun, once, before anything of it runs.
-async fn begun(
+/// Stores the start of the step, once, before it runs.
+async fn start_step(
     platform: &Platform,
     operation: &OperationRow,
     owner: Uuid,
@@ -111,175 +113,188 @@ async fn begun(
         return Ok(operation.clone());
     }
     let mut operation = operation.clone();
-    // What the step before found out is of no use to this one.
+    // The facts of the previous step do not apply to this one.
     operation.facts = json!({"begun": step.as_str()});
     operation.attempts = 0;
     let kind: OperationKind =
         operation.kind.parse().map_err(|why| DbError::Unreadable { what: "operation", why })?;
-    let held = Held { platform, operation: &operation, kind, owner };
+    let held = HeldOperation { platform, operation: &operation, kind, owner };
     let lease = Some(platform.config.timing.lease);
     let facts = &operation.facts;
-    let to = Next { step, facts, attempts: 0, due_in: Duration::ZERO };
-    store(&held, to, lease, Some(("begun", None)), Record::Nothing).await?;
+    let to = NextStep { step, facts, attempts: 0, due_in: Duration::ZERO };
+    store(&held, to, lease, Some(("begun", None)), StepRecord::Nothing).await?;
     Ok(operation)
 }
 
-async fn done(
-    held: &Held<'_>,
+async fn finish_step(
+    held: &HeldOperation<'_>,
     step: Step,
     note: Option<&str>,
-    record: Record,
+    record: StepRecord,
 ) -> Result<Option<OperationRow>, StepError> {
     let operation = held.operation;
     let lease = Some(held.platform.config.timing.lease);
     let Some(next) = held.kind.after(step) else {
-        end(held, step, note, record).await?;
+        end_operation(held, step, note, record).await?;
         return Ok(None);
     };
-    let to = Next { step: next, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
+    let to = NextStep { step: next, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
     store(held, to, lease, Some(("done", note)), record).await?;
     let next = OperationRow { step: next.as_str().to_owned(), attempts: 0, ..operation.clone() };
     Ok(Some(next))
 }
 
-/// How a resize goes on that will not get further with this step; `None`: it may still.
-async fn late(
-    held: &Held<'_>,
+/// Decides how a resize continues if this step cannot succeed; `None`: the step continues.
+async fn resolve_failed_resize(
+    held: &HeldOperation<'_>,
     step: Step,
     error: Option<&StepError>,
 ) -> Result<Option<Option<OperationRow>>, StepError> {
-    let verdict = resize::judge(held, step, error).await?;
-    if let Some(error) = error.filter(|_| !matches!(verdict, Verdict::Again)) {
+    let decision = resize::decide_retry(held, step, error).await?;
+    if let Some(error) = error.filter(|_| !matches!(decision, RetryDecision::Retry)) {
         tracing::error!(operation = %held.operation.id, step = step.as_str(), error = %chain(error), "a step failed");
     }
-    Ok(match verdict {
-        Verdict::Again => None,
-        Verdict::Abandon => {
+    Ok(match decision {
+        RetryDecision::Retry => None,
+        RetryDecision::Abandon => {
             let why = error.map_or_else(|| "it took too long".to_owned(), ToString::to_string);
             Some(Some(abandon(held, &why).await?))
         }
-        Verdict::Fail => {
+        RetryDecision::Fail => {
             held.end(&Event::ResizeFailed, "the host did not come back in time").await?;
             Some(None)
         }
     })
 }
 
-/// Leaves out what is left of a change, and goes on to the power.
-async fn abandon(held: &Held<'_>, why: &str) -> Result<OperationRow, StepError> {
+/// Skips the rest of the change, and continues with the power.
+async fn abandon(held: &HeldOperation<'_>, why: &str) -> Result<OperationRow, StepError> {
     let operation = held.operation;
-    tracing::warn!(operation = %operation.id, step = operation.step, why, "a resize is given up");
+    tracing::warn!(operation = %operation.id, step = operation.step, why, "a resize is abandoned");
     let lease = Some(held.platform.config.timing.lease);
-    let to = Next { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
-    store(held, to, lease, Some(("given_up", Some(why))), Record::Nothing).await?;
+    let to = NextStep { step: Step::PowerOn, facts: &operation.facts, attempts: 0, due_in: Duration::ZERO };
+    store(held, to, lease, Some(("given_up", Some(why))), StepRecord::Nothing).await?;
     Ok(OperationRow { step: Step::PowerOn.as_str().to_owned(), attempts: 0, ..operation.clone() })
 }
 
-async fn retry(held: &Held<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
+async fn retry(held: &HeldOperation<'_>, step: Step, error: &StepError) -> Result<(), StepError> {
     let operation = held.operation;
     let attempts = operation.attempts.saturating_add(1);
     tracing::warn!(operation = %operation.id, step = step.as_str(), attempts, error = %chain(error), "a step failed");
     if let Some(cause) = account_error(error) {
-        alarms::inform_of(held.platform, cause).await;
-        let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
-        let why = format!("{error}; it is tried again within {} s", max_pause(attempts).as_secs_f64().ceil());
-        // No deadline of the operation ends it.
+        alarms::inform_of_provider(held.platform, cause).await;
+        let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
+        let why =
+            format!("{error}; it is tried again within {} s", max_backoff(attempts).as_secs_f64().ceil());
+        // The operation has no deadline in this state.
         return wait_for(held, to, db::operations::WAITS_FOR_ACCOUNT, &why).await;
     }
-    // A step may take long: one failure late in it is no reason to give up.
-    if makes_a_machine(held.kind) && attempts >= TRIES_IN_A_ROW && held.step_age().await? > GIVE_UP {
+    // A step may take long: one late failure is no reason to give up.
+    if creates_machine(held.kind)
+        && attempts >= MIN_CONSECUTIVE_FAILURES
+        && held.step_age().await? > CREATION_TIMEOUT
+    {
         let message = format!("retries exhausted after 1 h: {error}");
-        held.give_up(error.creation_failure(), step.as_str(), &message).await?;
+        held.fail_creation(error.creation_failure(), step.as_str(), &message).await?;
         return Ok(());
     }
-    let to = Next { step, facts: &operation.facts, attempts, due_in: pause(attempts) };
-    set_aside(held, to, Some((RETRY, Some(&error.to_string())))).await
+    let to = NextStep { step, facts: &operation.facts, attempts, due_in: backoff(attempts) };
+    store_waiting(held, to, Some((RETRY, Some(&error.to_string())))).await
 }
 
-/// Whether its machine fails with it: the slot then goes back to the machine before it, if that is still there.
-fn makes_a_machine(kind: OperationKind) -> bool {
+/// Whether its machine fails with it: the slot then goes back to the previous machine, if that still exists.
+fn creates_machine(kind: OperationKind) -> bool {
     matches!(kind, OperationKind::Provision | OperationKind::Recover)
 }
 
-/// Sets the operation aside until an operator decides.
-async fn ask(held: &Held<'_>, step: Step, question: Question) -> Result<(), StepError> {
+/// Suspends the operation until an operator decides.
+async fn ask_operator(held: &HeldOperation<'_>, step: Step, question: Question) -> Result<(), StepError> {
     let operation = held.operation;
     tracing::error!(operation = %operation.id, step = step.as_str(), code = question.code, detail = question.detail,
         "an operation waits for an operator");
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    let mut asked = json!({"code": question.code, "detail": question.detail});
+    let mut stored_question = json!({"code": question.code, "detail": question.detail});
     if let Some(key) = &question.snapshot {
-        asked["snapshotKey"] = json!(key);
+        stored_question["snapshotKey"] = json!(key);
     }
     let facts = Value::Object(question.facts);
-    if !db::operations::ask(&tx, operation.id, held.owner, &asked, &facts).await? {
+    if !db::operations::suspend(&tx, operation.id, held.owner, &stored_question, &facts).await? {
         return Err(StepError::Lost);
     }
     db::operations::log(&tx, operation.id, step.as_str(), "asked", Some(&question.detail)).await?;
     Ok(db::commit(tx).await?)
 }
 
-/// What the provider's account does not allow is no machine's failure: it is retried for as long as it takes.
+/// A restriction of the provider's account is no machine's failure: it is retried indefinitely.
 fn account_error(error: &StepError) -> Option<&ProviderError> {
     let StepError::Transient { source, .. } = error else { return None };
     source.downcast_ref::<ProviderError>().filter(|error| error.kind() == ErrorKind::Account)
 }
 
 /// Doubles from half a second to a minute.
-fn max_pause(attempts: i32) -> Duration {
+fn max_backoff(attempts: i32) -> Duration {
     let exponent = u32::try_from(attempts.clamp(1, 10)).unwrap_or(10) - 1;
-    (Duration::from_millis(500) * 2u32.pow(exponent)).min(MAX_PAUSE)
+    (Duration::from_millis(500) * 2u32.pow(exponent)).min(MAX_BACKOFF)
 }
 
-/// [`max_pause`], spread over its second half.
-fn pause(attempts: i32) -> Duration {
-    let whole = max_pause(attempts);
+/// [`max_backoff`] with jitter over its second half.
+fn backoff(attempts: i32) -> Duration {
+    let whole = max_backoff(attempts);
     let spread =
         f64::from(u16::from_be_bytes([Uuid::new_v4().as_bytes()[0], Uuid::new_v4().as_bytes()[1]])) / 65536.0;
     whole.mul_f64(0.5 + spread / 2.0)
 }
 
-struct Next<'a> {
+struct NextStep<'a> {
     step: Step,
     facts: &'a Value,
     attempts: i32,
     due_in: Duration,
 }
 
-type Line<'a> = Option<(&'a str, Option<&'a str>)>;
+type LogLine<'a> = Option<(&'a str, Option<&'a str>)>;
 
-async fn set_aside(held: &Held<'_>, to: Next<'_>, line: Line<'_>) -> Result<(), StepError> {
-    store(held, to, None, line, Record::Nothing).await
+async fn store_waiting(
+    held: &HeldOperation<'_>,
+    to: NextStep<'_>,
+    line: LogLine<'_>,
+) -> Result<(), StepError> {
+    store(held, to, None, line, StepRecord::Nothing).await
 }
 
-/// [`set_aside`], marked with what the operation waits for, until it is moved on.
-async fn wait_for(held: &Held<'_>, to: Next<'_>, code: &str, why: &str) -> Result<(), StepError> {
-    let writing = Writing { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
-    write(held, to, writing, Record::Nothing).await
+/// [`store_waiting`] with an error code that shows what the operation waits for.
+async fn wait_for(
+    held: &HeldOperation<'_>,
+    to: NextStep<'_>,
+    code: &str,
+    why: &str,
+) -> Result<(), StepError> {
+    let options = AdvanceOptions { lease: None, line: Some((RETRY, Some(why))), error_code: Some(code) };
+    write(held, to, options, StepRecord::Nothing).await
 }
 
 async fn store(
-    held: &Held<'_>,
-    to: Next<'_>,
+    held: &HeldOperation<'_>,
+    to: NextStep<'_>,
     lease: Option<Duration>,
-    line: Line<'_>,
-    record: Record,
+    line: LogLine<'_>,
+    record: StepRecord,
 ) -> Result<(), StepError> {
-    write(held, to, Writing { lease, line, error_code: None }, record).await
+    write(held, to, AdvanceOptions { lease, line, error_code: None }, record).await
 }
 
-struct Writing<'a> {
+struct AdvanceOptions<'a> {
     lease: Option<Duration>,
-    line: Line<'a>,
+    line: LogLine<'a>,
     error_code: Option<&'a str>,
 }
 
 async fn write(
-    held: &Held<'_>,
-    to: Next<'_>,
-    Writing { lease, line, error_code }: Writing<'_>,
-    record: Record,
+    held: &HeldOperation<'_>,
+    to: NextStep<'_>,
+    AdvanceOptions { lease, line, error_code }: AdvanceOptions<'_>,
+    record: StepRecord,
 ) -> Result<(), StepError> {
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
@@ -298,7 +313,7 @@ async fn write(
         return Err(StepError::Lost);
     }
     match line {
-        Some((RETRY, detail)) => db::operation_log::retried(&tx, id, &held.operation.step, detail).await?,
+        Some((RETRY, detail)) => db::operation_log::log_retry(&tx, id, &held.operation.step, detail).await?,
         Some((outcome, detail)) => {
             db::operations::log(&tx, id, &held.operation.step, outcome, detail).await?;
         }
@@ -308,51 +323,61 @@ async fn write(
     Ok(db::commit(tx).await?)
 }
 
-/// Machines are locked before their operations, everywhere.
-async fn lock_machine_of(held: &Held<'_>, tx: &Transaction<'_>, record: &Record) -> Result<(), DbError> {
+/// Lock order everywhere: machines before their operations.
+async fn lock_machine_of(
+    held: &HeldOperation<'_>,
+    tx: &Transaction<'_>,
+    record: &StepRecord,
+) -> Result<(), DbError> {
     let machine = match record {
-        Record::Nothing => return Ok(()),
-        Record::CreateAccepted { .. } => held.operation.machine,
-        Record::Saved { machine, .. }
-        | Record::Unsaved { machine, .. }
-        | Record::LossAccepted { machine, .. }
-        | Record::ServerGone { machine }
-        | Record::Released { machine }
-        | Record::SwitchedOn { machine }
-        | Record::PoweredOn { machine } => *machine,
+        StepRecord::Nothing => return Ok(()),
+        StepRecord::CreateAccepted { .. } => held.operation.machine,
+        StepRecord::Saved { machine, .. }
+        | StepRecord::Unsaved { machine, .. }
+        | StepRecord::LossAccepted { machine, .. }
+        | StepRecord::ServerGone { machine }
+        | StepRecord::Released { machine }
+        | StepRecord::SwitchedOn { machine }
+        | StepRecord::PoweredOn { machine } => *machine,
     };
-    db::machines::locked(tx, machine).await.map(drop)
+    db::machines::lock(tx, machine).await.map(drop)
 }
 
-async fn write_record(held: &Held<'_>, tx: &Transaction<'_>, record: Record) -> Result<(), DbError> {
+async fn write_record(
+    held: &HeldOperation<'_>,
+    tx: &Transaction<'_>,
+    record: StepRecord,
+) -> Result<(), DbError> {
     match record {
-        Record::Nothing => Ok(()),
-        Record::CreateAccepted { server, address, actions } => {
+        StepRecord::Nothing => Ok(()),
+        StepRecord::CreateAccepted { server, address, actions } => {
             let (machine, ttl) = (held.operation.machine, held.platform.config.timing.registration_ttl);
-            machine_changes::create_accepted(tx, machine, server, address, ttl).await?;
-            machine_server::create_actions_begun(tx, machine, &actions).await
+            machine_changes::record_server(tx, machine, server, address, ttl).await?;
+            machine_server::record_create_actions(tx, machine, &actions).await
         }
-        Record::Saved { machine, taken_at } => machine_changes::saved(tx, machine, taken_at).await,
-        Record::Unsaved { machine, since } => machine_changes::unsaved(tx, machine, since).await,
-        Record::LossAccepted { machine, since } => {
-            machine_changes::unsaved(tx, machine, None).await?;
+        StepRecord::Saved { machine, taken_at } => {
+            machine_changes::record_final_backup(tx, machine, taken_at).await
+        }
+        StepRecord::Unsaved { machine, since } => machine_changes::record_unsaved(tx, machine, since).await,
+        StepRecord::LossAccepted { machine, since } => {
+            machine_changes::record_unsaved(tx, machine, None).await?;
             audit_loss(held, tx, machine, since).await
         }
-        Record::ServerGone { machine } => machine_changes::server_deleted(tx, machine).await,
-        Record::Released { machine } => machine_changes::released(tx, machine).await,
-        Record::SwitchedOn { machine } => machine_server::switched_on(tx, machine).await,
-        Record::PoweredOn { machine } => machine_server::powered_on(tx, machine).await,
+        StepRecord::ServerGone { machine } => machine_changes::record_server_deleted(tx, machine).await,
+        StepRecord::Released { machine } => machine_changes::release_server(tx, machine).await,
+        StepRecord::SwitchedOn { machine } => machine_server::record_power_on(tx, machine).await,
+        StepRecord::PoweredOn { machine } => machine_server::clear_powered_off(tx, machine).await,
     }
 }
 
-/// Since when data is lost with a server, because an operator accepted that.
+/// Audits since when data is lost with a server, because an operator accepted that.
 async fn audit_loss(
-    held: &Held<'_>,
+    held: &HeldOperation<'_>,
     tx: &Transaction<'_>,
     machine: MachineId,
     since: Option<Timestamp>,
 ) -> Result<(), DbError> {
-    let entry = db::audit::Entry {
+    let entry = db::audit::AuditEntry {
         actor: "platform",
         action: "last_backup.loss_accepted",
         target: &machine.to_string(),
@@ -363,7 +388,12 @@ async fn audit_loss(
     db::audit::write(tx, &entry).await
 }
 
-async fn end(held: &Held<'_>, step: Step, note: Option<&str>, record: Record) -> Result<(), StepError> {
+async fn end_operation(
+    held: &HeldOperation<'_>,
+    step: Step,
+    note: Option<&str>,
+    record: StepRecord,
+) -> Result<(), StepError> {
     let id = held.operation.id;
     let mut session = held.platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
@@ -384,15 +414,15 @@ async fn end(held: &Held<'_>, step: Step, note: Option<&str>, record: Record) ->
     db::operations::log(&tx, id, step.as_str(), "succeeded", None).await?;
     write_record(held, &tx, record).await?;
     db::commit(tx).await?;
-    // What an operation leaves for later, such as a server whose time is over, is looked for at once.
+    // The reconciler handles follow-up work, such as a server whose retention has ended, at once.
     held.platform.reconcile.notify_one();
-    measure::ended(held.kind.as_str(), "succeeded", held.operation.created_at);
+    measure::record_operation(held.kind.as_str(), "succeeded", held.operation.created_at);
     tracing::info!("an operation succeeded");
     Ok(())
 }
 
-/// Ends when the lease is gone: prolongs it while the step runs.
-async fn lease_lost(held: &Held<'_>) {
+/// Renews the lease while the step runs; returns when it is lost.
+async fn lease_lost(held: &HeldOperation<'_>) {
     let lease = held.platform.config.timing.lease;
     let mut silent = Duration::ZERO;
     loop {
@@ -420,11 +450,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_to_a_bound() {
+    fn backoff_grows_to_maximum() {
         for attempts in [1, 5, 10, i32::MAX] {
-            assert!(pause(attempts) <= MAX_PAUSE);
+            assert!(backoff(attempts) <= MAX_BACKOFF);
         }
-        assert!(pause(1) < Duration::from_millis(501));
-        assert!(pause(20) >= MAX_PAUSE / 2);
+        assert!(backoff(1) < Duration::from_millis(501));
+        assert!(backoff(20) >= MAX_BACKOFF / 2);
     }
 }

@@ -1,4 +1,4 @@
-//! What a step answers, and the step for each name.
+//! The outcome of a step, and the dispatch from step names to steps.
 
 use std::borrow::Cow;
 use std::net::Ipv4Addr;
@@ -8,7 +8,7 @@ use futures_util::future::BoxFuture;
 use jiff::Timestamp;
 use serde_json::{Map, Value};
 
-use super::held::Held;
+use super::held::HeldOperation;
 use super::{
     OperationKind, Step, create, delete, last_backup, later_holder, power, predecessor, reinstate, resize,
 };
@@ -25,40 +25,40 @@ use crate::store::pointer::Fence;
 use crate::store::pointer_io::{self, PointerError};
 
 /// How a step ended without an error.
-pub enum Answer {
-    /// On to the next step; the record is written together with it.
-    Done { note: Option<Cow<'static, str>>, record: Record },
-    /// The step runs again later; these facts are kept.
+pub enum StepOutcome {
+    /// Continues with the next step; the record is written in the same transaction.
+    Done { note: Option<Cow<'static, str>>, record: StepRecord },
+    /// The step runs again later with these facts.
     Wait { again_in: Duration, facts: Option<Map<String, Value>> },
-    /// The step runs again later. Until it does, the operation's error code and its log say what it waits for.
+    /// The step runs again later. In the meantime the operation's error code and log show what it waits for.
     WaitFor { again_in: Duration, code: &'static str, why: Cow<'static, str> },
-    /// The rest of the change is left out: on to what puts things right.
+    /// The rest of the change is skipped: the operation continues with recovery.
     Abandon { why: &'static str },
-    /// The operation ends here, with what it means for the machine.
+    /// The operation ends here, and the event applies to the machine.
     End { event: Event, note: &'static str },
-    /// The operation ends here as failed; the machine stays as it is.
+    /// The operation ends here as failed; the machine is unchanged.
     Fail { code: &'static str, note: &'static str },
-    /// An operator decides how the operation continues.
+    /// The operation waits for an operator's decision.
     Ask(Question),
 }
 
-/// What an operator is asked.
+/// A question for an operator.
 pub struct Question {
     pub code: &'static str,
     pub detail: String,
     /// The snapshot that an answer may name.
     pub snapshot: Option<String>,
-    /// What the step knows, for when it runs again.
+    /// The step's facts for its next run.
     pub facts: Map<String, Value>,
 }
 
-impl Answer {
+impl StepOutcome {
     pub fn done() -> Self {
-        Self::Done { note: None, record: Record::Nothing }
+        Self::Done { note: None, record: StepRecord::Nothing }
     }
 
     pub fn done_noting(note: &'static str) -> Self {
-        Self::Done { note: Some(note.into()), record: Record::Nothing }
+        Self::Done { note: Some(note.into()), record: StepRecord::Nothing }
     }
 
     pub fn wait_for(again_in: Duration, code: &'static str, why: impl Into<Cow<'static, str>>) -> Self {
@@ -70,35 +70,35 @@ impl Answer {
     }
 }
 
-/// What is written of the machine in the transaction that ends the step.
-pub enum Record {
+/// What is recorded about the machine in the transaction that ends the step.
+pub enum StepRecord {
     Nothing,
     CreateAccepted {
         server: i64,
         address: Option<Ipv4Addr>,
-        /// The provider's actions that make and start it.
+        /// The provider's actions that create and start it.
         actions: Vec<i64>,
     },
-    /// The machine's last snapshot, taken after its writers had stopped.
+    /// The machine's final snapshot, taken after its writers had stopped.
     Saved {
         machine: MachineId,
         taken_at: Timestamp,
     },
-    /// No snapshot holds what was written since.
+    /// No snapshot holds what was written after `since`.
     Unsaved {
         machine: MachineId,
         since: Option<Timestamp>,
     },
-    /// The same, and an operator accepted that it is lost.
+    /// Like [`StepRecord::Unsaved`], and an operator accepted the loss.
     LossAccepted {
         machine: MachineId,
         since: Option<Timestamp>,
     },
-    /// The provider has no server of this machine any more.
+    /// The provider no longer has a server of this machine.
     ServerGone {
         machine: MachineId,
     },
-    /// The deleted machine's server is not kept, unless it holds what no snapshot does.
+    /// The deleted machine's server is not kept, unless it holds unsaved data.
     Released {
         machine: MachineId,
     },
@@ -106,7 +106,7 @@ pub enum Record {
     SwitchedOn {
         machine: MachineId,
     },
-    /// The server of a machine that an operator had switched off is on, and its host is well.
+    /// A server that an operator had switched off is on, and its host is healthy.
     PoweredOn {
         machine: MachineId,
     },
@@ -115,21 +115,21 @@ pub enum Record {
 /// Why a step failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
-    /// Tried again with a growing pause.
+    /// Retried with backoff.
     #[error("{what}")]
     Transient {
         what: Cow<'static, str>,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Trying again cannot help: the machine fails.
+    /// A retry cannot help: the machine fails.
     #[error("{what}")]
     Permanent {
         what: Cow<'static, str>,
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Another process has the operation, or it was ended meanwhile.
+    /// Another process holds the operation, or it has ended.
     #[error("the operation is no longer held")]
     Lost,
 }
@@ -158,13 +158,13 @@ impl From<DbError> for StepError {
 
 impl From<KeyError> for StepError {
     fn from(error: KeyError) -> Self {
-        Self::transient("the signing keys cannot be used", error)
+        Self::transient("cannot use the signing keys", error)
     }
 }
 
 impl From<Injected> for StepError {
     fn from(error: Injected) -> Self {
-        Self::transient("a test asked for a failure", error)
+        Self::transient("a test injected a failure", error)
     }
 }
 
@@ -172,31 +172,33 @@ impl From<ProviderError> for StepError {
     fn from(error: ProviderError) -> Self {
         match error.kind() {
             ErrorKind::Refused => Self::permanent("the provider refused", error),
-            ErrorKind::Account => Self::transient("the provider's account does not allow it now", error),
+            ErrorKind::Account => {
+                Self::transient("the provider's account does not allow the call now", error)
+            }
             ErrorKind::NotFound | ErrorKind::Conflict | ErrorKind::Transient | ErrorKind::Ambiguous => {
-                Self::transient("the provider did not do it", error)
+                Self::transient("the provider's call failed", error)
             }
         }
     }
 }
 
-/// Runs the step that the operation stands at.
+/// Runs the operation's current step.
 ///
 /// # Errors
 /// [`StepError`].
-pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
-    if let Some(answer) = Box::pin(later_holder::check_step(held, step)).await? {
-        return Ok(answer);
+pub async fn run(held: &HeldOperation<'_>, step: Step) -> Result<StepOutcome, StepError> {
+    if let Some(outcome) = Box::pin(later_holder::check_step(held, step)).await? {
+        return Ok(outcome);
     }
-    // Each in a box: a future holds room for the largest of its parts, and a thread's stack for all that is polled.
-    let work: BoxFuture<'_, Result<Answer, StepError>> = match step {
+    // Each step is boxed: a future is as large as its largest part, and nested polls would use up the thread's stack.
+    let work: BoxFuture<'_, Result<StepOutcome, StepError>> = match step {
         Step::LastBackup => Box::pin(last_backup::last_backup(held)),
         Step::Fence => Box::pin(fence(held)),
         Step::PowerOffServer => Box::pin(predecessor::power_off(held)),
         Step::DeletePredecessor => Box::pin(predecessor::delete(held)),
-        Step::CreateServer => Box::pin(create::server(held)),
+        Step::CreateServer => Box::pin(create::create_server(held)),
         Step::AwaitRegistration => Box::pin(await_registration(held)),
-        Step::DeleteServer => Box::pin(delete::own(held)),
+        Step::DeleteServer => Box::pin(delete::delete_own_server(held)),
         Step::ShutDown => Box::pin(resize::shut_down(held)),
         Step::PowerOff => Box::pin(resize::power_off(held)),
         Step::ChangeType => Box::pin(resize::change_type(held)),
@@ -212,50 +214,50 @@ pub async fn run(held: &Held<'_>, step: Step) -> Result<Answer, StepError> {
     work.await
 }
 
-async fn fence(held: &Held<'_>) -> Result<Answer, StepError> {
+async fn fence(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     match pointer_io::fence(&held.platform.bucket, &slot, &fence_of(held, &machine)).await {
-        Ok(()) => Ok(Answer::done()),
-        // A host raised the fence, or an operator reinstates a machine in a database that is older than the store: this
-        // machine's epoch goes above what the store knows.
+        Ok(()) => Ok(StepOutcome::done()),
+        // A host raised the fence, or an operator reinstates a machine in a database that is older than the store:
+        // this machine's epoch is raised above the store's.
         Err(PointerError::Fenced(fenced))
             if (machine.provider_server_id.is_none() || held.kind == OperationKind::Reinstate)
                 && fenced.fence <= machine.epoch.max_plausible() =>
         {
             held.raise_epoch(fenced.fence.next()).await?;
-            Ok(Answer::wait(Duration::ZERO))
+            Ok(StepOutcome::wait(Duration::ZERO))
         }
         Err(error @ PointerError::Fenced(_)) => {
             Err(StepError::permanent("a later machine has fenced the slot", error))
         }
         Err(error @ PointerError::Store(StoreError::Corrupt { .. })) => {
-            Err(StepError::permanent("the snapshot pointer is not readable", error))
+            Err(StepError::permanent("cannot read the snapshot pointer", error))
         }
-        Err(error) => Err(StepError::transient("the object store did not take the fence", error)),
+        Err(error) => Err(StepError::transient("cannot write the fence to the object store", error)),
     }
 }
 
-/// The fence that lets this machine through, signed.
-pub fn fence_of(held: &Held<'_>, machine: &MachineRow) -> Fence {
+/// The signed fence that admits this machine.
+pub fn fence_of(held: &HeldOperation<'_>, machine: &MachineRow) -> Fence {
     let slot = SlotPrefix::new(&machine.user, &machine.slot);
     let proof = held.platform.mint.fence_proof(&slot, machine.epoch, machine.id);
     Fence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
 }
 
-/// Registering ends the operation by itself; what is left to see here is that the provider fails to start the server, or
-/// that the time runs out.
-async fn await_registration(held: &Held<'_>) -> Result<Answer, StepError> {
+/// The registration itself ends the operation. This step only detects that the provider fails to start the server, or
+/// that the registration expires.
+async fn await_registration(held: &HeldOperation<'_>) -> Result<StepOutcome, StepError> {
     let machine = held.machine().await?;
     if machine.registered_at.is_some() {
-        return Ok(Answer::done());
+        return Ok(StepOutcome::done());
     }
     let session = held.platform.db.session().await?;
     let left = db::machines::registration_left(&session, machine.id).await?;
     if left.is_zero() {
-        held.expire().await?;
+        held.expire_registration().await?;
         return Err(StepError::Lost);
     }
-    let next_look = create::look_at_actions(held, machine.id).await?;
-    Ok(Answer::wait(left.min(next_look.unwrap_or(Duration::from_secs(30)))))
+    let next_check = create::check_actions(held, machine.id).await?;
+    Ok(StepOutcome::wait(left.min(next_check.unwrap_or(Duration::from_secs(30)))))
 }

@@ -1,4 +1,4 @@
-//! Which part failed, as a machine that cannot be made says it.
+//! Maps a step's error to the component that a failed machine reports.
 
 use std::error::Error;
 
@@ -20,7 +20,7 @@ impl StepError {
     }
 }
 
-/// Only what the provider refused is said to be refused by it.
+/// Only errors from the provider are reported as refusals by the provider.
 pub fn creation_failure(source: &(dyn Error + Send + Sync + 'static)) -> CreationFailure {
     if let Some(error) = source.downcast_ref::<ProviderError>() {
         return match error.kind() {

@@ -1,9 +1,9 @@
-//! Rollouts of a release over many machines: what is to be done is decided by [`plan`], written in one transaction, and
-//! only then are hosts told.
+//! Rollouts of a release over many machines: [`plan`] decides the next effects, one transaction writes them, and only
+//! then are hosts notified.
 //!
-//! Any process may take the next step of a rollout, one at a time. A host that did not hear of it hears at its next
-//! heartbeat, so that telling it once is enough. Both tell it the request that the rollout was made by: what came to
-//! nothing for that request is not tried again, and a later rollout of the same release is.
+//! Any process may take the next step of a rollout, one at a time. One notification per host is enough, since its
+//! next heartbeat delivers the same request. Both carry the request that created the rollout: a host never retries a
+//! failed request, but a later rollout of the same release is a new one.
 
 pub mod plan;
 
@@ -13,9 +13,9 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use serde_json::json;
 
-use self::plan::{Effect, Pace, Stand};
+use self::plan::{Effect, MemberState, RolloutPace};
 use super::context::Platform;
-use super::db::rollouts::{self, Patience, RolloutRow, State};
+use super::db::rollouts::{self, RolloutRow, RolloutState, UpdateTimeouts};
 use super::db::{self, audit};
 use super::operations::ask_host;
 use crate::failpoint;
@@ -24,87 +24,91 @@ use crate::http::request_id;
 use crate::machine::id::MachineId;
 use crate::metrics::{ROLLOUT_MACHINES, ROLLOUTS};
 
-/// The places of a step that does something where a test can stop it.
+/// Fail points of a step.
 pub const POINTS: &[&str] = &["rollouts.decided", "rollouts.written", "rollouts.committed"];
 
-/// Hosts that are told at one time.
-const AT_ONCE: usize = 8;
-const LEAST_PAUSE: Duration = Duration::from_millis(200);
-/// A host that says that it is at an update is waited for this often as long as one that says nothing.
-const LONGEST: u32 = 6;
+/// Maximum hosts notified at a time.
+const MAX_CONCURRENT_CALLS: usize = 8;
+const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// The total timeout of a host that reports an update in progress is this multiple of the silence timeout.
+const MAX_SILENCE_FACTOR: u32 = 6;
 
-/// Takes rollouts on until `stop`.
+/// Advances rollouts until `stop`.
 pub async fn run(platform: Arc<Platform>) {
-    let pause = platform.config.timing.poll.max(LEAST_PAUSE);
+    let pause = platform.config.timing.poll.max(MIN_POLL_INTERVAL);
     loop {
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
         if let Err(error) = pass(&platform).await {
-            tracing::warn!(error = %chain(error.as_ref()), "rollouts cannot be taken on");
+            tracing::warn!(error = %chain(error.as_ref()), "cannot advance rollouts");
         }
     }
 }
 
 async fn pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
     let session = platform.db.session().await?;
-    let moving = rollouts::moving(&session).await?;
+    let unfinished = rollouts::unfinished(&session).await?;
     drop(session);
-    for rollout in moving {
-        request_id::under(rollout.request_id.clone(), take_on(platform, &rollout)).await?;
+    for rollout in unfinished {
+        request_id::under(rollout.request_id.clone(), advance(platform, &rollout)).await?;
     }
     Ok(())
 }
 
-async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Result<()> {
+async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Result<()> {
     let mut session = platform.db.session().await?;
     let tx = db::begin(&mut session).await?;
-    // Another process is at it.
-    let Some(rollout) = rollouts::held(&tx, rollout.id).await? else { return Ok(()) };
-    rollouts::hear(&tx, rollout.id).await?;
+    // Another process holds it.
+    let Some(rollout) = rollouts::try_lock(&tx, rollout.id).await? else { return Ok(()) };
+    rollouts::record_progress(&tx, rollout.id).await?;
     let silence = platform.config.timing.rollout_silence;
-    let patience = Patience { silence, whole: silence.saturating_mul(LONGEST) };
-    let members = rollouts::members(&tx, &rollout, patience).await?;
-    let pace = if rollout.state == State::Running { Pace::Goes } else { Pace::Stands };
-    let most = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
-    let effects = plan::next(pace, most, &members);
-    let acts = !effects.is_empty();
-    if acts {
+    let timeouts = UpdateTimeouts { silence, total: silence.saturating_mul(MAX_SILENCE_FACTOR) };
+    let members = rollouts::members(&tx, &rollout, timeouts).await?;
+    let pace =
+        if rollout.state == RolloutState::Running { RolloutPace::Running } else { RolloutPace::Halted };
+    let max_failures = usize::try_from(rollout.max_failures).unwrap_or(usize::MAX);
+    let effects = plan::next(pace, max_failures, &members);
+    let has_effects = !effects.is_empty();
+    if has_effects {
         failpoint::pass("rollouts.decided")?;
     }
-    let mut counted = Vec::new();
+    let mut ended = Vec::new();
     for effect in &effects {
         match effect {
-            Effect::Settle { machine, stand, error } => {
-                rollouts::settle(&tx, rollout.id, *machine, *stand, error.as_deref()).await?;
-                if *stand == Stand::Updated {
-                    db::slots::set_release_of(&tx, *machine, &rollout.image_version).await?;
+            Effect::End { machine, state, error } => {
+                rollouts::end_member(&tx, rollout.id, *machine, *state, error.as_deref()).await?;
+                if *state == MemberState::Updated {
+                    db::slots::set_release_for_machine(&tx, *machine, &rollout.image_version).await?;
                 }
-                counted.push(*stand);
-                tracing::info!(rollout = %rollout.id, %machine, stand = stand.as_str(), error, "a machine of a rollout");
+                ended.push(*state);
+                tracing::info!(rollout = %rollout.id, %machine, state = state.as_str(), error, "machine of a rollout ended");
             }
-            Effect::Ask { machine } => rollouts::ask(&tx, rollout.id, *machine).await?,
-            Effect::Stop { why } => end(&tx, &rollout, State::Stopped, Some(why)).await?,
-            Effect::Succeed => end(&tx, &rollout, State::Succeeded, None).await?,
+            Effect::RequestUpdate { machine } => rollouts::request_update(&tx, rollout.id, *machine).await?,
+            Effect::Stop { why } => end(&tx, &rollout, RolloutState::Stopped, Some(why)).await?,
+            Effect::Succeed => end(&tx, &rollout, RolloutState::Succeeded, None).await?,
         }
     }
-    let unheard = rollouts::take_unheard(&tx, rollout.id).await?;
-    if acts {
+    let unnotified = rollouts::claim_unnotified(&tx, rollout.id).await?;
+    if has_effects {
         failpoint::pass("rollouts.written")?;
     }
     db::commit(tx).await?;
-    if acts {
+    if has_effects {
         failpoint::pass("rollouts.committed")?;
     }
     drop(session);
-    for stand in counted {
-        ROLLOUT_MACHINES.add_one([stand.as_str()]);
+    for state in ended {
+        ROLLOUT_MACHINES.add_one([state.as_str()]);
     }
-    if !unheard.is_empty() {
-        // Hosts that do not answer hold nobody up.
+    if !unnotified.is_empty() {
+        // Slow hosts do not delay the rollout.
         let (platform, id) = (Arc::clone(platform), request_id::current());
-        tokio::spawn(request_id::under(id, async move { tell(&platform, &rollout, unheard).await }));
+        tokio::spawn(request_id::under(
+            id,
+            async move { notify_hosts(&platform, &rollout, unnotified).await },
+        ));
     }
     Ok(())
 }
@@ -112,12 +116,12 @@ async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
 async fn end(
     tx: &deadpool_postgres::Transaction<'_>,
     rollout: &RolloutRow,
-    state: State,
+    state: RolloutState,
     why: Option<&String>,
 ) -> anyhow::Result<()> {
     rollouts::set_state(tx, rollout.id, state, why.map(String::as_str)).await?;
     let (target, after) = (rollout.id.to_string(), json!({"state": state.as_str(), "why": why}));
-    let entry = audit::Entry {
+    let entry = audit::AuditEntry {
         actor: "platform",
         action: "deploy.ended",
         target: &target,
@@ -127,14 +131,14 @@ async fn end(
     };
     audit::write(tx, &entry).await?;
     ROLLOUTS.add_one([state.as_str()]);
-    tracing::info!(rollout = %rollout.id, state = state.as_str(), why, "a rollout has ended");
+    tracing::info!(rollout = %rollout.id, state = state.as_str(), why, "rollout ended");
     Ok(())
 }
 
-/// Tells hosts what is asked of them.
-async fn tell(platform: &Platform, rollout: &RolloutRow, machines: Vec<MachineId>) {
+/// Notifies hosts of a requested update.
+async fn notify_hosts(platform: &Platform, rollout: &RolloutRow, machines: Vec<MachineId>) {
     let calls = machines.into_iter().map(|id| async move {
-        let told = async {
+        let call = async {
             let session = platform.db.session().await?;
             let machine = db::machines::get(&session, id).await?;
             drop(session);
@@ -143,19 +147,19 @@ async fn tell(platform: &Platform, rollout: &RolloutRow, machines: Vec<MachineId
                 None => Ok(()),
             }
         };
-        if let Err(error) = told.await {
-            tracing::info!(machine = %id, error = format!("{error:#}"), "a host hears of its update at its next heartbeat");
+        if let Err(error) = call.await {
+            tracing::info!(machine = %id, error = format!("{error:#}"), "cannot notify a host of its update");
         }
     });
-    futures_util::stream::iter(calls).buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+    futures_util::stream::iter(calls).buffer_unordered(MAX_CONCURRENT_CALLS).collect::<Vec<()>>().await;
 }
 
-/// How many machines of a rollout stand where.
-pub fn totals(stands: impl IntoIterator<Item = (Stand, u64)>) -> serde_json::Value {
+/// Number of machines of a rollout by state.
+pub fn totals(states: impl IntoIterator<Item = (MemberState, u64)>) -> serde_json::Value {
     let mut totals = json!({"waiting": 0, "asked": 0, "updated": 0, "failed": 0, "skipped": 0});
-    for (stand, machines) in stands {
-        let now = totals[stand.as_str()].as_u64().unwrap_or(0);
-        totals[stand.as_str()] = (now + machines).into();
+    for (state, machines) in states {
+        let now = totals[state.as_str()].as_u64().unwrap_or(0);
+        totals[state.as_str()] = (now + machines).into();
     }
     totals
 }

@@ -1,28 +1,29 @@
-//! How a rollout goes on, pure: from what is known of its machines to what is to be done now.
+//! The next step of a rollout, pure: maps the state of its machines to effects.
 //!
-//! Reads no clock and no database. The invariants: at most one batch is asked at a time, the canary first and alone; a
-//! batch begins only when every machine of the one before has ended; nothing is asked after the canary failed or as many
-//! have failed as may; and a machine that is asked ends by its word, its end, or its silence.
+//! Reads no clock and no database. The invariants: at most one batch is updated at a time, the canary first and
+//! separately; a batch starts only when every machine of the previous one has ended; no update is requested after the
+//! canary failed or the maximum of failures is reached; and a machine whose update was requested ends by its host's
+//! report, its own end, or a timeout.
 
 use crate::machine::id::MachineId;
 
-/// Where a machine of a rollout stands.
+/// State of a machine in a rollout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stand {
+pub enum MemberState {
     Waiting,
-    Asked,
+    Requested,
     Updated,
     Failed,
     Skipped,
 }
 
-impl Stand {
-    pub const ALL: [Self; 5] = [Self::Waiting, Self::Asked, Self::Updated, Self::Failed, Self::Skipped];
+impl MemberState {
+    pub const ALL: [Self; 5] = [Self::Waiting, Self::Requested, Self::Updated, Self::Failed, Self::Skipped];
 
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Waiting => "waiting",
-            Self::Asked => "asked",
+            Self::Requested => "asked",
             Self::Updated => "updated",
             Self::Failed => "failed",
             Self::Skipped => "skipped",
@@ -30,64 +31,64 @@ impl Stand {
     }
 }
 
-impl std::str::FromStr for Stand {
+impl std::str::FromStr for MemberState {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|stand| stand.as_str() == text).ok_or_else(|| text.to_owned())
+        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or_else(|| text.to_owned())
     }
 }
 
-/// What is known of a machine now.
+/// Current state of a machine in a rollout.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
     pub machine: MachineId,
     pub batch: i32,
-    pub stand: Stand,
-    /// It runs, and holds its slot.
+    pub state: MemberState,
+    /// It is running and holds its slot.
     pub is_running: bool,
-    /// Its host says that it runs this release, and that it is well.
-    pub is_there: bool,
-    /// What its host said since it was asked: why the update did not come about.
-    pub refused: Option<String>,
-    /// It is waited for no longer: it has been silent, or at it, for too long.
+    /// Its host reports this release, and itself as healthy.
+    pub is_updated: bool,
+    /// Why the update failed, as its host has reported since the request.
+    pub failure: Option<String>,
+    /// A timeout has passed: it has been silent, or updating, for too long.
     pub is_overdue: bool,
 }
 
-/// Whether machines are asked.
+/// Whether updates are requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Pace {
-    Goes,
-    /// Paused, stopped or aborted: what was asked still ends.
-    Stands,
+pub enum RolloutPace {
+    Running,
+    /// Paused, stopped or aborted: requested updates still end.
+    Halted,
 }
 
-/// What is to be written and done.
+/// A change to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    Settle { machine: MachineId, stand: Stand, error: Option<String> },
-    Ask { machine: MachineId },
+    End { machine: MachineId, state: MemberState, error: Option<String> },
+    RequestUpdate { machine: MachineId },
     Stop { why: String },
     Succeed,
 }
 
-/// What is to be done now.
-pub fn next(pace: Pace, max_failures: usize, members: &[Member]) -> Vec<Effect> {
+/// The effects that are due now.
+pub fn next(pace: RolloutPace, max_failures: usize, members: &[Member]) -> Vec<Effect> {
     let mut effects = Vec::new();
-    let mut stands: Vec<(i32, Stand)> = Vec::new();
+    let mut states: Vec<(i32, MemberState)> = Vec::new();
     for member in members {
-        let settled = if member.stand == Stand::Asked { settle(member) } else { None };
-        let stand = settled.as_ref().map_or(member.stand, |(stand, _)| *stand);
-        stands.push((member.batch, stand));
-        if let Some((stand, error)) = settled {
-            effects.push(Effect::Settle { machine: member.machine, stand, error });
+        let ended_state = if member.state == MemberState::Requested { end_of_update(member) } else { None };
+        let state = ended_state.as_ref().map_or(member.state, |(state, _)| *state);
+        states.push((member.batch, state));
+        if let Some((state, error)) = ended_state {
+            effects.push(Effect::End { machine: member.machine, state, error });
         }
     }
-    if pace == Pace::Stands {
+    if pace == RolloutPace::Halted {
         return effects;
     }
-    let failed = stands.iter().filter(|(_, stand)| *stand == Stand::Failed).count();
-    if stands.iter().any(|(batch, stand)| *batch == 0 && *stand == Stand::Failed) {
+    let failed = states.iter().filter(|(_, state)| *state == MemberState::Failed).count();
+    if states.iter().any(|(batch, state)| *batch == 0 && *state == MemberState::Failed) {
         effects.push(Effect::Stop { why: "the canary failed".to_owned() });
         return effects;
     }
@@ -95,39 +96,43 @@ pub fn next(pace: Pace, max_failures: usize, members: &[Member]) -> Vec<Effect> 
         effects.push(Effect::Stop { why: format!("{failed} machines failed") });
         return effects;
     }
-    if stands.iter().any(|(_, stand)| *stand == Stand::Asked) {
+    if states.iter().any(|(_, state)| *state == MemberState::Requested) {
         return effects;
     }
-    let next = stands.iter().filter(|(_, stand)| *stand == Stand::Waiting).map(|(batch, _)| *batch).min();
+    let next =
+        states.iter().filter(|(_, state)| *state == MemberState::Waiting).map(|(batch, _)| *batch).min();
     let Some(next) = next else {
         effects.push(Effect::Succeed);
         return effects;
     };
-    for member in members.iter().filter(|member| member.batch == next && member.stand == Stand::Waiting) {
+    for member in members.iter().filter(|member| member.batch == next && member.state == MemberState::Waiting)
+    {
         let machine = member.machine;
         effects.push(if !member.is_running {
-            let error = Some("it does not run".to_owned());
-            Effect::Settle { machine, stand: Stand::Skipped, error }
-        } else if member.is_there {
-            Effect::Settle { machine, stand: Stand::Updated, error: None }
+            let error = Some("it is not running".to_owned());
+            Effect::End { machine, state: MemberState::Skipped, error }
+        } else if member.is_updated {
+            Effect::End { machine, state: MemberState::Updated, error: None }
         } else {
-            Effect::Ask { machine }
+            Effect::RequestUpdate { machine }
         });
     }
     effects
 }
 
-fn settle(member: &Member) -> Option<(Stand, Option<String>)> {
+fn end_of_update(member: &Member) -> Option<(MemberState, Option<String>)> {
     if !member.is_running {
-        return Some((Stand::Skipped, Some("it does not run any more".to_owned())));
+        return Some((MemberState::Skipped, Some("it stopped running".to_owned())));
     }
-    if let Some(why) = &member.refused {
-        return Some((Stand::Failed, Some(why.clone())));
+    if let Some(why) = &member.failure {
+        return Some((MemberState::Failed, Some(why.clone())));
     }
-    if member.is_there {
-        return Some((Stand::Updated, None));
+    if member.is_updated {
+        return Some((MemberState::Updated, None));
     }
-    member.is_overdue.then(|| (Stand::Failed, Some("its host said nothing of the update in time".to_owned())))
+    member
+        .is_overdue
+        .then(|| (MemberState::Failed, Some("its host did not report the update in time".to_owned())))
 }
 
 /// The batch of each machine, in order: the canary, then batches.
@@ -146,26 +151,26 @@ mod tests {
 
     use super::*;
 
-    /// How a machine answers once it is asked.
+    /// A machine's reaction to an update request.
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Host {
         Updates,
-        GoesBack,
+        RollsBack,
         Silent,
         Dies,
-        /// Was there before it was asked.
-        There,
-        /// Never ran.
+        /// It already ran the release.
+        AlreadyUpdated,
+        /// It was never running.
         Down,
     }
 
     fn host() -> impl Strategy<Value = Host> {
         prop_oneof![
             6 => Just(Host::Updates),
-            1 => Just(Host::GoesBack),
+            1 => Just(Host::RollsBack),
             1 => Just(Host::Silent),
             1 => Just(Host::Dies),
-            1 => Just(Host::There),
+            1 => Just(Host::AlreadyUpdated),
             1 => Just(Host::Down),
         ]
     }
@@ -174,18 +179,18 @@ mod tests {
         Member {
             machine: MachineId::new(),
             batch,
-            stand: Stand::Waiting,
+            state: MemberState::Waiting,
             is_running: host != Host::Down,
-            is_there: host == Host::There,
-            refused: None,
+            is_updated: host == Host::AlreadyUpdated,
+            failure: None,
             is_overdue: false,
         }
     }
 
-    fn answer(member: &mut Member, host: Host) {
+    fn react(member: &mut Member, host: Host) {
         match host {
-            Host::Updates | Host::There => member.is_there = true,
-            Host::GoesBack => member.refused = Some("rolled back".to_owned()),
+            Host::Updates | Host::AlreadyUpdated => member.is_updated = true,
+            Host::RollsBack => member.failure = Some("rolled back".to_owned()),
             Host::Silent => member.is_overdue = true,
             Host::Dies | Host::Down => member.is_running = false,
         }
@@ -193,9 +198,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_rollout_ends_and_asks_no_more_than_it_may(
+        fn rollout_ends_within_its_limits(
             hosts in proptest::collection::vec(host(), 0..24),
-            (canary, size, most) in (0_usize..4, 1_usize..6, 1_usize..4),
+            (canary, size, max_failures) in (0_usize..4, 1_usize..6, 1_usize..4),
             order in proptest::collection::vec(any::<prop::sample::Index>(), 400),
             pauses in proptest::collection::vec(any::<bool>(), 400),
         ) {
@@ -205,56 +210,56 @@ mod tests {
                 .collect();
             let mut ended = None;
             for (which, paused) in order.iter().zip(pauses) {
-                let pace = if paused { Pace::Stands } else { Pace::Goes };
+                let pace = if paused { RolloutPace::Halted } else { RolloutPace::Running };
                 let before = members.clone();
-                for effect in next(pace, most, &members) {
+                for effect in next(pace, max_failures, &members) {
                     let of = |id: MachineId| before.iter().position(|member| member.machine == id).unwrap();
                     match effect {
-                        Effect::Settle { machine, stand, error } => {
+                        Effect::End { machine, state, error } => {
                             let at = of(machine);
-                            prop_assert!(matches!(before[at].stand, Stand::Asked | Stand::Waiting));
-                            prop_assert!(!matches!(stand, Stand::Waiting | Stand::Asked));
-                            prop_assert_eq!(error.is_none(), stand == Stand::Updated);
-                            members[at].stand = stand;
+                            prop_assert!(matches!(before[at].state, MemberState::Requested | MemberState::Waiting));
+                            prop_assert!(!matches!(state, MemberState::Waiting | MemberState::Requested));
+                            prop_assert_eq!(error.is_none(), state == MemberState::Updated);
+                            members[at].state = state;
                         }
-                        Effect::Ask { machine } => {
-                            prop_assert_eq!(pace, Pace::Goes);
+                        Effect::RequestUpdate { machine } => {
+                            prop_assert_eq!(pace, RolloutPace::Running);
                             let at = of(machine);
-                            prop_assert_eq!(before[at].stand, Stand::Waiting);
-                            members[at].stand = Stand::Asked;
+                            prop_assert_eq!(before[at].state, MemberState::Waiting);
+                            members[at].state = MemberState::Requested;
                         }
                         Effect::Stop { .. } | Effect::Succeed => {
-                            prop_assert_eq!(pace, Pace::Goes);
+                            prop_assert_eq!(pace, RolloutPace::Running);
                             ended = Some(effect);
                         }
                     }
                 }
-                let asked: Vec<_> = members.iter().filter(|member| member.stand == Stand::Asked).collect();
-                let batches: BTreeSet<i32> = asked.iter().map(|member| member.batch).collect();
-                prop_assert!(batches.len() <= 1 && asked.len() <= size.max(canary));
+                let requested: Vec<_> = members.iter().filter(|member| member.state == MemberState::Requested).collect();
+                let batches: BTreeSet<i32> = requested.iter().map(|member| member.batch).collect();
+                prop_assert!(batches.len() <= 1 && requested.len() <= size.max(canary));
                 if let Some(batch) = batches.first() {
                     let earlier = members.iter().filter(|member| member.batch < *batch);
-                    prop_assert!(earlier.into_iter().all(|member| !matches!(member.stand, Stand::Waiting | Stand::Asked)));
-                    let failed = members.iter().filter(|member| member.batch < *batch && member.stand == Stand::Failed);
+                    prop_assert!(earlier.into_iter().all(|member| !matches!(member.state, MemberState::Waiting | MemberState::Requested)));
+                    let failed = members.iter().filter(|member| member.batch < *batch && member.state == MemberState::Failed);
                     let failed: Vec<_> = failed.collect();
-                    prop_assert!(failed.len() < most && failed.iter().all(|member| member.batch != 0));
+                    prop_assert!(failed.len() < max_failures && failed.iter().all(|member| member.batch != 0));
                 }
                 if ended.is_some() {
                     break;
                 }
-                let asked: Vec<usize> = (0..members.len()).filter(|at| members[*at].stand == Stand::Asked).collect();
-                if !asked.is_empty() {
-                    let at = asked[which.index(asked.len())];
-                    answer(&mut members[at], hosts[at]);
+                let requested: Vec<usize> = (0..members.len()).filter(|at| members[*at].state == MemberState::Requested).collect();
+                if !requested.is_empty() {
+                    let at = requested[which.index(requested.len())];
+                    react(&mut members[at], hosts[at]);
                 }
             }
-            let failed = members.iter().filter(|member| member.stand == Stand::Failed).count();
+            let failed = members.iter().filter(|member| member.state == MemberState::Failed).count();
             match ended {
                 Some(Effect::Succeed) => {
-                    prop_assert!(failed < most);
-                    prop_assert!(members.iter().all(|member| !matches!(member.stand, Stand::Waiting | Stand::Asked)));
+                    prop_assert!(failed < max_failures);
+                    prop_assert!(members.iter().all(|member| !matches!(member.state, MemberState::Waiting | MemberState::Requested)));
                     for (member, host) in members.iter().zip(&hosts) {
-                        prop_assert_eq!(member.stand == Stand::Updated, matches!(host, Host::Updates | Host::There));
+                        prop_assert_eq!(member.state == MemberState::Updated, matches!(host, Host::Updates | Host::AlreadyUpdated));
                     }
                 }
                 Some(Effect::Stop { .. }) => prop_assert!(failed >= 1),

@@ -1,4 +1,4 @@
-//! What the step `last_backup` has found out, kept from one try to the next among the operation's facts.
+//! The progress of the step `last_backup`, kept in the operation's facts between tries.
 
 use std::time::Duration;
 
@@ -6,81 +6,81 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::saved_copy::Window;
-use super::{Attempt, MAX_POLL, MAX_REQUESTS, Trouble, poll_interval, signed};
+use super::saved_copy::SnapshotWindow;
+use super::{AttemptOutcome, BackupFailure, MAX_POLL_INTERVAL, MAX_REQUESTS, poll_interval, signed_duration};
 use crate::clock;
 use crate::platform::operations::ask_host::BackupProgress;
-use crate::platform::operations::held::Held;
-use crate::platform::operations::step::Answer;
+use crate::platform::operations::held::HeldOperation;
+use crate::platform::operations::step::StepOutcome;
 use crate::untrusted_text::bounded;
 
-/// Where this step keeps what it knows among the operation's facts.
+/// Key of an operation's facts: this step's progress.
 const FACTS: &str = "lastBackup";
-/// A backup that gets on by less within the time for a stall is as good as stalled.
+/// Less progress than this within the stall timeout counts as none.
 const MIN_PROGRESS_BYTES: u64 = 1 << 20;
 
-/// Times are the database's, but for those of requests: these are the host's, which also dates the snapshot.
+/// Times are by the database's clock, except request times, which are by the host's clock, as in snapshots.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Progress {
-    /// Since when a backup is waited for, from the first one or since an operator had the step begin again.
+pub struct LastBackupProgress {
+    /// Since when a backup is awaited: since the first try, or since an operator restarted the step.
     #[serde(with = "clock::wire_option")]
     pub started_at: Option<Timestamp>,
     /// Since when every call to the host has failed.
     #[serde(with = "clock::wire_option")]
     pub unreachable_since: Option<Timestamp>,
     pub has_stopped: bool,
-    /// Since when the host has been asked to stop its writers and has not done so.
+    /// Since when the host has been stopping its writers.
     #[serde(with = "clock::wire_option")]
     stopping_since: Option<Timestamp>,
     /// The lowest count of running dispatches that the host has reported.
     running_dispatches: Option<u64>,
-    /// The request that is under way.
+    /// The pending request.
     #[serde(with = "clock::wire_option")]
     pub requested_at: Option<Timestamp>,
-    /// The first one, made when the writers had stopped.
+    /// The first request, made after the writers had stopped.
     #[serde(with = "clock::wire_option")]
     first_requested_at: Option<Timestamp>,
-    /// The latest request by the host's clock, and when that was noted by the database's.
+    /// The latest request by the host's clock, and its time by the database's clock.
     #[serde(with = "clock::wire_option")]
     host_clock_at: Option<Timestamp>,
     #[serde(with = "clock::wire_option")]
     host_clock_noted_at: Option<Timestamp>,
     requests: u32,
-    /// The stage and the bytes of the last progress, and when that was.
+    /// The stage and bytes at the last progress, and its time.
     stage: Option<String>,
     bytes: u64,
     #[serde(with = "clock::wire_option")]
     pub progress_at: Option<Timestamp>,
-    /// What an operator was asked about.
+    /// The problem that an operator was asked about.
     pub trouble: Option<String>,
-    /// The operation that this one waits for, as the log has it.
+    /// The operation that this one waits for, as logged.
     pub waits_for: Option<String>,
 }
 
-impl Progress {
-    pub fn of(held: &Held<'_>) -> Self {
+impl LastBackupProgress {
+    pub fn load(held: &HeldOperation<'_>) -> Self {
         let known = held.operation.facts.get(FACTS).cloned();
         known.and_then(|known| serde_json::from_value(known).ok()).unwrap_or_default()
     }
 
-    pub fn facts(&self, held: &Held<'_>) -> Map<String, Value> {
+    pub fn facts(&self, held: &HeldOperation<'_>) -> Map<String, Value> {
         let mut facts = held.facts();
         facts.insert(FACTS.to_owned(), serde_json::to_value(self).unwrap_or_default());
         facts
     }
 
-    /// How long until the host is called again while it stops its writers or takes its backup.
+    /// Delay before the next call to a host that is stopping its writers or making its backup.
     pub fn next_poll(&self, now: Timestamp) -> Duration {
-        poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL)
+        poll_interval(now.duration_since(self.started_at.unwrap_or(now)), MAX_POLL_INTERVAL)
     }
 
-    pub fn wait(&self, held: &Held<'_>, again_in: Duration) -> Answer {
-        Answer::Wait { again_in, facts: Some(self.facts(held)) }
+    pub fn wait(&self, held: &HeldOperation<'_>, again_in: Duration) -> StepOutcome {
+        StepOutcome::Wait { again_in, facts: Some(self.facts(held)) }
     }
 
-    /// Notes a request that the host has taken.
-    pub fn requested(&mut self, at: Timestamp, now: Timestamp) {
+    /// Records a request that the host has accepted.
+    pub fn record_request(&mut self, at: Timestamp, now: Timestamp) {
         self.requested_at = Some(at);
         self.first_requested_at.get_or_insert(at);
         (self.host_clock_at, self.host_clock_noted_at) = (Some(at), Some(now));
@@ -88,21 +88,21 @@ impl Progress {
         self.progress_at = Some(now);
     }
 
-    /// When a snapshot that holds all can have been taken; `None` before the first request.
-    pub fn snapshot_window(&self, now: Timestamp) -> Option<Window> {
+    /// When a complete snapshot can have been taken; `None` before the first request.
+    pub fn snapshot_window(&self, now: Timestamp) -> Option<SnapshotWindow> {
         let since = self.first_requested_at()?;
         let noted = self.host_clock_at.zip(self.host_clock_noted_at);
         let host_now = noted.and_then(|(at, noted)| at.checked_add(now.duration_since(noted)).ok());
-        Some(Window { since, now: host_now.unwrap_or(now) })
+        Some(SnapshotWindow { since, now: host_now.unwrap_or(now) })
     }
 
-    /// From when on a snapshot of the host holds all. An earlier release noted only the latest request.
+    /// Start of the time in which a snapshot is complete. An earlier release recorded only the latest request.
     fn first_requested_at(&self) -> Option<Timestamp> {
         self.first_requested_at.or(self.requested_at)
     }
 
-    /// The step begins again: an operator has asked for that. What was requested before still counts when it arrives.
-    pub fn again_from_the_start(self) -> Self {
+    /// Restarts the step after an operator requested that. Snapshots of earlier requests still count.
+    pub fn restarted(self) -> Self {
         Self {
             first_requested_at: self.first_requested_at(),
             host_clock_at: self.host_clock_at,
@@ -111,9 +111,9 @@ impl Progress {
         }
     }
 
-    /// Another stage, fewer bytes (another run has begun), or enough more of them are progress. A host that lies about
-    /// them is bounded by [`Self::is_overdue`].
-    pub fn note(&mut self, host: &BackupProgress, now: Timestamp) {
+    /// Another stage, fewer bytes (a new run), or enough additional bytes count as progress. A dishonest host is
+    /// bounded by [`Self::is_overdue`].
+    pub fn record(&mut self, host: &BackupProgress, now: Timestamp) {
         let bytes = host.dumped_bytes.unwrap_or(0).saturating_add(host.uploaded_bytes.unwrap_or(0));
         let stage = host.stage.as_deref().map(bounded);
         let enough = self.bytes.saturating_add(MIN_PROGRESS_BYTES);
@@ -122,8 +122,8 @@ impl Progress {
         }
     }
 
-    /// Only a falling count is progress: a host can report growing ones for ever.
-    pub fn note_running(&mut self, count: u64, now: Timestamp) {
+    /// Only a falling count is progress: a host could report growing ones forever.
+    pub fn record_running(&mut self, count: u64, now: Timestamp) {
         self.stopping_since.get_or_insert(now);
         if self.running_dispatches.is_none_or(|lowest| count < lowest) {
             self.running_dispatches = Some(count);
@@ -132,30 +132,30 @@ impl Progress {
     }
 
     /// Whether the deadline for stopping writers has passed. The host's reports do not extend it.
-    pub fn is_stop_overdue(&self, held: &Held<'_>, now: Timestamp) -> bool {
-        let limit = signed(held.platform.config.timing.last_backup_stall);
+    pub fn is_stop_overdue(&self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
+        let limit = signed_duration(held.platform.config.timing.last_backup_stall);
         self.stopping_since.is_some_and(|since| now.duration_since(since) >= limit)
     }
 
-    /// Whether the time limit of a last backup has passed. The host's reports do not extend it.
-    pub fn is_overdue(&mut self, held: &Held<'_>, now: Timestamp) -> bool {
+    /// Whether the time limit of a final backup has passed. The host's reports do not extend it.
+    pub fn is_overdue(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let since = *self.started_at.get_or_insert(now);
-        now.duration_since(since) >= signed(held.platform.config.timing.last_backup_limit)
+        now.duration_since(since) >= signed_duration(held.platform.config.timing.last_backup_limit)
     }
 
-    /// Whether nothing has changed for longer than a backup may stand still.
-    pub fn is_stalled(&mut self, held: &Held<'_>, now: Timestamp) -> bool {
+    /// Whether there has been no progress for longer than the stall timeout.
+    pub fn is_stalled(&mut self, held: &HeldOperation<'_>, now: Timestamp) -> bool {
         let since = *self.progress_at.get_or_insert(now);
-        now.duration_since(since) >= signed(held.platform.config.timing.last_backup_stall)
+        now.duration_since(since) >= signed_duration(held.platform.config.timing.last_backup_stall)
     }
 
-    /// A failed backup is requested again, a few times.
-    pub fn again(&mut self, error: String) -> Attempt {
+    /// Requests a failed backup again, a few times.
+    pub fn retry_request(&mut self, error: String) -> AttemptOutcome {
         if self.requests >= MAX_REQUESTS {
-            return Attempt::Trouble(Trouble::Failed(error));
+            return AttemptOutcome::Failed(BackupFailure::Failed(error));
         }
         self.requested_at = None;
-        Attempt::Wait(Duration::from_secs(u64::from(self.requests)))
+        AttemptOutcome::Wait(Duration::from_secs(u64::from(self.requests)))
     }
 }
 
@@ -173,30 +173,30 @@ mod tests {
     }
 
     #[test]
-    fn counting_up_is_no_progress() {
-        let mut progress = Progress::default();
-        progress.note(&host("dump", 1), at(0));
+    fn rising_dispatch_count_is_no_progress() {
+        let mut progress = LastBackupProgress::default();
+        progress.record(&host("dump", 1), at(0));
         for poll in 1..1000 {
-            progress.note(&host("dump", u64::try_from(poll).unwrap()), at(poll));
+            progress.record(&host("dump", u64::try_from(poll).unwrap()), at(poll));
         }
         assert_eq!(progress.progress_at, Some(at(0)));
-        progress.note(&host("dump", 1 + MIN_PROGRESS_BYTES), at(1000));
+        progress.record(&host("dump", 1 + MIN_PROGRESS_BYTES), at(1000));
         assert_eq!(progress.progress_at, Some(at(1000)));
-        progress.note(&host("verify", 1 + MIN_PROGRESS_BYTES), at(1001));
+        progress.record(&host("verify", 1 + MIN_PROGRESS_BYTES), at(1001));
         assert_eq!(progress.progress_at, Some(at(1001)), "another stage");
-        progress.note(&host("verify", 5), at(1002));
+        progress.record(&host("verify", 5), at(1002));
         assert_eq!(progress.progress_at, Some(at(1002)), "another run");
     }
 
     #[test]
-    fn window_follows_the_clock_of_the_host() {
-        let mut progress = Progress::default();
+    fn window_follows_host_clock() {
+        let mut progress = LastBackupProgress::default();
         assert!(progress.snapshot_window(at(0)).is_none());
-        progress.requested(at(-500), at(0));
+        progress.record_request(at(-500), at(0));
         let window = progress.snapshot_window(at(60)).unwrap();
         assert_eq!((window.since, window.now), (at(-500), at(-440)));
-        progress.requested(at(100), at(100));
-        let window = progress.again_from_the_start().snapshot_window(at(130)).unwrap();
+        progress.record_request(at(100), at(100));
+        let window = progress.restarted().snapshot_window(at(130)).unwrap();
         assert_eq!(
             (window.since, window.now),
             (at(-500), at(130)),

@@ -1,53 +1,53 @@
-//! Whether a machine that leaves has taken its last backup.
+//! Checks whether a leaving machine has taken its final backup.
 //!
-//! The invariant: the pointer alone is not believed, because every store session of the slot can write it, also one of a
-//! machine that was replaced. The snapshot must be there whole, its side record must say the same as the pointer, and the
-//! machine must name it as its own, by the key that it registered. Only a host whose release does not report its backups
-//! is believed without that.
+//! The invariant: the pointer is not sufficient proof, because every store session of the slot can write it,
+//! including that of a replaced machine. The snapshot must be complete, its side record must match the pointer, and
+//! the machine must claim it, by the key that it registered. Only hosts of releases that do not report backups need
+//! not claim it.
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::progress::Progress;
+use super::progress::LastBackupProgress;
 use crate::platform::db::machine_row::MachineRow;
-use crate::platform::operations::ask_host::{BackupEnd, BackupProgress};
-use crate::platform::operations::held::Held;
+use crate::platform::operations::ask_host::{BackupOutcome, BackupProgress};
+use crate::platform::operations::held::HeldOperation;
 use crate::store::key::{self, SlotPrefix};
 use crate::store::pointer::SnapshotRef;
 use crate::store::{pointer_io, snapshot};
 
-/// How far a host's clock may be ahead of what its answer to the request lets expect.
+/// How far a host's clock may run ahead of the clock reading in its response to the request.
 const MAX_CLOCK_STEP: SignedDuration = SignedDuration::from_mins(2);
 
-/// What the host says of its own backups.
+/// The host's report on its own backups.
 #[derive(Debug)]
 pub enum HostReport {
     Backups(BackupProgress),
-    /// Its release does not say.
+    /// Its release does not report backups.
     Unsupported,
 }
 
-/// When a last backup of the machine can have been taken, by the clock of its host.
+/// When a final backup of the machine can have been taken, by its host's clock.
 #[derive(Debug, Clone, Copy)]
-pub struct Window {
-    /// The writers had stopped: every snapshot since holds all.
+pub struct SnapshotWindow {
+    /// The writers had stopped: every later snapshot is complete.
     pub since: Timestamp,
     /// The host's clock now.
     pub now: Timestamp,
 }
 
-impl Window {
+impl SnapshotWindow {
     fn contains(self, at: Timestamp) -> bool {
         let latest = self.now.checked_add(MAX_CLOCK_STEP).unwrap_or(Timestamp::MAX);
         (self.since..=latest).contains(&at)
     }
 }
 
-/// When the last backup was taken, if the store and the machine agree that there is one. The store is read only when the
-/// host reports one.
-pub async fn find(
-    held: &Held<'_>,
+/// The time of the final backup, if the store and the machine agree on one. The store is read only if the host
+/// reports one.
+pub async fn find_final_backup(
+    held: &HeldOperation<'_>,
     machine: &MachineRow,
-    progress: &Progress,
+    progress: &LastBackupProgress,
     report: &HostReport,
     now: Timestamp,
 ) -> Option<Timestamp> {
@@ -58,36 +58,36 @@ pub async fn find(
     let (bucket, slot) = (&held.platform.bucket, SlotPrefix::new(&machine.user, &machine.slot));
     let pointer = pointer_io::read(bucket, &slot).await.ok()?.filter(pointer_io::PointerRead::has_latest)?;
     let named = pointer.value.snapshot?;
-    if !is_of(machine, &named, window) || !names(report, &named) {
+    if !is_by_machine(machine, &named, window) || !is_claimed(report, &named) {
         return None;
     }
     let side = snapshot::by_key(bucket, &slot, &named.key).await;
     let is_whole =
         side.as_ref().is_ok_and(|side| side.named() == SnapshotRef { etag: None, ..named.clone() });
     if !is_whole {
-        tracing::warn!(machine = %machine.id, key = named.key, "the pointer names a snapshot that is not as it says");
+        tracing::warn!(machine = %machine.id, key = named.key, "the pointer does not match the snapshot that it names");
     }
     is_whole.then_some(named.taken_at)
 }
 
-fn reported(report: &HostReport) -> Option<&BackupEnd> {
+fn reported_backup(report: &HostReport) -> Option<&BackupOutcome> {
     let HostReport::Backups(host) = report else { return None };
     host.last.as_ref().filter(|last| last.status == "success")
 }
 
-/// Whether reading the store can show a last backup.
-fn may_have_saved(report: &HostReport, window: Window) -> bool {
-    let key = reported(report).and_then(|last| last.key.as_deref());
+/// Whether a store read can find a final backup.
+fn may_have_saved(report: &HostReport, window: SnapshotWindow) -> bool {
+    let key = reported_backup(report).and_then(|last| last.key.as_deref());
     let is_recent = || key.and_then(key::taken_at).is_some_and(|at| window.contains(at));
     matches!(report, HostReport::Unsupported) || is_recent()
 }
 
-fn names(report: &HostReport, named: &SnapshotRef) -> bool {
-    let key = reported(report).and_then(|last| last.key.as_ref());
+fn is_claimed(report: &HostReport, named: &SnapshotRef) -> bool {
+    let key = reported_backup(report).and_then(|last| last.key.as_ref());
     matches!(report, HostReport::Unsupported) || key == Some(&named.key)
 }
 
-fn is_of(machine: &MachineRow, named: &SnapshotRef, window: Window) -> bool {
+fn is_by_machine(machine: &MachineRow, named: &SnapshotRef, window: SnapshotWindow) -> bool {
     named.machine_id == machine.id && named.epoch >= machine.epoch && window.contains(named.taken_at)
 }
 
@@ -100,14 +100,17 @@ mod tests {
     }
 
     fn success(key: Option<&str>) -> HostReport {
-        let last =
-            BackupEnd { status: "success".to_owned(), key: key.map(str::to_owned), ..BackupEnd::default() };
+        let last = BackupOutcome {
+            status: "success".to_owned(),
+            key: key.map(str::to_owned),
+            ..BackupOutcome::default()
+        };
         HostReport::Backups(BackupProgress { last: Some(last), ..BackupProgress::default() })
     }
 
     #[test]
-    fn window_ends_a_little_after_the_hosts_clock() {
-        let window = Window { since: at("03:00:00"), now: at("03:10:00") };
+    fn window_ends_shortly_after_host_clock() {
+        let window = SnapshotWindow { since: at("03:00:00"), now: at("03:10:00") };
         for (time, expected) in
             [("02:59:59", false), ("03:00:00", true), ("03:12:00", true), ("03:12:01", false)]
         {
@@ -116,8 +119,8 @@ mod tests {
     }
 
     #[test]
-    fn store_is_read_only_for_a_backup_that_the_host_reports() {
-        let window = Window { since: at("03:00:00"), now: at("03:10:00") };
+    fn find_reads_store_only_for_reported_backup() {
+        let window = SnapshotWindow { since: at("03:00:00"), now: at("03:10:00") };
         let key = |time: &str| format!("system/db/snapshots/2026-01-02T{time}.000Z-1.dump");
         let (earlier, recent) = (key("02-00-00"), key("03-05-00"));
         assert!(may_have_saved(&success(Some(&recent)), window));
