@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::applet::{Exit, Failure};
 use crate::ctl::api::{Answer, Api, CallError};
-use crate::ctl::args::{DeployCommand, Start, Wait, Which};
+use crate::ctl::args::{DeployCommand, Start, Wait, RolloutTarget};
 use crate::ctl::confirm;
 use crate::ctl::interrupt;
 use crate::ctl::out::Out;
@@ -43,7 +43,7 @@ enum Else {
 }
 
 /// The id of the rollout that a person means.
-async fn find(api: &Api, which: Which, otherwise: Else) -> Result<String, Failure> {
+async fn find(api: &Api, which: RolloutTarget, otherwise: Else) -> Result<String, Failure> {
     if let Some(id) = which.rollout {
         return Ok(id.to_string());
     }
@@ -86,7 +86,7 @@ async fn start(api: &Api, args: Start, out: &Out) -> Result<(), Failure> {
     follow(api, answer, args.wait, out).await
 }
 
-async fn say(api: &Api, which: Which, word: &str, out: &Out) -> Result<(), Failure> {
+async fn say(api: &Api, which: RolloutTarget, word: &str, out: &Out) -> Result<(), Failure> {
     let rollout = find(api, which, Else::Nothing).await?;
     let answer = api.send(Method::POST, &["vps", "deploy", &rollout, word], Some(&json!({}))).await?;
     out.answer(&answer, |view| Ok(show(view, &answer.read()?)))
