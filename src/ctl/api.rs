@@ -1,5 +1,5 @@
-//! Calls to the platform's API. A mutating call carries one `Idempotency-Key` through all its tries, so that trying
-//! again after a lost reply does it once.
+//! Calls to the platform's API. A mutating call sends the same `Idempotency-Key` with every retry, so that a retry
+//! after a lost response has no second effect.
 
 use std::time::Duration;
 
@@ -18,30 +18,30 @@ use crate::http::{problem, request_id};
 use crate::untrusted_text;
 
 const TRIES: usize = 5;
-/// A platform that asks for more patience than this is left to the operator.
+/// A longer `Retry-After` is not waited for: the call fails.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// A call that did not succeed.
+/// A failed call.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     #[error(
-        "the platform at {base} cannot be reached: {why}\n  next: does it run there? Check PLATFORM_PUBLIC_URL or --platform-url"
+        "the platform at {base} cannot be reached: {why}\n  next: make sure that it is running. Check PLATFORM_PUBLIC_URL or --platform-url"
     )]
     Unreachable { base: Url, why: String },
-    /// Connected: something behind it hangs, and what was requested may still be done.
+    /// The connection succeeded, but the response timed out. The request may still take effect.
     #[error(
-        "the platform at {base} is reached, and has not answered within {seconds} s; what was requested may still be done\n  \
-         next: `svcctl doctor platform` on its machine shows which part hangs; --timeout waits longer for one call"
+        "the platform at {base} did not respond within {seconds} s; the request may still take effect\n  \
+         next: `svcctl doctor platform` on its machine shows which part hangs; --timeout sets a longer timeout"
     )]
     NoAnswer { base: Url, seconds: u64 },
     #[error(transparent)]
     Refused(#[from] Refusal),
-    #[error("the platform's answer to {what} is not what the API promises: {why}")]
+    #[error("unexpected response to {what}: {why}")]
     Unreadable { what: String, why: String },
 }
 
 impl CallError {
-    /// Whether the same call can succeed a moment later.
+    /// Whether a retry may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::NoAnswer { .. } => true,
@@ -50,7 +50,7 @@ impl CallError {
         }
     }
 
-    /// What went wrong, without what to do about it.
+    /// The message without the advice.
     pub fn brief(&self) -> String {
         let said = self.to_string();
         said.split_once("\n  next: ").map_or(said.clone(), |(brief, _)| brief.to_owned())
@@ -64,7 +64,7 @@ impl CallError {
     }
 }
 
-/// A success: the body exactly as it came.
+/// A successful response, with its unchanged body.
 #[derive(Debug)]
 pub struct Answer {
     pub text: String,
@@ -72,7 +72,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The body for a person, with every text of it made printable: hosts have written some of them.
+    /// Parses the body. All strings are made printable, because hosts have written some of them.
     ///
     /// # Errors
     /// [`CallError::Unreadable`].
@@ -87,7 +87,7 @@ impl Answer {
     }
 }
 
-/// The platform, as an operator sees it.
+/// A client of the platform's API.
 pub struct Api {
     client: reqwest::Client,
     base: Url,
@@ -95,17 +95,17 @@ pub struct Api {
     call: Duration,
 }
 
-/// Whether standard error says that a failed call is tried again.
+/// Whether retries are reported on standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Retries {
     Said,
-    /// The caller says what it waits for.
+    /// The caller reports what it waits for.
     Unsaid,
 }
 
 impl Api {
     /// # Errors
-    /// When the secret cannot stand in a header, or TLS roots cannot be read.
+    /// If the secret is not a valid header value, or the TLS roots cannot be read.
     pub fn new(base: Url, secret: &SecretString, call: Duration) -> anyhow::Result<Self> {
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
         bearer.set_sensitive(true);
@@ -114,12 +114,12 @@ impl Api {
     }
 
     /// # Errors
-    /// [`CallError`], after transient failures were tried again.
+    /// [`CallError`], after retries of transient failures.
     pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
         self.patiently(&Method::GET, &self.url_with(path, query), None, Retries::Said).await
     }
 
-    /// [`Self::get`] for a caller that repeats it, and says itself what it waits for.
+    /// [`Self::get`] for a caller that polls and reports what it waits for.
     ///
     /// # Errors
     /// As [`Self::get`].
@@ -128,7 +128,7 @@ impl Api {
     }
 
     /// # Errors
-    /// [`CallError`], after transient failures were tried again under the same idempotency key.
+    /// [`CallError`], after retries of transient failures with the same idempotency key.
     pub async fn send(
         &self,
         method: Method,
@@ -138,7 +138,7 @@ impl Api {
         self.patiently(&method, &self.url(path), body, Retries::Said).await
     }
 
-    /// [`Self::send`] with a query in place of a body.
+    /// [`Self::send`] with a query instead of a body.
     ///
     /// # Errors
     /// [`CallError`].
@@ -151,7 +151,7 @@ impl Api {
         self.patiently(&method, &self.url_with(path, query), None, Retries::Said).await
     }
 
-    /// One try of a GET, with the status and the body as they came.
+    /// A GET without retries; returns any status with its body.
     ///
     /// # Errors
     /// [`CallError::Unreachable`].
@@ -162,7 +162,7 @@ impl Api {
         Ok((status, response.text().await.map_err(|error| self.failed(error))?))
     }
 
-    /// The bytes of a file from an offset on, however long they take.
+    /// Downloads a file from an offset, without a timeout for the whole body.
     ///
     /// # Errors
     /// [`CallError`].
@@ -203,7 +203,7 @@ impl Api {
         url
     }
 
-    /// Why a call has no answer.
+    /// The error of a call without a response.
     fn failed(&self, error: reqwest::Error) -> CallError {
         let base = self.base.clone();
         if error.is_timeout() && !error.is_connect() {
@@ -238,7 +238,7 @@ impl Api {
                 tries += 1;
                 if retries == Retries::Said {
                     eprintln!(
-                        "still waiting: {}; try {tries} of {TRIES} in {:.1} s",
+                        "still waiting: {}; attempt {tries} of {TRIES} in {:.1} s",
                         error.brief(),
                         pause.as_secs_f64()
                     );
@@ -289,7 +289,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn read_makes_texts_printable_and_keeps_the_body() {
+    fn read_makes_strings_printable_and_keeps_the_body() {
         let text = r#"{"detail": "\u001b[2J\u202e ok"}"#.to_owned();
         let answer = Answer { text: text.clone(), what: "GET /".to_owned() };
         let read: Value = answer.read().unwrap();

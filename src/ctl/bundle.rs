@@ -1,7 +1,8 @@
-//! Bundles in the store: what is there, and publishing one: the archive first, its `.sha256` last, so that a version is published by that one write.
+//! Lists and publishes bundles in the store. The archive is uploaded first and its `.sha256` last: that single write
+//! publishes the version.
 //!
-//! A published version never changes: hosts and platform trust it by its digest. What may come later is the signed
-//! manifest that it lacks, or one that holds for longer.
+//! A published version never changes: hosts and the platform trust its digest. Only a signed manifest can be added or
+//! replaced later, if it is missing or the new one is valid for longer.
 
 mod companions;
 mod key_sequence;
@@ -41,34 +42,34 @@ pub enum PublishError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{} has no SHA-256 in it", .path.display())]
+    #[error("{} contains no SHA-256", .path.display())]
     NoDigest { path: PathBuf },
     #[error(
-        "{} has the SHA-256 {found}, its .sha256 says {stated}\n  next: build the bundle again", .path.display()
+        "{} has the SHA-256 {found}, but its .sha256 says {stated}\n  next: rebuild the bundle", .path.display()
     )]
     Mismatch { path: PathBuf, found: String, stated: String },
-    #[error("{} does not fit the archive: {why}\n  next: build the bundle again", .path.display())]
+    #[error("{} does not match the archive: {why}\n  next: rebuild the bundle", .path.display())]
     Companion {
         path: PathBuf,
         #[source]
         why: ManifestError,
     },
     #[error(
-        "another content (SHA-256 {there}) is already published as {version}\n  next: publish under a new version"
+        "{version} is already published with other content (SHA-256 {there})\n  next: publish under a new version"
     )]
     Taken { version: ImageVersion, there: String },
     #[error(
-        "{version} was published by someone else at the same time\n  next: publish again, or under a new version"
+        "{version} was published concurrently by another process\n  next: publish again, or under a new version"
     )]
     Raced { version: ImageVersion },
     #[error(
-        "another manifest or signature is published for {version}, and this does not renew it: {why}\n  \
-         next: nothing, where hosts can update to it; else sign the same archive for longer (--valid-days)"
+        "another manifest or signature is published for {version}, and this one does not renew it: {why}\n  \
+         next: nothing if hosts can update to it; otherwise sign the same archive for longer (--valid-days)"
     )]
     NoRenewal { version: ImageVersion, why: String },
     #[error(
-        "its trustedKeys have the sequence {found}, and hosts at sequence {base} take {max} at most; nothing was published\n  next: \
-         sign it with the next sequence (`svcctl bundle keys` shows the one of each machine); where hosts have a higher one than \
+        "the sequence of its trustedKeys is {found}, and hosts at sequence {base} accept {max} at most; nothing was published\n  next: \
+         sign it with the next sequence (`svcctl bundle keys` shows the one of each machine); if hosts have a higher one than \
          {base}, set BUNDLE_KEYS_SEQUENCE to it"
     )]
     SequenceTooHigh { found: u32, base: u32, max: u32 },
@@ -88,7 +89,7 @@ impl From<PublishError> for Failure {
     }
 }
 
-/// What is in the store now.
+/// A bundle that is now in the store.
 #[derive(Debug)]
 pub struct Published {
     version: ImageVersion,
@@ -96,7 +97,7 @@ pub struct Published {
     size_bytes: u64,
     news: News,
     updates: Updates,
-    /// What hosts trust once it is well on them, where its manifest says so.
+    /// The keys that its manifest makes hosts trust, once they are healthy on this release.
     key_set: Option<KeySet>,
 }
 
@@ -104,7 +105,7 @@ pub struct Published {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Updates {
     Possible,
-    /// Why not.
+    /// The reason.
     Impossible(String),
 }
 
@@ -142,7 +143,7 @@ impl fmt::Display for Published {
         match &self.key_set {
             Some(KeySet { sequence, keys }) => write!(
                 f,
-                "\nhosts that run it well trust the keys {} from then on (sequence {sequence}); `svcctl bundle keys` lists them",
+                "\nhosts that are healthy on it will trust the keys {} (sequence {sequence}); `svcctl bundle keys` lists them",
                 keys.ids().join(", ")
             ),
             None => Ok(()),
@@ -162,7 +163,7 @@ pub struct Listed {
     pub published_at: Timestamp,
 }
 
-/// What is published, the newest first. An archive without its `.sha256` is not.
+/// The published bundles, newest first. An archive without its `.sha256` is not published.
 ///
 /// # Errors
 /// [`PublishError::Store`].
@@ -198,8 +199,8 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<Listed>, PublishError> {
     Ok(bundles)
 }
 
-/// Publishes the bundle in `dir`. Publishing the same content again changes nothing but for manifest and signature, where
-/// they were missing or hold for longer now.
+/// Publishes the bundle in `dir`. Publishing the same content again only adds a missing manifest and signature, or
+/// replaces them by ones that are valid for longer.
 ///
 /// # Errors
 /// [`PublishError`].
@@ -211,7 +212,7 @@ pub async fn publish(
     publish_for(bucket, dir, version, trusted().as_ref()).await
 }
 
-/// Publishes for hosts that trust these keys.
+/// Publishes a bundle for hosts that trust these keys.
 async fn publish_for(
     bucket: &Bucket,
     dir: &FilePath,
@@ -225,7 +226,7 @@ async fn publish_for(
     let subject = Subject { version, sha256: &stated, size_bytes, keys };
     let companions = Companions::read(dir, &subject).await?;
     let news = match digest(bucket, version).await? {
-        // Where two published at once, the archive may be the other's.
+        // With two concurrent publishers, the archive may be the other one's.
         Some(there) if there == stated && is_whole(bucket, size_bytes, version).await? => News::WasThere,
         Some(there) if there == stated => News::Published,
         Some(there) => return Err(PublishError::Taken { version: version.clone(), there }),
@@ -245,7 +246,7 @@ async fn publish_for(
     Ok(Published { version: version.clone(), sha256: stated, size_bytes, news, updates, key_set })
 }
 
-/// The keys that hosts trust, where this process is told them.
+/// The keys that hosts trust, if they are configured.
 fn trusted() -> Option<TrustedKeys> {
     Env::from_process().text("BUNDLE_PUBLIC_KEYS")?.parse().ok()
 }
@@ -268,7 +269,7 @@ async fn upload(
         Err(error) => Err(error),
     };
     if let Err(error) = sent {
-        // What was uploaded of it is no object yet; a store that cannot even abort is told of by the error itself.
+        // The upload's own error is returned; a failed abort adds nothing to it.
         let _ = sink.abort().await;
         return Err(error);
     }
@@ -282,12 +283,12 @@ async fn upload(
     })
 }
 
-/// The write that publishes; it happens only where no digest stands yet.
+/// Publishes the version by writing its digest, if there is none yet.
 async fn announce(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Result<(), PublishError> {
     let key = key::bundle(version, ".sha256");
     match bucket.put_if(&key, digest_line(stated), Condition::Absent).await {
         Ok(()) => Ok(()),
-        // Either another publisher was faster, or this was our own write whose answer was lost.
+        // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match digest(bucket, version).await? {
             Some(there) if there == stated => Ok(()),
             _ => Err(PublishError::Raced { version: version.clone() }),
@@ -302,7 +303,7 @@ async fn stated_digest(path: &FilePath) -> Result<String, PublishError> {
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
-/// SHA-256 and size of a file, on its way into `sink` where one is given.
+/// The SHA-256 and size of a file, which is also copied into `sink`, if given.
 async fn read_through(
     path: &FilePath,
     mut sink: Option<&mut BufWriter>,
@@ -355,7 +356,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_version_is_published_once_and_its_content_never_changes() {
+    async fn publish_refuses_other_content_for_a_version() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         let (one, other) = (build(b"one"), build(b"other"));
         let first = publish(&bucket, one.path(), &version).await.unwrap();
@@ -372,7 +373,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_archive_that_does_not_fit_its_digest_is_not_published() {
+    async fn publish_refuses_archive_with_wrong_digest() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"whole");
         std::fs::write(dir.path().join(BUNDLE_FILE), b"torn").unwrap();
@@ -382,10 +383,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_publication_that_was_cut_short_is_finished_by_the_next() {
+    async fn publish_completes_an_interrupted_one() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         bucket.put(&key::bundle(&version, ""), b"from an earlier try".to_vec()).await.unwrap();
-        assert!(list(&bucket).await.unwrap().is_empty(), "an archive alone is not published");
+        assert!(list(&bucket).await.unwrap().is_empty(), "an archive without a digest is not published");
         let dir = build(&vec![7; 12 << 20]);
         let sha256 = hex::encode(Sha256::digest(vec![7; 12 << 20]));
         let manifest = |sha256: &str| {
@@ -412,7 +413,7 @@ mod tests {
         SigningKey::from_pem(include_bytes!("../../tests/kit/src/bundle/ed25519-test-only.txt")).unwrap()
     }
 
-    /// Puts a manifest beside a build of `content`, signed or not.
+    /// Adds a manifest to a build of `content`, signed or unsigned.
     fn describe(dir: &tempfile::TempDir, content: &[u8], expires_at: &str, signed_by: Option<&SigningKey>) {
         let manifest = kit::bundle::Manifest {
             version: 1,
@@ -433,7 +434,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_published_version_gets_the_signed_manifest_that_it_lacks_and_one_that_holds_for_longer() {
+    async fn publish_adds_and_renews_the_signed_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
@@ -464,7 +465,7 @@ mod tests {
         assert!(shorter.to_string().contains("until 2126-01-01"), "{shorter}");
         assert_eq!(ends().await, "2126-01-01T00:00:00Z");
 
-        // A renewal that was cut between its two writes is finished.
+        // A renewal that was interrupted between its two writes is completed.
         let old = bucket.get(&key::bundle(&version, ".json.sig"), 1 << 16).await.unwrap().unwrap().value;
         describe(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&key()));
         publish().await.unwrap();
@@ -474,13 +475,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whether_hosts_can_update_is_what_the_store_has() {
+    async fn updates_depend_on_the_stored_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
         describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         publish_for(&bucket, dir.path(), &version, Some(&keys)).await.unwrap();
-        // Published again from where no manifest is.
+        // Published again from a build without a manifest.
         let bare = build(b"one");
         let again = publish_for(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
         assert_eq!((again.news, again.updates), (News::WasThere, Updates::Possible));

@@ -1,4 +1,4 @@
-//! `svcctl doctor`: whose checks are made, and what the platform's API tells besides.
+//! `svcctl doctor`: selects the host's or the platform's checks, and adds checks through the platform's API.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::applet::{Exit, Failure};
 use crate::config::platform_env_file;
 use crate::diagnosis::{self, Check, Findings, Level, Report};
 
-/// Where the platform's package has its settings.
+/// Settings file of the platform's package.
 const PLATFORM_ENV: &str = "/etc/svc/platform.env";
 const DEADLINE: Duration = Duration::from_secs(45);
-/// A token that expires sooner is worth a warning.
+/// A token that expires sooner causes a warning.
 const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
 pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Result<(), Failure> {
@@ -61,7 +61,7 @@ pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Resu
     tell(&report, Level::Problem, out)
 }
 
-/// Prints a report; its end is an error where something in it is as bad as `worst`.
+/// Prints a report, and fails if a finding is at least as severe as `worst`.
 pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
     if out.json {
         print(&format!("{}\n", report.json()))?;
@@ -76,7 +76,7 @@ pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
     Err(Failure::new(Exit::Refused, anyhow!("{}: {}", report.subject, report.tally())))
 }
 
-/// What the platform says of itself.
+/// The checks through the platform's API.
 async fn asked(api: &Api) -> Vec<diagnosis::Finding> {
     diagnosis::run_checks(vec![
         Check::new("platform", DEADLINE, ready(api)),
@@ -87,7 +87,7 @@ async fn asked(api: &Api) -> Vec<diagnosis::Finding> {
     .await
 }
 
-/// Its answer, where it is one of a platform.
+/// The response to `/readyz/control`.
 #[derive(serde::Deserialize)]
 struct Readiness {
     database: String,
@@ -101,11 +101,11 @@ async fn ready(api: &Api) -> Findings {
         Ok((status, body)) => match serde_json::from_str::<Readiness>(&body) {
             Ok(_) if status.is_success() => findings.ok("it runs, and reaches its database and its store"),
             Ok(ready) => findings.problem(
-                format!("it runs and is not ready: database {}, store {}", ready.database, ready.store),
+                format!("it runs but is not ready: database {}, store {}", ready.database, ready.store),
                 next,
             ),
             Err(_) => findings.problem(
-                format!("{status}, and no word of a platform"),
+                format!("{status}: the response is not from a platform"),
                 "PLATFORM_PUBLIC_URL or --platform-url must be the platform's API",
             ),
         },
@@ -113,7 +113,7 @@ async fn ready(api: &Api) -> Findings {
     }
 }
 
-/// As whom the platform knows this credential.
+/// Checks which operator the credential belongs to.
 async fn operator(api: &Api) -> Findings {
     let findings = Findings::new("operator");
     let read = api.get(&["operators", "whoami"], &[]).await.and_then(|answer| answer.read::<WhoAmI>());
@@ -136,7 +136,7 @@ async fn operator(api: &Api) -> Findings {
     }
 }
 
-/// What `/readyz` says of the router.
+/// The router's part of `/readyz`.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Routing {
@@ -146,7 +146,7 @@ struct Routing {
 
 async fn routes(api: &Api) -> Findings {
     let findings = Findings::new("router");
-    let next = "make the platform's database reachable: routes are read again within a second";
+    let next = "make the platform's database reachable: routes are refreshed within a second";
     match api.look(&["readyz"]).await {
         Ok((status, body)) => match serde_json::from_str::<Routing>(&body) {
             Ok(routing) if routing.routes == "current" => findings.ok("its routes are current"),
@@ -155,7 +155,7 @@ async fn routes(api: &Api) -> Findings {
                 let what = format!("its routes are {routes}{age}");
                 if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
             }
-            Err(_) => findings.skipped("the platform is of an older release and does not say"),
+            Err(_) => findings.skipped("the platform's release is too old to report it"),
         },
         Err(error) => findings.skipped(without_advice(&error)),
     }

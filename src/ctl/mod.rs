@@ -1,8 +1,8 @@
-//! `svcctl`: everything that an operator does, through the public API alone.
+//! `svcctl`: the operators' command line. It uses only the public API.
 //!
-//! Exit codes: 0 done; 64 the command line is wrong; 65 the platform refused (validation, state, not found), or a
-//! bundle does not fit; 69 the platform cannot be reached, the provider failed, or a waited-for operation failed;
-//! 70 our bug or the platform's; 75 try again later; 77 the credential is missing rights; 78 the configuration is wrong.
+//! Exit codes: 0 done; 64 usage error; 65 the platform refused (validation, state, not found), or a bundle is invalid;
+//! 69 the platform cannot be reached, the provider failed, or the operation failed; 70 internal error; 75 try again
+//! later; 77 missing permission; 78 configuration error.
 
 mod api;
 mod args;
@@ -37,7 +37,7 @@ pub fn run(args: Vec<OsString>, local: Local) -> ExitCode {
     if !args.global.json {
         return applet::block_on("svcctl", request_id::own(command::run(args, local)));
     }
-    // For programs a failure is one line of JSON.
+    // With --json, a failure is one line of JSON.
     let mut exit = None;
     let ran = applet::block_on("svcctl", async {
         if let Err(failure) = request_id::own(command::run(args, local)).await {

@@ -1,4 +1,4 @@
-//! How answers leave: the API's JSON exactly as it came, or text for a person.
+//! Output of responses: the API's unchanged JSON, or text.
 
 use std::io::{ErrorKind, Write};
 
@@ -13,7 +13,7 @@ pub struct Out {
 
 impl Out {
     /// # Errors
-    /// When the answer is not what `text` expects, or standard output cannot be written.
+    /// If `text` cannot parse the response, or standard output cannot be written.
     pub fn answer(
         &self,
         answer: &Answer,
@@ -27,10 +27,10 @@ impl Out {
     }
 }
 
-/// A reader that has read enough, such as `head`, is no failure.
+/// Prints to standard output. A closed pipe, such as of `head`, is not an error.
 ///
 /// # Errors
-/// When standard output cannot be written for another reason.
+/// If standard output cannot be written for another reason.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {

@@ -1,5 +1,4 @@
-//! What happens while somebody waits, on standard error: a line for what is over, and on a terminal a moving one for
-//! what goes on.
+//! Progress on standard error: a line for each completed step, and on a terminal a spinner for the current one.
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -30,7 +29,7 @@ impl Progress {
         Self { spinner, view }
     }
 
-    /// Of so many bytes.
+    /// A progress bar with a total of bytes.
     pub fn of_bytes(whole: u64) -> Self {
         let progress = Self::start();
         let bar = "{spinner} {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left";
@@ -41,19 +40,18 @@ impl Progress {
         progress
     }
 
-    /// So many of them.
     pub fn bytes(&self, so_far: u64) {
         if let Some(spinner) = &self.spinner {
             spinner.set_position(so_far);
         }
     }
 
-    /// How the lines look.
+    /// The view for the printed lines.
     pub fn view(&self) -> &View {
         &self.view
     }
 
-    /// Something is over.
+    /// Prints a line above the spinner.
     pub fn line(&self, text: &str) {
         match &self.spinner {
             Some(spinner) => spinner.suspend(|| eprintln!("{text}")),
@@ -61,7 +59,7 @@ impl Progress {
         }
     }
 
-    /// Something goes on.
+    /// Sets the spinner's message.
     pub fn at(&self, text: String) {
         if let Some(spinner) = &self.spinner {
             spinner.set_message(text);

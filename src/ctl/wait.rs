@@ -1,5 +1,5 @@
-//! Waiting until an operation has ended and its machine stands still; what happens meanwhile is told on the way. An
-//! operation that waits for a decision ends the wait: nothing happens before an operator answers.
+//! Waits until an operation has ended and its machine is in a stable state, and reports the progress. An operation that
+//! waits for a decision ends the wait: it makes no progress before an operator answers.
 
 use std::time::Duration;
 
@@ -19,19 +19,19 @@ use crate::untrusted_text::one_line;
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// What the end of the wait is judged by.
+/// The condition for a successful wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// The operation succeeds, where one is followed, and the machine is well.
+    /// The operation, if one is followed, succeeds and the machine is healthy.
     Success,
-    /// The machine serves, however the operation ends.
+    /// The machine serves, regardless of how the operation ends.
     Service,
 }
 
-/// Follows a machine, by one operation of it or by its status alone, and gives its last record.
+/// Follows an operation of a machine, or only its status, and returns the machine's last record.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] when it ended badly, [`Exit::TryAgain`] when it had not ended in time or waits for a decision.
+/// [`Exit::Unavailable`] if it failed, [`Exit::TryAgain`] if it did not end in time or waits for a decision.
 pub async fn until_settled(
     api: &Api,
     machine_id: &str,
@@ -81,7 +81,7 @@ async fn follow(
     }
 }
 
-/// A machine's record; or the words of a trouble that may pass, because what was accepted goes on meanwhile.
+/// A machine's record, or the message of a transient error: the operation continues meanwhile.
 pub async fn look(api: &Api, machine_id: &str) -> Result<Result<(Answer, Machine), String>, Failure> {
     match api.poll(&["vps", machine_id], &[]).await {
         Ok(answer) => {
@@ -93,7 +93,7 @@ pub async fn look(api: &Api, machine_id: &str) -> Result<Result<(Answer, Machine
     }
 }
 
-/// Growing pauses up to a deadline.
+/// Polling with growing intervals until a deadline.
 pub struct Clock {
     deadline: Instant,
     pause: Duration,
@@ -120,36 +120,36 @@ fn command_to_follow(machine_id: &str, operation_id: Option<&str>) -> String {
 }
 
 fn not_in_time(machine_id: &str, operation_id: Option<&str>, within: Duration) -> anyhow::Error {
-    let look = command_to_follow(machine_id, operation_id);
-    anyhow!("not ended after {} s; it goes on\n  next: `{look}`", within.as_secs())
+    let command = command_to_follow(machine_id, operation_id);
+    anyhow!("not ended after {} s; the operation continues\n  next: `{command}`", within.as_secs())
 }
 
 fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
     let ended = operation.is_none_or(|operation| operation.state != "running");
     let moving = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
-    // A failed operation may leave a status that nothing will change any more.
+    // A failed operation may leave a transitional status for good.
     ended && (!moving || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
-/// What happens to a machine while its operation is under way, or else the state that it is in.
+/// The activity of a machine during an operation, or else its state.
 fn activity(machine: &Machine, operation: Option<&Operation>) -> String {
     let under_way = operation.filter(|operation| operation.is_under_way());
     let is_coming_back = machine.failure.as_ref().is_some_and(Failed::is_reinstating)
         && machine.state_word() == "failed"
         && operation.is_none_or(Operation::is_under_way);
     match under_way.map(|operation| operation.kind.as_str()) {
-        Some("power_off") => "is being switched off".to_owned(),
-        Some("power_on") => "is being switched on".to_owned(),
+        Some("power_off") => "is being powered off".to_owned(),
+        Some("power_on") => "is being powered on".to_owned(),
         Some("reboot") => "is being restarted".to_owned(),
         Some("delete") => "is being deleted".to_owned(),
-        Some("reinstate") => "is being brought back".to_owned(),
-        _ if is_coming_back => "is being brought back".to_owned(),
-        _ if machine.shown_state() == "off" => "is switched off".to_owned(),
+        Some("reinstate") => "is being reinstated".to_owned(),
+        _ if is_coming_back => "is being reinstated".to_owned(),
+        _ if machine.shown_state() == "off" => "is powered off".to_owned(),
         _ => format!("is {}", machine.shown_state()),
     }
 }
 
-/// The question of an operation, and the commands that answer it.
+/// The error with an operation's question and the commands that answer it.
 fn undecided(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation.answers().join("\n        or ");
@@ -190,11 +190,11 @@ fn ended_word(operation: &Operation) -> &str {
     }
 }
 
-/// The machine that holds the slot after another one of it ended badly.
+/// The machine that holds the slot after another one failed.
 struct Holder(Machine);
 
 impl Holder {
-    /// `None` where the machine holds its slot itself, no machine does, or the platform does not say.
+    /// `None` if the machine holds its slot itself, no machine does, or the platform does not say.
     async fn of_slot(api: &Api, machine: &Machine) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
@@ -206,7 +206,7 @@ impl Holder {
         match (self.0.state_word(), self.0.failure.as_ref()) {
             ("running", _) => format!("machine {id} serves the slot now"),
             (_, Some(failure)) if failure.is_reinstating() => {
-                format!("machine {id} has the slot; its server is being switched on")
+                format!("machine {id} has the slot; its server is being powered on")
             }
             (_, Some(failure)) => {
                 format!("machine {id} has the slot and has failed: {}", failure.line())
@@ -216,17 +216,17 @@ impl Holder {
     }
 
     fn advice(&self) -> String {
-        format!("`svcctl status {}` shows it; try again when the cause is gone", self.0.machine_id)
+        format!("`svcctl status {}` shows it; try again when the cause is fixed", self.0.machine_id)
     }
 }
 
-/// What has been told already.
+/// Reports the progress of an operation; keeps what has been reported.
 struct Seen {
     progress: Progress,
     state: String,
     last_entry: u64,
     stages: usize,
-    /// Of the boot's progress, the tens of its percent.
+    /// Boot progress in tens of percent.
     tens: u64,
     trouble: bool,
 }
@@ -255,7 +255,7 @@ impl Seen {
             self.last_entry = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
-        // A resize boots a machine that had its first boot long before.
+        // A resize boots a machine whose first boot was long before.
         let earlier =
             |at: &str| operation.and_then(|o| o.created_at.as_deref()).is_some_and(|from| at < from);
         for stage in stages.iter().skip(self.stages).filter(|stage| !earlier(&stage.at)) {
@@ -263,7 +263,7 @@ impl Seen {
             news.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
         self.stages = stages.len();
-        // Times of one clock, in one form: their texts are in order, too.
+        // The times have one format, so their strings sort by time.
         news.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
         let state = format!("machine {} {}", machine.machine_id, activity(machine, operation));
@@ -275,7 +275,7 @@ impl Seen {
             self.progress.line(&state);
         }
         self.state = state;
-        // The progress of a stage that is over would come after the line of the next one.
+        // The progress of a completed stage would follow the line of the next one.
         let is_current = |progress: &&BootProgress| {
             machine.registered_at.is_none()
                 && machine.boot.as_ref().is_none_or(|boot| boot.stage == progress.stage)

@@ -180,7 +180,7 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     operator.server_goes(id).await;
     let said = operator.does(65, &["undelete", id]).await;
     has(&said, &["invalid_state", "Its server is deleted", "next: "]);
-    has(&operator.does(65, &["undelete", HANDLE]).await, &["no server of h-user-1 is kept", "next: "]);
+    has(&operator.does(65, &["undelete", HANDLE]).await, &["h-user-1 has no kept server", "next: "]);
     has(&operator.does(0, &["fleet"]).await, &["no machine needs anybody"]);
 }
 

@@ -1,6 +1,6 @@
-//! Manifest and signature of a bundle: beside the build, and as they are published.
+//! The manifest and signature of a bundle, in a build and in the store.
 //!
-//! The invariant: of a published version, what hosts believe is replaced only by what they believe for longer.
+//! Invariant: the manifest of a published version is replaced only by one that hosts trust for longer.
 
 use std::path::Path as FilePath;
 
@@ -20,7 +20,7 @@ use crate::store::key::{self, BUNDLE_FILE};
 const MANIFEST: &str = ".json";
 const SIGNATURE: &str = ".json.sig";
 
-/// The archive that they are to be of, and the keys that hosts trust, where this process is told them.
+/// The archive that they describe, and the keys that hosts trust, if configured.
 pub struct Subject<'a> {
     pub version: &'a ImageVersion,
     pub sha256: &'a str,
@@ -36,7 +36,7 @@ impl Subject<'_> {
         Ok(parsed)
     }
 
-    /// Whether hosts would believe it now, as far as is known here.
+    /// Whether hosts would trust it now, as far as is known here.
     fn believes(&self, signed: &Signed) -> Result<(), ManifestError> {
         let manifest = self.fits(&signed.manifest)?;
         match self.keys {
@@ -56,14 +56,14 @@ impl Subject<'_> {
     }
 }
 
-/// Those beside a build, where it made them.
+/// The manifest and signature in a build, if it has them.
 pub struct Companions {
     manifest: Option<Bytes>,
     signature: Option<Bytes>,
 }
 
 impl Companions {
-    /// Reads them and looks whether they fit, before anything is sent: a host would refuse what does not.
+    /// Reads and checks them before anything is uploaded: a host would refuse invalid ones.
     ///
     /// # Errors
     /// [`PublishError::Companion`], [`PublishError::Read`].
@@ -80,7 +80,7 @@ impl Companions {
         Ok(own)
     }
 
-    /// What hosts trust once this release is well on them.
+    /// The keys that hosts trust once they are healthy on this release.
     pub fn key_set(&self) -> Option<KeySet> {
         Manifest::parse(self.manifest.as_ref()?).ok()?.trusted_keys
     }
@@ -92,12 +92,12 @@ impl Companions {
 
     fn each(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
         let manifest = self.manifest.as_ref().map(|manifest| (MANIFEST, manifest));
-        // A signature alone is of nothing.
+        // A signature without a manifest is meaningless.
         let signature = self.signature.as_ref().filter(|_| self.manifest.is_some());
         manifest.into_iter().chain(signature.map(|signature| (SIGNATURE, signature)))
     }
 
-    /// Sends them for a version that is not published yet.
+    /// Uploads them for a version that is not published yet.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -108,10 +108,10 @@ impl Companions {
         Ok(())
     }
 
-    /// Gives a published version what it lacks of them, and a manifest that holds for longer.
+    /// Adds them to a published version that lacks them, or renews its manifest.
     ///
     /// # Errors
-    /// [`PublishError::NoRenewal`] where others are there that these do not renew.
+    /// [`PublishError::NoRenewal`] if the stored ones differ and these do not renew them.
     pub async fn complete(&self, bucket: &Bucket, subject: &Subject<'_>) -> Result<(), PublishError> {
         let there = There::read(bucket, subject).await?;
         let differs =
@@ -131,22 +131,22 @@ impl Companions {
         Ok(())
     }
 
-    /// Whether hosts believe these, and what is there not at all or not for as long.
+    /// Whether hosts trust these, and do not trust the stored ones, or not for as long.
     fn renews(&self, there: &There, subject: &Subject<'_>) -> Result<(), String> {
         let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = subject.keys else {
             return Err(
-                "whether hosts believe this one is not known here without BUNDLE_PUBLIC_KEYS".to_owned()
+                "without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned()
             );
         };
         let ends = |verified: &Verified| verified.manifest().expires_at;
         let own = verify(&own, keys, subject.version, Timestamp::now()).map_err(|error| error.to_string())?;
-        // What has expired is compared as well.
+        // An expired manifest is compared as well.
         let there =
             there.signed().and_then(|there| verify(&there, keys, subject.version, Timestamp::MIN).ok());
         match there.filter(|there| subject.sha256 == there.manifest().sha256) {
             Some(there) if ends(&there) >= ends(&own) => Err(format!(
-                "this one holds until {}, and the one that is there until {}",
+                "this one is valid until {}, and the published one until {}",
                 rfc3339_ms(ends(&own)),
                 rfc3339_ms(ends(&there))
             )),
@@ -173,7 +173,7 @@ async fn replace(
     let key = subject.key(suffix);
     match bucket.put_if(&key, own.clone(), condition).await {
         Ok(()) => Ok(()),
-        // Either another publisher was faster, or this was our own write whose answer was lost.
+        // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match bucket.get(&key, LARGEST_COMPANION).await? {
             Some(there) if there.value == *own => Ok(()),
             _ => Err(PublishError::Raced { version: subject.version.clone() }),
@@ -182,7 +182,7 @@ async fn replace(
     }
 }
 
-/// Those in the store.
+/// The manifest and signature in the store.
 struct There {
     manifest: Option<Versioned<Bytes>>,
     signature: Option<Versioned<Bytes>>,
@@ -205,14 +205,14 @@ impl There {
     }
 }
 
-/// Whether hosts can update to what the store has now.
+/// Whether hosts can update to the stored bundle.
 ///
 /// # Errors
 /// [`StoreError`].
 pub async fn updates(bucket: &Bucket, subject: &Subject<'_>) -> Result<Updates, StoreError> {
     let there = There::read(bucket, subject).await?;
     let Some(manifest) = &there.manifest else {
-        return Ok(Updates::Impossible("there is no manifest beside it".to_owned()));
+        return Ok(Updates::Impossible("it has no manifest".to_owned()));
     };
     let checked = match there.signed() {
         Some(signed) => subject.believes(&signed),

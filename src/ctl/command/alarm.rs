@@ -1,4 +1,4 @@
-//! `svcctl alarm`: what a fuse of the fleet holds back is let through.
+//! `svcctl alarm`: releases the actions that an alarm of the fleet blocks.
 
 use http::Method;
 use serde_json::json;
@@ -10,7 +10,7 @@ use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::show::fleet::{Alarm, Fleet, released};
 
-/// These hold nothing back: the platform refuses their release, so there is nothing to confirm.
+/// Informational alarms: the platform refuses to release them, so there is nothing to confirm.
 const INFORMING: [&str; 7] = [
     "provider_unauthorized",
     "provider_limit",
@@ -25,14 +25,14 @@ pub async fn run(api: &Api, command: AlarmCommand, out: &Out) -> Result<(), Fail
     let AlarmCommand::Release { alarm, yes } = command;
     let what = match alarm.as_str() {
         "servers_missing" => {
-            "For an hour, machines whose servers the provider does not show fail. Each keeps its slot; what no snapshot \
-             holds of it is lost if its server is."
+            "For one hour, machines whose servers are missing at the provider are marked as failed. Each keeps its slot; \
+             if its server is lost, so are the changes that are in no snapshot."
         }
         "unknown_servers" => {
-            "The unknown servers of this moment are deleted, with their disks, each ORPHAN_GRACE_SECONDS of the platform \
-             after it was first seen. What they alone hold is lost then. Kept servers whose time is over are deleted now."
+            "The current unknown servers are deleted, with their disks, each after the platform's ORPHAN_GRACE_SECONDS \
+             since it was first seen. Data that exists only there is lost. Expired kept servers are deleted now."
         }
-        _ => "What this alarm holds back is carried out.",
+        _ => "The actions that this alarm blocks are carried out.",
     };
     if !INFORMING.contains(&alarm.as_str()) && confirm::is_due(what, yes)? {
         let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.read()?;

@@ -1,4 +1,4 @@
-//! `svcctl backup`: a backup or a restore on trial now, and what there is.
+//! `svcctl backup`: requests backups and restore drills; lists, downloads, verifies and accepts snapshots.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -48,20 +48,20 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
             let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
             dump::verify(api, &machine.machine_id, &backup).await?;
             told(out, &backup, json!({"verified": true}), |shown| {
-                format!("{shown}every byte is as it was written\n")
+                format!("{shown}size and SHA-256 match the record\n")
             })
         }
         BackupCommand::Accept { machine, yes } => accept(api, &machine, yes, out).await,
         BackupCommand::Drill { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // The list does not tell the checks; the machine's own record does.
+            // Only the machine's full record has the checks, not the list.
             let before = last_drill(&wait::look(api, id).await?.ok().and_then(|(_, machine)| machine.checks));
             let answer = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
                     let next = format!("  next: `svcctl status {}`, \"checks\" with --json", machine.handle);
-                    out.answer(&answer, |_| Ok(format!("asked the host for a drill\n{next}\n")))
+                    out.answer(&answer, |_| Ok(format!("requested a restore drill from the host\n{next}\n")))
                 }
                 Some(seconds) => {
                     let told = interrupt::or(
@@ -74,7 +74,7 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
                         return Ok(());
                     }
                     let error = anyhow!(
-                        "the latest snapshot did not become what it was\n  next: `svcctl backup now {id} --wait` takes a new one"
+                        "the restore drill of the latest snapshot failed\n  next: `svcctl backup now {id} --wait` takes a new one"
                     );
                     Err(Failure::new(Exit::Refused, error))
                 }
@@ -83,13 +83,13 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
         BackupCommand::Now { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // What there was before is what tells the new one: no clock is asked.
+            // The new snapshot is recognised by the previous one; comparing times would depend on clocks.
             let before = if wait.wait.is_some() { latest(api, id).await?.latest } else { None };
             let answer = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
                     let next = format!("  next: `svcctl backup list {}`", machine.handle);
-                    out.answer(&answer, |_| Ok(format!("asked the host for a backup\n{next}\n")))
+                    out.answer(&answer, |_| Ok(format!("requested a backup from the host\n{next}\n")))
                 }
                 Some(seconds) => {
                     let told: Value = answer.read()?;
@@ -118,8 +118,7 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
 
 async fn accept(api: &Api, target: &Target, yes: bool, out: &Out) -> Result<(), Failure> {
     let what = format!(
-        "This makes the snapshot that the host of {target} holds back the latest: a recovery then restores what the database \
-         has now."
+        "This makes the held snapshot of {target} the latest: a recovery then restores the database's current content."
     );
     let due = confirm::is_due(&what, yes)?;
     let machine = holder_of_held_back(api, target).await?;
@@ -144,12 +143,12 @@ async fn accept(api: &Api, target: &Target, yes: bool, out: &Out) -> Result<(), 
         None => format!("`svcctl status {id}` shows whether it is the latest"),
     };
     out.answer(&answer, |_| {
-        Ok(format!("asked the host of machine {id} to accept the snapshot\n  next: {next}\n"))
+        Ok(format!("requested the host of machine {id} to accept the snapshot\n  next: {next}\n"))
     })
 }
 
-/// The active machine, of which the platform knows which one it is to replace; without one, the deleted machine whose last
-/// backup is asked about.
+/// The active machine: the platform knows which machine it replaces. Otherwise the deleted machine whose operation has a
+/// question about its last backup.
 async fn holder_of_held_back(api: &Api, target: &Target) -> Result<Machine, Failure> {
     if let Some(id) = active_id(api, target).await? {
         return Ok(api.get(&["vps", &id], &[]).await?.read()?);
@@ -168,7 +167,7 @@ async fn holder_of_held_back(api: &Api, target: &Target) -> Result<Machine, Fail
         _ => {
             let ids: Vec<_> = asked_about.iter().map(|machine| &*machine.machine_id).collect();
             let error = anyhow!(
-                "several deleted machines of {target} hold a snapshot back\n  next: name one by its id: {}",
+                "several deleted machines of {target} have a held snapshot\n  next: name one by its id: {}",
                 ids.join(", ")
             );
             Err(Failure::new(Exit::Refused, error))
@@ -180,10 +179,10 @@ fn last_drill(checks: &Option<Value>) -> Value {
     checks.as_ref().map(|checks| checks["drill"].clone()).unwrap_or_default()
 }
 
-/// What the machine's heartbeat says of a drill, once it is another one than before.
+/// Waits until a heartbeat of the machine reports another drill than before.
 async fn until_drilled(api: &Api, id: &str, before: &Value, within: Duration) -> Result<Value, Failure> {
     let progress = Progress::start();
-    progress.at("the host restores the latest snapshot on trial".to_owned());
+    progress.at("the host is restoring the latest snapshot in a drill".to_owned());
     let mut clock = Clock::start(within);
     loop {
         if let Ok((_, machine)) = wait::look(api, id).await? {
@@ -194,7 +193,7 @@ async fn until_drilled(api: &Api, id: &str, before: &Value, within: Duration) ->
         }
         if clock.is_over() {
             let error = anyhow!(
-                "nothing was heard of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
+                "no result of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
                 within.as_secs()
             );
             return Err(Failure::new(Exit::TryAgain, error));
@@ -211,7 +210,7 @@ fn drilled(told: &Value) -> String {
     format!("drill   {}\nkey     {}\nat      {}\n{error}", word("status"), word("key"), word("at"))
 }
 
-/// The snapshot that was read, and what came of it.
+/// Prints the snapshot and the result of reading it.
 fn told(out: &Out, backup: &Backup, more: Value, text: impl FnOnce(String) -> String) -> Result<(), Failure> {
     if !out.json {
         return print(&text(one(&View::of_stdout(), backup)));
@@ -225,16 +224,16 @@ fn told(out: &Out, backup: &Backup, more: Value, text: impl FnOnce(String) -> St
 
 struct Asked<'a> {
     id: &'a str,
-    /// The latest snapshot before.
+    /// The latest snapshot before the request.
     before: Option<String>,
-    /// What the host said of its last backup before.
+    /// The host's last backup before the request.
     said: Option<Value>,
-    /// When the host was asked, by its clock.
+    /// Time of the request, by the host's clock.
     at: Option<Timestamp>,
 }
 
 impl Asked<'_> {
-    /// Whether that is what became of what was asked: an earlier run that failed may be told late.
+    /// Whether this is the failure of the requested backup: the failure of an earlier one may be reported late.
     fn has_failed(&self, said: &Value) -> bool {
         let is_earlier = self.at.zip(time(&said["beganAt"])).is_some_and(|(asked, began)| began < asked);
         said["status"] == "error" && self.said.as_ref() != Some(said) && !is_earlier
@@ -247,14 +246,14 @@ fn time(value: &Value) -> Option<Timestamp> {
 
 struct Taken {
     backup: Backup,
-    /// The same, as the API gave it.
+    /// The same, as JSON of the API.
     json: Value,
 }
 
-/// The new latest snapshot.
+/// Waits for the new latest snapshot.
 async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<Taken, Failure> {
     let progress = Progress::start();
-    progress.at("the host takes and verifies a backup".to_owned());
+    progress.at("the host is taking and verifying a backup".to_owned());
     let mut clock = Clock::start(within);
     loop {
         let answer = latest_page(api, asked.id).await?;
@@ -270,7 +269,7 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
             && let Some(said) = machine.last_backup.as_ref().filter(|said| asked.has_failed(said))
         {
             let error = anyhow!(
-                "the backup failed: {}\n  next: /home/svc/home/system/logs/backup.jsonl on the host says more",
+                "the backup failed: {}\n  next: see /home/svc/home/system/logs/backup.jsonl on the host",
                 compact(said.get("error"))
             );
             return Err(Failure::new(Exit::Unavailable, error));
@@ -301,7 +300,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_earlier_run_that_is_told_late_is_not_the_one_that_was_asked_for() {
+    fn has_failed_ignores_late_reports_of_earlier_backups() {
         let failed = |began: &str| json!({"status": "error", "beganAt": began, "error": "no space"});
         let earlier = failed("2026-11-22T10:00:00.000Z");
         let asked = Asked {
@@ -314,7 +313,7 @@ mod tests {
         assert!(!asked.has_failed(&failed("2026-11-22T10:00:04.999Z")), "it began before");
         assert!(asked.has_failed(&failed("2026-11-22T10:00:05.000Z")));
         assert!(!asked.has_failed(&json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})));
-        // A host of an earlier release says less.
+        // Hosts with an older release omit `beganAt`.
         assert!(asked.has_failed(&json!({"status": "error", "error": "no space"})));
     }
 }

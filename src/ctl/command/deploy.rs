@@ -1,4 +1,4 @@
-//! `svcctl deploy`: a release for many machines, begun, listed, followed, paused, ended.
+//! `svcctl deploy`: starts, lists, follows, pauses and aborts rollouts.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -35,14 +35,14 @@ pub async fn run(api: &Api, command: DeployCommand, out: &Out) -> Result<(), Fai
     }
 }
 
-/// What is meant without an id where no rollout is open.
+/// The rollout to use without an id, if none is open.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Else {
     Latest,
     Nothing,
 }
 
-/// The id of the rollout that a person means.
+/// The id of the rollout that the operator names.
 async fn find(api: &Api, which: RolloutTarget, otherwise: Else) -> Result<String, Failure> {
     if let Some(id) = which.rollout {
         return Ok(id.to_string());
@@ -54,7 +54,7 @@ async fn find(api: &Api, which: RolloutTarget, otherwise: Else) -> Result<String
         let error = match otherwise {
             Else::Latest => anyhow!("there was no rollout yet\n  next: `svcctl deploy start <version>`"),
             Else::Nothing => {
-                anyhow!("no rollout is open\n  next: `svcctl deploy list` shows those that ended")
+                anyhow!("no rollout is open\n  next: `svcctl deploy list` shows the ended ones")
             }
         };
         Failure::new(Exit::Refused, error)
@@ -62,13 +62,13 @@ async fn find(api: &Api, which: RolloutTarget, otherwise: Else) -> Result<String
 }
 
 async fn start(api: &Api, args: Start, out: &Out) -> Result<(), Failure> {
-    // Some machines were named one by one: that was thought about.
+    // Naming machines explicitly needs no confirmation.
     if args.handles.is_empty() {
         let what = format!("Every running machine gets the release {}.", args.version);
         if confirm::is_due(&what, args.yes)? {
             let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.read()?;
             let running = &fleet["totals"]["byStatus"]["running"];
-            confirm::ask(&format!("{what} That are {running} machines now."), args.version.as_str())?;
+            confirm::ask(&format!("{what} Running machines now: {running}."), args.version.as_str())?;
         }
     }
     let mut body = json!({"imageVersion": args.version});
@@ -92,7 +92,7 @@ async fn say(api: &Api, which: RolloutTarget, word: &str, out: &Out) -> Result<(
     out.answer(&answer, |view| Ok(show(view, &answer.read()?)))
 }
 
-/// Shows a rollout; with `--wait`, its end, and what happens until then.
+/// Prints a rollout; with `--wait`, follows it to its end.
 async fn follow(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
     let rollout: Rollout = answer.read()?;
     let Some(seconds) = wait.wait else {
@@ -124,7 +124,7 @@ async fn until_ended(
         }
         if clock.is_over() {
             let error = anyhow!(
-                "not ended after {seconds} s; it goes on\n  next: `svcctl deploy status {id} --wait`"
+                "not ended after {seconds} s; the rollout continues\n  next: `svcctl deploy status {id} --wait`"
             );
             return Err(Failure::new(Exit::TryAgain, error));
         }
@@ -134,7 +134,7 @@ async fn until_ended(
                 rollout = next.read()?;
                 answer = next;
             }
-            // What was begun goes on meanwhile.
+            // The rollout continues meanwhile.
             Err(CallError::Unreachable { .. } | CallError::NoAnswer { .. }) => {}
             Err(CallError::Refused(refusal)) if refusal.is_transient() => {}
             Err(error) => return Err(error.into()),
@@ -147,7 +147,7 @@ async fn until_ended(
         state => {
             let why = rollout.why.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
             let error = anyhow!(
-                "the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that went back"
+                "the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that rolled back"
             );
             Err(Failure::new(Exit::Unavailable, error))
         }

@@ -1,4 +1,4 @@
-//! A snapshot's dump from the platform, every byte through SHA-256: into a file, or nowhere to verify it.
+//! Downloads a snapshot's dump through the platform, into a file or only to verify its SHA-256.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,14 +17,14 @@ use crate::fsx::FileError;
 use crate::partial::Partial;
 use crate::store::key::SnapshotCursor;
 
-/// Tries without a byte before it is given up.
+/// Maximum attempts without a new byte.
 const TRIES: u32 = 6;
 const PAUSE: Duration = Duration::from_secs(2);
 
-/// The snapshot with this key, or with this last part of a key; without one, the latest.
+/// The snapshot with this key, or with this last part of a key; without a key, the latest.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` where there is none.
+/// [`Failure`]; `Refused` if there is none.
 pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let none = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
@@ -33,7 +33,7 @@ pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup,
     };
     let query = match key {
         None => vec![("latest", "true".to_owned())],
-        // The page that begins with this key.
+        // The page that starts with this key.
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
             let cursor: SnapshotCursor =
@@ -49,23 +49,23 @@ pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup,
     page.backups.into_iter().find(is_it).ok_or_else(none)
 }
 
-/// Reads it in full and says whether it is what its record says.
+/// Reads a whole snapshot and compares it with its record.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` where it is not.
+/// [`Failure`]; `Refused` if it does not match.
 pub async fn verify(api: &Api, machine: &str, backup: &Backup) -> Result<(), Failure> {
     let mut taken = Taken::Nowhere { length: 0, digest: Sha256::new() };
     taken.complete(api, machine, backup).await?;
     taken.check(backup)
 }
 
-/// Reads it into `into`. What an earlier try left in `<into>.partial` is gone on with.
+/// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists.
 ///
 /// # Errors
-/// [`Failure`]; `into` is then not there.
+/// [`Failure`]; `into` is not created then.
 pub async fn download(api: &Api, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
     if into.exists() {
-        let error = anyhow!("{} is there already\n  next: another --output, or move it away", into.display());
+        let error = anyhow!("{} already exists\n  next: choose another --output, or move the file", into.display());
         return Err(Failure::new(Exit::Refused, error));
     }
     let mut name = into.as_os_str().to_owned();
@@ -75,7 +75,7 @@ pub async fn download(api: &Api, machine: &str, backup: &Backup, into: &Path) ->
     let mut taken = Taken::Into(opened.or_exit(Exit::Internal)?);
     taken.complete(api, machine, backup).await?;
     if let Err(failure) = taken.check(backup) {
-        // Nothing of it can be gone on with.
+        // The wrong bytes cannot be resumed from.
         fs::remove_file(&partial).ok();
         return Err(failure);
     }
@@ -85,9 +85,9 @@ pub async fn download(api: &Api, machine: &str, backup: &Backup, into: &Path) ->
     fs::rename(&partial, into).map_err(FileError::at("rename", &partial)).or_exit(Exit::Internal)
 }
 
-/// The bytes so far.
+/// The destination of the bytes.
 enum Taken {
-    /// Hashed, and nothing else.
+    /// Only hashes them.
     Nowhere {
         length: u64,
         digest: Sha256,
@@ -134,7 +134,7 @@ impl Taken {
                     tries = if self.length() > before { 1 } else { tries + 1 };
                     if tries >= TRIES {
                         let whole = size(backup.size_bytes);
-                        let error = anyhow!("{error}; {} of {whole} came", size(self.length()));
+                        let error = anyhow!("{error}; received {} of {whole}", size(self.length()));
                         return Err(Failure::new(Exit::Unavailable, error));
                     }
                     tokio::time::sleep(PAUSE).await;
@@ -176,7 +176,7 @@ impl Taken {
             return Ok(());
         }
         let error = anyhow!(
-            "{} is not what its record says: {} bytes with the SHA-256 {found}, recorded are {} with {}\n  next: \
+            "{} does not match its record: {} bytes with the SHA-256 {found}, recorded are {} with {}\n  next: \
              `svcctl backup now` takes a new one; `svcctl backup list` shows others to recover from",
             backup.key,
             self.length(),
@@ -187,9 +187,9 @@ impl Taken {
     }
 }
 
-/// Why no more bytes come.
+/// The reason why a download stopped.
 enum Broken {
-    /// Asking again would not help.
+    /// A retry would not help.
     Ours(Failure),
     Theirs(anyhow::Error),
 }

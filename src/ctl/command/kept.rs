@@ -1,4 +1,4 @@
-//! The commands about machines out of service: they are brought back, or their kept servers are deleted.
+//! The commands for machines out of service: `undelete`, `resume` and `discard`.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::ctl::show::copies::KeptServer;
 use crate::ctl::show::machine::{self as shown, Discarded, Machine, Machines};
 use crate::ctl::wait::{self, Clock};
 
-/// How long the id of a removal is waited for.
+/// Maximum wait for the id of a removal.
 const MAX_FILING: Duration = Duration::from_secs(5);
 
 pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
@@ -34,7 +34,7 @@ async fn undeleted(api: &Api, id: &str) -> Result<Answer, Failure> {
     Ok(api.send(Method::POST, &["vps", id, "undelete"], None).await?)
 }
 
-/// What the platform says of the active machine where no server of a deleted one is left: its deletion may have been undone.
+/// Undeletes the active machine if no deleted machine has a server: its deletion may already have been undone.
 async fn undone_before(api: &Api, target: &Target) -> Result<Option<Answer>, Failure> {
     let kept = kept_of(api, target).await?;
     if kept.iter().any(|server| server.reason == "deleted") {
@@ -58,7 +58,7 @@ pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure>
         Err(failure) => removed_id(api, &args.machine).await?.ok_or(failure)?,
     };
     let machine: Machine = api.get(&["vps", &id], &[]).await?.read()?;
-    // Without the option the platform refuses a server that holds unsaved changes: there is nothing to confirm.
+    // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
     if due && (args.accept_loss || machine.unsaved_since.is_none()) {
         confirm::ask(&format!("{what}\n{}", stake(&machine)), &machine.handle)?;
     }
@@ -71,7 +71,7 @@ pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure>
     out.answer(&answer, |view| Ok(discarded.show(view)))
 }
 
-/// The operation that deletes the server. The platform files it a moment after the request.
+/// The operation that deletes the server. The platform creates it shortly after the request.
 async fn filed_removal(api: &Api, id: &str) -> Option<String> {
     let mut clock = Clock::start(MAX_FILING);
     loop {
@@ -87,7 +87,7 @@ async fn filed_removal(api: &Api, id: &str) -> Option<String> {
     }
 }
 
-/// What the server of a machine holds beyond snapshots, and whether the provider still has it.
+/// Describes the data that only the machine's server has, and whether the provider still has the server.
 fn stake(machine: &Machine) -> String {
     let view = View::of_stdout();
     let mut said = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
@@ -96,12 +96,12 @@ fn stake(machine: &Machine) -> String {
     }
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     if kept.any(|kept| kept.machine_id == machine.machine_id && kept.missing_since.is_some()) {
-        said.push_str(". The provider does not have that server any more: nothing is left to delete there");
+        said.push_str(". The provider no longer has that server: there is nothing to delete");
     }
     said + "."
 }
 
-/// The machine that a person means: by handle or slot, the only one whose server is kept.
+/// The id of the machine that the operator names; for a handle or slot, the only one with a kept server.
 async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) -> Result<String, Failure> {
     if let Target::Id(id) = target {
         return Ok(id.to_string());
@@ -120,7 +120,7 @@ async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) 
     }
 }
 
-/// The only machine whose server is being deleted, where no server is kept: its discard is repeated.
+/// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
 async fn removed_id(api: &Api, target: &Target) -> Result<Option<String>, Failure> {
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
     let (mut going, kept): (Vec<_>, Vec<_>) =
@@ -128,33 +128,33 @@ async fn removed_id(api: &Api, target: &Target) -> Result<Option<String>, Failur
     Ok(going.pop().filter(|_| kept.is_empty() && going.is_empty()).map(|server| server.machine_id))
 }
 
-/// Why none of a slot's kept servers is one that the command can use.
+/// The error if the command applies to none of a slot's kept servers.
 fn none_meant(target: &Target, going: &[KeptServer], others: &[KeptServer]) -> anyhow::Error {
     if let Some(server) = going.first() {
         let id = &server.machine_id;
         return anyhow!(
             "the server of machine {id} is being deleted\n  next: `svcctl status {id}` names the operation; `svcctl \
-             operation abandon OPERATION` keeps a server that the provider still has"
+             operation abandon OPERATION` keeps the server if the provider still has it"
         );
     }
-    let ended = format!("{} shows its ended machines", target.list_of_ended());
+    let ended = format!("{} shows its deleted and replaced machines", target.list_of_ended());
     match others.first() {
         Some(server) if server.missing_since.is_some() => {
             anyhow!(
-                "the provider does not have the server of machine {} any more\n  next: {ended}",
+                "the provider no longer has the server of machine {}\n  next: {ended}",
                 server.machine_id
             )
         }
         Some(server) => anyhow!(
-            "the kept server of {target} is of {} machine {}, not of a deleted one\n  next: {ended}",
+            "the kept server of {target} belongs to {} machine {}, not to a deleted one\n  next: {ended}",
             server.reason,
             server.machine_id
         ),
-        None => anyhow!("no server of {target} is kept\n  next: {ended}"),
+        None => anyhow!("{target} has no kept server\n  next: {ended}"),
     }
 }
 
-/// The kept servers of all slots that a person may mean. The copies of a slot are in the record of each of its machines.
+/// The kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
 pub async fn kept_of(api: &Api, target: &Target) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
     query.push(("deleted", "true".to_owned()));

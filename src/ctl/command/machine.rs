@@ -1,4 +1,4 @@
-//! The commands about machines that hold their slots.
+//! The commands for active machines.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure>
     finish(api, answer, args.wait, out).await
 }
 
-/// What a replacement of the slot's machine may lose; nothing where no machine holds it.
+/// Describes what a replacement of the slot's machine may lose; empty without an active machine.
 async fn stake_of_slot(api: &Api, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: Machines = api.get(&["vps"], &query).await?.read()?;
@@ -71,7 +71,7 @@ async fn stake_of_slot(api: &Api, user: &IdpUserId, slot: &Slot) -> Result<Strin
 
 pub async fn resize(api: &Api, args: Resize, out: &Out) -> Result<(), Failure> {
     let what = format!(
-        "This switches machine {} off for some minutes, to become a {}.",
+        "This powers machine {} off for a few minutes, to change its server type to {}.",
         args.machine, args.server_type
     );
     let due = confirm::is_due(&what, args.yes)?;
@@ -103,7 +103,7 @@ pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
     if due {
         let what = risk::of_deletion_of_successor(&machine, args.accept_loss)
             .unwrap_or_else(|| risk::of_deletion(&args, Some(&machine)));
-        let whose = format!("It is of {} (slot {}).", machine.idp_user_id, machine.slot);
+        let whose = format!("It belongs to {} (slot {}).", machine.idp_user_id, machine.slot);
         let stake = shown::at_stake(&View::of_stdout(), &machine);
         confirm::ask(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
     }
@@ -127,7 +127,7 @@ pub async fn run(api: &Api, command: MachineCommand, out: &Out) -> Result<(), Fa
     out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
 }
 
-/// Prints what was accepted, or with `--wait` what came of it.
+/// Prints the accepted request, or with `--wait` its result.
 pub async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
     let accepted: Accepted = answer.read()?;
     let Some(seconds) = wait.wait else {
@@ -144,7 +144,7 @@ pub async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<
     let operation = accepted.operation_id.as_deref();
     let (answer, machine) =
         wait::until_settled(api, &accepted.machine_id, operation, Goal::Success, within).await?;
-    // The server that has the data may still be in the way of a decision.
+    // The deletion of the machine with the data may still wait for a decision.
     if let Some(also) = &accepted.also_deleted {
         wait::until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, within).await?;
     }
@@ -177,7 +177,7 @@ pub async fn status(api: &Api, machine: &Target, out: &Out) -> Result<(), Failur
     out.answer(&answer, |view| Ok(shown::one(view, &machine)))
 }
 
-/// Notes when the kept servers that hold unsaved changes left their slot: how much that is, follows from it.
+/// Adds when the machines of kept servers with unsaved changes left their slot, to show how much is unsaved.
 async fn date_unsaved(api: &Api, machine: &mut Machine) -> Result<(), Failure> {
     let own = (machine.machine_id.clone(), machine.left_at().cloned());
     let kept = machine.copies.iter_mut().flat_map(|copies| &mut copies.kept);
@@ -192,34 +192,34 @@ async fn date_unsaved(api: &Api, machine: &mut Machine) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The machine that a person means.
+/// The active machine that the operator names.
 pub async fn find(api: &Api, target: &Target) -> Result<Machine, Failure> {
     let id = id_of(api, target).await?;
     Ok(api.get(&["vps", &id], &[]).await?.read()?)
 }
 
-/// The id of the machine that is active as this.
+/// The id of the active machine.
 ///
 /// # Errors
-/// `Refused` where there is none, or several slots have one.
+/// `Refused` if there is none, or if several slots have one.
 pub async fn id_of(api: &Api, target: &Target) -> Result<String, Failure> {
     match active_id(api, target).await? {
         Some(id) => Ok(id),
         None => {
             let next = format!(
-                "`svcctl list` shows the handles, {} the past; `svcctl undelete {target}` brings a deleted one back while its \
-                 server is kept",
+                "`svcctl list` shows the active machines, {} the former ones; `svcctl undelete {target}` restores a deleted one \
+                 while its server is kept",
                 target.list_of_ended()
             );
-            Err(Failure::new(Exit::Refused, anyhow!("no machine is active as {target}\n  next: {next}")))
+            Err(Failure::new(Exit::Refused, anyhow!("{target} has no active machine\n  next: {next}")))
         }
     }
 }
 
-/// The one machine that is active as this; `None` where there is none.
+/// The id of the only active machine; `None` if there is none.
 ///
 /// # Errors
-/// `Refused` where several slots have one.
+/// `Refused` if several slots have one.
 pub async fn active_id(api: &Api, target: &Target) -> Result<Option<String>, Failure> {
     if let Target::Id(id) = target {
         return Ok(Some(id.to_string()));
@@ -236,7 +236,7 @@ pub async fn active_id(api: &Api, target: &Target) -> Result<Option<String>, Fai
     }
 }
 
-/// Says what the operator allows; what they do not is left out, so that older platforms understand the request.
+/// Adds a flag only if it is set, so that older platforms accept the request.
 fn allow(body: &mut Map<String, Value>, name: &str, is_allowed: bool) {
     if is_allowed {
         body.insert(name.to_owned(), true.into());
@@ -250,7 +250,7 @@ fn object(value: Value) -> Map<String, Value> {
     }
 }
 
-/// An empty list leaves the choice to the platform.
+/// Omits an empty list: the platform then uses its default.
 fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location]) {
     if !values.is_empty() {
         body.insert(name.to_owned(), json!(values));

@@ -1,4 +1,4 @@
-//! One function per command: what it sends, and what it prints.
+//! One function per command: it sends the request and prints the response.
 
 mod alarm;
 mod audit;
@@ -86,7 +86,7 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
     }
 }
 
-/// Bundles go to the object store, not to the platform.
+/// Bundles are published to the object store, not through the platform.
 async fn published(command: BundleCommand, out: &Out) -> Result<(), Failure> {
     match command {
         BundleCommand::Publish { dir, image_version } => {
@@ -100,7 +100,7 @@ async fn published(command: BundleCommand, out: &Out) -> Result<(), Failure> {
             }
             print(&show::bundle::list(&View::of_stdout(), &bundles))
         }
-        BundleCommand::Keys => unreachable!("the platform knows them, and was asked before"),
+        BundleCommand::Keys => unreachable!("it needs the platform and was run before"),
     }
 }
 
@@ -111,7 +111,7 @@ async fn bundle_keys(api: &Api, out: &Out) -> Result<(), Failure> {
         return Err(Failure::new(
             Exit::Unavailable,
             anyhow::anyhow!(
-                "the platform is of an older release and does not say\n  next: update the platform"
+                "the platform's release is too old to report the keys\n  next: update the platform"
             ),
         ));
     }

@@ -1,4 +1,4 @@
-//! `svcctl operation`: how far one is, and an operator's decision.
+//! `svcctl operation`: shows an operation, and sends an operator's decision.
 
 use std::time::Duration;
 
@@ -31,14 +31,14 @@ pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
             out.answer(&answer, |view| Ok(operation::one(view, &answer.read()?)))
         }
         (Some(OperationCommand::Abandon { operation, wait }), _) => {
-            // The note is not worth a failure.
+            // The note is optional, so an error is ignored.
             let switched_on = switched_on_by_abandoning(api, operation).await.unwrap_or_default();
             let path = ["vps", "operations", &operation.to_string(), "abandon"];
             let answer = api.send(Method::POST, &path, None).await?;
             if let Some(machine) = switched_on {
                 eprintln!(
-                    "note: `svcctl power off` had switched machine {machine} off; it gets its slot back and is switched \
-                     on. Once it runs, `svcctl power off {machine}` switches it off again"
+                    "note: `svcctl power off` had powered machine {machine} off; it gets its slot back and is powered \
+                     on. Once it runs, `svcctl power off {machine}` powers it off again"
                 );
             }
             if let Some(seconds) = wait.wait
@@ -58,7 +58,7 @@ pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
     }
 }
 
-/// The machine that is to serve again once the operation is abandoned; `None` where none is.
+/// The machine that serves again once the operation is abandoned, if any.
 async fn restored_by(api: &Api, abandoned: &Operation) -> Result<Option<Machine>, Failure> {
     let machine: Machine = api.get(&["vps", &abandoned.machine_id], &[]).await?.read()?;
     match abandoned.kind.as_str() {
@@ -74,7 +74,7 @@ async fn restored_by(api: &Api, abandoned: &Operation) -> Result<Option<Machine>
     }
 }
 
-/// The machine that gets its slot back, where an operator had switched it off: its server is switched on all the same.
+/// The machine that gets its slot back, if an operator had powered it off: its server is powered on anyway.
 async fn switched_on_by_abandoning(api: &Api, id: OperationId) -> Result<Option<String>, Failure> {
     let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.read()?;
     let machine: Machine = api.get(&["vps", &operation.machine_id], &[]).await?.read()?;
@@ -86,7 +86,7 @@ async fn switched_on_by_abandoning(api: &Api, id: OperationId) -> Result<Option<
     Ok(back.filter(|machine| machine.powered_off_at.is_some()).map(|machine| machine.machine_id))
 }
 
-/// The machine of a kept server that this one replaces.
+/// The machine, with a kept server, that this one replaces.
 async fn replaced_by(api: &Api, machine: &Machine) -> Result<Option<Machine>, Failure> {
     for kept in machine.copies.iter().flat_map(|copies| &copies.kept) {
         let old: Machine = api.get(&["vps", &kept.machine_id], &[]).await?.read()?;

@@ -51,15 +51,15 @@ pub async fn run(api: &Api, command: OperatorCommand, out: &Out) -> Result<(), F
     }
 }
 
-/// What becomes of a token file that is there.
+/// How to treat an existing token file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Existing {
-    /// It may hold another operator's token, of which the platform has a hash alone.
+    /// It may contain another operator's token, and the platform has only its hash.
     Kept,
     Replaced,
 }
 
-/// Refuses a token file that could not be written, before there is a token.
+/// Refuses a token file that cannot be written, before a token is created.
 fn check_token_file(options: &TokenOptions, existing: Existing) -> anyhow::Result<()> {
     let Some(file) = &options.token_file else { return Ok(()) };
     let name = file.display();
@@ -69,14 +69,14 @@ fn check_token_file(options: &TokenOptions, existing: Existing) -> anyhow::Resul
     };
     ensure!(
         dir.is_dir(),
-        "{name}: there is no directory {}; nothing was changed\n  next: make it, then again",
+        "{name}: the directory {} does not exist; nothing was changed\n  next: create it, then try again",
         dir.display()
     );
     ensure!(!file.is_dir(), "{name} is a directory; nothing was changed\n  next: name a file for the token");
     let is_there = file.symlink_metadata().is_ok();
     ensure!(
         existing == Existing::Replaced || !is_there,
-        "{name} is there already, and may hold another operator's token; nothing was changed\n  next: name another file; \
+        "{name} already exists and may contain another operator's token; nothing was changed\n  next: name another file; \
          `svcctl operator rotate NAME --token-file FILE` replaces the token in one"
     );
     let probe = dir.join(format!(".svcctl-{}.tmp", uuid::Uuid::new_v4().simple()));
@@ -91,14 +91,14 @@ fn write_token(file: &Path, token: &str, existing: Existing) -> anyhow::Result<(
         Existing::Replaced => fsx::write_atomic(file, content.as_bytes(), 0o600)?,
         Existing::Kept => ensure!(
             fsx::create_atomic(file, content.as_bytes(), 0o600)?,
-            "{} was made by another program meanwhile",
+            "{} was created by another program meanwhile",
             file.display()
         ),
     }
     Ok(())
 }
 
-/// Shows a new token, or writes it to its file and shows the rest.
+/// Prints a new token, or writes it to its file and prints the rest.
 fn issued(answer: &Answer, options: &TokenOptions, existing: Existing, out: &Out) -> Result<(), Failure> {
     let Some(file) = &options.token_file else {
         return out.answer(answer, |view| Ok(operator::issued(view, &answer.read::<IssuedToken>()?, None)));
@@ -107,8 +107,8 @@ fn issued(answer: &Answer, options: &TokenOptions, existing: Existing, out: &Out
     let name = &issued.operator.name;
     if let Err(error) = write_token(file, &issued.token, existing) {
         let error = anyhow!(
-            "operator {name} has a new token, which could not be written and is lost: {error:#}\n  next: `svcctl operator rotate \
-             {name} --token-file FILE` makes another one"
+            "operator {name} has a new token, but it could not be written and is lost: {error:#}\n  next: `svcctl operator rotate \
+             {name} --token-file FILE` issues another one"
         );
         return Err(Failure::new(Exit::Unavailable, error));
     }

@@ -1,4 +1,4 @@
-//! `svcctl pointer`: what a slot's snapshot pointer says, and the way back where it cannot be used.
+//! `svcctl pointer`: shows a slot's snapshot pointer, and rebuilds it.
 
 use http::Method;
 use serde_json::json;
@@ -20,9 +20,9 @@ pub async fn run(api: &Api, command: PointerCommand, out: &Out) -> Result<(), Fa
         }
         PointerCommand::Rebuild { slot, to, empty, force, yes } => {
             let what = if empty {
-                format!("This leaves out every snapshot of {slot}: its next machine starts empty.")
+                format!("This ignores every snapshot of {slot}: its next machine starts empty.")
             } else {
-                format!("This writes the snapshot pointer of {slot} again.")
+                format!("This rebuilds the snapshot pointer of {slot}.")
             };
             if confirm::is_due(&what, yes)? {
                 let found: Inspection = inspect(api, &slot, to.as_ref()).await?.read()?;

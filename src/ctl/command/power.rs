@@ -1,4 +1,4 @@
-//! The command that switches the server of a machine off and on, or restarts it.
+//! `svcctl power`: powers a machine's server on or off, or restarts it.
 
 use http::Method;
 use serde_json::json;
@@ -33,7 +33,7 @@ pub async fn run(api: &Api, command: PowerCommand, out: &Out) -> Result<(), Fail
     }
 }
 
-/// The machine's id, once the operator has confirmed what it costs.
+/// The machine's id, after the operator's confirmation.
 async fn confirmed(api: &Api, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
     let due = confirm::is_due(what, yes)?;
     let machine = find(api, target).await?;

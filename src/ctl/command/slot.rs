@@ -1,4 +1,4 @@
-//! `svcctl slot`: which slots are paid for.
+//! `svcctl slot`: the subscriptions of slots.
 
 use http::Method;
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! `svcctl usage`: what the dispatches of a machine have cost.
+//! `svcctl usage`: the cost of a machine's dispatches.
 
 use super::machine::id_of;
 use crate::applet::Failure;

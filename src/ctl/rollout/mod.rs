@@ -1,5 +1,4 @@
-//! `svcctl verify-rollout`: what has to be seen of a release on a running host before others get it (specification,
-//! part 9), a line each.
+//! `svcctl verify-rollout`: the checks of a release on a running host before its rollout (specification, part 9).
 
 mod api;
 mod scan;
@@ -31,7 +30,7 @@ pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Fai
         Check::new("vps-database", DEADLINE, async move {
             let findings = Findings::new("vps-database");
             if from_outside {
-                return findings.skipped("which database it is can be seen on the host alone");
+                return findings.skipped("the database can be checked only on the host");
             }
             let server = api::database_server(site).await;
             match (local.own_database)(server.as_deref()) {

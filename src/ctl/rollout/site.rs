@@ -1,4 +1,4 @@
-//! A host as its owner sees it: by the gateway's trusted socket, or through the router with a session.
+//! A client of a host: through the gateway's trusted socket, or through the router with the owner's session.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +19,7 @@ const CALL: Deadlines = Deadlines {
     whole: Some(Duration::from_secs(20)),
     idle: Duration::from_secs(10),
 };
-/// No file of a shell is larger.
+/// Maximum size of a response body.
 const LARGEST: usize = 32 << 20;
 
 pub struct Site {
@@ -28,7 +28,7 @@ pub struct Site {
     credential: Option<(HeaderName, HeaderValue)>,
 }
 
-/// An answer, read whole.
+/// A response with its whole body.
 pub struct Answer {
     pub status: StatusCode,
     pub kind: String,
@@ -69,7 +69,7 @@ impl Site {
         &self.base
     }
 
-    /// A path of this site.
+    /// The URL of a path on this site.
     pub fn url(&self, path: &str) -> Url {
         self.base.join(path).unwrap_or_else(|_| self.base.clone())
     }
@@ -89,9 +89,9 @@ impl Site {
         accept: &'static str,
         body: Option<&Value>,
     ) -> Result<Answer, String> {
-        // The credential is for this site alone.
+        // The credential is only for this site.
         if url.origin() != self.base.origin() {
-            return Err(format!("{url} is of another origin"));
+            return Err(format!("{url} has another origin"));
         }
         let failed = |error: reqwest::Error| format!("{}: {}", url.path(), chain(&error.without_url()));
         let mut request = self.client.request(method.clone(), url.clone()).header(header::ACCEPT, accept);
@@ -99,7 +99,7 @@ impl Site {
             request = request.header(name, value);
         }
         if method != Method::GET {
-            // As a page of this site would send it.
+            // A page of this site would send the same header.
             request = request.header(header::ORIGIN, self.base.origin().ascii_serialization());
         }
         if let Some(body) = body {
