@@ -179,7 +179,7 @@ async fn discard_names_server_and_operation() {
         ] {
             assert!(said.contains(part), "{part}: {said}");
         }
-        assert_eq!(said.contains("had already been ordered; nothing was changed"), note, "{said}");
+        assert_eq!(said.contains("had already been requested; nothing was changed"), note, "{said}");
     }
 }
 
@@ -315,7 +315,7 @@ async fn wait_ends_with_the_question_of_a_waiting_operation() {
     assert_eq!(output.status.code(), Some(75));
     let said = stderr(&output);
     let again = format!(
-        "next: either `svcctl operation continue {OPERATION}`: its host is asked for the last backup again"
+        "next: either `svcctl operation continue {OPERATION}`: the last backup is retried"
     );
     for part in [
         "the deletion waits for your decision",
@@ -369,7 +369,7 @@ async fn platform_that_hangs_is_told_from_one_that_is_gone() {
     assert!(said.contains("did not respond within 1 s"), "{said}");
     assert!(!said.contains("cannot be reached"), "{said}");
     assert_eq!(said.matches("still waiting: ").count(), 4, "{said}");
-    assert!(said.contains("; try 2 of 5 in "), "{said}");
+    assert!(said.contains("; attempt 2 of 5 in "), "{said}");
     held.abort();
 
     let gone = [("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"), ("PLATFORM_SECRET", SECRET)];

@@ -1,4 +1,4 @@
-//! Published bundles.
+//! Text view of published bundles.
 
 use super::View;
 use super::human::{size, when};

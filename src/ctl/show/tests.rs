@@ -1,4 +1,4 @@
-//! Every view of every kind of answer, as text; and what a terminal gets beyond it.
+//! Tests of the text views of all responses, and of colours and width on a terminal.
 
 use serde_json::{Value, json};
 
@@ -75,7 +75,7 @@ fn machines() {
     assert_eq!(machine::list(&plain(), &read(json!({"machines": [], "nextCursor": null}))), "no machines\n");
 }
 
-/// A host's or a provider's text may be of several lines, with characters that move the cursor.
+/// A host's or the provider's text may have several lines and control characters.
 #[test]
 fn text_of_several_lines_stays_in_its_row() {
     let text = "no space left\n  next: delete\r\nsomething\u{1b}[2J";
@@ -109,7 +109,7 @@ fn unreadable_pointer_is_named_with_its_way_out() {
         ),
         "{shown}"
     );
-    assert!(shown.contains("`svcctl pointer rebuild user_1 --slot second` writes it again"), "{shown}");
+    assert!(shown.contains("`svcctl pointer rebuild user_1 --slot second` rebuilds it"), "{shown}");
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn repeated_and_omitted_log_entries_are_counted() {
         "{shown}"
     );
 
-    // An earlier platform sends no numbers: the place counts.
+    // Older platforms send no sequence numbers: the position counts.
     let after = |value: &Value, seen| {
         let operation: operation::Operation = read(value.clone());
         let (news, last) = operation.entries_after(seen);
@@ -207,17 +207,17 @@ fn status_names_what_kept_servers_hold_and_how_they_end() {
     let held = "holds 43 min of changes that no snapshot has; kept until `svcctl discard";
     assert!(unsaved.contains(held) && unsaved.ends_with("--accept-loss`"), "{unsaved}");
     let unproven = shown(Value::Null, kept("replaced", Value::Null, Value::Null));
-    assert!(unproven.ends_with("kept until a new machine has proven itself"), "{unproven}");
+    assert!(unproven.ends_with("kept until a new machine has proven healthy"), "{unproven}");
     let later = json!("2026-11-22T12:00:00.000Z");
     let deleted = shown(Value::Null, kept("deleted", later.clone(), Value::Null));
     let undo =
-        format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` brings it back");
+        format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` restores it");
     assert!(deleted.ends_with(&undo), "{deleted}");
     let superseded = shown(live, kept("deleted", later, Value::Null));
     assert!(!superseded.contains("undelete"), "{superseded}");
     let unsaved = shown(Value::Null, kept("deleted", Value::Null, json!("2026-11-21T10:17:00.000Z")));
     assert!(
-        unsaved.ends_with(&format!("--accept-loss`; `svcctl undelete {OTHER}` brings it back")),
+        unsaved.ends_with(&format!("--accept-loss`; `svcctl undelete {OTHER}` restores it")),
         "{unsaved}"
     );
     let over = shown(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
@@ -235,7 +235,7 @@ fn status_without_snapshot_says_that_all_is_at_risk() {
     for line in [
         "live server  4711\n",
         "snapshot     none known\n",
-        "at risk      losing the live server now would cost all of its data, 3 min old: no snapshot holds any\n",
+        "at risk      losing the live server now would cost all of its data, 3 min old: there is no snapshot\n",
     ] {
         assert!(shown.contains(line), "{line}: {shown}");
     }
@@ -275,7 +275,7 @@ fn failed_machine_advises_the_way_back_by_its_cause() {
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     assert!(advice("operator").contains(&format!("`svcctl resume {MACHINE}`")));
-    assert!(advice("reinstating").contains("being switched on"));
+    assert!(advice("reinstating").contains("being powered on"));
     assert!(!advice("boot_reported").contains("svcctl resume"));
 }
 
@@ -310,7 +310,7 @@ fn failed_restore_advises_what_can_work() {
     assert!(store.contains("`svcctl doctor`"), "{store}");
 }
 
-/// The machine that it was to replace has the slot again: the failed one still says what can work.
+/// The machine that it was to replace has the slot again; the failed machine still shows advice.
 #[test]
 fn failed_restore_advises_while_the_old_machine_has_the_slot() {
     let mut machine = failed();
@@ -377,7 +377,7 @@ fn accepted_deletion_says_how_old_the_snapshot_is_and_how_to_undo_it() {
     };
     insta::assert_snapshot!(machine::accepted(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
     let now = machine::accepted(&plain(), &deletion(Value::Null));
-    assert!(now.contains("until its server is off; then that is deleted, for good"), "{now}");
+    assert!(now.contains("until its server is off; then the server is deleted permanently"), "{now}");
 }
 
 #[test]
@@ -403,7 +403,7 @@ fn deletion_of_a_machine_that_never_served_promises_no_undo() {
     );
     let shown = machine::accepted(&plain(), &deletion);
     let undo =
-        "none: it never served; `svcctl provision user_1 --slot second --handle ada` makes a new machine";
+        "none: it never served; `svcctl provision user_1 --slot second --handle ada` creates a new machine";
     assert!(shown.contains(undo), "{shown}");
 }
 
@@ -442,7 +442,7 @@ fn the_fleet() {
         {"machineId": MACHINE, "idpUserId": "user_3", "slot": "primary", "handle": "bob", "status": "running", "reasons": ["update_rolled_back"]},
     ]);
     insta::assert_snapshot!(fleet::show(&plain(), &fleet(needy)));
-    assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs anybody\n"));
+    assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs attention\n"));
 }
 
 fn rollout(state: &str, why: Option<&str>) -> Value {
@@ -458,7 +458,7 @@ fn rollout(state: &str, why: Option<&str>) -> Value {
 fn rollouts() {
     let all = [rollout("running", None), rollout("stopped", Some("the canary failed"))];
     insta::assert_snapshot!(deploy::list(&plain(), &read(json!({"rollouts": all}))));
-    assert_eq!(deploy::list(&plain(), &read(json!({"rollouts": []}))), "no rollout yet\n");
+    assert_eq!(deploy::list(&plain(), &read(json!({"rollouts": []}))), "no rollouts\n");
 }
 
 #[test]
