@@ -17,9 +17,9 @@ use crate::http::client::{self, Deadlines};
 use crate::http::{problem, request_id};
 use crate::untrusted_text;
 
-const TRIES: usize = 5;
+const MAX_ATTEMPTS: usize = 5;
 /// A longer `Retry-After` is not waited for: the call fails.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(10);
 
 /// A failed call.
 #[derive(Debug, thiserror::Error)]
@@ -52,8 +52,8 @@ impl CallError {
 
     /// The message without the advice.
     pub fn brief(&self) -> String {
-        let said = self.to_string();
-        said.split_once("\n  next: ").map_or(said.clone(), |(brief, _)| brief.to_owned())
+        let message = self.to_string();
+        message.split_once("\n  next: ").map_or(message.clone(), |(brief, _)| brief.to_owned())
     }
 
     fn pause(&self) -> Option<Duration> {
@@ -66,12 +66,12 @@ impl CallError {
 
 /// A successful response, with its unchanged body.
 #[derive(Debug)]
-pub struct Answer {
+pub struct ApiResponse {
     pub text: String,
     what: String,
 }
 
-impl Answer {
+impl ApiResponse {
     /// Parses the body. All strings are made printable, because hosts have written some of them.
     ///
     /// # Errors
@@ -88,7 +88,7 @@ impl Answer {
 }
 
 /// A client of the platform's API.
-pub struct Api {
+pub struct ApiClient {
     client: reqwest::Client,
     base: Url,
     bearer: HeaderValue,
@@ -97,13 +97,13 @@ pub struct Api {
 
 /// Whether retries are reported on standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Retries {
-    Said,
+enum RetryMessages {
+    Shown,
     /// The caller reports what it waits for.
-    Unsaid,
+    Hidden,
 }
 
-impl Api {
+impl ApiClient {
     /// # Errors
     /// If the secret is not a valid header value, or the TLS roots cannot be read.
     pub fn new(base: Url, secret: &SecretString, call: Duration) -> anyhow::Result<Self> {
@@ -115,16 +115,16 @@ impl Api {
 
     /// # Errors
     /// [`CallError`], after retries of transient failures.
-    pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
-        self.patiently(&Method::GET, &self.url_with(path, query), None, Retries::Said).await
+    pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<ApiResponse, CallError> {
+        self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
     /// [`Self::get`] for a caller that polls and reports what it waits for.
     ///
     /// # Errors
     /// As [`Self::get`].
-    pub async fn poll(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
-        self.patiently(&Method::GET, &self.url_with(path, query), None, Retries::Unsaid).await
+    pub async fn poll(&self, path: &[&str], query: &[(&str, String)]) -> Result<ApiResponse, CallError> {
+        self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Hidden).await
     }
 
     /// # Errors
@@ -134,8 +134,8 @@ impl Api {
         method: Method,
         path: &[&str],
         body: Option<&Value>,
-    ) -> Result<Answer, CallError> {
-        self.patiently(&method, &self.url(path), body, Retries::Said).await
+    ) -> Result<ApiResponse, CallError> {
+        self.call_with_retries(&method, &self.url(path), body, RetryMessages::Shown).await
     }
 
     /// [`Self::send`] with a query instead of a body.
@@ -147,15 +147,15 @@ impl Api {
         method: Method,
         path: &[&str],
         query: &[(&str, String)],
-    ) -> Result<Answer, CallError> {
-        self.patiently(&method, &self.url_with(path, query), None, Retries::Said).await
+    ) -> Result<ApiResponse, CallError> {
+        self.call_with_retries(&method, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
     /// A GET without retries; returns any status with its body.
     ///
     /// # Errors
     /// [`CallError::Unreachable`].
-    pub async fn look(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
+    pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         let response = request_id::onward(request).send().await.map_err(|error| self.failed(error))?;
         let status = response.status();
@@ -212,33 +212,33 @@ impl Api {
         CallError::Unreachable { base, why: problem::chain(&error.without_url()) }
     }
 
-    async fn patiently(
+    async fn call_with_retries(
         &self,
         method: &Method,
         url: &Url,
         body: Option<&Value>,
-        retries: Retries,
-    ) -> Result<Answer, CallError> {
+        messages: RetryMessages,
+    ) -> Result<ApiResponse, CallError> {
         let key = (*method != Method::GET).then(|| Uuid::now_v7().to_string());
         let backoff = ExponentialBuilder::default()
             .with_min_delay(Duration::from_millis(200))
             .with_max_delay(Duration::from_secs(3))
-            .with_max_times(TRIES - 1)
+            .with_max_times(MAX_ATTEMPTS - 1)
             .with_jitter();
-        let mut tries = 1;
-        (|| self.once(method, url, body, key.as_deref()))
+        let mut attempts = 1;
+        (|| self.call(method, url, body, key.as_deref()))
             .retry(backoff)
             .when(CallError::is_transient)
             .adjust(|error, planned| match (planned, error.pause()) {
-                (Some(_), Some(asked)) if asked > LONGEST_PAUSE => None,
-                (Some(planned), Some(asked)) => Some(planned.max(asked)),
+                (Some(_), Some(requested)) if requested > MAX_RETRY_AFTER => None,
+                (Some(planned), Some(requested)) => Some(planned.max(requested)),
                 (planned, _) => planned,
             })
             .notify(|error, pause| {
-                tries += 1;
-                if retries == Retries::Said {
+                attempts += 1;
+                if messages == RetryMessages::Shown {
                     eprintln!(
-                        "still waiting: {}; attempt {tries} of {TRIES} in {:.1} s",
+                        "still waiting: {}; attempt {attempts} of {MAX_ATTEMPTS} in {:.1} s",
                         error.brief(),
                         pause.as_secs_f64()
                     );
@@ -247,13 +247,13 @@ impl Api {
             .await
     }
 
-    async fn once(
+    async fn call(
         &self,
         method: &Method,
         url: &Url,
         body: Option<&Value>,
         key: Option<&str>,
-    ) -> Result<Answer, CallError> {
+    ) -> Result<ApiResponse, CallError> {
         let mut request = self
             .client
             .request(method.clone(), url.clone())
@@ -270,7 +270,7 @@ impl Api {
         let text = response.text().await.map_err(|error| self.failed(error))?;
         let what = format!("{method} {}", url.path());
         match status {
-            status if status.is_success() => Ok(Answer { text, what }),
+            status if status.is_success() => Ok(ApiResponse { text, what }),
             StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
                 Err(CallError::Unreadable { what, why: format!("{status}: is this the platform's URL?") })
             }
@@ -291,7 +291,7 @@ mod tests {
     #[test]
     fn read_makes_strings_printable_and_keeps_the_body() {
         let text = r#"{"detail": "\u001b[2J\u202e ok"}"#.to_owned();
-        let answer = Answer { text: text.clone(), what: "GET /".to_owned() };
+        let answer = ApiResponse { text: text.clone(), what: "GET /".to_owned() };
         let read: Value = answer.read().unwrap();
         assert_eq!(read["detail"], "\u{FFFD}[2J\u{FFFD} ok");
         assert_eq!(answer.text, text);

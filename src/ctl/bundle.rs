@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 use tokio::fs::File;
 use tokio::io::AsyncReadExt;
 
-use self::companions::{Companions, Subject};
+use self::companions::{Companions, BundleContext};
 use super::show::size;
 use crate::applet::{Exit, Failure};
 use crate::config::Env;
@@ -95,7 +95,7 @@ pub struct Published {
     version: ImageVersion,
     sha256: String,
     size_bytes: u64,
-    news: News,
+    outcome: PublishOutcome,
     updates: Updates,
     /// The keys that its manifest makes hosts trust, once they are healthy on this release.
     key_set: Option<KeySet>,
@@ -110,9 +110,9 @@ enum Updates {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum News {
+enum PublishOutcome {
     Published,
-    WasThere,
+    AlreadyPublished,
 }
 
 impl Published {
@@ -122,7 +122,7 @@ impl Published {
             "key": key::bundle(&self.version, "").to_string(),
             "sha256": self.sha256,
             "sizeBytes": self.size_bytes,
-            "alreadyPublished": self.news == News::WasThere,
+            "alreadyPublished": self.outcome == PublishOutcome::AlreadyPublished,
             "updatable": self.updates == Updates::Possible,
             "trustedKeys": self.key_set.as_ref().map(|set| json!({"sequence": set.sequence, "ids": set.keys.ids()})),
         })
@@ -131,12 +131,12 @@ impl Published {
 
 impl fmt::Display for Published {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let news = match self.news {
-            News::Published => "published",
-            News::WasThere => "already published",
+        let outcome = match self.outcome {
+            PublishOutcome::Published => "published",
+            PublishOutcome::AlreadyPublished => "already published",
         };
         let key = key::bundle(&self.version, "");
-        write!(f, "{news} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)?;
+        write!(f, "{outcome} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)?;
         if let Updates::Impossible(why) = &self.updates {
             return write!(f, "\nnew machines can use it; hosts cannot update to it: {why}");
         }
@@ -154,7 +154,7 @@ impl fmt::Display for Published {
 /// A published bundle.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Listed {
+pub struct PublishedBundle {
     pub image_version: String,
     pub key: String,
     pub size_bytes: u64,
@@ -167,7 +167,7 @@ pub struct Listed {
 ///
 /// # Errors
 /// [`PublishError::Store`].
-pub async fn list(bucket: &Bucket) -> Result<Vec<Listed>, PublishError> {
+pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError> {
     let root = Path::from(key::BUNDLES);
     let mut listing = bucket.raw().list(Some(&root));
     let (mut archives, mut digests) = (BTreeMap::new(), Vec::new());
@@ -191,7 +191,7 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<Listed>, PublishError> {
         let Ok(name) = version.parse::<ImageVersion>() else { continue };
         let Some(sha256) = digest(bucket, &name).await? else { continue };
         let published_at = Timestamp::from_second(published.timestamp()).unwrap_or_default();
-        bundles.push(Listed { image_version: version, key, size_bytes, sha256, published_at });
+        bundles.push(PublishedBundle { image_version: version, key, size_bytes, sha256, published_at });
     }
     bundles.sort_by(|a, b| {
         b.published_at.cmp(&a.published_at).then_with(|| b.image_version.cmp(&a.image_version))
@@ -223,27 +223,27 @@ async fn publish_for(
     let stated = stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
     let (found, size_bytes) = read_through(&archive, None).await?;
     check(&archive, &found, &stated)?;
-    let subject = Subject { version, sha256: &stated, size_bytes, keys };
-    let companions = Companions::read(dir, &subject).await?;
-    let news = match digest(bucket, version).await? {
+    let context = BundleContext { version, sha256: &stated, size_bytes, keys };
+    let companions = Companions::read(dir, &context).await?;
+    let outcome = match digest(bucket, version).await? {
         // With two concurrent publishers, the archive may be the other one's.
-        Some(there) if there == stated && is_whole(bucket, size_bytes, version).await? => News::WasThere,
-        Some(there) if there == stated => News::Published,
+        Some(there) if there == stated && is_whole(bucket, size_bytes, version).await? => PublishOutcome::AlreadyPublished,
+        Some(there) if there == stated => PublishOutcome::Published,
         Some(there) => return Err(PublishError::Taken { version: version.clone(), there }),
-        None => News::Published,
+        None => PublishOutcome::Published,
     };
-    match news {
-        News::Published => {
-            key_sequence::check(companions.key_set().as_ref(), key_sequence::of_hosts())?;
+    match outcome {
+        PublishOutcome::Published => {
+            key_sequence::check(companions.key_set().as_ref(), key_sequence::configured_sequence())?;
             upload(bucket, &archive, &stated, version).await?;
-            companions.send(bucket, &subject).await?;
+            companions.send(bucket, &context).await?;
             announce(bucket, &stated, version).await?;
         }
-        News::WasThere => companions.complete(bucket, &subject).await?,
+        PublishOutcome::AlreadyPublished => companions.complete(bucket, &context).await?,
     }
-    let updates = companions::updates(bucket, &subject).await?;
+    let updates = companions::updates(bucket, &context).await?;
     let key_set = companions.key_set();
-    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news, updates, key_set })
+    Ok(Published { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
 }
 
 /// The keys that hosts trust, if they are configured.
@@ -360,8 +360,8 @@ mod tests {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         let (one, other) = (build(b"one"), build(b"other"));
         let first = publish(&bucket, one.path(), &version).await.unwrap();
-        assert_eq!(first.news, News::Published);
-        assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().news, News::WasThere);
+        assert_eq!(first.outcome, PublishOutcome::Published);
+        assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().outcome, PublishOutcome::AlreadyPublished);
         let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
         assert!(matches!(refused, PublishError::Taken { .. }), "{refused}");
         let there = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
@@ -447,11 +447,11 @@ mod tests {
         assert!(publish().await.unwrap().updates != Updates::Possible);
         describe(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
         let unsigned = publish().await.unwrap();
-        assert_eq!(unsigned.news, News::WasThere);
+        assert_eq!(unsigned.outcome, PublishOutcome::AlreadyPublished);
         assert_eq!(unsigned.updates, Updates::Impossible("its manifest is not signed".to_owned()));
         describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         let signed = publish().await.unwrap();
-        assert_eq!((signed.news, signed.updates), (News::WasThere, Updates::Possible));
+        assert_eq!((signed.outcome, signed.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
         assert_eq!(ends().await, "2125-01-01T00:00:00Z");
 
         describe(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&key()));
@@ -484,7 +484,7 @@ mod tests {
         // Published again from a build without a manifest.
         let bare = build(b"one");
         let again = publish_for(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
-        assert_eq!((again.news, again.updates), (News::WasThere, Updates::Possible));
+        assert_eq!((again.outcome, again.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
         let others: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
         let stranger = publish_for(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
         assert!(stranger.to_string().contains("none of the keys"), "{stranger}");

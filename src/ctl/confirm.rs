@@ -10,7 +10,7 @@ use crate::applet::{Exit, Failure};
 ///
 /// # Errors
 /// [`Exit::Usage`] without a terminal.
-pub fn is_due(what: &str, said_yes: bool) -> Result<bool, Failure> {
+pub fn is_required(what: &str, said_yes: bool) -> Result<bool, Failure> {
     if said_yes {
         return Ok(false);
     }
@@ -25,7 +25,7 @@ pub fn is_due(what: &str, said_yes: bool) -> Result<bool, Failure> {
 ///
 /// # Errors
 /// [`Exit::Refused`] for any other input.
-pub fn ask(what: &str, word: &str) -> Result<(), Failure> {
+pub fn prompt(what: &str, word: &str) -> Result<(), Failure> {
     eprint!("{what}\nType {word} to continue: ");
     io::stderr().flush().map_err(anyhow::Error::from)?;
     let mut typed = String::new();

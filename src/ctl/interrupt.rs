@@ -11,7 +11,7 @@ use crate::applet::{Exit, Failure};
 ///
 /// # Errors
 /// Those of `work`, and [`Exit::TryAgain`] after ^C.
-pub async fn or<T>(command: &str, work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+pub async fn run_until_interrupted<T>(command: &str, work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     tokio::select! {
         done = work => done,
         Ok(()) = tokio::signal::ctrl_c() => Err(stop_waiting(command)),
@@ -21,8 +21,8 @@ pub async fn or<T>(command: &str, work: impl Future<Output = Result<T, Failure>>
 /// Prints what continues, and ends this process by the signal, so that a loop in a shell ends as well. `exec` restores the
 /// signal's default action. Returns only if `exec` fails.
 fn stop_waiting(command: &str) -> Failure {
-    let said = format!("stopped waiting; the operation continues\n  next: `{command}`");
-    eprintln!("\n{said}");
+    let message = format!("stopped waiting; the operation continues\n  next: `{command}`");
+    eprintln!("\n{message}");
     let error = Command::new("/bin/sh").args(["-c", "kill -INT $$"]).exec();
     tracing::debug!(%error, "no shell ended this process");
     Failure::new(Exit::TryAgain, anyhow!("interrupted"))

@@ -10,12 +10,12 @@ use crate::diagnosis::{Finding, Report};
 
 /// The checks of host and platform.
 #[derive(Clone, Copy)]
-pub struct Local {
+pub struct LocalChecks {
     /// Whether this machine is a host.
     pub is_host: fn() -> bool,
     pub host: fn() -> BoxFuture<'static, Report>,
     /// Examines the platform's settings: this process's environment, then the file.
-    pub platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, Examined>,
+    pub platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformExamination>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,
     /// Checks whether the database server that the gateway reports belongs to this machine: its name, or the reason why
@@ -24,7 +24,7 @@ pub struct Local {
 }
 
 /// The findings about a platform's settings, and the credential for its API.
-pub struct Examined {
+pub struct PlatformExamination {
     pub findings: Vec<Finding>,
     pub operator: Option<(Url, SecretString)>,
 }

@@ -26,9 +26,9 @@ use crate::applet;
 use crate::http::request_id;
 use crate::telemetry;
 use args::Args;
-use local::Local;
+use local::LocalChecks;
 
-pub fn run(args: Vec<OsString>, local: Local) -> ExitCode {
+pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     let args: Args = match applet::parse(args) {
         Ok(args) => args,
         Err(code) => return code,

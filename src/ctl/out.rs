@@ -2,7 +2,7 @@
 
 use std::io::{ErrorKind, Write};
 
-use super::api::{Answer, CallError};
+use super::api::{ApiResponse, CallError};
 use super::show::View;
 use crate::applet::Failure;
 
@@ -14,13 +14,13 @@ pub struct Out {
 impl Out {
     /// # Errors
     /// If `text` cannot parse the response, or standard output cannot be written.
-    pub fn answer(
+    pub fn print_response(
         &self,
-        answer: &Answer,
+        response: &ApiResponse,
         text: impl FnOnce(&View) -> Result<String, CallError>,
     ) -> Result<(), Failure> {
         if self.json {
-            print(&format!("{}\n", answer.text.trim_end()))
+            print(&format!("{}\n", response.text.trim_end()))
         } else {
             print(&text(&View::of_stdout())?)
         }

@@ -30,7 +30,7 @@ impl Progress {
     }
 
     /// A progress bar with a total of bytes.
-    pub fn of_bytes(whole: u64) -> Self {
+    pub fn with_total_bytes(whole: u64) -> Self {
         let progress = Self::start();
         let bar = "{spinner} {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left";
         if let (Some(spinner), Ok(style)) = (&progress.spinner, ProgressStyle::with_template(bar)) {
@@ -40,7 +40,7 @@ impl Progress {
         progress
     }
 
-    pub fn bytes(&self, so_far: u64) {
+    pub fn set_bytes(&self, so_far: u64) {
         if let Some(spinner) = &self.spinner {
             spinner.set_position(so_far);
         }
@@ -52,7 +52,7 @@ impl Progress {
     }
 
     /// Prints a line above the spinner.
-    pub fn line(&self, text: &str) {
+    pub fn print_line(&self, text: &str) {
         match &self.spinner {
             Some(spinner) => spinner.suspend(|| eprintln!("{text}")),
             None => eprintln!("{text}"),
@@ -60,7 +60,7 @@ impl Progress {
     }
 
     /// Sets the spinner's message.
-    pub fn at(&self, text: String) {
+    pub fn set_message(&self, text: String) {
         if let Some(spinner) = &self.spinner {
             spinner.set_message(text);
         }

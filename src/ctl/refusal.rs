@@ -176,12 +176,12 @@ fn has_option(command: &clap::Command, name: &str) -> bool {
 
 /// The details of some codes: the invalid fields, the current state and the allowed ones.
 fn particulars(body: &Value, known: &str) -> String {
-    let mut said = String::new();
+    let mut message = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
         let (pointer, detail) = (compact(error.get("pointer")), compact(error.get("detail")));
         let field = format!("{}: {detail}", option_of(&pointer));
         if !known.contains(&field) {
-            said.push_str(&format!("\n  {field}"));
+            message.push_str(&format!("\n  {field}"));
         }
     }
     let allowed: Vec<_> =
@@ -190,9 +190,9 @@ fn particulars(body: &Value, known: &str) -> String {
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
     let is_said = known.contains("; this needs ");
     if let Some(status) = status.filter(|_| !allowed.is_empty() && !is_said) {
-        said.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
+        message.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
     }
-    said
+    message
 }
 
 /// A failure as JSON: the platform's problem, if any, with the exit code and the advice.
@@ -201,10 +201,10 @@ pub fn json(failure: &Failure) -> Value {
         CallError::Refused(refusal) => Some(refusal),
         _ => None,
     });
-    let said = format!("{:#}", failure.error);
-    let (detail, next) = match said.split_once("\n  next: ") {
+    let message = format!("{:#}", failure.error);
+    let (detail, next) = match message.split_once("\n  next: ") {
         Some((detail, next)) => (detail.to_owned(), Some(next.to_owned())),
-        None => (said, None),
+        None => (message, None),
     };
     let mut body = match refusal.and_then(|refusal| refusal.body.clone()) {
         Some(problem) => *problem,
@@ -294,23 +294,23 @@ mod tests {
 
     #[test]
     fn refusal_shows_detail_request_id_and_advice() {
-        let said = refusal(404, "bundle_not_found").to_string();
+        let message = refusal(404, "bundle_not_found").to_string();
         for part in ["Because.", "bundle_not_found", "request r-1", "svcctl bundle publish"] {
-            assert!(said.contains(part), "{said}");
+            assert!(message.contains(part), "{message}");
         }
     }
 
     #[test]
     fn refusal_names_invalid_fields_and_states() {
         let read = |text: &str| Refusal::read(StatusCode::BAD_REQUEST, text, None).to_string();
-        let said = read(
+        let message = read(
             r#"{"code":"invalid_request","detail":"Wrong.","errors":[{"pointer":"/slot","detail":"too long"}]}"#,
         );
-        assert!(said.contains("\n  --slot: too long"), "{said}");
-        let said = read(
+        assert!(message.contains("\n  --slot: too long"), "{message}");
+        let message = read(
             r#"{"code":"invalid_state","detail":"No.","machineStatus":"resizing","allowed":["running","failed"]}"#,
         );
-        assert!(said.contains("It is resizing, and must be running or failed."), "{said}");
+        assert!(message.contains("It is resizing, and must be running or failed."), "{message}");
     }
 
     #[test]
@@ -324,8 +324,8 @@ mod tests {
         assert!(read(r#""machineStatus":"deleted""#).contains("svcctl list --deleted"));
         assert!(read(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
         assert!(read(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
-        let said = read(r#""machineStatus":"failed","allowed":["failed"]"#);
-        assert!(said.contains("svcctl recover") && !said.contains("It is failed"), "{said}");
+        let message = read(r#""machineStatus":"failed","allowed":["failed"]"#);
+        assert!(message.contains("svcctl recover") && !message.contains("It is failed"), "{message}");
         let under_way = read(r#""machineStatus":"recovering","operationId":"o-1""#);
         assert!(under_way.contains("svcctl operation abandon"), "{under_way}");
         let named = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
@@ -336,21 +336,21 @@ mod tests {
     #[test]
     fn missing_pointer_never_advises_to_start_empty() {
         let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
-        let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
-        assert!(said.contains("svcctl pointer rebuild") && !said.contains("--allow-empty"), "{said}");
+        let message = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
+        assert!(message.contains("svcctl pointer rebuild") && !message.contains("--allow-empty"), "{message}");
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
         let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
-        let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
-        assert!(said.contains("then `svcctl recover` again") && !said.contains("--allow-empty"), "{said}");
+        let message = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
+        assert!(message.contains("then `svcctl recover` again") && !message.contains("--allow-empty"), "{message}");
         assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));
     }
 
     #[test]
     fn json_adds_exit_and_next_to_the_problem() {
         let failure = Failure::from(CallError::from(refusal(404, "bundle_not_found")));
-        let said = json(&failure);
-        assert_eq!((&said["code"], &said["exit"]), (&"bundle_not_found".into(), &65.into()));
-        assert!(said["next"].as_str().unwrap().contains("bundle publish"), "{said}");
+        let message = json(&failure);
+        assert_eq!((&message["code"], &message["exit"]), (&"bundle_not_found".into(), &65.into()));
+        assert!(message["next"].as_str().unwrap().contains("bundle publish"), "{message}");
         let other = json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
         assert_eq!(other, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
     }

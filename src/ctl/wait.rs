@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::anyhow;
 use tokio::time::{Instant, sleep};
 
-use super::api::{Answer, Api};
+use super::api::{ApiResponse, ApiClient};
 use super::interrupt;
 use super::progress::Progress;
 use super::show::boot::BootProgress;
@@ -16,8 +16,8 @@ use super::show::operation::Operation;
 use crate::applet::{Exit, Failure};
 use crate::untrusted_text::one_line;
 
-const FIRST_PAUSE: Duration = Duration::from_millis(200);
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The condition for a successful wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,18 +33,18 @@ pub enum Goal {
 /// # Errors
 /// [`Exit::Unavailable`] if it failed, [`Exit::TryAgain`] if it did not end in time or waits for a decision.
 pub async fn until_settled(
-    api: &Api,
+    api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
     goal: Goal,
     within: Duration,
-) -> Result<(Answer, Machine), Failure> {
+) -> Result<(ApiResponse, Machine), Failure> {
     let command = command_to_follow(machine_id, operation_id);
     let followed = follow(api, machine_id, operation_id, within);
-    let (answer, machine) = interrupt::or(&command, followed).await?;
+    let (response, machine) = interrupt::run_until_interrupted(&command, followed).await?;
     let operation = operation_of(&machine, operation_id).filter(|_| goal == Goal::Success);
-    verdict(api, &machine, operation).await?;
-    Ok((answer, machine))
+    check_result(api, &machine, operation).await?;
+    Ok((response, machine))
 }
 
 fn operation_of<'a>(machine: &'a Machine, id: Option<&str>) -> Option<&'a Operation> {
@@ -52,41 +52,41 @@ fn operation_of<'a>(machine: &'a Machine, id: Option<&str>) -> Option<&'a Operat
 }
 
 async fn follow(
-    api: &Api,
+    api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
     within: Duration,
-) -> Result<(Answer, Machine), Failure> {
-    let mut clock = Clock::start(within);
-    let mut seen = Seen::new();
+) -> Result<(ApiResponse, Machine), Failure> {
+    let mut clock = PollTimer::start(within);
+    let mut reporter = ProgressReporter::new();
     loop {
-        match look(api, machine_id).await? {
-            Ok((answer, machine)) => {
+        match poll_machine(api, machine_id).await? {
+            Ok((response, machine)) => {
                 let operation = operation_of(&machine, operation_id);
-                seen.tell(&machine, operation);
+                reporter.report(&machine, operation);
                 if let Some(waiting) = operation.filter(|operation| operation.question().is_some()) {
-                    drop(seen);
-                    return Err(Failure::new(Exit::TryAgain, undecided(waiting)));
+                    drop(reporter);
+                    return Err(Failure::new(Exit::TryAgain, decision_error(waiting)));
                 }
                 if is_settled(&machine, operation) {
-                    return Ok((answer, machine));
+                    return Ok((response, machine));
                 }
             }
-            Err(trouble) => seen.tell_trouble(&trouble),
+            Err(error) => reporter.report_error(&error),
         }
         if clock.is_over() {
-            return Err(Failure::new(Exit::TryAgain, not_in_time(machine_id, operation_id, within)));
+            return Err(Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, within)));
         }
         clock.pause().await;
     }
 }
 
 /// A machine's record, or the message of a transient error: the operation continues meanwhile.
-pub async fn look(api: &Api, machine_id: &str) -> Result<Result<(Answer, Machine), String>, Failure> {
+pub async fn poll_machine(api: &ApiClient, machine_id: &str) -> Result<Result<(ApiResponse, Machine), String>, Failure> {
     match api.poll(&["vps", machine_id], &[]).await {
-        Ok(answer) => {
-            let machine = answer.read()?;
-            Ok(Ok((answer, machine)))
+        Ok(response) => {
+            let machine = response.read()?;
+            Ok(Ok((response, machine)))
         }
         Err(error) if error.is_transient() => Ok(Err(error.to_string())),
         Err(error) => Err(error.into()),
@@ -94,14 +94,14 @@ pub async fn look(api: &Api, machine_id: &str) -> Result<Result<(Answer, Machine
 }
 
 /// Polling with growing intervals until a deadline.
-pub struct Clock {
+pub struct PollTimer {
     deadline: Instant,
     pause: Duration,
 }
 
-impl Clock {
+impl PollTimer {
     pub fn start(within: Duration) -> Self {
-        Self { deadline: Instant::now() + within, pause: FIRST_PAUSE }
+        Self { deadline: Instant::now() + within, pause: MIN_POLL_INTERVAL }
     }
 
     pub fn is_over(&self) -> bool {
@@ -110,7 +110,7 @@ impl Clock {
 
     pub async fn pause(&mut self) {
         sleep(self.pause.min(self.deadline.duration_since(Instant::now()))).await;
-        self.pause = (self.pause * 3 / 2).min(LONGEST_PAUSE);
+        self.pause = (self.pause * 3 / 2).min(MAX_POLL_INTERVAL);
     }
 }
 
@@ -119,7 +119,7 @@ fn command_to_follow(machine_id: &str, operation_id: Option<&str>) -> String {
         .map_or_else(|| format!("svcctl status {machine_id}"), |id| format!("svcctl operation {id} --wait"))
 }
 
-fn not_in_time(machine_id: &str, operation_id: Option<&str>, within: Duration) -> anyhow::Error {
+fn timeout_error(machine_id: &str, operation_id: Option<&str>, within: Duration) -> anyhow::Error {
     let command = command_to_follow(machine_id, operation_id);
     anyhow!("not ended after {} s; the operation continues\n  next: `{command}`", within.as_secs())
 }
@@ -149,14 +149,14 @@ fn activity(machine: &Machine, operation: Option<&Operation>) -> String {
     }
 }
 
-/// The error with an operation's question and the commands that answer it.
-fn undecided(operation: &Operation) -> anyhow::Error {
+/// The error with an operation's question and the commands that response it.
+fn decision_error(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation.answers().join("\n        or ");
     anyhow!("the {} waits for your decision: {question}\n  next: either {answers}", operation.noun())
 }
 
-async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
+async fn check_result(api: &ApiClient, machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
     let kind = operation.map_or("", |operation| operation.kind.as_str());
     let failed = operation.filter(|operation| operation.state != "succeeded");
     let ended = match (failed, machine.state_word()) {
@@ -171,7 +171,7 @@ async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) ->
     };
     let id = &machine.machine_id;
     let why = machine.failure.as_ref().map(|failure| format!("; {}", failure.line())).unwrap_or_default();
-    let (serves, next) = match (Holder::of_slot(api, machine).await?, &machine.failure) {
+    let (serves, next) = match (SlotHolder::of_slot(api, machine).await?, &machine.failure) {
         (Some(holder), failure) => {
             let advice = failure.as_ref().and_then(|failure| failure.restore_advice(machine));
             (format!("\n{}", holder.line()), advice.unwrap_or_else(|| holder.advice()))
@@ -191,14 +191,14 @@ fn ended_word(operation: &Operation) -> &str {
 }
 
 /// The machine that holds the slot after another one failed.
-struct Holder(Machine);
+struct SlotHolder(Machine);
 
-impl Holder {
+impl SlotHolder {
     /// `None` if the machine holds its slot itself, no machine does, or the platform does not say.
-    async fn of_slot(api: &Api, machine: &Machine) -> Result<Option<Self>, Failure> {
+    async fn of_slot(api: &ApiClient, machine: &Machine) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
-        Ok(look(api, &live.machine_id).await?.ok().map(|(_, holder)| Self(holder)))
+        Ok(poll_machine(api, &live.machine_id).await?.ok().map(|(_, holder)| Self(holder)))
     }
 
     fn line(&self) -> String {
@@ -221,17 +221,17 @@ impl Holder {
 }
 
 /// Reports the progress of an operation; keeps what has been reported.
-struct Seen {
+struct ProgressReporter {
     progress: Progress,
     state: String,
     last_entry: u64,
     stages: usize,
     /// Boot progress in tens of percent.
     tens: u64,
-    trouble: bool,
+    has_error: bool,
 }
 
-impl Seen {
+impl ProgressReporter {
     fn new() -> Self {
         Self {
             progress: Progress::start(),
@@ -239,17 +239,17 @@ impl Seen {
             last_entry: 0,
             stages: 0,
             tens: 0,
-            trouble: false,
+            has_error: false,
         }
     }
 
-    fn tell(&mut self, machine: &Machine, operation: Option<&Operation>) {
-        self.trouble = false;
-        let mut news: Vec<(&str, String)> = Vec::new();
+    fn report(&mut self, machine: &Machine, operation: Option<&Operation>) {
+        self.has_error = false;
+        let mut lines: Vec<(&str, String)> = Vec::new();
         if let Some(operation) = operation {
             let (entries, last) = operation.entries_after(self.last_entry);
-            let entries = entries.into_iter().filter(|entry| entry.is_news());
-            news.extend(
+            let entries = entries.into_iter().filter(|entry| entry.should_show());
+            lines.extend(
                 entries.map(|entry| (entry.at.as_str(), operation.line(self.progress.view(), entry))),
             );
             self.last_entry = last;
@@ -260,19 +260,19 @@ impl Seen {
             |at: &str| operation.and_then(|o| o.created_at.as_deref()).is_some_and(|from| at < from);
         for stage in stages.iter().skip(self.stages).filter(|stage| !earlier(&stage.at)) {
             let at = operation.map_or_else(|| stage.at.clone(), |operation| operation.offset(&stage.at));
-            news.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
+            lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
         self.stages = stages.len();
         // The times have one format, so their strings sort by time.
-        news.sort_by_key(|(at, _)| *at);
+        lines.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
         let state = format!("machine {} {}", machine.machine_id, activity(machine, operation));
         if is_first {
-            self.progress.line(&state);
+            self.progress.print_line(&state);
         }
-        news.iter().for_each(|(_, line)| self.progress.line(line));
+        lines.iter().for_each(|(_, line)| self.progress.print_line(line));
         if !is_first && self.state != state {
-            self.progress.line(&state);
+            self.progress.print_line(&state);
         }
         self.state = state;
         // The progress of a completed stage would follow the line of the next one.
@@ -283,20 +283,20 @@ impl Seen {
         let progress = machine.boot_progress.as_ref().filter(is_current);
         let tens = progress.and_then(BootProgress::percent).unwrap_or_default() / 10;
         if let Some(progress) = progress.filter(|_| tens > self.tens) {
-            self.progress.line(&format!("{:>9}  boot: {} {}", "", progress.stage, progress.line()));
+            self.progress.print_line(&format!("{:>9}  boot: {} {}", "", progress.stage, progress.line()));
         }
         self.tens = tens;
         let step = operation.and_then(|operation| operation.step.as_deref()).unwrap_or(machine.state_word());
         let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
         let far = progress.map(|progress| format!(" {}", progress.line())).unwrap_or_default();
         let boot = boot.map(|boot| format!(", boot: {}{far}", boot.stage)).unwrap_or_default();
-        self.progress.at(format!("{step}{boot}"));
+        self.progress.set_message(format!("{step}{boot}"));
     }
 
-    fn tell_trouble(&mut self, what: &str) {
-        if !self.trouble {
-            self.progress.line(&format!("still waiting: {what}"));
+    fn report_error(&mut self, what: &str) {
+        if !self.has_error {
+            self.progress.print_line(&format!("still waiting: {what}"));
         }
-        self.trouble = true;
+        self.has_error = true;
     }
 }

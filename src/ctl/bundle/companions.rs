@@ -21,14 +21,14 @@ const MANIFEST: &str = ".json";
 const SIGNATURE: &str = ".json.sig";
 
 /// The archive that they describe, and the keys that hosts trust, if configured.
-pub struct Subject<'a> {
+pub struct BundleContext<'a> {
     pub version: &'a ImageVersion,
     pub sha256: &'a str,
     pub size_bytes: u64,
     pub keys: Option<&'a TrustedKeys>,
 }
 
-impl Subject<'_> {
+impl BundleContext<'_> {
     fn fits(&self, manifest: &[u8]) -> Result<Manifest, ManifestError> {
         let parsed = Manifest::parse(manifest)?;
         parsed.is_of(self.version)?;
@@ -67,15 +67,15 @@ impl Companions {
     ///
     /// # Errors
     /// [`PublishError::Companion`], [`PublishError::Read`].
-    pub async fn read(dir: &FilePath, subject: &Subject<'_>) -> Result<Self, PublishError> {
+    pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
         let unfit = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
         let own = Self { manifest: file(&path(MANIFEST)).await?, signature: file(&path(SIGNATURE)).await? };
         if let Some(manifest) = &own.manifest {
-            subject.fits(manifest).map_err(|why| unfit(MANIFEST, why))?;
+            context.fits(manifest).map_err(|why| unfit(MANIFEST, why))?;
         }
         if let Some(signed) = own.signed() {
-            subject.believes(&signed).map_err(|why| unfit(SIGNATURE, why))?;
+            context.believes(&signed).map_err(|why| unfit(SIGNATURE, why))?;
         }
         Ok(own)
     }
@@ -101,9 +101,9 @@ impl Companions {
     ///
     /// # Errors
     /// [`StoreError`].
-    pub async fn send(&self, bucket: &Bucket, subject: &Subject<'_>) -> Result<(), StoreError> {
+    pub async fn send(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
         for (suffix, content) in self.each() {
-            bucket.put(&subject.key(suffix), content.clone()).await?;
+            bucket.put(&context.key(suffix), content.clone()).await?;
         }
         Ok(())
     }
@@ -112,13 +112,13 @@ impl Companions {
     ///
     /// # Errors
     /// [`PublishError::NoRenewal`] if the stored ones differ and these do not renew them.
-    pub async fn complete(&self, bucket: &Bucket, subject: &Subject<'_>) -> Result<(), PublishError> {
-        let there = There::read(bucket, subject).await?;
+    pub async fn complete(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), PublishError> {
+        let there = StoredCompanions::read(bucket, context).await?;
         let differs =
             self.each().any(|(suffix, own)| there.of(suffix).is_some_and(|other| other.value != *own));
         if differs {
-            self.renews(&there, subject)
-                .map_err(|why| PublishError::NoRenewal { version: subject.version.clone(), why })?;
+            self.renews(&there, context)
+                .map_err(|why| PublishError::NoRenewal { version: context.version.clone(), why })?;
         }
         for (suffix, own) in self.each() {
             let condition = match there.of(suffix) {
@@ -126,25 +126,25 @@ impl Companions {
                 Some(other) => Condition::Unchanged(other.version.clone()),
                 None => Condition::Absent,
             };
-            replace(bucket, subject, suffix, own, condition).await?;
+            replace(bucket, context, suffix, own, condition).await?;
         }
         Ok(())
     }
 
     /// Whether hosts trust these, and do not trust the stored ones, or not for as long.
-    fn renews(&self, there: &There, subject: &Subject<'_>) -> Result<(), String> {
+    fn renews(&self, there: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
-        let Some(keys) = subject.keys else {
+        let Some(keys) = context.keys else {
             return Err(
                 "without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned()
             );
         };
         let ends = |verified: &Verified| verified.manifest().expires_at;
-        let own = verify(&own, keys, subject.version, Timestamp::now()).map_err(|error| error.to_string())?;
+        let own = verify(&own, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
         // An expired manifest is compared as well.
         let there =
-            there.signed().and_then(|there| verify(&there, keys, subject.version, Timestamp::MIN).ok());
-        match there.filter(|there| subject.sha256 == there.manifest().sha256) {
+            there.signed().and_then(|there| verify(&there, keys, context.version, Timestamp::MIN).ok());
+        match there.filter(|there| context.sha256 == there.manifest().sha256) {
             Some(there) if ends(&there) >= ends(&own) => Err(format!(
                 "this one is valid until {}, and the published one until {}",
                 rfc3339_ms(ends(&own)),
@@ -165,33 +165,33 @@ async fn file(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
 
 async fn replace(
     bucket: &Bucket,
-    subject: &Subject<'_>,
+    context: &BundleContext<'_>,
     suffix: &str,
     own: &Bytes,
     condition: Condition,
 ) -> Result<(), PublishError> {
-    let key = subject.key(suffix);
+    let key = context.key(suffix);
     match bucket.put_if(&key, own.clone(), condition).await {
         Ok(()) => Ok(()),
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match bucket.get(&key, LARGEST_COMPANION).await? {
             Some(there) if there.value == *own => Ok(()),
-            _ => Err(PublishError::Raced { version: subject.version.clone() }),
+            _ => Err(PublishError::Raced { version: context.version.clone() }),
         },
         Err(error) => Err(error.into()),
     }
 }
 
 /// The manifest and signature in the store.
-struct There {
+struct StoredCompanions {
     manifest: Option<Versioned<Bytes>>,
     signature: Option<Versioned<Bytes>>,
 }
 
-impl There {
-    async fn read(bucket: &Bucket, subject: &Subject<'_>) -> Result<Self, StoreError> {
-        let manifest = bucket.get(&subject.key(MANIFEST), LARGEST_COMPANION).await?;
-        let signature = bucket.get(&subject.key(SIGNATURE), LARGEST_COMPANION).await?;
+impl StoredCompanions {
+    async fn read(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Self, StoreError> {
+        let manifest = bucket.get(&context.key(MANIFEST), LARGEST_COMPANION).await?;
+        let signature = bucket.get(&context.key(SIGNATURE), LARGEST_COMPANION).await?;
         Ok(Self { manifest, signature })
     }
 
@@ -209,14 +209,14 @@ impl There {
 ///
 /// # Errors
 /// [`StoreError`].
-pub async fn updates(bucket: &Bucket, subject: &Subject<'_>) -> Result<Updates, StoreError> {
-    let there = There::read(bucket, subject).await?;
+pub async fn updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
+    let there = StoredCompanions::read(bucket, context).await?;
     let Some(manifest) = &there.manifest else {
         return Ok(Updates::Impossible("it has no manifest".to_owned()));
     };
     let checked = match there.signed() {
-        Some(signed) => subject.believes(&signed),
-        None => match subject.fits(&manifest.value) {
+        Some(signed) => context.believes(&signed),
+        None => match context.fits(&manifest.value) {
             Ok(_) => return Ok(Updates::Impossible("its manifest is not signed".to_owned())),
             Err(why) => Err(why),
         },

@@ -5,7 +5,7 @@ use crate::config::Env;
 use crate::store::bundle::{KeySet, max_sequence_after};
 
 /// The configured sequence of the keys that hosts trust.
-pub fn of_hosts() -> u32 {
+pub fn configured_sequence() -> u32 {
     Env::from_process().or("BUNDLE_KEYS_SEQUENCE", 0)
 }
 

@@ -4,14 +4,14 @@ use http::Method;
 use serde_json::json;
 
 use crate::applet::Failure;
-use crate::ctl::api::Api;
+use crate::ctl::api::ApiClient;
 use crate::ctl::args::AlarmCommand;
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::show::fleet::{Alarm, Fleet, released};
 
 /// Informational alarms: the platform refuses to release them, so there is nothing to confirm.
-const INFORMING: [&str; 7] = [
+const INFORMATIONAL: [&str; 7] = [
     "provider_unauthorized",
     "provider_limit",
     "provider_capacity",
@@ -21,7 +21,7 @@ const INFORMING: [&str; 7] = [
     "host_tokens_refused",
 ];
 
-pub async fn run(api: &Api, command: AlarmCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Out) -> Result<(), Failure> {
     let AlarmCommand::Release { alarm, yes } = command;
     let what = match alarm.as_str() {
         "servers_missing" => {
@@ -34,13 +34,13 @@ pub async fn run(api: &Api, command: AlarmCommand, out: &Out) -> Result<(), Fail
         }
         _ => "The actions that this alarm blocks are carried out.",
     };
-    if !INFORMING.contains(&alarm.as_str()) && confirm::is_due(what, yes)? {
+    if !INFORMATIONAL.contains(&alarm.as_str()) && confirm::is_required(what, yes)? {
         let fleet: Fleet = api.get(&["vps", "fleet"], &[]).await?.read()?;
         let raised = fleet.alarms.iter().find(|raised| raised.alarm == alarm);
         let shown = raised.map(|raised| format!("\n{}", raised.line())).unwrap_or_default();
-        confirm::ask(&format!("{what}{shown}"), &alarm)?;
+        confirm::prompt(&format!("{what}{shown}"), &alarm)?;
     }
     let path = ["vps", "fleet", "alarms", &alarm, "release"];
-    let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    out.answer(&answer, |_| Ok(released(&answer.read::<Alarm>()?)))
+    let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
+    out.print_response(&response, |_| Ok(released(&response.read::<Alarm>()?)))
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::applet::Failure;
 use crate::clock::rfc3339_ms;
-use crate::ctl::api::{Api, CallError};
+use crate::ctl::api::{ApiClient, CallError};
 use crate::ctl::args::Audit as Args;
 use crate::ctl::out::{Out, print};
 use crate::ctl::show::View;
@@ -19,26 +19,26 @@ const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
 /// entries.
 const MAX_TRANSACTION: SignedDuration = SignedDuration::from_secs(60);
 /// Maximum time without a response from the platform.
-const MAX_OUTAGE: Duration = Duration::from_secs(600);
+const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_PAGE: &str = "500";
 /// Polls between reads of all pages: a late entry may appear behind pages without new entries.
-const POLLS_FOR_ALL: usize = 10;
+const POLLS_PER_FULL_READ: usize = 10;
 
-pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
     let mut query = filters(&args);
     query.extend(args.since.map(|since| ("since", rfc3339_ms(since))));
     query.extend(args.until.map(|until| ("until", rfc3339_ms(until))));
     query.extend(args.cursor.map(|cursor| ("cursor", cursor.to_string())));
     query.push(("limit", args.limit.to_string()));
-    let answer = api.get(&["audit"], &query).await?;
+    let response = api.get(&["audit"], &query).await?;
     if !args.follow {
-        return out.answer(&answer, |view| Ok(audit::list(view, &answer.read::<Page>()?)));
+        return out.print_response(&response, |view| Ok(audit::list(view, &response.read::<Page>()?)));
     }
-    follow(api, &args, answer.read::<Page>()?, out).await
+    follow(api, &args, response.read::<Page>()?, out).await
 }
 
 /// Prints the first page's entries, then new ones.
-async fn follow(api: &Api, args: &Args, first: Page, out: &Out) -> Result<(), Failure> {
+async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Out) -> Result<(), Failure> {
     // Entries older than the first page are not new.
     let oldest = first.entries.last().map(|entry| entry.at);
     let mut window = Window { since: args.since, ..Window::default() };
@@ -48,7 +48,7 @@ async fn follow(api: &Api, args: &Args, first: Page, out: &Out) -> Result<(), Fa
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
             show(entry, out)?;
         }
-        let reach = if number % POLLS_FOR_ALL == 0 { Reach::All } else { Reach::UntilKnown };
+        let reach = if number % POLLS_PER_FULL_READ == 0 { Reach::All } else { Reach::UntilKnown };
         if number == 0 {
             window.advance(began);
         }
@@ -117,7 +117,7 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
 /// The new entries of the window, oldest first. A short outage of the platform does not end the following; an incomplete
 /// read is repeated.
 async fn appeared_in_time(
-    api: &Api,
+    api: &ApiClient,
     args: &Args,
     window: &mut Window,
     reach: Reach,
@@ -134,7 +134,7 @@ async fn appeared_in_time(
                 }
                 return Ok(entries);
             }
-            Err(error) if error.is_transient() && began.elapsed() < MAX_OUTAGE => {
+            Err(error) if error.is_transient() && began.elapsed() < OUTAGE_TIMEOUT => {
                 if !std::mem::replace(&mut is_said, true) {
                     eprintln!("still following: {}", error.brief());
                 }
@@ -146,7 +146,7 @@ async fn appeared_in_time(
 }
 
 async fn appeared(
-    api: &Api,
+    api: &ApiClient,
     args: &Args,
     window: &mut Window,
     reach: Reach,

@@ -9,33 +9,33 @@ use serde_json::json;
 use super::machine::{active_id, finish};
 use super::risk;
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{Answer, Api};
+use crate::ctl::api::{ApiResponse, ApiClient};
 use crate::ctl::args::{Discard, Resume, Target, Undelete};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::copies::KeptServer;
 use crate::ctl::show::machine::{self as shown, Discarded, Machine, Machines};
-use crate::ctl::wait::{self, Clock};
+use crate::ctl::wait::{self, PollTimer};
 
 /// Maximum wait for the id of a removal.
-const MAX_FILING: Duration = Duration::from_secs(5);
+const FILING_TIMEOUT: Duration = Duration::from_secs(5);
 
-pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
+pub async fn undelete(api: &ApiClient, args: Undelete, out: &Out) -> Result<(), Failure> {
     let is_meant = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
-    let answer = match kept_id(api, &args.machine, is_meant).await {
+    let response = match kept_id(api, &args.machine, is_meant).await {
         Ok(id) => undeleted(api, &id).await?,
         Err(failure) => undone_before(api, &args.machine).await?.ok_or(failure)?,
     };
-    finish(api, answer, args.wait, out).await
+    finish(api, response, args.wait, out).await
 }
 
-async fn undeleted(api: &Api, id: &str) -> Result<Answer, Failure> {
+async fn undeleted(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {
     Ok(api.send(Method::POST, &["vps", id, "undelete"], None).await?)
 }
 
 /// Undeletes the active machine if no deleted machine has a server: its deletion may already have been undone.
-async fn undone_before(api: &Api, target: &Target) -> Result<Option<Answer>, Failure> {
+async fn undone_before(api: &ApiClient, target: &Target) -> Result<Option<ApiResponse>, Failure> {
     let kept = kept_of(api, target).await?;
     if kept.iter().any(|server| server.reason == "deleted") {
         return Ok(None);
@@ -44,38 +44,38 @@ async fn undone_before(api: &Api, target: &Target) -> Result<Option<Answer>, Fai
     Ok(undeleted(api, &id).await.ok())
 }
 
-pub async fn resume(api: &Api, args: Resume, out: &Out) -> Result<(), Failure> {
+pub async fn resume(api: &ApiClient, args: Resume, out: &Out) -> Result<(), Failure> {
     let machine = super::machine::find(api, &args.machine).await?;
-    let answer = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
-    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+    let response = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
+    out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)))
 }
 
-pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure> {
+pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Failure> {
     let what = risk::of_discard(&args);
-    let due = confirm::is_due(&what, args.yes)?;
+    let must_confirm = confirm::is_required(&what, args.yes)?;
     let id = match kept_id(api, &args.machine, |_| true).await {
         Ok(id) => id,
         Err(failure) => removed_id(api, &args.machine).await?.ok_or(failure)?,
     };
     let machine: Machine = api.get(&["vps", &id], &[]).await?.read()?;
     // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
-    if due && (args.accept_loss || machine.unsaved_since.is_none()) {
-        confirm::ask(&format!("{what}\n{}", stake(&machine)), &machine.handle)?;
+    if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
+        confirm::prompt(&format!("{what}\n{}", stake(&machine)), &machine.handle)?;
     }
     let body = json!({"acceptLoss": args.accept_loss});
-    let answer = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
-    let mut discarded: Discarded = answer.read()?;
+    let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
+    let mut discarded: Discarded = response.read()?;
     if discarded.operation_id.is_none() && !out.json {
         discarded.operation_id = filed_removal(api, &id).await;
     }
-    out.answer(&answer, |view| Ok(discarded.show(view)))
+    out.print_response(&response, |view| Ok(discarded.show(view)))
 }
 
 /// The operation that deletes the server. The platform creates it shortly after the request.
-async fn filed_removal(api: &Api, id: &str) -> Option<String> {
-    let mut clock = Clock::start(MAX_FILING);
+async fn filed_removal(api: &ApiClient, id: &str) -> Option<String> {
+    let mut clock = PollTimer::start(FILING_TIMEOUT);
     loop {
-        let (_, machine) = wait::look(api, id).await.ok()?.ok()?;
+        let (_, machine) = wait::poll_machine(api, id).await.ok()?.ok()?;
         let mut operations = machine.operations.into_iter();
         let removal = operations.find(|operation| {
             operation.kind == "remove_server" && matches!(operation.state.as_str(), "running" | "succeeded")
@@ -90,19 +90,19 @@ async fn filed_removal(api: &Api, id: &str) -> Option<String> {
 /// Describes the data that only the machine's server has, and whether the provider still has the server.
 fn stake(machine: &Machine) -> String {
     let view = View::of_stdout();
-    let mut said = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
+    let mut message = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
     if let Some(held) = machine.unsaved(&view) {
-        said.push_str(&format!(", and its server holds {held}"));
+        message.push_str(&format!(", and its server holds {held}"));
     }
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     if kept.any(|kept| kept.machine_id == machine.machine_id && kept.missing_since.is_some()) {
-        said.push_str(". The provider no longer has that server: there is nothing to delete");
+        message.push_str(". The provider no longer has that server: there is nothing to delete");
     }
-    said + "."
+    message + "."
 }
 
 /// The id of the machine that the operator names; for a handle or slot, the only one with a kept server.
-async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) -> Result<String, Failure> {
+async fn kept_id(api: &ApiClient, target: &Target, is_meant: fn(&KeptServer) -> bool) -> Result<String, Failure> {
     if let Target::Id(id) = target {
         return Ok(id.to_string());
     }
@@ -121,7 +121,7 @@ async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) 
 }
 
 /// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
-async fn removed_id(api: &Api, target: &Target) -> Result<Option<String>, Failure> {
+async fn removed_id(api: &ApiClient, target: &Target) -> Result<Option<String>, Failure> {
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
     let (mut going, kept): (Vec<_>, Vec<_>) =
         all.into_iter().partition(|server| server.is_being_deleted(&view));
@@ -155,7 +155,7 @@ fn none_meant(target: &Target, going: &[KeptServer], others: &[KeptServer]) -> a
 }
 
 /// The kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
-pub async fn kept_of(api: &Api, target: &Target) -> Result<Vec<KeptServer>, Failure> {
+pub async fn kept_of(api: &ApiClient, target: &Target) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
     query.push(("deleted", "true".to_owned()));
     let page: Machines = api.get(&["vps"], &query).await?.read()?;

@@ -23,9 +23,9 @@ use secrecy::SecretString;
 use serde_json::json;
 use url::Url;
 
-use super::api::Api;
+use super::api::ApiClient;
 use super::args::{Args, BundleCommand, Command, Global};
-use super::local::Local;
+use super::local::LocalChecks;
 use super::out::{Out, print};
 use super::show::{self, View};
 use super::{bundle, doctor, rollout};
@@ -34,7 +34,7 @@ use crate::config::Env;
 use crate::store::bucket::Bucket;
 use crate::store::config::StoreConfig;
 
-pub async fn run(args: Args, local: Local) -> Result<(), Failure> {
+pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
     let out = Out { json: args.global.json };
     match args.command {
         Command::Completions { shell } => {
@@ -53,15 +53,15 @@ pub async fn run(args: Args, local: Local) -> Result<(), Failure> {
     }
 }
 
-async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
+async fn call(api: &ApiClient, command: Command, out: &Out) -> Result<(), Failure> {
     match command {
         Command::Slot(command) => slot::run(api, command, out).await,
         Command::Provision(args) => machine::provision(api, args, out).await,
         Command::List(args) => machine::list(api, args, out).await,
         Command::Status { machine } => machine::status(api, &machine, out).await,
         Command::Fleet => {
-            let answer = api.get(&["vps", "fleet"], &[]).await?;
-            out.answer(&answer, |view| Ok(show::fleet::show(view, &answer.read()?)))
+            let response = api.get(&["vps", "fleet"], &[]).await?;
+            out.print_response(&response, |view| Ok(show::fleet::show(view, &response.read()?)))
         }
         Command::Recover(args) => machine::recover(api, args, out).await,
         Command::Resize(args) => machine::resize(api, args, out).await,
@@ -104,7 +104,7 @@ async fn published(command: BundleCommand, out: &Out) -> Result<(), Failure> {
     }
 }
 
-async fn bundle_keys(api: &Api, out: &Out) -> Result<(), Failure> {
+async fn bundle_keys(api: &ApiClient, out: &Out) -> Result<(), Failure> {
     let fleet = api.get(&["vps", "fleet"], &[]).await?;
     let keys = fleet.read::<serde_json::Value>()?["bundleKeys"].take();
     if keys.is_null() {
@@ -128,7 +128,7 @@ fn open_store() -> Result<Bucket, Failure> {
     Ok(env.finish(store)?.open()?)
 }
 
-pub(super) fn connect(global: &Global) -> Result<Api, Failure> {
+pub(super) fn connect(global: &Global) -> Result<ApiClient, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {
         Some(url) => Some(url.clone()),
@@ -145,7 +145,7 @@ pub(super) fn connect(global: &Global) -> Result<Api, Failure> {
         None => env.required_secret("PLATFORM_SECRET"),
     };
     let (base, secret) = env.finish(base.zip(secret))?;
-    Ok(Api::new(base, &secret, Duration::from_secs(global.timeout))?)
+    Ok(ApiClient::new(base, &secret, Duration::from_secs(global.timeout))?)
 }
 
 pub(super) fn secret_from(env: &mut Env, flag: &str, file: &Path) -> Option<SecretString> {

@@ -6,14 +6,14 @@ use serde_json::json;
 use super::machine::{find, finish};
 use super::risk;
 use crate::applet::Failure;
-use crate::ctl::api::Api;
+use crate::ctl::api::ApiClient;
 use crate::ctl::args::{PowerCommand, Target, Wait};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::machine as shown;
 
-pub async fn run(api: &Api, command: PowerCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: PowerCommand, out: &Out) -> Result<(), Failure> {
     match command {
         PowerCommand::On { machine, wait } => {
             let machine = find(api, &machine).await?;
@@ -34,18 +34,18 @@ pub async fn run(api: &Api, command: PowerCommand, out: &Out) -> Result<(), Fail
 }
 
 /// The machine's id, after the operator's confirmation.
-async fn confirmed(api: &Api, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
-    let due = confirm::is_due(what, yes)?;
+async fn confirmed(api: &ApiClient, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
+    let must_confirm = confirm::is_required(what, yes)?;
     let machine = find(api, target).await?;
-    if due {
+    if must_confirm {
         let stake = shown::at_stake(&View::of_stdout(), &machine);
-        confirm::ask(&format!("{what}\n{stake}"), &machine.handle)?;
+        confirm::prompt(&format!("{what}\n{stake}"), &machine.handle)?;
     }
     Ok(machine.machine_id)
 }
 
-async fn send(api: &Api, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {
+async fn send(api: &ApiClient, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {
     let body = json!({"action": action});
-    let answer = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
-    finish(api, answer, wait, out).await
+    let response = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
+    finish(api, response, wait, out).await
 }

@@ -6,7 +6,7 @@ use crate::ctl::show::operation::Operation;
 
 const LOSS_ACCEPTED: &str =
     "--accept-loss: if the host cannot make the last backup, changes that are in no snapshot are lost with its server.";
-const LOSS_ASKED: &str =
+const LOSS_QUESTION: &str =
     "If the host responds but cannot make the last backup, the operation waits for your decision.";
 
 /// The risk of replacing a slot's machine.
@@ -18,7 +18,7 @@ pub fn of_recovery(args: &Recover) -> String {
     lines.extend(args.snapshot.as_ref().map(|key| {
         format!("The new machine starts from {key}: it does not have the changes after that snapshot.")
     }));
-    lines.push(if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED }.to_owned());
+    lines.push(if args.accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned());
     lines.push(if args.replace_first {
         "--replace-first deletes the old server before creating the new one: if the new machine does not start, there is \
          no server, and snapshots are the only copy."
@@ -73,7 +73,7 @@ pub fn of_deletion(args: &Delete, machine: Option<&Machine>) -> String {
         "This deletes machine {}. Its host takes a last backup first; its snapshots stay.",
         args.machine
     );
-    let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED };
+    let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION };
     [what.as_str(), loss, kept.as_str()].join("\n")
 }
 
@@ -95,7 +95,7 @@ pub fn of_deletion_of_successor(machine: &Machine, accept_loss: bool) -> Option<
             "- {old}, the old one: its host takes a last backup, then its server is powered off and kept for the \
              platform's DELETE_GRACE_SECONDS; until then `svcctl undelete {old}` restores it."
         ),
-        if accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED }.to_owned(),
+        if accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned(),
         "Snapshots stay.".to_owned(),
     ];
     lines.extend(operation.map(|operation| {

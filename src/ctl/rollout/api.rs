@@ -10,22 +10,22 @@ const JOURNAL: &str = "journalctl -u svc-gateway -n 50 on the host";
 
 pub async fn health(site: &Site) -> Findings {
     let findings = Findings::new("gateway-health");
-    let answer = match site.get(&site.url("/readyz"), "application/json").await {
-        Ok(answer) => answer,
+    let response = match site.get(&site.url("/readyz"), "application/json").await {
+        Ok(response) => response,
         Err(why) => return findings.problem(why, JOURNAL),
     };
-    let body = answer.json().unwrap_or_default();
-    if answer.status.is_success() && body["status"] == "ready" && body["database"] == "ok" {
+    let body = response.json().unwrap_or_default();
+    if response.status.is_success() && body["status"] == "ready" && body["database"] == "ok" {
         return findings.ok("ready, and its database responds");
     }
-    let what = format!("/readyz: {}: database {}, apps {}", answer.status, body["database"], body["apps"]);
+    let what = format!("/readyz: {}: database {}, apps {}", response.status, body["database"], body["apps"]);
     findings.problem(what, JOURNAL)
 }
 
 /// The database server that the gateway is connected to. It is reported only on the trusted socket.
 pub async fn database_server(site: &Site) -> Option<String> {
-    let answer = site.get(&site.url("/readyz"), "application/json").await.ok()?;
-    answer.json()?["server"].as_str().map(str::to_owned)
+    let response = site.get(&site.url("/readyz"), "application/json").await.ok()?;
+    response.json()?["server"].as_str().map(str::to_owned)
 }
 
 /// Checks that the owner sees the schema of every app that declares tables.
@@ -42,9 +42,9 @@ pub async fn schemas(site: &Site) -> Findings {
     }
     let listed = named(&query.json().unwrap_or_default()["data"], "app");
     let apps = apps.json().unwrap_or_default();
-    let told = apps["apps"].as_array().cloned().unwrap_or_default();
+    let installed = apps["apps"].as_array().cloned().unwrap_or_default();
     let mut findings = findings;
-    for app in &told {
+    for app in &installed {
         let slug = app["slug"].as_str().unwrap_or("?");
         if app["status"] == "error" {
             let why = app["error"].as_str().unwrap_or("no reason given");
@@ -78,9 +78,9 @@ fn named(data: &Value, key: &str) -> Vec<String> {
 pub async fn legacy_route(site: &Site) -> Findings {
     let findings = Findings::new("legacy-route");
     match site.get(&site.url("/api/canvas"), "application/json").await {
-        Ok(answer) if answer.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas answers 404"),
-        Ok(answer) => findings.problem(
-            format!("/api/canvas answers {}", answer.status),
+        Ok(response) if response.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas answers 404"),
+        Ok(response) => findings.problem(
+            format!("/api/canvas answers {}", response.status),
             "an old gateway, or a proxy in front of it that answers instead",
         ),
         Err(why) => findings.problem(why, JOURNAL),
@@ -90,10 +90,10 @@ pub async fn legacy_route(site: &Site) -> Findings {
 /// Checks the icons of a missing app and of every app: each must be an image, with the same bytes twice.
 pub async fn icons(site: &Site) -> Findings {
     let mut findings = Findings::new("icons");
-    let nobody = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
-    let mut paths = vec![nobody];
+    let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
+    let mut paths = vec![missing];
     let apps = site.get(&site.url("/api/apps"), "application/json").await;
-    let apps = apps.ok().and_then(|answer| answer.json()).unwrap_or_default();
+    let apps = apps.ok().and_then(|response| response.json()).unwrap_or_default();
     let known = apps["apps"].as_array().into_iter().flatten();
     paths.extend(known.filter_map(|app| app["icon"].as_str().map(str::to_owned)));
     for path in &paths {

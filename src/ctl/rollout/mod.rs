@@ -10,24 +10,24 @@ use std::time::Duration;
 use super::args::VerifyRollout;
 use super::command::{is_private, secret_from};
 use super::doctor;
-use super::local::Local;
+use super::local::LocalChecks;
 use super::out::Out;
 use crate::applet::Failure;
 use crate::config::Env;
 use crate::diagnosis::{self, Check, Findings, Level, Report};
 use site::Site;
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
-pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Failure> {
+pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(), Failure> {
     let from_outside = args.app_url.is_some();
     let worst = if args.strict { Level::Skipped } else { Level::Problem };
     let site = site(args, local)?;
     let site = &site;
-    let mut findings = shell::check(site, DEADLINE).await;
+    let mut findings = shell::check(site, CHECK_TIMEOUT).await;
     let checks = vec![
-        Check::new("gateway-health", DEADLINE, api::health(site)),
-        Check::new("vps-database", DEADLINE, async move {
+        Check::new("gateway-health", CHECK_TIMEOUT, api::health(site)),
+        Check::new("vps-database", CHECK_TIMEOUT, async move {
             let findings = Findings::new("vps-database");
             if from_outside {
                 return findings.skipped("the database can be checked only on the host");
@@ -41,15 +41,15 @@ pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Fai
                 ),
             }
         }),
-        Check::new("bridge-schemas", DEADLINE, api::schemas(site)),
-        Check::new("legacy-route", DEADLINE, api::legacy_route(site)),
-        Check::new("icons", DEADLINE, api::icons(site)),
+        Check::new("bridge-schemas", CHECK_TIMEOUT, api::schemas(site)),
+        Check::new("legacy-route", CHECK_TIMEOUT, api::legacy_route(site)),
+        Check::new("icons", CHECK_TIMEOUT, api::icons(site)),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
-    doctor::tell(&Report { subject: "rollout".to_owned(), findings }, worst, out)
+    doctor::print_report(&Report { subject: "rollout".to_owned(), findings }, worst, out)
 }
 
-fn site(args: VerifyRollout, local: Local) -> Result<Site, Failure> {
+fn site(args: VerifyRollout, local: LocalChecks) -> Result<Site, Failure> {
     let Some(base) = args.app_url else {
         let socket = args.socket.unwrap_or_else(local.gateway_socket);
         return Ok(Site::by_socket(&socket)?);

@@ -4,7 +4,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 
 /// Longer quoted strings are data, not file names.
-const LONGEST_NAME: usize = 300;
+const MAX_NAME_BYTES: usize = 300;
 
 /// The quoted names of scripts and styles in HTML or JavaScript.
 pub fn files(text: &str) -> Vec<&str> {
@@ -13,7 +13,7 @@ pub fn files(text: &str) -> Vec<&str> {
         for part in text.split(quote) {
             let name = part.split(['?', '#']).next().unwrap_or_default();
             let is_file = [".js", ".mjs", ".css"].iter().any(|ending| name.ends_with(ending));
-            let is_name = name.len() <= LONGEST_NAME
+            let is_name = name.len() <= MAX_NAME_BYTES
                 && name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-~@:%".contains(c));
             if is_file && is_name && !found.contains(&name) {
                 found.push(name);
@@ -24,13 +24,13 @@ pub fn files(text: &str) -> Vec<&str> {
 }
 
 /// The host of a shell without a key, and the host of examples.
-const KNOWN: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
+const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
 /// A placeholder host, as plain text or inside a publishable key. A shell that was built without the identity provider's
 /// key, or with an example's, would connect to it.
 pub fn placeholder_host(text: &str) -> Option<String> {
-    let in_key = || hosts_of_keys(text).find_map(|host| in_plain(&format!("//{host}")).map(str::to_owned));
-    in_plain(text).map(str::to_owned).or_else(in_key)
+    let in_key = || hosts_of_keys(text).find_map(|host| placeholder_in_text(&format!("//{host}")).map(str::to_owned));
+    placeholder_in_text(text).map(str::to_owned).or_else(in_key)
 }
 
 /// The hosts in publishable keys: `pk_test_` or `pk_live_`, then base64 of a host and a `$`.
@@ -45,8 +45,8 @@ fn hosts_of_keys(text: &str) -> impl Iterator<Item = String> {
     })
 }
 
-fn in_plain(text: &str) -> Option<&str> {
-    if let Some(known) = KNOWN.into_iter().find(|known| text.contains(known)) {
+fn placeholder_in_text(text: &str) -> Option<&str> {
+    if let Some(known) = PLACEHOLDER_HOSTS.into_iter().find(|known| text.contains(known)) {
         return Some(known);
     }
     for (at, _) in text.match_indices("placeholder") {

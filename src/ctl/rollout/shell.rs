@@ -9,8 +9,8 @@ use super::scan;
 use super::site::Site;
 use crate::diagnosis::{Finding, Findings};
 
-const MOST_FILES: usize = 400;
-const MOST_BYTES: usize = 96 << 20;
+const MAX_FILES: usize = 400;
+const MAX_TOTAL_BYTES: usize = 96 << 20;
 /// Part of every call of the legacy route, however its URL is built.
 const LEGACY: &str = "api/canvas";
 /// The page's `meta` that declares where canvas gestures may begin.
@@ -19,7 +19,7 @@ const FROM_SURFACE: &str = "surface";
 const CHECKS: [&str; 3] = ["placeholder-host", "legacy-canvas", "canvas-gestures"];
 
 /// A file of the shell.
-struct Part {
+struct ShellFile {
     url: Url,
     text: String,
 }
@@ -51,7 +51,7 @@ pub async fn check(site: &Site, deadline: Duration) -> Vec<Finding> {
 }
 
 /// Loads the page and, transitively, all files that it refers to.
-async fn load(site: &Site) -> Result<Vec<Part>, String> {
+async fn load(site: &Site) -> Result<Vec<ShellFile>, String> {
     let front = site.get(site.base(), "text/html").await?;
     if !front.status.is_success() || !front.kind.starts_with("text/html") {
         return Err(format!("the page answers {} {}", front.status, front.kind));
@@ -64,27 +64,27 @@ async fn load(site: &Site) -> Result<Vec<Part>, String> {
         return Err("the page refers to no script, so it is not a shell".to_owned());
     }
     let mut bytes = page.len();
-    let mut parts = vec![Part { url: site.base().clone(), text: page }];
+    let mut parts = vec![ShellFile { url: site.base().clone(), text: page }];
     while let Some((url, from_page)) = wanted.pop_front() {
-        if parts.len() >= MOST_FILES || bytes >= MOST_BYTES {
+        if parts.len() >= MAX_FILES || bytes >= MAX_TOTAL_BYTES {
             return Err(format!(
-                "more than {MOST_FILES} files or {} MiB: some were not read",
-                MOST_BYTES >> 20
+                "more than {MAX_FILES} files or {} MiB: some were not read",
+                MAX_TOTAL_BYTES >> 20
             ));
         }
-        let answer = site.get(&url, "*/*").await?;
+        let response = site.get(&url, "*/*").await?;
         // A quoted name in a script need not be a file; a name in the page must be one.
-        let is_code = answer.kind.contains("javascript") || answer.kind.contains("css");
-        if !answer.status.is_success() || !is_code {
+        let is_code = response.kind.contains("javascript") || response.kind.contains("css");
+        if !response.status.is_success() || !is_code {
             if from_page {
-                return Err(format!("{} answers {} {}", url.path(), answer.status, answer.kind));
+                return Err(format!("{} answers {} {}", url.path(), response.status, response.kind));
             }
             continue;
         }
-        let text = answer.text().into_owned();
+        let text = response.text().into_owned();
         bytes += text.len();
         named(site.base(), &url, &text, false, &mut seen, &mut wanted);
-        parts.push(Part { url, text });
+        parts.push(ShellFile { url, text });
     }
     Ok(parts)
 }
@@ -110,7 +110,7 @@ fn named(
     }
 }
 
-fn placeholder(parts: &[Part]) -> Findings {
+fn placeholder(parts: &[ShellFile]) -> Findings {
     let mut findings = Findings::new(CHECKS[0]);
     for part in parts {
         if let Some(host) = scan::placeholder_host(&part.text) {
@@ -124,7 +124,7 @@ fn placeholder(parts: &[Part]) -> Findings {
     findings.or_ok("neither the page nor its chunks contain one")
 }
 
-fn legacy(parts: &[Part]) -> Findings {
+fn legacy(parts: &[ShellFile]) -> Findings {
     let mut findings = Findings::new(CHECKS[1]);
     for part in parts.iter().filter(|part| part.text.contains(LEGACY)) {
         findings = findings.problem(
@@ -135,7 +135,7 @@ fn legacy(parts: &[Part]) -> Findings {
     findings.or_ok(format!("neither the page nor its chunks contain {LEGACY}"))
 }
 
-fn gestures(parts: &[Part]) -> Findings {
+fn gestures(parts: &[ShellFile]) -> Findings {
     let findings = Findings::new(CHECKS[2]);
     match marker(&parts[0].text, GESTURES) {
         Some(from) if from == FROM_SURFACE => findings.ok(

@@ -73,15 +73,15 @@ fn changes(before: &Value, after: &Value) -> String {
         value => one_line(&compact(Some(value))).into_owned(),
     };
     let all: Vec<_> = after.iter().filter(differs).collect();
-    let mut said: Vec<String> = all
+    let mut shown_changes: Vec<String> = all
         .iter()
         .take(MAX_CHANGES)
         .map(|(name, now)| format!("{name}={}→{}", shown(&before[name.as_str()]), shown(now)))
         .collect();
     if all.len() > MAX_CHANGES {
-        said.push(format!("and {} more", all.len() - MAX_CHANGES));
+        shown_changes.push(format!("and {} more", all.len() - MAX_CHANGES));
     }
-    said.join(" ")
+    shown_changes.join(" ")
 }
 
 #[cfg(test)]

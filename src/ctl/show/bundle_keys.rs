@@ -158,9 +158,9 @@ mod tests {
     #[test]
     fn findings_name_missing_and_obsolete_keys() {
         let found = keys().findings(Findings::new("fleet")).into_list();
-        let said: Vec<String> = found.iter().map(|finding| finding.what.clone()).collect();
+        let texts: Vec<String> = found.iter().map(|finding| finding.what.clone()).collect();
         assert_eq!(
-            said,
+            texts,
             [
                 "7 machines (bob, …) do not trust the key bbbbbbbbbbbbbbbb of BUNDLE_PUBLIC_KEYS",
                 "1 machine (bob) still trusts the key cccccccccccccccc, which BUNDLE_PUBLIC_KEYS does not have",

@@ -9,7 +9,7 @@ use super::table::Cell;
 use super::{Colour, View};
 
 /// Backups are hourly: two missed ones are shown as a problem.
-const MAX_CALM_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
+const MAX_NORMAL_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -182,7 +182,7 @@ impl Copies {
 
     fn risk_cell(&self) -> Cell {
         let Some(exposed) = self.exposed_seconds else { return "".into() };
-        let colour = (exposed > MAX_CALM_EXPOSURE_SECONDS).then_some(Colour::Bad);
+        let colour = (exposed > MAX_NORMAL_EXPOSURE_SECONDS).then_some(Colour::Bad);
         Cell::painted(colour, format!("losing the live server now would cost {}", self.cost(exposed)))
     }
 

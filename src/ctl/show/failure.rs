@@ -109,14 +109,14 @@ impl Failure {
             machine.machine_id
         );
         let larger = format!("`svcctl recover {slot} --server-type TYPE` with a larger disk");
-        let said = self.message.as_deref().unwrap_or_default();
-        Some(if said.contains("bytes are free") {
+        let message = self.message.as_deref().unwrap_or_default();
+        Some(if message.contains("bytes are free") {
             format!("{larger}; or {another}")
-        } else if said.contains("read into an older one") {
+        } else if message.contains("read into an older one") {
             format!(
                 "`svcctl recover {slot} --image-version VERSION` with a release that has that PostgreSQL; or {another}"
             )
-        } else if said.contains("the object store") {
+        } else if message.contains("the object store") {
             format!(
                 "`svcctl doctor` shows what is wrong with the object store; once it works, `svcctl recover {slot}`"
             )

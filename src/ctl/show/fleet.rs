@@ -94,12 +94,12 @@ fn words(name: &str) -> String {
         "providerServerId" => "server".to_owned(),
         "machineId" => "machine".to_owned(),
         name if !name.bytes().all(|byte| byte.is_ascii_alphanumeric()) => name.to_owned(),
-        name => name.chars().fold(String::new(), |mut said, letter| {
+        name => name.chars().fold(String::new(), |mut words, letter| {
             if letter.is_ascii_uppercase() {
-                said.push(' ');
+                words.push(' ');
             }
-            said.push(letter.to_ascii_lowercase());
-            said
+            words.push(letter.to_ascii_lowercase());
+            words
         }),
     }
 }
@@ -176,8 +176,8 @@ impl Attention {
         let advice = match self.reasons.first().map(String::as_str) {
             // The backup fails because its snapshot is held.
             Some("backup_failing") if is_held_back => advice("snapshot_held"),
-            Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED,
-            Some("heartbeat_silent") if are_hosts_refused(alarms) => REFUSED,
+            Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED_ADVICE,
+            Some("heartbeat_silent") if are_hosts_refused(alarms) => HOSTS_REFUSED_ADVICE,
             Some(reason) => advice(reason),
             None => "svcctl status HANDLE",
         };
@@ -193,7 +193,7 @@ fn are_hosts_refused(alarms: &[Alarm]) -> bool {
 }
 
 /// Maximum machines that findings name; `svcctl fleet` lists all.
-const MOST_NAMED: usize = 20;
+const MAX_NAMED: usize = 20;
 
 impl Fleet {
     /// Findings for the machines that need attention.
@@ -203,9 +203,9 @@ impl Fleet {
         let findings = self
             .overdue_operations
             .iter()
-            .take(MOST_NAMED)
+            .take(MAX_NAMED)
             .fold(findings, |found, overdue| found.warning(overdue.line(), overdue.advice()));
-        let named = self.attention.iter().take(MOST_NAMED).fold(findings, |findings, machine| {
+        let named = self.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
             let reasons = machine.reasons.join(", ");
             let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.state());
             findings.warning(what, machine.next(&self.alarms))
@@ -214,7 +214,7 @@ impl Fleet {
             Some(keys) => keys.findings(named),
             None => named,
         };
-        let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MOST_NAMED);
+        let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MAX_NAMED);
         let named = if more > 0 {
             let verb = if more == 1 { "needs" } else { "need" };
             let line = format!("and {} {verb} attention", counted(more as u64, "more machine"));
@@ -296,10 +296,10 @@ fn backups(backups: &Backups) -> Cell {
     words.join(", ").into()
 }
 
-const UNSAVED_OF_DELETED: &str = "svcctl status HANDLE shows what only its server holds; svcctl undelete HANDLE restores it, \
+const UNSAVED_OF_DELETED_ADVICE: &str = "svcctl status HANDLE shows what only its server holds; svcctl undelete HANDLE restores it, \
     unless a later machine of its slot has served; svcctl discard HANDLE --accept-loss deletes it";
 
-const REFUSED: &str = "live hosts are refused because of their tokens (alarm host_tokens_refused): resolve that first, then \
+const HOSTS_REFUSED_ADVICE: &str = "live hosts are refused because of their tokens (alarm host_tokens_refused): resolve that first, then \
     check which hosts are still silent";
 
 /// The advice for a reason.

@@ -60,7 +60,7 @@ mod tests {
     #[test]
     fn ago_uses_one_unit() {
         let now: Timestamp = "2026-01-02T00:00:00Z".parse().unwrap();
-        for (at, said) in [
+        for (at, expected) in [
             ("2026-01-02T00:00:00.000Z", "0 s ago"),
             ("2026-01-01T23:58:21Z", "99 s ago"),
             ("2026-01-01T23:58:20Z", "1 min ago"),
@@ -70,17 +70,17 @@ mod tests {
             ("2026-01-02T00:00:30Z", "in 30 s"),
             ("sometime", "sometime"),
         ] {
-            assert_eq!(ago(now, at), said, "{at}");
+            assert_eq!(ago(now, at), expected, "{at}");
         }
         assert_eq!(when(now, "2026-01-01T23:59:00.500Z"), "2026-01-01 23:59:00 UTC, 60 s ago");
     }
 
     #[test]
     fn size_has_one_decimal_and_binary_units() {
-        for (bytes, said) in
+        for (bytes, expected) in
             [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1_048_575, "1.0 MiB"), (5 << 30, "5.0 GiB")]
         {
-            assert_eq!(size(bytes), said);
+            assert_eq!(size(bytes), expected);
         }
     }
 }

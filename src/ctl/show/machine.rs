@@ -15,7 +15,7 @@ use crate::ctl::args;
 use crate::store::bucket::is_unusable_pointer;
 
 /// A heartbeat older than this many seconds is highlighted; hosts send one every half minute.
-const QUIET: f64 = 120.0;
+const MAX_HEARTBEAT_AGE_SECONDS: f64 = 120.0;
 
 /// A machine's record. Unknown fields are ignored.
 #[derive(Debug, Deserialize)]
@@ -263,11 +263,11 @@ impl Machine {
         self.operations.iter().find(|operation| operation.question().is_some())
     }
 
-    fn heartbeat(&self, view: &View, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
+    fn heartbeat(&self, view: &View, format_time: fn(jiff::Timestamp, &str) -> String) -> Cell {
         let Some(at) = &self.heartbeat_at else { return "".into() };
-        let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > QUIET);
+        let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
         let late = quiet && self.shown_state() == "running";
-        Cell::painted(late.then_some(Colour::Bad), said(view.now, at))
+        Cell::painted(late.then_some(Colour::Bad), format_time(view.now, at))
     }
 }
 
@@ -472,20 +472,20 @@ fn health_cell(health: Option<&Value>) -> Cell {
 }
 
 /// The last backup, as the host reported it.
-fn backup_cell(view: &View, backup: Option<&Value>, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
+fn backup_cell(view: &View, backup: Option<&Value>, format_time: fn(jiff::Timestamp, &str) -> String) -> Cell {
     let Some(backup) = backup.filter(|backup| backup.is_object()) else { return "".into() };
     if backup["status"] == "error" {
         return Cell::painted(Some(Colour::Bad), format!("error: {}", compact(backup.get("error"))));
     }
     let Some(taken) = backup["takenAt"].as_str() else { return compact(Some(backup)).into() };
     let size = backup["sizeBytes"].as_u64().map(|bytes| format!(", {}", size(bytes))).unwrap_or_default();
-    format!("{}{size}", said(view.now, taken)).into()
+    format!("{}{size}", format_time(view.now, taken)).into()
 }
 
 /// The data at risk if the machine is replaced or deleted.
 pub fn at_stake(view: &View, m: &Machine) -> String {
     let known = m.copies.as_ref().map(|copies| copies.stake(view));
-    let told = || {
+    let reported = || {
         let backup = m.last_backup.as_ref().filter(|backup| backup["status"] != "error");
         let taken = backup.and_then(|backup| backup["takenAt"].as_str());
         taken.map_or_else(
@@ -493,5 +493,5 @@ pub fn at_stake(view: &View, m: &Machine) -> String {
             |at| format!("its last backup is from {}", when(view.now, at)),
         )
     };
-    format!("It is {} as {}; {}.", m.state_word(), m.handle, known.unwrap_or_else(told))
+    format!("It is {} as {}; {}.", m.state_word(), m.handle, known.unwrap_or_else(reported))
 }

@@ -72,7 +72,7 @@ pub struct LogEntry {
 
 impl LogEntry {
     /// Whether to show it: the end of a step implies that it was filed and begun.
-    pub fn is_news(&self) -> bool {
+    pub fn should_show(&self) -> bool {
         !matches!(self.outcome.as_deref(), Some("filed" | "begun"))
     }
 }
@@ -226,7 +226,7 @@ pub fn one(view: &View, o: &Operation) -> String {
         let (entries, are) = if o.log_omitted == 1 { ("entry", "is") } else { ("entries", "are") };
         shown.push_str(&format!("({} older {entries} {are} not shown)\n", o.log_omitted));
     }
-    for entry in o.log.iter().filter(|entry| entry.is_news()) {
+    for entry in o.log.iter().filter(|entry| entry.should_show()) {
         shown.push_str(&format!("{}\n", o.line(view, entry)));
     }
     shown

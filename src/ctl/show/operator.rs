@@ -67,7 +67,7 @@ pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String 
     let IssuedToken { operator, token } = issued;
     let shown = file.map_or_else(|| token.clone(), |file| format!("written to {}", file.display()));
     let previous = operator.previous_token_expires_at.as_deref();
-    let mut said = table::pairs(
+    let mut output = table::pairs(
         view,
         &[
             ("operator", operator.name.clone().into()),
@@ -81,11 +81,11 @@ pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String 
         ],
     );
     if file.is_none() {
-        said.push_str(
+        output.push_str(
             "\nThe token is shown only once. Save it to a file, and pass the file to svcctl with --secret-file.\n",
         );
     }
-    said
+    output
 }
 
 pub fn who_am_i(view: &View, me: &WhoAmI) -> String {
