@@ -1,6 +1,6 @@
-//! Multipart uploads that are known by an id: whoever comes after a process that was killed in one can give it up.
+//! Multipart uploads with an id, so that another process can abort the upload of a killed process.
 //!
-//! Owns the order of the parts. A store without ids (a directory, memory) has nothing that would have to be given up.
+//! Owns the order of the parts. A store without ids (a directory, memory) keeps no parts that must be aborted.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,11 +12,11 @@ use object_store::path::Path;
 use object_store::{Error, MultipartId, MultipartUpload, PutPayload, PutResult, Result, UploadPart};
 use serde::{Deserialize, Serialize};
 
-/// An upload that was begun.
+/// An upload that has not ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OpenUpload {
-    /// The object's, in the bucket.
+    /// The key of the object in the bucket.
     pub key: String,
     pub upload_id: String,
 }
@@ -39,7 +39,7 @@ impl Identified {
         Ok((Box::new(upload), open))
     }
 
-    /// One that is not there any more was completed or given up: that is success.
+    /// Aborts an upload. Succeeds if it no longer exists: it was completed or aborted.
     pub(super) async fn give_up(&self, open: &OpenUpload) -> Result<()> {
         match self.0.abort_multipart(&Path::parse(&open.key)?, &open.upload_id).await {
             Err(Error::NotFound { .. }) => Ok(()),
@@ -48,7 +48,7 @@ impl Identified {
     }
 }
 
-/// One upload under way.
+/// An upload in progress.
 #[derive(Debug)]
 struct Parts {
     store: Identified,

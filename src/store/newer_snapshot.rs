@@ -1,5 +1,5 @@
-//! The newest whole snapshot of a machine that the pointer does not name: the host stored it while the platform was
-//! unreachable, or holds it back.
+//! Finds a machine's complete snapshot that is newer than the pointer's: the host stored it while the platform was
+//! unreachable, or holds it.
 
 use std::collections::VecDeque;
 
@@ -12,16 +12,16 @@ use super::snapshot::{self, SideRecord, Unusable};
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 
-/// Names after the latest snapshot's that are listed, and of those the newest whose records are read.
+/// Maximum names to list after the latest snapshot's, and maximum records to read, from the newest on.
 const MAX_NAMES: usize = 2000;
 const MAX_TRIED: usize = 8;
 
-/// The newest whole snapshot of this machine and epoch after the one that the pointer names. Those of other machines do not
-/// count, since what was copied from a replaced one can still add some. Keys after the pointer's are listed, of which there are
-/// usually none.
+/// The newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other machines are
+/// ignored, because the credentials of a replaced one can still add some. Lists the keys after the pointer's; usually there
+/// are none.
 ///
 /// # Errors
-/// [`StoreError`]: whether there is one is not known.
+/// [`StoreError`]: it is unknown whether there is one.
 pub async fn find(
     bucket: &Bucket,
     slot: &SlotPrefix,

@@ -1,8 +1,7 @@
-//! The way back from a pointer that was lost, is unreadable, or names what is not there: another one is written from the
-//! side records of snapshots.
+//! Rebuilds a pointer that is missing, unreadable, or names a missing snapshot, from the side records of snapshots.
 //!
-//! Invariants: the fence is never lowered, except one that is not believed, and `seq` never goes back; what is written names a snapshot whose object and
-//! side record are there and agree; a concurrent write is never overwritten.
+//! Invariants: the fence is never lowered, unless it is implausible, and `seq` never decreases; the new pointer names a
+//! snapshot whose object and side record exist and agree; a concurrent write is never overwritten.
 
 use bytes::Bytes;
 use jiff::Timestamp;
@@ -16,28 +15,28 @@ use super::{epochs, pointer_io, pointer_log, snapshots};
 use crate::clock;
 use crate::machine::epoch::Epoch;
 
-/// How much of an unreadable pointer is kept.
+/// Maximum bytes of an unreadable pointer to keep.
 const MAX_KEPT_BYTES: u64 = 8 << 10;
-/// How many snapshots are tried before a whole one is found.
+/// Maximum snapshots to check for a complete one.
 const MAX_TRIED: usize = 64;
 
 /// The slot's current machine, as the platform knows it, and the signed fence that was written before it was created.
 pub type Holder = Fence;
 
-/// What the platform's database says of a slot.
+/// The platform's database record of a slot.
 #[derive(Debug, Clone)]
 pub struct OnRecord {
-    /// Of any machine that it ever had.
+    /// The highest epoch of all its machines.
     pub highest: Epoch,
     pub holder: Option<Holder>,
 }
 
-/// What is there instead of a pointer that can be used.
+/// The state of a slot's pointer.
 #[derive(Debug, Clone)]
 pub enum Found {
-    /// It names a whole snapshot, or there is none to be named.
+    /// It names a complete snapshot, or the slot has none.
     Sound(Option<Pointer>),
-    /// It can be read, and names no snapshot that can be restored.
+    /// It is readable, but names no snapshot that can be restored.
     Unsound {
         pointer: Pointer,
         why: String,
@@ -73,30 +72,30 @@ impl Found {
     }
 }
 
-/// What a rebuild is to name.
+/// The snapshot that a rebuild should name.
 #[derive(Debug, Clone, Copy)]
 pub enum Wanted<'a> {
-    /// The newest whole snapshot of the highest epoch. Where there is no snapshot at all, none.
+    /// The newest complete snapshot of the highest epoch; none if the slot has no snapshots.
     Newest,
     Snapshot(&'a SnapshotKey),
-    /// None, although snapshots may be there: an operator's decision, made now.
+    /// None, even if there are snapshots: the operator's current decision.
     Nothing,
 }
 
-/// The pointer as it is, and as a rebuild would write it.
+/// The current pointer, and the one that a rebuild would write.
 #[derive(Debug, Clone)]
 pub struct Inspection {
     pub found: Found,
-    /// Snapshots with a side record.
+    /// Number of snapshots with a side record.
     pub snapshots: usize,
-    /// Those of which nothing is known, where none of the ones that were tried is whole.
+    /// Number of unchecked snapshots, if none of the checked ones is complete.
     pub untried: usize,
-    /// `None` where no snapshot is whole.
+    /// `None` if no snapshot is complete.
     pub next: Option<Pointer>,
     condition: Condition,
 }
 
-/// Why the pointer was not rebuilt.
+/// The reason why the pointer was not rebuilt.
 #[derive(Debug, thiserror::Error)]
 pub enum RepairError {
     #[error("{key} is not usable: {why}")]
@@ -107,10 +106,10 @@ pub enum RepairError {
     Store(#[from] StoreError),
 }
 
-/// Reads the pointer, and finds what a rebuild would name.
+/// Reads the pointer, and finds the snapshot that a rebuild would name.
 ///
 /// # Errors
-/// [`RepairError`]; `Unusable` only of a snapshot that is asked for.
+/// [`RepairError`]; `Unusable` only for a requested snapshot.
 pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -121,7 +120,7 @@ pub async fn inspect(
     let bound = highest.max_plausible();
     let (found, condition) = found(bucket, slot, bound).await?;
     let mut keys = snapshots::keys(bucket, slot).await?;
-    // A host can write any key: one of an epoch that no machine ever had is none of ours.
+    // A host can write any key: ignore epochs that no machine ever had.
     keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
     let (candidate, untried) = match wanted {
         Wanted::Snapshot(key) => (Some(chosen(bucket, slot, key).await?), 0),
@@ -140,8 +139,8 @@ pub async fn inspect(
     Ok(Inspection { found, snapshots: keys.len(), untried, next, condition })
 }
 
-/// The pointer to write, with a `seq` above which a reader finds no entry. The fence of the last entry that lies in between
-/// counts, as far as it can be read.
+/// The pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last skipped entry,
+/// if that is readable.
 async fn clear_next(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -160,10 +159,10 @@ async fn clear_next(
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
 
-/// Writes the pointer that the inspection found: its entry of the log, then `latest` in the version that was inspected.
+/// Writes the pointer of the inspection: its log entry, then `latest` in the inspected version.
 ///
 /// # Errors
-/// [`RepairError`]; `Changed` when the pointer is not as it was inspected any more.
+/// [`RepairError`]; `Changed` if the pointer has changed since the inspection.
 pub async fn rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -171,13 +170,13 @@ pub async fn rebuild(
 ) -> Result<Pointer, RepairError> {
     let none = || RepairError::Unusable {
         key: slot.snapshots().to_string(),
-        why: "none of its snapshots is whole".to_owned(),
+        why: "none of its snapshots is complete".to_owned(),
     };
     let next = inspection.next.clone().ok_or_else(none)?;
     let entry = slot.pointer_entry(next.seq);
     match bucket.put_json_if(&entry, &next, Condition::Absent).await {
         Ok(()) => {}
-        // The client repeats a write whose answer was lost, and is then refused by its own.
+        // After a lost response the client retries, and its own write then refuses the retry.
         Err(StoreError::Precondition { .. }) => {
             let written = bucket.get_json::<Pointer>(&entry).await;
             if !matches!(written, Ok(Some(written)) if written.value == next) {
@@ -187,13 +186,13 @@ pub async fn rebuild(
         Err(error) => return Err(error.into()),
     }
     match bucket.put_json_if(&slot.pointer(), &next, inspection.condition.clone()).await {
-        // A writer that found the entry has put it into `latest`, or another thing is in its way: what holds now tells.
+        // Another writer has copied the entry to `latest`, or `latest` was changed: reading the pointer tells which.
         Ok(()) | Err(StoreError::Precondition { .. }) => {}
         Err(error) => return Err(error.into()),
     }
     match pointer_io::read(bucket, slot).await {
         Ok(Some(read)) if read.value == next => Ok(next),
-        // It took effect, and a host or the platform has moved it since.
+        // The rebuild took effect, and a host or the platform has moved the pointer since.
         Ok(Some(read)) if read.value.seq > next.seq && read.value.fence_epoch >= next.fence_epoch => Ok(next),
         Ok(_) => Err(RepairError::Changed),
         Err(StoreError::Corrupt { key, why }) => Err(RepairError::Unusable { key, why }),
@@ -256,8 +255,7 @@ async fn chosen(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result
     }
 }
 
-/// The newest of the highest epoch; where none of that epoch is whole, of the one below. With how many were not tried, where
-/// there is none.
+/// The newest complete snapshot of the highest epoch that has one, or the number of unchecked snapshots.
 async fn newest_whole(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -268,8 +266,8 @@ async fn newest_whole(
     for (epoch, _, key) in ordered.into_iter().take(MAX_TRIED) {
         match snapshot::by_key(bucket, slot, key).await {
             Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
-            Ok(_) => tracing::warn!(key, "a snapshot without an epoch in its key is passed over"),
-            Err(Unusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is passed over"),
+            Ok(_) => tracing::warn!(key, "a snapshot without an epoch in its key is skipped"),
+            Err(Unusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is skipped"),
             Err(Unusable::Absent) => {}
             Err(Unusable::Store(error)) => return Err(error),
         }
@@ -277,11 +275,11 @@ async fn newest_whole(
     Ok((None, keys.len().saturating_sub(MAX_TRIED)))
 }
 
-/// The last entry of the whole log: its `seq`, and its value where it can be read, or else that of `latest`.
+/// The `seq` of the last log entry, and its value, or that of `latest` if it is unreadable.
 async fn top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
     let Some((seq, _)) = pointer_log::newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
     let value = match readable(bucket, slot, seq).await? {
-        // It was not written by the protocol: `latest` still says what the fence is.
+        // It was not written by the protocol: `latest` still has the fence.
         None => readable_latest(bucket, slot).await?,
         value => value,
     };
@@ -304,19 +302,19 @@ async fn readable(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option
     }
 }
 
-/// Everything that says how high fence and `seq` have been.
+/// The sources for the highest fence and `seq` so far.
 struct Known<'a> {
     found: &'a Found,
     keys: &'a [String],
     top: (u64, Option<Pointer>),
     meta: Epoch,
     holder: Option<&'a Holder>,
-    /// What is above it was not written by a machine of ours.
+    /// The highest plausible epoch.
     bound: Epoch,
 }
 
 impl Known<'_> {
-    /// `None` where nothing was ever fenced: then there is nothing to write.
+    /// `None` if the slot was never fenced: there is nothing to write.
     fn next(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.top.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
@@ -352,7 +350,7 @@ impl Known<'_> {
         })
     }
 
-    /// At least what it has been. Where the pointer does not say it: each snapshot moved it once, and each fence.
+    /// A `seq` that is at least the last one. Without a pointer it is estimated: one move per snapshot and per fence.
     fn seq(&self, fence: Epoch) -> u64 {
         let counted = self.keys.len() as u64 + u64::from(fence.0);
         let seen = [self.found.pointer().map_or(counted, |pointer| pointer.seq), self.top.0];
@@ -383,7 +381,7 @@ mod tests {
         OnRecord { highest: Epoch(1), holder: Some(Holder::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))) }
     }
 
-    /// A slot whose pointer is at `seq` 2 and names its one snapshot.
+    /// A slot with one snapshot, and a pointer with `seq` 2.
     async fn backed_up() -> (Bucket, String) {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         let taken_at = "2026-11-24T03:04:05.678Z".parse().unwrap();
@@ -399,7 +397,7 @@ mod tests {
         (bucket, named.key)
     }
 
-    /// What who has a session can write beside it: an object and a record of it.
+    /// Writes what a session could forge: an object and its record.
     async fn forge(bucket: &Bucket, name: &str, epoch: u32) {
         let (at, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
         bucket.put(&at, "d").await.unwrap();
@@ -414,7 +412,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn rebuild_ends_above_unreadable_entries_at_any_distance() {
+    async fn rebuild_skips_unreadable_entries_at_any_distance() {
         let newer = json!({"version": 2});
         for (junk, latest) in [
             (json!({}), None),
@@ -436,7 +434,7 @@ mod tests {
             assert_eq!(written.snapshot.as_ref().map(|named| &*named.key), Some(&*key), "{junk}");
             let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
             assert_eq!(read.value, written, "{junk}");
-            // It moves as before.
+            // Later writes succeed.
             let next = Fence::unsigned(Epoch(2), MachineId(uuid::Uuid::from_u128(2)));
             pointer_io::fence(&bucket, &slot(), &next).await.unwrap();
             let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
@@ -445,9 +443,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn fence_of_latest_outlives_unreadable_entries() {
+    async fn rebuild_keeps_the_fence_despite_unreadable_entries() {
         let (bucket, _) = backed_up().await;
-        // A machine that a restored database does not know.
+        // A machine that is missing in a restored database.
         let later = Fence::unsigned(Epoch(5), MachineId(uuid::Uuid::from_u128(5)));
         pointer_io::fence(&bucket, &slot(), &later).await.unwrap();
         bucket.put(&slot().pointer_entry(600_000), "{}").await.unwrap();
@@ -456,7 +454,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn rebuild_names_no_snapshot_of_a_hidden_epoch() {
+    async fn rebuild_ignores_snapshots_with_a_hidden_epoch() {
         let (bucket, key) = backed_up().await;
         for name in [format!("{TIME}-1.dumpZ-900.dump"), format!("{TIME}-900.dump-1.dump")] {
             forge(&bucket, &name, 900).await;
@@ -470,7 +468,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn snapshots_that_were_not_tried_are_counted() {
+    async fn inspect_counts_unchecked_snapshots() {
         let (bucket, key) = backed_up().await;
         let forged = |n: usize| format!("2026-11-24T04-00-00.{n:03}Z-1.dump");
         for n in 0..MAX_TRIED {

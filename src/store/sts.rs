@@ -1,7 +1,7 @@
-//! AssumeRole of the Security Token Service: credentials that may do what a session policy says, for a while.
+//! AssumeRole of the Security Token Service: temporary credentials that are limited by a session policy.
 //!
-//! Speaks the query protocol of AWS's STS, which MinIO and others answer at the store's own endpoint. Knows nothing of
-//! machines; what the policy says is the caller's.
+//! Uses the query protocol of AWS's STS, which MinIO and others support at the store's endpoint. The caller provides the
+//! policy.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
 const ATTEMPTS: u32 = 3;
-/// Of one call with its repeats; below what a host waits for the platform.
+/// Deadline of one call including retries; shorter than a host waits for the platform.
 const DEADLINE: Duration = Duration::from_secs(8);
 const CALL: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
@@ -26,15 +26,15 @@ const CALL: Deadlines = Deadlines {
     idle: Duration::from_secs(5),
 };
 
-/// Why there is no session.
+/// The reason why there is no session.
 #[derive(Debug, thiserror::Error)]
 pub enum StsError {
-    /// The role, its trust or the policy is wrong: an operator has to look.
+    /// The role, its trust policy or the session policy is wrong: an operator must fix it.
     #[error("STS refused AssumeRole with {status}: {code}: {message}")]
     Refused { status: StatusCode, code: String, message: String },
-    #[error("STS did not answer AssumeRole: {0}")]
+    #[error("STS did not respond to AssumeRole: {0}")]
     Silent(String),
-    #[error("the answer of STS to AssumeRole is not readable: {0}")]
+    #[error("cannot parse the response of STS to AssumeRole: {0}")]
     Unreadable(String),
     #[error("AssumeRole could not be signed")]
     Sign(#[source] object_store::Error),
@@ -52,7 +52,7 @@ impl StsError {
     }
 }
 
-/// Who asks, and for which role.
+/// A client of STS with its credentials and role.
 #[derive(Debug)]
 pub struct Sts {
     wire: HttpClient,
@@ -64,7 +64,7 @@ pub struct Sts {
 
 impl Sts {
     /// # Errors
-    /// When no client can be made.
+    /// If the HTTP client cannot be created.
     pub fn new(
         endpoint: Url,
         region: String,
@@ -75,7 +75,7 @@ impl Sts {
         Ok(Self { wire, endpoint, region, role_arn, caller })
     }
 
-    /// A session under `name` (which the store's own log shows) that may do what `policy` says.
+    /// Requests a session with this name, which the store's access log shows, and this policy.
     ///
     /// # Errors
     /// [`StsError`].
@@ -101,14 +101,14 @@ impl Sts {
             }
         };
         let ended = tokio::time::timeout(DEADLINE, repeated).await;
-        ended.unwrap_or_else(|_| Err(StsError::Silent("no answer in time".to_owned())))
+        ended.unwrap_or_else(|_| Err(StsError::Silent("no response in time".to_owned())))
     }
 
     async fn ask(&self, form: &str) -> Result<Temporary, StsError> {
         let mut request = HttpRequest::new(form.to_owned().into());
         *request.method_mut() = Method::POST;
         *request.uri_mut() =
-            self.endpoint.as_str().parse().map_err(|_| StsError::Silent("its URL is none".to_owned()))?;
+            self.endpoint.as_str().parse().map_err(|_| StsError::Silent("its URL is invalid".to_owned()))?;
         let headers = request.headers_mut();
         let kind = "application/x-www-form-urlencoded; charset=utf-8";
         headers.insert(CONTENT_TYPE, http::HeaderValue::from_static(kind));
@@ -171,11 +171,11 @@ fn read(status: StatusCode, text: &str) -> Result<Temporary, StsError> {
         let fault = fault.unwrap_or_else(|_| Fault { code: "unknown".to_owned(), message: String::new() });
         return Err(StsError::Refused { status, code: fault.code, message: fault.message });
     }
-    // What is not as expected may hold the secret: the parser's words are kept, not the text.
+    // An unexpected response may contain the secret: report only the parser's error.
     let answer: Answer =
         quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
     let session = answer.assume_role_result.credentials;
-    // Around values, an XML document may have white space for its reader's sake.
+    // Values in an XML document may be surrounded by white space.
     Ok(Temporary {
         access_key: session.access_key_id.trim().to_owned(),
         secret_key: session.secret_access_key.trim().to_owned().into(),
@@ -211,7 +211,7 @@ mod tests {
 </AssumeRoleResponse>"#;
 
     #[test]
-    fn the_answer_of_aws_is_read() {
+    fn read_parses_the_response_of_aws() {
         let session = read(StatusCode::OK, SAMPLE).unwrap();
         assert_eq!(session.access_key, "ASIAIOSFODNN7EXAMPLE");
         let token = session.session_token.unwrap();
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_its_code_in_either_form() {
+    fn read_parses_errors_in_both_forms() {
         let whole = "<ErrorResponse><Error><Type>Sender</Type><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>";
         for text in [whole, "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"] {
             let error = read(StatusCode::FORBIDDEN, text).unwrap_err();
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_answer_is_told_without_its_secret() {
+    fn read_hides_the_secret_of_a_truncated_response() {
         let error = read(StatusCode::OK, &SAMPLE[..SAMPLE.len() / 2]).unwrap_err();
         assert!(!error.to_string().contains("wJalr"), "{error}");
     }
