@@ -16,7 +16,7 @@ use crate::machine::name::ImageVersion;
 pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys, max_sequence_after};
 
 /// Maximum size of a manifest or signature file.
-pub const LARGEST_COMPANION: u64 = 64 << 10;
+pub const MAX_COMPANION_BYTES: u64 = 64 << 10;
 const FORMAT: u32 = 1;
 
 /// The SHA-256 (hex) in the `.sha256` companion of a bundle; `None` if there is no such bundle.
@@ -39,8 +39,8 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<St
 /// # Errors
 /// [`StoreError`].
 pub async fn signed(bucket: &Bucket, version: &ImageVersion) -> Result<Option<Signed>, StoreError> {
-    let manifest = bucket.get(&key::bundle(version, ".json"), LARGEST_COMPANION).await?;
-    let signature = bucket.get(&key::bundle(version, ".json.sig"), LARGEST_COMPANION).await?;
+    let manifest = bucket.get(&key::bundle(version, ".json"), MAX_COMPANION_BYTES).await?;
+    let signature = bucket.get(&key::bundle(version, ".json.sig"), MAX_COMPANION_BYTES).await?;
     Ok(manifest.zip(signature).map(|(manifest, signature)| Signed {
         manifest: manifest.value.to_vec(),
         signature: signature.value.to_vec(),

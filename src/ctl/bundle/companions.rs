@@ -13,7 +13,7 @@ use crate::clock::rfc3339_ms;
 use crate::machine::name::ImageVersion;
 use crate::store::bucket::{Bucket, Condition, StoreError, Versioned};
 use crate::store::bundle::{
-    self, KeySet, LARGEST_COMPANION, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
+    self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
 };
 use crate::store::key::{self, BUNDLE_FILE};
 
@@ -174,7 +174,7 @@ async fn replace(
     match bucket.put_if(&key, own.clone(), condition).await {
         Ok(()) => Ok(()),
         // Either another publisher won, or the response to our own write was lost.
-        Err(StoreError::Precondition { .. }) => match bucket.get(&key, LARGEST_COMPANION).await? {
+        Err(StoreError::Precondition { .. }) => match bucket.get(&key, MAX_COMPANION_BYTES).await? {
             Some(there) if there.value == *own => Ok(()),
             _ => Err(PublishError::Raced { version: context.version.clone() }),
         },
@@ -190,8 +190,8 @@ struct StoredCompanions {
 
 impl StoredCompanions {
     async fn read(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Self, StoreError> {
-        let manifest = bucket.get(&context.key(MANIFEST), LARGEST_COMPANION).await?;
-        let signature = bucket.get(&context.key(SIGNATURE), LARGEST_COMPANION).await?;
+        let manifest = bucket.get(&context.key(MANIFEST), MAX_COMPANION_BYTES).await?;
+        let signature = bucket.get(&context.key(SIGNATURE), MAX_COMPANION_BYTES).await?;
         Ok(Self { manifest, signature })
     }
 
