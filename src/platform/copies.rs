@@ -22,7 +22,7 @@ use crate::store::Bucket;
 use crate::store::key::{self, SlotPrefix};
 use crate::store::newer_snapshot;
 use crate::store::pointer::SnapshotRef;
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// The store may take this long to say what the newest snapshot is.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -100,11 +100,11 @@ impl Copies {
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
             }
-            Ok(Err(Unusable::Absent)) => (None, self.reported.as_ref().map(absent)),
-            Ok(Err(Unusable::Damaged { key, why })) => {
+            Ok(Err(SnapshotUnusable::Absent)) => (None, self.reported.as_ref().map(absent)),
+            Ok(Err(SnapshotUnusable::Damaged { key, why })) => {
                 (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
             }
-            Ok(Err(Unusable::Store(error))) => {
+            Ok(Err(SnapshotUnusable::Store(error))) => {
                 tracing::warn!(error = %chain(&error), "the newest snapshot is not known");
                 (self.reported.clone(), Some(NO_ANSWER.to_owned()))
             }

@@ -204,7 +204,7 @@ pub fn verify(
 
 /// The reason why hosts would not update to a published bundle.
 #[derive(Debug, thiserror::Error)]
-pub enum Unusable {
+pub enum BundleUnusable {
     #[error("it was published without a signed manifest")]
     Unsigned,
     #[error(transparent)]
@@ -218,16 +218,16 @@ pub enum Unusable {
 /// Verifies the published manifest of the archive with this SHA-256, like a host.
 ///
 /// # Errors
-/// [`Unusable`].
+/// [`BundleUnusable`].
 pub async fn usable(
     bucket: &Bucket,
     version: &ImageVersion,
     sha256: &str,
     keys: &TrustedKeys,
-) -> Result<Verified, Unusable> {
-    let signed = signed(bucket, version).await?.ok_or(Unusable::Unsigned)?;
+) -> Result<Verified, BundleUnusable> {
+    let signed = signed(bucket, version).await?.ok_or(BundleUnusable::Unsigned)?;
     let verified = verify(&signed, keys, version, Timestamp::now())?;
-    if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(Unusable::OtherArchive) }
+    if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(BundleUnusable::OtherArchive) }
 }
 
 /// Parses the lines of a signature file: key id and signature.

@@ -8,7 +8,7 @@ use futures_util::StreamExt;
 use super::bucket::{Bucket, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::SnapshotRef;
-use super::snapshot::{self, SideRecord, Unusable};
+use super::snapshot::{self, SideRecord, SnapshotUnusable};
 use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 
@@ -44,8 +44,8 @@ pub async fn find(
     for key in newer {
         match snapshot::by_key(bucket, slot, &key).await {
             Ok(side) if side.machine_id == machine => return Ok(Some(side)),
-            Ok(_) | Err(Unusable::Absent | Unusable::Damaged { .. }) => {}
-            Err(Unusable::Store(error)) => return Err(error),
+            Ok(_) | Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => {}
+            Err(SnapshotUnusable::Store(error)) => return Err(error),
         }
     }
     Ok(None)

@@ -10,7 +10,7 @@ use object_store::ObjectStoreExt;
 use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
 use super::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
-use super::snapshot::{self, SideRecord, Unusable};
+use super::snapshot::{self, SideRecord, SnapshotUnusable};
 use super::{epochs, pointer_io, pointer_log, snapshots};
 use crate::clock;
 use crate::machine::epoch::Epoch;
@@ -216,12 +216,12 @@ async fn found(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(Foun
                 format!("its fence {} is far above every epoch that the platform knows", pointer.fence_epoch);
             Found::Unsound { pointer, why }
         }
-        (Ok(_) | Err(Unusable::Absent), pointer) => Found::Sound(pointer),
-        (Err(Unusable::Store(error)), _) => return Err(error),
-        (Err(Unusable::Damaged { key, why }), Some(pointer)) if !is_missing => {
+        (Ok(_) | Err(SnapshotUnusable::Absent), pointer) => Found::Sound(pointer),
+        (Err(SnapshotUnusable::Store(error)), _) => return Err(error),
+        (Err(SnapshotUnusable::Damaged { key, why }), Some(pointer)) if !is_missing => {
             Found::Unsound { pointer, why: format!("{key}: {why}") }
         }
-        (Err(Unusable::Damaged { key, why }), _) => Found::Absent { why: format!("{key}: {why}") },
+        (Err(SnapshotUnusable::Damaged { key, why }), _) => Found::Absent { why: format!("{key}: {why}") },
     };
     Ok((found, condition))
 }
@@ -247,9 +247,9 @@ async fn unreadable(
 async fn chosen(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<SideRecord, RepairError> {
     match snapshot::by_key(bucket, slot, key.as_str()).await {
         Ok(side) => Ok(side),
-        Err(Unusable::Store(error)) => Err(error.into()),
-        Err(Unusable::Damaged { key, why }) => Err(RepairError::Unusable { key, why }),
-        Err(Unusable::Absent) => {
+        Err(SnapshotUnusable::Store(error)) => Err(error.into()),
+        Err(SnapshotUnusable::Damaged { key, why }) => Err(RepairError::Unusable { key, why }),
+        Err(SnapshotUnusable::Absent) => {
             Err(RepairError::Unusable { key: key.as_str().to_owned(), why: "it is missing".to_owned() })
         }
     }
@@ -267,9 +267,9 @@ async fn newest_whole(
         match snapshot::by_key(bucket, slot, key).await {
             Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
             Ok(_) => tracing::warn!(key, "a snapshot without an epoch in its key is skipped"),
-            Err(Unusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is skipped"),
-            Err(Unusable::Absent) => {}
-            Err(Unusable::Store(error)) => return Err(error),
+            Err(SnapshotUnusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is skipped"),
+            Err(SnapshotUnusable::Absent) => {}
+            Err(SnapshotUnusable::Store(error)) => return Err(error),
         }
     }
     Ok((None, keys.len().saturating_sub(MAX_TRIED)))

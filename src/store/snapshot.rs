@@ -169,12 +169,12 @@ pub async fn record(
 /// An already recorded snapshot, after a check that object and side record exist and agree in size.
 ///
 /// # Errors
-/// [`Unusable`]; never `Absent`.
+/// [`SnapshotUnusable`]; never `Absent`.
 pub async fn recorded(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: &str,
-) -> Result<(SideRecord, Recorded), Unusable> {
+) -> Result<(SideRecord, Recorded), SnapshotUnusable> {
     let side = by_key(bucket, slot, key).await?;
     let named = side.named();
     Ok((side, Recorded(named)))
@@ -182,7 +182,7 @@ pub async fn recorded(
 
 /// The reason why there is no snapshot to restore.
 #[derive(Debug, thiserror::Error)]
-pub enum Unusable {
+pub enum SnapshotUnusable {
     /// Confirmed: there are no snapshots, and no pointer or a tombstone; or an operator decided to start empty.
     #[error("there is no snapshot")]
     Absent,
@@ -197,17 +197,17 @@ pub enum Unusable {
 /// The restore verifies its content.
 ///
 /// # Errors
-/// [`Unusable`]; only `Absent` means that there is none. Snapshots without a pointer are `Damaged`: the pointer was lost, and
+/// [`SnapshotUnusable`]; only `Absent` means that there is none. Snapshots without a pointer are `Damaged`: the pointer was lost, and
 /// starting empty would abandon them.
-pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, Unusable> {
+pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, SnapshotUnusable> {
     match named(bucket, slot).await? {
         Ok(named) => check(bucket, slot, named).await,
-        Err(Nameless::Emptied) => Err(Unusable::Absent),
-        Err(_) if !holds_any(bucket, slot).await.map_err(Unusable::Store)? => Err(Unusable::Absent),
+        Err(Nameless::Emptied) => Err(SnapshotUnusable::Absent),
+        Err(_) if !holds_any(bucket, slot).await.map_err(SnapshotUnusable::Store)? => Err(SnapshotUnusable::Absent),
         // The first backup may have moved the pointer since the first read.
         Err(_) => match named(bucket, slot).await? {
             Ok(named) => check(bucket, slot, named).await,
-            Err(nameless) => Err(Unusable::Damaged {
+            Err(nameless) => Err(SnapshotUnusable::Damaged {
                 key: slot.pointer().to_string(),
                 why: format!(
                     "{nameless} although snapshots exist; see `svcctl pointer show`, then `svcctl pointer rebuild`"
@@ -235,15 +235,15 @@ impl std::fmt::Display for Nameless {
     }
 }
 
-async fn named(bucket: &Bucket, slot: &SlotPrefix) -> Result<Result<SnapshotRef, Nameless>, Unusable> {
+async fn named(bucket: &Bucket, slot: &SlotPrefix) -> Result<Result<SnapshotRef, Nameless>, SnapshotUnusable> {
     match pointer_io::read(bucket, slot).await {
         Ok(Some(read)) if read.has_latest() => {
             let nameless = read.value.emptied_at.map_or(Nameless::Tombstone, |_| Nameless::Emptied);
             Ok(read.value.snapshot.ok_or(nameless))
         }
         Ok(_) => Ok(Err(Nameless::Missing)),
-        Err(StoreError::Corrupt { key, why }) => Err(Unusable::Damaged { key, why }),
-        Err(error) => Err(Unusable::Store(error)),
+        Err(StoreError::Corrupt { key, why }) => Err(SnapshotUnusable::Damaged { key, why }),
+        Err(error) => Err(SnapshotUnusable::Store(error)),
     }
 }
 
@@ -257,10 +257,10 @@ async fn holds_any(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreErro
     Ok(bucket.bounded(&prefix, first).await?.is_some())
 }
 
-async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result<SnapshotRef, Unusable> {
+async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result<SnapshotRef, SnapshotUnusable> {
     let record = by_key(bucket, slot, &named.key).await?;
     if record.sha256 != named.sha256 || record.size_bytes != named.size_bytes {
-        return Err(Unusable::Damaged { key: named.key, why: "its side record does not match".to_owned() });
+        return Err(SnapshotUnusable::Damaged { key: named.key, why: "its side record does not match".to_owned() });
     }
     Ok(named)
 }
@@ -269,14 +269,14 @@ async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result
 /// that size.
 ///
 /// # Errors
-/// [`Unusable`]; never `Absent`.
-pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideRecord, Unusable> {
+/// [`SnapshotUnusable`]; never `Absent`.
+pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<SideRecord, SnapshotUnusable> {
     // The pointer may contain any text.
-    let damaged = |why: String| Unusable::Damaged { key: bounded(key), why };
+    let damaged = |why: String| SnapshotUnusable::Damaged { key: bounded(key), why };
     let (Some(object), Some(side)) = (slot.snapshot(key), slot.side_record(key)) else {
         return Err(damaged("the key is not one of a snapshot".to_owned()));
     };
-    let meta = bucket.head(&object).await.map_err(Unusable::Store)?;
+    let meta = bucket.head(&object).await.map_err(SnapshotUnusable::Store)?;
     let Some(meta) = meta else {
         return Err(damaged("the object is missing".to_owned()));
     };
@@ -284,7 +284,7 @@ pub async fn by_key(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Sid
         Ok(Some(record)) => record.value,
         Ok(None) => return Err(damaged("its side record is missing".to_owned())),
         Err(StoreError::Corrupt { why, .. }) => return Err(damaged(format!("its side record: {why}"))),
-        Err(error) => return Err(Unusable::Store(error)),
+        Err(error) => return Err(SnapshotUnusable::Store(error)),
     };
     if record.version != FORMAT || record.key != key {
         return Err(damaged("its side record does not match".to_owned()));

@@ -14,7 +14,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{Pointer, SnapshotRef};
-use svc::store::snapshot::{self, FORMAT, SideRecord, Unusable};
+use svc::store::snapshot::{self, FORMAT, SideRecord, SnapshotUnusable};
 use svc::store::upload::{Parts, Upload};
 use svc::store::{Bucket, pointer_io};
 
@@ -96,7 +96,7 @@ impl Host {
                 let dump = bucket.raw().get(&path).await?.bytes().await?;
                 serde_json::from_slice::<Dump>(&dump)?.rows
             }
-            (Err(Unusable::Absent), "empty") => BTreeSet::new(),
+            (Err(SnapshotUnusable::Absent), "empty") => BTreeSet::new(),
             (Err(_), _) => return Ok(false),
         };
         rows.load(&self.machine, &self.prefix(), restored);

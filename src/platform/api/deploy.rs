@@ -26,7 +26,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, State as RolloutState};
 use crate::platform::db::{self};
 use crate::platform::rollouts::plan;
-use crate::store::bundle::{self, Unusable};
+use crate::store::bundle::{self, BundleUnusable};
 
 const MOST: u64 = 1000;
 const MOST_HANDLES: usize = 1000;
@@ -90,7 +90,7 @@ async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<()
     let keys = platform.config.hosts.trusted_keys();
     match bundle::usable(&platform.bucket, version, &digest, &keys).await {
         Ok(_) => Ok(()),
-        Err(Unusable::Store(error)) => Err(error.into()),
+        Err(BundleUnusable::Store(error)) => Err(error.into()),
         Err(why) => Err(Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."))),
     }
 }

@@ -33,7 +33,7 @@ use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Filed, Wanted};
 use crate::platform::operations::OperationOptions;
 use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{self, Unusable};
+use crate::store::snapshot::{self, SnapshotUnusable};
 use crate::store::{Bucket, bundle};
 use axum::routing::post;
 
@@ -284,7 +284,7 @@ async fn restore_mode(platform: &Platform, asked: &Asked) -> Result<RestoreMode,
             restorable::fits(platform, &side, &asked.server_type).await?;
             Ok(RestoreMode::Required)
         }
-        Err(Unusable::Absent) => {
+        Err(SnapshotUnusable::Absent) => {
             restorable::may_start_empty(platform, &asked.user, &asked.slot).await?;
             if asked.empty == EmptyStart::Refused {
                 let session = platform.db.session().await?;

@@ -34,7 +34,7 @@ use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, Circumstances, Wanted};
 use crate::platform::operations::OperationOptions;
 use crate::store::key::{SlotPrefix, SnapshotKey};
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use axum::routing::post;
 
 struct Asked {
@@ -243,10 +243,10 @@ async fn starts_with(
             let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
             Ok(StartsWith { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
-        Err(Unusable::Absent) => {
+        Err(SnapshotUnusable::Absent) => {
             restorable::may_start_empty(platform, &asked.user, &asked.slot).await?;
             if asked.empty == EmptyStart::Refused {
-                return Err(never_backed_up(machine).unwrap_or_else(|| fault::unusable(Unusable::Absent)));
+                return Err(never_backed_up(machine).unwrap_or_else(|| fault::unusable(SnapshotUnusable::Absent)));
             }
             Ok(StartsWith { restore: RestoreMode::Empty, key: None, side: None })
         }

@@ -15,7 +15,7 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, DbError};
 use crate::platform::operations::later_holder::{self, Beyond, LaterHolder, LookupError};
 use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{SideRecord, Unusable};
+use crate::store::snapshot::{SideRecord, SnapshotUnusable};
 use crate::store::{StoreError, epochs, pointer_io};
 
 /// Whether a slot without any snapshot may start with an empty database.
@@ -82,7 +82,7 @@ pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> 
     let known = db::machines::highest_epoch(&platform.db.session().await?, user, slot).await?;
     match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
-        Err(StoreError::Corrupt { key, why }) => Err(fault::unusable(Unusable::Damaged { key, why })),
+        Err(StoreError::Corrupt { key, why }) => Err(fault::unusable(SnapshotUnusable::Damaged { key, why })),
         Err(error) => Err(error.into()),
     }
 }
@@ -102,7 +102,7 @@ pub async fn ensure_no_forgotten_holder(
     let found = match later_holder::find(platform, &platform.db, user, slot).await {
         Ok(found) => found,
         Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
-            return Err(fault::unusable(Unusable::Damaged { key, why }));
+            return Err(fault::unusable(SnapshotUnusable::Damaged { key, why }));
         }
         Err(error) => return Err(error.into()),
     };

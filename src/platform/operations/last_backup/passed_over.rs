@@ -13,7 +13,7 @@ use crate::platform::operations::OperationKind;
 use crate::platform::operations::held::Held;
 use crate::platform::operations::step::{Answer, Question, Record, StepError};
 use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use crate::store::{StoreError, newer_snapshot, pointer_io};
 
 /// The code of the question which snapshot the new machine begins with.
@@ -152,8 +152,8 @@ async fn find(held: &Held<'_>, machine: &MachineRow) -> Result<Option<SideRecord
         };
         match snapshot::by_key(bucket, &slot, key).await {
             Ok(side) => Ok(Some(side)),
-            Err(Unusable::Store(error)) => Err(error),
-            Err(Unusable::Absent | Unusable::Damaged { .. }) => Ok(None),
+            Err(SnapshotUnusable::Store(error)) => Err(error),
+            Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(None),
         }
     };
     match bucket.within(&slot.snapshots(), SEARCH_TIMEOUT, Box::pin(search)).await {
