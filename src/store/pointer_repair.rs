@@ -21,19 +21,19 @@ const MAX_KEPT_BYTES: u64 = 8 << 10;
 const MAX_TRIED: usize = 64;
 
 /// The slot's current machine, as the platform knows it, and the signed fence that was written before it was created.
-pub type Holder = Fence;
+pub type CurrentFence = Fence;
 
 /// The platform's database record of a slot.
 #[derive(Debug, Clone)]
-pub struct OnRecord {
+pub struct SlotRecord {
     /// The highest epoch of all its machines.
     pub highest: Epoch,
-    pub holder: Option<Holder>,
+    pub holder: Option<CurrentFence>,
 }
 
 /// The state of a slot's pointer.
 #[derive(Debug, Clone)]
-pub enum Found {
+pub enum PointerState {
     /// It names a complete snapshot, or the slot has none.
     Sound(Option<Pointer>),
     /// It is readable, but names no snapshot that can be restored.
@@ -51,7 +51,7 @@ pub enum Found {
     },
 }
 
-impl Found {
+impl PointerState {
     pub fn pointer(&self) -> Option<&Pointer> {
         match self {
             Self::Sound(pointer) => pointer.as_ref(),
@@ -74,7 +74,7 @@ impl Found {
 
 /// The snapshot that a rebuild should name.
 #[derive(Debug, Clone, Copy)]
-pub enum Wanted<'a> {
+pub enum RebuildTarget<'a> {
     /// The newest complete snapshot of the highest epoch; none if the slot has no snapshots.
     Newest,
     Snapshot(&'a SnapshotKey),
@@ -85,7 +85,7 @@ pub enum Wanted<'a> {
 /// The current pointer, and the one that a rebuild would write.
 #[derive(Debug, Clone)]
 pub struct Inspection {
-    pub found: Found,
+    pub found: PointerState,
     /// Number of snapshots with a side record.
     pub snapshots: usize,
     /// Number of unchecked snapshots, if none of the checked ones is complete.
@@ -113,21 +113,21 @@ pub enum RepairError {
 pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    record: OnRecord,
-    wanted: Wanted<'_>,
+    record: SlotRecord,
+    wanted: RebuildTarget<'_>,
 ) -> Result<Inspection, RepairError> {
-    let OnRecord { highest, holder } = &record;
+    let SlotRecord { highest, holder } = &record;
     let bound = highest.max_plausible();
     let (found, condition) = found(bucket, slot, bound).await?;
     let mut keys = snapshots::keys(bucket, slot).await?;
     // A host can write any key: ignore epochs that no machine ever had.
     keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
     let (candidate, untried) = match wanted {
-        Wanted::Snapshot(key) => (Some(chosen(bucket, slot, key).await?), 0),
-        Wanted::Newest => newest_whole(bucket, slot, &keys).await?,
-        Wanted::Nothing => (None, 0),
+        RebuildTarget::Snapshot(key) => (Some(chosen(bucket, slot, key).await?), 0),
+        RebuildTarget::Newest => newest_whole(bucket, slot, &keys).await?,
+        RebuildTarget::Nothing => (None, 0),
     };
-    let emptied_at = matches!(wanted, Wanted::Nothing).then(clock::now_ms);
+    let emptied_at = matches!(wanted, RebuildTarget::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let top = top_entry(bucket, slot).await?;
         let meta = epochs::of_meta(bucket, slot, bound).await?;
@@ -200,7 +200,7 @@ pub async fn rebuild(
     }
 }
 
-async fn found(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(Found, Condition), StoreError> {
+async fn found(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(PointerState, Condition), StoreError> {
     let read = match pointer_io::read(bucket, slot).await {
         Err(StoreError::Corrupt { key, why }) => {
             return unreadable(bucket, slot, format!("{key}: {why}")).await;
@@ -214,14 +214,14 @@ async fn found(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(Foun
         (_, Some(pointer)) if pointer.fence_epoch > bound => {
             let why =
                 format!("its fence {} is far above every epoch that the platform knows", pointer.fence_epoch);
-            Found::Unsound { pointer, why }
+            PointerState::Unsound { pointer, why }
         }
-        (Ok(_) | Err(SnapshotUnusable::Absent), pointer) => Found::Sound(pointer),
+        (Ok(_) | Err(SnapshotUnusable::Absent), pointer) => PointerState::Sound(pointer),
         (Err(SnapshotUnusable::Store(error)), _) => return Err(error),
         (Err(SnapshotUnusable::Damaged { key, why }), Some(pointer)) if !is_missing => {
-            Found::Unsound { pointer, why: format!("{key}: {why}") }
+            PointerState::Unsound { pointer, why: format!("{key}: {why}") }
         }
-        (Err(SnapshotUnusable::Damaged { key, why }), _) => Found::Absent { why: format!("{key}: {why}") },
+        (Err(SnapshotUnusable::Damaged { key, why }), _) => PointerState::Absent { why: format!("{key}: {why}") },
     };
     Ok((found, condition))
 }
@@ -230,10 +230,10 @@ async fn unreadable(
     bucket: &Bucket,
     slot: &SlotPrefix,
     why: String,
-) -> Result<(Found, Condition), StoreError> {
+) -> Result<(PointerState, Condition), StoreError> {
     let key = slot.pointer();
     let Some(meta) = bucket.head(&key).await? else {
-        return Ok((Found::Absent { why }, Condition::Absent));
+        return Ok((PointerState::Absent { why }, Condition::Absent));
     };
     let kept = meta.size.min(MAX_KEPT_BYTES);
     let start = match kept {
@@ -241,7 +241,7 @@ async fn unreadable(
         _ => bucket.raw().get_range(&key, 0..kept).await.map_err(|error| StoreError::of(&key, error))?,
     };
     let condition = Condition::unchanged(&meta);
-    Ok((Found::Unreadable { why, size_bytes: meta.size, start }, condition))
+    Ok((PointerState::Unreadable { why, size_bytes: meta.size, start }, condition))
 }
 
 async fn chosen(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<SideRecord, RepairError> {
@@ -304,11 +304,11 @@ async fn readable(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option
 
 /// The sources for the highest fence and `seq` so far.
 struct Known<'a> {
-    found: &'a Found,
+    found: &'a PointerState,
     keys: &'a [String],
     top: (u64, Option<Pointer>),
     meta: Epoch,
-    holder: Option<&'a Holder>,
+    holder: Option<&'a CurrentFence>,
     /// The highest plausible epoch.
     bound: Epoch,
 }
@@ -377,8 +377,8 @@ mod tests {
         SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
     }
 
-    fn record() -> OnRecord {
-        OnRecord { highest: Epoch(1), holder: Some(Holder::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))) }
+    fn record() -> SlotRecord {
+        SlotRecord { highest: Epoch(1), holder: Some(CurrentFence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))) }
     }
 
     /// A slot with one snapshot, and a pointer with `seq` 2.
@@ -407,7 +407,7 @@ mod tests {
         bucket.put_json(&slot().snapshots().join(format!("{name}.json")), &side).await.unwrap();
     }
 
-    async fn inspected(bucket: &Bucket, wanted: Wanted<'_>) -> Inspection {
+    async fn inspected(bucket: &Bucket, wanted: RebuildTarget<'_>) -> Inspection {
         inspect(bucket, &slot(), record(), wanted).await.unwrap()
     }
 
@@ -429,7 +429,7 @@ mod tests {
                 bucket.put(&slot().pointer(), latest).await.unwrap();
             }
             assert!(pointer_io::read(&bucket, &slot()).await.is_err(), "{junk}");
-            let inspection = inspected(&bucket, Wanted::Newest).await;
+            let inspection = inspected(&bucket, RebuildTarget::Newest).await;
             let written = rebuild(&bucket, &slot(), &inspection).await.unwrap();
             assert_eq!(written.snapshot.as_ref().map(|named| &*named.key), Some(&*key), "{junk}");
             let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
@@ -449,7 +449,7 @@ mod tests {
         let later = Fence::unsigned(Epoch(5), MachineId(uuid::Uuid::from_u128(5)));
         pointer_io::fence(&bucket, &slot(), &later).await.unwrap();
         bucket.put(&slot().pointer_entry(600_000), "{}").await.unwrap();
-        let next = inspected(&bucket, Wanted::Newest).await.next.unwrap();
+        let next = inspected(&bucket, RebuildTarget::Newest).await.next.unwrap();
         assert_eq!((next.fence_epoch, next.fence_machine_id), (Epoch(5), Some(later.machine)));
     }
 
@@ -460,10 +460,10 @@ mod tests {
             forge(&bucket, &name, 900).await;
         }
         forge(&bucket, "2026-11-24T03-04-06.678Z-1.dump", 900).await;
-        let next = inspected(&bucket, Wanted::Newest).await.next.unwrap();
+        let next = inspected(&bucket, RebuildTarget::Newest).await.next.unwrap();
         assert_eq!((next.fence_epoch, next.snapshot.map(|named| named.key)), (Epoch(1), Some(key)));
         let odd: SnapshotKey = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dump".parse().unwrap();
-        let refused = inspect(&bucket, &slot(), record(), Wanted::Snapshot(&odd)).await.unwrap_err();
+        let refused = inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&odd)).await.unwrap_err();
         assert!(matches!(refused, RepairError::Unusable { .. }), "{refused}");
     }
 
@@ -477,9 +477,9 @@ mod tests {
                 .await
                 .unwrap();
         }
-        let inspection = inspected(&bucket, Wanted::Newest).await;
+        let inspection = inspected(&bucket, RebuildTarget::Newest).await;
         assert_eq!((inspection.next, inspection.snapshots, inspection.untried), (None, MAX_TRIED + 1, 1));
         let named: SnapshotKey = key.parse().unwrap();
-        assert!(inspected(&bucket, Wanted::Snapshot(&named)).await.next.is_some());
+        assert!(inspected(&bucket, RebuildTarget::Snapshot(&named)).await.next.is_some());
     }
 }

@@ -35,7 +35,7 @@ use crate::platform::db::{self, DbError};
 use crate::platform::tokens::TokenMint;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
-use crate::store::pointer_repair::{self, Found, Holder, Inspection, OnRecord, RepairError, Wanted};
+use crate::store::pointer_repair::{self, PointerState, CurrentFence, Inspection, SlotRecord, RepairError, RebuildTarget};
 
 /// Of all requests to the store together: a slot's snapshots are listed once. An operator's client waits longer.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -61,11 +61,11 @@ impl Target {
         SlotPrefix::new(&self.user, &self.slot)
     }
 
-    fn wanted(&self) -> Wanted<'_> {
+    fn wanted(&self) -> RebuildTarget<'_> {
         match &self.to {
-            _ if self.empty => Wanted::Nothing,
-            Some(key) => Wanted::Snapshot(key),
-            None => Wanted::Newest,
+            _ if self.empty => RebuildTarget::Nothing,
+            Some(key) => RebuildTarget::Snapshot(key),
+            None => RebuildTarget::Newest,
         }
     }
 
@@ -75,7 +75,7 @@ impl Target {
         Ok(!machines.is_empty() || db::slots::get(client, &self.user, &self.slot).await?.is_some())
     }
 
-    async fn on_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
+    async fn on_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<SlotRecord, DbError> {
         let current = db::machines::of_slot(client, &self.user, &self.slot).await?;
         // Before its server is ordered, the fence is still that of the machine which it is to replace.
         let holder = match current {
@@ -86,10 +86,10 @@ impl Target {
         };
         let holder = holder.map(|machine| {
             let proof = mint.fence_proof(&self.prefix(), machine.epoch, machine.id);
-            Holder { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
+            CurrentFence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
         });
         let highest = db::machines::highest_epoch(client, &self.user, &self.slot).await?;
-        Ok(OnRecord { highest, holder })
+        Ok(SlotRecord { highest, holder })
     }
 }
 
@@ -192,7 +192,7 @@ async fn replace(
 
 /// Refuses a slot of which neither the database nor the store knows anything.
 fn ensure_exists(target: &Target, is_known: bool, inspection: &Inspection) -> Result<(), Problem> {
-    if is_known || inspection.snapshots > 0 || !matches!(inspection.found, Found::Sound(None)) {
+    if is_known || inspection.snapshots > 0 || !matches!(inspection.found, PointerState::Sound(None)) {
         return Ok(());
     }
     let detail = format!(
@@ -204,9 +204,9 @@ fn ensure_exists(target: &Target, is_known: bool, inspection: &Inspection) -> Re
 }
 
 /// Refuses to leave out a snapshot that could be restored.
-async fn refuse_whole(platform: &Platform, target: &Target, record: OnRecord) -> Result<(), Problem> {
+async fn refuse_whole(platform: &Platform, target: &Target, record: SlotRecord) -> Result<(), Problem> {
     let prefix = target.prefix();
-    let found = within(pointer_repair::inspect(&platform.bucket, &prefix, record, Wanted::Newest)).await?;
+    let found = within(pointer_repair::inspect(&platform.bucket, &prefix, record, RebuildTarget::Newest)).await?;
     if found.untried > 0 {
         let detail = format!(
             "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` names one, and \
@@ -241,7 +241,7 @@ fn none_is_whole(inspection: &Inspection) -> String {
     )
 }
 
-async fn inspect(platform: &Platform, target: &Target, record: OnRecord) -> Result<Inspection, Problem> {
+async fn inspect(platform: &Platform, target: &Target, record: SlotRecord) -> Result<Inspection, Problem> {
     let prefix = target.prefix();
     within(pointer_repair::inspect(&platform.bucket, &prefix, record, target.wanted())).await
 }
@@ -270,22 +270,22 @@ fn shown(target: &Target, inspection: &Inspection) -> Value {
     })
 }
 
-fn state(found: &Found) -> &'static str {
+fn state(found: &PointerState) -> &'static str {
     match found {
-        Found::Sound(_) => "sound",
-        Found::Unsound { .. } => "unsound",
-        Found::Absent { .. } => "absent",
-        Found::Unreadable { .. } => "unreadable",
+        PointerState::Sound(_) => "sound",
+        PointerState::Unsound { .. } => "unsound",
+        PointerState::Absent { .. } => "absent",
+        PointerState::Unreadable { .. } => "unreadable",
     }
 }
 
-fn audited(found: &Found) -> Value {
+fn audited(found: &PointerState) -> Value {
     let mut before = json!({
         "state": state(found),
         "problem": found.problem(),
         "pointer": found.pointer().map(pointer),
     });
-    if let Found::Unreadable { size_bytes, start, .. } = found {
+    if let PointerState::Unreadable { size_bytes, start, .. } = found {
         before["sizeBytes"] = (*size_bytes).into();
         before["startBase64"] = BASE64_STANDARD.encode(start).into();
     }
