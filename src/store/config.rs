@@ -12,7 +12,7 @@ use secrecy::{ExposeSecret, SecretString};
 
 use super::bucket::Bucket;
 use super::count_lists::CountLists;
-use super::credentials::{Asked, Source};
+use super::credentials::{SourceAdapter, CredentialSource};
 use super::local::LocalStore;
 use super::resign::Resigning;
 use super::write_once::WriteOnce;
@@ -81,7 +81,7 @@ impl StoreConfig {
     ///
     /// # Errors
     /// Those of [`Self::open`].
-    pub fn open_with(&self, source: Option<Arc<dyn Source>>) -> anyhow::Result<Bucket> {
+    pub fn open_with(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
         match self {
             Self::S3(config) => config.open(source),
             Self::Directory(dir) => Ok(Bucket::new(Arc::new(LocalStore::open(dir)?))),
@@ -99,14 +99,14 @@ impl S3Config {
         }
     }
 
-    fn open(&self, source: Option<Arc<dyn Source>>) -> anyhow::Result<Bucket> {
+    fn open(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
         let wire = HttpClient::new(client::build(Deadlines::DOWNLOAD)?);
         let (credentials, wire): (AwsCredentialProvider, HttpClient) = match source {
             None => (Arc::new(StaticCredentialProvider::new(self.credential())), wire),
             Some(source) => {
                 let region = self.region.clone();
                 let wire = HttpClient::new(Resigning { wire, source: Arc::clone(&source), region });
-                (Arc::new(Asked(source)), wire)
+                (Arc::new(SourceAdapter(source)), wire)
             }
         };
         let wire = HttpClient::new(CountLists { wire: HttpClient::new(WriteOnce { wire }) });

@@ -1,6 +1,6 @@
 //! Temporary credentials for the store.
 //!
-//! A [`Source`] provides them. object_store requests them before each request, and `resign` when the store rejects a
+//! A [`CredentialSource`] provides them. object_store requests them before each request, and `resign` when the store rejects a
 //! request's credentials as expired.
 
 use std::error::Error;
@@ -15,14 +15,14 @@ use secrecy::{ExposeSecret, SecretString};
 
 /// Credentials with their expiry.
 #[derive(Debug, Clone)]
-pub struct Temporary {
+pub struct TemporaryCredentials {
     pub access_key: String,
     pub secret_key: SecretString,
     pub session_token: Option<SecretString>,
     pub expires_at: Timestamp,
 }
 
-impl Temporary {
+impl TemporaryCredentials {
     pub fn signing(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key.clone(),
@@ -46,7 +46,7 @@ pub enum CredentialError {
 
 /// Provides credentials, and renews them when they expire.
 #[async_trait]
-pub trait Source: fmt::Debug + Send + Sync + 'static {
+pub trait CredentialSource: fmt::Debug + Send + Sync + 'static {
     /// Credentials that have not expired by this machine's clock.
     ///
     /// # Errors
@@ -57,15 +57,15 @@ pub trait Source: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// [`CredentialError`].
-    async fn instead_of(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError>;
+    async fn replacement_for(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError>;
 }
 
-/// Adapts a [`Source`] to object_store.
+/// Adapts a [`CredentialSource`] to object_store.
 #[derive(Debug)]
-pub(super) struct Asked(pub(super) Arc<dyn Source>);
+pub(super) struct SourceAdapter(pub(super) Arc<dyn CredentialSource>);
 
 #[async_trait]
-impl CredentialProvider for Asked {
+impl CredentialProvider for SourceAdapter {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {

@@ -13,7 +13,7 @@ use object_store::client::{
     HttpClient, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody, HttpService,
 };
 
-use super::credentials::{CredentialError, Source};
+use super::credentials::{CredentialError, CredentialSource};
 
 const CONTENT_SHA256: HeaderName = HeaderName::from_static("x-amz-content-sha256");
 const DATE: HeaderName = HeaderName::from_static("x-amz-date");
@@ -29,7 +29,7 @@ const EXPIRED: [&str; 4] = [
 #[derive(Debug)]
 pub(super) struct Resigning {
     pub(super) wire: HttpClient,
-    pub(super) source: Arc<dyn Source>,
+    pub(super) source: Arc<dyn CredentialSource>,
     pub(super) region: String,
 }
 
@@ -54,7 +54,7 @@ impl HttpService for Resigning {
             EXPIRED.iter().any(|code| text.contains(code))
         };
         if suspected || told() {
-            match self.source.instead_of(used(&again).unwrap_or_default()).await {
+            match self.source.replacement_for(used(&again).unwrap_or_default()).await {
                 Ok(fresh) => {
                     if let Some(signed) = self.sign(again, &fresh) {
                         return self.wire.execute(signed).await;

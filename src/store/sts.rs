@@ -13,7 +13,7 @@ use object_store::client::{HttpClient, HttpRequest};
 use serde::Deserialize;
 use url::Url;
 
-use super::credentials::Temporary;
+use super::credentials::TemporaryCredentials;
 use crate::http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
@@ -79,7 +79,7 @@ impl Sts {
     ///
     /// # Errors
     /// [`StsError`].
-    pub async fn assume(&self, name: &str, policy: &str, life: Duration) -> Result<Temporary, StsError> {
+    pub async fn assume(&self, name: &str, policy: &str, life: Duration) -> Result<TemporaryCredentials, StsError> {
         let form = url::form_urlencoded::Serializer::new(String::new())
             .append_pair("Action", "AssumeRole")
             .append_pair("Version", VERSION)
@@ -104,7 +104,7 @@ impl Sts {
         ended.unwrap_or_else(|_| Err(StsError::Silent("no response in time".to_owned())))
     }
 
-    async fn ask(&self, form: &str) -> Result<Temporary, StsError> {
+    async fn ask(&self, form: &str) -> Result<TemporaryCredentials, StsError> {
         let mut request = HttpRequest::new(form.to_owned().into());
         *request.method_mut() = Method::POST;
         *request.uri_mut() =
@@ -164,7 +164,7 @@ struct Fault {
     message: String,
 }
 
-fn read(status: StatusCode, text: &str) -> Result<Temporary, StsError> {
+fn read(status: StatusCode, text: &str) -> Result<TemporaryCredentials, StsError> {
     if !status.is_success() {
         let fault = quick_xml::de::from_str::<Refusal>(text).map(|refusal| refusal.error);
         let fault = fault.or_else(|_| quick_xml::de::from_str(text));
@@ -176,7 +176,7 @@ fn read(status: StatusCode, text: &str) -> Result<Temporary, StsError> {
         quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
     let session = answer.assume_role_result.credentials;
     // Values in an XML document may be surrounded by white space.
-    Ok(Temporary {
+    Ok(TemporaryCredentials {
         access_key: session.access_key_id.trim().to_owned(),
         secret_key: session.secret_access_key.trim().to_owned().into(),
         session_token: Some(session.session_token.trim().to_owned().into()),

@@ -22,7 +22,7 @@ use svc::host::system::config::PlatformLink;
 use svc::host::system::store_credentials::RenewingCredentials;
 use svc::host::system::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
-use svc::store::credentials::{CredentialError, Source, Temporary};
+use svc::store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
 use svc::store::policy::{self, SnapshotWrites, Window};
 use svc::store::sts::Sts;
 
@@ -77,7 +77,7 @@ impl Platform {
     }
 
     /// The outage session of a machine of epoch 1.
-    pub(super) async fn outage(&self) -> Option<Temporary> {
+    pub(super) async fn outage(&self) -> Option<TemporaryCredentials> {
         outage(&self.office.sts).await
     }
 
@@ -85,7 +85,7 @@ impl Platform {
         self.office.heartbeats.load(Ordering::SeqCst)
     }
 
-    async fn session(&self) -> Result<Temporary> {
+    async fn session(&self) -> Result<TemporaryCredentials> {
         Ok(self
             .office
             .sts
@@ -146,7 +146,7 @@ async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap)
     }
 }
 
-fn session_json(session: &Temporary) -> Value {
+fn session_json(session: &TemporaryCredentials) -> Value {
     json!({
         "accessKeyId": session.access_key,
         "secretAccessKey": session.secret_key.expose_secret(),
@@ -156,7 +156,7 @@ fn session_json(session: &Temporary) -> Value {
 }
 
 /// The outage session of a machine of epoch 1.
-async fn outage(sts: &Sts) -> Option<Temporary> {
+async fn outage(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, life) = (Timestamp::now(), HOUR * 12);
     let window = Window { from, until: from.checked_add(life).ok()? };
     let policy = policy::of_outage("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
@@ -348,7 +348,7 @@ fn source(
         base: platform.base.parse()?,
         upgrade_token: UpgradeToken::fixed("upgrade-token-of-a-machine".to_owned().into()),
     };
-    let first = Temporary {
+    let first = TemporaryCredentials {
         access_key: "first".to_owned(),
         secret_key: "first".to_owned().into(),
         session_token: None,
@@ -370,7 +370,7 @@ async fn one_renewal_serves_all_who_wait() -> Result<()> {
             tokio::spawn(async move {
                 match n % 2 {
                     0 => source.current().await.map(|key| key.key_id.clone()),
-                    _ => source.instead_of("first").await.map(|key| key.key_id.clone()),
+                    _ => source.replacement_for("first").await.map(|key| key.key_id.clone()),
                 }
             })
         })
@@ -393,7 +393,7 @@ async fn once_withdrawn_nothing_is_asked_again() -> Result<()> {
     platform.mood(Mood::Supersedes);
     for _ in 0..3 {
         assert!(matches!(source.current().await, Err(CredentialError::Withdrawn)));
-        assert!(matches!(source.instead_of("x").await, Err(CredentialError::Withdrawn)));
+        assert!(matches!(source.replacement_for("x").await, Err(CredentialError::Withdrawn)));
     }
     assert_eq!(platform.asked(), 1);
     Ok(())
