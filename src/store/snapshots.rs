@@ -32,7 +32,7 @@ const MAX_REACH: SignedDuration = SignedDuration::from_hours(10 * 366 * 24);
 /// The part of a side record that a list shows. The rest may be large, because a host writes it, and is discarded.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Listed {
+pub struct ListedSnapshot {
     pub key: String,
     pub size_bytes: u64,
     pub sha256: String,
@@ -44,7 +44,7 @@ pub struct Listed {
     pub verified_at: Timestamp,
 }
 
-impl Listed {
+impl ListedSnapshot {
     /// Whether it is the record of the snapshot with this key.
     fn fits(&self, key: &str) -> bool {
         let is_digest = bundle::parse_digest(&self.sha256).as_deref() == Some(&*self.sha256);
@@ -54,14 +54,14 @@ impl Listed {
 
 /// A page of side records in descending order of their keys, and so of their times.
 pub struct Page {
-    pub records: Vec<Listed>,
+    pub records: Vec<ListedSnapshot>,
     /// The key after which the next page begins; `None` after the last.
     pub next: Option<String>,
 }
 
 /// Selects the snapshots of a page.
 #[derive(Debug, Clone, Copy)]
-pub struct Window<'a> {
+pub struct PageWindow<'a> {
     /// Only snapshots with keys below this one.
     pub before: Option<&'a str>,
     /// When the latest snapshot was taken, if known. It saves listings for a slot without recent snapshots.
@@ -73,7 +73,7 @@ pub struct Window<'a> {
 ///
 /// # Errors
 /// [`StoreError`]; a side record that is unreadable or does not match its key is skipped, with one log line.
-pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: Window<'_>) -> Result<Page, StoreError> {
+pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) -> Result<Page, StoreError> {
     let limit = window.limit;
     let mut keys = newest_keys(bucket, slot, &window, limit + 1).await?;
     let more = keys.len() > limit;
@@ -95,7 +95,7 @@ pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: Window<'_>) -> Res
 ///
 /// # Errors
 /// [`StoreError`].
-pub async fn one(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Option<Listed>, StoreError> {
+pub async fn one(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Option<ListedSnapshot>, StoreError> {
     let mut left_out = LeftOut::default();
     let record = read(bucket, slot, key.to_owned()).await?.unwrap_or_else(|odd| {
         left_out.add(odd);
@@ -141,7 +141,7 @@ impl LeftOut {
 async fn newest_keys(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    window: &Window<'_>,
+    window: &PageWindow<'_>,
     count: usize,
 ) -> Result<Vec<String>, StoreError> {
     let hours = HOURS_EACH * i64::try_from(count).unwrap_or(i64::MAX / 2) + HOURS_BEYOND;
@@ -229,9 +229,9 @@ async fn read(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: String,
-) -> Result<Result<Option<Listed>, Odd>, StoreError> {
+) -> Result<Result<Option<ListedSnapshot>, Odd>, StoreError> {
     let Some(path) = slot.side_record(&key) else { return Ok(Ok(None)) };
-    match bucket.get_json::<Listed>(&path).await {
+    match bucket.get_json::<ListedSnapshot>(&path).await {
         Ok(None) => Ok(Ok(None)),
         Ok(Some(found)) if found.value.fits(&key) => Ok(Ok(Some(found.value))),
         Ok(Some(_)) => Ok(Err(Odd { key, why: "it does not match its key".to_owned() })),
@@ -269,22 +269,22 @@ mod tests {
         (bucket, slot, store, keys)
     }
 
-    async fn newest(bucket: &Bucket, slot: &SlotPrefix, window: Window<'_>) -> Vec<String> {
+    async fn newest(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) -> Vec<String> {
         newest_keys(bucket, slot, &window, window.limit).await.unwrap()
     }
 
     #[tokio::test]
     async fn page_lists_few_keys() {
         let (bucket, slot, store, keys) = hourly(SignedDuration::from_mins(5)).await;
-        let first = Window { before: None, latest: None, limit: 51 };
+        let first = PageWindow { before: None, latest: None, limit: 51 };
         assert_eq!(newest(&bucket, &slot, first).await, keys[..51]);
         assert!(store.listed() < 120, "{} names", store.listed());
         // The page that ends at a key in the middle.
         let before = store.listed();
-        let next = Window { before: Some(&keys[999]), latest: None, limit: 51 };
+        let next = PageWindow { before: Some(&keys[999]), latest: None, limit: 51 };
         assert_eq!(newest(&bucket, &slot, next).await, keys[1000..1051]);
         assert!(store.listed() - before < 120, "{} names", store.listed() - before);
-        let last = Window { before: Some(&keys[1979]), latest: None, limit: 51 };
+        let last = PageWindow { before: Some(&keys[1979]), latest: None, limit: 51 };
         assert_eq!(newest(&bucket, &slot, last).await, keys[1980..]);
     }
 
@@ -293,10 +293,10 @@ mod tests {
         let ago = SignedDuration::from_hours(24 * 400);
         let (bucket, slot, store, keys) = hourly(ago).await;
         let latest = Some(key::taken_at(&keys[0]).unwrap());
-        let window = Window { before: None, latest, limit: 51 };
+        let window = PageWindow { before: None, latest, limit: 51 };
         assert_eq!(newest(&bucket, &slot, window).await, keys[..51]);
         assert!(store.listed() < 120, "{} names", store.listed());
-        let unknown = Window { latest: None, ..window };
+        let unknown = PageWindow { latest: None, ..window };
         assert_eq!(newest(&bucket, &slot, unknown).await, keys[..51]);
     }
 
@@ -307,7 +307,7 @@ mod tests {
             let key = format!("system/db/snapshots/{name}");
             bucket.put(&slot.side_record(&key).unwrap(), "{}").await.unwrap();
         }
-        let all = Window { before: None, latest: None, limit: 3000 };
+        let all = PageWindow { before: None, latest: None, limit: 3000 };
         let found = newest(&bucket, &slot, all).await;
         assert_eq!(found.len(), usize::try_from(TOTAL).unwrap() + 2);
         assert_eq!(
@@ -316,7 +316,7 @@ mod tests {
         );
         // They also work as cursors.
         let below = async |before: &str| {
-            newest(&bucket, &slot, Window { before: Some(before), latest: None, limit: 5 }).await
+            newest(&bucket, &slot, PageWindow { before: Some(before), latest: None, limit: 5 }).await
         };
         assert_eq!(below("system/db/snapshots/0.dump").await, Vec::<String>::new());
         assert_eq!(below("system/db/snapshots/0.dump~").await, ["system/db/snapshots/0.dump"]);
@@ -358,7 +358,7 @@ mod tests {
         let forged = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dumpZ-900.dump";
         let object = slot.snapshots().join("2026-11-24T03-04-06.678Z-1.dumpZ-900.dump.json");
         bucket.put(&object, record(forged, &json!({"epoch": 900}))).await.unwrap();
-        let all = Window { before: None, latest: None, limit: 50 };
+        let all = PageWindow { before: None, latest: None, limit: 50 };
         let page = page(&bucket, &slot, all).await.unwrap();
         let keys: Vec<_> = page.records.iter().map(|record| record.key.clone()).collect();
         assert_eq!(keys, [at(5), at(0)]);
