@@ -23,15 +23,15 @@ const ABORT_DEADLINE: Duration = Duration::from_secs(30);
 
 /// The layout of an upload: all parts except the last have the same size, which some stores require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parts {
+pub struct PartLayout {
     size: usize,
     /// Number of parts in flight while the next one is filled.
     in_flight: usize,
 }
 
-impl Parts {
+impl PartLayout {
     /// The layout for a stream of at most `bytes`. Memory stays within the budget up to 200 GB; beyond that, parts grow.
-    pub fn for_at_most(bytes: u64) -> Self {
+    pub fn for_max_bytes(bytes: u64) -> Self {
         let size = bytes.div_ceil(MOST_PARTS).div_ceil(MIB).max(SMALLEST_PART / MIB) * MIB;
         let in_flight = (BUDGET / size).saturating_sub(1);
         Self { size: usize::try_from(size).unwrap_or(usize::MAX), in_flight: in_flight as usize }
@@ -56,7 +56,7 @@ pub struct Upload {
     bucket: Bucket,
     open: Option<OpenUpload>,
     inner: Box<dyn MultipartUpload>,
-    parts: Parts,
+    parts: PartLayout,
     filling: Vec<Bytes>,
     filled: usize,
     begun: u64,
@@ -69,7 +69,7 @@ pub struct Upload {
 impl Upload {
     /// # Errors
     /// [`StoreError`].
-    pub async fn begin(bucket: &Bucket, key: &Path, parts: Parts) -> Result<Self, StoreError> {
+    pub async fn begin(bucket: &Bucket, key: &Path, parts: PartLayout) -> Result<Self, StoreError> {
         let (inner, open) = bucket.begin_upload(key).await.map_err(|error| StoreError::of(key, error))?;
         Ok(Self {
             open,
@@ -192,7 +192,7 @@ mod tests {
     proptest! {
         #[test]
         fn parts_stay_within_limit_and_budget(bytes in 0u64..200_000_000_000) {
-            let parts = Parts::for_at_most(bytes);
+            let parts = PartLayout::for_max_bytes(bytes);
             prop_assert!(bytes.div_ceil(parts.size as u64) <= MOST_PARTS);
             prop_assert!(parts.size as u64 >= SMALLEST_PART);
             prop_assert!((parts.in_flight as u64 + 1) * parts.size as u64 <= BUDGET);
@@ -203,7 +203,7 @@ mod tests {
     async fn object_is_visible_only_after_completion() {
         let bucket = Bucket::new(std::sync::Arc::new(object_store::memory::InMemory::new()));
         let key = Path::from("a/b.dump");
-        let mut upload = Upload::begin(&bucket, &key, Parts::for_at_most(0)).await.unwrap();
+        let mut upload = Upload::begin(&bucket, &key, PartLayout::for_max_bytes(0)).await.unwrap();
         let content: Bytes = (0..12 * MIB).map(|n| (n % 251) as u8).collect::<Vec<u8>>().into();
         let mut rest = content.clone();
         while !rest.is_empty() {
