@@ -217,10 +217,10 @@ impl Bucket {
     ///
     /// # Errors
     /// [`StoreError`].
-    pub async fn give_up(&self, open: &OpenUpload) -> Result<(), StoreError> {
+    pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.identified else { return Ok(()) };
         let key = Path::from(open.key.as_str());
-        counted("give_up", async { store.give_up(open).await.map_err(|error| StoreError::of(&key, error)) })
+        counted("give_up", async { store.abort_upload(open).await.map_err(|error| StoreError::of(&key, error)) })
             .await
     }
 

@@ -40,7 +40,7 @@ impl Identified {
     }
 
     /// Aborts an upload. Succeeds if it no longer exists: it was completed or aborted.
-    pub(super) async fn give_up(&self, open: &OpenUpload) -> Result<()> {
+    pub(super) async fn abort_upload(&self, open: &OpenUpload) -> Result<()> {
         match self.0.abort_multipart(&Path::parse(&open.key)?, &open.upload_id).await {
             Err(Error::NotFound { .. }) => Ok(()),
             end => end,

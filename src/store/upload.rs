@@ -172,7 +172,7 @@ impl Upload {
     }
 
     /// Aborts the upload, so that the store drops its parts. Best effort: remaining parts are invisible, and after `false`
-    /// [`Bucket::give_up`] can drop them later.
+    /// [`Bucket::abort_upload`] can drop them later.
     pub async fn abort(mut self) -> bool {
         self.under_way.shutdown().await;
         match tokio::time::timeout(ABORT_DEADLINE, self.inner.abort()).await {
