@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
 use super::key::{LATEST, POINTER_LOG};
-use super::multipart::{Identified, OpenUpload};
+use super::multipart::{UploadsWithIds, OpenUpload};
 use super::pointer;
 use crate::metrics::{STORE_CALLS, STORE_DURATION};
 use crate::untrusted_text::bounded;
@@ -70,7 +70,7 @@ impl StoreError {
             return Self::Withdrawn { key };
         }
         match error {
-            error if is_of_the_clock(&error) => Self::Clock { key, source: Box::new(error) },
+            error if is_clock_error(&error) => Self::Clock { key, source: Box::new(error) },
             Error::NotFound { .. } => Self::NotFound { key },
             Error::Precondition { .. } | Error::AlreadyExists { .. } => Self::Precondition { key },
             Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
@@ -115,7 +115,7 @@ pub fn is_unusable_pointer(error: &str) -> bool {
 const CORRUPT: &str = " in the object store is not readable";
 
 /// Whether the store's error code means a wrong clock. There is no status for it.
-fn is_of_the_clock(error: &Error) -> bool {
+fn is_clock_error(error: &Error) -> bool {
     let (Error::PermissionDenied { source, .. } | Error::Unauthenticated { source, .. }) = error else {
         return false;
     };
@@ -157,7 +157,7 @@ impl Condition {
 #[derive(Debug, Clone)]
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
-    identified: Option<Identified>,
+    identified: Option<UploadsWithIds>,
     /// Timeout of one call including its retries; `None` for the store's own limits.
     call_timeout: Option<Duration>,
 }
@@ -170,7 +170,7 @@ impl Bucket {
     /// The same bucket, with upload ids.
     #[must_use]
     pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
-        Self { identified: Some(Identified(store)), ..self }
+        Self { identified: Some(UploadsWithIds(store)), ..self }
     }
 
     /// The same bucket, with a timeout for each read and write of a whole object, including retries.

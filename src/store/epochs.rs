@@ -24,7 +24,7 @@ pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<E
     let bound = known.max_plausible();
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
-        let fence = pointer.map_or(Ok(Epoch::NONE), |read| believed_fence(slot, &read.value, known))?;
+        let fence = pointer.map_or(Ok(Epoch::NONE), |read| plausible_fence(slot, &read.value, known))?;
         Ok(fence.max(beside_pointer(bucket, slot, bound).await?))
     };
     bucket.within(&slot.pointer(), FLOOR_TIMEOUT, read).await
@@ -36,7 +36,7 @@ pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<E
 /// [`StoreError`].
 async fn beside_pointer(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
     let keys = snapshots::keys(bucket, slot).await?;
-    Ok(of_keys(&keys, bound).max(of_meta(bucket, slot, bound).await?))
+    Ok(of_keys(&keys, bound).max(of_metadata(bucket, slot, bound).await?))
 }
 
 pub(super) fn of_keys(keys: &[String], bound: Epoch) -> Epoch {
@@ -47,7 +47,7 @@ pub(super) fn of_keys(keys: &[String], bound: Epoch) -> Epoch {
         .unwrap_or(Epoch::NONE)
 }
 
-pub(super) async fn of_meta(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
+pub(super) async fn of_metadata(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
     let key = slot.vps_meta();
     match bucket.get_json::<VpsMeta>(&key).await {
         Ok(found) => {
@@ -61,7 +61,7 @@ pub(super) async fn of_meta(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) ->
     }
 }
 
-fn believed_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
+fn plausible_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
     let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
     let named = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
     if named > known.max_plausible() {

@@ -16,7 +16,7 @@ use crate::machine::name::{IdpUserId, ImageVersion, Slot};
 pub const FORMAT: u32 = 1;
 
 /// Maximum attempts of a write with concurrent writers.
-const ATTEMPTS: u32 = 4;
+const MAX_ATTEMPTS: u32 = 4;
 
 /// The content of `system/vps-meta.json` (contract, part 4).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,7 +55,7 @@ pub enum MetaError {
 pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), MetaError> {
     let key = slot.vps_meta();
     let mut unanswered = None;
-    for _ in 0..ATTEMPTS {
+    for _ in 0..MAX_ATTEMPTS {
         let now = match bucket.get_json::<VpsMeta>(&key).await {
             Ok(now) => now,
             Err(StoreError::Corrupt { .. }) => {

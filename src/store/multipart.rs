@@ -23,19 +23,19 @@ pub struct OpenUpload {
 
 /// A store whose uploads have ids.
 #[derive(Clone)]
-pub(super) struct Identified(pub(super) Arc<dyn MultipartStore>);
+pub(super) struct UploadsWithIds(pub(super) Arc<dyn MultipartStore>);
 
-impl fmt::Debug for Identified {
+impl fmt::Debug for UploadsWithIds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Identified")
+        f.write_str("UploadsWithIds")
     }
 }
 
-impl Identified {
+impl UploadsWithIds {
     pub(super) async fn begin(&self, key: &Path) -> Result<(Box<dyn MultipartUpload>, OpenUpload)> {
         let id = self.0.create_multipart(key).await?;
         let open = OpenUpload { key: key.to_string(), upload_id: id.clone() };
-        let upload = Parts { store: self.clone(), key: key.clone(), id, begun: 0, arrived: Arc::default() };
+        let upload = MultipartParts { store: self.clone(), key: key.clone(), id, begun: 0, arrived: Arc::default() };
         Ok((Box::new(upload), open))
     }
 
@@ -50,8 +50,8 @@ impl Identified {
 
 /// An upload in progress.
 #[derive(Debug)]
-struct Parts {
-    store: Identified,
+struct MultipartParts {
+    store: UploadsWithIds,
     key: Path,
     id: MultipartId,
     begun: usize,
@@ -59,7 +59,7 @@ struct Parts {
 }
 
 #[async_trait]
-impl MultipartUpload for Parts {
+impl MultipartUpload for MultipartParts {
     fn put_part(&mut self, data: PutPayload) -> UploadPart {
         let index = self.begun;
         self.begun += 1;

@@ -14,7 +14,7 @@ use crate::machine::id::MachineId;
 
 /// Maximum names to list after the latest snapshot's, and maximum records to read, from the newest on.
 const MAX_NAMES: usize = 2000;
-const MAX_TRIED: usize = 8;
+const MAX_RECORDS: usize = 8;
 
 /// The newest complete snapshot of this machine and epoch after the pointer's snapshot. Snapshots of other machines are
 /// ignored, because the credentials of a replaced one can still add some. Lists the keys after the pointer's; usually there
@@ -31,14 +31,14 @@ pub async fn find(
     let Some(after) = slot.snapshot(&named.key) else { return Ok(None) };
     let prefix = slot.snapshots();
     let mut listing = bucket.raw().list_with_offset(Some(&prefix), &after).take(MAX_NAMES);
-    let mut newer = VecDeque::with_capacity(MAX_TRIED + 1);
+    let mut newer = VecDeque::with_capacity(MAX_RECORDS + 1);
     while let Some(object) = listing.next().await {
         let object = object.map_err(|error| StoreError::of(&prefix, error))?;
         let Some(name) = object.location.filename().filter(|name| name.ends_with(".dump")) else { continue };
         let key = format!("system/db/snapshots/{name}");
         if key::epoch_of(&key) == Some(epoch) {
             newer.push_front(key);
-            newer.truncate(MAX_TRIED);
+            newer.truncate(MAX_RECORDS);
         }
     }
     for key in newer {

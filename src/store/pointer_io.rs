@@ -18,7 +18,7 @@ use super::snapshot::Recorded;
 use crate::machine::epoch::MAX_EPOCH;
 
 /// Maximum attempts of a write with concurrent writers.
-const ATTEMPTS: u32 = 16;
+const MAX_ATTEMPTS: u32 = 16;
 
 /// The reason why the pointer was not moved.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +27,7 @@ pub enum PointerError {
     Fenced(#[from] Fenced),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the pointer was changed by other writers {ATTEMPTS} times in a row")]
+    #[error("the pointer was changed by other writers {MAX_ATTEMPTS} times in a row")]
     Contended,
 }
 
@@ -146,12 +146,12 @@ pub async fn advance(bucket: &Bucket, slot: &SlotPrefix, snapshot: &Recorded) ->
 /// Retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt reads the
 /// current pointer. After a second failure, the first one is reported.
 #[derive(Default)]
-struct Patience {
+struct RetryState {
     rounds: u32,
     failure: Option<StoreError>,
 }
 
-impl Patience {
+impl RetryState {
     /// Waits after a refused write or one without a response, longer each time.
     async fn pause(&mut self, refused: StoreError) -> Result<(), StoreError> {
         if !matches!(refused, StoreError::Precondition { .. }) {
@@ -178,9 +178,9 @@ async fn write(
     slot: &SlotPrefix,
     plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
 ) -> Result<(), PointerError> {
-    let (mut patience, mut is_claimed) = (Patience::default(), false);
-    for _ in 0..ATTEMPTS {
-        let now = read(bucket, slot).await.map_err(|error| patience.report(error))?;
+    let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
+    for _ in 0..MAX_ATTEMPTS {
+        let now = read(bucket, slot).await.map_err(|error| retry_state.report(error))?;
         let stepped = match now.as_ref().filter(|now| now.is_ahead_of_latest()) {
             Some(now) => publish(bucket, slot, &now.value, now.condition()).await,
             None if is_claimed => return Ok(()),
@@ -196,7 +196,7 @@ async fn write(
             }
         };
         if let Err(refused) = stepped {
-            patience.pause(refused).await?;
+            retry_state.pause(refused).await?;
         }
     }
     Err(PointerError::Contended)

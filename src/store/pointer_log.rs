@@ -19,7 +19,7 @@ const MAX_LISTED: usize = 64;
 const MAX_LISTINGS: u32 = 8;
 /// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, more than ten years
 /// of hourly backups.
-const MAX_PASSED: usize = 100_000;
+const MAX_SKIPPED: usize = 100_000;
 
 /// An entry that exists.
 type Entry = (u64, ObjectMeta);
@@ -64,7 +64,7 @@ pub(super) async fn clear_from(
     slot: &SlotPrefix,
     seq: u64,
 ) -> Result<(u64, Option<u64>), StoreError> {
-    let (log, mut seq, mut passed) = (slot.pointer_log(), seq, None);
+    let (log, mut seq, mut skipped) = (slot.pointer_log(), seq, None);
     let corrupt =
         |why: &str| StoreError::Corrupt { key: slot.pointer_log().to_string(), why: why.to_owned() };
     let before = slot.pointer_entry(seq.saturating_sub(1));
@@ -72,16 +72,16 @@ pub(super) async fn clear_from(
     let mut names = 0;
     while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? {
         names += 1;
-        if names > MAX_PASSED {
+        if names > MAX_SKIPPED {
             return Err(corrupt("it has too many entries above the pointer for a rebuild"));
         }
         let Some(at) = key::entry_seq(&meta.location).filter(|at| *at >= seq) else { continue };
         if at > seq.saturating_add(MAX_SEQ_AHEAD) {
             break;
         }
-        (seq, passed) = (at + 1, Some(at));
+        (seq, skipped) = (at + 1, Some(at));
     }
-    if seq >= MAX_SEQ { Err(corrupt("no seq remains above its entries")) } else { Ok((seq, passed)) }
+    if seq >= MAX_SEQ { Err(corrupt("no seq remains above its entries")) } else { Ok((seq, skipped)) }
 }
 
 /// The highest entry among the first names after `start`, and whether the listing is complete.
@@ -201,8 +201,8 @@ mod tests {
         let log = Log::of([1, 2, 3, 600_000, 1_500_000, far]).await;
         for (seq, expected) in [(1, 1_500_001), (4, 1_500_001), (600_000, 1_500_001), (1_500_001, 1_500_001)]
         {
-            let (clear, passed) = clear_from(&log.bucket, &log.slot, seq).await.unwrap();
-            assert_eq!((clear, passed), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
+            let (clear, skipped) = clear_from(&log.bucket, &log.slot, seq).await.unwrap();
+            assert_eq!((clear, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
             assert_eq!(log.newest(clear).await, None, "{seq}");
         }
         // Outside the range of a reader.

@@ -18,7 +18,7 @@ use crate::machine::epoch::Epoch;
 /// Maximum bytes of an unreadable pointer to keep.
 const MAX_KEPT_BYTES: u64 = 8 << 10;
 /// Maximum snapshots to check for a complete one.
-const MAX_TRIED: usize = 64;
+const MAX_CHECKED: usize = 64;
 
 /// The slot's current machine, as the platform knows it, and the signed fence that was written before it was created.
 pub type CurrentFence = Fence;
@@ -89,7 +89,7 @@ pub struct Inspection {
     /// Number of snapshots with a side record.
     pub snapshots: usize,
     /// Number of unchecked snapshots, if none of the checked ones is complete.
-    pub untried: usize,
+    pub unchecked: usize,
     /// `None` if no snapshot is complete.
     pub next: Option<Pointer>,
     condition: Condition,
@@ -118,25 +118,25 @@ pub async fn inspect(
 ) -> Result<Inspection, RepairError> {
     let SlotRecord { highest, holder } = &record;
     let bound = highest.max_plausible();
-    let (found, condition) = found(bucket, slot, bound).await?;
+    let (found, condition) = pointer_state(bucket, slot, bound).await?;
     let mut keys = snapshots::keys(bucket, slot).await?;
     // A host can write any key: ignore epochs that no machine ever had.
     keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
-    let (candidate, untried) = match wanted {
+    let (candidate, unchecked) = match wanted {
         RebuildTarget::Snapshot(key) => (Some(chosen(bucket, slot, key).await?), 0),
-        RebuildTarget::Newest => newest_whole(bucket, slot, &keys).await?,
+        RebuildTarget::Newest => newest_complete(bucket, slot, &keys).await?,
         RebuildTarget::Nothing => (None, 0),
     };
     let emptied_at = matches!(wanted, RebuildTarget::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let top = top_entry(bucket, slot).await?;
-        let meta = epochs::of_meta(bucket, slot, bound).await?;
-        let known = Known { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
+        let meta = epochs::of_metadata(bucket, slot, bound).await?;
+        let known = KnownState { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
         clear_next(bucket, slot, known, (candidate.map(|side| side.named()), emptied_at)).await?
     } else {
         None
     };
-    Ok(Inspection { found, snapshots: keys.len(), untried, next, condition })
+    Ok(Inspection { found, snapshots: keys.len(), unchecked, next, condition })
 }
 
 /// The pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last skipped entry,
@@ -144,7 +144,7 @@ pub async fn inspect(
 async fn clear_next(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    known: Known<'_>,
+    known: KnownState<'_>,
     (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
 ) -> Result<Option<Pointer>, RepairError> {
     let Some(next) = known.next(snapshot.clone(), emptied_at) else { return Ok(None) };
@@ -155,7 +155,7 @@ async fn clear_next(
     })?;
     let Some(passed) = passed else { return Ok(Some(next)) };
     let top = (passed, readable(bucket, slot, passed).await?.or_else(|| known.top.1.clone()));
-    let next = Known { top, ..known }.next(snapshot, emptied_at);
+    let next = KnownState { top, ..known }.next(snapshot, emptied_at);
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
 
@@ -200,7 +200,7 @@ pub async fn rebuild(
     }
 }
 
-async fn found(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(PointerState, Condition), StoreError> {
+async fn pointer_state(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(PointerState, Condition), StoreError> {
     let read = match pointer_io::read(bucket, slot).await {
         Err(StoreError::Corrupt { key, why }) => {
             return unreadable(bucket, slot, format!("{key}: {why}")).await;
@@ -256,14 +256,14 @@ async fn chosen(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result
 }
 
 /// The newest complete snapshot of the highest epoch that has one, or the number of unchecked snapshots.
-async fn newest_whole(
+async fn newest_complete(
     bucket: &Bucket,
     slot: &SlotPrefix,
     keys: &[String],
 ) -> Result<(Option<SideRecord>, usize), StoreError> {
     let mut ordered: Vec<_> = keys.iter().map(|key| (key::epoch_of(key), key::taken_at(key), key)).collect();
     ordered.sort_unstable_by(|a, b| b.cmp(a));
-    for (epoch, _, key) in ordered.into_iter().take(MAX_TRIED) {
+    for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED) {
         match snapshot::by_key(bucket, slot, key).await {
             Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
             Ok(_) => tracing::warn!(key, "a snapshot without an epoch in its key is skipped"),
@@ -272,7 +272,7 @@ async fn newest_whole(
             Err(SnapshotUnusable::Store(error)) => return Err(error),
         }
     }
-    Ok((None, keys.len().saturating_sub(MAX_TRIED)))
+    Ok((None, keys.len().saturating_sub(MAX_CHECKED)))
 }
 
 /// The `seq` of the last log entry, and its value, or that of `latest` if it is unreadable.
@@ -303,7 +303,7 @@ async fn readable(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option
 }
 
 /// The sources for the highest fence and `seq` so far.
-struct Known<'a> {
+struct KnownState<'a> {
     found: &'a PointerState,
     keys: &'a [String],
     top: (u64, Option<Pointer>),
@@ -313,7 +313,7 @@ struct Known<'a> {
     bound: Epoch,
 }
 
-impl Known<'_> {
+impl KnownState<'_> {
     /// `None` if the slot was never fenced: there is nothing to write.
     fn next(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.top.1);
@@ -471,14 +471,14 @@ mod tests {
     async fn inspect_counts_unchecked_snapshots() {
         let (bucket, key) = backed_up().await;
         let forged = |n: usize| format!("2026-11-24T04-00-00.{n:03}Z-1.dump");
-        for n in 0..MAX_TRIED {
+        for n in 0..MAX_CHECKED {
             bucket
                 .put_json(&slot().snapshots().join(format!("{}.json", forged(n))), &Value::Null)
                 .await
                 .unwrap();
         }
         let inspection = inspected(&bucket, RebuildTarget::Newest).await;
-        assert_eq!((inspection.next, inspection.snapshots, inspection.untried), (None, MAX_TRIED + 1, 1));
+        assert_eq!((inspection.next, inspection.snapshots, inspection.unchecked), (None, MAX_CHECKED + 1, 1));
         let named: SnapshotKey = key.parse().unwrap();
         assert!(inspected(&bucket, RebuildTarget::Snapshot(&named)).await.next.is_some());
     }

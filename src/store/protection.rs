@@ -44,9 +44,9 @@ pub async fn read(s3: &S3Config) -> Result<Protection, ProtectionError> {
     let client =
         client::build(Deadlines::CALL).map_err(|error| ProtectionError::Silent(error.to_string()))?;
     let wire = HttpClient::new(client);
-    let (versioning, text) = ask(&wire, s3, "versioning").await?;
+    let (versioning, text) = request_setting(&wire, s3, "versioning").await?;
     let versioning = setting(versioning, text.contains("<Status>Enabled</Status>"));
-    let (lock, text) = ask(&wire, s3, "object-lock").await?;
+    let (lock, text) = request_setting(&wire, s3, "object-lock").await?;
     let object_lock = match lock {
         // ObjectLockConfigurationNotFoundError.
         StatusCode::NOT_FOUND => Setting::Off,
@@ -63,7 +63,7 @@ fn setting(status: StatusCode, is_on: bool) -> Setting {
     }
 }
 
-async fn ask(wire: &HttpClient, s3: &S3Config, what: &str) -> Result<(StatusCode, String), ProtectionError> {
+async fn request_setting(wire: &HttpClient, s3: &S3Config, what: &str) -> Result<(StatusCode, String), ProtectionError> {
     let base = match &s3.endpoint {
         Some(endpoint) => format!("{}/{}", endpoint.trim_end_matches('/'), s3.bucket),
         None => format!("https://{}.s3.{}.amazonaws.com/", s3.bucket, s3.region),

@@ -200,17 +200,17 @@ pub enum SnapshotUnusable {
 /// [`SnapshotUnusable`]; only `Absent` means that there is none. Snapshots without a pointer are `Damaged`: the pointer was lost, and
 /// starting empty would abandon them.
 pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, SnapshotUnusable> {
-    match named(bucket, slot).await? {
+    match pointer_snapshot(bucket, slot).await? {
         Ok(named) => check(bucket, slot, named).await,
-        Err(Nameless::Emptied) => Err(SnapshotUnusable::Absent),
+        Err(NoSnapshot::Emptied) => Err(SnapshotUnusable::Absent),
         Err(_) if !holds_any(bucket, slot).await.map_err(SnapshotUnusable::Store)? => Err(SnapshotUnusable::Absent),
         // The first backup may have moved the pointer since the first read.
-        Err(_) => match named(bucket, slot).await? {
+        Err(_) => match pointer_snapshot(bucket, slot).await? {
             Ok(named) => check(bucket, slot, named).await,
-            Err(nameless) => Err(SnapshotUnusable::Damaged {
+            Err(reason) => Err(SnapshotUnusable::Damaged {
                 key: slot.pointer().to_string(),
                 why: format!(
-                    "{nameless} although snapshots exist; see `svcctl pointer show`, then `svcctl pointer rebuild`"
+                    "{reason} although snapshots exist; see `svcctl pointer show`, then `svcctl pointer rebuild`"
                 ),
             }),
         },
@@ -219,14 +219,14 @@ pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, S
 
 /// The reason why the pointer names no snapshot.
 #[derive(Debug, Clone, Copy)]
-enum Nameless {
+enum NoSnapshot {
     Missing,
     Tombstone,
     /// By an operator's decision.
     Emptied,
 }
 
-impl std::fmt::Display for Nameless {
+impl std::fmt::Display for NoSnapshot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Missing => "the pointer is missing",
@@ -235,13 +235,13 @@ impl std::fmt::Display for Nameless {
     }
 }
 
-async fn named(bucket: &Bucket, slot: &SlotPrefix) -> Result<Result<SnapshotRef, Nameless>, SnapshotUnusable> {
+async fn pointer_snapshot(bucket: &Bucket, slot: &SlotPrefix) -> Result<Result<SnapshotRef, NoSnapshot>, SnapshotUnusable> {
     match pointer_io::read(bucket, slot).await {
         Ok(Some(read)) if read.has_latest() => {
-            let nameless = read.value.emptied_at.map_or(Nameless::Tombstone, |_| Nameless::Emptied);
-            Ok(read.value.snapshot.ok_or(nameless))
+            let reason = read.value.emptied_at.map_or(NoSnapshot::Tombstone, |_| NoSnapshot::Emptied);
+            Ok(read.value.snapshot.ok_or(reason))
         }
-        Ok(_) => Ok(Err(Nameless::Missing)),
+        Ok(_) => Ok(Err(NoSnapshot::Missing)),
         Err(StoreError::Corrupt { key, why }) => Err(SnapshotUnusable::Damaged { key, why }),
         Err(error) => Err(SnapshotUnusable::Store(error)),
     }

@@ -19,11 +19,11 @@ use crate::machine::id::MachineId;
 use crate::untrusted_text::bounded;
 
 /// Concurrent reads of side records, of at most 1 MiB each.
-const READ_AT_ONCE: usize = 4;
+const MAX_CONCURRENT_READS: usize = 4;
 const SUFFIX: &str = ".json";
 /// Initial time range of a page: hours per snapshot, plus additional hours. Backups are hourly.
-const HOURS_EACH: i64 = 1;
-const HOURS_BEYOND: i64 = 2;
+const HOURS_PER_SNAPSHOT: i64 = 1;
+const EXTRA_HOURS: i64 = 2;
 /// If a page is not full, its time range grows by this factor.
 const REACH_FACTOR: i32 = 8;
 /// Maximum time range; beyond it, all keys are listed.
@@ -79,15 +79,15 @@ pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) ->
     let more = keys.len() > limit;
     keys.truncate(limit);
     let next = keys.last().filter(|_| more).cloned();
-    let mut reads = stream::iter(keys).map(|key| read(bucket, slot, key)).buffered(READ_AT_ONCE);
-    let (mut records, mut left_out) = (Vec::new(), LeftOut::default());
+    let mut reads = stream::iter(keys).map(|key| read(bucket, slot, key)).buffered(MAX_CONCURRENT_READS);
+    let (mut records, mut skipped_log) = (Vec::new(), SkippedLog::default());
     while let Some(read) = reads.try_next().await? {
         match read {
             Ok(record) => records.extend(record),
-            Err(odd) => left_out.add(odd),
+            Err(skipped) => skipped_log.add(skipped),
         }
     }
-    left_out.tell();
+    skipped_log.write_log();
     Ok(Page { records, next })
 }
 
@@ -96,36 +96,36 @@ pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) ->
 /// # Errors
 /// [`StoreError`].
 pub async fn one(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Option<ListedSnapshot>, StoreError> {
-    let mut left_out = LeftOut::default();
-    let record = read(bucket, slot, key.to_owned()).await?.unwrap_or_else(|odd| {
-        left_out.add(odd);
+    let mut skipped_log = SkippedLog::default();
+    let record = read(bucket, slot, key.to_owned()).await?.unwrap_or_else(|skipped| {
+        skipped_log.add(skipped);
         None
     });
-    left_out.tell();
+    skipped_log.write_log();
     Ok(record)
 }
 
 /// A skipped side record, with the reason.
-struct Odd {
+struct SkippedRecord {
     key: String,
     why: String,
 }
 
 /// Logs one line for all skipped records of a page, because a host can write any number of them.
 #[derive(Default)]
-struct LeftOut {
-    first: Option<Odd>,
+struct SkippedLog {
+    first: Option<SkippedRecord>,
     count: usize,
 }
 
-impl LeftOut {
-    fn add(&mut self, odd: Odd) {
-        self.first.get_or_insert(odd);
+impl SkippedLog {
+    fn add(&mut self, skipped: SkippedRecord) {
+        self.first.get_or_insert(skipped);
         self.count += 1;
     }
 
-    fn tell(self) {
-        if let Some(Odd { key, why }) = self.first {
+    fn write_log(self) {
+        if let Some(SkippedRecord { key, why }) = self.first {
             tracing::warn!(
                 key = bounded(&key),
                 why,
@@ -144,7 +144,7 @@ async fn newest_keys(
     window: &PageWindow<'_>,
     count: usize,
 ) -> Result<Vec<String>, StoreError> {
-    let hours = HOURS_EACH * i64::try_from(count).unwrap_or(i64::MAX / 2) + HOURS_BEYOND;
+    let hours = HOURS_PER_SNAPSHOT * i64::try_from(count).unwrap_or(i64::MAX / 2) + EXTRA_HOURS;
     let first_reach = SignedDuration::from_hours(hours);
     let mut reach = first_reach;
     let before = window.before.map(|key| (key, key::time_in(key)));
@@ -229,13 +229,13 @@ async fn read(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: String,
-) -> Result<Result<Option<ListedSnapshot>, Odd>, StoreError> {
+) -> Result<Result<Option<ListedSnapshot>, SkippedRecord>, StoreError> {
     let Some(path) = slot.side_record(&key) else { return Ok(Ok(None)) };
     match bucket.get_json::<ListedSnapshot>(&path).await {
         Ok(None) => Ok(Ok(None)),
         Ok(Some(found)) if found.value.fits(&key) => Ok(Ok(Some(found.value))),
-        Ok(Some(_)) => Ok(Err(Odd { key, why: "it does not match its key".to_owned() })),
-        Err(StoreError::Corrupt { key, why }) => Ok(Err(Odd { key, why })),
+        Ok(Some(_)) => Ok(Err(SkippedRecord { key, why: "it does not match its key".to_owned() })),
+        Err(StoreError::Corrupt { key, why }) => Ok(Err(SkippedRecord { key, why })),
         Err(error) => Err(error),
     }
 }

@@ -17,10 +17,10 @@ use super::credentials::TemporaryCredentials;
 use crate::http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
-const ATTEMPTS: u32 = 3;
+const MAX_ATTEMPTS: u32 = 3;
 /// Deadline of one call including retries; shorter than a host waits for the platform.
 const DEADLINE: Duration = Duration::from_secs(8);
-const CALL: Deadlines = Deadlines {
+const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     whole: Some(Duration::from_secs(5)),
     idle: Duration::from_secs(5),
@@ -71,7 +71,7 @@ impl Sts {
         role_arn: String,
         caller: AwsCredential,
     ) -> anyhow::Result<Self> {
-        let wire = HttpClient::new(client::build(CALL)?);
+        let wire = HttpClient::new(client::build(TIMEOUTS)?);
         Ok(Self { wire, endpoint, region, role_arn, caller })
     }
 
@@ -91,8 +91,8 @@ impl Sts {
         let repeated = async {
             let mut attempt = 1;
             loop {
-                match self.ask(&form).await {
-                    Err(error) if error.is_transient() && attempt < ATTEMPTS => {
+                match self.try_assume(&form).await {
+                    Err(error) if error.is_transient() && attempt < MAX_ATTEMPTS => {
                         tokio::time::sleep(Duration::from_millis(u64::from(200 * attempt + jitter()))).await;
                         attempt += 1;
                     }
@@ -104,7 +104,7 @@ impl Sts {
         ended.unwrap_or_else(|_| Err(StsError::Silent("no response in time".to_owned())))
     }
 
-    async fn ask(&self, form: &str) -> Result<TemporaryCredentials, StsError> {
+    async fn try_assume(&self, form: &str) -> Result<TemporaryCredentials, StsError> {
         let mut request = HttpRequest::new(form.to_owned().into());
         *request.method_mut() = Method::POST;
         *request.uri_mut() =
@@ -118,9 +118,9 @@ impl Sts {
             .map_err(StsError::Sign)?;
         let silent =
             |error: object_store::client::HttpError| StsError::Silent(crate::http::problem::chain(&error));
-        let answer = self.wire.execute(request).await.map_err(silent)?;
-        let status = answer.status();
-        let body = answer.into_body().bytes().await.map_err(silent)?;
+        let response = self.wire.execute(request).await.map_err(silent)?;
+        let status = response.status();
+        let body = response.into_body().bytes().await.map_err(silent)?;
         read(status, &String::from_utf8_lossy(&body))
     }
 }
@@ -131,13 +131,13 @@ fn jitter() -> u32 {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Answer {
-    assume_role_result: Assumed,
+struct AssumeRoleResponse {
+    assume_role_result: AssumeRoleResult,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Assumed {
+struct AssumeRoleResult {
     credentials: Session,
 }
 
@@ -152,7 +152,7 @@ struct Session {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Refusal {
+struct ErrorResponse {
     error: Fault,
 }
 
@@ -166,15 +166,15 @@ struct Fault {
 
 fn read(status: StatusCode, text: &str) -> Result<TemporaryCredentials, StsError> {
     if !status.is_success() {
-        let fault = quick_xml::de::from_str::<Refusal>(text).map(|refusal| refusal.error);
+        let fault = quick_xml::de::from_str::<ErrorResponse>(text).map(|refusal| refusal.error);
         let fault = fault.or_else(|_| quick_xml::de::from_str(text));
         let fault = fault.unwrap_or_else(|_| Fault { code: "unknown".to_owned(), message: String::new() });
         return Err(StsError::Refused { status, code: fault.code, message: fault.message });
     }
     // An unexpected response may contain the secret: report only the parser's error.
-    let answer: Answer =
+    let response: AssumeRoleResponse =
         quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
-    let session = answer.assume_role_result.credentials;
+    let session = response.assume_role_result.credentials;
     // Values in an XML document may be surrounded by white space.
     Ok(TemporaryCredentials {
         access_key: session.access_key_id.trim().to_owned(),

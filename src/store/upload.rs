@@ -13,13 +13,13 @@ use super::bucket::{Bucket, StoreError};
 use super::multipart::OpenUpload;
 
 /// Maximum parts of an upload in S3.
-const MOST_PARTS: u64 = 10_000;
+const MAX_PARTS: u64 = 10_000;
 const MIB: u64 = 1 << 20;
 /// Minimum size of a part in S3, except for the last.
-const SMALLEST_PART: u64 = 5 * MIB;
+const MIN_PART_BYTES: u64 = 5 * MIB;
 /// Maximum memory of the parts in flight and the one being filled.
-const BUDGET: u64 = 20 * MIB;
-const ABORT_DEADLINE: Duration = Duration::from_secs(30);
+const MEMORY_BUDGET_BYTES: u64 = 20 * MIB;
+const ABORT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The layout of an upload: all parts except the last have the same size, which some stores require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,8 +32,8 @@ pub struct PartLayout {
 impl PartLayout {
     /// The layout for a stream of at most `bytes`. Memory stays within the budget up to 200 GB; beyond that, parts grow.
     pub fn for_max_bytes(bytes: u64) -> Self {
-        let size = bytes.div_ceil(MOST_PARTS).div_ceil(MIB).max(SMALLEST_PART / MIB) * MIB;
-        let in_flight = (BUDGET / size).saturating_sub(1);
+        let size = bytes.div_ceil(MAX_PARTS).div_ceil(MIB).max(MIN_PART_BYTES / MIB) * MIB;
+        let in_flight = (MEMORY_BUDGET_BYTES / size).saturating_sub(1);
         Self { size: usize::try_from(size).unwrap_or(usize::MAX), in_flight: in_flight as usize }
     }
 }
@@ -43,7 +43,7 @@ impl PartLayout {
 pub enum UploadError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the stream is longer than {MOST_PARTS} parts of {part} bytes")]
+    #[error("the stream is longer than {MAX_PARTS} parts of {part} bytes")]
     TooLong { part: usize },
     #[error("{key} has {found} bytes in the object store instead of {sent}")]
     WrongSize { key: String, sent: u64, found: u64 },
@@ -63,7 +63,7 @@ pub struct Upload {
     sent: u64,
     acknowledged: u64,
     /// Each returns the size of its part.
-    under_way: JoinSet<object_store::Result<u64>>,
+    in_flight_parts: JoinSet<object_store::Result<u64>>,
 }
 
 impl Upload {
@@ -82,7 +82,7 @@ impl Upload {
             begun: 0,
             sent: 0,
             acknowledged: 0,
-            under_way: JoinSet::new(),
+            in_flight_parts: JoinSet::new(),
         })
     }
 
@@ -117,7 +117,7 @@ impl Upload {
     }
 
     fn send_part(&mut self) -> Result<(), UploadError> {
-        if self.begun == MOST_PARTS {
+        if self.begun == MAX_PARTS {
             return Err(UploadError::TooLong { part: self.parts.size });
         }
         self.begun += 1;
@@ -126,13 +126,13 @@ impl Upload {
         self.filled = 0;
         let payload: PutPayload = std::mem::take(&mut self.filling).into_iter().collect();
         let part = self.inner.put_part(payload);
-        self.under_way.spawn(async move { part.await.map(|()| size) });
+        self.in_flight_parts.spawn(async move { part.await.map(|()| size) });
         Ok(())
     }
 
     async fn wait_until(&mut self, at_most: usize) -> Result<(), StoreError> {
-        while self.under_way.len() > at_most {
-            let Some(ended) = self.under_way.join_next().await else { break };
+        while self.in_flight_parts.len() > at_most {
+            let Some(ended) = self.in_flight_parts.join_next().await else { break };
             // A panic of the store's client is propagated.
             let ended = ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
             self.acknowledged += ended.map_err(|error| StoreError::of(&self.key, error))?;
@@ -174,8 +174,8 @@ impl Upload {
     /// Aborts the upload, so that the store drops its parts. Best effort: remaining parts are invisible, and after `false`
     /// [`Bucket::abort_upload`] can drop them later.
     pub async fn abort(mut self) -> bool {
-        self.under_way.shutdown().await;
-        match tokio::time::timeout(ABORT_DEADLINE, self.inner.abort()).await {
+        self.in_flight_parts.shutdown().await;
+        match tokio::time::timeout(ABORT_TIMEOUT, self.inner.abort()).await {
             Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => return true,
             Ok(Err(error)) => tracing::warn!(key = %self.key, %error, "could not abort the upload"),
             Err(_) => tracing::warn!(key = %self.key, "timeout while aborting the upload"),
@@ -193,9 +193,9 @@ mod tests {
         #[test]
         fn parts_stay_within_limit_and_budget(bytes in 0u64..200_000_000_000) {
             let parts = PartLayout::for_max_bytes(bytes);
-            prop_assert!(bytes.div_ceil(parts.size as u64) <= MOST_PARTS);
-            prop_assert!(parts.size as u64 >= SMALLEST_PART);
-            prop_assert!((parts.in_flight as u64 + 1) * parts.size as u64 <= BUDGET);
+            prop_assert!(bytes.div_ceil(parts.size as u64) <= MAX_PARTS);
+            prop_assert!(parts.size as u64 >= MIN_PART_BYTES);
+            prop_assert!((parts.in_flight as u64 + 1) * parts.size as u64 <= MEMORY_BUDGET_BYTES);
         }
     }
 

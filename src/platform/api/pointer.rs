@@ -207,7 +207,7 @@ fn ensure_exists(target: &Target, is_known: bool, inspection: &Inspection) -> Re
 async fn refuse_whole(platform: &Platform, target: &Target, record: SlotRecord) -> Result<(), Problem> {
     let prefix = target.prefix();
     let found = within(pointer_repair::inspect(&platform.bucket, &prefix, record, RebuildTarget::Newest)).await?;
-    if found.untried > 0 {
+    if found.unchecked > 0 {
         let detail = format!(
             "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` names one, and \
              `svcctl pointer rebuild {user} --slot {slot} --empty --force` leaves all of them out.",
@@ -231,7 +231,7 @@ async fn refuse_whole(platform: &Platform, target: &Target, record: SlotRecord) 
 
 /// Where nothing but snapshots that are not whole was found.
 fn none_is_whole(inspection: &Inspection) -> String {
-    let (all, untried) = (inspection.snapshots, inspection.untried);
+    let (all, untried) = (inspection.snapshots, inspection.unchecked);
     if untried == 0 {
         return "No snapshot of the slot is whole.".to_owned();
     }
