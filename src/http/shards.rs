@@ -1,7 +1,7 @@
-//! Threads that serve connections, each with a runtime of its own: what belongs to one connection stays on one thread.
+//! Threads that serve connections, each with its own runtime: all work for a connection stays on one thread.
 //!
-//! A proxy's work is short and comes in pairs, client and upstream; a runtime that moves it between threads wakes one of
-//! them for every request. Invariant: whatever is spawned on a shard, sockets and timers included, is driven there.
+//! A proxy's work is short and involves two sockets, client and upstream; a work-stealing runtime would wake another thread
+//! for every request. Invariant: everything spawned on a shard, including sockets and timers, is driven there.
 
 use std::cell::Cell;
 use std::io;
@@ -16,12 +16,12 @@ thread_local! {
     static HERE: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// The shard whose thread this is; `None` on all other threads.
+/// The shard of the current thread; `None` on other threads.
 pub fn current() -> Option<usize> {
     HERE.get()
 }
 
-/// A few threads; they end when this is dropped.
+/// The threads, which end on drop.
 pub struct Shards {
     all: Vec<Shard>,
     _running: DropGuard,
@@ -29,15 +29,15 @@ pub struct Shards {
 
 struct Shard {
     runtime: Handle,
-    /// Connections that it has.
+    /// Number of its connections.
     load: Arc<AtomicUsize>,
 }
 
 impl Shards {
-    /// One for each processor that this process may use.
+    /// Starts one thread for each available processor.
     ///
     /// # Errors
-    /// When a thread or its runtime cannot be made.
+    /// If a thread or its runtime cannot be created.
     pub fn start() -> io::Result<Self> {
         let count = thread::available_parallelism().map_or(1, usize::from);
         let running = CancellationToken::new();
@@ -45,7 +45,7 @@ impl Shards {
         Ok(Self { all, _running: running.drop_guard() })
     }
 
-    /// Runs a connection to its end on the shard that has the fewest.
+    /// Runs a connection to its end on the shard with the fewest connections.
     pub fn spawn(&self, connection: impl Future<Output = ()> + Send + 'static) {
         let Some(least) = self.all.iter().min_by_key(|shard| shard.load.load(Ordering::Relaxed)) else {
             return;
@@ -70,7 +70,7 @@ impl Shard {
     }
 }
 
-/// A connection in its shard's count, however it ends.
+/// Counts a connection of a shard until drop.
 struct Counted(Arc<AtomicUsize>);
 
 impl Counted {
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_are_spread_and_each_stays_on_its_thread() {
+    fn spawn_spreads_connections_and_pins_each_to_a_thread() {
         let shards = Shards::start().unwrap();
         let count = shards.all.len();
         let (tell, mut told) = mpsc::unbounded_channel();

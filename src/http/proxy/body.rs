@@ -1,4 +1,4 @@
-//! The two bodies of an exchange: what goes to the upstream, and what comes back and drives its connection.
+//! The two bodies of an exchange: the request's, and the response's, which drives the upstream connection.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::pool::{Pool, Wire};
 
 type Boxed = Box<dyn std::error::Error + Send + Sync>;
 
-/// How far a request's body is.
+/// Progress of a request's body.
 #[derive(Default)]
 pub(super) struct Upload {
     done: AtomicBool,
@@ -31,14 +31,14 @@ impl Upload {
     }
 }
 
-/// A request's body on its way to the upstream; dropped as soon as the last byte is handed over.
+/// A request's body for the upstream; the inner body is dropped with the last byte.
 pub(super) struct Outgoing {
     body: Body,
     upload: Option<Arc<Upload>>,
 }
 
 impl Outgoing {
-    /// The progress is told where there is a body at all.
+    /// Returns the progress only if there is a body.
     pub(super) fn new(body: Body) -> (Self, Option<Arc<Upload>>) {
         let upload = (!body.is_end_stream()).then(Arc::<Upload>::default);
         (Self { body, upload: upload.clone() }, upload)
@@ -81,18 +81,18 @@ impl Drop for Outgoing {
     }
 }
 
-/// An answer's body. Read to its end, it gives the connection back; dropped before, it ends the connection.
+/// A response's body. Read to its end, it returns the connection to the pool; dropped earlier, it closes the connection.
 pub(super) struct Relayed {
     body: Incoming,
-    /// Absent where the connection is driven by a task of its own, or has ended.
+    /// `None` if a separate task drives the connection, or it has ended.
     wire: Option<Box<Wire>>,
     pool: Arc<Pool>,
-    /// Made when the body first has to be waited for: most bodies are there at once.
+    /// Created at the first wait: most bodies are available at once.
     closed: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
 }
 
 impl Relayed {
-    /// The body of an exchange whose request is fully sent.
+    /// The response's body if the request has been sent completely.
     pub(super) fn driving(body: Incoming, pool: Arc<Pool>, wire: Box<Wire>) -> Body {
         let mut relayed = Self { body, wire: Some(wire), pool, closed: None };
         if relayed.body.is_end_stream() {
@@ -102,7 +102,7 @@ impl Relayed {
         Body::new(relayed)
     }
 
-    /// The body of an exchange whose request is still being sent.
+    /// The response's body while the request is still being sent.
     pub(super) fn detached(body: Incoming, pool: Arc<Pool>, wire: Box<Wire>) -> Body {
         let closed = pool.closed.clone();
         tokio::spawn(async move {
@@ -117,7 +117,7 @@ impl Relayed {
         Self::alone(body, pool)
     }
 
-    /// The body of an answer whose connection is driven elsewhere.
+    /// The response's body if the connection is driven elsewhere.
     pub(super) fn alone(body: Incoming, pool: Arc<Pool>) -> Body {
         if body.is_end_stream() {
             return Body::empty();
@@ -157,13 +157,13 @@ impl HttpBody for Relayed {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
         let this = &mut *self;
-        // Asking the body first tells the connection to read on; then the body may have something.
+        // Polling the body first makes the connection read; then the body may have a frame.
         if let Poll::Ready(frame) = this.poll_body(cx) {
             return Poll::Ready(frame);
         }
         if let Some(wire) = &mut this.wire {
             if Pin::new(&mut wire.connection).poll(cx).is_ready() {
-                // What it had read, and its end, are in the body.
+                // Its remaining data, and its end, are in the body.
                 this.wire = None;
             }
             if let Poll::Ready(frame) = this.poll_body(cx) {
@@ -172,7 +172,7 @@ impl HttpBody for Relayed {
         }
         ready!(this.poll_closed(cx));
         this.wire = None;
-        Poll::Ready(Some(Err("the way to the upstream was closed".into())))
+        Poll::Ready(Some(Err("the proxy to the upstream was closed".into())))
     }
 
     fn is_end_stream(&self) -> bool {

@@ -1,9 +1,9 @@
-//! The reverse proxy of router and host gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, upgrades
-//! tunnelled, bodies streamed both ways and never held whole.
+//! The reverse proxy of router and host gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled upgrades,
+//! and streamed bodies that are never buffered whole.
 //!
-//! A request and its upstream connection run in one task, without a hand-over between threads: the connection is
-//! driven while the answer's head is awaited and while its body is read. It owns no policy: who may pass and which
-//! headers are added is the caller's. Invariant: no hop-by-hop header crosses, in either direction.
+//! A request and its upstream connection run in one task, without switching threads: the connection is driven while waiting
+//! for the response's head and while its body is read. Authorization and additional headers are up to the caller. Invariant:
+//! no hop-by-hop header is forwarded in either direction.
 
 mod body;
 mod headers;
@@ -32,23 +32,23 @@ pub use until::Until;
 pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Io for T {}
 
-/// How a new connection to the upstream is made, with all that must be checked before a byte is sent on it.
+/// Opens a connection to the upstream, with all checks that are necessary before sending.
 #[async_trait]
 pub trait Dial: Send + Sync + 'static {
     async fn dial(&self) -> std::io::Result<Box<dyn Io>>;
 }
 
-/// Bounds of one upstream.
+/// Limits of one upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct ProxyLimits {
-    /// Open connections, upgraded ones included.
+    /// Maximum open connections, including upgraded ones.
     pub connections: usize,
-    /// Connections that are kept while no request uses them.
+    /// Maximum idle connections.
     pub idle_connections: usize,
-    /// Shorter than the upstream's own, so that it is seldom the upstream that closes.
+    /// Timeout of an idle connection; shorter than the upstream's, so that the upstream seldom closes one.
     pub idle: Duration,
     pub connect: Duration,
-    /// The longest wait for the answer's head in which no byte of the request's body moved.
+    /// Timeout for the response's head, during which no byte of the request's body was sent.
     pub response_head: Duration,
 }
 
@@ -64,7 +64,7 @@ impl Default for ProxyLimits {
     }
 }
 
-/// Why a request got no answer from the upstream.
+/// The reason why a request got no response from the upstream.
 #[derive(Debug, thiserror::Error)]
 pub enum ProxyError {
     #[error("connect to the upstream")]
@@ -73,20 +73,20 @@ pub enum ProxyError {
     ConnectTimeout,
     #[error("send the request to the upstream")]
     Exchange(#[source] hyper::Error),
-    #[error("the upstream did not answer in time")]
+    #[error("the upstream did not respond in time")]
     HeadTimeout,
-    #[error("the upstream has as many connections as it may")]
+    #[error("the upstream has reached its connection limit")]
     Full,
-    #[error("the upstream switched protocols without being asked")]
+    #[error("the upstream switched protocols without a request")]
     UnaskedUpgrade,
     #[error("a proxy does not tunnel CONNECT")]
     Tunnel,
-    #[error("the way to this upstream is closed")]
+    #[error("the proxy to this upstream is closed")]
     Closed,
 }
 
 impl ProxyError {
-    /// What happened, in a word.
+    /// The metric label.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Connect(_) => "connect",
@@ -101,7 +101,7 @@ impl ProxyError {
     }
 }
 
-/// The way to one upstream.
+/// A reverse proxy to one upstream.
 pub struct Proxy {
     pool: Arc<Pool>,
 }
@@ -111,10 +111,10 @@ impl Proxy {
         Self { pool: Arc::new(Pool::new(Box::new(dial), limits)) }
     }
 
-    /// Forwards a request and gives the answer as soon as its head is there.
+    /// Forwards a request, and returns the response as soon as its head is received.
     ///
     /// # Errors
-    /// See [`ProxyError`]; nothing of the answer has been seen then.
+    /// See [`ProxyError`]; no part of the response was received.
     pub async fn forward(&self, mut request: Request<Body>) -> Result<Response<Body>, ProxyError> {
         if request.method() == Method::CONNECT {
             return Err(ProxyError::Tunnel);
@@ -126,11 +126,11 @@ impl Proxy {
         origin_form(&mut parts.uri);
         parts.version = Version::HTTP_11;
         let (body, upload) = Outgoing::new(body);
-        // Only what may be sent twice is kept for a second try on a fresh connection.
+        // Only an idempotent request is kept for a retry on a new connection.
         let replayable = upload.is_none() && parts.method.is_idempotent();
         let request = Request::from_parts(parts, body);
         let exchange = Exchange { pool: &self.pool, upload, client, until };
-        // A new connection's and a second try's futures stand in boxes: most requests need neither.
+        // The futures of a new connection and of a retry are boxed: most requests need neither.
         let Some(wire) = self.pool.reuse() else {
             return Box::pin(exchange.afresh(request)).await;
         };
@@ -145,7 +145,7 @@ impl Proxy {
         }
     }
 
-    /// Ends pooled and upgraded connections and answers under way; later requests fail with [`ProxyError::Closed`].
+    /// Closes pooled and upgraded connections and responses in flight; later requests fail with [`ProxyError::Closed`].
     pub fn close(&self) {
         self.pool.close();
     }
@@ -153,31 +153,31 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        // Without its owner nobody could close what is still open.
+        // After drop, the open connections could no longer be closed.
         self.pool.close();
     }
 }
 
-/// One request on its way, apart from its connection and its message.
+/// The state of one request, without its connection and message.
 struct Exchange<'a> {
     pool: &'a Arc<Pool>,
     upload: Option<Arc<Upload>>,
-    /// The client's side of the upgrade that it asked for.
+    /// The client's side of the requested upgrade.
     client: Option<hyper::upgrade::OnUpgrade>,
-    /// The end of the upgraded connection, where the caller set one.
+    /// The time limit of the upgraded connection, if any.
     until: Option<Until>,
 }
 
 struct Failed<'a> {
     error: ProxyError,
-    /// The request, where no byte of it was sent.
+    /// The request, if no byte of it was sent.
     unsent: Option<Request<Outgoing>>,
-    /// Present where the connection ended before any byte of an answer.
+    /// `Some` if the connection ended before the first byte of a response.
     retry: Option<Exchange<'a>>,
 }
 
 impl<'a> Exchange<'a> {
-    /// On a new connection, without a second try.
+    /// Sends the request on a new connection, without a retry.
     async fn afresh(self, request: Request<Outgoing>) -> Result<Response<Body>, ProxyError> {
         let wire = self.pool.connect().await?;
         self.run(wire, request).await.map_err(|failed| failed.error)
@@ -210,7 +210,7 @@ impl<'a> Exchange<'a> {
             return Err(self.failed((ProxyError::UnaskedUpgrade, None)));
         }
         let body = if self.upload.as_ref().is_some_and(|upload| !upload.is_done()) {
-            // The answer came before the request's end: both go on by themselves.
+            // The response came before the end of the request, so a separate task drives the connection.
             Relayed::detached(body, Arc::clone(self.pool), wire)
         } else {
             Relayed::driving(body, Arc::clone(self.pool), wire)
@@ -252,7 +252,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Awaits the answer's head and drives the connection meanwhile, where it is not driven elsewhere.
+    /// Waits for the response's head, and drives the connection unless it is driven elsewhere.
     async fn head(
         &self,
         sent: impl Future<
@@ -268,7 +268,7 @@ impl<'a> Exchange<'a> {
             if let Some(driven) = &mut wire
                 && Pin::new(&mut driven.connection).poll(cx).is_ready()
             {
-                // Its error, if any, is the answer.
+                // Its error, if any, is returned by the response future.
                 wire = None;
             }
             if let Poll::Ready(answer) = sent.as_mut().poll(cx) {
@@ -311,13 +311,13 @@ fn answer(mut parts: http::response::Parts, body: impl Into<Body>) -> Response<B
         parts.headers.remove(http::header::UPGRADE);
         parts.headers.remove(http::header::CONNECTION);
     }
-    // What the server writes to its client is the server's; extensions are the upstream connection's own.
+    // The version is that of our connection to the client; extensions belong to the upstream connection.
     parts.version = Version::HTTP_11;
     parts.extensions.clear();
     Response::from_parts(parts, body.into())
 }
 
-/// The same request once more; its body is known to be empty.
+/// A copy of the request, whose body must be empty.
 fn again(request: &Request<Outgoing>) -> Request<Outgoing> {
     let (mut parts, ()) = Request::new(()).into_parts();
     let request::Parts { method, uri, version, headers, .. } = &mut parts;
@@ -328,7 +328,7 @@ fn again(request: &Request<Outgoing>) -> Request<Outgoing> {
     Request::from_parts(parts, Outgoing::empty())
 }
 
-/// An origin server expects the path alone (RFC 9112, section 3.2.1).
+/// Converts a URI to origin form: only path and query (RFC 9112, section 3.2.1).
 fn origin_form(uri: &mut Uri) {
     if uri.authority().is_none() {
         return;

@@ -1,7 +1,6 @@
-//! The connections to one upstream: how they are made, kept while idle, counted, and ended.
+//! The connection pool of one upstream: opens, counts, keeps and closes connections.
 //!
-//! An idle connection is driven by nobody; it is polled once before it is used again, which shows whether the
-//! upstream closed it meanwhile.
+//! An idle connection is not driven; it is polled once before it is reused, which shows whether the upstream has closed it.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -17,7 +16,7 @@ use super::body::Outgoing;
 use super::{Dial, Io, ProxyError, ProxyLimits};
 use crate::http::shards;
 
-/// One connection: where requests go in, and what must be polled for anything to happen.
+/// A connection: the sender of requests, and the future that drives it.
 pub(super) struct Wire {
     pub(super) sender: SendRequest<Outgoing>,
     pub(super) connection: http1::Connection<TokioIo<Box<dyn Io>>, Outgoing>,
@@ -25,8 +24,8 @@ pub(super) struct Wire {
 }
 
 impl Wire {
-    /// Lets the connection settle after an answer, or notice its end; says whether it takes another request.
-    /// Nobody is woken for it afterwards.
+    /// Polls the connection once after a response, and returns whether it can take another request. No task is woken for it
+    /// afterwards.
     fn settled(&mut self) -> bool {
         let mut cx = Context::from_waker(Waker::noop());
         Pin::new(&mut self.connection).poll(&mut cx).is_pending() && self.sender.is_ready()
@@ -44,13 +43,13 @@ pub(super) struct Pool {
 struct Kept {
     wire: Box<Wire>,
     since: Instant,
-    /// Where its socket is driven: nobody else uses it.
+    /// The shard that drives its socket; only that shard reuses it.
     shard: Option<usize>,
 }
 
 #[derive(Default)]
 struct Idle {
-    /// The one used last is taken first, so that what is not needed grows old.
+    /// The most recently used one is reused first, so that unneeded ones expire.
     wires: Vec<Kept>,
     reaped: bool,
 }
@@ -71,7 +70,7 @@ impl Pool {
         self.idle().wires.clear();
     }
 
-    /// A kept connection that still lives.
+    /// A live idle connection.
     pub(super) fn reuse(&self) -> Option<Box<Wire>> {
         loop {
             let mut wire = self.idle().take(shards::current())?;
@@ -95,17 +94,17 @@ impl Pool {
         Ok(Box::new(Wire { sender, connection, place }))
     }
 
-    /// Keeps a connection whose answer has been read to its end, if it can be used again.
+    /// Keeps a connection after its response has been read to the end, if it can be reused.
     pub(super) fn keep(self: &Arc<Self>, mut wire: Box<Wire>) {
         if !wire.settled() {
             return;
         }
         let mut idle = self.idle();
-        // `close` cancels before it clears: what is put here after the clearing sees the token.
+        // `close` cancels the token before it clears the pool, so a later insertion sees the token.
         if self.closed.is_cancelled() {
             return;
         }
-        // The oldest goes, whichever shard's it is: a shard that has gone quiet keeps none from the others.
+        // The oldest one is evicted, regardless of its shard, so that an inactive shard does not occupy the pool.
         let full = idle.wires.len() >= self.limits.idle_connections;
         let oldest = (full && !idle.wires.is_empty()).then(|| idle.wires.remove(0));
         idle.wires.push(Kept { wire, since: Instant::now(), shard: shards::current() });
@@ -128,7 +127,7 @@ impl Idle {
     }
 }
 
-/// Drops what was idle for too long; ends with the last one, or with the pool.
+/// Drops expired connections; ends with the last connection or the pool.
 async fn reap(pool: Weak<Pool>, limit: std::time::Duration) {
     loop {
         tokio::time::sleep(limit / 4).await;

@@ -1,5 +1,5 @@
-//! What follows an accepted upgrade: bytes both ways until one side ends, the way is closed, or the time that the request
-//! was given is over.
+//! The tunnel after an accepted upgrade: copies bytes both ways until one side ends, the proxy is closed, or the request's
+//! time limit is reached.
 
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::until::Until;
 
-/// Joins both sides once both have switched.
+/// Connects both sides once both have switched protocols.
 pub(super) fn open(client: OnUpgrade, upstream: OnUpgrade, closed: CancellationToken, until: Option<Until>) {
     tokio::spawn(async move {
         let joined = async {
