@@ -17,7 +17,7 @@ use crate::machine::name::{Handle, IdpUserId, Slot};
 pub const HEADER: &str = "x-svc-proof";
 pub const ISSUER: &str = "svc-platform";
 /// Maximum lifetime of a proof.
-pub const MAX_LIFE_SECONDS: i64 = 60;
+pub const MAX_LIFETIME_SECONDS: i64 = 60;
 /// Tolerated skew of the host's clock.
 pub const LEEWAY_SECONDS: i64 = 30;
 
@@ -165,7 +165,7 @@ impl ProofKeys {
     pub fn verify(&self, token: &str, machine: MachineId, now: Timestamp) -> Result<Claims, ProofError> {
         let body = self.open(token)?;
         let claims: Claims = serde_json::from_slice(&body).map_err(|_| ProofError::Malformed)?;
-        if claims.iss != ISSUER || claims.exp.saturating_sub(claims.iat) > MAX_LIFE_SECONDS {
+        if claims.iss != ISSUER || claims.exp.saturating_sub(claims.iat) > MAX_LIFETIME_SECONDS {
             return Err(ProofError::Malformed);
         }
         if claims.aud != machine {
@@ -245,7 +245,7 @@ mod tests {
         let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![signer.public()] };
         let mut long = claims(machine, now);
-        long.exp = long.iat + MAX_LIFE_SECONDS + 1;
+        long.exp = long.iat + MAX_LIFETIME_SECONDS + 1;
         assert_eq!(keys.verify(&signer.sign(&long), machine, now), Err(ProofError::Malformed));
     }
 }
