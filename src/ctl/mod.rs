@@ -35,12 +35,12 @@ pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     };
     telemetry::init("svcctl");
     if !args.global.json {
-        return applet::block_on("svcctl", request_id::own(command::run(args, local)));
+        return applet::block_on("svcctl", request_id::run_with_new_id(command::run(args, local)));
     }
     // With --json, a failure is one line of JSON.
     let mut exit = None;
     let ran = applet::block_on("svcctl", async {
-        if let Err(failure) = request_id::own(command::run(args, local)).await {
+        if let Err(failure) = request_id::run_with_new_id(command::run(args, local)).await {
             eprintln!("{}", refusal::json(&failure));
             exit = Some(failure.exit);
         }

@@ -23,12 +23,12 @@ pub async fn scope<T>(id: String, work: impl Future<Output = T>) -> T {
 }
 
 /// Runs work that belongs to no request under a new id, for its log lines and calls.
-pub async fn own<T>(work: impl Future<Output = T>) -> T {
-    under(fresh(), work).await
+pub async fn run_with_new_id<T>(work: impl Future<Output = T>) -> T {
+    run_with_id(fresh(), work).await
 }
 
 /// Runs deferred work of a request under that request's id.
-pub async fn under<T>(id: String, work: impl Future<Output = T>) -> T {
+pub async fn run_with_id<T>(id: String, work: impl Future<Output = T>) -> T {
     let span = tracing::info_span!("run", svc_request_id = %id);
     scope(id, work).instrument(span).await
 }
@@ -57,11 +57,11 @@ pub fn onward(call: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
 
 /// The client's request id, if it is well formed.
 pub fn inbound(headers: &HeaderMap) -> Option<&str> {
-    headers.get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| fits(id))
+    headers.get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| is_well_formed(id))
 }
 
 /// Whether a string is a well-formed id.
-pub fn fits(id: &str) -> bool {
+pub fn is_well_formed(id: &str) -> bool {
     (8..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
 }
 
@@ -74,7 +74,7 @@ mod tests {
     #[test]
     fn fresh_ids_are_well_formed_and_unique() {
         let ids: Vec<String> = (0..10_000).map(|_| fresh()).collect();
-        assert!(ids.iter().all(|id| fits(id) && id.len() == 32));
+        assert!(ids.iter().all(|id| is_well_formed(id) && id.len() == 32));
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len());
         assert!(uuid::Uuid::parse_str(&ids[0]).is_ok_and(|id| id.get_version_num() == 7));
     }

@@ -52,7 +52,7 @@ async fn pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
     let moving = rollouts::moving(&session).await?;
     drop(session);
     for rollout in moving {
-        request_id::under(rollout.request_id.clone(), take_on(platform, &rollout)).await?;
+        request_id::run_with_id(rollout.request_id.clone(), take_on(platform, &rollout)).await?;
     }
     Ok(())
 }
@@ -104,7 +104,7 @@ async fn take_on(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     if !unheard.is_empty() {
         // Hosts that do not answer hold nobody up.
         let (platform, id) = (Arc::clone(platform), request_id::current());
-        tokio::spawn(request_id::under(id, async move { tell(&platform, &rollout, unheard).await }));
+        tokio::spawn(request_id::run_with_id(id, async move { tell(&platform, &rollout, unheard).await }));
     }
     Ok(())
 }
