@@ -312,7 +312,7 @@ impl Fields {
     }
 
     /// Accepts unknown parameters: for URLs that a browser is redirected to, to which others add parameters.
-    pub fn with_others(mut self) -> Self {
+    pub fn allow_unknown(mut self) -> Self {
         self.left.clear();
         self
     }

@@ -26,7 +26,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use body::{Outgoing, Relayed, Upload};
 pub use headers::strip_hop_by_hop;
 use pool::{Pool, Wire};
-pub use until::Until;
+pub use until::TimeLimit;
 
 /// A connected byte stream to the upstream.
 pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
@@ -165,7 +165,7 @@ struct Exchange<'a> {
     /// The client's side of the requested upgrade.
     client: Option<hyper::upgrade::OnUpgrade>,
     /// The time limit of the upgraded connection, if any.
-    until: Option<Until>,
+    until: Option<TimeLimit>,
 }
 
 struct Failed<'a> {

@@ -5,10 +5,10 @@ use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio_util::sync::CancellationToken;
 
-use super::until::Until;
+use super::until::TimeLimit;
 
 /// Connects both sides once both have switched protocols.
-pub(super) fn open(client: OnUpgrade, upstream: OnUpgrade, closed: CancellationToken, until: Option<Until>) {
+pub(super) fn open(client: OnUpgrade, upstream: OnUpgrade, closed: CancellationToken, until: Option<TimeLimit>) {
     tokio::spawn(async move {
         let joined = async {
             let (client, upstream) = tokio::try_join!(client, upstream).map_err(std::io::Error::other)?;

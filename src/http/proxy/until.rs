@@ -11,12 +11,12 @@ use tokio_util::sync::CancellationToken;
 
 /// Request extension: its upgraded connection or response ends at this time, or when the token is cancelled.
 #[derive(Debug, Clone)]
-pub struct Until {
+pub struct TimeLimit {
     pub closed: Arc<CancellationToken>,
     pub at: Instant,
 }
 
-impl Until {
+impl TimeLimit {
     pub(super) async fn ended(self) {
         // Both outcomes mean the end.
         let _ = tokio::time::timeout_at(self.at, self.closed.cancelled()).await;

@@ -24,7 +24,7 @@ use super::session::{LIFE_SECONDS, SessionError};
 use super::{Site, account, app_door, app_token, cookie, frame, origin, own, sign_in};
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::proof::{LEEWAY_SECONDS, Route};
-use crate::http::proxy::{ProxyError, Until};
+use crate::http::proxy::{ProxyError, TimeLimit};
 use crate::http::request_id;
 use crate::http::server::Scheme;
 use crate::metrics::UPSTREAM_FAILURES;
@@ -267,7 +267,7 @@ impl Site {
     }
 
     /// When a stream of this caller has to end; `None` for one with a bearer token, which no sign-out takes back.
-    fn until(&self, caller: Caller<'_>, now: Timestamp) -> Option<Until> {
+    fn until(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
             // As a session would be that is opened now.
@@ -289,7 +289,7 @@ impl Site {
         };
         let closed = if is_valid { closed } else { ended() };
         let left = |at: i64| Duration::from_secs(u64::try_from(at - now.as_second()).unwrap_or_default());
-        Some(Until { closed, at: tokio::time::Instant::now() + left(expires_at) })
+        Some(TimeLimit { closed, at: tokio::time::Instant::now() + left(expires_at) })
     }
 
     fn absent(&self, visit: &Visit, absence: Absence, uri: &Uri) -> Response {

@@ -70,7 +70,7 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result
     let mut query = call.query();
     let state: Option<String> = query.required("state");
     let return_to: Option<String> = query.optional("return_to");
-    let state = query.with_others().finish(state)?;
+    let state = query.allow_unknown().finish(state)?;
     let return_to = return_to.filter(|path| is_local(path)).unwrap_or_else(|| "/".to_owned());
     let handed = Handed {
         origin: Origin { opened_by: identity.session().map(|session| session.hash), sign_out: 0 },
@@ -86,7 +86,7 @@ pub(super) async fn hand_over(site: &Site, visit: &Visit, call: &Call) -> Result
 pub(super) async fn take(site: &Site, visit: &Visit, call: &Call) -> Result<Response, Problem> {
     let mut query = call.query();
     let code: Option<String> = query.required("code");
-    let code = query.with_others().finish(code)?;
+    let code = query.allow_unknown().finish(code)?;
     site.admit_check(visit)?;
     let handed = match RouterCookie::State.get(&call.headers, visit.scheme) {
         Some(state) => site.sessions.redeem_code(&code, state).await.map_err(|error| failed(&error))?,
