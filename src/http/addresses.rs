@@ -17,7 +17,7 @@ pub struct Addresses {
 
 /// A counted connection of an address; released on drop.
 #[derive(Debug)]
-pub struct AddressPlace {
+pub struct AddressPermit {
     /// `None` for an exempt address, which is not counted.
     counted: Option<(Arc<Addresses>, IpAddr)>,
 }
@@ -29,9 +29,9 @@ impl Addresses {
     }
 
     /// Counts a connection of an address; `None` if the address has reached its limit.
-    pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<AddressPlace> {
+    pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<AddressPermit> {
         if address.to_canonical().is_loopback() || self.exempt.contain(address) {
-            return Some(AddressPlace { counted: None });
+            return Some(AddressPermit { counted: None });
         }
         let address = network(address);
         let mut counts = self.counts();
@@ -40,7 +40,7 @@ impl Addresses {
             return None;
         }
         *count += 1;
-        Some(AddressPlace { counted: Some((self.clone(), address)) })
+        Some(AddressPermit { counted: Some((self.clone(), address)) })
     }
 
     fn counts(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
@@ -48,7 +48,7 @@ impl Addresses {
     }
 }
 
-impl Drop for AddressPlace {
+impl Drop for AddressPermit {
     fn drop(&mut self) {
         let Some((addresses, address)) = &self.counted else { return };
         let mut counts = addresses.counts();

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use jiff::Timestamp;
 use serde_json::{Map, Value};
 
-use super::openapi::LARGEST_NUMBER;
+use super::openapi::MAX_SAFE_INTEGER;
 use super::problem::{FieldError, Problem};
 use crate::untrusted_text;
 
@@ -72,13 +72,13 @@ impl Fields {
     }
 
     /// The value, unless it is absent or null.
-    fn take(&mut self, name: &str) -> Option<Value> {
+    fn take_value(&mut self, name: &str) -> Option<Value> {
         self.known.push(name.to_owned());
         self.left.shift_remove(name).filter(|value| !value.is_null())
     }
 
-    fn needed(&mut self, name: &str) -> Option<Value> {
-        let value = self.take(name);
+    fn required_value(&mut self, name: &str) -> Option<Value> {
+        let value = self.take_value(name);
         if value.is_none() {
             self.wrong(name, "is required");
         }
@@ -99,18 +99,18 @@ impl Fields {
     }
 
     pub fn required<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         self.parsed(name, &value)
     }
 
     pub fn optional<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         self.parsed(name, &value)
     }
 
     /// A whole number in a query.
     pub fn within(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
-        let Some(value) = self.take(name) else { return default };
+        let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));
         number.unwrap_or_else(|| {
             self.wrong(name, format!("must be a whole number from {} to {}", range.start(), range.end()));
@@ -120,7 +120,7 @@ impl Fields {
 
     /// `true` or `false` in a query.
     pub fn flag(&mut self, name: &str) -> Option<bool> {
-        match self.take(name)?.as_str() {
+        match self.take_value(name)?.as_str() {
             Some("true") => Some(true),
             Some("false") => Some(false),
             _ => {
@@ -148,29 +148,29 @@ impl Fields {
         time
     }
 
-    /// Text of 1 to `longest` characters.
-    pub fn text(&mut self, name: &str, longest: usize) -> Option<String> {
+    /// Text of 1 to `max_chars` characters.
+    pub fn text(&mut self, name: &str, max_chars: usize) -> Option<String> {
         let text: String = self.required(name)?;
-        self.measured(name, text, longest)
+        self.check_length(name, text, max_chars)
     }
 
     /// The same, if it is present.
-    pub fn optional_text(&mut self, name: &str, longest: usize) -> Option<String> {
+    pub fn optional_text(&mut self, name: &str, max_chars: usize) -> Option<String> {
         let text: String = self.optional(name)?;
-        self.measured(name, text, longest)
+        self.check_length(name, text, max_chars)
     }
 
     /// Text from a host: truncated and made printable instead of refused.
     pub fn reported(&mut self, name: &str) -> Option<String> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         self.bounded(name, &value)
     }
 
     /// [`Self::reported`] for a required, non-empty field.
     pub fn required_reported(&mut self, name: &str) -> Option<String> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         let text = self.bounded(name, &value)?;
-        self.measured(name, text, untrusted_text::MAX_CHARS)
+        self.check_length(name, text, untrusted_text::MAX_CHARS)
     }
 
     fn bounded(&mut self, name: &str, value: &Value) -> Option<String> {
@@ -181,16 +181,16 @@ impl Fields {
         text
     }
 
-    fn measured(&mut self, name: &str, text: String, longest: usize) -> Option<String> {
-        if !(1..=longest).contains(&text.chars().count()) {
-            self.wrong(name, format!("must have 1 to {longest} characters"));
+    fn check_length(&mut self, name: &str, text: String, max_chars: usize) -> Option<String> {
+        if !(1..=max_chars).contains(&text.chars().count()) {
+            self.wrong(name, format!("must have 1 to {max_chars} characters"));
             return None;
         }
         Some(text)
     }
 
     pub fn boolean(&mut self, name: &str) -> Option<bool> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         if value.as_bool().is_none() {
             self.wrong(name, "must be true or false");
         }
@@ -198,18 +198,18 @@ impl Fields {
     }
 
     pub fn required_number(&mut self, name: &str) -> Option<u64> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         self.number(name, &value)
     }
 
     pub fn optional_number(&mut self, name: &str) -> Option<u64> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         self.number(name, &value)
     }
 
     /// Any finite number.
     pub fn decimal(&mut self, name: &str) -> Option<f64> {
-        let number = self.take(name)?.as_f64();
+        let number = self.take_value(name)?.as_f64();
         if number.is_none() {
             self.wrong(name, "must be a number");
         }
@@ -221,9 +221,9 @@ impl Fields {
         let whole = value.as_f64().filter(|number| number.fract() == 0.0 && *number >= 0.0);
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole, and not negative")]
         let number = value.as_u64().or(whole.map(|number| number as u64));
-        let number = number.filter(|number| *number <= LARGEST_NUMBER);
+        let number = number.filter(|number| *number <= MAX_SAFE_INTEGER);
         if number.is_none() {
-            self.wrong(name, format!("must be a whole number from 0 to {LARGEST_NUMBER}"));
+            self.wrong(name, format!("must be a whole number from 0 to {MAX_SAFE_INTEGER}"));
         }
         number
     }
@@ -233,26 +233,26 @@ impl Fields {
         self.left.get(name).is_some_and(|value| !value.is_null())
     }
 
-    pub fn strings(&mut self, name: &str, most: usize) -> Vec<String> {
-        let Some(value) = self.take(name) else { return Vec::new() };
-        let texts = value.as_array().filter(|items| items.len() <= most).and_then(|items| {
+    pub fn strings(&mut self, name: &str, max_items: usize) -> Vec<String> {
+        let Some(value) = self.take_value(name) else { return Vec::new() };
+        let texts = value.as_array().filter(|items| items.len() <= max_items).and_then(|items| {
             let text = |item: &Value| item.as_str().filter(|text| !text.contains('\0')).map(str::to_owned);
             items.iter().map(text).collect::<Option<Vec<_>>>()
         });
         if texts.is_none() {
-            self.wrong(name, format!("must be an array of at most {most} strings without NUL"));
+            self.wrong(name, format!("must be an array of at most {max_items} strings without NUL"));
         }
         texts.unwrap_or_default()
     }
 
     /// The fields of a nested object; the caller must pass them to [`Self::close`].
     pub fn nested(&mut self, name: &str) -> Option<Self> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         self.open(name, value)
     }
 
     pub fn optional_nested(&mut self, name: &str) -> Option<Self> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         self.open(name, value)
     }
 
@@ -267,7 +267,7 @@ impl Fields {
 
     /// The objects of an array; the caller must pass each to [`Self::close`].
     pub fn each(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<Vec<Self>> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         let Value::Array(items) = value else {
             self.wrong_array(name, &range);
             return None;

@@ -195,10 +195,10 @@ pub enum Caching {
 pub fn respond(request: &Parts, plain: StaticFile, gzip: Option<StaticFile>, caching: Caching) -> Response {
     let varies = plain.is_compressible();
     let file = gzip.filter(|_| http_serve::should_gzip(&request.headers)).unwrap_or(plain);
-    let mut asked = Request::new(());
-    asked.method_mut().clone_from(&request.method);
-    asked.headers_mut().clone_from(&request.headers);
-    let mut response = http_serve::serve(file, &asked).map(Body::new);
+    let mut conditional = Request::new(());
+    conditional.method_mut().clone_from(&request.method);
+    conditional.headers_mut().clone_from(&request.headers);
+    let mut response = http_serve::serve(file, &conditional).map(Body::new);
     let headers = response.headers_mut();
     let keep = match caching {
         Caching::Revalidate => "private, no-cache",

@@ -23,14 +23,14 @@ struct FirstByte {
 }
 
 impl FirstByte {
-    fn note(&self) {
+    fn record(&self) {
         if self.at.load(Ordering::Relaxed) == 0 {
             let ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
             self.at.store(ms + 1, Ordering::Relaxed);
         }
     }
 
-    fn forget(&self) {
+    fn reset(&self) {
         self.at.store(0, Ordering::Relaxed);
     }
 
@@ -63,7 +63,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for HeadStream<S> {
         let before = into.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, into);
         if into.filled().len() > before {
-            self.first_byte.note();
+            self.first_byte.record();
         }
         read
     }
@@ -105,9 +105,9 @@ pub struct HeadTimer {
 impl HeadTimer {
     fn until(&self, idle: Instant) -> HeadSleep {
         // All bytes so far belong to earlier requests.
-        self.first_byte.forget();
+        self.first_byte.reset();
         let sleep = Box::pin(tokio::time::sleep_until(idle));
-        HeadSleep { sleep, first_byte: self.first_byte.clone(), head: self.head, has_begun: false }
+        HeadSleep { sleep, first_byte: self.first_byte.clone(), head: self.head, has_head_begun: false }
     }
 }
 
@@ -138,14 +138,14 @@ struct HeadSleep {
     first_byte: Arc<FirstByte>,
     head: Duration,
     /// Whether the deadline is that of the head instead of the idle connection.
-    has_begun: bool,
+    has_head_begun: bool,
 }
 
 impl HeadSleep {
     /// Waits for the next head, until `idle`.
     fn restart(&mut self, idle: Instant) {
-        self.first_byte.forget();
-        self.has_begun = false;
+        self.first_byte.reset();
+        self.has_head_begun = false;
         self.sleep.as_mut().reset(idle);
     }
 }
@@ -154,10 +154,10 @@ impl Future for HeadSleep {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.has_begun
+        if !self.has_head_begun
             && let Some(first) = self.first_byte.get()
         {
-            self.has_begun = true;
+            self.has_head_begun = true;
             let deadline = (first + self.head).min(self.sleep.deadline());
             self.sleep.as_mut().reset(deadline);
         }

@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn malformed_networks_are_refused_with_the_correction() {
-        for (text, said) in [
+        for (text, expected) in [
             ("10.0.0.0/8,load-balancer", "\"load-balancer\" is neither an address"),
             ("10.0.0.0/33", "list them as"),
             ("10.0.0.5/8", "write 10.0.0.0/8"),
@@ -125,7 +125,7 @@ mod tests {
             ("::/0", "every address"),
         ] {
             let why = text.parse::<Networks>().unwrap_err().to_string();
-            assert!(why.contains(said), "{text}: {why}");
+            assert!(why.contains(expected), "{text}: {why}");
         }
     }
 }

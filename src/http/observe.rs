@@ -38,7 +38,7 @@ impl Listener {
     }
 
     /// Whether to log all requests: the control API has few requests. Other listeners log only failed ones.
-    fn tells_all(self) -> bool {
+    fn logs_all_requests(self) -> bool {
         self == Self::Api
     }
 }
@@ -56,11 +56,11 @@ pub async fn layer(State(listener): State<Listener>, mut request: Request, next:
         method = %request.method(),
         path = %without_token(request.uri().path()),
     );
-    let answered = async {
+    let work = async {
         let response = next.run(request).await;
         let (status, took) = (response.status().as_u16(), start.elapsed());
         let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        if listener.tells_all() || status >= 500 {
+        if listener.logs_all_requests() || status >= 500 {
             tracing::info!(status, ms, "answered");
         } else {
             tracing::debug!(status, ms, "answered");
@@ -69,7 +69,7 @@ pub async fn layer(State(listener): State<Listener>, mut request: Request, next:
         HTTP_DURATION.record([listener.as_str(), route], took);
         response
     };
-    let mut response = request_id::scope(id, answered).instrument(span).await;
+    let mut response = request_id::scope(id, work).instrument(span).await;
     response.headers_mut().insert(request_id::HEADER, value);
     response
 }

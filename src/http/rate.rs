@@ -25,20 +25,20 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
             let burst = per_second.saturating_mul(burst_seconds);
             Quota::per_second(rate).allow_burst(NonZeroU32::new(burst).unwrap_or(rate))
         });
-        Self::of(quota)
+        Self::with_quota(quota)
     }
 
     /// One request per `interval`, which must not be zero, and key, with a burst.
     pub fn every(interval: Duration, burst: u32) -> Self {
         let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
-        Self::of(Quota::with_period(interval).map(|quota| quota.allow_burst(burst)))
+        Self::with_quota(Quota::with_period(interval).map(|quota| quota.allow_burst(burst)))
     }
 
     pub fn unlimited() -> Self {
-        Self::of(None)
+        Self::with_quota(None)
     }
 
-    fn of(quota: Option<Quota>) -> Self {
+    fn with_quota(quota: Option<Quota>) -> Self {
         Self { buckets: quota.map(RateLimiter::keyed), checks: AtomicU32::new(0) }
     }
 

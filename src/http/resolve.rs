@@ -7,7 +7,7 @@ use std::time::Duration;
 use hickory_resolver::TokioResolver;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 
-const DEADLINE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A failed DNS lookup.
 #[derive(Debug, thiserror::Error)]
@@ -30,9 +30,9 @@ pub async fn addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
         return Ok(vec![IpAddr::from([127, 0, 0, 1])]);
     }
     let resolver = resolver().map_err(&fail)?;
-    let looked_up = tokio::time::timeout(DEADLINE, resolver.lookup_ip(name)).await;
-    let answer = looked_up.map_err(|_| fail("no response in time".to_owned()))?;
-    let found: Vec<IpAddr> = answer.map_err(|error| fail(error.to_string()))?.iter().collect();
+    let looked_up = tokio::time::timeout(TIMEOUT, resolver.lookup_ip(name)).await;
+    let response = looked_up.map_err(|_| fail("no response in time".to_owned()))?;
+    let found: Vec<IpAddr> = response.map_err(|error| fail(error.to_string()))?.iter().collect();
     if found.is_empty() { Err(fail("no address".to_owned())) } else { Ok(found) }
 }
 

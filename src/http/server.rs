@@ -62,9 +62,9 @@ impl Default for Limits {
 /// Limits the memory of unfinished heads to an eighth of the machine's memory; `tests/unfinished_heads.rs` measures one
 /// connection.
 fn max_connections() -> usize {
-    const BYTES_EACH: u64 = 128 * 1024;
+    const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
-    usize::try_from(memory / 8 / BYTES_EACH).unwrap_or(usize::MAX).clamp(512, 16_384)
+    usize::try_from(memory / 8 / BYTES_PER_CONNECTION).unwrap_or(usize::MAX).clamp(512, 16_384)
 }
 
 /// Serves until `stop`, then drains the requests in flight.
@@ -242,10 +242,10 @@ pub fn stop_on_signal() -> std::io::Result<CancellationToken> {
     let mut term = signal(SignalKind::terminate())?;
     let mut int = signal(SignalKind::interrupt())?;
     let stop = CancellationToken::new();
-    let told = stop.clone();
+    let token = stop.clone();
     tokio::spawn(async move {
         tokio::select! { _ = term.recv() => {} _ = int.recv() => {} }
-        told.cancel();
+        token.cancel();
     });
     Ok(stop)
 }
@@ -262,7 +262,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
 
     async fn server(limits: Limits) -> SocketAddr {
@@ -277,7 +277,7 @@ mod tests {
         let mut text = String::new();
         let mut part = [0; 1024];
         while !text.ends_with(end) {
-            let read = tokio::time::timeout(PATIENCE, stream.read(&mut part)).await.expect("a response");
+            let read = tokio::time::timeout(TEST_TIMEOUT, stream.read(&mut part)).await.expect("a response");
             match read.unwrap_or(0) {
                 0 => break,
                 bytes => text.push_str(&String::from_utf8_lossy(&part[..bytes])),
@@ -320,8 +320,8 @@ mod tests {
             let head = format!("GET / HTTP/1.1\r\nhost: h\r\nx-long: {}\r\n\r\n", "x".repeat(bytes));
             // The response may arrive before the head has been sent.
             let _ = stream.write_all(head.as_bytes()).await;
-            let answer = read_until(&mut stream, "ok").await;
-            assert_eq!(answer.get(9..12), Some(status), "{answer}");
+            let response = read_until(&mut stream, "ok").await;
+            assert_eq!(response.get(9..12), Some(status), "{response}");
         }
     }
 }

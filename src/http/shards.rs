@@ -13,12 +13,12 @@ use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 thread_local! {
-    static HERE: Cell<Option<usize>> = const { Cell::new(None) };
+    static CURRENT_SHARD: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
 /// The shard of the current thread; `None` on other threads.
 pub fn current() -> Option<usize> {
-    HERE.get()
+    CURRENT_SHARD.get()
 }
 
 /// The threads, which end on drop.
@@ -50,7 +50,7 @@ impl Shards {
         let Some(least) = self.all.iter().min_by_key(|shard| shard.load.load(Ordering::Relaxed)) else {
             return;
         };
-        let counted = Counted::one_more(&least.load);
+        let counted = LoadGuard::acquire(&least.load);
         least.runtime.spawn(async move {
             connection.await;
             drop(counted);
@@ -63,7 +63,7 @@ impl Shard {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let handle = runtime.handle().clone();
         thread::Builder::new().name(format!("shard-{index}")).spawn(move || {
-            HERE.set(Some(index));
+            CURRENT_SHARD.set(Some(index));
             runtime.block_on(running.cancelled());
         })?;
         Ok(Self { runtime: handle, load: Arc::default() })
@@ -71,16 +71,16 @@ impl Shard {
 }
 
 /// Counts a connection of a shard until drop.
-struct Counted(Arc<AtomicUsize>);
+struct LoadGuard(Arc<AtomicUsize>);
 
-impl Counted {
-    fn one_more(load: &Arc<AtomicUsize>) -> Self {
+impl LoadGuard {
+    fn acquire(load: &Arc<AtomicUsize>) -> Self {
         load.fetch_add(1, Ordering::Relaxed);
         Self(Arc::clone(load))
     }
 }
 
-impl Drop for Counted {
+impl Drop for LoadGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -99,25 +99,25 @@ mod tests {
     fn spawn_spreads_connections_and_pins_each_to_a_thread() {
         let shards = Shards::start().unwrap();
         let count = shards.all.len();
-        let (tell, mut told) = mpsc::unbounded_channel();
+        let (sender, mut receiver) = mpsc::unbounded_channel();
         let open = CancellationToken::new();
         for _ in 0..count * 2 {
-            let (tell, open) = (tell.clone(), open.clone());
+            let (sender, open) = (sender.clone(), open.clone());
             shards.spawn(async move {
                 let (before, thread) = (current(), thread::current().id());
                 tokio::time::sleep(Duration::from_millis(5)).await;
                 let nested = tokio::spawn(async { (current(), thread::current().id()) }).await.unwrap();
                 assert_eq!((before, thread), nested);
-                tell.send(before).unwrap();
+                sender.send(before).unwrap();
                 open.cancelled().await;
             });
         }
-        let seen: Vec<_> = (0..count * 2).map(|_| told.blocking_recv().unwrap().unwrap()).collect();
+        let seen: Vec<_> = (0..count * 2).map(|_| receiver.blocking_recv().unwrap().unwrap()).collect();
         assert_eq!(seen.iter().collect::<BTreeSet<_>>().len(), count);
         assert!(shards.all.iter().all(|shard| shard.load.load(Ordering::Relaxed) == 2));
         open.cancel();
-        drop(tell);
-        assert_eq!(told.blocking_recv(), None, "all have ended");
+        drop(sender);
+        assert_eq!(receiver.blocking_recv(), None, "all have ended");
         assert_eq!(current(), None);
     }
 }

@@ -14,12 +14,12 @@ use super::JwtError;
 use crate::http::problem::chain;
 
 /// Minimum interval between fetches for an unknown `kid`.
-const ASK_AGAIN: Duration = Duration::from_secs(30);
+const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum interval between fetches without any key: shorter, because every token is refused.
-const ASK_AGAIN_WITHOUT_KEYS: Duration = Duration::from_secs(2);
+const MIN_FETCH_INTERVAL_WITHOUT_KEYS: Duration = Duration::from_secs(2);
 /// Maximum age of the keys: a withdrawn key is trusted no longer, unless the issuer is unreachable.
-const STALE: Duration = Duration::from_secs(600);
-const LARGEST_BYTES: usize = 256 * 1024;
+const MAX_KEY_AGE: Duration = Duration::from_secs(600);
+const MAX_BODY_BYTES: usize = 256 * 1024;
 
 /// A key of the issuer with its algorithm.
 pub(super) struct VerifyingKey {
@@ -32,20 +32,20 @@ type Keys = HashMap<String, Arc<VerifyingKey>>;
 pub(super) struct Jwks {
     url: Url,
     client: reqwest::Client,
-    known: RwLock<Known>,
+    known: RwLock<KnownKeys>,
     /// Held during a fetch, so that there is only one at a time.
-    asked: tokio::sync::Mutex<Asked>,
+    last_fetch: tokio::sync::Mutex<LastFetch>,
 }
 
 /// The time of the last fetch.
 #[derive(Default)]
-struct Asked {
-    at_all: Option<Instant>,
+struct LastFetch {
+    any: Option<Instant>,
     for_unknown: Option<Instant>,
 }
 
 #[derive(Default)]
-struct Known {
+struct KnownKeys {
     keys: Arc<Keys>,
     fetched: Option<Instant>,
 }
@@ -64,36 +64,36 @@ enum FetchError {
 
 impl Jwks {
     pub(super) fn new(url: Url, client: reqwest::Client) -> Self {
-        Self { url, client, known: RwLock::default(), asked: tokio::sync::Mutex::default() }
+        Self { url, client, known: RwLock::default(), last_fetch: tokio::sync::Mutex::default() }
     }
 
     /// The key with this id. Fetches the issuer's keys if it is unknown, or if the known keys are stale.
     pub(super) async fn find(&self, kid: &str) -> Result<Arc<VerifyingKey>, JwtError> {
-        let mut asked = match (self.known(kid), self.asked.try_lock()) {
+        let mut last_fetch = match (self.known(kid), self.last_fetch.try_lock()) {
             ((Some(key), Freshness::Fresh), _) => return Ok(key),
-            (_, Ok(asked)) => asked,
+            (_, Ok(last_fetch)) => last_fetch,
             // Use a stale key during a fetch.
             ((Some(key), _), Err(_)) => return Ok(key),
-            ((None, _), Err(_)) => self.asked.lock().await,
+            ((None, _), Err(_)) => self.last_fetch.lock().await,
         };
         // Another request may have fetched the keys meanwhile.
         let (key, freshness) = self.known(kid);
         let over = |at: Option<Instant>, pause| at.is_none_or(|at: Instant| at.elapsed() >= pause);
         let due = match (&key, freshness) {
             (Some(_), Freshness::Fresh) => false,
-            (_, Freshness::Never) => over(asked.at_all, ASK_AGAIN_WITHOUT_KEYS),
-            (Some(_), Freshness::Stale) => over(asked.at_all, ASK_AGAIN),
-            (None, Freshness::Stale | Freshness::Fresh) => over(asked.for_unknown, ASK_AGAIN),
+            (_, Freshness::Never) => over(last_fetch.any, MIN_FETCH_INTERVAL_WITHOUT_KEYS),
+            (Some(_), Freshness::Stale) => over(last_fetch.any, MIN_FETCH_INTERVAL),
+            (None, Freshness::Stale | Freshness::Fresh) => over(last_fetch.for_unknown, MIN_FETCH_INTERVAL),
         };
         if due {
             let now = Some(Instant::now());
-            asked.at_all = now;
+            last_fetch.any = now;
             if key.is_none() && freshness != Freshness::Never {
-                asked.for_unknown = now;
+                last_fetch.for_unknown = now;
             }
             match self.fetch().await {
                 Ok(keys) => {
-                    let known = Known { keys: Arc::new(keys), fetched: Some(Instant::now()) };
+                    let known = KnownKeys { keys: Arc::new(keys), fetched: Some(Instant::now()) };
                     *self.known.write().unwrap_or_else(PoisonError::into_inner) = known;
                 }
                 Err(error) => {
@@ -101,7 +101,7 @@ impl Jwks {
                 }
             }
         }
-        drop(asked);
+        drop(last_fetch);
         match self.known(kid) {
             (Some(key), _) => Ok(key),
             (None, Freshness::Never) => Err(JwtError::NoKeys),
@@ -117,18 +117,18 @@ impl Jwks {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         let freshness = match known.fetched {
             None => Freshness::Never,
-            Some(at) if at.elapsed() >= STALE => Freshness::Stale,
+            Some(at) if at.elapsed() >= MAX_KEY_AGE => Freshness::Stale,
             Some(_) => Freshness::Fresh,
         };
         (known.keys.get(kid).cloned(), freshness)
     }
 
     async fn fetch(&self) -> Result<Keys, FetchError> {
-        let mut answer = self.client.get(self.url.clone()).send().await?.error_for_status()?;
+        let mut response = self.client.get(self.url.clone()).send().await?.error_for_status()?;
         let mut body = Vec::new();
-        while let Some(chunk) = answer.chunk().await? {
+        while let Some(chunk) = response.chunk().await? {
             body.extend_from_slice(&chunk);
-            if body.len() > LARGEST_BYTES {
+            if body.len() > MAX_BODY_BYTES {
                 return Err(FetchError::TooLarge);
             }
         }

@@ -20,7 +20,7 @@ use jwks::{Jwks, VerifyingKey};
 /// Tolerated clock skew.
 pub const LEEWAY_SECONDS: i64 = 30;
 /// Maximum length of a token.
-const LONGEST: usize = 8 * 1024;
+const MAX_TOKEN_BYTES: usize = 8 * 1024;
 
 /// The trusted issuer and the accepted audiences.
 #[derive(Debug, Clone)]
@@ -96,7 +96,7 @@ impl Verifier {
 }
 
 fn kid(token: &str) -> Result<String, JwtError> {
-    if token.len() > LONGEST {
+    if token.len() > MAX_TOKEN_BYTES {
         return Err(JwtError::Malformed);
     }
     decode_header(token).map_err(|_| JwtError::Malformed)?.kid.ok_or(JwtError::UnknownKey)

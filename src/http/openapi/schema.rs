@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 /// 2^53 - 1.
-pub const LARGEST_NUMBER: u64 = (1 << 53) - 1;
+pub const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 /// A reference to a schema in [`super::Api::schemas`].
 pub fn named(name: &str) -> Value {
@@ -41,12 +41,12 @@ pub fn boolean() -> Value {
 
 /// A non-negative integer that every JSON parser represents exactly (RFC 7493).
 pub fn count() -> Value {
-    json!({ "type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER })
+    json!({ "type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER })
 }
 
-/// Text of 1 to `longest` characters, none of them NUL.
-pub fn text_to(longest: usize) -> Value {
-    json!({ "type": "string", "minLength": 1, "maxLength": longest, "pattern": "^[^\\u0000]*$" })
+/// Text of 1 to `max_chars` characters, none of them NUL.
+pub fn text_to(max_chars: usize) -> Value {
+    json!({ "type": "string", "minLength": 1, "maxLength": max_chars, "pattern": "^[^\\u0000]*$" })
 }
 
 /// Non-empty text, which is made printable and truncated if necessary.

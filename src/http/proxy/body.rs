@@ -10,7 +10,7 @@ use bytes::Bytes;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-use super::pool::{Pool, Wire};
+use super::pool::{Pool, UpstreamConnection};
 
 type Boxed = Box<dyn std::error::Error + Send + Sync>;
 
@@ -32,12 +32,12 @@ impl Upload {
 }
 
 /// A request's body for the upstream; the inner body is dropped with the last byte.
-pub(super) struct Outgoing {
+pub(super) struct RequestBody {
     body: Body,
     upload: Option<Arc<Upload>>,
 }
 
-impl Outgoing {
+impl RequestBody {
     /// Returns the progress only if there is a body.
     pub(super) fn new(body: Body) -> (Self, Option<Arc<Upload>>) {
         let upload = (!body.is_end_stream()).then(Arc::<Upload>::default);
@@ -49,7 +49,7 @@ impl Outgoing {
     }
 }
 
-impl HttpBody for Outgoing {
+impl HttpBody for RequestBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -73,7 +73,7 @@ impl HttpBody for Outgoing {
     }
 }
 
-impl Drop for Outgoing {
+impl Drop for RequestBody {
     fn drop(&mut self) {
         if let Some(upload) = &self.upload {
             upload.done.store(true, Ordering::Release);
@@ -82,31 +82,31 @@ impl Drop for Outgoing {
 }
 
 /// A response's body. Read to its end, it returns the connection to the pool; dropped earlier, it closes the connection.
-pub(super) struct Relayed {
+pub(super) struct ResponseBody {
     body: Incoming,
     /// `None` if a separate task drives the connection, or it has ended.
-    wire: Option<Box<Wire>>,
+    wire: Option<Box<UpstreamConnection>>,
     pool: Arc<Pool>,
     /// Created at the first wait: most bodies are available at once.
     closed: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
 }
 
-impl Relayed {
+impl ResponseBody {
     /// The response's body if the request has been sent completely.
-    pub(super) fn driving(body: Incoming, pool: Arc<Pool>, wire: Box<Wire>) -> Body {
-        let mut relayed = Self { body, wire: Some(wire), pool, closed: None };
-        if relayed.body.is_end_stream() {
-            relayed.release();
+    pub(super) fn driving(body: Incoming, pool: Arc<Pool>, wire: Box<UpstreamConnection>) -> Body {
+        let mut response = Self { body, wire: Some(wire), pool, closed: None };
+        if response.body.is_end_stream() {
+            response.release();
             return Body::empty();
         }
-        Body::new(relayed)
+        Body::new(response)
     }
 
     /// The response's body while the request is still being sent.
-    pub(super) fn detached(body: Incoming, pool: Arc<Pool>, wire: Box<Wire>) -> Body {
+    pub(super) fn detached(body: Incoming, pool: Arc<Pool>, wire: Box<UpstreamConnection>) -> Body {
         let closed = pool.closed.clone();
         tokio::spawn(async move {
-            let Wire { sender: _sender, connection, place: _place } = *wire;
+            let UpstreamConnection { sender: _sender, connection, permit: _permit } = *wire;
             tokio::select! {
                 () = closed.cancelled() => {}
                 ended = connection => if let Err(error) = ended {
@@ -118,7 +118,7 @@ impl Relayed {
     }
 
     /// The response's body if the connection is driven elsewhere.
-    pub(super) fn alone(body: Incoming, pool: Arc<Pool>) -> Body {
+    pub(super) fn undriven(body: Incoming, pool: Arc<Pool>) -> Body {
         if body.is_end_stream() {
             return Body::empty();
         }
@@ -148,7 +148,7 @@ impl Relayed {
     }
 }
 
-impl HttpBody for Relayed {
+impl HttpBody for ResponseBody {
     type Data = Bytes;
     type Error = Boxed;
 

@@ -23,9 +23,9 @@ use http::{Method, Request, Response, StatusCode, Uri, Version, request};
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use body::{Outgoing, Relayed, Upload};
+use body::{RequestBody, ResponseBody, Upload};
 pub use headers::strip_hop_by_hop;
-use pool::{Pool, Wire};
+use pool::{Pool, UpstreamConnection};
 pub use until::TimeLimit;
 
 /// A connected byte stream to the upstream.
@@ -119,28 +119,28 @@ impl Proxy {
         if request.method() == Method::CONNECT {
             return Err(ProxyError::Tunnel);
         }
-        let asked_upgrade = strip_hop_by_hop(request.headers_mut());
-        let client = asked_upgrade.then(|| hyper::upgrade::on(&mut request));
+        let is_upgrade = strip_hop_by_hop(request.headers_mut());
+        let client = is_upgrade.then(|| hyper::upgrade::on(&mut request));
         let (mut parts, body) = request.into_parts();
-        let until = if asked_upgrade { parts.extensions.remove() } else { None };
+        let until = if is_upgrade { parts.extensions.remove() } else { None };
         origin_form(&mut parts.uri);
         parts.version = Version::HTTP_11;
-        let (body, upload) = Outgoing::new(body);
+        let (body, upload) = RequestBody::new(body);
         // Only an idempotent request is kept for a retry on a new connection.
         let replayable = upload.is_none() && parts.method.is_idempotent();
         let request = Request::from_parts(parts, body);
         let exchange = Exchange { pool: &self.pool, upload, client, until };
         // The futures of a new connection and of a retry are boxed: most requests need neither.
         let Some(wire) = self.pool.reuse() else {
-            return Box::pin(exchange.afresh(request)).await;
+            return Box::pin(exchange.run_on_new_connection(request)).await;
         };
-        let spare = replayable.then(|| again(&request));
+        let spare = replayable.then(|| copy_request(&request));
         let failed = match exchange.run(wire, request).await {
-            Ok(answer) => return Ok(answer),
+            Ok(response) => return Ok(response),
             Err(failed) => failed,
         };
         match (failed.retry, failed.unsent.or(spare)) {
-            (Some(exchange), Some(request)) => Box::pin(exchange.afresh(request)).await,
+            (Some(exchange), Some(request)) => Box::pin(exchange.run_on_new_connection(request)).await,
             _ => Err(failed.error),
         }
     }
@@ -168,26 +168,26 @@ struct Exchange<'a> {
     until: Option<TimeLimit>,
 }
 
-struct Failed<'a> {
+struct FailedExchange<'a> {
     error: ProxyError,
     /// The request, if no byte of it was sent.
-    unsent: Option<Request<Outgoing>>,
+    unsent: Option<Request<RequestBody>>,
     /// `Some` if the connection ended before the first byte of a response.
     retry: Option<Exchange<'a>>,
 }
 
 impl<'a> Exchange<'a> {
     /// Sends the request on a new connection, without a retry.
-    async fn afresh(self, request: Request<Outgoing>) -> Result<Response<Body>, ProxyError> {
+    async fn run_on_new_connection(self, request: Request<RequestBody>) -> Result<Response<Body>, ProxyError> {
         let wire = self.pool.connect().await?;
         self.run(wire, request).await.map_err(|failed| failed.error)
     }
 
     async fn run(
         self,
-        wire: Box<Wire>,
-        request: Request<Outgoing>,
-    ) -> Result<Response<Body>, Box<Failed<'a>>> {
+        wire: Box<UpstreamConnection>,
+        request: Request<RequestBody>,
+    ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
         if self.client.is_some() {
             Box::pin(self.upgrade(wire, request)).await
         } else {
@@ -197,13 +197,13 @@ impl<'a> Exchange<'a> {
 
     async fn plain(
         self,
-        mut wire: Box<Wire>,
-        request: Request<Outgoing>,
-    ) -> Result<Response<Body>, Box<Failed<'a>>> {
+        mut wire: Box<UpstreamConnection>,
+        request: Request<RequestBody>,
+    ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
         let sent = wire.sender.try_send_request(request);
-        let answered = self.head(sent, Some(&mut wire)).await;
-        let (parts, body) = match answered {
-            Ok(answer) => answer.into_parts(),
+        let response = self.head(sent, Some(&mut wire)).await;
+        let (parts, body) = match response {
+            Ok(response) => response.into_parts(),
             Err(failed) => return Err(self.failed(failed)),
         };
         if parts.status == StatusCode::SWITCHING_PROTOCOLS {
@@ -211,22 +211,22 @@ impl<'a> Exchange<'a> {
         }
         let body = if self.upload.as_ref().is_some_and(|upload| !upload.is_done()) {
             // The response came before the end of the request, so a separate task drives the connection.
-            Relayed::detached(body, Arc::clone(self.pool), wire)
+            ResponseBody::detached(body, Arc::clone(self.pool), wire)
         } else {
-            Relayed::driving(body, Arc::clone(self.pool), wire)
+            ResponseBody::driving(body, Arc::clone(self.pool), wire)
         };
-        Ok(answer(parts, body))
+        Ok(to_response(parts, body))
     }
 
     async fn upgrade(
         mut self,
-        wire: Box<Wire>,
-        request: Request<Outgoing>,
-    ) -> Result<Response<Body>, Box<Failed<'a>>> {
-        let Wire { mut sender, connection, place } = *wire;
+        wire: Box<UpstreamConnection>,
+        request: Request<RequestBody>,
+    ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
+        let UpstreamConnection { mut sender, connection, permit } = *wire;
         let closed = self.pool.closed.clone();
         tokio::spawn(async move {
-            let _place = place;
+            let _permit = permit;
             tokio::select! {
                 () = closed.cancelled() => {}
                 ended = connection.with_upgrades() => if let Err(error) = ended {
@@ -235,19 +235,19 @@ impl<'a> Exchange<'a> {
             }
         });
         let sent = sender.try_send_request(request);
-        let mut answered = match self.head(sent, None).await {
-            Ok(answer) => answer,
+        let mut response = match self.head(sent, None).await {
+            Ok(response) => response,
             Err(failed) => return Err(self.failed(failed)),
         };
         match self.client.take() {
-            Some(client) if answered.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                tunnel::open(client, hyper::upgrade::on(&mut answered), self.pool.closed.clone(), self.until);
-                let (parts, _) = answered.into_parts();
-                Ok(answer(parts, Body::empty()))
+            Some(client) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
+                tunnel::open(client, hyper::upgrade::on(&mut response), self.pool.closed.clone(), self.until);
+                let (parts, _) = response.into_parts();
+                Ok(to_response(parts, Body::empty()))
             }
             _ => {
-                let (parts, body) = answered.into_parts();
-                Ok(answer(parts, Relayed::alone(body, Arc::clone(self.pool))))
+                let (parts, body) = response.into_parts();
+                Ok(to_response(parts, ResponseBody::undriven(body, Arc::clone(self.pool))))
             }
         }
     }
@@ -256,10 +256,10 @@ impl<'a> Exchange<'a> {
     async fn head(
         &self,
         sent: impl Future<
-            Output = Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<Outgoing>>>,
+            Output = Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<RequestBody>>>,
         >,
-        mut wire: Option<&mut Box<Wire>>,
-    ) -> Result<Response<Incoming>, (ProxyError, Option<Request<Outgoing>>)> {
+        mut wire: Option<&mut Box<UpstreamConnection>>,
+    ) -> Result<Response<Incoming>, (ProxyError, Option<Request<RequestBody>>)> {
         let mut sent = pin!(sent);
         let mut deadline = pin!(tokio::time::sleep(self.pool.limits.response_head));
         let mut closed = pin!(self.pool.closed.cancelled());
@@ -271,8 +271,8 @@ impl<'a> Exchange<'a> {
                 // Its error, if any, is returned by the response future.
                 wire = None;
             }
-            if let Poll::Ready(answer) = sent.as_mut().poll(cx) {
-                return Poll::Ready(answer.map_err(|mut failed| {
+            if let Poll::Ready(response) = sent.as_mut().poll(cx) {
+                return Poll::Ready(response.map_err(|mut failed| {
                     let unsent = failed.take_message();
                     (ProxyError::Exchange(failed.into_error()), unsent)
                 }));
@@ -293,10 +293,10 @@ impl<'a> Exchange<'a> {
         .await
     }
 
-    fn failed(self, (error, unsent): (ProxyError, Option<Request<Outgoing>>)) -> Box<Failed<'a>> {
+    fn failed(self, (error, unsent): (ProxyError, Option<Request<RequestBody>>)) -> Box<FailedExchange<'a>> {
         let ended = matches!(&error, ProxyError::Exchange(error)
             if error.is_canceled() || error.is_closed() || error.is_incomplete_message() || is_io(error));
-        Box::new(Failed { retry: ended.then_some(self), error, unsent })
+        Box::new(FailedExchange { retry: ended.then_some(self), error, unsent })
     }
 }
 
@@ -305,7 +305,7 @@ fn is_io(error: &hyper::Error) -> bool {
     std::error::Error::source(error).is_some_and(<dyn std::error::Error>::is::<std::io::Error>)
 }
 
-fn answer(mut parts: http::response::Parts, body: impl Into<Body>) -> Response<Body> {
+fn to_response(mut parts: http::response::Parts, body: impl Into<Body>) -> Response<Body> {
     let upgraded = strip_hop_by_hop(&mut parts.headers);
     if upgraded && parts.status != StatusCode::SWITCHING_PROTOCOLS {
         parts.headers.remove(http::header::UPGRADE);
@@ -318,14 +318,14 @@ fn answer(mut parts: http::response::Parts, body: impl Into<Body>) -> Response<B
 }
 
 /// A copy of the request, whose body must be empty.
-fn again(request: &Request<Outgoing>) -> Request<Outgoing> {
+fn copy_request(request: &Request<RequestBody>) -> Request<RequestBody> {
     let (mut parts, ()) = Request::new(()).into_parts();
     let request::Parts { method, uri, version, headers, .. } = &mut parts;
     request.method().clone_into(method);
     request.uri().clone_into(uri);
     *version = request.version();
     request.headers().clone_into(headers);
-    Request::from_parts(parts, Outgoing::empty())
+    Request::from_parts(parts, RequestBody::empty())
 }
 
 /// Converts a URI to origin form: only path and query (RFC 9112, section 3.2.1).

@@ -12,21 +12,21 @@ use hyper_util::rt::TokioIo;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use super::body::Outgoing;
+use super::body::RequestBody;
 use super::{Dial, Io, ProxyError, ProxyLimits};
 use crate::http::shards;
 
 /// A connection: the sender of requests, and the future that drives it.
-pub(super) struct Wire {
-    pub(super) sender: SendRequest<Outgoing>,
-    pub(super) connection: http1::Connection<TokioIo<Box<dyn Io>>, Outgoing>,
-    pub(super) place: OwnedSemaphorePermit,
+pub(super) struct UpstreamConnection {
+    pub(super) sender: SendRequest<RequestBody>,
+    pub(super) connection: http1::Connection<TokioIo<Box<dyn Io>>, RequestBody>,
+    pub(super) permit: OwnedSemaphorePermit,
 }
 
-impl Wire {
+impl UpstreamConnection {
     /// Polls the connection once after a response, and returns whether it can take another request. No task is woken for it
     /// afterwards.
-    fn settled(&mut self) -> bool {
+    fn is_reusable(&mut self) -> bool {
         let mut cx = Context::from_waker(Waker::noop());
         Pin::new(&mut self.connection).poll(&mut cx).is_pending() && self.sender.is_ready()
     }
@@ -35,13 +35,13 @@ impl Wire {
 pub(super) struct Pool {
     dial: Box<dyn Dial>,
     pub(super) limits: ProxyLimits,
-    places: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     idle: Mutex<Idle>,
     pub(super) closed: CancellationToken,
 }
 
-struct Kept {
-    wire: Box<Wire>,
+struct IdleConnection {
+    wire: Box<UpstreamConnection>,
     since: Instant,
     /// The shard that drives its socket; only that shard reuses it.
     shard: Option<usize>,
@@ -50,7 +50,7 @@ struct Kept {
 #[derive(Default)]
 struct Idle {
     /// The most recently used one is reused first, so that unneeded ones expire.
-    wires: Vec<Kept>,
+    wires: Vec<IdleConnection>,
     reaped: bool,
 }
 
@@ -58,7 +58,7 @@ impl Pool {
     pub(super) fn new(dial: Box<dyn Dial>, limits: ProxyLimits) -> Self {
         Self {
             dial,
-            places: Arc::new(Semaphore::new(limits.connections)),
+            permits: Arc::new(Semaphore::new(limits.connections)),
             limits,
             idle: Mutex::default(),
             closed: CancellationToken::new(),
@@ -71,32 +71,32 @@ impl Pool {
     }
 
     /// A live idle connection.
-    pub(super) fn reuse(&self) -> Option<Box<Wire>> {
+    pub(super) fn reuse(&self) -> Option<Box<UpstreamConnection>> {
         loop {
             let mut wire = self.idle().take(shards::current())?;
-            if wire.settled() {
+            if wire.is_reusable() {
                 return Some(wire);
             }
         }
     }
 
-    pub(super) async fn connect(&self) -> Result<Box<Wire>, ProxyError> {
+    pub(super) async fn connect(&self) -> Result<Box<UpstreamConnection>, ProxyError> {
         if self.closed.is_cancelled() {
             return Err(ProxyError::Closed);
         }
-        let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| ProxyError::Full)?;
+        let permit = Arc::clone(&self.permits).try_acquire_owned().map_err(|_| ProxyError::Full)?;
         let dialled = tokio::select! {
             () = self.closed.cancelled() => return Err(ProxyError::Closed),
             dialled = tokio::time::timeout(self.limits.connect, self.dial.dial()) => dialled,
         };
         let io = dialled.map_err(|_| ProxyError::ConnectTimeout)?.map_err(ProxyError::Connect)?;
         let (sender, connection) = http1::handshake(TokioIo::new(io)).await.map_err(ProxyError::Exchange)?;
-        Ok(Box::new(Wire { sender, connection, place }))
+        Ok(Box::new(UpstreamConnection { sender, connection, permit }))
     }
 
     /// Keeps a connection after its response has been read to the end, if it can be reused.
-    pub(super) fn keep(self: &Arc<Self>, mut wire: Box<Wire>) {
-        if !wire.settled() {
+    pub(super) fn keep(self: &Arc<Self>, mut wire: Box<UpstreamConnection>) {
+        if !wire.is_reusable() {
             return;
         }
         let mut idle = self.idle();
@@ -107,7 +107,7 @@ impl Pool {
         // The oldest one is evicted, regardless of its shard, so that an inactive shard does not occupy the pool.
         let full = idle.wires.len() >= self.limits.idle_connections;
         let oldest = (full && !idle.wires.is_empty()).then(|| idle.wires.remove(0));
-        idle.wires.push(Kept { wire, since: Instant::now(), shard: shards::current() });
+        idle.wires.push(IdleConnection { wire, since: Instant::now(), shard: shards::current() });
         if !std::mem::replace(&mut idle.reaped, true) {
             tokio::spawn(reap(Arc::downgrade(self), self.limits.idle));
         }
@@ -121,7 +121,7 @@ impl Pool {
 }
 
 impl Idle {
-    fn take(&mut self, shard: Option<usize>) -> Option<Box<Wire>> {
+    fn take(&mut self, shard: Option<usize>) -> Option<Box<UpstreamConnection>> {
         let index = self.wires.iter().rposition(|kept| kept.shard == shard)?;
         Some(self.wires.remove(index).wire)
     }
