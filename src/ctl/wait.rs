@@ -127,7 +127,7 @@ fn timeout_error(machine_id: &str, operation_id: Option<&str>, within: Duration)
 fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
     let ended = operation.is_none_or(|operation| operation.state != "running");
     let moving = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
-    // A failed operation may leave a transitional status for good.
+    // A failed operation may leave a transitional status permanently.
     ended && (!moving || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 

@@ -60,7 +60,7 @@ async fn before_a_recovery_the_age_of_the_backup_is_said() {
     let platform = Platform::start([page(), Reply::Json(200, machine)]).await;
     let output = on_terminal(&platform, &["recover", "user_1", "--replace-first"], "no\n", &[]).await;
     for part in
-        ["9 min of changes are on its server alone", "if the new machine does not start, there is no server"]
+        ["9 min of changes exist only on its server", "if the new machine does not start, there is no server"]
     {
         assert!(printed(&output).contains(part), "{part}: {}", printed(&output));
     }

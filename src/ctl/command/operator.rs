@@ -36,7 +36,7 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Out) -> Result
         }
         OperatorCommand::Revoke { name, yes } => {
             let what =
-                format!("All tokens of operator {name} end now, for good. The name cannot be used again.");
+                format!("This revokes all tokens of operator {name} permanently. The name cannot be used again.");
             if confirm::is_required(&what, yes)? {
                 confirm::prompt(&what, name.as_str())?;
             }

@@ -193,7 +193,7 @@ impl Copies {
         }
     }
 
-    /// `newest snapshot 9 min ago; 9 min of changes are on its server alone`.
+    /// `newest snapshot 9 min ago; 9 min of changes exist only on its server`.
     pub fn stake(&self, view: &View) -> String {
         let newest = self.newest_snapshot_at.as_deref();
         let newest = newest.map_or_else(
@@ -212,7 +212,7 @@ impl Copies {
         let problem = problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
         let newest = newest + &problem + &newer.unwrap_or_default();
         match self.exposed_seconds.filter(|_| self.newest_snapshot_at.is_some()) {
-            Some(exposed) => format!("{newest}: {} of changes are on its server alone", span(exposed)),
+            Some(exposed) => format!("{newest}: {} of changes exist only on its server", span(exposed)),
             None => newest,
         }
     }
