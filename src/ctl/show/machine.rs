@@ -156,7 +156,7 @@ impl Discarded {
             )
         });
         let note =
-            if *already_ordered { "its deletion had already been requested; nothing was changed" } else { "" };
+            if *already_ordered { "its deletion was already requested; nothing was changed" } else { "" };
         table::pairs(
             view,
             &[
@@ -263,11 +263,11 @@ impl Machine {
         self.operations.iter().find(|operation| operation.question().is_some())
     }
 
-    fn heartbeat(&self, view: &View, format_time: fn(jiff::Timestamp, &str) -> String) -> Cell {
+    fn heartbeat(&self, view: &View, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
         let Some(at) = &self.heartbeat_at else { return "".into() };
         let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
         let late = quiet && self.shown_state() == "running";
-        Cell::painted(late.then_some(Colour::Bad), format_time(view.now, at))
+        Cell::painted(late.then_some(Colour::Bad), format(view.now, at))
     }
 }
 
@@ -472,14 +472,14 @@ fn health_cell(health: Option<&Value>) -> Cell {
 }
 
 /// The last backup, as the host reported it.
-fn backup_cell(view: &View, backup: Option<&Value>, format_time: fn(jiff::Timestamp, &str) -> String) -> Cell {
+fn backup_cell(view: &View, backup: Option<&Value>, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
     let Some(backup) = backup.filter(|backup| backup.is_object()) else { return "".into() };
     if backup["status"] == "error" {
         return Cell::painted(Some(Colour::Bad), format!("error: {}", compact(backup.get("error"))));
     }
     let Some(taken) = backup["takenAt"].as_str() else { return compact(Some(backup)).into() };
     let size = backup["sizeBytes"].as_u64().map(|bytes| format!(", {}", size(bytes))).unwrap_or_default();
-    format!("{}{size}", format_time(view.now, taken)).into()
+    format!("{}{size}", format(view.now, taken)).into()
 }
 
 /// The data at risk if the machine is replaced or deleted.
