@@ -12,7 +12,7 @@ use serde_json::Value;
 use url::Url;
 use uuid::Uuid;
 
-use super::refusal::Refusal;
+use super::refusal::ApiProblem;
 use crate::http::client::{self, Deadlines};
 use crate::http::{problem, request_id};
 use crate::untrusted_text;
@@ -35,7 +35,7 @@ pub enum CallError {
     )]
     NoAnswer { base: Url, seconds: u64 },
     #[error(transparent)]
-    Refused(#[from] Refusal),
+    Refused(#[from] ApiProblem),
     #[error("unexpected response to {what}: {why}")]
     Unreadable { what: String, why: String },
 }
@@ -181,7 +181,7 @@ impl ApiClient {
             status => {
                 let pause = retry_after(&response);
                 let text = response.text().await.unwrap_or_default();
-                let refusal = Refusal::read(status, &text, pause);
+                let refusal = ApiProblem::read(status, &text, pause);
                 Err(if refusal.is_transient() { unreachable(refusal.to_string()) } else { refusal.into() })
             }
         }
@@ -274,7 +274,7 @@ impl ApiClient {
             StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
                 Err(CallError::Unreadable { what, why: format!("{status}: is this the platform's URL?") })
             }
-            status => Err(Refusal::read(status, &text, pause).into()),
+            status => Err(ApiProblem::read(status, &text, pause).into()),
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::untrusted_text;
 /// A problem from the platform, or an error response of an intermediary.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", self.line())]
-pub struct Refusal {
+pub struct ApiProblem {
     pub status: StatusCode,
     pub code: Option<String>,
     pub detail: String,
@@ -34,7 +34,7 @@ struct Problem {
     request_id: Option<String>,
 }
 
-impl Refusal {
+impl ApiProblem {
     pub fn read(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
         let (code, mut detail, request_id) = match serde_json::from_str::<Problem>(body) {
             Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
@@ -287,9 +287,9 @@ mod tests {
     use super::*;
     use crate::http::problem::Code;
 
-    fn refusal(status: u16, code: &str) -> Refusal {
+    fn refusal(status: u16, code: &str) -> ApiProblem {
         let body = format!(r#"{{"status":{status},"code":"{code}","detail":"Because.","requestId":"r-1"}}"#);
-        Refusal::read(StatusCode::from_u16(status).unwrap(), &body, None)
+        ApiProblem::read(StatusCode::from_u16(status).unwrap(), &body, None)
     }
 
     #[test]
@@ -302,7 +302,7 @@ mod tests {
 
     #[test]
     fn refusal_names_invalid_fields_and_states() {
-        let read = |text: &str| Refusal::read(StatusCode::BAD_REQUEST, text, None).to_string();
+        let read = |text: &str| ApiProblem::read(StatusCode::BAD_REQUEST, text, None).to_string();
         let message = read(
             r#"{"code":"invalid_request","detail":"Wrong.","errors":[{"pointer":"/slot","detail":"too long"}]}"#,
         );
@@ -317,7 +317,7 @@ mod tests {
     fn invalid_state_advice_depends_on_the_state() {
         let read = |member: &str| {
             let text = format!(r#"{{"code":"invalid_state","detail":"No.",{member}}}"#);
-            Refusal::read(StatusCode::CONFLICT, &text, None).to_string()
+            ApiProblem::read(StatusCode::CONFLICT, &text, None).to_string()
         };
         assert!(read(r#""machineStatus":"kept""#).contains("svcctl discard <machine> --accept-loss"));
         assert!(!read(r#""machineStatus":"kept""#).contains("It is kept"));
@@ -329,18 +329,18 @@ mod tests {
         let under_way = read(r#""machineStatus":"recovering","operationId":"o-1""#);
         assert!(under_way.contains("svcctl operation abandon"), "{under_way}");
         let named = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
-        let named = Refusal::read(StatusCode::CONFLICT, named, None).to_string();
+        let named = ApiProblem::read(StatusCode::CONFLICT, named, None).to_string();
         assert!(!named.contains("next:"), "{named}");
     }
 
     #[test]
     fn missing_pointer_never_advises_to_start_empty() {
         let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
-        let message = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
+        let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
         assert!(message.contains("svcctl pointer rebuild") && !message.contains("--allow-empty"), "{message}");
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
         let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
-        let message = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
+        let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
         assert!(message.contains("then `svcctl recover` again") && !message.contains("--allow-empty"), "{message}");
         assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));
     }
@@ -374,7 +374,7 @@ mod tests {
 
     #[test]
     fn read_accepts_bodies_that_are_no_problem() {
-        let refusal = Refusal::read(StatusCode::BAD_GATEWAY, "<html>", None);
+        let refusal = ApiProblem::read(StatusCode::BAD_GATEWAY, "<html>", None);
         assert!(refusal.is_transient());
         assert!(refusal.to_string().contains("502"), "{refusal}");
     }

@@ -10,7 +10,7 @@ use super::api::{ApiResponse, ApiClient};
 use super::interrupt;
 use super::progress::Progress;
 use super::show::boot::BootProgress;
-use super::show::failure::Failure as Failed;
+use super::show::failure::MachineFailure;
 use super::show::machine::Machine;
 use super::show::operation::Operation;
 use crate::applet::{Exit, Failure};
@@ -134,7 +134,7 @@ fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
 /// The activity of a machine during an operation, or else its state.
 fn activity(machine: &Machine, operation: Option<&Operation>) -> String {
     let under_way = operation.filter(|operation| operation.is_under_way());
-    let is_coming_back = machine.failure.as_ref().is_some_and(Failed::is_reinstating)
+    let is_coming_back = machine.failure.as_ref().is_some_and(MachineFailure::is_reinstating)
         && machine.state_word() == "failed"
         && operation.is_none_or(Operation::is_under_way);
     match under_way.map(|operation| operation.kind.as_str()) {

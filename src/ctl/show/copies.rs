@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::failure::{self, Failure};
+use super::failure::{self, MachineFailure};
 use super::human::{seconds, span, when};
 use super::machine::Machine;
 use super::table::Cell;
@@ -228,7 +228,7 @@ impl KeptServer {
 
 /// The reason why the slot has no live server.
 fn no_live(machine: &Machine) -> String {
-    let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(Failure::is_server_gone);
+    let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(MachineFailure::is_server_gone);
     match machine.provider_server_id.as_ref().filter(|_| is_gone) {
         Some(server) => format!("none: the provider no longer has server {server}"),
         None => "none".to_owned(),

@@ -8,13 +8,13 @@ use crate::ctl::args;
 use crate::untrusted_text::one_line;
 
 #[derive(Debug, Deserialize)]
-pub struct Failure {
+pub struct MachineFailure {
     pub cause: Option<String>,
     pub stage: Option<String>,
     pub message: Option<String>,
 }
 
-impl Failure {
+impl MachineFailure {
     /// `boot_reported at restore: …`.
     pub fn line(&self) -> String {
         let mut line = text(self.cause.as_ref());

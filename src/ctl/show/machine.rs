@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::boot::{Boot, BootProgress};
 use super::copies::{Copies, NewerSnapshot, unsaved};
-use super::failure::Failure;
+use super::failure::MachineFailure;
 use super::human::{ago, seconds, size, when};
 use super::operation::{self, Operation};
 use super::table::{self, Cell};
@@ -27,7 +27,7 @@ pub struct Machine {
     pub handle: String,
     pub kind: Option<String>,
     pub status: String,
-    pub failure: Option<Failure>,
+    pub failure: Option<MachineFailure>,
     pub epoch: u64,
     pub server_type: Option<String>,
     pub location: Option<String>,
@@ -349,7 +349,7 @@ pub fn one(view: &View, m: &Machine) -> String {
         ("kind", text(m.kind.as_ref()).into()),
         ("status", Cell::state(m.shown_state())),
         ("power", m.power_cell(view)),
-        ("failure", Cell::painted(Some(Colour::Bad), failure.map(Failure::line).unwrap_or_default())),
+        ("failure", Cell::painted(Some(Colour::Bad), failure.map(MachineFailure::line).unwrap_or_default())),
         ("next", next.into()),
         (
             "boot",
