@@ -226,7 +226,7 @@ impl ApiClient {
             .with_max_times(MAX_ATTEMPTS - 1)
             .with_jitter();
         let mut attempts = 1;
-        (|| self.call(method, url, body, key.as_deref()))
+        (|| self.try_call(method, url, body, key.as_deref()))
             .retry(backoff)
             .when(CallError::is_transient)
             .adjust(|error, planned| match (planned, error.pause()) {
@@ -247,7 +247,7 @@ impl ApiClient {
             .await
     }
 
-    async fn call(
+    async fn try_call(
         &self,
         method: &Method,
         url: &Url,
