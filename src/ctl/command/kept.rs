@@ -22,26 +22,26 @@ use crate::ctl::wait::{self, PollTimer};
 const FILING_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub async fn undelete(api: &ApiClient, args: Undelete, out: &Out) -> Result<(), Failure> {
-    let is_meant = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
-    let response = match kept_id(api, &args.machine, is_meant).await {
-        Ok(id) => undeleted(api, &id).await?,
-        Err(failure) => undone_before(api, &args.machine).await?.ok_or(failure)?,
+    let matches = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
+    let response = match kept_id(api, &args.machine, matches).await {
+        Ok(id) => send_undelete(api, &id).await?,
+        Err(failure) => undelete_active(api, &args.machine).await?.ok_or(failure)?,
     };
     finish(api, response, args.wait, out).await
 }
 
-async fn undeleted(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {
+async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {
     Ok(api.send(Method::POST, &["vps", id, "undelete"], None).await?)
 }
 
 /// Undeletes the active machine if no deleted machine has a server: its deletion may already have been undone.
-async fn undone_before(api: &ApiClient, target: &Target) -> Result<Option<ApiResponse>, Failure> {
+async fn undelete_active(api: &ApiClient, target: &Target) -> Result<Option<ApiResponse>, Failure> {
     let kept = kept_of(api, target).await?;
     if kept.iter().any(|server| server.reason == "deleted") {
         return Ok(None);
     }
     let Ok(Some(id)) = active_id(api, target).await else { return Ok(None) };
-    Ok(undeleted(api, &id).await.ok())
+    Ok(send_undelete(api, &id).await.ok())
 }
 
 pub async fn resume(api: &ApiClient, args: Resume, out: &Out) -> Result<(), Failure> {
@@ -51,7 +51,7 @@ pub async fn resume(api: &ApiClient, args: Resume, out: &Out) -> Result<(), Fail
 }
 
 pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Failure> {
-    let what = risk::of_discard(&args);
+    let what = risk::discard_risk(&args);
     let must_confirm = confirm::is_required(&what, args.yes)?;
     let id = match kept_id(api, &args.machine, |_| true).await {
         Ok(id) => id,
@@ -60,7 +60,7 @@ pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Fa
     let machine: Machine = api.get(&["vps", &id], &[]).await?.read()?;
     // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
     if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
-        confirm::prompt(&format!("{what}\n{}", stake(&machine)), &machine.handle)?;
+        confirm::prompt(&format!("{what}\n{}", data_at_risk(&machine)), &machine.handle)?;
     }
     let body = json!({"acceptLoss": args.accept_loss});
     let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
@@ -88,7 +88,7 @@ async fn filed_removal(api: &ApiClient, id: &str) -> Option<String> {
 }
 
 /// Describes the data that only the machine's server has, and whether the provider still has the server.
-fn stake(machine: &Machine) -> String {
+fn data_at_risk(machine: &Machine) -> String {
     let view = View::of_stdout();
     let mut message = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
     if let Some(held) = machine.unsaved(&view) {
@@ -102,17 +102,17 @@ fn stake(machine: &Machine) -> String {
 }
 
 /// The id of the machine that the operator names; for a handle or slot, the only one with a kept server.
-async fn kept_id(api: &ApiClient, target: &Target, is_meant: fn(&KeptServer) -> bool) -> Result<String, Failure> {
+async fn kept_id(api: &ApiClient, target: &Target, matches: fn(&KeptServer) -> bool) -> Result<String, Failure> {
     if let Target::Id(id) = target {
         return Ok(id.to_string());
     }
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
-    let (going, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|server| server.is_being_deleted(&view));
-    let (meant, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(is_meant);
+    let (being_deleted, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|server| server.is_being_deleted(&view));
+    let (meant, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(matches);
     let meant: Vec<_> = meant.into_iter().map(|server| server.machine_id).collect();
     match meant.as_slice() {
         [one] => Ok(one.clone()),
-        [] => Err(Failure::new(Exit::Refused, none_meant(target, &going, &others))),
+        [] => Err(Failure::new(Exit::Refused, no_match_error(target, &being_deleted, &others))),
         several => {
             let next = format!("name one by its id: {}", several.join(", "));
             Err(Failure::new(Exit::Refused, anyhow!("{target} has several kept servers\n  next: {next}")))
@@ -123,14 +123,14 @@ async fn kept_id(api: &ApiClient, target: &Target, is_meant: fn(&KeptServer) -> 
 /// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
 async fn removed_id(api: &ApiClient, target: &Target) -> Result<Option<String>, Failure> {
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
-    let (mut going, kept): (Vec<_>, Vec<_>) =
+    let (mut being_deleted, kept): (Vec<_>, Vec<_>) =
         all.into_iter().partition(|server| server.is_being_deleted(&view));
-    Ok(going.pop().filter(|_| kept.is_empty() && going.is_empty()).map(|server| server.machine_id))
+    Ok(being_deleted.pop().filter(|_| kept.is_empty() && being_deleted.is_empty()).map(|server| server.machine_id))
 }
 
 /// The error if the command applies to none of a slot's kept servers.
-fn none_meant(target: &Target, going: &[KeptServer], others: &[KeptServer]) -> anyhow::Error {
-    if let Some(server) = going.first() {
+fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptServer]) -> anyhow::Error {
+    if let Some(server) = being_deleted.first() {
         let id = &server.machine_id;
         return anyhow!(
             "the server of machine {id} is being deleted\n  next: `svcctl status {id}` names the operation; `svcctl \

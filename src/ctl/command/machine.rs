@@ -19,10 +19,10 @@ use crate::ctl::{confirm, wait};
 use crate::machine::name::{IdpUserId, Location, Slot};
 
 pub async fn provision(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Failure> {
-    if let Some(what) = risk::of_provision(&args)
+    if let Some(what) = risk::provision_risk(&args)
         && confirm::is_required(&what, args.yes)?
     {
-        let stake = stake_of_slot(api, &args.user, &args.slot).await?;
+        let stake = slot_data_at_risk(api, &args.user, &args.slot).await?;
         confirm::prompt(&format!("{what}{stake}"), args.user.as_str())?;
     }
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
@@ -40,9 +40,9 @@ pub async fn provision(api: &ApiClient, args: Provision, out: &Out) -> Result<()
 }
 
 pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Failure> {
-    let what = risk::of_recovery(&args);
+    let what = risk::recovery_risk(&args);
     if confirm::is_required(&what, args.yes)? {
-        let stake = stake_of_slot(api, &args.user, &args.slot).await?;
+        let stake = slot_data_at_risk(api, &args.user, &args.slot).await?;
         confirm::prompt(&format!("{what}{stake}"), args.user.as_str())?;
     }
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot}));
@@ -59,14 +59,14 @@ pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Fa
 }
 
 /// Describes what a replacement of the slot's machine may lose; empty without an active machine.
-async fn stake_of_slot(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
+async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: Machines = api.get(&["vps"], &query).await?.read()?;
     let Some(active) = page.machines.iter().find(|machine| machine.is_active()) else {
         return Ok(String::new());
     };
     let machine: Machine = api.get(&["vps", &active.machine_id], &[]).await?.read()?;
-    Ok(format!("\n{}", shown::at_stake(&View::of_stdout(), &machine)))
+    Ok(format!("\n{}", shown::data_at_risk(&View::of_stdout(), &machine)))
 }
 
 pub async fn resize(api: &ApiClient, args: Resize, out: &Out) -> Result<(), Failure> {
@@ -85,11 +85,11 @@ pub async fn resize(api: &ApiClient, args: Resize, out: &Out) -> Result<(), Fail
 }
 
 pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure> {
-    let what = risk::of_failure(&args);
+    let what = risk::failure_risk(&args);
     let must_confirm = confirm::is_required(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
     if must_confirm {
-        let stake = shown::at_stake(&View::of_stdout(), &machine);
+        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{stake}"), &machine.handle)?;
     }
     let body = json!({"reason": args.reason});
@@ -98,13 +98,13 @@ pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure>
 }
 
 pub async fn delete(api: &ApiClient, args: Delete, out: &Out) -> Result<(), Failure> {
-    let must_confirm = confirm::is_required(&risk::of_deletion(&args, None), args.yes)?;
+    let must_confirm = confirm::is_required(&risk::deletion_risk(&args, None), args.yes)?;
     let machine = find(api, &args.machine).await?;
     if must_confirm {
-        let what = risk::of_deletion_of_successor(&machine, args.accept_loss)
-            .unwrap_or_else(|| risk::of_deletion(&args, Some(&machine)));
+        let what = risk::successor_deletion_risk(&machine, args.accept_loss)
+            .unwrap_or_else(|| risk::deletion_risk(&args, Some(&machine)));
         let whose = format!("It belongs to {} (slot {}).", machine.idp_user_id, machine.slot);
-        let stake = shown::at_stake(&View::of_stdout(), &machine);
+        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
     }
     let requested = [("now", args.now), ("acceptLoss", args.accept_loss)];
@@ -167,18 +167,18 @@ pub async fn list(api: &ApiClient, args: List, out: &Out) -> Result<(), Failure>
 }
 
 pub async fn status(api: &ApiClient, machine: &Target, out: &Out) -> Result<(), Failure> {
-    let id = id_of(api, machine).await?;
+    let id = find_id(api, machine).await?;
     let response = api.get(&["vps", &id], &[]).await?;
     if out.json {
         return out.print_response(&response, |_| Ok(String::new()));
     }
     let mut machine: Machine = response.read()?;
-    date_unsaved(api, &mut machine).await?;
+    add_left_times(api, &mut machine).await?;
     out.print_response(&response, |view| Ok(shown::one(view, &machine)))
 }
 
 /// Adds when the machines of kept servers with unsaved changes left their slot, to show how much is unsaved.
-async fn date_unsaved(api: &ApiClient, machine: &mut Machine) -> Result<(), Failure> {
+async fn add_left_times(api: &ApiClient, machine: &mut Machine) -> Result<(), Failure> {
     let own = (machine.machine_id.clone(), machine.left_at().cloned());
     let kept = machine.copies.iter_mut().flat_map(|copies| &mut copies.kept);
     for server in kept.filter(|server| server.unsaved_since.is_some()) {
@@ -194,7 +194,7 @@ async fn date_unsaved(api: &ApiClient, machine: &mut Machine) -> Result<(), Fail
 
 /// The active machine that the operator names.
 pub async fn find(api: &ApiClient, target: &Target) -> Result<Machine, Failure> {
-    let id = id_of(api, target).await?;
+    let id = find_id(api, target).await?;
     Ok(api.get(&["vps", &id], &[]).await?.read()?)
 }
 
@@ -202,7 +202,7 @@ pub async fn find(api: &ApiClient, target: &Target) -> Result<Machine, Failure> 
 ///
 /// # Errors
 /// `Refused` if there is none, or if several slots have one.
-pub async fn id_of(api: &ApiClient, target: &Target) -> Result<String, Failure> {
+pub async fn find_id(api: &ApiClient, target: &Target) -> Result<String, Failure> {
     match active_id(api, target).await? {
         Some(id) => Ok(id),
         None => {

@@ -43,7 +43,7 @@ pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
             print(&String::from_utf8_lossy(&script))
         }
         Command::Bundle(BundleCommand::Keys) => bundle_keys(&connect(&args.global)?, &out).await,
-        Command::Bundle(command) => published(command, &out).await,
+        Command::Bundle(command) => run_bundle_command(command, &out).await,
         Command::Doctor(asked) => doctor::run(&args.global, asked, local, &out).await,
         Command::VerifyRollout(asked) => rollout::run(asked, local, &out).await,
         command => {
@@ -87,7 +87,7 @@ async fn call(api: &ApiClient, command: Command, out: &Out) -> Result<(), Failur
 }
 
 /// Bundles are published to the object store, not through the platform.
-async fn published(command: BundleCommand, out: &Out) -> Result<(), Failure> {
+async fn run_bundle_command(command: BundleCommand, out: &Out) -> Result<(), Failure> {
     match command {
         BundleCommand::Publish { dir, image_version } => {
             let published = bundle::publish(&open_store()?, &dir, &image_version).await?;

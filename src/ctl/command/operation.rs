@@ -32,17 +32,17 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
         }
         (Some(OperationCommand::Abandon { operation, wait }), _) => {
             // The note is optional, so an error is ignored.
-            let switched_on = switched_on_by_abandoning(api, operation).await.unwrap_or_default();
+            let powered_on = powered_on_by_abandoning(api, operation).await.unwrap_or_default();
             let path = ["vps", "operations", &operation.to_string(), "abandon"];
             let response = api.send(Method::POST, &path, None).await?;
-            if let Some(machine) = switched_on {
+            if let Some(machine) = powered_on {
                 eprintln!(
                     "note: `svcctl power off` had powered machine {machine} off; it gets its slot back and is powered \
                      on. Once it runs, `svcctl power off {machine}` powers it off again"
                 );
             }
             if let Some(seconds) = wait.wait
-                && let Some(subject) = restored_by(api, &response.read()?).await?
+                && let Some(subject) = machine_after_abandoning(api, &response.read()?).await?
             {
                 let within = Duration::from_secs(seconds);
                 let under_way = subject.operations.iter().find(|operation| operation.is_under_way());
@@ -59,7 +59,7 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
 }
 
 /// The machine that serves again once the operation is abandoned, if any.
-async fn restored_by(api: &ApiClient, abandoned: &Operation) -> Result<Option<Machine>, Failure> {
+async fn machine_after_abandoning(api: &ApiClient, abandoned: &Operation) -> Result<Option<Machine>, Failure> {
     let machine: Machine = api.get(&["vps", &abandoned.machine_id], &[]).await?.read()?;
     match abandoned.kind.as_str() {
         "provision" | "recover" => {
@@ -75,19 +75,19 @@ async fn restored_by(api: &ApiClient, abandoned: &Operation) -> Result<Option<Ma
 }
 
 /// The machine that gets its slot back, if an operator had powered it off: its server is powered on anyway.
-async fn switched_on_by_abandoning(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
+async fn powered_on_by_abandoning(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
     let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.read()?;
     let machine: Machine = api.get(&["vps", &operation.machine_id], &[]).await?.read()?;
     let back = match operation.kind.as_str() {
         "delete" => Some(machine),
-        "provision" | "recover" => replaced_by(api, &machine).await?,
+        "provision" | "recover" => replaced_machine(api, &machine).await?,
         _ => None,
     };
     Ok(back.filter(|machine| machine.powered_off_at.is_some()).map(|machine| machine.machine_id))
 }
 
 /// The machine, with a kept server, that this one replaces.
-async fn replaced_by(api: &ApiClient, machine: &Machine) -> Result<Option<Machine>, Failure> {
+async fn replaced_machine(api: &ApiClient, machine: &Machine) -> Result<Option<Machine>, Failure> {
     for kept in machine.copies.iter().flat_map(|copies| &copies.kept) {
         let old: Machine = api.get(&["vps", &kept.machine_id], &[]).await?.read()?;
         if old.replaced_by.as_ref() == Some(&machine.machine_id) {

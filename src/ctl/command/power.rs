@@ -20,7 +20,7 @@ pub async fn run(api: &ApiClient, command: PowerCommand, out: &Out) -> Result<()
             send(api, &machine.machine_id, "on", wait, out).await
         }
         PowerCommand::Off { machine, yes, wait } => {
-            let id = confirmed(api, &machine, &risk::of_power_off(&machine), yes).await?;
+            let id = confirmed(api, &machine, &risk::power_off_risk(&machine), yes).await?;
             send(api, &id, "off", wait, out).await
         }
         PowerCommand::Reboot { machine, yes, wait } => {
@@ -38,7 +38,7 @@ async fn confirmed(api: &ApiClient, target: &Target, what: &str, yes: bool) -> R
     let must_confirm = confirm::is_required(what, yes)?;
     let machine = find(api, target).await?;
     if must_confirm {
-        let stake = shown::at_stake(&View::of_stdout(), &machine);
+        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
         confirm::prompt(&format!("{what}\n{stake}"), &machine.handle)?;
     }
     Ok(machine.machine_id)

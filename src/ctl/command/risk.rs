@@ -10,7 +10,7 @@ const LOSS_QUESTION: &str =
     "If the host responds but cannot make the last backup, the operation waits for your decision.";
 
 /// The risk of replacing a slot's machine.
-pub fn of_recovery(args: &Recover) -> String {
+pub fn recovery_risk(args: &Recover) -> String {
     let mut lines = vec![format!(
         "This replaces the machine of {} (slot {}). Its host takes a last backup first.",
         args.user, args.slot
@@ -32,7 +32,7 @@ pub fn of_recovery(args: &Recover) -> String {
 }
 
 /// The risk of creating a machine that may lack data of its slot; `None` if no data can be lost.
-pub fn of_provision(args: &Provision) -> Option<String> {
+pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
     lines.extend(args.allow_empty.then_some(
@@ -46,7 +46,7 @@ pub fn of_provision(args: &Provision) -> Option<String> {
 }
 
 /// The risk of deleting a machine; `machine` is `None` if its record was not read.
-pub fn of_deletion(args: &Delete, machine: Option<&Machine>) -> String {
+pub fn deletion_risk(args: &Delete, machine: Option<&Machine>) -> String {
     if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
         let kept = if args.accept_loss {
             "--accept-loss: changes that are in no snapshot are lost with its server."
@@ -79,7 +79,7 @@ pub fn of_deletion(args: &Delete, machine: Option<&Machine>) -> String {
 
 /// The risk of deleting a machine that is replacing another one: this cancels the recovery and deletes both machines.
 /// `None` for other machines.
-pub fn of_deletion_of_successor(machine: &Machine, accept_loss: bool) -> Option<String> {
+pub fn successor_deletion_risk(machine: &Machine, accept_loss: bool) -> Option<String> {
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     let replaced = kept.find(|kept| machine.registered_at.is_none() && kept.reason == "replaced")?;
     let operation = machine.operations.iter().find(|operation| operation.is_under_way());
@@ -108,7 +108,7 @@ pub fn of_deletion_of_successor(machine: &Machine, accept_loss: bool) -> Option<
 }
 
 /// The risk of taking a machine out of service.
-pub fn of_failure(args: &Fail) -> String {
+pub fn failure_risk(args: &Fail) -> String {
     format!(
         "This takes machine {0} out of service: its user is not served. It keeps its slot. Its server stays on with all \
          data and is billed. `svcctl resume {0}` puts it back into service if its host is healthy; a recovery replaces \
@@ -118,7 +118,7 @@ pub fn of_failure(args: &Fail) -> String {
 }
 
 /// The risk of powering off a machine.
-pub fn of_power_off(machine: &Target) -> String {
+pub fn power_off_risk(machine: &Target) -> String {
     format!(
         "This shuts machine {machine} down. Until `svcctl power on {machine}` its user is not served and no backup is \
          taken; its server keeps all data, and the provider keeps billing it."
@@ -126,7 +126,7 @@ pub fn of_power_off(machine: &Target) -> String {
 }
 
 /// The risk of deleting a machine's kept server.
-pub fn of_discard(args: &Discard) -> String {
+pub fn discard_risk(args: &Discard) -> String {
     let mut what =
         format!("This deletes the kept server of machine {}: this cannot be undone.", args.machine);
     if args.accept_loss {

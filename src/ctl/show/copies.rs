@@ -294,7 +294,7 @@ mod tests {
         );
         let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
-        let stake = machine::at_stake(&plain(), &with_copies(running(), copies));
+        let stake = machine::data_at_risk(&plain(), &with_copies(running(), copies));
         assert!(
             stake.contains(&format!("{key} of ")) && stake.contains("asks which of them to restore"),
             "{stake}"

@@ -9,7 +9,7 @@ use super::bundle_keys::BundleKeys;
 use super::deploy::Rollout;
 use super::human::span;
 use super::machine::Update;
-use super::operation::noun_of;
+use super::operation::kind_noun;
 use super::table::{self, Cell};
 use super::{Colour, View, compact};
 use crate::ctl::args;
@@ -118,7 +118,7 @@ pub struct Overdue {
 impl Overdue {
     fn line(&self) -> String {
         let Self { handle, kind, step, .. } = self;
-        format!("{} of {handle} at {step} for {}", noun_of(kind), span(self.age_seconds))
+        format!("{} of {handle} at {step} for {}", kind_noun(kind), span(self.age_seconds))
     }
 
     fn advice(&self) -> String {

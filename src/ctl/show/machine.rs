@@ -483,7 +483,7 @@ fn backup_cell(view: &View, backup: Option<&Value>, format: fn(jiff::Timestamp, 
 }
 
 /// The data at risk if the machine is replaced or deleted.
-pub fn at_stake(view: &View, m: &Machine) -> String {
+pub fn data_at_risk(view: &View, m: &Machine) -> String {
     let known = m.copies.as_ref().map(|copies| copies.stake(view));
     let reported = || {
         let backup = m.last_backup.as_ref().filter(|backup| backup["status"] != "error");

@@ -84,7 +84,7 @@ impl Operation {
     }
 
     pub fn noun(&self) -> &str {
-        noun_of(&self.kind)
+        kind_noun(&self.kind)
     }
 
     pub fn is_under_way(&self) -> bool {
@@ -188,7 +188,7 @@ impl Operation {
 }
 
 /// The noun for an operation of this kind.
-pub fn noun_of(kind: &str) -> &str {
+pub fn kind_noun(kind: &str) -> &str {
     match kind {
         "provision" => "provisioning",
         "recover" => "recovery",
