@@ -139,7 +139,7 @@ impl Assumer {
         let from = Timestamp::now();
         let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
         let window = policy::Window { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
-        policy::of_outage(&self.partition, bucket, (slot, epoch), window, self.writes)
+        policy::outage_policy(&self.partition, bucket, (slot, epoch), window, self.writes)
     }
 
     /// A session for storing snapshots of the machine's epoch. `None` where its life would be no longer than that of the one
@@ -232,7 +232,7 @@ impl HostStore {
     /// [`StsError`].
     pub async fn try_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
-        let policy = policy::of_slot(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
+        let policy = policy::slot_policy(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
         Some(assumer.sts.assume("svc-doctor", &policy, WORKING_TTL).await)
     }
 
@@ -257,7 +257,7 @@ impl HostStore {
         let prefix = SlotPrefix::new(&machine.user, &machine.slot);
         let (mut session, mut outage) = (None, None);
         if let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) {
-            let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
+            let policy = policy::slot_policy(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
             let name = format!("svc-{}", machine.id);
             let working = assumer.assume(&name, &policy, WORKING_TTL);
             let extra = async {

@@ -132,7 +132,7 @@ impl Manifest {
     ///
     /// # Errors
     /// [`ManifestError`].
-    pub fn proves_its_keys(&self, signed: &Signed) -> Result<(), ManifestError> {
+    pub fn check_key_set(&self, signed: &Signed) -> Result<(), ManifestError> {
         self.trusted_keys.as_ref().map_or(Ok(()), |set| set.is_proven_by(signed))
     }
 
@@ -140,7 +140,7 @@ impl Manifest {
     ///
     /// # Errors
     /// [`ManifestError::OtherVersion`].
-    pub fn is_of(&self, expected: &ImageVersion) -> Result<(), ManifestError> {
+    pub fn check_version(&self, expected: &ImageVersion) -> Result<(), ManifestError> {
         if self.image_version == *expected {
             return Ok(());
         }
@@ -151,7 +151,7 @@ impl Manifest {
     ///
     /// # Errors
     /// [`ManifestError::OtherSize`], [`ManifestError::OtherDigest`].
-    pub fn fits(&self, sha256: &str, size_bytes: u64) -> Result<(), ManifestError> {
+    pub fn check_archive(&self, sha256: &str, size_bytes: u64) -> Result<(), ManifestError> {
         if self.size_bytes != size_bytes {
             return Err(ManifestError::OtherSize { expected: self.size_bytes, found: size_bytes });
         }
@@ -194,11 +194,11 @@ pub fn verify(
 ) -> Result<Verified, ManifestError> {
     keys.check(&signed.manifest, &signed.signature)?;
     let manifest = Manifest::parse(&signed.manifest)?;
-    manifest.is_of(expected)?;
+    manifest.check_version(expected)?;
     if manifest.expires_at <= now {
         return Err(ManifestError::Expired { at: manifest.expires_at });
     }
-    manifest.proves_its_keys(signed)?;
+    manifest.check_key_set(signed)?;
     Ok(Verified(manifest))
 }
 
@@ -219,7 +219,7 @@ pub enum BundleUnusable {
 ///
 /// # Errors
 /// [`BundleUnusable`].
-pub async fn usable(
+pub async fn verify_published(
     bucket: &Bucket,
     version: &ImageVersion,
     sha256: &str,

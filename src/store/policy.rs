@@ -30,7 +30,7 @@ pub enum SnapshotWrites {
 /// The policy for a slot: get, put, list and abort uploads below the slot's prefix.
 ///
 /// `partition` is `aws`, except in AWS's separate clouds.
-pub fn of_slot(partition: &str, bucket: &str, slot: &SlotPrefix, writes: SnapshotWrites) -> String {
+pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: SnapshotWrites) -> String {
     // Users and slots are validated names, so they contain no wildcards or policy variables.
     let (bucket, slot) = (format!("arn:{partition}:s3:::{bucket}"), slot.root());
     let mut statements = vec![
@@ -93,7 +93,7 @@ fn common_prefix(days: &[String]) -> String {
 /// log and side records. It cannot read dumps of other epochs, nor move the pointer.
 ///
 /// If many days or long names would exceed the maximum policy length, it allows the common prefix of the days.
-pub fn of_outage(
+pub fn outage_policy(
     partition: &str,
     bucket: &str,
     (slot, epoch): (&SlotPrefix, Epoch),
@@ -163,7 +163,7 @@ mod tests {
     fn slot_policy_allows_one_slot_and_no_delete() {
         let user = format!("auth0|{}", "x".repeat(122)).parse().unwrap();
         let slot = SlotPrefix::new(&user, &"a".repeat(32).parse::<Slot>().unwrap());
-        let policy = of_slot("aws", &"b".repeat(63), &slot, SnapshotWrites::Once);
+        let policy = slot_policy("aws", &"b".repeat(63), &slot, SnapshotWrites::Once);
         assert!(policy.len() <= 2048, "STS takes no longer one: {}", policy.len());
         assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
         assert!(
@@ -189,7 +189,7 @@ mod tests {
             [("2026-11-24T10:20:00Z", 12), ("2026-11-30T23:00:00Z", 12), ("2026-11-24T10:20:00Z", 168)]
         {
             let whose = (&slot, Epoch(u32::MAX));
-            let policy = of_outage("aws", &"b".repeat(63), whose, window(from, hours), SnapshotWrites::Once);
+            let policy = outage_policy("aws", &"b".repeat(63), whose, window(from, hours), SnapshotWrites::Once);
             assert!(policy.len() <= 2048, "too long for STS: {}", policy.len());
             assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
             assert!(policy.contains("*-4294967295.dump*"), "{policy}");
@@ -201,7 +201,7 @@ mod tests {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let days = |from, hours| {
             let policy =
-                of_outage("aws", "fleet", (&slot, Epoch(7)), window(from, hours), SnapshotWrites::Any);
+                outage_policy("aws", "fleet", (&slot, Epoch(7)), window(from, hours), SnapshotWrites::Any);
             let policy: Value = serde_json::from_str(&policy).unwrap();
             let own = policy["Statement"][0]["Resource"].as_array().unwrap().clone();
             let name = |it: &Value| it.as_str().unwrap().rsplit('/').next().unwrap().to_owned();

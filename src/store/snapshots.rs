@@ -46,7 +46,7 @@ pub struct ListedSnapshot {
 
 impl ListedSnapshot {
     /// Whether it is the record of the snapshot with this key.
-    fn fits(&self, key: &str) -> bool {
+    fn matches_key(&self, key: &str) -> bool {
         let is_digest = bundle::parse_digest(&self.sha256).as_deref() == Some(&*self.sha256);
         self.key == key && is_digest && key::agrees(key, self.taken_at, self.epoch)
     }
@@ -233,7 +233,7 @@ async fn read(
     let Some(path) = slot.side_record(&key) else { return Ok(Ok(None)) };
     match bucket.get_json::<ListedSnapshot>(&path).await {
         Ok(None) => Ok(Ok(None)),
-        Ok(Some(found)) if found.value.fits(&key) => Ok(Ok(Some(found.value))),
+        Ok(Some(found)) if found.value.matches_key(&key) => Ok(Ok(Some(found.value))),
         Ok(Some(_)) => Ok(Err(SkippedRecord { key, why: "it does not match its key".to_owned() })),
         Err(StoreError::Corrupt { key, why }) => Ok(Err(SkippedRecord { key, why })),
         Err(error) => Err(error),

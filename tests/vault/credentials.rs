@@ -89,7 +89,7 @@ impl Platform {
         Ok(self
             .office
             .sts
-            .assume("svc-host", &policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
+            .assume("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
             .await?)
     }
 
@@ -131,7 +131,7 @@ async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap)
         Mood::Away => return problem(503, "store_unavailable"),
         Mood::Refuses => return problem(401, "unauthorized"),
     }
-    let policy = policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once);
+    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
     match office.sts.assume("svc-host", &policy, HOUR).await {
         Ok(session) => {
             let mut answer = session_json(&session);
@@ -159,7 +159,7 @@ fn session_json(session: &TemporaryCredentials) -> Value {
 async fn outage(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, life) = (Timestamp::now(), HOUR * 12);
     let window = Window { from, until: from.checked_add(life).ok()? };
-    let policy = policy::of_outage("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
+    let policy = policy::outage_policy("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
     sts.assume("svc-outage", &policy, life).await.ok()
 }
 
@@ -171,7 +171,7 @@ async fn the_sts_of_another_server_answers_as_well() -> Result<()> {
     let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
     let sts = Sts::new(moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
-    let policy = policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once);
+    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
     let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
     let left = session.expires_at.duration_since(Timestamp::now());
     assert!((600..=960).contains(&left.as_secs()), "{left}");

@@ -29,16 +29,16 @@ pub struct BundleContext<'a> {
 }
 
 impl BundleContext<'_> {
-    fn fits(&self, manifest: &[u8]) -> Result<Manifest, ManifestError> {
+    fn parse_manifest(&self, manifest: &[u8]) -> Result<Manifest, ManifestError> {
         let parsed = Manifest::parse(manifest)?;
-        parsed.is_of(self.version)?;
-        parsed.fits(self.sha256, self.size_bytes)?;
+        parsed.check_version(self.version)?;
+        parsed.check_archive(self.sha256, self.size_bytes)?;
         Ok(parsed)
     }
 
     /// Whether hosts would trust it now, as far as is known here.
-    fn believes(&self, signed: &Signed) -> Result<(), ManifestError> {
-        let manifest = self.fits(&signed.manifest)?;
+    fn check_trust(&self, signed: &Signed) -> Result<(), ManifestError> {
+        let manifest = self.parse_manifest(&signed.manifest)?;
         match self.keys {
             Some(keys) => verify(signed, keys, self.version, Timestamp::now()).map(drop),
             None if manifest.expires_at <= Timestamp::now() => {
@@ -46,7 +46,7 @@ impl BundleContext<'_> {
             }
             None => {
                 bundle::signatures(&signed.signature)?;
-                manifest.proves_its_keys(signed)
+                manifest.check_key_set(signed)
             }
         }
     }
@@ -72,10 +72,10 @@ impl Companions {
         let unfit = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
         let own = Self { manifest: file(&path(MANIFEST)).await?, signature: file(&path(SIGNATURE)).await? };
         if let Some(manifest) = &own.manifest {
-            context.fits(manifest).map_err(|why| unfit(MANIFEST, why))?;
+            context.parse_manifest(manifest).map_err(|why| unfit(MANIFEST, why))?;
         }
         if let Some(signed) = own.signed() {
-            context.believes(&signed).map_err(|why| unfit(SIGNATURE, why))?;
+            context.check_trust(&signed).map_err(|why| unfit(SIGNATURE, why))?;
         }
         Ok(own)
     }
@@ -215,8 +215,8 @@ pub async fn updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Upd
         return Ok(Updates::Impossible("it has no manifest".to_owned()));
     };
     let checked = match there.signed() {
-        Some(signed) => context.believes(&signed),
-        None => match context.fits(&manifest.value) {
+        Some(signed) => context.check_trust(&signed),
+        None => match context.parse_manifest(&manifest.value) {
             Ok(_) => return Ok(Updates::Impossible("its manifest is not signed".to_owned())),
             Err(why) => Err(why),
         },

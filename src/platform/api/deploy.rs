@@ -88,7 +88,7 @@ async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<()
         return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));
     };
     let keys = platform.config.hosts.trusted_keys();
-    match bundle::usable(&platform.bucket, version, &digest, &keys).await {
+    match bundle::verify_published(&platform.bucket, version, &digest, &keys).await {
         Ok(_) => Ok(()),
         Err(BundleUnusable::Store(error)) => Err(error.into()),
         Err(why) => Err(Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."))),

@@ -48,7 +48,7 @@ async fn manifest(
     version: &ImageVersion,
     digest: &str,
 ) -> Findings {
-    match bundle::usable(bucket, version, digest, &hosts.trusted_keys()).await {
+    match bundle::verify_published(bucket, version, digest, &hosts.trusted_keys()).await {
         // That no key is set is told already.
         Ok(_) | Err(BundleUnusable::Manifest(ManifestError::NoKeys)) => findings,
         Err(BundleUnusable::Unsigned) => findings.warning(

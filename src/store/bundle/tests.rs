@@ -34,7 +34,7 @@ fn verify_accepts_manifest_signed_by_openssl() {
     let verified = check(MANIFEST, SIGNATURE, &keys(KEY)).unwrap();
     let manifest = verified.manifest();
     assert_eq!(manifest.min_version.as_ref().unwrap().as_str(), "2026.1.0");
-    manifest.fits("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0).unwrap();
+    manifest.check_archive("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0).unwrap();
     let both = format!("{OTHER_SIGNATURE}{SIGNATURE}");
     for trusted in [KEY.to_owned(), OTHER_KEY.to_owned(), format!("{OTHER_KEY}, {KEY}")] {
         check(MANIFEST, &both, &keys(&trusted)).unwrap();
@@ -70,8 +70,8 @@ fn verify_has_an_error_for_each_reason() {
     let other = verify(&signed, &trusted, &"2".parse().unwrap(), Timestamp::UNIX_EPOCH).unwrap_err();
     assert!(matches!(other, ManifestError::OtherVersion { .. }), "{other}");
     let manifest = Manifest::parse(MANIFEST.as_bytes()).unwrap();
-    assert!(matches!(manifest.fits(&"0".repeat(64), 0), Err(ManifestError::OtherDigest { .. })));
-    assert!(matches!(manifest.fits(&manifest.sha256, 1), Err(ManifestError::OtherSize { .. })));
+    assert!(matches!(manifest.check_archive(&"0".repeat(64), 0), Err(ManifestError::OtherDigest { .. })));
+    assert!(matches!(manifest.check_archive(&manifest.sha256, 1), Err(ManifestError::OtherSize { .. })));
     let newer = MANIFEST.replace("\"version\":1", "\"version\":2");
     assert_eq!(Manifest::parse(newer.as_bytes()), Err(ManifestError::OtherFormat { found: 2 }));
     let upper = MANIFEST.replace("e3b0", "E3B0");
