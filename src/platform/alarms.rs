@@ -116,7 +116,7 @@ impl Alarm {
             Self::UnknownOperations => "run a release that knows them on at least one platform process",
             Self::DatabaseBehindStore => {
                 "the platform's database was restored from an older copy: outdated recoveries and deletions stop by themselves, \
-                 and the README says under \"The platform's database was restored from an older copy\" what to look at"
+                 and docs/operating/recovery.md says under \"The platform's database was restored from an older copy\" what to check"
             }
             Self::UnverifiedFence => {
                 "is PLATFORM_KEY the key of now, or was an older one restored with the database? `svcctl doctor platform` \

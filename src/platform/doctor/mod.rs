@@ -40,7 +40,7 @@ pub async fn examine(file: Option<&Path>) -> Examined {
         Err(error) => {
             let wrong = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
                 found
-                    .problem(mistake, "the README's reference has each variable; svc-platform will not start")
+                    .problem(mistake, "docs/reference/configuration.md has each variable; svc-platform will not start")
             });
             findings.extend(wrong.into_list());
             for check in [

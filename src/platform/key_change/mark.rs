@@ -76,7 +76,7 @@ impl OtherKey {
         format!(
             "one of the two must be the key {named}: where settings of before a change were restored, set it as PLATFORM_KEY, and \
              the key of then ({}) as PLATFORM_KEY_PREVIOUS; while the key is being changed, set it as PLATFORM_KEY_PREVIOUS. The \
-             README's \"The platform's database was restored from an older copy\" has the rest",
+             docs/operating/recovery.md's \"The platform's database was restored from an older copy\" has the rest",
             self.ids.current,
             named = self.named,
         )
