@@ -166,7 +166,7 @@ pub struct Recover {
     /// Locations to try if the first has no capacity, such as hel1,fsn1 (default: the platform's list)
     #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
     pub fallback_locations: Vec<Location>,
-    /// Use another published bundle
+    /// Use another version of the published bundles
     #[arg(long)]
     pub image_version: Option<ImageVersion>,
     /// Skip the confirmation
@@ -264,8 +264,9 @@ pub enum PowerCommand {
     },
     /// Shut down a machine and keep it off until `svcctl power on`
     #[command(
-        after_help = "The host is requested to shut down; after the platform's RESIZE_SHUTDOWN_SECONDS it is powered off. Its \
-user sees a page that says so, no backups are taken, and the provider keeps billing the server.\n\n\
+        after_help = "Requests a shutdown from the operating system, and cuts the power after the platform's \
+RESIZE_SHUTDOWN_SECONDS. The user sees a page that says that the machine is off, no backups are taken, and the provider \
+keeps billing the server.\n\n\
 Example: svcctl power off ada --wait"
     )]
     Off {

@@ -67,8 +67,8 @@ pub enum AlarmCommand {
     /// Release the actions that an alarm blocks
     #[command(
         after_help = "servers_missing: for one hour, machines whose servers are missing at the provider are marked as failed. \
-unknown_servers: the servers that currently belong to no machine are deleted, with their disks, each after the platform's \
-ORPHAN_GRACE_SECONDS since it was first seen; servers that appear later stay blocked. Other alarms are informational: they \
+unknown_servers: the servers that currently belong to no machine are deleted, with their disks, each the platform's \
+ORPHAN_GRACE_SECONDS after it was first seen; servers that appear later stay blocked. Other alarms are informational: they \
 block nothing and clear automatically.\n\n\
 Example: svcctl alarm release servers_missing"
     )]

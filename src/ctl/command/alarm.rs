@@ -29,8 +29,8 @@ pub async fn run(api: &ApiClient, command: AlarmCommand, out: &Out) -> Result<()
              if its server is lost, so are the changes that are in no snapshot."
         }
         "unknown_servers" => {
-            "The current unknown servers are deleted, with their disks, each after the platform's ORPHAN_GRACE_SECONDS \
-             since it was first seen. Data that exists only there is lost. Expired kept servers are deleted now."
+            "The current unknown servers are deleted, with their disks, each the platform's ORPHAN_GRACE_SECONDS after \
+             it was first seen. Data that exists only there is lost. Expired kept servers are deleted now."
         }
         _ => "The actions that this alarm blocks are carried out.",
     };
