@@ -55,9 +55,9 @@ pub enum PublishError {
         why: ManifestError,
     },
     #[error(
-        "{version} is already published with other content (SHA-256 {there})\n  next: publish under a new version"
+        "{version} is already published with other content (SHA-256 {stored})\n  next: publish under a new version"
     )]
-    Taken { version: ImageVersion, there: String },
+    Taken { version: ImageVersion, stored: String },
     #[error(
         "{version} was published concurrently by another process\n  next: publish again, or under a new version"
     )]
@@ -227,9 +227,9 @@ async fn publish_for(
     let companions = Companions::read(dir, &context).await?;
     let outcome = match digest(bucket, version).await? {
         // With two concurrent publishers, the archive may be the other one's.
-        Some(there) if there == stated && is_whole(bucket, size_bytes, version).await? => PublishOutcome::AlreadyPublished,
-        Some(there) if there == stated => PublishOutcome::Published,
-        Some(there) => return Err(PublishError::Taken { version: version.clone(), there }),
+        Some(stored) if stored == stated && is_whole(bucket, size_bytes, version).await? => PublishOutcome::AlreadyPublished,
+        Some(stored) if stored == stated => PublishOutcome::Published,
+        Some(stored) => return Err(PublishError::Taken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
     };
     match outcome {
@@ -252,8 +252,8 @@ fn trusted() -> Option<TrustedKeys> {
 }
 
 async fn is_whole(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
-    let there = bucket.head(&key::bundle(version, "")).await?;
-    Ok(there.is_some_and(|meta| meta.size == size_bytes))
+    let stored = bucket.head(&key::bundle(version, "")).await?;
+    Ok(stored.is_some_and(|meta| meta.size == size_bytes))
 }
 
 async fn upload(
@@ -290,7 +290,7 @@ async fn announce(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Resu
         Ok(()) => Ok(()),
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match digest(bucket, version).await? {
-            Some(there) if there == stated => Ok(()),
+            Some(stored) if stored == stated => Ok(()),
             _ => Err(PublishError::Raced { version: version.clone() }),
         },
         Err(error) => Err(error.into()),
@@ -364,8 +364,8 @@ mod tests {
         assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().outcome, PublishOutcome::AlreadyPublished);
         let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
         assert!(matches!(refused, PublishError::Taken { .. }), "{refused}");
-        let there = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
-        assert_eq!(&there.value[..], b"one");
+        let stored = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
+        assert_eq!(&stored.value[..], b"one");
         let listed = list(&bucket).await.unwrap();
         assert_eq!(listed.len(), 1);
         assert_eq!((listed[0].image_version.as_str(), listed[0].size_bytes), ("1.0", 3));

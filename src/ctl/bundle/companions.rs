@@ -113,15 +113,15 @@ impl Companions {
     /// # Errors
     /// [`PublishError::NoRenewal`] if the stored ones differ and these do not renew them.
     pub async fn complete(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), PublishError> {
-        let there = StoredCompanions::read(bucket, context).await?;
+        let stored = StoredCompanions::read(bucket, context).await?;
         let differs =
-            self.each().any(|(suffix, own)| there.of(suffix).is_some_and(|other| other.value != *own));
+            self.each().any(|(suffix, own)| stored.of(suffix).is_some_and(|other| other.value != *own));
         if differs {
-            self.renews(&there, context)
+            self.renews(&stored, context)
                 .map_err(|why| PublishError::NoRenewal { version: context.version.clone(), why })?;
         }
         for (suffix, own) in self.each() {
-            let condition = match there.of(suffix) {
+            let condition = match stored.of(suffix) {
                 Some(other) if other.value == *own => continue,
                 Some(other) => Condition::Unchanged(other.version.clone()),
                 None => Condition::Absent,
@@ -132,7 +132,7 @@ impl Companions {
     }
 
     /// Whether hosts trust these, and do not trust the stored ones, or not for as long.
-    fn renews(&self, there: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
+    fn renews(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {
             return Err(
@@ -142,13 +142,13 @@ impl Companions {
         let ends = |verified: &Verified| verified.manifest().expires_at;
         let own = verify(&own, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
         // An expired manifest is compared as well.
-        let there =
-            there.signed().and_then(|there| verify(&there, keys, context.version, Timestamp::MIN).ok());
-        match there.filter(|there| context.sha256 == there.manifest().sha256) {
-            Some(there) if ends(&there) >= ends(&own) => Err(format!(
+        let stored =
+            stored.signed().and_then(|stored| verify(&stored, keys, context.version, Timestamp::MIN).ok());
+        match stored.filter(|stored| context.sha256 == stored.manifest().sha256) {
+            Some(stored) if ends(&stored) >= ends(&own) => Err(format!(
                 "this one is valid until {}, and the published one until {}",
                 rfc3339_ms(ends(&own)),
-                rfc3339_ms(ends(&there))
+                rfc3339_ms(ends(&stored))
             )),
             _ => Ok(()),
         }
@@ -175,7 +175,7 @@ async fn replace(
         Ok(()) => Ok(()),
         // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match bucket.get(&key, MAX_COMPANION_BYTES).await? {
-            Some(there) if there.value == *own => Ok(()),
+            Some(stored) if stored.value == *own => Ok(()),
             _ => Err(PublishError::Raced { version: context.version.clone() }),
         },
         Err(error) => Err(error.into()),
@@ -210,11 +210,11 @@ impl StoredCompanions {
 /// # Errors
 /// [`StoreError`].
 pub async fn updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
-    let there = StoredCompanions::read(bucket, context).await?;
-    let Some(manifest) = &there.manifest else {
+    let stored = StoredCompanions::read(bucket, context).await?;
+    let Some(manifest) = &stored.manifest else {
         return Ok(Updates::Impossible("it has no manifest".to_owned()));
     };
-    let checked = match there.signed() {
+    let checked = match stored.signed() {
         Some(signed) => context.check_trust(&signed),
         None => match context.parse_manifest(&manifest.value) {
             Ok(_) => return Ok(Updates::Impossible("its manifest is not signed".to_owned())),
