@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use svc::applet::{self, Applet};
-use svc::ctl::local::{Examined, Local};
+use svc::ctl::local::{LocalChecks, PlatformExamination};
 use svc::{ctl, host, platform};
 
 /// The finished applets; unfinished ones are not listed.
@@ -61,18 +61,18 @@ static APPLETS: &[Applet] = &[
     Applet { name: "svc-shell", about: "serves the shell to the gateway", run: host::launch::shell::run },
     Applet { name: "svc-code", about: "starts the release's code-server", run: host::launch::code::run },
     Applet { name: "svc-platform", about: "control plane and router", run: platform::run },
-    Applet { name: "svcctl", about: "operator commands", run: |args| ctl::run(args, LOCAL) },
+    Applet { name: "svcctl", about: "operator commands", run: |args| ctl::run(args, LOCAL_CHECKS) },
 ];
 
 /// The local installation for `svcctl`; only this file knows both sides.
-const LOCAL: Local = Local {
+const LOCAL_CHECKS: LocalChecks = LocalChecks {
     is_host: host::doctor::is_here,
     host: || Box::pin(host::doctor::examine()),
     platform: |env_file| {
         Box::pin(async move {
             let platform::doctor::DoctorReport { findings, operator } =
                 platform::doctor::examine(env_file).await;
-            Examined { findings, operator }
+            PlatformExamination { findings, operator }
         })
     },
     gateway_socket: host::doctor::gateway_socket,

@@ -1,5 +1,5 @@
-//! Calls to the platform's API. A mutating call carries one `Idempotency-Key` through all its tries, so that trying
-//! again after a lost reply does it once.
+//! Calls to the platform's API. A mutating call sends the same `Idempotency-Key` with every retry, so that a retry
+//! after a lost response has no second effect.
 
 use std::time::Duration;
 
@@ -12,36 +12,36 @@ use serde_json::Value;
 use url::Url;
 use uuid::Uuid;
 
-use super::refusal::Refusal;
+use super::refusal::ApiProblem;
 use crate::http::client::{self, Deadlines};
 use crate::http::{problem, request_id};
 use crate::untrusted_text;
 
-const TRIES: usize = 5;
-/// A platform that asks for more patience than this is left to the operator.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const MAX_ATTEMPTS: usize = 5;
+/// A longer `Retry-After` is not waited for: the call fails.
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(10);
 
-/// A call that did not succeed.
+/// A failed call.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     #[error(
-        "the platform at {base} cannot be reached: {why}\n  next: does it run there? Check PLATFORM_PUBLIC_URL or --platform-url"
+        "the platform at {base} cannot be reached: {why}\n  next: make sure that it is running. Check PLATFORM_PUBLIC_URL or --platform-url"
     )]
     Unreachable { base: Url, why: String },
-    /// Connected: something behind it hangs, and what was requested may still be done.
+    /// The connection succeeded, but the response timed out. The request may still take effect.
     #[error(
-        "the platform at {base} is reached, and has not answered within {seconds} s; what was requested may still be done\n  \
-         next: `svcctl doctor platform` on its machine shows which part hangs; --timeout waits longer for one call"
+        "the platform at {base} did not respond within {seconds} s; the request may still take effect\n  \
+         next: `svcctl doctor platform` on its machine shows which part hangs; --timeout sets a longer timeout"
     )]
     NoAnswer { base: Url, seconds: u64 },
     #[error(transparent)]
-    Refused(#[from] Refusal),
-    #[error("the platform's answer to {what} is not what the API promises: {why}")]
+    Refused(#[from] ApiProblem),
+    #[error("unexpected response to {what}: {why}")]
     Unreadable { what: String, why: String },
 }
 
 impl CallError {
-    /// Whether the same call can succeed a moment later.
+    /// Whether a retry may succeed.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::NoAnswer { .. } => true,
@@ -50,10 +50,10 @@ impl CallError {
         }
     }
 
-    /// What went wrong, without what to do about it.
+    /// The message without the advice.
     pub fn brief(&self) -> String {
-        let said = self.to_string();
-        said.split_once("\n  next: ").map_or(said.clone(), |(brief, _)| brief.to_owned())
+        let message = self.to_string();
+        message.split_once("\n  next: ").map_or(message.clone(), |(brief, _)| brief.to_owned())
     }
 
     fn pause(&self) -> Option<Duration> {
@@ -64,15 +64,15 @@ impl CallError {
     }
 }
 
-/// A success: the body exactly as it came.
+/// A successful response, with its unchanged body.
 #[derive(Debug)]
-pub struct Answer {
+pub struct ApiResponse {
     pub text: String,
     what: String,
 }
 
-impl Answer {
-    /// The body for a person, with every text of it made printable: hosts have written some of them.
+impl ApiResponse {
+    /// Parses the body. All strings are made printable, because hosts have written some of them.
     ///
     /// # Errors
     /// [`CallError::Unreadable`].
@@ -87,25 +87,25 @@ impl Answer {
     }
 }
 
-/// The platform, as an operator sees it.
-pub struct Api {
+/// A client of the platform's API.
+pub struct ApiClient {
     client: reqwest::Client,
     base: Url,
     bearer: HeaderValue,
     call: Duration,
 }
 
-/// Whether standard error says that a failed call is tried again.
+/// Whether retries are reported on standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Retries {
-    Said,
-    /// The caller says what it waits for.
-    Unsaid,
+enum RetryMessages {
+    Shown,
+    /// The caller reports what it waits for.
+    Hidden,
 }
 
-impl Api {
+impl ApiClient {
     /// # Errors
-    /// When the secret cannot stand in a header, or TLS roots cannot be read.
+    /// If the secret is not a valid header value, or the TLS roots cannot be read.
     pub fn new(base: Url, secret: &SecretString, call: Duration) -> anyhow::Result<Self> {
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", secret.expose_secret()))?;
         bearer.set_sensitive(true);
@@ -114,31 +114,31 @@ impl Api {
     }
 
     /// # Errors
-    /// [`CallError`], after transient failures were tried again.
-    pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
-        self.patiently(&Method::GET, &self.url_with(path, query), None, Retries::Said).await
+    /// [`CallError`], after retries of transient failures.
+    pub async fn get(&self, path: &[&str], query: &[(&str, String)]) -> Result<ApiResponse, CallError> {
+        self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
-    /// [`Self::get`] for a caller that repeats it, and says itself what it waits for.
+    /// [`Self::get`] for a caller that polls and reports what it waits for.
     ///
     /// # Errors
     /// As [`Self::get`].
-    pub async fn poll(&self, path: &[&str], query: &[(&str, String)]) -> Result<Answer, CallError> {
-        self.patiently(&Method::GET, &self.url_with(path, query), None, Retries::Unsaid).await
+    pub async fn poll(&self, path: &[&str], query: &[(&str, String)]) -> Result<ApiResponse, CallError> {
+        self.call_with_retries(&Method::GET, &self.url_with(path, query), None, RetryMessages::Hidden).await
     }
 
     /// # Errors
-    /// [`CallError`], after transient failures were tried again under the same idempotency key.
+    /// [`CallError`], after retries of transient failures with the same idempotency key.
     pub async fn send(
         &self,
         method: Method,
         path: &[&str],
         body: Option<&Value>,
-    ) -> Result<Answer, CallError> {
-        self.patiently(&method, &self.url(path), body, Retries::Said).await
+    ) -> Result<ApiResponse, CallError> {
+        self.call_with_retries(&method, &self.url(path), body, RetryMessages::Shown).await
     }
 
-    /// [`Self::send`] with a query in place of a body.
+    /// [`Self::send`] with a query instead of a body.
     ///
     /// # Errors
     /// [`CallError`].
@@ -147,22 +147,22 @@ impl Api {
         method: Method,
         path: &[&str],
         query: &[(&str, String)],
-    ) -> Result<Answer, CallError> {
-        self.patiently(&method, &self.url_with(path, query), None, Retries::Said).await
+    ) -> Result<ApiResponse, CallError> {
+        self.call_with_retries(&method, &self.url_with(path, query), None, RetryMessages::Shown).await
     }
 
-    /// One try of a GET, with the status and the body as they came.
+    /// A GET without retries; returns any status with its body.
     ///
     /// # Errors
     /// [`CallError::Unreachable`].
-    pub async fn look(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
+    pub async fn get_once(&self, path: &[&str]) -> Result<(StatusCode, String), CallError> {
         let request = self.client.get(self.url(path)).header(header::AUTHORIZATION, self.bearer.clone());
         let response = request_id::onward(request).send().await.map_err(|error| self.failed(error))?;
         let status = response.status();
         Ok((status, response.text().await.map_err(|error| self.failed(error))?))
     }
 
-    /// The bytes of a file from an offset on, however long they take.
+    /// Downloads a file from an offset, without a timeout for the whole body.
     ///
     /// # Errors
     /// [`CallError`].
@@ -181,7 +181,7 @@ impl Api {
             status => {
                 let pause = retry_after(&response);
                 let text = response.text().await.unwrap_or_default();
-                let refusal = Refusal::read(status, &text, pause);
+                let refusal = ApiProblem::read(status, &text, pause);
                 Err(if refusal.is_transient() { unreachable(refusal.to_string()) } else { refusal.into() })
             }
         }
@@ -203,7 +203,7 @@ impl Api {
         url
     }
 
-    /// Why a call has no answer.
+    /// The error of a call without a response.
     fn failed(&self, error: reqwest::Error) -> CallError {
         let base = self.base.clone();
         if error.is_timeout() && !error.is_connect() {
@@ -212,33 +212,33 @@ impl Api {
         CallError::Unreachable { base, why: problem::chain(&error.without_url()) }
     }
 
-    async fn patiently(
+    async fn call_with_retries(
         &self,
         method: &Method,
         url: &Url,
         body: Option<&Value>,
-        retries: Retries,
-    ) -> Result<Answer, CallError> {
+        messages: RetryMessages,
+    ) -> Result<ApiResponse, CallError> {
         let key = (*method != Method::GET).then(|| Uuid::now_v7().to_string());
         let backoff = ExponentialBuilder::default()
             .with_min_delay(Duration::from_millis(200))
             .with_max_delay(Duration::from_secs(3))
-            .with_max_times(TRIES - 1)
+            .with_max_times(MAX_ATTEMPTS - 1)
             .with_jitter();
-        let mut tries = 1;
-        (|| self.once(method, url, body, key.as_deref()))
+        let mut attempts = 1;
+        (|| self.try_call(method, url, body, key.as_deref()))
             .retry(backoff)
             .when(CallError::is_transient)
             .adjust(|error, planned| match (planned, error.pause()) {
-                (Some(_), Some(asked)) if asked > LONGEST_PAUSE => None,
-                (Some(planned), Some(asked)) => Some(planned.max(asked)),
+                (Some(_), Some(requested)) if requested > MAX_RETRY_AFTER => None,
+                (Some(planned), Some(requested)) => Some(planned.max(requested)),
                 (planned, _) => planned,
             })
             .notify(|error, pause| {
-                tries += 1;
-                if retries == Retries::Said {
+                attempts += 1;
+                if messages == RetryMessages::Shown {
                     eprintln!(
-                        "still waiting: {}; try {tries} of {TRIES} in {:.1} s",
+                        "still waiting: {}; attempt {attempts} of {MAX_ATTEMPTS} in {:.1} s",
                         error.brief(),
                         pause.as_secs_f64()
                     );
@@ -247,13 +247,13 @@ impl Api {
             .await
     }
 
-    async fn once(
+    async fn try_call(
         &self,
         method: &Method,
         url: &Url,
         body: Option<&Value>,
         key: Option<&str>,
-    ) -> Result<Answer, CallError> {
+    ) -> Result<ApiResponse, CallError> {
         let mut request = self
             .client
             .request(method.clone(), url.clone())
@@ -270,11 +270,11 @@ impl Api {
         let text = response.text().await.map_err(|error| self.failed(error))?;
         let what = format!("{method} {}", url.path());
         match status {
-            status if status.is_success() => Ok(Answer { text, what }),
+            status if status.is_success() => Ok(ApiResponse { text, what }),
             StatusCode::PERMANENT_REDIRECT | StatusCode::TEMPORARY_REDIRECT | StatusCode::FOUND => {
                 Err(CallError::Unreadable { what, why: format!("{status}: is this the platform's URL?") })
             }
-            status => Err(Refusal::read(status, &text, pause).into()),
+            status => Err(ApiProblem::read(status, &text, pause).into()),
         }
     }
 }
@@ -289,9 +289,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn read_makes_texts_printable_and_keeps_the_body() {
+    fn read_makes_strings_printable_and_keeps_the_body() {
         let text = r#"{"detail": "\u001b[2J\u202e ok"}"#.to_owned();
-        let answer = Answer { text: text.clone(), what: "GET /".to_owned() };
+        let answer = ApiResponse { text: text.clone(), what: "GET /".to_owned() };
         let read: Value = answer.read().unwrap();
         assert_eq!(read["detail"], "\u{FFFD}[2J\u{FFFD} ok");
         assert_eq!(answer.text, text);

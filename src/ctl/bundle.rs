@@ -1,7 +1,8 @@
-//! Bundles in the store: what is there, and publishing one: the archive first, its `.sha256` last, so that a version is published by that one write.
+//! Lists and publishes bundles in the store. The archive is uploaded first and its `.sha256` last: that single write
+//! publishes the version.
 //!
-//! A published version never changes: hosts and platform trust it by its digest. What may come later is the signed
-//! manifest that it lacks, or one that holds for longer.
+//! A published version never changes: hosts and the platform trust its digest. Only a signed manifest can be added or
+//! replaced later, if it is missing or the new one is valid for longer.
 
 mod companions;
 mod key_sequence;
@@ -22,7 +23,7 @@ use sha2::{Digest, Sha256};
 use tokio::fs::File;
 use tokio::io::AsyncReadExt;
 
-use self::companions::{Companions, Subject};
+use self::companions::{Companions, BundleContext};
 use super::show::size;
 use crate::applet::{Exit, Failure};
 use crate::config::Env;
@@ -41,34 +42,34 @@ pub enum PublishError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{} has no SHA-256 in it", .path.display())]
+    #[error("{} contains no SHA-256", .path.display())]
     NoDigest { path: PathBuf },
     #[error(
-        "{} has the SHA-256 {found}, its .sha256 says {stated}\n  next: build the bundle again", .path.display()
+        "{} has the SHA-256 {found}, but its .sha256 says {stated}\n  next: rebuild the bundle", .path.display()
     )]
     Mismatch { path: PathBuf, found: String, stated: String },
-    #[error("{} does not fit the archive: {why}\n  next: build the bundle again", .path.display())]
+    #[error("{} does not match the archive: {why}\n  next: rebuild the bundle", .path.display())]
     Companion {
         path: PathBuf,
         #[source]
         why: ManifestError,
     },
     #[error(
-        "another content (SHA-256 {there}) is already published as {version}\n  next: publish under a new version"
+        "{version} is already published with other content (SHA-256 {stored})\n  next: publish under a new version"
     )]
-    Taken { version: ImageVersion, there: String },
+    Taken { version: ImageVersion, stored: String },
     #[error(
-        "{version} was published by someone else at the same time\n  next: publish again, or under a new version"
+        "{version} was published concurrently by another process\n  next: publish again, or under a new version"
     )]
     Raced { version: ImageVersion },
     #[error(
-        "another manifest or signature is published for {version}, and this does not renew it: {why}\n  \
-         next: nothing, where hosts can update to it; else sign the same archive for longer (--valid-days)"
+        "another manifest or signature is published for {version}, and this one does not renew it: {why}\n  \
+         next: nothing if hosts can update to it; otherwise sign the same archive for longer (--valid-days)"
     )]
     NoRenewal { version: ImageVersion, why: String },
     #[error(
-        "its trustedKeys have the sequence {found}, and hosts at sequence {base} take {max} at most; nothing was published\n  next: \
-         sign it with the next sequence (`svcctl bundle keys` shows the one of each machine); where hosts have a higher one than \
+        "the sequence of its trustedKeys is {found}, and hosts at sequence {base} accept {max} at most; nothing was published\n  next: \
+         sign it with the next sequence (`svcctl bundle keys` shows the one of each machine); if hosts have a higher one than \
          {base}, set BUNDLE_KEYS_SEQUENCE to it"
     )]
     SequenceTooHigh { found: u32, base: u32, max: u32 },
@@ -88,15 +89,15 @@ impl From<PublishError> for Failure {
     }
 }
 
-/// What is in the store now.
+/// A bundle that is now in the store.
 #[derive(Debug)]
 pub struct Published {
     version: ImageVersion,
     sha256: String,
     size_bytes: u64,
-    news: News,
+    outcome: PublishOutcome,
     updates: Updates,
-    /// What hosts trust once it is well on them, where its manifest says so.
+    /// The keys that its manifest makes hosts trust, once they are healthy on this release.
     key_set: Option<KeySet>,
 }
 
@@ -104,14 +105,14 @@ pub struct Published {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Updates {
     Possible,
-    /// Why not.
+    /// The reason.
     Impossible(String),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum News {
+enum PublishOutcome {
     Published,
-    WasThere,
+    AlreadyPublished,
 }
 
 impl Published {
@@ -121,7 +122,7 @@ impl Published {
             "key": key::bundle(&self.version, "").to_string(),
             "sha256": self.sha256,
             "sizeBytes": self.size_bytes,
-            "alreadyPublished": self.news == News::WasThere,
+            "alreadyPublished": self.outcome == PublishOutcome::AlreadyPublished,
             "updatable": self.updates == Updates::Possible,
             "trustedKeys": self.key_set.as_ref().map(|set| json!({"sequence": set.sequence, "ids": set.keys.ids()})),
         })
@@ -130,19 +131,19 @@ impl Published {
 
 impl fmt::Display for Published {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let news = match self.news {
-            News::Published => "published",
-            News::WasThere => "already published",
+        let outcome = match self.outcome {
+            PublishOutcome::Published => "published",
+            PublishOutcome::AlreadyPublished => "already published",
         };
         let key = key::bundle(&self.version, "");
-        write!(f, "{news} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)?;
+        write!(f, "{outcome} {key}\n{}, sha256 {}", size(self.size_bytes), self.sha256)?;
         if let Updates::Impossible(why) = &self.updates {
             return write!(f, "\nnew machines can use it; hosts cannot update to it: {why}");
         }
         match &self.key_set {
             Some(KeySet { sequence, keys }) => write!(
                 f,
-                "\nhosts that run it well trust the keys {} from then on (sequence {sequence}); `svcctl bundle keys` lists them",
+                "\nhosts that are healthy on it will trust the keys {} (sequence {sequence}); `svcctl bundle keys` lists them",
                 keys.ids().join(", ")
             ),
             None => Ok(()),
@@ -153,7 +154,7 @@ impl fmt::Display for Published {
 /// A published bundle.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Listed {
+pub struct PublishedBundle {
     pub image_version: String,
     pub key: String,
     pub size_bytes: u64,
@@ -162,11 +163,11 @@ pub struct Listed {
     pub published_at: Timestamp,
 }
 
-/// What is published, the newest first. An archive without its `.sha256` is not.
+/// The published bundles, newest first. An archive without its `.sha256` is not published.
 ///
 /// # Errors
 /// [`PublishError::Store`].
-pub async fn list(bucket: &Bucket) -> Result<Vec<Listed>, PublishError> {
+pub async fn list(bucket: &Bucket) -> Result<Vec<PublishedBundle>, PublishError> {
     let root = Path::from(key::BUNDLES);
     let mut listing = bucket.raw().list(Some(&root));
     let (mut archives, mut digests) = (BTreeMap::new(), Vec::new());
@@ -190,7 +191,7 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<Listed>, PublishError> {
         let Ok(name) = version.parse::<ImageVersion>() else { continue };
         let Some(sha256) = digest(bucket, &name).await? else { continue };
         let published_at = Timestamp::from_second(published.timestamp()).unwrap_or_default();
-        bundles.push(Listed { image_version: version, key, size_bytes, sha256, published_at });
+        bundles.push(PublishedBundle { image_version: version, key, size_bytes, sha256, published_at });
     }
     bundles.sort_by(|a, b| {
         b.published_at.cmp(&a.published_at).then_with(|| b.image_version.cmp(&a.image_version))
@@ -198,8 +199,8 @@ pub async fn list(bucket: &Bucket) -> Result<Vec<Listed>, PublishError> {
     Ok(bundles)
 }
 
-/// Publishes the bundle in `dir`. Publishing the same content again changes nothing but for manifest and signature, where
-/// they were missing or hold for longer now.
+/// Publishes the bundle in `dir`. Publishing the same content again only adds a missing manifest and signature, or
+/// replaces them by ones that are valid for longer.
 ///
 /// # Errors
 /// [`PublishError`].
@@ -211,7 +212,7 @@ pub async fn publish(
     publish_for(bucket, dir, version, trusted().as_ref()).await
 }
 
-/// Publishes for hosts that trust these keys.
+/// Publishes a bundle for hosts that trust these keys.
 async fn publish_for(
     bucket: &Bucket,
     dir: &FilePath,
@@ -222,37 +223,37 @@ async fn publish_for(
     let stated = stated_digest(&dir.join(format!("{BUNDLE_FILE}.sha256"))).await?;
     let (found, size_bytes) = read_through(&archive, None).await?;
     check(&archive, &found, &stated)?;
-    let subject = Subject { version, sha256: &stated, size_bytes, keys };
-    let companions = Companions::read(dir, &subject).await?;
-    let news = match digest(bucket, version).await? {
-        // Where two published at once, the archive may be the other's.
-        Some(there) if there == stated && is_whole(bucket, size_bytes, version).await? => News::WasThere,
-        Some(there) if there == stated => News::Published,
-        Some(there) => return Err(PublishError::Taken { version: version.clone(), there }),
-        None => News::Published,
+    let context = BundleContext { version, sha256: &stated, size_bytes, keys };
+    let companions = Companions::read(dir, &context).await?;
+    let outcome = match digest(bucket, version).await? {
+        // With two concurrent publishers, the archive may be the other one's.
+        Some(stored) if stored == stated && is_whole(bucket, size_bytes, version).await? => PublishOutcome::AlreadyPublished,
+        Some(stored) if stored == stated => PublishOutcome::Published,
+        Some(stored) => return Err(PublishError::Taken { version: version.clone(), stored }),
+        None => PublishOutcome::Published,
     };
-    match news {
-        News::Published => {
-            key_sequence::check(companions.key_set().as_ref(), key_sequence::of_hosts())?;
+    match outcome {
+        PublishOutcome::Published => {
+            key_sequence::check(companions.key_set().as_ref(), key_sequence::configured_sequence())?;
             upload(bucket, &archive, &stated, version).await?;
-            companions.send(bucket, &subject).await?;
+            companions.send(bucket, &context).await?;
             announce(bucket, &stated, version).await?;
         }
-        News::WasThere => companions.complete(bucket, &subject).await?,
+        PublishOutcome::AlreadyPublished => companions.complete(bucket, &context).await?,
     }
-    let updates = companions::updates(bucket, &subject).await?;
+    let updates = companions::updates(bucket, &context).await?;
     let key_set = companions.key_set();
-    Ok(Published { version: version.clone(), sha256: stated, size_bytes, news, updates, key_set })
+    Ok(Published { version: version.clone(), sha256: stated, size_bytes, outcome, updates, key_set })
 }
 
-/// The keys that hosts trust, where this process is told them.
+/// The keys that hosts trust, if they are configured.
 fn trusted() -> Option<TrustedKeys> {
     Env::from_process().text("BUNDLE_PUBLIC_KEYS")?.parse().ok()
 }
 
 async fn is_whole(bucket: &Bucket, size_bytes: u64, version: &ImageVersion) -> Result<bool, StoreError> {
-    let there = bucket.head(&key::bundle(version, "")).await?;
-    Ok(there.is_some_and(|meta| meta.size == size_bytes))
+    let stored = bucket.head(&key::bundle(version, "")).await?;
+    Ok(stored.is_some_and(|meta| meta.size == size_bytes))
 }
 
 async fn upload(
@@ -268,7 +269,7 @@ async fn upload(
         Err(error) => Err(error),
     };
     if let Err(error) = sent {
-        // What was uploaded of it is no object yet; a store that cannot even abort is told of by the error itself.
+        // The upload's own error is returned; a failed abort adds nothing to it.
         let _ = sink.abort().await;
         return Err(error);
     }
@@ -282,14 +283,14 @@ async fn upload(
     })
 }
 
-/// The write that publishes; it happens only where no digest stands yet.
+/// Publishes the version by writing its digest, if there is none yet.
 async fn announce(bucket: &Bucket, stated: &str, version: &ImageVersion) -> Result<(), PublishError> {
     let key = key::bundle(version, ".sha256");
     match bucket.put_if(&key, digest_line(stated), Condition::Absent).await {
         Ok(()) => Ok(()),
-        // Either another publisher was faster, or this was our own write whose answer was lost.
+        // Either another publisher won, or the response to our own write was lost.
         Err(StoreError::Precondition { .. }) => match digest(bucket, version).await? {
-            Some(there) if there == stated => Ok(()),
+            Some(stored) if stored == stated => Ok(()),
             _ => Err(PublishError::Raced { version: version.clone() }),
         },
         Err(error) => Err(error.into()),
@@ -302,7 +303,7 @@ async fn stated_digest(path: &FilePath) -> Result<String, PublishError> {
     parse_digest(&text).ok_or_else(|| PublishError::NoDigest { path: path.to_owned() })
 }
 
-/// SHA-256 and size of a file, on its way into `sink` where one is given.
+/// The SHA-256 and size of a file, which is also copied into `sink`, if given.
 async fn read_through(
     path: &FilePath,
     mut sink: Option<&mut BufWriter>,
@@ -355,16 +356,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_version_is_published_once_and_its_content_never_changes() {
+    async fn publish_refuses_other_content_for_a_version() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         let (one, other) = (build(b"one"), build(b"other"));
         let first = publish(&bucket, one.path(), &version).await.unwrap();
-        assert_eq!(first.news, News::Published);
-        assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().news, News::WasThere);
+        assert_eq!(first.outcome, PublishOutcome::Published);
+        assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().outcome, PublishOutcome::AlreadyPublished);
         let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
         assert!(matches!(refused, PublishError::Taken { .. }), "{refused}");
-        let there = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
-        assert_eq!(&there.value[..], b"one");
+        let stored = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();
+        assert_eq!(&stored.value[..], b"one");
         let listed = list(&bucket).await.unwrap();
         assert_eq!(listed.len(), 1);
         assert_eq!((listed[0].image_version.as_str(), listed[0].size_bytes), ("1.0", 3));
@@ -372,7 +373,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_archive_that_does_not_fit_its_digest_is_not_published() {
+    async fn publish_refuses_archive_with_wrong_digest() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"whole");
         std::fs::write(dir.path().join(BUNDLE_FILE), b"torn").unwrap();
@@ -382,10 +383,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_publication_that_was_cut_short_is_finished_by_the_next() {
+    async fn publish_completes_an_interrupted_one() {
         let (bucket, version) = (bucket(), "1.0".parse().unwrap());
         bucket.put(&key::bundle(&version, ""), b"from an earlier try".to_vec()).await.unwrap();
-        assert!(list(&bucket).await.unwrap().is_empty(), "an archive alone is not published");
+        assert!(list(&bucket).await.unwrap().is_empty(), "an archive without a digest is not published");
         let dir = build(&vec![7; 12 << 20]);
         let sha256 = hex::encode(Sha256::digest(vec![7; 12 << 20]));
         let manifest = |sha256: &str| {
@@ -412,7 +413,7 @@ mod tests {
         SigningKey::from_pem(include_bytes!("../../tests/kit/src/bundle/ed25519-test-only.txt")).unwrap()
     }
 
-    /// Puts a manifest beside a build of `content`, signed or not.
+    /// Adds a manifest to a build of `content`, signed or unsigned.
     fn describe(dir: &tempfile::TempDir, content: &[u8], expires_at: &str, signed_by: Option<&SigningKey>) {
         let manifest = kit::bundle::Manifest {
             version: 1,
@@ -433,7 +434,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_published_version_gets_the_signed_manifest_that_it_lacks_and_one_that_holds_for_longer() {
+    async fn publish_adds_and_renews_the_signed_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
@@ -446,11 +447,11 @@ mod tests {
         assert!(publish().await.unwrap().updates != Updates::Possible);
         describe(&dir, b"one", "2125-01-01T00:00:00.000Z", None);
         let unsigned = publish().await.unwrap();
-        assert_eq!(unsigned.news, News::WasThere);
+        assert_eq!(unsigned.outcome, PublishOutcome::AlreadyPublished);
         assert_eq!(unsigned.updates, Updates::Impossible("its manifest is not signed".to_owned()));
         describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         let signed = publish().await.unwrap();
-        assert_eq!((signed.news, signed.updates), (News::WasThere, Updates::Possible));
+        assert_eq!((signed.outcome, signed.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
         assert_eq!(ends().await, "2125-01-01T00:00:00Z");
 
         describe(&dir, b"one", "2126-01-01T00:00:00.000Z", Some(&key()));
@@ -464,7 +465,7 @@ mod tests {
         assert!(shorter.to_string().contains("until 2126-01-01"), "{shorter}");
         assert_eq!(ends().await, "2126-01-01T00:00:00Z");
 
-        // A renewal that was cut between its two writes is finished.
+        // A renewal that was interrupted between its two writes is completed.
         let old = bucket.get(&key::bundle(&version, ".json.sig"), 1 << 16).await.unwrap().unwrap().value;
         describe(&dir, b"one", "2127-01-01T00:00:00.000Z", Some(&key()));
         publish().await.unwrap();
@@ -474,16 +475,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whether_hosts_can_update_is_what_the_store_has() {
+    async fn updates_depend_on_the_stored_manifest() {
         let (bucket, version): (_, ImageVersion) = (bucket(), "1.0".parse().unwrap());
         let dir = build(b"one");
         let keys: TrustedKeys = key().public_key_base64().parse().unwrap();
         describe(&dir, b"one", "2125-01-01T00:00:00.000Z", Some(&key()));
         publish_for(&bucket, dir.path(), &version, Some(&keys)).await.unwrap();
-        // Published again from where no manifest is.
+        // Published again from a build without a manifest.
         let bare = build(b"one");
         let again = publish_for(&bucket, bare.path(), &version, Some(&keys)).await.unwrap();
-        assert_eq!((again.news, again.updates), (News::WasThere, Updates::Possible));
+        assert_eq!((again.outcome, again.updates), (PublishOutcome::AlreadyPublished, Updates::Possible));
         let others: TrustedKeys = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=".parse().unwrap();
         let stranger = publish_for(&bucket, bare.path(), &version, Some(&others)).await.unwrap();
         assert!(stranger.to_string().contains("none of the keys"), "{stranger}");

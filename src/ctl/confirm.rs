@@ -1,4 +1,4 @@
-//! The question before something that cannot be taken back: typed on a terminal, or answered by `--yes`, never assumed.
+//! Confirmation of irreversible commands: typed on a terminal, or given by `--yes`, never assumed.
 
 use std::io::{self, BufRead, IsTerminal, Write};
 
@@ -6,27 +6,27 @@ use anyhow::anyhow;
 
 use crate::applet::{Exit, Failure};
 
-/// Whether there is a question to ask: no after `--yes`.
+/// Whether the operator must confirm: not with `--yes`.
 ///
 /// # Errors
-/// [`Exit::Usage`] where there is nobody to ask. Nothing has been done or looked at by then.
-pub fn is_due(what: &str, said_yes: bool) -> Result<bool, Failure> {
+/// [`Exit::Usage`] without a terminal.
+pub fn is_required(what: &str, said_yes: bool) -> Result<bool, Failure> {
     if said_yes {
         return Ok(false);
     }
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
-        let error = anyhow!("{what}\n  next: there is no terminal to ask on; add --yes if that is meant");
+        let error = anyhow!("{what}\n  next: there is no terminal to confirm on; add --yes to confirm");
         return Err(Failure::new(Exit::Usage, error));
     }
     Ok(true)
 }
 
-/// Goes on only when the operator types `word`.
+/// Asks the operator to type `word`.
 ///
 /// # Errors
-/// [`Exit::Refused`] after another answer.
-pub fn ask(what: &str, word: &str) -> Result<(), Failure> {
-    eprint!("{what}\nType {word} to go on: ");
+/// [`Exit::Refused`] for any other input.
+pub fn prompt(what: &str, word: &str) -> Result<(), Failure> {
+    eprint!("{what}\nType {word} to continue: ");
     io::stderr().flush().map_err(anyhow::Error::from)?;
     let mut typed = String::new();
     io::stdin().lock().read_line(&mut typed).map_err(anyhow::Error::from)?;

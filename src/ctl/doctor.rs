@@ -1,4 +1,4 @@
-//! `svcctl doctor`: whose checks are made, and what the platform's API tells besides.
+//! `svcctl doctor`: selects the host's or the platform's checks, and adds checks through the platform's API.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use anyhow::anyhow;
 use jiff::{SignedDuration, Timestamp};
 
-use super::api::{Api, CallError};
+use super::api::{ApiClient, CallError};
 use super::args::{Doctor, Global, Subject};
 use super::command::connect;
-use super::local::Local;
+use super::local::LocalChecks;
 use super::out::{Out, print};
 use super::show::operator::WhoAmI;
 use super::show::{self, View};
@@ -17,14 +17,14 @@ use crate::applet::{Exit, Failure};
 use crate::config::platform_env_file;
 use crate::diagnosis::{self, Check, Findings, Level, Report};
 
-/// Where the platform's package has its settings.
-const PLATFORM_ENV: &str = "/etc/svc/platform.env";
-const DEADLINE: Duration = Duration::from_secs(45);
-/// A token that expires sooner is worth a warning.
+/// Settings file of the platform's package.
+const PACKAGED_ENV_FILE: &str = "/etc/svc/platform.env";
+const CHECK_TIMEOUT: Duration = Duration::from_secs(45);
+/// A token that expires sooner causes a warning.
 const EXPIRY_WARNING: SignedDuration = SignedDuration::from_hours(14 * 24);
 
-pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Result<(), Failure> {
-    let packaged = || Some(PathBuf::from(PLATFORM_ENV)).filter(|file| file.exists());
+pub async fn run(global: &Global, args: Doctor, local: LocalChecks, out: &Out) -> Result<(), Failure> {
+    let packaged = || Some(PathBuf::from(PACKAGED_ENV_FILE)).filter(|file| file.exists());
     let env_file = platform_env_file(args.env_file).or_else(packaged);
     let subject = args.subject.unwrap_or_else(|| {
         let configured = env_file.is_some() || std::env::var_os("PLATFORM_DATABASE_URL").is_some();
@@ -41,8 +41,8 @@ pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Resu
             let mut findings = examined.findings;
             match examined.operator {
                 Some((url, secret)) => {
-                    let api = Api::new(url, &secret, Duration::from_secs(global.timeout))?;
-                    findings.extend(asked(&api).await);
+                    let api = ApiClient::new(url, &secret, Duration::from_secs(global.timeout))?;
+                    findings.extend(api_findings(&api).await);
                 }
                 None => {
                     let why = "PLATFORM_PUBLIC_URL or PLATFORM_SECRET is not set";
@@ -54,15 +54,15 @@ pub async fn run(global: &Global, args: Doctor, local: Local, out: &Out) -> Resu
             Report { subject: "platform".to_owned(), findings }
         }
         Subject::Api => {
-            let findings = asked(&connect(global)?).await;
+            let findings = api_findings(&connect(global)?).await;
             Report { subject: "platform".to_owned(), findings }
         }
     };
-    tell(&report, Level::Problem, out)
+    print_report(&report, Level::Problem, out)
 }
 
-/// Prints a report; its end is an error where something in it is as bad as `worst`.
-pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
+/// Prints a report, and fails if a finding is at least as severe as `worst`.
+pub fn print_report(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
     if out.json {
         print(&format!("{}\n", report.json()))?;
     } else {
@@ -76,36 +76,36 @@ pub fn tell(report: &Report, worst: Level, out: &Out) -> Result<(), Failure> {
     Err(Failure::new(Exit::Refused, anyhow!("{}: {}", report.subject, report.tally())))
 }
 
-/// What the platform says of itself.
-async fn asked(api: &Api) -> Vec<diagnosis::Finding> {
+/// The checks through the platform's API.
+async fn api_findings(api: &ApiClient) -> Vec<diagnosis::Finding> {
     diagnosis::run_checks(vec![
-        Check::new("platform", DEADLINE, ready(api)),
-        Check::new("operator", DEADLINE, operator(api)),
-        Check::new("router", DEADLINE, routes(api)),
-        Check::new("fleet", DEADLINE, fleet(api)),
+        Check::new("platform", CHECK_TIMEOUT, check_readiness(api)),
+        Check::new("operator", CHECK_TIMEOUT, check_operator(api)),
+        Check::new("router", CHECK_TIMEOUT, check_router(api)),
+        Check::new("fleet", CHECK_TIMEOUT, check_fleet(api)),
     ])
     .await
 }
 
-/// Its answer, where it is one of a platform.
+/// The response to `/readyz/control`.
 #[derive(serde::Deserialize)]
 struct Readiness {
     database: String,
     store: String,
 }
 
-async fn ready(api: &Api) -> Findings {
+async fn check_readiness(api: &ApiClient) -> Findings {
     let findings = Findings::new("platform");
     let next = "systemctl status svc-platform; journalctl -u svc-platform -n 50";
-    match api.look(&["readyz", "control"]).await {
+    match api.get_once(&["readyz", "control"]).await {
         Ok((status, body)) => match serde_json::from_str::<Readiness>(&body) {
             Ok(_) if status.is_success() => findings.ok("it runs, and reaches its database and its store"),
             Ok(ready) => findings.problem(
-                format!("it runs and is not ready: database {}, store {}", ready.database, ready.store),
+                format!("it runs but is not ready: database {}, store {}", ready.database, ready.store),
                 next,
             ),
             Err(_) => findings.problem(
-                format!("{status}, and no word of a platform"),
+                format!("{status}: the response is not from a platform"),
                 "PLATFORM_PUBLIC_URL or --platform-url must be the platform's API",
             ),
         },
@@ -113,10 +113,10 @@ async fn ready(api: &Api) -> Findings {
     }
 }
 
-/// As whom the platform knows this credential.
-async fn operator(api: &Api) -> Findings {
+/// Checks which operator the credential belongs to.
+async fn check_operator(api: &ApiClient) -> Findings {
     let findings = Findings::new("operator");
-    let read = api.get(&["operators", "whoami"], &[]).await.and_then(|answer| answer.read::<WhoAmI>());
+    let read = api.get(&["operators", "whoami"], &[]).await.and_then(|response| response.read::<WhoAmI>());
     match read {
         Ok(me) => {
             let mut what = format!("you are {}, with the scopes {}", me.name, me.scopes.join(", "));
@@ -136,39 +136,39 @@ async fn operator(api: &Api) -> Findings {
     }
 }
 
-/// What `/readyz` says of the router.
+/// The router's part of `/readyz`.
 #[derive(serde::Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Routing {
+struct RouterReadiness {
     routes: String,
     routes_age_seconds: Option<u64>,
 }
 
-async fn routes(api: &Api) -> Findings {
+async fn check_router(api: &ApiClient) -> Findings {
     let findings = Findings::new("router");
-    let next = "make the platform's database reachable: routes are read again within a second";
-    match api.look(&["readyz"]).await {
-        Ok((status, body)) => match serde_json::from_str::<Routing>(&body) {
+    let next = "make the platform's database reachable: routes are refreshed within a second";
+    match api.get_once(&["readyz"]).await {
+        Ok((status, body)) => match serde_json::from_str::<RouterReadiness>(&body) {
             Ok(routing) if routing.routes == "current" => findings.ok("its routes are current"),
-            Ok(Routing { routes, routes_age_seconds }) => {
+            Ok(RouterReadiness { routes, routes_age_seconds }) => {
                 let age = routes_age_seconds.map_or_else(String::new, |age| format!(", {age} s old"));
                 let what = format!("its routes are {routes}{age}");
                 if status.is_success() { findings.warning(what, next) } else { findings.problem(what, next) }
             }
-            Err(_) => findings.skipped("the platform is of an older release and does not say"),
+            Err(_) => findings.skipped("the platform's release is too old to report it"),
         },
         Err(error) => findings.skipped(without_advice(&error)),
     }
 }
 
 fn without_advice(error: &CallError) -> String {
-    let said = error.to_string();
-    said.split("\n  next:").next().unwrap_or_default().to_owned()
+    let message = error.to_string();
+    message.split("\n  next:").next().unwrap_or_default().to_owned()
 }
 
-async fn fleet(api: &Api) -> Findings {
+async fn check_fleet(api: &ApiClient) -> Findings {
     let findings = Findings::new("fleet");
-    let read = api.get(&["vps", "fleet"], &[]).await.and_then(|answer| answer.read::<show::fleet::Fleet>());
+    let read = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.read::<show::fleet::Fleet>());
     match read {
         Ok(fleet) => fleet.findings(findings),
         Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {

@@ -1,4 +1,4 @@
-//! ^C while an operation is waited for: the wait ends, the operation does not.
+//! ^C during a wait: it ends the wait, not the operation.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -7,22 +7,22 @@ use anyhow::anyhow;
 
 use crate::applet::{Exit, Failure};
 
-/// The work's result, or what is said at ^C: the command that shows how what was begun ends.
+/// Runs `work` until ^C, which prints the command that continues to follow the operation.
 ///
 /// # Errors
-/// Of the work.
-pub async fn or<T>(command: &str, work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+/// Those of `work`, and [`Exit::TryAgain`] after ^C.
+pub async fn run_until_interrupted<T>(command: &str, work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     tokio::select! {
         done = work => done,
         Ok(()) = tokio::signal::ctrl_c() => Err(stop_waiting(command)),
     }
 }
 
-/// Says what continues, and ends this process by the signal, so that a shell's loop ends as well. `exec` gives the signal its
-/// default action back. Returns where that cannot be done.
+/// Prints what continues, and ends this process by the signal, so that a loop in a shell ends as well. `exec` restores the
+/// signal's default action. Returns only if `exec` fails.
 fn stop_waiting(command: &str) -> Failure {
-    let said = format!("not waited for any longer; the operation continues\n  next: `{command}`");
-    eprintln!("\n{said}");
+    let message = format!("stopped waiting; the operation continues\n  next: `{command}`");
+    eprintln!("\n{message}");
     let error = Command::new("/bin/sh").args(["-c", "kill -INT $$"]).exec();
     tracing::debug!(%error, "no shell ended this process");
     Failure::new(Exit::TryAgain, anyhow!("interrupted"))

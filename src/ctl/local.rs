@@ -1,4 +1,4 @@
-//! What `svcctl` can look at on the machine that it runs on. It imports neither host nor platform: `main` hands them in.
+//! The checks of the local machine. `svcctl` imports neither host nor platform: `main` injects them.
 
 use std::path::{Path, PathBuf};
 
@@ -8,22 +8,23 @@ use url::Url;
 
 use crate::diagnosis::{Finding, Report};
 
-/// The two sides' own checks.
+/// The checks of host and platform.
 #[derive(Clone, Copy)]
-pub struct Local {
+pub struct LocalChecks {
     /// Whether this machine is a host.
     pub is_host: fn() -> bool,
     pub host: fn() -> BoxFuture<'static, Report>,
-    /// By this process's environment, and a file with settings below it.
-    pub platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, Examined>,
+    /// Examines the platform's settings: this process's environment, then the file.
+    pub platform: for<'a> fn(Option<&'a Path>) -> BoxFuture<'a, PlatformExamination>,
     /// The gateway's trusted socket.
     pub gateway_socket: fn() -> PathBuf,
-    /// Whether the database is this machine's own, by the gateway's word of its server: what it is, or why not.
+    /// Checks whether the database server that the gateway reports belongs to this machine: its name, or the reason why
+    /// not.
     pub own_database: fn(Option<&str>) -> Result<String, String>,
 }
 
-/// A platform's settings, judged; and with which credential the platform itself can be asked.
-pub struct Examined {
+/// The findings about a platform's settings, and the credential for its API.
+pub struct PlatformExamination {
     pub findings: Vec<Finding>,
     pub operator: Option<(Url, SecretString)>,
 }

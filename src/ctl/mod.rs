@@ -1,8 +1,8 @@
-//! `svcctl`: everything that an operator does, through the public API alone.
+//! `svcctl`: the operators' command line. It uses only the public API.
 //!
-//! Exit codes: 0 done; 64 the command line is wrong; 65 the platform refused (validation, state, not found), or a
-//! bundle does not fit; 69 the platform cannot be reached, the provider failed, or a waited-for operation failed;
-//! 70 our bug or the platform's; 75 try again later; 77 the credential is missing rights; 78 the configuration is wrong.
+//! Exit codes: 0 done; 64 usage error; 65 the platform refused (validation, state, not found), or a bundle is invalid;
+//! 69 the platform cannot be reached, the provider failed, or the operation failed; 70 internal error; 75 try again
+//! later; 77 missing permission; 78 configuration error.
 
 mod api;
 mod args;
@@ -26,21 +26,21 @@ use crate::applet;
 use crate::http::request_id;
 use crate::telemetry;
 use args::Args;
-use local::Local;
+use local::LocalChecks;
 
-pub fn run(args: Vec<OsString>, local: Local) -> ExitCode {
+pub fn run(args: Vec<OsString>, local: LocalChecks) -> ExitCode {
     let args: Args = match applet::parse(args) {
         Ok(args) => args,
         Err(code) => return code,
     };
     telemetry::init("svcctl");
     if !args.global.json {
-        return applet::block_on("svcctl", request_id::own(command::run(args, local)));
+        return applet::block_on("svcctl", request_id::run_with_new_id(command::run(args, local)));
     }
-    // For programs a failure is one line of JSON.
+    // With --json, a failure is one line of JSON.
     let mut exit = None;
     let ran = applet::block_on("svcctl", async {
-        if let Err(failure) = request_id::own(command::run(args, local)).await {
+        if let Err(failure) = request_id::run_with_new_id(command::run(args, local)).await {
             eprintln!("{}", refusal::json(&failure));
             exit = Some(failure.exit);
         }

@@ -1,8 +1,8 @@
-//! How answers leave: the API's JSON exactly as it came, or text for a person.
+//! Output of responses: the API's unchanged JSON, or text.
 
 use std::io::{ErrorKind, Write};
 
-use super::api::{Answer, CallError};
+use super::api::{ApiResponse, CallError};
 use super::show::View;
 use crate::applet::Failure;
 
@@ -13,24 +13,24 @@ pub struct Out {
 
 impl Out {
     /// # Errors
-    /// When the answer is not what `text` expects, or standard output cannot be written.
-    pub fn answer(
+    /// If `text` cannot parse the response, or standard output cannot be written.
+    pub fn print_response(
         &self,
-        answer: &Answer,
+        response: &ApiResponse,
         text: impl FnOnce(&View) -> Result<String, CallError>,
     ) -> Result<(), Failure> {
         if self.json {
-            print(&format!("{}\n", answer.text.trim_end()))
+            print(&format!("{}\n", response.text.trim_end()))
         } else {
             print(&text(&View::of_stdout())?)
         }
     }
 }
 
-/// A reader that has read enough, such as `head`, is no failure.
+/// Prints to standard output. A closed pipe, such as of `head`, is not an error.
 ///
 /// # Errors
-/// When standard output cannot be written for another reason.
+/// If standard output cannot be written for another reason.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {

@@ -1,5 +1,4 @@
-//! What happens while somebody waits, on standard error: a line for what is over, and on a terminal a moving one for
-//! what goes on.
+//! Progress on standard error: a line for each completed step, and on a terminal a spinner for the current one.
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -30,8 +29,8 @@ impl Progress {
         Self { spinner, view }
     }
 
-    /// Of so many bytes.
-    pub fn of_bytes(whole: u64) -> Self {
+    /// A progress bar with a total of bytes.
+    pub fn with_total_bytes(whole: u64) -> Self {
         let progress = Self::start();
         let bar = "{spinner} {bytes} of {total_bytes} {wide_bar} {binary_bytes_per_sec}, {eta} left";
         if let (Some(spinner), Ok(style)) = (&progress.spinner, ProgressStyle::with_template(bar)) {
@@ -41,28 +40,27 @@ impl Progress {
         progress
     }
 
-    /// So many of them.
-    pub fn bytes(&self, so_far: u64) {
+    pub fn set_bytes(&self, so_far: u64) {
         if let Some(spinner) = &self.spinner {
             spinner.set_position(so_far);
         }
     }
 
-    /// How the lines look.
+    /// The view for the printed lines.
     pub fn view(&self) -> &View {
         &self.view
     }
 
-    /// Something is over.
-    pub fn line(&self, text: &str) {
+    /// Prints a line above the spinner.
+    pub fn print_line(&self, text: &str) {
         match &self.spinner {
             Some(spinner) => spinner.suspend(|| eprintln!("{text}")),
             None => eprintln!("{text}"),
         }
     }
 
-    /// Something goes on.
-    pub fn at(&self, text: String) {
+    /// Sets the spinner's message.
+    pub fn set_message(&self, text: String) {
         if let Some(spinner) = &self.spinner {
             spinner.set_message(text);
         }

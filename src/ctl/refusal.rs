@@ -1,4 +1,4 @@
-//! What the platform said instead of yes: its problem+json, what an operator does about it, and the exit code.
+//! Error responses of the platform: the problem+json, the advice for the operator, and the exit code.
 
 use std::time::Duration;
 
@@ -13,15 +13,15 @@ use super::show::compact;
 use crate::applet::{Exit, Failure};
 use crate::untrusted_text;
 
-/// A problem as it came, or an answer of something in between that is not the platform.
+/// A problem from the platform, or an error response of an intermediary.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", self.line())]
-pub struct Refusal {
+pub struct ApiProblem {
     pub status: StatusCode,
     pub code: Option<String>,
     pub detail: String,
     pub request_id: Option<String>,
-    /// The body where it is JSON, for `--json`.
+    /// The body if it is JSON, for `--json`.
     body: Option<Box<Value>>,
     pub retry_after: Option<Duration>,
 }
@@ -34,11 +34,11 @@ struct Problem {
     request_id: Option<String>,
 }
 
-impl Refusal {
+impl ApiProblem {
     pub fn read(status: StatusCode, body: &str, retry_after: Option<Duration>) -> Self {
         let (code, mut detail, request_id) = match serde_json::from_str::<Problem>(body) {
             Ok(problem) => (Some(problem.code), problem.detail, problem.request_id),
-            Err(_) => (None, format!("{status}, and no problem+json: is this the platform's URL?"), None),
+            Err(_) => (None, format!("{status} without problem+json: is this the platform's URL?"), None),
         };
         let body = serde_json::from_str::<Box<Value>>(body).ok().filter(|_| code.is_some());
         if let Some(body) = &body {
@@ -49,11 +49,11 @@ impl Refusal {
         Self { status, code, detail, request_id, body, retry_after }
     }
 
-    /// Whether the same call can succeed a moment later without anyone changing anything.
+    /// Whether a retry may succeed without any intervention.
     pub fn is_transient(&self) -> bool {
         match self.code.as_deref() {
             Some("disabled" | "cost_limit_reached" | "preview_limit_reached") => false,
-            // A gateway in between, while the platform restarts.
+            // An intermediary, while the platform restarts.
             None => {
                 matches!(self.status.as_u16(), 502..=504)
             }
@@ -107,33 +107,33 @@ impl Refusal {
     }
 }
 
-/// The live server alone holds the data: `--allow-empty` would leave it behind.
+/// Only the live server has the data: `--allow-empty` would abandon it.
 const BACKUP_FIRST: &str = "`svcctl backup now <machine> --wait`, then `svcctl recover` again";
 
-/// A pointer that is lost or damaged does not mean that there is no snapshot: `--allow-empty` would forget them all.
-const UNUSABLE_POINTER: &str = "`svcctl pointer show <user>` says which snapshots exist, `svcctl pointer rebuild <user>` names one of them again";
+/// Snapshots may exist although the pointer is missing or damaged: `--allow-empty` would abandon them.
+const UNUSABLE_POINTER: &str = "`svcctl pointer show <user>` shows which snapshots exist, `svcctl pointer rebuild <user>` points to one of them again";
 
-/// What to do next, where the state that does not allow it says so.
+/// The advice for `invalid_state`, if it depends on the state.
 fn state_advice(body: &Value) -> Option<&'static str> {
     if body["kind"].is_string() {
         return Some(
-            "`svcctl delete <machine>` first, or name another slot: `svcctl provision <user> --slot <slot>`",
+            "`svcctl delete <machine>` first, or use another slot: `svcctl provision <user> --slot <slot>`",
         );
     }
     if body["operationId"].is_string() {
         return Some(
-            "`svcctl operation show <id> --wait` follows the one that runs; `svcctl operation abandon <id>` ends it, then \
-             again with other options",
+            "`svcctl operation show <id> --wait` follows the current operation; `svcctl operation abandon <id>` ends it, then \
+             run this again with other options",
         );
     }
     Some(match body["machineStatus"].as_str()? {
         "kept" => {
             "`svcctl status <machine>` shows what its server holds; `svcctl discard <machine> --accept-loss` deletes it \
-             all the same"
+             anyway"
         }
         "deleting" => "wait for that operation; the detail names it",
         "deleted" => {
-            "`svcctl list --deleted` shows it; where its server is gone, `svcctl provision` restores the slot's snapshot"
+            "`svcctl list --deleted` shows it; if its server is gone, `svcctl provision` restores the slot's snapshot"
         }
         "succeeded" | "cancelled" | "waiting" => {
             "`svcctl operation show <id>` shows how it ended or what it waits for"
@@ -142,7 +142,7 @@ fn state_advice(body: &Value) -> Option<&'static str> {
     })
 }
 
-/// With the wrong fields named by the options of `svcctl` that set them.
+/// Replaces the invalid fields in `detail` by the options of `svcctl` that set them.
 fn by_options(detail: &str, body: &Value) -> String {
     let errors = body["errors"].as_array().into_iter().flatten();
     errors.filter_map(|error| error["pointer"].as_str()).fold(detail.to_owned(), |detail, pointer| {
@@ -150,7 +150,7 @@ fn by_options(detail: &str, body: &Value) -> String {
     })
 }
 
-/// The option that sets a field of a request; a field that none sets stays as the API names it.
+/// The option that sets a field of a request, or else the field.
 fn option_of(pointer: &str) -> String {
     let name = match pointer.trim_start_matches(['/', '?']) {
         "snapshotKey" => "snapshot".to_owned(),
@@ -174,37 +174,37 @@ fn has_option(command: &clap::Command, name: &str) -> bool {
         || command.get_subcommands().any(|sub| has_option(sub, name))
 }
 
-/// What some codes say beyond their detail: the wrong fields, the state that is and those that would do.
+/// The details of some codes: the invalid fields, the current state and the allowed ones.
 fn particulars(body: &Value, known: &str) -> String {
-    let mut said = String::new();
+    let mut message = String::new();
     for error in body["errors"].as_array().into_iter().flatten() {
         let (pointer, detail) = (compact(error.get("pointer")), compact(error.get("detail")));
         let field = format!("{}: {detail}", option_of(&pointer));
         if !known.contains(&field) {
-            said.push_str(&format!("\n  {field}"));
+            message.push_str(&format!("\n  {field}"));
         }
     }
     let allowed: Vec<_> =
         body["allowed"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    // A state that would do says nothing of why it was refused, nor does one where no state would: the detail does.
+    // The state explains the refusal only if another one is allowed.
     let status = body["machineStatus"].as_str().filter(|status| !allowed.contains(status));
     let is_said = known.contains("; this needs ");
     if let Some(status) = status.filter(|_| !allowed.is_empty() && !is_said) {
-        said.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
+        message.push_str(&format!(" It is {status}, and must be {}.", allowed.join(" or ")));
     }
-    said
+    message
 }
 
-/// A failure for programs: the platform's problem where there is one, with the exit code and what to do next.
+/// A failure as JSON: the platform's problem, if any, with the exit code and the advice.
 pub fn json(failure: &Failure) -> Value {
     let refusal = failure.error.downcast_ref::<CallError>().and_then(|error| match error {
         CallError::Refused(refusal) => Some(refusal),
         _ => None,
     });
-    let said = format!("{:#}", failure.error);
-    let (detail, next) = match said.split_once("\n  next: ") {
+    let message = format!("{:#}", failure.error);
+    let (detail, next) = match message.split_once("\n  next: ") {
         Some((detail, next)) => (detail.to_owned(), Some(next.to_owned())),
-        None => (said, None),
+        None => (message, None),
     };
     let mut body = match refusal.and_then(|refusal| refusal.body.clone()) {
         Some(problem) => *problem,
@@ -215,7 +215,7 @@ pub fn json(failure: &Failure) -> Value {
     body
 }
 
-/// What to do next, by code.
+/// The advice for a code.
 fn advice(code: &str) -> Option<&'static str> {
     Some(match code {
         "invalid_request" => "correct the named fields; `svcctl <command> --help` explains them",
@@ -223,50 +223,50 @@ fn advice(code: &str) -> Option<&'static str> {
             "PLATFORM_SECRET or --secret-file must be the platform's secret, or the valid token of an operator"
         }
         "forbidden" => "`svcctl operator whoami` shows your scopes; use a token that has the missing one",
-        "subscription_required" => "`svcctl slot set <user> --slot <slot> --plan <plan>`, then again",
+        "subscription_required" => "`svcctl slot set <user> --slot <slot> --plan <plan>`, then try again",
         "server_type_not_allowed" => {
-            "choose a type of the slot's plan, or change the plan with `svcctl slot set`"
+            "choose a server type of the slot's plan, or change the plan with `svcctl slot set`"
         }
         "machine_not_found" => "`svcctl list` shows the machines, `svcctl list --deleted` the deleted ones",
         "not_found" => {
             "check the id; `svcctl list`, `svcctl status <machine>` and `svcctl deploy list` show them"
         }
         "conflict" => {
-            "`svcctl deploy list` shows the rollouts and their states; a release that hosts cannot take is published \
+            "`svcctl deploy list` shows the rollouts and their states; if hosts cannot install the release, publish it \
              again, signed and under a new version"
         }
-        "bundle_not_found" => "`svcctl bundle publish <dir> --image-version <version>`, then again",
+        "bundle_not_found" => "`svcctl bundle publish <dir> --image-version <version>`, then try again",
         "invalid_state" => {
             "`svcctl status <machine>` shows its state; wait for its operation, or `svcctl recover <user>`"
         }
-        "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows whose it is",
+        "handle_taken" => "choose another handle; `svcctl list --handle <handle>` shows who has it",
         "snapshot_unusable" => {
-            "`svcctl pointer show <user>` and `svcctl backup list <machine>` say what the slot has; `svcctl recover <user> \
-             --snapshot <key>` names one, `svcctl recover <user> --allow-empty` starts without (only for a new or \
+            "`svcctl pointer show <user>` and `svcctl backup list <machine>` show the slot's snapshots; `svcctl recover <user> \
+             --snapshot <key>` restores one, `svcctl recover <user> --allow-empty` starts empty (only for a new or \
              intentionally empty user)"
         }
-        "idempotency_mismatch" => "run the command again: each run has a key of its own",
+        "idempotency_mismatch" => "run the command again: each run uses a new key",
         "preview_limit_reached" => "delete a preview machine first",
         "disk_too_small" => {
-            "choose a type with a larger disk: `svcctl recover <user> --server-type <type>`; `svcctl provision` takes \
-             `--server-type`, too"
+            "choose a server type with a larger disk: `svcctl recover <user> --server-type <type>`; `svcctl provision` \
+             has `--server-type`, too"
         }
-        "disk_would_shrink" => "choose a type with a disk that is no smaller",
-        "superseded" => "nothing: the machine was replaced, and stops by itself",
+        "disk_would_shrink" => "choose a server type with a disk at least as large",
+        "superseded" => "nothing: the machine was replaced, and stops automatically",
         "host_unreachable" => {
-            "`svcctl status <machine>` says when its host was last heard; `svcctl recover <user>` if it is lost"
+            "`svcctl status <machine>` shows the last heartbeat; `svcctl recover <user>` if the host is lost"
         }
         "host_refused" | "host_answer_invalid" => {
             "the detail says what to change; `svcctl status <machine>` shows the host's release and its last heartbeat"
         }
         "provisioning_error" => {
-            "the platform's log has the provider's answer under the request id; check quota, location and server type"
+            "the platform's log has the provider's response under the request id; check quota, location and server type"
         }
-        "disabled" => "set CUSTOMER_VPS_ENABLED=true on the platform, where that is intended",
-        "store_unavailable" => "nothing was changed; check the object store, then again",
-        "database_unavailable" => "check the platform's database, then again",
+        "disabled" => "set CUSTOMER_VPS_ENABLED=true on the platform, if intended",
+        "store_unavailable" => "nothing was changed; check the object store, then try again",
+        "database_unavailable" => "check the platform's database, then try again",
         "internal" => "the platform's log has the cause under the request id",
-        "rate_limited" | "unavailable" | "deadline_exceeded" => "again in a moment",
+        "rate_limited" | "unavailable" | "deadline_exceeded" => "try again in a moment",
         _ => return None,
     })
 }
@@ -287,76 +287,76 @@ mod tests {
     use super::*;
     use crate::http::problem::Code;
 
-    fn refusal(status: u16, code: &str) -> Refusal {
+    fn refusal(status: u16, code: &str) -> ApiProblem {
         let body = format!(r#"{{"status":{status},"code":"{code}","detail":"Because.","requestId":"r-1"}}"#);
-        Refusal::read(StatusCode::from_u16(status).unwrap(), &body, None)
+        ApiProblem::read(StatusCode::from_u16(status).unwrap(), &body, None)
     }
 
     #[test]
-    fn a_refusal_says_why_under_which_request_and_what_next() {
-        let said = refusal(404, "bundle_not_found").to_string();
+    fn refusal_shows_detail_request_id_and_advice() {
+        let message = refusal(404, "bundle_not_found").to_string();
         for part in ["Because.", "bundle_not_found", "request r-1", "svcctl bundle publish"] {
-            assert!(said.contains(part), "{said}");
+            assert!(message.contains(part), "{message}");
         }
     }
 
     #[test]
-    fn wrong_fields_and_states_are_named() {
-        let read = |text: &str| Refusal::read(StatusCode::BAD_REQUEST, text, None).to_string();
-        let said = read(
+    fn refusal_names_invalid_fields_and_states() {
+        let read = |text: &str| ApiProblem::read(StatusCode::BAD_REQUEST, text, None).to_string();
+        let message = read(
             r#"{"code":"invalid_request","detail":"Wrong.","errors":[{"pointer":"/slot","detail":"too long"}]}"#,
         );
-        assert!(said.contains("\n  --slot: too long"), "{said}");
-        let said = read(
+        assert!(message.contains("\n  --slot: too long"), "{message}");
+        let message = read(
             r#"{"code":"invalid_state","detail":"No.","machineStatus":"resizing","allowed":["running","failed"]}"#,
         );
-        assert!(said.contains("It is resizing, and must be running or failed."), "{said}");
+        assert!(message.contains("It is resizing, and must be running or failed."), "{message}");
     }
 
     #[test]
-    fn invalid_state_advises_by_what_the_state_belongs_to() {
+    fn invalid_state_advice_depends_on_the_state() {
         let read = |member: &str| {
             let text = format!(r#"{{"code":"invalid_state","detail":"No.",{member}}}"#);
-            Refusal::read(StatusCode::CONFLICT, &text, None).to_string()
+            ApiProblem::read(StatusCode::CONFLICT, &text, None).to_string()
         };
         assert!(read(r#""machineStatus":"kept""#).contains("svcctl discard <machine> --accept-loss"));
         assert!(!read(r#""machineStatus":"kept""#).contains("It is kept"));
         assert!(read(r#""machineStatus":"deleted""#).contains("svcctl list --deleted"));
         assert!(read(r#""machineStatus":"succeeded""#).contains("svcctl operation show"));
         assert!(read(r#""machineStatus":"running","kind":"preview""#).contains("another slot"));
-        let said = read(r#""machineStatus":"failed","allowed":["failed"]"#);
-        assert!(said.contains("svcctl recover") && !said.contains("It is failed"), "{said}");
+        let message = read(r#""machineStatus":"failed","allowed":["failed"]"#);
+        assert!(message.contains("svcctl recover") && !message.contains("It is failed"), "{message}");
         let under_way = read(r#""machineStatus":"recovering","operationId":"o-1""#);
         assert!(under_way.contains("svcctl operation abandon"), "{under_way}");
         let named = r#"{"code":"invalid_state","detail":"Not so: `svcctl delete m` does it.","machineStatus":"running"}"#;
-        let named = Refusal::read(StatusCode::CONFLICT, named, None).to_string();
+        let named = ApiProblem::read(StatusCode::CONFLICT, named, None).to_string();
         assert!(!named.contains("next:"), "{named}");
     }
 
     #[test]
-    fn lost_pointer_never_advises_to_start_empty() {
+    fn missing_pointer_never_advises_to_start_empty() {
         let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
-        let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
-        assert!(said.contains("svcctl pointer rebuild") && !said.contains("--allow-empty"), "{said}");
+        let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
+        assert!(message.contains("svcctl pointer rebuild") && !message.contains("--allow-empty"), "{message}");
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
         let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
-        let said = Refusal::read(StatusCode::CONFLICT, text, None).to_string();
-        assert!(said.contains("then `svcctl recover` again") && !said.contains("--allow-empty"), "{said}");
+        let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
+        assert!(message.contains("then `svcctl recover` again") && !message.contains("--allow-empty"), "{message}");
         assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));
     }
 
     #[test]
-    fn for_programs_a_failure_is_the_problem_with_exit_and_next() {
+    fn json_adds_exit_and_next_to_the_problem() {
         let failure = Failure::from(CallError::from(refusal(404, "bundle_not_found")));
-        let said = json(&failure);
-        assert_eq!((&said["code"], &said["exit"]), (&"bundle_not_found".into(), &65.into()));
-        assert!(said["next"].as_str().unwrap().contains("bundle publish"), "{said}");
+        let message = json(&failure);
+        assert_eq!((&message["code"], &message["exit"]), (&"bundle_not_found".into(), &65.into()));
+        assert!(message["next"].as_str().unwrap().contains("bundle publish"), "{message}");
         let other = json(&Failure::new(Exit::TryAgain, anyhow::anyhow!("late\n  next: look")));
         assert_eq!(other, json!({"detail": "late", "code": null, "exit": 75, "next": "look"}));
     }
 
     #[test]
-    fn every_status_has_its_exit_code() {
+    fn every_code_has_an_exit_code() {
         for (code, exit) in [
             (Code::InvalidRequest, Exit::Refused),
             (Code::Unauthorized, Exit::Permission),
@@ -373,14 +373,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_problem_document_does_not_pass_for_one() {
-        let refusal = Refusal::read(StatusCode::BAD_GATEWAY, "<html>", None);
+    fn read_accepts_bodies_that_are_no_problem() {
+        let refusal = ApiProblem::read(StatusCode::BAD_GATEWAY, "<html>", None);
         assert!(refusal.is_transient());
         assert!(refusal.to_string().contains("502"), "{refusal}");
     }
 
     #[test]
-    fn only_what_passes_by_itself_is_tried_again() {
+    fn only_transient_refusals_are_retried() {
         assert!(refusal(503, "store_unavailable").is_transient());
         assert!(!refusal(503, "disabled").is_transient());
         assert!(!refusal(502, "provisioning_error").is_transient());

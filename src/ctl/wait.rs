@@ -1,50 +1,50 @@
-//! Waiting until an operation has ended and its machine stands still; what happens meanwhile is told on the way. An
-//! operation that waits for a decision ends the wait: nothing happens before an operator answers.
+//! Waits until an operation has ended and its machine is in a stable state, and reports the progress. An operation that
+//! waits for a decision ends the wait: it makes no progress before an operator answers.
 
 use std::time::Duration;
 
 use anyhow::anyhow;
 use tokio::time::{Instant, sleep};
 
-use super::api::{Answer, Api};
+use super::api::{ApiResponse, ApiClient};
 use super::interrupt;
 use super::progress::Progress;
 use super::show::boot::BootProgress;
-use super::show::failure::Failure as Failed;
+use super::show::failure::MachineFailure;
 use super::show::machine::Machine;
 use super::show::operation::Operation;
 use crate::applet::{Exit, Failure};
 use crate::untrusted_text::one_line;
 
-const FIRST_PAUSE: Duration = Duration::from_millis(200);
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+const MIN_POLL_INTERVAL: Duration = Duration::from_millis(200);
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// What the end of the wait is judged by.
+/// The condition for a successful wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// The operation succeeds, where one is followed, and the machine is well.
+    /// The operation, if one is followed, succeeds and the machine is healthy.
     Success,
-    /// The machine serves, however the operation ends.
+    /// The machine serves, regardless of how the operation ends.
     Service,
 }
 
-/// Follows a machine, by one operation of it or by its status alone, and gives its last record.
+/// Follows an operation of a machine, or only its status, and returns the machine's last record.
 ///
 /// # Errors
-/// [`Exit::Unavailable`] when it ended badly, [`Exit::TryAgain`] when it had not ended in time or waits for a decision.
+/// [`Exit::Unavailable`] if it failed, [`Exit::TryAgain`] if it did not end in time or waits for a decision.
 pub async fn until_settled(
-    api: &Api,
+    api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
     goal: Goal,
     within: Duration,
-) -> Result<(Answer, Machine), Failure> {
+) -> Result<(ApiResponse, Machine), Failure> {
     let command = command_to_follow(machine_id, operation_id);
     let followed = follow(api, machine_id, operation_id, within);
-    let (answer, machine) = interrupt::or(&command, followed).await?;
+    let (response, machine) = interrupt::run_until_interrupted(&command, followed).await?;
     let operation = operation_of(&machine, operation_id).filter(|_| goal == Goal::Success);
-    verdict(api, &machine, operation).await?;
-    Ok((answer, machine))
+    check_result(api, &machine, operation).await?;
+    Ok((response, machine))
 }
 
 fn operation_of<'a>(machine: &'a Machine, id: Option<&str>) -> Option<&'a Operation> {
@@ -52,56 +52,56 @@ fn operation_of<'a>(machine: &'a Machine, id: Option<&str>) -> Option<&'a Operat
 }
 
 async fn follow(
-    api: &Api,
+    api: &ApiClient,
     machine_id: &str,
     operation_id: Option<&str>,
     within: Duration,
-) -> Result<(Answer, Machine), Failure> {
-    let mut clock = Clock::start(within);
-    let mut seen = Seen::new();
+) -> Result<(ApiResponse, Machine), Failure> {
+    let mut clock = PollTimer::start(within);
+    let mut reporter = ProgressReporter::new();
     loop {
-        match look(api, machine_id).await? {
-            Ok((answer, machine)) => {
+        match poll_machine(api, machine_id).await? {
+            Ok((response, machine)) => {
                 let operation = operation_of(&machine, operation_id);
-                seen.tell(&machine, operation);
+                reporter.report(&machine, operation);
                 if let Some(waiting) = operation.filter(|operation| operation.question().is_some()) {
-                    drop(seen);
-                    return Err(Failure::new(Exit::TryAgain, undecided(waiting)));
+                    drop(reporter);
+                    return Err(Failure::new(Exit::TryAgain, decision_error(waiting)));
                 }
                 if is_settled(&machine, operation) {
-                    return Ok((answer, machine));
+                    return Ok((response, machine));
                 }
             }
-            Err(trouble) => seen.tell_trouble(&trouble),
+            Err(error) => reporter.report_error(&error),
         }
         if clock.is_over() {
-            return Err(Failure::new(Exit::TryAgain, not_in_time(machine_id, operation_id, within)));
+            return Err(Failure::new(Exit::TryAgain, timeout_error(machine_id, operation_id, within)));
         }
         clock.pause().await;
     }
 }
 
-/// A machine's record; or the words of a trouble that may pass, because what was accepted goes on meanwhile.
-pub async fn look(api: &Api, machine_id: &str) -> Result<Result<(Answer, Machine), String>, Failure> {
+/// A machine's record, or the message of a transient error: the operation continues meanwhile.
+pub async fn poll_machine(api: &ApiClient, machine_id: &str) -> Result<Result<(ApiResponse, Machine), String>, Failure> {
     match api.poll(&["vps", machine_id], &[]).await {
-        Ok(answer) => {
-            let machine = answer.read()?;
-            Ok(Ok((answer, machine)))
+        Ok(response) => {
+            let machine = response.read()?;
+            Ok(Ok((response, machine)))
         }
         Err(error) if error.is_transient() => Ok(Err(error.to_string())),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Growing pauses up to a deadline.
-pub struct Clock {
+/// Polling with growing intervals until a deadline.
+pub struct PollTimer {
     deadline: Instant,
     pause: Duration,
 }
 
-impl Clock {
+impl PollTimer {
     pub fn start(within: Duration) -> Self {
-        Self { deadline: Instant::now() + within, pause: FIRST_PAUSE }
+        Self { deadline: Instant::now() + within, pause: MIN_POLL_INTERVAL }
     }
 
     pub fn is_over(&self) -> bool {
@@ -110,7 +110,7 @@ impl Clock {
 
     pub async fn pause(&mut self) {
         sleep(self.pause.min(self.deadline.duration_since(Instant::now()))).await;
-        self.pause = (self.pause * 3 / 2).min(LONGEST_PAUSE);
+        self.pause = (self.pause * 3 / 2).min(MAX_POLL_INTERVAL);
     }
 }
 
@@ -119,44 +119,44 @@ fn command_to_follow(machine_id: &str, operation_id: Option<&str>) -> String {
         .map_or_else(|| format!("svcctl status {machine_id}"), |id| format!("svcctl operation {id} --wait"))
 }
 
-fn not_in_time(machine_id: &str, operation_id: Option<&str>, within: Duration) -> anyhow::Error {
-    let look = command_to_follow(machine_id, operation_id);
-    anyhow!("not ended after {} s; it goes on\n  next: `{look}`", within.as_secs())
+fn timeout_error(machine_id: &str, operation_id: Option<&str>, within: Duration) -> anyhow::Error {
+    let command = command_to_follow(machine_id, operation_id);
+    anyhow!("not ended after {} s; the operation continues\n  next: `{command}`", within.as_secs())
 }
 
 fn is_settled(machine: &Machine, operation: Option<&Operation>) -> bool {
     let ended = operation.is_none_or(|operation| operation.state != "running");
     let moving = matches!(machine.state_word(), "provisioning" | "recovering" | "resizing");
-    // A failed operation may leave a status that nothing will change any more.
+    // A failed operation may leave a transitional status permanently.
     ended && (!moving || operation.is_some_and(|operation| operation.state != "succeeded"))
 }
 
-/// What happens to a machine while its operation is under way, or else the state that it is in.
+/// The activity of a machine during an operation, or else its state.
 fn activity(machine: &Machine, operation: Option<&Operation>) -> String {
     let under_way = operation.filter(|operation| operation.is_under_way());
-    let is_coming_back = machine.failure.as_ref().is_some_and(Failed::is_reinstating)
+    let is_coming_back = machine.failure.as_ref().is_some_and(MachineFailure::is_reinstating)
         && machine.state_word() == "failed"
         && operation.is_none_or(Operation::is_under_way);
     match under_way.map(|operation| operation.kind.as_str()) {
-        Some("power_off") => "is being switched off".to_owned(),
-        Some("power_on") => "is being switched on".to_owned(),
+        Some("power_off") => "is being powered off".to_owned(),
+        Some("power_on") => "is being powered on".to_owned(),
         Some("reboot") => "is being restarted".to_owned(),
         Some("delete") => "is being deleted".to_owned(),
-        Some("reinstate") => "is being brought back".to_owned(),
-        _ if is_coming_back => "is being brought back".to_owned(),
-        _ if machine.shown_state() == "off" => "is switched off".to_owned(),
+        Some("reinstate") => "is being reinstated".to_owned(),
+        _ if is_coming_back => "is being reinstated".to_owned(),
+        _ if machine.shown_state() == "off" => "is powered off".to_owned(),
         _ => format!("is {}", machine.shown_state()),
     }
 }
 
-/// The question of an operation, and the commands that answer it.
-fn undecided(operation: &Operation) -> anyhow::Error {
+/// The error with an operation's question and the commands that response it.
+fn decision_error(operation: &Operation) -> anyhow::Error {
     let question = operation.question().map(|question| one_line(&question.detail)).unwrap_or_default();
     let answers = operation.answers().join("\n        or ");
     anyhow!("the {} waits for your decision: {question}\n  next: either {answers}", operation.noun())
 }
 
-async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
+async fn check_result(api: &ApiClient, machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
     let kind = operation.map_or("", |operation| operation.kind.as_str());
     let failed = operation.filter(|operation| operation.state != "succeeded");
     let ended = match (failed, machine.state_word()) {
@@ -171,7 +171,7 @@ async fn verdict(api: &Api, machine: &Machine, operation: Option<&Operation>) ->
     };
     let id = &machine.machine_id;
     let why = machine.failure.as_ref().map(|failure| format!("; {}", failure.line())).unwrap_or_default();
-    let (serves, next) = match (Holder::of_slot(api, machine).await?, &machine.failure) {
+    let (serves, next) = match (SlotHolder::of_slot(api, machine).await?, &machine.failure) {
         (Some(holder), failure) => {
             let advice = failure.as_ref().and_then(|failure| failure.restore_advice(machine));
             (format!("\n{}", holder.line()), advice.unwrap_or_else(|| holder.advice()))
@@ -190,15 +190,15 @@ fn ended_word(operation: &Operation) -> &str {
     }
 }
 
-/// The machine that holds the slot after another one of it ended badly.
-struct Holder(Machine);
+/// The machine that holds the slot after another one failed.
+struct SlotHolder(Machine);
 
-impl Holder {
-    /// `None` where the machine holds its slot itself, no machine does, or the platform does not say.
-    async fn of_slot(api: &Api, machine: &Machine) -> Result<Option<Self>, Failure> {
+impl SlotHolder {
+    /// `None` if the machine holds its slot itself, no machine does, or the platform does not say.
+    async fn of_slot(api: &ApiClient, machine: &Machine) -> Result<Option<Self>, Failure> {
         let live = machine.copies.as_ref().and_then(|copies| copies.live.as_ref());
         let Some(live) = live.filter(|live| live.machine_id != machine.machine_id) else { return Ok(None) };
-        Ok(look(api, &live.machine_id).await?.ok().map(|(_, holder)| Self(holder)))
+        Ok(poll_machine(api, &live.machine_id).await?.ok().map(|(_, holder)| Self(holder)))
     }
 
     fn line(&self) -> String {
@@ -206,7 +206,7 @@ impl Holder {
         match (self.0.state_word(), self.0.failure.as_ref()) {
             ("running", _) => format!("machine {id} serves the slot now"),
             (_, Some(failure)) if failure.is_reinstating() => {
-                format!("machine {id} has the slot; its server is being switched on")
+                format!("machine {id} has the slot; its server is being powered on")
             }
             (_, Some(failure)) => {
                 format!("machine {id} has the slot and has failed: {}", failure.line())
@@ -216,22 +216,22 @@ impl Holder {
     }
 
     fn advice(&self) -> String {
-        format!("`svcctl status {}` shows it; try again when the cause is gone", self.0.machine_id)
+        format!("`svcctl status {}` shows it; try again when the cause is fixed", self.0.machine_id)
     }
 }
 
-/// What has been told already.
-struct Seen {
+/// Reports the progress of an operation; keeps what has been reported.
+struct ProgressReporter {
     progress: Progress,
     state: String,
     last_entry: u64,
     stages: usize,
-    /// Of the boot's progress, the tens of its percent.
+    /// Boot progress in tens of percent.
     tens: u64,
-    trouble: bool,
+    has_error: bool,
 }
 
-impl Seen {
+impl ProgressReporter {
     fn new() -> Self {
         Self {
             progress: Progress::start(),
@@ -239,43 +239,43 @@ impl Seen {
             last_entry: 0,
             stages: 0,
             tens: 0,
-            trouble: false,
+            has_error: false,
         }
     }
 
-    fn tell(&mut self, machine: &Machine, operation: Option<&Operation>) {
-        self.trouble = false;
-        let mut news: Vec<(&str, String)> = Vec::new();
+    fn report(&mut self, machine: &Machine, operation: Option<&Operation>) {
+        self.has_error = false;
+        let mut lines: Vec<(&str, String)> = Vec::new();
         if let Some(operation) = operation {
             let (entries, last) = operation.entries_after(self.last_entry);
-            let entries = entries.into_iter().filter(|entry| entry.is_news());
-            news.extend(
+            let entries = entries.into_iter().filter(|entry| entry.should_show());
+            lines.extend(
                 entries.map(|entry| (entry.at.as_str(), operation.line(self.progress.view(), entry))),
             );
             self.last_entry = last;
         }
         let stages = machine.boot.as_ref().map_or(&[][..], |boot| &boot.stages);
-        // A resize boots a machine that had its first boot long before.
+        // A resize boots a machine whose first boot was long before.
         let earlier =
             |at: &str| operation.and_then(|o| o.created_at.as_deref()).is_some_and(|from| at < from);
         for stage in stages.iter().skip(self.stages).filter(|stage| !earlier(&stage.at)) {
             let at = operation.map_or_else(|| stage.at.clone(), |operation| operation.offset(&stage.at));
-            news.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
+            lines.push((&stage.at, format!("{at}  boot: {}", stage.stage)));
         }
         self.stages = stages.len();
-        // Times of one clock, in one form: their texts are in order, too.
-        news.sort_by_key(|(at, _)| *at);
+        // The times have one format, so their strings sort by time.
+        lines.sort_by_key(|(at, _)| *at);
         let is_first = self.state.is_empty();
         let state = format!("machine {} {}", machine.machine_id, activity(machine, operation));
         if is_first {
-            self.progress.line(&state);
+            self.progress.print_line(&state);
         }
-        news.iter().for_each(|(_, line)| self.progress.line(line));
+        lines.iter().for_each(|(_, line)| self.progress.print_line(line));
         if !is_first && self.state != state {
-            self.progress.line(&state);
+            self.progress.print_line(&state);
         }
         self.state = state;
-        // The progress of a stage that is over would come after the line of the next one.
+        // The progress of a completed stage would follow the line of the next one.
         let is_current = |progress: &&BootProgress| {
             machine.registered_at.is_none()
                 && machine.boot.as_ref().is_none_or(|boot| boot.stage == progress.stage)
@@ -283,20 +283,20 @@ impl Seen {
         let progress = machine.boot_progress.as_ref().filter(is_current);
         let tens = progress.and_then(BootProgress::percent).unwrap_or_default() / 10;
         if let Some(progress) = progress.filter(|_| tens > self.tens) {
-            self.progress.line(&format!("{:>9}  boot: {} {}", "", progress.stage, progress.line()));
+            self.progress.print_line(&format!("{:>9}  boot: {} {}", "", progress.stage, progress.line()));
         }
         self.tens = tens;
         let step = operation.and_then(|operation| operation.step.as_deref()).unwrap_or(machine.state_word());
         let boot = machine.boot.as_ref().filter(|_| step == "await_registration");
         let far = progress.map(|progress| format!(" {}", progress.line())).unwrap_or_default();
         let boot = boot.map(|boot| format!(", boot: {}{far}", boot.stage)).unwrap_or_default();
-        self.progress.at(format!("{step}{boot}"));
+        self.progress.set_message(format!("{step}{boot}"));
     }
 
-    fn tell_trouble(&mut self, what: &str) {
-        if !self.trouble {
-            self.progress.line(&format!("still waiting: {what}"));
+    fn report_error(&mut self, what: &str) {
+        if !self.has_error {
+            self.progress.print_line(&format!("still waiting: {what}"));
         }
-        self.trouble = true;
+        self.has_error = true;
     }
 }

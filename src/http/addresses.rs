@@ -1,4 +1,4 @@
-//! How many connections each address has, so that one address cannot take them all.
+//! Connection limit per address, so that one address cannot use all connections.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -6,19 +6,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::networks::Networks;
 
-/// Connections by the address that they come from.
+/// Connection counts by client address.
 #[derive(Debug)]
 pub struct Addresses {
     max_each: usize,
-    /// Proxies, whose connections are those of many clients.
+    /// Proxies, whose connections carry requests of many clients.
     exempt: Networks,
     counts: Mutex<HashMap<IpAddr, usize>>,
 }
 
-/// One connection of an address, until it is dropped.
+/// A counted connection of an address; released on drop.
 #[derive(Debug)]
-pub struct AddressPlace {
-    /// Where it is counted: one of an exempt address is not.
+pub struct AddressPermit {
+    /// `None` for an exempt address, which is not counted.
     counted: Option<(Arc<Addresses>, IpAddr)>,
 }
 
@@ -28,10 +28,10 @@ impl Addresses {
         Arc::new(Self { max_each, exempt, counts: Mutex::default() })
     }
 
-    /// Counts one more connection of an address; `None` where it has as many as it may have.
-    pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<AddressPlace> {
+    /// Counts a connection of an address; `None` if the address has reached its limit.
+    pub fn admit(self: &Arc<Self>, address: IpAddr) -> Option<AddressPermit> {
         if address.to_canonical().is_loopback() || self.exempt.contain(address) {
-            return Some(AddressPlace { counted: None });
+            return Some(AddressPermit { counted: None });
         }
         let address = network(address);
         let mut counts = self.counts();
@@ -40,7 +40,7 @@ impl Addresses {
             return None;
         }
         *count += 1;
-        Some(AddressPlace { counted: Some((self.clone(), address)) })
+        Some(AddressPermit { counted: Some((self.clone(), address)) })
     }
 
     fn counts(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
@@ -48,7 +48,7 @@ impl Addresses {
     }
 }
 
-impl Drop for AddressPlace {
+impl Drop for AddressPermit {
     fn drop(&mut self) {
         let Some((addresses, address)) = &self.counted else { return };
         let mut counts = addresses.counts();
@@ -61,7 +61,7 @@ impl Drop for AddressPlace {
     }
 }
 
-/// What one customer has of addresses: one of IPv4, a network of 64 bits of IPv6.
+/// The network of one customer: a single IPv4 address, or an IPv6 /64.
 pub fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_has_its_share_and_gets_it_back() {
+    fn admit_limits_each_address_and_releases_on_drop() {
         let addresses = Addresses::new(2, Networks::default());
         let first = addresses.admit(address("192.0.2.1")).unwrap();
         let _second = addresses.admit(address("::ffff:192.0.2.1")).unwrap();
@@ -89,11 +89,11 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_proxies_have_no_limit_and_others_do() {
+    fn admit_exempts_proxies() {
         let addresses = Addresses::new(1, "192.0.2.0/24,2001:db8::/32".parse().unwrap());
         for exempt in ["192.0.2.1", "::ffff:192.0.2.1", "2001:db8::1", "127.0.0.1", "::1"] {
             let places: Vec<_> = (0..5).map(|_| addresses.admit(address(exempt)).unwrap()).collect();
-            assert!(addresses.counts().is_empty(), "{exempt}: nothing is counted");
+            assert!(addresses.counts().is_empty(), "{exempt} is not counted");
             drop(places);
         }
         let _other = addresses.admit(address("198.51.100.1")).unwrap();
@@ -101,12 +101,12 @@ mod tests {
     }
 
     #[test]
-    fn a_network_of_ipv6_counts_as_one() {
+    fn admit_counts_an_ipv6_network_as_one() {
         let addresses = Addresses::new(1, Networks::default());
         let one = addresses.admit(address("2001:db8::1")).unwrap();
         assert!(addresses.admit(address("2001:db8::2:3")).is_none());
         assert!(addresses.admit(address("2001:db8:0:1::1")).is_some());
         drop(one);
-        assert!(addresses.counts().is_empty(), "nothing is kept of who has gone");
+        assert!(addresses.counts().is_empty(), "closed connections leave no entry");
     }
 }

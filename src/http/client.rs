@@ -11,9 +11,9 @@ use super::{resolve, tls};
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
     pub connect: Duration,
-    /// From start to the last byte of the body; `None` for downloads, which are bounded by `idle`.
+    /// Timeout until the last byte of the body; `None` for downloads, which `idle` limits.
     pub whole: Option<Duration>,
-    /// The longest silence while a body is read.
+    /// Timeout without a byte while a body is read.
     pub idle: Duration,
 }
 
@@ -27,26 +27,26 @@ impl Deadlines {
         Self { connect: Duration::from_secs(5), whole: None, idle: Duration::from_secs(30) };
 }
 
-/// A client that trusts the web's roots (and `SSL_CERT_FILE`, where set).
+/// A client that trusts the public root certificates and those in `SSL_CERT_FILE`, if set.
 ///
 /// # Errors
-/// When the extra roots cannot be read.
+/// If the extra root certificates cannot be read.
 pub fn build(deadlines: Deadlines) -> anyhow::Result<reqwest::Client> {
     with_tls(deadlines, tls::client_config()?)
 }
 
-/// A client with a TLS configuration of its own, e.g. one that pins a key.
+/// A client with the given TLS configuration, such as one with a pinned key.
 ///
 /// # Errors
-/// When reqwest refuses the configuration.
+/// If reqwest refuses the configuration.
 pub fn with_tls(deadlines: Deadlines, config: ClientConfig) -> anyhow::Result<reqwest::Client> {
     Ok(builder(deadlines, config).build()?)
 }
 
-/// A client all of whose requests go to a unix socket, whatever host they name.
+/// A client that sends all requests to a unix socket, regardless of their host.
 ///
 /// # Errors
-/// When the extra roots cannot be read.
+/// If the extra root certificates cannot be read.
 pub fn over_socket(deadlines: Deadlines, socket: &Path) -> anyhow::Result<reqwest::Client> {
     Ok(builder(deadlines, tls::client_config()?).unix_socket(socket).build()?)
 }

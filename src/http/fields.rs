@@ -1,4 +1,4 @@
-//! The fields of a body or query, taken one by one: what is missing, wrong or unknown is collected and said at once.
+//! Parses the fields of a body or query one by one, and reports all missing, invalid and unknown fields together.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -7,7 +7,7 @@ use std::str::FromStr;
 use jiff::Timestamp;
 use serde_json::{Map, Value};
 
-use super::openapi::LARGEST_NUMBER;
+use super::openapi::MAX_SAFE_INTEGER;
 use super::problem::{FieldError, Problem};
 use crate::untrusted_text;
 
@@ -16,12 +16,12 @@ pub struct Fields {
     /// `/` or `/outer/` in a body (RFC 6901), `?` in a query.
     prefix: String,
     errors: Vec<FieldError>,
-    /// Every name that was looked for.
+    /// All names that were requested.
     known: Vec<String>,
     unknown: Unknown,
 }
 
-/// What becomes of a field that nothing looked for.
+/// How to treat unknown fields.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Unknown {
     #[default]
@@ -38,7 +38,7 @@ impl Fields {
         Self { left, prefix, errors: Vec::new(), known: Vec::new(), unknown }
     }
 
-    /// Ignores fields that are not known, here and in nested objects: for bodies of programs that may be newer.
+    /// Ignores unknown fields, here and in nested objects: for bodies from programs that may be newer.
     pub fn ignoring_unknown(mut self) -> Self {
         self.unknown = Unknown::Ignored;
         self
@@ -71,14 +71,14 @@ impl Fields {
         self.errors.push(FieldError { pointer, detail: detail.to_string() });
     }
 
-    /// The value, if it is there and not null.
-    fn take(&mut self, name: &str) -> Option<Value> {
+    /// The value, unless it is absent or null.
+    fn take_value(&mut self, name: &str) -> Option<Value> {
         self.known.push(name.to_owned());
         self.left.shift_remove(name).filter(|value| !value.is_null())
     }
 
-    fn needed(&mut self, name: &str) -> Option<Value> {
-        let value = self.take(name);
+    fn required_value(&mut self, name: &str) -> Option<Value> {
+        let value = self.take_value(name);
         if value.is_none() {
             self.wrong(name, "is required");
         }
@@ -90,7 +90,7 @@ impl Fields {
             self.wrong(name, "must be a string");
             return None;
         };
-        // No database keeps it in text or JSON, and nobody means it.
+        // PostgreSQL cannot store NUL in text or JSON.
         if text.contains('\0') {
             self.wrong(name, "must not contain NUL");
             return None;
@@ -99,18 +99,18 @@ impl Fields {
     }
 
     pub fn required<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         self.parsed(name, &value)
     }
 
     pub fn optional<T: FromStr<Err: Display>>(&mut self, name: &str) -> Option<T> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         self.parsed(name, &value)
     }
 
-    /// A whole number of a query.
+    /// A whole number in a query.
     pub fn within(&mut self, name: &str, range: RangeInclusive<usize>, default: usize) -> usize {
-        let Some(value) = self.take(name) else { return default };
+        let Some(value) = self.take_value(name) else { return default };
         let number = value.as_str().and_then(|text| text.parse().ok()).filter(|n| range.contains(n));
         number.unwrap_or_else(|| {
             self.wrong(name, format!("must be a whole number from {} to {}", range.start(), range.end()));
@@ -118,9 +118,9 @@ impl Fields {
         })
     }
 
-    /// `true` or `false` of a query.
+    /// `true` or `false` in a query.
     pub fn flag(&mut self, name: &str) -> Option<bool> {
-        match self.take(name)?.as_str() {
+        match self.take_value(name)?.as_str() {
             Some("true") => Some(true),
             Some("false") => Some(false),
             _ => {
@@ -143,34 +143,34 @@ impl Fields {
     fn parsed_time(&mut self, name: &str, text: &str) -> Option<Timestamp> {
         let time = text.parse().ok().filter(|_| is_rfc3339(text));
         if time.is_none() {
-            self.wrong(name, "must be a time as RFC 3339 writes it, such as 2026-01-02T03:04:05.678Z");
+            self.wrong(name, "must be an RFC 3339 time such as 2026-01-02T03:04:05.678Z");
         }
         time
     }
 
-    /// Text of 1 to `longest` characters.
-    pub fn text(&mut self, name: &str, longest: usize) -> Option<String> {
+    /// Text of 1 to `max_chars` characters.
+    pub fn text(&mut self, name: &str, max_chars: usize) -> Option<String> {
         let text: String = self.required(name)?;
-        self.measured(name, text, longest)
+        self.check_length(name, text, max_chars)
     }
 
-    /// The same, where it is given.
-    pub fn optional_text(&mut self, name: &str, longest: usize) -> Option<String> {
+    /// The same, if it is present.
+    pub fn optional_text(&mut self, name: &str, max_chars: usize) -> Option<String> {
         let text: String = self.optional(name)?;
-        self.measured(name, text, longest)
+        self.check_length(name, text, max_chars)
     }
 
-    /// Text that a host reports: cut and made printable, and not refused for what is in it.
+    /// Text from a host: truncated and made printable instead of refused.
     pub fn reported(&mut self, name: &str) -> Option<String> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         self.bounded(name, &value)
     }
 
-    /// [`Self::reported`], where it must be given and must not be empty.
+    /// [`Self::reported`] for a required, non-empty field.
     pub fn required_reported(&mut self, name: &str) -> Option<String> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         let text = self.bounded(name, &value)?;
-        self.measured(name, text, untrusted_text::MAX_CHARS)
+        self.check_length(name, text, untrusted_text::MAX_CHARS)
     }
 
     fn bounded(&mut self, name: &str, value: &Value) -> Option<String> {
@@ -181,16 +181,16 @@ impl Fields {
         text
     }
 
-    fn measured(&mut self, name: &str, text: String, longest: usize) -> Option<String> {
-        if !(1..=longest).contains(&text.chars().count()) {
-            self.wrong(name, format!("must have 1 to {longest} characters"));
+    fn check_length(&mut self, name: &str, text: String, max_chars: usize) -> Option<String> {
+        if !(1..=max_chars).contains(&text.chars().count()) {
+            self.wrong(name, format!("must have 1 to {max_chars} characters"));
             return None;
         }
         Some(text)
     }
 
     pub fn boolean(&mut self, name: &str) -> Option<bool> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         if value.as_bool().is_none() {
             self.wrong(name, "must be true or false");
         }
@@ -198,18 +198,18 @@ impl Fields {
     }
 
     pub fn required_number(&mut self, name: &str) -> Option<u64> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         self.number(name, &value)
     }
 
     pub fn optional_number(&mut self, name: &str) -> Option<u64> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         self.number(name, &value)
     }
 
     /// Any finite number.
     pub fn decimal(&mut self, name: &str) -> Option<f64> {
-        let number = self.take(name)?.as_f64();
+        let number = self.take_value(name)?.as_f64();
         if number.is_none() {
             self.wrong(name, "must be a number");
         }
@@ -217,42 +217,42 @@ impl Fields {
     }
 
     fn number(&mut self, name: &str, value: &Value) -> Option<u64> {
-        // JSON does not tell 1.0 from 1.
+        // In JSON, 1.0 and 1 are the same number.
         let whole = value.as_f64().filter(|number| number.fract() == 0.0 && *number >= 0.0);
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole, and not negative")]
         let number = value.as_u64().or(whole.map(|number| number as u64));
-        let number = number.filter(|number| *number <= LARGEST_NUMBER);
+        let number = number.filter(|number| *number <= MAX_SAFE_INTEGER);
         if number.is_none() {
-            self.wrong(name, format!("must be a whole number from 0 to {LARGEST_NUMBER}"));
+            self.wrong(name, format!("must be a whole number from 0 to {MAX_SAFE_INTEGER}"));
         }
         number
     }
 
-    /// Whether it was given; `null` is not.
+    /// Whether it is present and not `null`.
     pub fn has(&self, name: &str) -> bool {
         self.left.get(name).is_some_and(|value| !value.is_null())
     }
 
-    pub fn strings(&mut self, name: &str, most: usize) -> Vec<String> {
-        let Some(value) = self.take(name) else { return Vec::new() };
-        let texts = value.as_array().filter(|items| items.len() <= most).and_then(|items| {
+    pub fn strings(&mut self, name: &str, max_items: usize) -> Vec<String> {
+        let Some(value) = self.take_value(name) else { return Vec::new() };
+        let texts = value.as_array().filter(|items| items.len() <= max_items).and_then(|items| {
             let text = |item: &Value| item.as_str().filter(|text| !text.contains('\0')).map(str::to_owned);
             items.iter().map(text).collect::<Option<Vec<_>>>()
         });
         if texts.is_none() {
-            self.wrong(name, format!("must be an array of at most {most} strings without NUL"));
+            self.wrong(name, format!("must be an array of at most {max_items} strings without NUL"));
         }
         texts.unwrap_or_default()
     }
 
-    /// The fields of a nested object, to be given back with [`Self::close`].
+    /// The fields of a nested object; the caller must pass them to [`Self::close`].
     pub fn nested(&mut self, name: &str) -> Option<Self> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         self.open(name, value)
     }
 
     pub fn optional_nested(&mut self, name: &str) -> Option<Self> {
-        let value = self.take(name)?;
+        let value = self.take_value(name)?;
         self.open(name, value)
     }
 
@@ -265,9 +265,9 @@ impl Fields {
         Some(Self::new(left, prefix, self.unknown))
     }
 
-    /// The objects of an array, each to be given back with [`Self::close`].
+    /// The objects of an array; the caller must pass each to [`Self::close`].
     pub fn each(&mut self, name: &str, range: RangeInclusive<usize>) -> Option<Vec<Self>> {
-        let value = self.needed(name)?;
+        let value = self.required_value(name)?;
         let Value::Array(items) = value else {
             self.wrong_array(name, &range);
             return None;
@@ -302,7 +302,7 @@ impl Fields {
         }
         let unknown: Vec<String> = self.left.keys().cloned().collect();
         let why = match self.known.join(", ") {
-            none if none.is_empty() => "is not a field of this request, which takes none".to_owned(),
+            none if none.is_empty() => "is not a field of this request, which has none".to_owned(),
             known => format!("is not a field of this request; it takes {known}"),
         };
         for name in unknown {
@@ -311,13 +311,13 @@ impl Fields {
         self.errors
     }
 
-    /// Takes what nobody asked for as well: for addresses that a browser is sent to, to which others add their own.
-    pub fn with_others(mut self) -> Self {
+    /// Accepts unknown parameters: for URLs that a browser is redirected to, to which others add parameters.
+    pub fn allow_unknown(mut self) -> Self {
         self.left.clear();
         self
     }
 
-    /// The built value, or every mistake. `build` is `None` only after a mistake was noted.
+    /// Returns the built value, or all mistakes. `build` is `None` only after a mistake was recorded.
     pub fn finish<T>(self, build: Option<T>) -> Result<T, Problem> {
         let errors = self.all_errors();
         match build {
@@ -327,7 +327,7 @@ impl Fields {
     }
 }
 
-/// The parser also reads other standards' forms.
+/// Whether a time has the form of RFC 3339; the parser accepts other forms as well.
 fn is_rfc3339(text: &str) -> bool {
     let upper = text.to_ascii_uppercase();
     let shape = upper.replace(|c: char| c.is_ascii_digit(), "0");
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn every_mistake_is_named_by_its_pointer() {
+    fn finish_names_every_mistake_by_its_pointer() {
         let mut body = fields(json!({"port": "x", "flag": 1, "inner": {"a/b": 1}, "more": null, "what": 2}));
         let port: Option<u16> = body.required("port");
         let name: Option<String> = body.required("name");
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_is_rfc_3339_and_nothing_else() {
+    fn time_accepts_only_rfc3339() {
         for (text, good) in [
             ("2026-01-02T03:04:05Z", true),
             ("2026-01-02t03:04:05.678901z", true),
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_names_its_parameters() {
+    fn query_mistakes_are_named_by_parameter() {
         let mut query = Fields::of_query("limit=5&x=1&limit=6");
         assert_eq!(query.optional::<u32>("limit"), Some(6));
         let problem = query.finish(Some(())).unwrap_err();

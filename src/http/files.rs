@@ -1,7 +1,7 @@
-//! Serving a file over HTTP: conditional and range requests, entity tags, compression, media types, decoded paths.
+//! Serves files over HTTP: conditional and range requests, entity tags, compression, media types, decoded paths.
 //!
-//! A file is served from a descriptor or from memory, never from a path: which file a URL names, and whether it may be opened,
-//! is the caller's to decide.
+//! A file is served from a descriptor or from memory, never from a path: the caller decides which file a URL names, and
+//! whether it may be opened.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Write};
@@ -26,7 +26,7 @@ use sha2::{Digest, Sha256};
 use super::problem::{Code, Problem};
 
 const CHUNK_BYTES: u64 = 128 * 1024;
-/// Compressing less than this costs more than it saves.
+/// Smaller files are not compressed.
 const MIN_GZIP_BYTES: u64 = 1024;
 
 /// A file that can be served many times.
@@ -45,7 +45,7 @@ enum Content {
 }
 
 impl StaticFile {
-    /// A regular file that is open for reading. `name` decides its media type.
+    /// A regular file that is open for reading. `name` determines its media type.
     pub fn open(file: File, meta: &Metadata, name: &Path) -> Self {
         let tag = format!("\"{:x}-{:x}-{:x}-{:x}\"", meta.ino(), meta.mtime(), meta.mtime_nsec(), meta.len());
         Self {
@@ -56,7 +56,7 @@ impl StaticFile {
         }
     }
 
-    /// A file whose content is in memory.
+    /// A file with its content in memory.
     pub fn in_memory(content: impl Into<Bytes>, media_type: &'static str) -> Self {
         let content = content.into();
         let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&content)[..12]));
@@ -67,7 +67,7 @@ impl StaticFile {
         self.media_type
     }
 
-    /// In bytes.
+    /// Size in bytes.
     pub fn size(&self) -> u64 {
         match &self.content {
             Content::Open { bytes, .. } => *bytes,
@@ -75,12 +75,12 @@ impl StaticFile {
         }
     }
 
-    /// Identifies this content of this file.
+    /// The entity tag of this content.
     pub fn tag(&self) -> &HeaderValue {
         &self.tag
     }
 
-    /// Whether it is a text that is worth compressing.
+    /// Whether it is a text that is large enough to compress.
     pub fn is_compressible(&self) -> bool {
         let kind = self.media_type;
         let is_text =
@@ -88,10 +88,10 @@ impl StaticFile {
         is_text && self.size() >= MIN_GZIP_BYTES
     }
 
-    /// The same file compressed, in memory, under a tag of its own; `None` where that is no smaller. Blocks.
+    /// The file compressed in memory, with another entity tag; `None` if that is not smaller. Blocks.
     ///
     /// # Errors
-    /// When the file cannot be read.
+    /// If the file cannot be read.
     pub fn gzip(&self, level: Compression) -> io::Result<Option<Self>> {
         let mut encoder = GzEncoder::new(Vec::new(), level);
         match &self.content {
@@ -154,13 +154,13 @@ impl Entity for StaticFile {
         Some(self.tag.clone())
     }
 
-    /// None: tags are exact, and seconds are not.
+    /// `None`: entity tags are more precise than seconds.
     fn last_modified(&self) -> Option<SystemTime> {
         None
     }
 }
 
-/// Reads on a blocking thread, one chunk at a time. A file that has been truncated ends with an error.
+/// Reads on a blocking thread, one chunk at a time. If the file was truncated, the stream ends with an error.
 fn read_chunks(
     file: Arc<File>,
     range: Range<u64>,
@@ -182,24 +182,23 @@ fn read_chunks(
     })
 }
 
-/// How long a browser may keep a file.
+/// How a browser may cache a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caching {
-    /// It revalidates the file each time.
+    /// It must revalidate the file each time.
     Revalidate,
     /// The content never changes under this name.
     Immutable,
 }
 
-/// Answers a `GET` or `HEAD` request for a file with `gzip`, its compressed form, where there is one and the client accepts
-/// it.
+/// The response to a `GET` or `HEAD` request for a file: the compressed `gzip` if available and accepted by the client.
 pub fn respond(request: &Parts, plain: StaticFile, gzip: Option<StaticFile>, caching: Caching) -> Response {
     let varies = plain.is_compressible();
     let file = gzip.filter(|_| http_serve::should_gzip(&request.headers)).unwrap_or(plain);
-    let mut asked = Request::new(());
-    asked.method_mut().clone_from(&request.method);
-    asked.headers_mut().clone_from(&request.headers);
-    let mut response = http_serve::serve(file, &asked).map(Body::new);
+    let mut conditional = Request::new(());
+    conditional.method_mut().clone_from(&request.method);
+    conditional.headers_mut().clone_from(&request.headers);
+    let mut response = http_serve::serve(file, &conditional).map(Body::new);
     let headers = response.headers_mut();
     let keep = match caching {
         Caching::Revalidate => "private, no-cache",
@@ -213,7 +212,7 @@ pub fn respond(request: &Parts, plain: StaticFile, gzip: Option<StaticFile>, cac
     response
 }
 
-/// The answer to a request for a file by any method but `GET` and `HEAD`.
+/// The response to a request for a file with another method.
 pub fn method_not_allowed() -> Response {
     let mut refusal =
         Problem::new(Code::MethodNotAllowed, "Files can only be read: use GET or HEAD.").into_response();
@@ -221,12 +220,12 @@ pub fn method_not_allowed() -> Response {
     refusal
 }
 
-/// Whether a method reads.
+/// Whether a method is `GET` or `HEAD`.
 pub fn is_read(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD)
 }
 
-/// A path without its percent signs; `None` where they are not right, or hide no UTF-8.
+/// Percent-decodes a path; `None` if an escape is malformed or the result is not UTF-8.
 pub fn percent_decode(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
@@ -241,7 +240,7 @@ pub fn percent_decode(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// The media type by the name's ending.
+/// The media type for the name's extension.
 pub fn media_type(path: &Path) -> &'static str {
     let ending = path.extension().and_then(|ending| ending.to_str()).unwrap_or_default().to_ascii_lowercase();
     match ending.as_str() {

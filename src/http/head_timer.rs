@@ -1,7 +1,7 @@
-//! How long a connection may take for the head of a request, and how long it may be idle before one.
+//! Separate timeouts for the head of a request and for an idle connection.
 //!
-//! hyper has one timer for both, which starts when it begins to wait. This one gets a shorter deadline with the first byte of a
-//! head: [`HeadStream`] notes when that has come, [`HeadTimer`] makes the timer that looks at it.
+//! hyper has one timer for both, which starts when it begins to wait. Here the first byte of a head shortens the deadline:
+//! [`HeadStream`] records when that byte is read, and the timers of [`HeadTimer`] check it.
 
 use std::io;
 use std::pin::Pin;
@@ -14,23 +14,23 @@ use hyper::rt;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// When the first byte came of the head that a connection waits for.
+/// The time of the first byte of the head that a connection waits for.
 #[derive(Debug)]
 struct FirstByte {
     opened: Instant,
-    /// Milliseconds since then, and one more; 0 until it comes.
+    /// Milliseconds since then, plus one; 0 before the first byte.
     at: AtomicU64,
 }
 
 impl FirstByte {
-    fn note(&self) {
+    fn record(&self) {
         if self.at.load(Ordering::Relaxed) == 0 {
             let ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
             self.at.store(ms + 1, Ordering::Relaxed);
         }
     }
 
-    fn forget(&self) {
+    fn reset(&self) {
         self.at.store(0, Ordering::Relaxed);
     }
 
@@ -40,14 +40,14 @@ impl FirstByte {
     }
 }
 
-/// A connection's stream, which notes when something has come on it.
+/// A connection's stream that records when bytes are read.
 pub struct HeadStream<S> {
     stream: S,
     first_byte: Arc<FirstByte>,
 }
 
 impl<S> HeadStream<S> {
-    /// The stream, and the timer for its heads: they have `head` from their first byte to their last.
+    /// The stream, and the timer for its heads; `head` is the timeout from a head's first byte to its last.
     pub fn new(stream: S, head: Duration) -> (Self, HeadTimer) {
         let first_byte = Arc::new(FirstByte { opened: Instant::now(), at: AtomicU64::new(0) });
         (Self { stream, first_byte: first_byte.clone() }, HeadTimer { first_byte, head })
@@ -63,7 +63,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for HeadStream<S> {
         let before = into.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, into);
         if into.filled().len() > before {
-            self.first_byte.note();
+            self.first_byte.record();
         }
         read
     }
@@ -95,7 +95,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for HeadStream<S> {
     }
 }
 
-/// hyper's timer for one connection. hyper makes or resets a sleep each time that it begins to wait for a head.
+/// hyper's timer for one connection. hyper creates or resets a sleep whenever it begins to wait for a head.
 #[derive(Debug, Clone)]
 pub struct HeadTimer {
     first_byte: Arc<FirstByte>,
@@ -104,10 +104,10 @@ pub struct HeadTimer {
 
 impl HeadTimer {
     fn until(&self, idle: Instant) -> HeadSleep {
-        // Bytes that were read until now belong to earlier requests.
-        self.first_byte.forget();
+        // All bytes so far belong to earlier requests.
+        self.first_byte.reset();
         let sleep = Box::pin(tokio::time::sleep_until(idle));
-        HeadSleep { sleep, first_byte: self.first_byte.clone(), head: self.head, has_begun: false }
+        HeadSleep { sleep, first_byte: self.first_byte.clone(), head: self.head, has_head_begun: false }
     }
 }
 
@@ -137,15 +137,15 @@ struct HeadSleep {
     sleep: Pin<Box<Sleep>>,
     first_byte: Arc<FirstByte>,
     head: Duration,
-    /// The deadline is the head's, no longer the idle connection's.
-    has_begun: bool,
+    /// Whether the deadline is that of the head instead of the idle connection.
+    has_head_begun: bool,
 }
 
 impl HeadSleep {
     /// Waits for the next head, until `idle`.
     fn restart(&mut self, idle: Instant) {
-        self.first_byte.forget();
-        self.has_begun = false;
+        self.first_byte.reset();
+        self.has_head_begun = false;
         self.sleep.as_mut().reset(idle);
     }
 }
@@ -154,10 +154,10 @@ impl Future for HeadSleep {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.has_begun
+        if !self.has_head_begun
             && let Some(first) = self.first_byte.get()
         {
-            self.has_begun = true;
+            self.has_head_begun = true;
             let deadline = (first + self.head).min(self.sleep.deadline());
             self.sleep.as_mut().reset(deadline);
         }

@@ -1,4 +1,4 @@
-//! What host and platform share of HTTP: problems, the server loop, the client, TLS and pins, proof tokens.
+//! HTTP code shared by host and platform: problems, the server loop, the client, TLS and pins, proof tokens.
 
 pub mod addresses;
 pub mod client;

@@ -1,4 +1,4 @@
-//! Networks of addresses, as settings list them: CIDRs (RFC 4632) and single addresses, separated by commas.
+//! Lists of networks in settings: CIDRs (RFC 4632) and single addresses, separated by commas.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -7,29 +7,29 @@ use std::sync::Arc;
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-/// Some networks; none by default.
+/// A list of networks; empty by default.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Networks(Arc<[IpNet]>);
 
-/// Which entry of a list is wrong, and why. Networks are no secrets, so the entry is named.
+/// An invalid entry of a list. Networks are not secret, so the error quotes the entry.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NetworksError {
-    #[error("{0:?} is no address and no CIDR: list them as 203.0.113.7, 10.0.0.0/8, 2001:db8::/32")]
+    #[error("{0:?} is neither an address nor a CIDR: list them as 203.0.113.7, 10.0.0.0/8, 2001:db8::/32")]
     Malformed(String),
-    #[error("{given} has bits behind its prefix: write {meant}, or the address alone")]
+    #[error("{given} has bits set after its prefix: write {meant}, or only the address")]
     HostBits { given: IpNet, meant: IpNet },
-    #[error("{0} is every address: list the networks that are meant")]
+    #[error("{0} contains every address: list specific networks")]
     Everything(IpNet),
 }
 
 impl Networks {
-    /// Whether one of the networks has this address. An IPv4 address that a socket of IPv6 shows is the IPv4 address.
+    /// Whether a network contains this address. An IPv4-mapped IPv6 address counts as IPv4.
     pub fn contain(&self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         self.0.iter().any(|network| network.contains(&address))
     }
 
-    /// Those that no packet between machines comes from: loopback, multicast, the unspecified address.
+    /// The networks that are never a source address between machines: loopback, multicast, unspecified.
     pub fn unroutable(&self) -> impl Iterator<Item = IpNet> {
         let is_unroutable = |network: &IpNet| {
             let address = network.addr();
@@ -42,7 +42,7 @@ impl Networks {
         self.0.is_empty()
     }
 
-    /// Those of IPv4 and those of IPv6, in order, each without what another one has already.
+    /// The IPv4 and the IPv6 networks, sorted and without overlaps.
     pub fn by_family(&self) -> (Vec<Ipv4Net>, Vec<Ipv6Net>) {
         let (mut v4, mut v6) = (Vec::new(), Vec::new());
         for network in IpNet::aggregate(&self.0.to_vec()) {
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn networks_contain_their_addresses_alone() {
+    fn networks_contain_only_their_addresses() {
         let networks: Networks = "10.1.0.0/16, 203.0.113.7,2001:db8::/32,".parse().unwrap();
         for inside in ["10.1.255.255", "203.0.113.7", "2001:db8:1::1", "::ffff:10.1.2.3"] {
             assert!(networks.contain(inside.parse().unwrap()), "{inside}");
@@ -117,15 +117,15 @@ mod tests {
 
     #[test]
     fn malformed_networks_are_refused_with_the_correction() {
-        for (text, said) in [
-            ("10.0.0.0/8,load-balancer", "\"load-balancer\" is no address"),
+        for (text, expected) in [
+            ("10.0.0.0/8,load-balancer", "\"load-balancer\" is neither an address"),
             ("10.0.0.0/33", "list them as"),
             ("10.0.0.5/8", "write 10.0.0.0/8"),
             ("0.0.0.0/0", "every address"),
             ("::/0", "every address"),
         ] {
             let why = text.parse::<Networks>().unwrap_err().to_string();
-            assert!(why.contains(said), "{text}: {why}");
+            assert!(why.contains(expected), "{text}: {why}");
         }
     }
 }

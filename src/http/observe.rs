@@ -1,7 +1,6 @@
-//! What every listener does with every request: its id, its span in the log, its line, and its count.
+//! Middleware of all listeners: request id, log span, log line and metrics.
 //!
-//! Invariant: nothing that is logged or counted of a path may open anything: an app's token, which stands in the path of
-//! its page, is cut out.
+//! Invariant: no credential in a path is logged or counted: the token in the path of an app's page is removed.
 
 use std::borrow::Cow;
 use std::time::Instant;
@@ -15,7 +14,7 @@ use tracing::Instrument;
 use super::request_id;
 use crate::metrics::{HTTP_DURATION, HTTP_REQUESTS, label};
 
-/// Who listens; in logs and metrics.
+/// The listener, for logs and metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Listener {
     /// The platform's control API.
@@ -38,13 +37,13 @@ impl Listener {
         }
     }
 
-    /// The control API has few requests, and each is of interest; of the others, those that failed are.
-    fn tells_all(self) -> bool {
+    /// Whether to log all requests: the control API has few requests. Other listeners log only failed ones.
+    fn logs_all_requests(self) -> bool {
         self == Self::Api
     }
 }
 
-/// Takes a well-formed inbound id or makes one; puts it into the request, the span and the answer.
+/// Uses a well-formed inbound request id or generates one, and adds it to the request, the span and the response.
 pub async fn layer(State(listener): State<Listener>, mut request: Request, next: Next) -> Response {
     let start = Instant::now();
     let (method, route) = (method(request.method()), route(listener, &request));
@@ -57,11 +56,11 @@ pub async fn layer(State(listener): State<Listener>, mut request: Request, next:
         method = %request.method(),
         path = %without_token(request.uri().path()),
     );
-    let answered = async {
+    let work = async {
         let response = next.run(request).await;
         let (status, took) = (response.status().as_u16(), start.elapsed());
         let ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        if listener.tells_all() || status >= 500 {
+        if listener.logs_all_requests() || status >= 500 {
             tracing::info!(status, ms, "answered");
         } else {
             tracing::debug!(status, ms, "answered");
@@ -70,7 +69,7 @@ pub async fn layer(State(listener): State<Listener>, mut request: Request, next:
         HTTP_DURATION.record([listener.as_str(), route], took);
         response
     };
-    let mut response = request_id::scope(id, answered).instrument(span).await;
+    let mut response = request_id::scope(id, work).instrument(span).await;
     response.headers_mut().insert(request_id::HEADER, value);
     response
 }
@@ -98,7 +97,7 @@ fn class(status: u16) -> &'static str {
     }
 }
 
-/// The template of the route; where a listener passes everything on, the part of the site.
+/// The template of the route, or for a proxied request, the part of the site.
 fn route(listener: Listener, request: &Request) -> &'static str {
     if let Some(matched) = request.extensions().get::<MatchedPath>() {
         return label(matched.as_str());
@@ -134,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_in_a_path_is_not_told() {
+    fn without_token_removes_tokens_from_paths() {
         assert_eq!(without_token("/apps/notes/~eyJx.y.z/index.html"), "/apps/notes/~…/index.html");
         assert_eq!(without_token("/apps/notes/~eyJx.y.z"), "/apps/notes/~…");
         assert_eq!(without_token("/apps/notes/%7Esvca_eyJx.y.z/"), "/apps/notes/~…/");
@@ -144,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_counted_has_few_names() {
+    fn metric_labels_are_bounded() {
         let of = |listener, path: &str| {
             route(listener, &Request::builder().uri(path).body(axum::body::Body::empty()).unwrap())
         };

@@ -1,6 +1,6 @@
-//! Errors as they leave us: RFC 9457 `application/problem+json` with a stable `code`.
+//! Error responses: RFC 9457 `application/problem+json` with a stable `code`.
 //!
-//! A problem holds only what the caller may know. Internal detail is logged under the same request id, never sent.
+//! A problem contains only what the caller may know. Internal details are logged under the same request id, never sent.
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 pub use crate::chain::chain;
 
-/// Declares the codes with all that belongs to each, so that none can be left out of anything.
+/// Declares the codes with their status and title, so that no list can omit one.
 macro_rules! codes {
     ($($name:ident $status:ident $code:literal $title:literal)*) => {
         /// The stable codes of the contract's part 3 (and the bridge's), each with one status and title.
@@ -27,43 +27,43 @@ macro_rules! codes {
 }
 
 codes! {
-    InvalidRequest BAD_REQUEST "invalid_request" "The request is not valid"
-    Unauthorized UNAUTHORIZED "unauthorized" "A valid credential is needed"
-    Forbidden FORBIDDEN "forbidden" "This credential may not do that"
-    RegistrationRejected UNAUTHORIZED "registration_rejected" "The registration is not accepted"
+    InvalidRequest BAD_REQUEST "invalid_request" "Invalid request"
+    Unauthorized UNAUTHORIZED "unauthorized" "Authentication required"
+    Forbidden FORBIDDEN "forbidden" "Permission denied"
+    RegistrationRejected UNAUTHORIZED "registration_rejected" "Registration rejected"
     Superseded FORBIDDEN "superseded" "This machine has been replaced"
     SubscriptionRequired PAYMENT_REQUIRED "subscription_required" "The slot has no active subscription"
-    ServerTypeNotAllowed FORBIDDEN "server_type_not_allowed" "The slot's plan does not contain this server type"
-    MachineNotFound NOT_FOUND "machine_not_found" "There is no such machine"
-    BundleNotFound NOT_FOUND "bundle_not_found" "There is no such bundle"
-    NotFound NOT_FOUND "not_found" "There is nothing here"
-    Gone GONE "gone" "This is not known any more"
-    MethodNotAllowed METHOD_NOT_ALLOWED "method_not_allowed" "The method is not allowed here"
-    RequestTooLarge PAYLOAD_TOO_LARGE "request_too_large" "The request is too large"
+    ServerTypeNotAllowed FORBIDDEN "server_type_not_allowed" "The slot's plan does not include this server type"
+    MachineNotFound NOT_FOUND "machine_not_found" "Machine not found"
+    BundleNotFound NOT_FOUND "bundle_not_found" "Bundle not found"
+    NotFound NOT_FOUND "not_found" "Not found"
+    Gone GONE "gone" "No longer available"
+    MethodNotAllowed METHOD_NOT_ALLOWED "method_not_allowed" "Method not allowed"
+    RequestTooLarge PAYLOAD_TOO_LARGE "request_too_large" "Request too large"
     UnsupportedMediaType UNSUPPORTED_MEDIA_TYPE "unsupported_media_type" "The body must be application/json"
-    RangeNotSatisfiable RANGE_NOT_SATISFIABLE "range_not_satisfiable" "The range is outside the object"
+    RangeNotSatisfiable RANGE_NOT_SATISFIABLE "range_not_satisfiable" "Range not satisfiable"
     InvalidState CONFLICT "invalid_state" "The machine's state does not allow this"
     HandleTaken CONFLICT "handle_taken" "The handle belongs to another user"
     DiskWouldShrink CONFLICT "disk_would_shrink" "The disk would shrink"
     DiskTooSmall CONFLICT "disk_too_small" "The snapshot does not fit the server's disk"
     SnapshotUnusable CONFLICT "snapshot_unusable" "There is no usable snapshot"
-    Conflict CONFLICT "conflict" "The request conflicts with what is stored"
+    Conflict CONFLICT "conflict" "Conflict with the stored state"
     IdempotencyMismatch UNPROCESSABLE_ENTITY "idempotency_mismatch" "The idempotency key was used with another request"
-    PreviewLimitReached TOO_MANY_REQUESTS "preview_limit_reached" "The preview limit is reached"
+    PreviewLimitReached TOO_MANY_REQUESTS "preview_limit_reached" "Preview limit reached"
     RateLimited TOO_MANY_REQUESTS "rate_limited" "Too many requests"
-    CostLimitReached TOO_MANY_REQUESTS "cost_limit_reached" "The cost limit is reached"
-    ProvisioningError BAD_GATEWAY "provisioning_error" "The provider could not do this"
-    HostUnreachable BAD_GATEWAY "host_unreachable" "The host could not be asked"
+    CostLimitReached TOO_MANY_REQUESTS "cost_limit_reached" "Cost limit reached"
+    ProvisioningError BAD_GATEWAY "provisioning_error" "Provider error"
+    HostUnreachable BAD_GATEWAY "host_unreachable" "Host unreachable"
     HostRefused BAD_GATEWAY "host_refused" "The host refused the platform's request"
-    HostAnswerInvalid BAD_GATEWAY "host_answer_invalid" "The host's answer cannot be used"
-    UpstreamUnavailable BAD_GATEWAY "upstream_unavailable" "The machine did not answer"
-    Disabled SERVICE_UNAVAILABLE "disabled" "This is switched off"
-    StoreUnavailable SERVICE_UNAVAILABLE "store_unavailable" "The object store cannot be reached"
-    DatabaseUnavailable SERVICE_UNAVAILABLE "database_unavailable" "The database cannot be reached"
-    Unavailable SERVICE_UNAVAILABLE "unavailable" "Not available now"
+    HostAnswerInvalid BAD_GATEWAY "host_answer_invalid" "Invalid response from the host"
+    UpstreamUnavailable BAD_GATEWAY "upstream_unavailable" "The machine did not respond"
+    Disabled SERVICE_UNAVAILABLE "disabled" "Feature disabled"
+    StoreUnavailable SERVICE_UNAVAILABLE "store_unavailable" "Object store unavailable"
+    DatabaseUnavailable SERVICE_UNAVAILABLE "database_unavailable" "Database unavailable"
+    Unavailable SERVICE_UNAVAILABLE "unavailable" "Service unavailable"
     StorageQuotaReached INSUFFICIENT_STORAGE "storage_quota_reached" "The app's storage quota is reached"
-    DeadlineExceeded GATEWAY_TIMEOUT "deadline_exceeded" "This took too long"
-    Internal INTERNAL_SERVER_ERROR "internal" "Something went wrong on our side"
+    DeadlineExceeded GATEWAY_TIMEOUT "deadline_exceeded" "Deadline exceeded"
+    Internal INTERNAL_SERVER_ERROR "internal" "Internal error"
 }
 
 impl Code {
@@ -80,16 +80,16 @@ impl Code {
     }
 }
 
-/// One field of a request that is wrong: a JSON pointer (RFC 6901), or `?name` of a query parameter.
+/// An invalid field of a request: a JSON pointer (RFC 6901), or `?name` for a query parameter.
 #[derive(Debug, Clone, Serialize, PartialEq, Eq)]
 pub struct FieldError {
     pub pointer: String,
     pub detail: String,
 }
 
-/// The errors of one request that its answer names.
+/// Maximum field errors in one response.
 const MAX_ERRORS: usize = 32;
-/// Of a pointer, and of its detail; a request can have a field name of its whole size.
+/// Maximum length of a pointer and of its detail, because a field name can be as long as the request.
 const MAX_ERROR_CHARS: usize = 256;
 
 impl FieldError {
@@ -102,24 +102,24 @@ impl FieldError {
     }
 }
 
-/// A refusal or failure on its way to the caller.
+/// An error response.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{}: {detail}", .code.as_str())]
 pub struct Problem {
     pub code: Code,
     pub detail: String,
-    /// Members beside the standard ones, e.g. `status` and `allowed` of `invalid_state`.
+    /// Extension members, such as `machineStatus` and `allowed` of `invalid_state`.
     pub members: Map<String, Value>,
     pub retry_after_seconds: Option<u64>,
 }
 
 impl Problem {
-    /// `detail` is read by the caller: it says what to do, and holds nothing internal.
+    /// The caller reads `detail`: it says what to do, and contains nothing internal.
     pub fn new(code: Code, detail: impl Into<String>) -> Self {
         Self { code, detail: detail.into(), members: Map::new(), retry_after_seconds: None }
     }
 
-    /// Names the first `MAX_ERRORS` of the errors, so that no request gets an answer many times its size.
+    /// Names the first `MAX_ERRORS` errors, so that a response is never many times the size of its request.
     pub fn invalid(errors: &[FieldError]) -> Self {
         let shown: Vec<_> = errors.iter().take(MAX_ERRORS).map(FieldError::shortened).collect();
         let mut detail: Vec<_> = shown.iter().map(|e| format!("{}: {}", e.pointer, e.detail)).collect();
@@ -133,7 +133,7 @@ impl Problem {
         Self::invalid(&[FieldError { pointer: pointer.into(), detail: detail.into() }])
     }
 
-    /// Logs the chain of an unforeseen error under the request id, and answers with nothing of it.
+    /// Logs the chain of an unexpected error under the request id; the response contains none of it.
     pub fn internal(error: &(dyn std::error::Error + 'static)) -> Self {
         tracing::error!(error = %chain(error), "request failed");
         Self::new(Code::Internal, "The failure is logged under this request id.")
@@ -151,7 +151,7 @@ impl Problem {
         self
     }
 
-    /// The body as sent. Extension members never hide a standard one.
+    /// The response body. Extension members never replace a standard one.
     pub fn body(&self) -> Value {
         let mut body = Map::new();
         body.insert("type".into(), format!("urn:svc:problem:{}", self.code.as_str()).into());
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusal_of_many_errors_is_bounded() {
+    fn invalid_bounds_the_number_and_length_of_errors() {
         let error =
             FieldError { pointer: format!("/{}", "é".repeat(100_000)), detail: "is unknown".to_owned() };
         let problem = Problem::invalid(&vec![error; 1000]);

@@ -1,8 +1,8 @@
-//! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in `x-svc-proof` that says for whom a request
-//! was forwarded, by which route, to which machine.
+//! The platform's proof: a short-lived EdDSA JWT (RFC 7519, RFC 8037) in `x-svc-proof` with the user, the route and the
+//! machine of a forwarded request.
 //!
-//! The platform signs, the host verifies against the keys that provisioning and heartbeats delivered. The algorithm
-//! is fixed: the header's `alg` is compared, never obeyed.
+//! The platform signs it; the host verifies it with the keys from provisioning and heartbeats. The algorithm is fixed: a
+//! different `alg` in the header is refused.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD as B64;
@@ -16,12 +16,12 @@ use crate::machine::name::{Handle, IdpUserId, Slot};
 
 pub const HEADER: &str = "x-svc-proof";
 pub const ISSUER: &str = "svc-platform";
-/// The longest life of a proof, in seconds.
-pub const MAX_LIFE_SECONDS: i64 = 60;
-/// How far the host's clock may be off, in seconds.
+/// Maximum lifetime of a proof.
+pub const MAX_LIFETIME_SECONDS: i64 = 60;
+/// Tolerated skew of the host's clock.
 pub const LEEWAY_SECONDS: i64 = 30;
 
-/// By which of the platform's ways a request came.
+/// The route by which the platform forwarded a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Route {
@@ -31,7 +31,7 @@ pub enum Route {
     Internal,
 }
 
-/// What the platform vouches for.
+/// The claims of a proof.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claims {
     pub iss: String,
@@ -41,10 +41,10 @@ pub struct Claims {
     pub handle: Handle,
     pub slot: Slot,
     pub route: Route,
-    /// The app's slug; present exactly on route `app`.
+    /// The app's slug; present only on route `app`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub app: Option<String>,
-    /// On route `internal`, the request's method and path, and an id that is used once.
+    /// On route `internal`: the request's method and path, and a single-use id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -55,20 +55,20 @@ pub struct Claims {
     pub exp: i64,
 }
 
-/// A public key as hosts get it: `x` is the Ed25519 key, base64url (RFC 8037).
+/// A public key for hosts: `x` is the Ed25519 key in base64url (RFC 8037).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProofKey {
     pub kid: String,
     pub x: String,
 }
 
-/// The keys that a host accepts at a time.
+/// The keys that a host accepts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProofKeys {
     pub keys: Vec<ProofKey>,
 }
 
-/// Why a proof is not accepted.
+/// The reason why a proof is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ProofError {
     #[error("the proof is malformed")]
@@ -98,16 +98,16 @@ pub struct Signer {
 }
 
 impl Signer {
-    /// A new key in PKCS#8 v2 DER, to be sealed before it is stored.
+    /// Generates a key in PKCS#8 v2 DER; it must be sealed before it is stored.
     ///
     /// # Errors
-    /// When the system has no randomness.
+    /// If the system provides no randomness.
     pub fn generate() -> Result<Vec<u8>, ring::error::Unspecified> {
         Ok(Ed25519KeyPair::generate_pkcs8(&SystemRandom::new())?.as_ref().to_vec())
     }
 
     /// # Errors
-    /// When `pkcs8` is not an Ed25519 key.
+    /// If `pkcs8` is not an Ed25519 key.
     pub fn from_pkcs8(kid: &str, pkcs8: &[u8]) -> Result<Self, ring::error::KeyRejected> {
         let pair = Ed25519KeyPair::from_pkcs8(pkcs8)?;
         let header = Header { alg: "EdDSA".into(), typ: "JWT".into(), kid: kid.to_owned() };
@@ -127,7 +127,7 @@ impl Signer {
         self.sign_json(claims)
     }
 
-    /// Signs any claims with this key; for the platform's other tokens.
+    /// Signs any claims with this key, for the platform's other tokens.
     pub fn sign_json(&self, claims: &impl Serialize) -> String {
         let body = B64.encode(serde_json::to_vec(claims).expect("claims are plain data"));
         let signed = format!("{}.{body}", self.header);
@@ -137,10 +137,10 @@ impl Signer {
 }
 
 impl ProofKeys {
-    /// Checks the signature of any token signed by one of these keys and gives its payload's bytes.
+    /// Verifies the signature of any token signed by one of these keys, and returns its payload.
     ///
     /// # Errors
-    /// Malformed, unknown key, bad signature.
+    /// If the token is malformed, its key is unknown, or its signature is invalid.
     pub fn open(&self, token: &str) -> Result<Vec<u8>, ProofError> {
         let (signed, signature) = token.rsplit_once('.').ok_or(ProofError::Malformed)?;
         let (header, body) = signed.split_once('.').ok_or(ProofError::Malformed)?;
@@ -158,14 +158,14 @@ impl ProofKeys {
         B64.decode(body).map_err(|_| ProofError::Malformed)
     }
 
-    /// Checks a proof for `machine` at `now`.
+    /// Verifies a proof for `machine` at `now`.
     ///
     /// # Errors
     /// See [`ProofError`].
     pub fn verify(&self, token: &str, machine: MachineId, now: Timestamp) -> Result<Claims, ProofError> {
         let body = self.open(token)?;
         let claims: Claims = serde_json::from_slice(&body).map_err(|_| ProofError::Malformed)?;
-        if claims.iss != ISSUER || claims.exp.saturating_sub(claims.iat) > MAX_LIFE_SECONDS {
+        if claims.iss != ISSUER || claims.exp.saturating_sub(claims.iat) > MAX_LIFETIME_SECONDS {
             return Err(ProofError::Malformed);
         }
         if claims.aud != machine {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_holds_for_its_machine_and_time_only() {
+    fn verify_checks_machine_and_time() {
         let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![signer.public()] };
         let token = signer.sign(&claims(machine, now));
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn another_key_a_changed_body_and_another_algorithm_are_refused() {
+    fn verify_refuses_other_keys_bodies_and_algorithms() {
         let (real, other, machine, now) = (signer("k1"), signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![real.public()] };
         assert_eq!(
@@ -241,11 +241,11 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_that_claims_a_long_life_is_refused() {
+    fn verify_refuses_a_long_lifetime() {
         let (signer, machine, now) = (signer("k1"), MachineId::new(), Timestamp::now());
         let keys = ProofKeys { keys: vec![signer.public()] };
         let mut long = claims(machine, now);
-        long.exp = long.iat + MAX_LIFE_SECONDS + 1;
+        long.exp = long.iat + MAX_LIFETIME_SECONDS + 1;
         assert_eq!(keys.verify(&signer.sign(&long), machine, now), Err(ProofError::Malformed));
     }
 }

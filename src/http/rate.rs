@@ -1,4 +1,4 @@
-//! Request rates by key: a token bucket for each (GCRA).
+//! Rate limits by key, with one token bucket per key (GCRA).
 
 use std::hash::Hash;
 use std::num::NonZeroU32;
@@ -8,12 +8,12 @@ use std::time::Duration;
 use governor::clock::{Clock, DefaultClock};
 use governor::{DefaultKeyedRateLimiter, Quota, RateLimiter};
 
-/// Full buckets are dropped after this many checks, so that memory follows the keys that are in use.
+/// Number of checks after which full buckets are dropped, so that memory depends only on the active keys.
 const SWEEP_INTERVAL: u32 = 4096;
 
-/// A rate in requests per second for each key, with a burst of some seconds' worth.
+/// A rate limit per key, with a burst.
 pub struct RateLimit<K: Hash + Eq + Clone> {
-    /// `None`: no limit.
+    /// `None` for no limit.
     buckets: Option<DefaultKeyedRateLimiter<K>>,
     checks: AtomicU32,
 }
@@ -25,25 +25,25 @@ impl<K: Hash + Eq + Clone> RateLimit<K> {
             let burst = per_second.saturating_mul(burst_seconds);
             Quota::per_second(rate).allow_burst(NonZeroU32::new(burst).unwrap_or(rate))
         });
-        Self::of(quota)
+        Self::with_quota(quota)
     }
 
-    /// One request in each `interval`, which is not zero, for each key, with a burst of some requests.
+    /// One request per `interval`, which must not be zero, and key, with a burst.
     pub fn every(interval: Duration, burst: u32) -> Self {
         let burst = NonZeroU32::new(burst).unwrap_or(NonZeroU32::MIN);
-        Self::of(Quota::with_period(interval).map(|quota| quota.allow_burst(burst)))
+        Self::with_quota(Quota::with_period(interval).map(|quota| quota.allow_burst(burst)))
     }
 
     pub fn unlimited() -> Self {
-        Self::of(None)
+        Self::with_quota(None)
     }
 
-    fn of(quota: Option<Quota>) -> Self {
+    fn with_quota(quota: Option<Quota>) -> Self {
         Self { buckets: quota.map(RateLimiter::keyed), checks: AtomicU32::new(0) }
     }
 
     /// # Errors
-    /// Over the rate: the time after which a request of this key is admitted.
+    /// If the rate is exceeded: the time after which a request with this key is admitted.
     pub fn check(&self, key: &K) -> Result<(), Duration> {
         let Some(buckets) = &self.buckets else { return Ok(()) };
         if self.checks.fetch_add(1, Ordering::Relaxed) % SWEEP_INTERVAL == SWEEP_INTERVAL - 1 {
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_key_has_a_burst_of_its_own() {
+    fn each_key_has_a_separate_burst() {
         let limit = RateLimit::new(1, 3);
         for _ in 0..3 {
             assert_eq!(limit.check(&"a"), Ok(()));
@@ -69,14 +69,14 @@ mod tests {
     }
 
     #[test]
-    fn rate_may_be_slower_than_one_a_second() {
+    fn rate_can_be_below_one_per_second() {
         let limit = RateLimit::every(Duration::from_secs(10), 2);
         assert_eq!((limit.check(&"a"), limit.check(&"a")), (Ok(()), Ok(())));
         assert!(limit.check(&"a").unwrap_err() > Duration::from_secs(8));
     }
 
     #[test]
-    fn zero_is_no_limit() {
+    fn zero_means_no_limit() {
         let limit = RateLimit::new(0, 3);
         assert!((0..1000).all(|_| limit.check(&"a").is_ok()));
     }

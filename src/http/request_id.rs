@@ -1,4 +1,4 @@
-//! The id that ties a request's answer, log lines and onward calls together.
+//! The request id, which connects a request's response, log lines and outgoing calls.
 
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,29 +12,29 @@ tokio::task_local! {
     static CURRENT: String;
 }
 
-/// The id of the request that this task serves; empty outside of one.
+/// The id of the request that this task serves; empty outside of a request.
 pub fn current() -> String {
     CURRENT.try_with(String::clone).unwrap_or_default()
 }
 
-/// Runs `work` under a given id.
+/// Runs `work` under an id.
 pub async fn scope<T>(id: String, work: impl Future<Output = T>) -> T {
     CURRENT.scope(id, work).await
 }
 
-/// Runs work that no request asked for under an id of its own, which its log lines and calls carry.
-pub async fn own<T>(work: impl Future<Output = T>) -> T {
-    under(fresh(), work).await
+/// Runs work that belongs to no request under a new id, for its log lines and calls.
+pub async fn run_with_new_id<T>(work: impl Future<Output = T>) -> T {
+    run_with_id(fresh(), work).await
 }
 
-/// Runs what a request left to be done later under that request's id.
-pub async fn under<T>(id: String, work: impl Future<Output = T>) -> T {
+/// Runs deferred work of a request under that request's id.
+pub async fn run_with_id<T>(id: String, work: impl Future<Output = T>) -> T {
     let span = tracing::info_span!("run", svc_request_id = %id);
     scope(id, work).instrument(span).await
 }
 
-/// A new id, in time order. It has to be another one than all others, and may be guessed: this process's own random bytes
-/// and a count, so that no request asks the system for randomness.
+/// A new id, in time order. It must be unique but may be predictable: it contains random bytes of the process and a counter,
+/// so that requests need no system randomness.
 pub fn fresh() -> String {
     static PROCESS: LazyLock<[u8; 6]> = LazyLock::new(|| {
         let random = *uuid::Uuid::new_v4().as_bytes();
@@ -49,19 +49,19 @@ pub fn fresh() -> String {
     id.simple().to_string()
 }
 
-/// A call of ours that is made for the request of now carries its id; one that is made for none gets its own.
+/// Adds the id of the current request to an outgoing call, or a new id outside of a request.
 pub fn onward(call: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
     let current = current();
     call.header(HEADER, if current.is_empty() { fresh() } else { current })
 }
 
-/// What the client calls its request, where that is well formed.
+/// The client's request id, if it is well formed.
 pub fn inbound(headers: &HeaderMap) -> Option<&str> {
-    headers.get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| fits(id))
+    headers.get(HEADER).and_then(|value| value.to_str().ok()).filter(|id| is_well_formed(id))
 }
 
-/// Whether a text has the form of an id.
-pub fn fits(id: &str) -> bool {
+/// Whether a string is a well-formed id.
+pub fn is_well_formed(id: &str) -> bool {
     (8..=64).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
 }
 
@@ -72,9 +72,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fresh_ids_are_well_formed_and_no_two_are_the_same() {
+    fn fresh_ids_are_well_formed_and_unique() {
         let ids: Vec<String> = (0..10_000).map(|_| fresh()).collect();
-        assert!(ids.iter().all(|id| fits(id) && id.len() == 32));
+        assert!(ids.iter().all(|id| is_well_formed(id) && id.len() == 32));
         assert_eq!(ids.iter().collect::<HashSet<_>>().len(), ids.len());
         assert!(uuid::Uuid::parse_str(&ids[0]).is_ok_and(|id| id.get_version_num() == 7));
     }

@@ -1,4 +1,4 @@
-//! The one resolver: hickory, pure Rust, because a static glibc binary must not call getaddrinfo.
+//! The DNS resolver: hickory in pure Rust, because a static glibc binary must not call getaddrinfo.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
@@ -7,9 +7,9 @@ use std::time::Duration;
 use hickory_resolver::TokioResolver;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 
-const DEADLINE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A name that did not resolve.
+/// A failed DNS lookup.
 #[derive(Debug, thiserror::Error)]
 #[error("resolve {name}: {why}")]
 pub struct ResolveError {
@@ -17,10 +17,10 @@ pub struct ResolveError {
     why: String,
 }
 
-/// The addresses of a host name or literal; `localhost` never leaves the machine.
+/// The addresses of a host name or literal; `localhost` is resolved locally.
 ///
 /// # Errors
-/// [`ResolveError`] when there is no answer within 5 s, or no address.
+/// [`ResolveError`] if there is no response within 5 s, or no address.
 pub async fn addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
     let fail = |why: String| ResolveError { name: name.to_owned(), why };
     if let Ok(ip) = name.trim_start_matches('[').trim_end_matches(']').parse() {
@@ -30,9 +30,9 @@ pub async fn addresses(name: &str) -> Result<Vec<IpAddr>, ResolveError> {
         return Ok(vec![IpAddr::from([127, 0, 0, 1])]);
     }
     let resolver = resolver().map_err(&fail)?;
-    let looked_up = tokio::time::timeout(DEADLINE, resolver.lookup_ip(name)).await;
-    let answer = looked_up.map_err(|_| fail("no answer in time".to_owned()))?;
-    let found: Vec<IpAddr> = answer.map_err(|error| fail(error.to_string()))?.iter().collect();
+    let looked_up = tokio::time::timeout(TIMEOUT, resolver.lookup_ip(name)).await;
+    let response = looked_up.map_err(|_| fail("no response in time".to_owned()))?;
+    let found: Vec<IpAddr> = response.map_err(|error| fail(error.to_string()))?.iter().collect();
     if found.is_empty() { Err(fail("no address".to_owned())) } else { Ok(found) }
 }
 
@@ -46,7 +46,7 @@ fn resolver() -> Result<&'static TokioResolver, String> {
     made.as_ref().map_err(Clone::clone)
 }
 
-/// The resolver as reqwest takes it.
+/// The resolver for reqwest.
 #[derive(Clone, Copy, Default)]
 pub struct Hickory;
 

@@ -1,4 +1,4 @@
-//! The parameters of a path. One that is no text is refused as everything else is: as a problem.
+//! Path parameters, which are refused with a problem if they are not UTF-8.
 
 use axum::extract::{FromRequestParts, Path};
 use http::request::Parts;
@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 
 use super::problem::Problem;
 
-/// [`Path`] with our refusal.
+/// [`Path`] with a [`Problem`] as its rejection.
 pub struct Segments<T>(pub T);
 
 impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Segments<T> {
@@ -14,8 +14,8 @@ impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Segment
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
         let Path(parameters) = Path::from_request_parts(parts, state).await.map_err(|error| {
-            tracing::debug!(%error, "a path that cannot be read");
-            Problem::field("", "the path must be UTF-8 behind its percent signs")
+            tracing::debug!(%error, "invalid path parameters");
+            Problem::field("", "the path must be valid percent-encoded UTF-8")
         })?;
         Ok(Self(parameters))
     }

@@ -1,4 +1,4 @@
-//! The server loop: accept, TLS where configured, HTTP/1.1 with upgrades, and a drain with a deadline.
+//! The server loop: accept, TLS if configured, HTTP/1.1 with upgrades, and a drain with a deadline.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -29,17 +29,17 @@ use super::shards::Shards;
 #[derive(Debug, Clone)]
 pub struct Limits {
     pub connections: usize,
-    /// Of one IPv4 address, or one IPv6 network of 64 bits. A listener on loopback has none: its clients are this machine's.
+    /// Maximum connections of an IPv4 address or an IPv6 /64. Clients on this machine have no limit.
     pub connections_of_address: usize,
-    /// Load balancers: clients of theirs have these addresses, so the limit of an address is not for them.
+    /// Load balancers, which are exempt from the limit per address.
     pub trusted_proxies: Networks,
     pub handshake: Duration,
-    /// From the first byte of a request's head to its last.
+    /// Timeout from the first byte of a request's head to its last.
     pub head: Duration,
     pub head_bytes: usize,
-    /// Before a head.
+    /// Timeout of an idle connection.
     pub idle: Duration,
-    /// How long requests under way may go on after the stop was asked.
+    /// Timeout of the requests in flight after a stop.
     pub drain: Duration,
 }
 
@@ -59,17 +59,17 @@ impl Default for Limits {
     }
 }
 
-/// As many as an eighth of the machine's memory holds, where each sends a head that does not end: `tests/unfinished_heads.rs`
-/// measures one.
+/// Limits the memory of unfinished heads to an eighth of the machine's memory; `tests/unfinished_heads.rs` measures one
+/// connection.
 fn max_connections() -> usize {
-    const BYTES_EACH: u64 = 128 * 1024;
+    const BYTES_PER_CONNECTION: u64 = 128 * 1024;
     let memory = nix::sys::sysinfo::sysinfo().map_or(0, |info| info.ram_total());
-    usize::try_from(memory / 8 / BYTES_EACH).unwrap_or(usize::MAX).clamp(512, 16_384)
+    usize::try_from(memory / 8 / BYTES_PER_CONNECTION).unwrap_or(usize::MAX).clamp(512, 16_384)
 }
 
-/// Serves until `stop`, then lets requests under way end within the drain's deadline.
+/// Serves until `stop`, then drains the requests in flight.
 ///
-/// Each request carries `ConnectInfo<SocketAddr>` and [`Scheme`].
+/// Each request has the extensions `ConnectInfo<SocketAddr>` and [`Scheme`].
 pub async fn serve(
     listener: TcpListener,
     tls: Option<Arc<rustls::ServerConfig>>,
@@ -80,7 +80,7 @@ pub async fn serve(
     accept(listener, tls, router, limits, stop, None).await;
 }
 
-/// As [`serve`], with each connection on one of these threads.
+/// Like [`serve`], with each connection on one of these threads.
 pub async fn serve_on(
     shards: Shards,
     listener: TcpListener,
@@ -116,7 +116,7 @@ async fn accept(
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Out of descriptors, mostly: give those that are open a moment to end.
+                    // Usually too many open files: wait for connections to close.
                     tracing::warn!(%error, "accept failed");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                     continue;
@@ -124,10 +124,10 @@ async fn accept(
             },
         };
         let Some(address) = addresses.admit(peer.ip()) else {
-            tracing::debug!(%peer, "refused: its address has as many connections as it may have");
+            tracing::debug!(%peer, "connection refused: too many connections from its address");
             continue;
         };
-        // Small answers go out at once; a socket that is gone already shows when it is read.
+        // Send small responses at once; a closed socket is detected on read.
         let _ = stream.set_nodelay(true);
         let router = router.clone();
         let from = Origin { peer, scheme };
@@ -153,7 +153,7 @@ async fn accept(
         match &shards {
             None => drop(tokio::spawn(served(stream))),
             Some(shards) => {
-                // Out of this thread's reactor and, on the other thread, into that one's.
+                // Move the socket from this thread's reactor to the shard's.
                 let Ok(stream) = stream.into_std() else { continue };
                 shards.spawn(async move {
                     if let Ok(stream) = TcpStream::from_std(stream) {
@@ -166,11 +166,11 @@ async fn accept(
     drop(listener);
     open.close();
     if tokio::time::timeout(limits.drain, open.wait()).await.is_err() {
-        tracing::warn!("some requests did not end within the drain's deadline");
+        tracing::warn!("some requests did not end within the drain timeout");
     }
 }
 
-/// How the client reached this listener.
+/// The scheme by which the client reached this listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scheme {
     Http,
@@ -186,15 +186,15 @@ impl Scheme {
     }
 }
 
-/// What each request of a connection carries.
+/// Properties of a connection that each of its requests gets as extensions.
 #[derive(Debug, Clone, Copy)]
 struct Origin {
     peer: SocketAddr,
     scheme: Scheme,
 }
 
-/// One connection to its end; after `stop`, to the end of the request under way. Not an `async fn`: that would hold the
-/// stream and all that is built around it twice. And apart: an idle connection does not keep the room of its handshake.
+/// Serves a connection to its end, or after `stop` to the end of the current request. Not an `async fn`, which would store the
+/// stream and its wrappers twice. Separate from the handshake, so that an idle connection does not keep its memory.
 fn connection<S>(
     stream: S,
     router: Router,
@@ -209,7 +209,7 @@ where
     let mut builder = http1::Builder::new();
     builder.timer(timer).header_read_timeout(limits.idle).max_header_size(limits.head_bytes);
     let router = TowerToHyperService::new(router);
-    // Put in here and not by layers of the router, each of which costs every request two boxes.
+    // Extensions are inserted here, because a router layer costs every request two allocations.
     let service = service_fn(move |request: Request<Incoming>| {
         let body = |body: Incoming| if body.is_end_stream() { Body::empty() } else { Body::new(body) };
         let mut request = request.map(body);
@@ -233,24 +233,24 @@ where
     }
 }
 
-/// Cancelled at the first SIGTERM or SIGINT.
+/// A token that is cancelled at the first SIGTERM or SIGINT.
 ///
 /// # Errors
-/// When the signal handlers cannot be installed.
+/// If the signal handlers cannot be installed.
 pub fn stop_on_signal() -> std::io::Result<CancellationToken> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut term = signal(SignalKind::terminate())?;
     let mut int = signal(SignalKind::interrupt())?;
     let stop = CancellationToken::new();
-    let told = stop.clone();
+    let token = stop.clone();
     tokio::spawn(async move {
         tokio::select! { _ = term.recv() => {} _ = int.recv() => {} }
-        told.cancel();
+        token.cancel();
     });
     Ok(stop)
 }
 
-/// The address that a listener got, for the line that tells it.
+/// The address of a listener, for the log.
 pub fn local_addr(listener: &TcpListener) -> std::io::Result<SocketAddr> {
     listener.local_addr()
 }
@@ -262,7 +262,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n";
 
     async fn server(limits: Limits) -> SocketAddr {
@@ -277,7 +277,7 @@ mod tests {
         let mut text = String::new();
         let mut part = [0; 1024];
         while !text.ends_with(end) {
-            let read = tokio::time::timeout(PATIENCE, stream.read(&mut part)).await.expect("an answer");
+            let read = tokio::time::timeout(TEST_TIMEOUT, stream.read(&mut part)).await.expect("a response");
             match read.unwrap_or(0) {
                 0 => break,
                 bytes => text.push_str(&String::from_utf8_lossy(&part[..bytes])),
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn slow_head_is_cut_off_and_idle_connection_kept() {
+    async fn slow_head_times_out_and_idle_connection_is_kept() {
         let limits = Limits { head: Duration::from_millis(100), ..Limits::default() };
         let address = server(limits).await;
         let mut idle = TcpStream::connect(address).await.unwrap();
@@ -300,13 +300,13 @@ mod tests {
         let end = read_until(&mut slow, "never").await;
         assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
 
-        // By now the others have been open for longer than a head may take.
+        // The others have now been open for longer than the timeout of a head.
         for stream in [&mut idle, &mut used] {
             stream.write_all(REQUEST).await.unwrap();
             assert!(read_until(stream, "ok").await.starts_with("HTTP/1.1 200"));
         }
 
-        // The deadline of a head holds for each request of a connection.
+        // The timeout of a head applies to each request of a connection.
         used.write_all(&REQUEST[..20]).await.unwrap();
         let end = read_until(&mut used, "never").await;
         assert!(end.is_empty() || end.starts_with("HTTP/1.1 408"), "{end}");
@@ -318,10 +318,10 @@ mod tests {
         for (bytes, status) in [(20_000, "200"), (40_000, "431")] {
             let mut stream = TcpStream::connect(address).await.unwrap();
             let head = format!("GET / HTTP/1.1\r\nhost: h\r\nx-long: {}\r\n\r\n", "x".repeat(bytes));
-            // The refusal may come before the head has been sent.
+            // The response may arrive before the head has been sent.
             let _ = stream.write_all(head.as_bytes()).await;
-            let answer = read_until(&mut stream, "ok").await;
-            assert_eq!(answer.get(9..12), Some(status), "{answer}");
+            let response = read_until(&mut stream, "ok").await;
+            assert_eq!(response.get(9..12), Some(status), "{response}");
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Threads that serve connections, each with a runtime of its own: what belongs to one connection stays on one thread.
+//! Threads that serve connections, each with its own runtime: all work for a connection stays on one thread.
 //!
-//! A proxy's work is short and comes in pairs, client and upstream; a runtime that moves it between threads wakes one of
-//! them for every request. Invariant: whatever is spawned on a shard, sockets and timers included, is driven there.
+//! A proxy's work is short and involves two sockets, client and upstream; a work-stealing runtime would wake another thread
+//! for every request. Invariant: everything spawned on a shard, including sockets and timers, is driven there.
 
 use std::cell::Cell;
 use std::io;
@@ -13,15 +13,15 @@ use tokio::runtime::{Builder, Handle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 thread_local! {
-    static HERE: Cell<Option<usize>> = const { Cell::new(None) };
+    static CURRENT_SHARD: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// The shard whose thread this is; `None` on all other threads.
+/// The shard of the current thread; `None` on other threads.
 pub fn current() -> Option<usize> {
-    HERE.get()
+    CURRENT_SHARD.get()
 }
 
-/// A few threads; they end when this is dropped.
+/// The threads, which end on drop.
 pub struct Shards {
     all: Vec<Shard>,
     _running: DropGuard,
@@ -29,15 +29,15 @@ pub struct Shards {
 
 struct Shard {
     runtime: Handle,
-    /// Connections that it has.
+    /// Number of its connections.
     load: Arc<AtomicUsize>,
 }
 
 impl Shards {
-    /// One for each processor that this process may use.
+    /// Starts one thread for each available processor.
     ///
     /// # Errors
-    /// When a thread or its runtime cannot be made.
+    /// If a thread or its runtime cannot be created.
     pub fn start() -> io::Result<Self> {
         let count = thread::available_parallelism().map_or(1, usize::from);
         let running = CancellationToken::new();
@@ -45,12 +45,12 @@ impl Shards {
         Ok(Self { all, _running: running.drop_guard() })
     }
 
-    /// Runs a connection to its end on the shard that has the fewest.
+    /// Runs a connection to its end on the shard with the fewest connections.
     pub fn spawn(&self, connection: impl Future<Output = ()> + Send + 'static) {
         let Some(least) = self.all.iter().min_by_key(|shard| shard.load.load(Ordering::Relaxed)) else {
             return;
         };
-        let counted = Counted::one_more(&least.load);
+        let counted = LoadGuard::acquire(&least.load);
         least.runtime.spawn(async move {
             connection.await;
             drop(counted);
@@ -63,24 +63,24 @@ impl Shard {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let handle = runtime.handle().clone();
         thread::Builder::new().name(format!("shard-{index}")).spawn(move || {
-            HERE.set(Some(index));
+            CURRENT_SHARD.set(Some(index));
             runtime.block_on(running.cancelled());
         })?;
         Ok(Self { runtime: handle, load: Arc::default() })
     }
 }
 
-/// A connection in its shard's count, however it ends.
-struct Counted(Arc<AtomicUsize>);
+/// Counts a connection of a shard until drop.
+struct LoadGuard(Arc<AtomicUsize>);
 
-impl Counted {
-    fn one_more(load: &Arc<AtomicUsize>) -> Self {
+impl LoadGuard {
+    fn acquire(load: &Arc<AtomicUsize>) -> Self {
         load.fetch_add(1, Ordering::Relaxed);
         Self(Arc::clone(load))
     }
 }
 
-impl Drop for Counted {
+impl Drop for LoadGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -96,28 +96,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_are_spread_and_each_stays_on_its_thread() {
+    fn spawn_spreads_connections_and_pins_each_to_a_thread() {
         let shards = Shards::start().unwrap();
         let count = shards.all.len();
-        let (tell, mut told) = mpsc::unbounded_channel();
+        let (sender, mut receiver) = mpsc::unbounded_channel();
         let open = CancellationToken::new();
         for _ in 0..count * 2 {
-            let (tell, open) = (tell.clone(), open.clone());
+            let (sender, open) = (sender.clone(), open.clone());
             shards.spawn(async move {
                 let (before, thread) = (current(), thread::current().id());
                 tokio::time::sleep(Duration::from_millis(5)).await;
                 let nested = tokio::spawn(async { (current(), thread::current().id()) }).await.unwrap();
                 assert_eq!((before, thread), nested);
-                tell.send(before).unwrap();
+                sender.send(before).unwrap();
                 open.cancelled().await;
             });
         }
-        let seen: Vec<_> = (0..count * 2).map(|_| told.blocking_recv().unwrap().unwrap()).collect();
+        let seen: Vec<_> = (0..count * 2).map(|_| receiver.blocking_recv().unwrap().unwrap()).collect();
         assert_eq!(seen.iter().collect::<BTreeSet<_>>().len(), count);
         assert!(shards.all.iter().all(|shard| shard.load.load(Ordering::Relaxed) == 2));
         open.cancel();
-        drop(tell);
-        assert_eq!(told.blocking_recv(), None, "all have ended");
+        drop(sender);
+        assert_eq!(receiver.blocking_recv(), None, "all have ended");
         assert_eq!(current(), None);
     }
 }

@@ -1,4 +1,4 @@
-//! TLS on rustls with ring: the process's provider, self-signed certificates, and verification by pinned key.
+//! TLS with rustls and ring: the process's provider, self-signed certificates, and verification by pinned key.
 
 use std::fmt;
 use std::io;
@@ -22,7 +22,7 @@ pub struct SpkiPin(pub [u8; 32]);
 
 impl SpkiPin {
     /// # Errors
-    /// When `cert` is not a certificate.
+    /// If `cert` is not a certificate.
     pub fn of_certificate(cert: &CertificateDer<'_>) -> Result<Self, rustls::Error> {
         let (_, parsed) = x509_parser::parse_x509_certificate(cert)
             .map_err(|_| rustls::Error::InvalidCertificate(rustls::CertificateError::BadEncoding))?;
@@ -52,7 +52,7 @@ impl std::str::FromStr for SpkiPin {
     }
 }
 
-/// Makes ring the process's crypto provider; the first call wins and later ones change nothing.
+/// Makes ring the process's crypto provider. Later calls have no effect.
 pub fn install_provider() {
     let _ = ring::default_provider().install_default();
 }
@@ -61,25 +61,25 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
-/// The web's roots, and those of the PEM file that `SSL_CERT_FILE` names.
+/// The public root certificates, and those in the PEM file `SSL_CERT_FILE`.
 ///
 /// # Errors
-/// When that file cannot be read.
+/// If that file cannot be read.
 pub fn roots() -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
     if let Some(path) = std::env::var_os("SSL_CERT_FILE").filter(|path| !path.is_empty()) {
         let certs = CertificateDer::pem_file_iter(&path)
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
-            .with_context(|| format!("read the roots of SSL_CERT_FILE, {}", path.display()))?;
+            .with_context(|| format!("read the root certificates in SSL_CERT_FILE, {}", path.display()))?;
         roots.add_parsable_certificates(certs);
     }
     Ok(roots)
 }
 
-/// A client's configuration with ordinary chain verification.
+/// A client configuration with ordinary chain verification.
 ///
 /// # Errors
-/// When the roots cannot be read.
+/// If the root certificates cannot be read.
 pub fn client_config() -> anyhow::Result<ClientConfig> {
     Ok(ClientConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
@@ -94,10 +94,10 @@ pub enum ChainCheck {
     PinAndChain,
 }
 
-/// A client's configuration that accepts only the server that holds the pinned key.
+/// A client configuration that accepts only a server with the pinned key.
 ///
 /// # Errors
-/// When the roots cannot be read.
+/// If the root certificates cannot be read.
 pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<ClientConfig> {
     let chain: Option<Arc<dyn ServerCertVerifier>> = match check {
         ChainCheck::PinOnly => None,
@@ -113,7 +113,7 @@ pub fn pinned_client_config(pin: SpkiPin, check: ChainCheck) -> anyhow::Result<C
         .with_no_client_auth())
 }
 
-/// Compares the key with the pin and still checks the handshake's signature, so that a copied certificate is refused.
+/// Compares the key with the pin, and verifies the handshake's signature so that a copied certificate is refused.
 #[derive(Debug)]
 struct PinVerifier {
     pin: SpkiPin,
@@ -162,16 +162,16 @@ impl ServerCertVerifier for PinVerifier {
     }
 }
 
-/// A certificate chain with its key, both PEM.
+/// A certificate chain and its key, both PEM.
 pub struct Identity {
     pub cert_pem: String,
     pub key_pem: String,
 }
 
-/// Makes a self-signed certificate for the given names or addresses.
+/// Creates a self-signed certificate for the given names or addresses.
 ///
 /// # Errors
-/// When a name is not one, or the key cannot be made.
+/// If a name is invalid, or the key cannot be generated.
 pub fn self_signed(names: &[String]) -> Result<Identity, rcgen::Error> {
     let made = rcgen::generate_simple_self_signed(names)?;
     Ok(Identity { cert_pem: made.cert.pem(), key_pem: made.signing_key.serialize_pem() })
@@ -179,28 +179,28 @@ pub fn self_signed(names: &[String]) -> Result<Identity, rcgen::Error> {
 
 impl Identity {
     /// # Errors
-    /// When a file cannot be read.
+    /// If a file cannot be read.
     pub fn read(cert: &Path, key: &Path) -> io::Result<Self> {
         Ok(Self { cert_pem: std::fs::read_to_string(cert)?, key_pem: std::fs::read_to_string(key)? })
     }
 
     /// # Errors
-    /// When the PEM holds no certificate.
+    /// If the PEM contains no certificate.
     pub fn pin(&self) -> anyhow::Result<SpkiPin> {
         let cert =
             CertificateDer::from_pem_slice(self.cert_pem.as_bytes()).context("read the certificate")?;
         Ok(SpkiPin::of_certificate(&cert)?)
     }
 
-    /// A server's configuration, HTTP/1.1 alone.
+    /// A server configuration for HTTP/1.1.
     ///
     /// # Errors
-    /// When certificate and key do not parse or do not fit.
+    /// If the certificate or key is invalid, or they do not match.
     pub fn server_config(&self) -> anyhow::Result<ServerConfig> {
         let chain = CertificateDer::pem_slice_iter(self.cert_pem.as_bytes())
             .collect::<Result<Vec<_>, _>>()
             .context("read the certificate chain")?;
-        // The PEM error could quote the key: only that it failed is told.
+        // The PEM error could quote the key, so it is dropped.
         let key = PrivateKeyDer::from_pem_slice(self.key_pem.as_bytes())
             .map_err(|_| anyhow::anyhow!("the private key is not PEM"))?;
         let mut config = ServerConfig::builder_with_provider(provider())

@@ -1,6 +1,6 @@
-//! The query and the answer of a usage report: the same from the host for its owner, and from the platform for operators.
+//! The query and response of a usage report, which hosts serve to owners and the platform serves to operators.
 //!
-//! Owns the parameters and the schema; the sums are the host's.
+//! Owns the parameters and the schema; the host computes the sums.
 
 use std::str::FromStr;
 
@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 use super::fields::Fields;
 use super::openapi::{Parameter, Place, array, count, number, object, one_of, text, text_to};
 
-/// Of the name of a user or channel.
+/// Maximum length of the name of a user or channel.
 pub const MAX_SENDER_CHARS: usize = 256;
 
-/// By what a report is grouped.
+/// The grouping of a report.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum GroupBy {
     #[default]
@@ -54,18 +54,18 @@ impl FromStr for GroupBy {
     }
 }
 
-/// Which usage is summed up, and by what.
+/// Selects the usage of a report, and its grouping.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UsageQuery {
     pub user_id: Option<String>,
-    /// The first day and the last, both included.
+    /// The first and the last day, both included.
     pub start: Option<Date>,
     pub end: Option<Date>,
     pub group_by: GroupBy,
 }
 
 impl UsageQuery {
-    /// Takes the parameters; mistakes are noted in `query`.
+    /// Parses the parameters; mistakes are recorded in `query`.
     pub fn read(query: &mut Fields) -> Self {
         let user_id = query.optional_text("userId", MAX_SENDER_CHARS);
         let (start, end) = (date(query, "startDate"), date(query, "endDate"));
@@ -78,7 +78,7 @@ impl UsageQuery {
         Self { user_id, start, end, group_by: group_by.unwrap_or_default() }
     }
 
-    /// The parameters that [`Self::read`] takes.
+    /// The parameters in the form that [`Self::read`] parses.
     pub fn pairs(&self) -> Vec<(&'static str, String)> {
         let named = [
             ("userId", self.user_id.clone()),
@@ -90,7 +90,7 @@ impl UsageQuery {
     }
 }
 
-/// A day as `2026-11-22`, and in no other form.
+/// Parses a day in the form `2026-11-22`.
 fn date(query: &mut Fields, name: &str) -> Option<Date> {
     let text: String = query.optional(name)?;
     let date = text.parse::<Date>().ok().filter(|date| date.to_string() == text);
@@ -108,7 +108,7 @@ pub const USER_ID: Parameter = Parameter {
     name: "userId",
     place: Place::Query,
     schema: || text_to(MAX_SENDER_CHARS),
-    about: "Only of this user or channel.",
+    about: "Only this user or channel.",
 };
 pub const START_DATE: Parameter =
     Parameter { name: "startDate", place: Place::Query, schema: day, about: "The first day." };
@@ -118,7 +118,7 @@ pub const GROUP_BY: Parameter = Parameter {
     name: "groupBy",
     place: Place::Query,
     schema: || one_of(&GroupBy::WORDS),
-    about: "What each entry sums up; by default a day.",
+    about: "Grouping of the entries; default: day.",
 };
 
 /// The schema of a report.
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn query_reads_back_from_its_pairs() {
+    fn query_round_trips_through_pairs() {
         let query = UsageQuery {
             user_id: Some("telegram:7&x=1 ü".to_owned()),
             start: Some("2026-11-01".parse().unwrap()),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn query_refuses_each_wrong_parameter_by_name() {
+    fn query_names_each_invalid_parameter() {
         for (query, named) in [
             ("startDate=yesterday", "?startDate: must be a date"),
             ("endDate=2026-02-30", "?endDate: must be a date"),

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("must be a UUID, as 01890a5d-ac96-774b-bcce-b302099a8057 is")]
+#[error("must be a UUID such as 01890a5d-ac96-774b-bcce-b302099a8057")]
 pub struct NotAnId;
 
 macro_rules! uuid_id {

@@ -1,6 +1,6 @@
 //! The machine's lifecycle, pure: ids, slots, plans, states, events and transitions.
 //!
-//! Reads no clock, disk or socket, and imports nothing of ours from outside this folder.
+//! Reads no clock, disk or socket, and imports no other module of this crate.
 
 pub mod epoch;
 pub mod event;

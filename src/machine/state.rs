@@ -131,7 +131,7 @@ impl FromStr for FailureCause {
         Self::ALL
             .into_iter()
             .find(|cause| cause.as_str() == text)
-            .ok_or_else(|| format!("{text:?} is no cause of failure"))
+            .ok_or_else(|| format!("{text:?} is not a failure cause"))
     }
 }
 

@@ -23,7 +23,7 @@ use crate::store::Bucket;
 use crate::store::key::{self, SlotPrefix};
 use crate::store::newer_snapshot;
 use crate::store::pointer::SnapshotRef;
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// Timeout of finding the newest snapshot in the store.
 const STORE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -101,11 +101,11 @@ impl Copies {
                 let (taken_at, machine) = (named.taken_at, named.machine_id);
                 (Some(NewestSnapshot { taken_at, machine, key: Some(named.key) }), None)
             }
-            Ok(Err(Unusable::Absent)) => (None, self.reported.as_ref().map(no_snapshot_in_store)),
-            Ok(Err(Unusable::Damaged { key, why })) => {
+            Ok(Err(SnapshotUnusable::Absent)) => (None, self.reported.as_ref().map(no_snapshot_in_store)),
+            Ok(Err(SnapshotUnusable::Damaged { key, why })) => {
                 (self.reported.clone(), Some(format!("{key} is not usable: {why}")))
             }
-            Ok(Err(Unusable::Store(error))) => {
+            Ok(Err(SnapshotUnusable::Store(error))) => {
                 tracing::warn!(error = %chain(&error), "cannot find the newest snapshot");
                 (self.reported.clone(), Some(STORE_UNAVAILABLE.to_owned()))
             }

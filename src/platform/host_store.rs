@@ -19,7 +19,7 @@ use crate::config::{Env, Flag, env_line};
 use crate::machine::epoch::Epoch;
 use crate::machine::name::Slot;
 use crate::store::config::{S3Config, StoreConfig};
-use crate::store::credentials::Temporary;
+use crate::store::credentials::TemporaryCredentials;
 use crate::store::key::SlotPrefix;
 use crate::store::policy::{self, SnapshotWrites};
 use crate::store::sts::{Sts, StsError};
@@ -139,12 +139,12 @@ impl StsSessions {
         let from = Timestamp::now();
         let ttl = SignedDuration::try_from(self.outage_ttl).unwrap_or(SignedDuration::MAX);
         let window = policy::Window { from, until: from.saturating_add(ttl).unwrap_or(Timestamp::MAX) };
-        policy::of_outage(&self.partition, bucket, (slot, epoch), window, self.writes)
+        policy::outage_policy(&self.partition, bucket, (slot, epoch), window, self.writes)
     }
 
     /// A session that stores snapshots of the machine's epoch. `None` if it would live no longer than the working
     /// session, or if STS grants none.
-    async fn outage(&self, bucket: &str, machine: &MachineRow) -> Option<Temporary> {
+    async fn outage(&self, bucket: &str, machine: &MachineRow) -> Option<TemporaryCredentials> {
         if self.outage_ttl <= WORKING_SESSION_TTL {
             return None;
         }
@@ -166,7 +166,7 @@ impl StsSessions {
     }
 
     /// If the role does not grant this lifetime, falls back to the one that every role grants.
-    async fn assume(&self, session: &str, policy: &str, life: Duration) -> Result<Temporary, StsError> {
+    async fn assume(&self, session: &str, policy: &str, life: Duration) -> Result<TemporaryCredentials, StsError> {
         match self.sts.assume(session, policy, life).await {
             Err(StsError::Refused { code, message, .. })
                 if life > COMMON_MAX_TTL && code == "ValidationError" =>
@@ -230,9 +230,9 @@ impl HostStore {
     ///
     /// # Errors
     /// [`StsError`].
-    pub async fn try_session(&self) -> Option<Result<Temporary, StsError>> {
+    pub async fn try_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
-        let policy = policy::of_slot(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
+        let policy = policy::slot_policy(&assumer.partition, &s3.bucket, &Self::probe_slot(), assumer.writes);
         Some(assumer.sts.assume("svc-doctor", &policy, WORKING_SESSION_TTL).await)
     }
 
@@ -240,7 +240,7 @@ impl HostStore {
     ///
     /// # Errors
     /// [`StsError`].
-    pub async fn try_outage_session(&self) -> Option<Result<Temporary, StsError>> {
+    pub async fn try_outage_session(&self) -> Option<Result<TemporaryCredentials, StsError>> {
         let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) else { return None };
         if assumer.outage_ttl <= WORKING_SESSION_TTL {
             return None;
@@ -257,7 +257,7 @@ impl HostStore {
         let prefix = SlotPrefix::new(&machine.user, &machine.slot);
         let (mut session, mut outage) = (None, None);
         if let (StoreConfig::S3(s3), Some(assumer)) = (&self.store, &self.sts) {
-            let policy = policy::of_slot(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
+            let policy = policy::slot_policy(&assumer.partition, &s3.bucket, &prefix, assumer.writes);
             let name = format!("svc-{}", machine.id);
             let working = assumer.assume(&name, &policy, WORKING_SESSION_TTL);
             let extra = async {
@@ -278,13 +278,13 @@ impl HostStore {
 pub struct StoreAccess {
     store: StoreConfig,
     prefix: SlotPrefix,
-    session: Option<Temporary>,
-    outage: Option<Temporary>,
+    session: Option<TemporaryCredentials>,
+    outage: Option<TemporaryCredentials>,
 }
 
 impl StoreAccess {
-    fn credentials(&self, s3: &S3Config) -> Temporary {
-        self.session.clone().unwrap_or_else(|| Temporary {
+    fn credentials(&self, s3: &S3Config) -> TemporaryCredentials {
+        self.session.clone().unwrap_or_else(|| TemporaryCredentials {
             access_key: s3.access_key.clone(),
             secret_key: s3.secret_key.clone(),
             session_token: s3.session_token.clone(),
@@ -338,7 +338,7 @@ impl StoreAccess {
     }
 }
 
-fn session_json(session: &Temporary) -> Value {
+fn session_json(session: &TemporaryCredentials) -> Value {
     json!({
         "accessKeyId": session.access_key,
         "secretAccessKey": session.secret_key.expose_secret(),

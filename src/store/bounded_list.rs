@@ -1,4 +1,4 @@
-//! Lists of a bounded count in what a host wrote: one more is refused, before it takes memory.
+//! Deserialization of lists from hosts with a maximum length, which is enforced before memory is allocated.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -6,10 +6,10 @@ use std::marker::PhantomData;
 use serde::de::{Error, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// A list of at most `MAX`.
+/// Deserializes a list of at most `MAX` elements.
 ///
 /// # Errors
-/// Of the format, and of a longer list.
+/// For another format, or a longer list.
 pub(super) fn at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
@@ -18,10 +18,10 @@ where
     from.deserialize_seq(AtMost::<T, MAX>(PhantomData))
 }
 
-/// The same, where `null` is `None`.
+/// Like [`at_most`], with `null` as `None`.
 ///
 /// # Errors
-/// Of the format, and of a longer list.
+/// For another format, or a longer list.
 pub(super) fn some_at_most<'de, D, T, const MAX: usize>(from: D) -> Result<Option<Vec<T>>, D::Error>
 where
     D: Deserializer<'de>,
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn longer_list_is_refused() {
+    fn at_most_refuses_longer_lists() {
         assert_eq!(read(r#"{"all": [1, 2, 3]}"#), Ok((vec![1, 2, 3], None)));
         assert_eq!(read(r#"{"all": [], "some": null}"#), Ok((vec![], None)));
         assert_eq!(read(r#"{"all": [], "some": [1, 2]}"#), Ok((vec![], Some(vec![1, 2]))));

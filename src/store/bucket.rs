@@ -1,4 +1,4 @@
-//! One bucket: reads, writes and conditional writes with the errors that callers decide by.
+//! A bucket: reads, writes and conditional writes, with errors that callers can act on.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,17 +16,17 @@ use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
 use super::key::{LATEST, POINTER_LOG};
-use super::multipart::{Identified, OpenUpload};
+use super::multipart::{UploadsWithIds, OpenUpload};
 use super::pointer;
 use crate::metrics::{STORE_CALLS, STORE_DURATION};
 use crate::untrusted_text::bounded;
 
-/// What went wrong at the store, by what it means.
+/// An error of the store, by its meaning to the caller.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("{key} does not exist in the object store")]
     NotFound { key: String },
-    /// A conditional write found another version than the one it was made for.
+    /// A conditional write found another version than expected.
     #[error("{key} was changed by another writer")]
     Precondition { key: String },
     #[error("{key} in the object store is not readable: {why}")]
@@ -38,17 +38,17 @@ pub enum StoreError {
         #[source]
         source: Box<Error>,
     },
-    /// Signatures carry the time, and a store takes them a few minutes off at the most. It passes when the clock is set.
+    /// Signatures contain the time, and a store tolerates only a few minutes of skew. Transient: the clock may be set.
     #[error(
-        "the object store refused {key} because of this machine's clock, which is some minutes off; see `timedatectl status`"
+        "the object store refused {key} because of this machine's clock, which is wrong by several minutes; see `timedatectl status`"
     )]
     Clock {
         key: String,
         #[source]
         source: Box<Error>,
     },
-    /// Final: another machine of the slot has this one's place, and its access.
-    #[error("this machine has been replaced: it may not use the object store any more ({key})")]
+    /// Permanent: another machine has replaced this one and has its access.
+    #[error("this machine has been replaced and may no longer use the object store ({key})")]
     Withdrawn { key: String },
     #[error("the object store failed at {key}")]
     Unavailable {
@@ -59,7 +59,7 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// What the object holds may be anybody's text, of any length.
+    /// Bounds `why`, because the object may contain untrusted text of any length.
     pub(crate) fn corrupt(key: &Path, why: &impl std::fmt::Display) -> Self {
         Self::Corrupt { key: key.to_string(), why: bounded(&why.to_string()) }
     }
@@ -70,7 +70,7 @@ impl StoreError {
             return Self::Withdrawn { key };
         }
         match error {
-            error if is_of_the_clock(&error) => Self::Clock { key, source: Box::new(error) },
+            error if is_clock_error(&error) => Self::Clock { key, source: Box::new(error) },
             Error::NotFound { .. } => Self::NotFound { key },
             Error::Precondition { .. } | Error::AlreadyExists { .. } => Self::Precondition { key },
             Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
@@ -80,7 +80,7 @@ impl StoreError {
         }
     }
 
-    /// What it means, in a word.
+    /// The metric label.
     fn kind(&self) -> &'static str {
         match self {
             Self::NotFound { .. } => "not_found",
@@ -97,14 +97,13 @@ impl StoreError {
         matches!(self, Self::NotFound { .. })
     }
 
-    /// Worth trying again later without a change on our side.
+    /// Whether a retry may succeed.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable { .. } | Self::Clock { .. })
     }
 }
 
-/// Whether the text of an error says that a snapshot pointer is not readable, or not sound. Hosts report their errors as
-/// texts.
+/// Whether an error message says that a snapshot pointer is unreadable or unsound. Hosts report errors as messages.
 pub fn is_unusable_pointer(error: &str) -> bool {
     let is_unreadable = error.match_indices(CORRUPT).any(|(at, _)| {
         let key = error[..at].rsplit(char::is_whitespace).next().unwrap_or_default();
@@ -115,15 +114,15 @@ pub fn is_unusable_pointer(error: &str) -> bool {
 
 const CORRUPT: &str = " in the object store is not readable";
 
-/// Known by what the store says alone: there is no status of its own for it.
-fn is_of_the_clock(error: &Error) -> bool {
+/// Whether the store's error code means a wrong clock. There is no status for it.
+fn is_clock_error(error: &Error) -> bool {
     let (Error::PermissionDenied { source, .. } | Error::Unauthenticated { source, .. }) = error else {
         return false;
     };
     source.to_string().contains("RequestTimeTooSkewed")
 }
 
-/// The version of an object that was read; a later write can demand that it is still there.
+/// The version of an object that was read; a later write can require it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version(pub(crate) UpdateVersion);
 
@@ -133,14 +132,14 @@ impl Version {
     }
 }
 
-/// A value with the version that it was read at.
+/// A value with the version of its object.
 #[derive(Debug, Clone)]
 pub struct Versioned<T> {
     pub value: T,
     pub version: Version,
 }
 
-/// On which condition a write happens.
+/// The condition of a write.
 #[derive(Debug, Clone)]
 pub enum Condition {
     Absent,
@@ -148,18 +147,18 @@ pub enum Condition {
 }
 
 impl Condition {
-    /// That the object is still the one that was described.
+    /// The object is unchanged since `meta` was read.
     pub(super) fn unchanged(meta: &ObjectMeta) -> Self {
         Self::Unchanged(Version(UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() }))
     }
 }
 
-/// The bucket of the system.
+/// The system's bucket.
 #[derive(Debug, Clone)]
 pub struct Bucket {
     inner: Arc<dyn ObjectStore>,
-    identified: Option<Identified>,
-    /// For one call with all its tries; `None`: the store's own limits hold.
+    identified: Option<UploadsWithIds>,
+    /// Timeout of one call including its retries; `None` for the store's own limits.
     call_timeout: Option<Duration>,
 }
 
@@ -168,19 +167,20 @@ impl Bucket {
         Self { inner, identified: None, call_timeout: None }
     }
 
-    /// The same, and its uploads are known by their ids.
+    /// The same bucket, with upload ids.
     #[must_use]
     pub fn with_upload_ids(self, store: Arc<dyn MultipartStore>) -> Self {
-        Self { identified: Some(Identified(store)), ..self }
+        Self { identified: Some(UploadsWithIds(store)), ..self }
     }
 
-    /// The same, with a deadline for each read and write of a whole object, its retries included.
+    /// The same bucket, with a timeout for each read and write of a whole object, including retries.
     #[must_use]
     pub fn with_call_timeout(self, timeout: Duration) -> Self {
         Self { call_timeout: Some(timeout), ..self }
     }
 
-    /// One call, counted, and ended at its deadline. Callers box the work: it is deep, and a part of most futures of the platform.
+    /// Counts one call, and limits it by the call timeout. Callers box the future, because it is large and part of most
+    /// futures of the platform.
     async fn call<T>(
         &self,
         name: &'static str,
@@ -190,7 +190,7 @@ impl Bucket {
         counted(name, self.bounded(key, work)).await
     }
 
-    /// Ends the work at the deadline of one call, where there is one.
+    /// Limits the work by the call timeout, if any.
     pub(super) async fn bounded<T>(
         &self,
         key: &Path,
@@ -202,7 +202,7 @@ impl Bucket {
         }
     }
 
-    /// Begins an upload; with its id, where the store has such.
+    /// Begins an upload, and returns its id if the store supports ids.
     pub(super) async fn begin_upload(
         &self,
         key: &Path,
@@ -213,21 +213,21 @@ impl Bucket {
         }
     }
 
-    /// Gives up an upload that another process began: its parts are dropped. Ended already is success.
+    /// Aborts an upload of another process, which drops its parts. Succeeds if the upload has already ended.
     ///
     /// # Errors
     /// [`StoreError`].
-    pub async fn give_up(&self, open: &OpenUpload) -> Result<(), StoreError> {
+    pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.identified else { return Ok(()) };
         let key = Path::from(open.key.as_str());
-        counted("give_up", async { store.give_up(open).await.map_err(|error| StoreError::of(&key, error)) })
+        counted("give_up", async { store.abort_upload(open).await.map_err(|error| StoreError::of(&key, error)) })
             .await
     }
 
-    /// Ends the work at a deadline; then the store is `Unavailable`.
+    /// Limits the work by a deadline.
     ///
     /// # Errors
-    /// Of the work, or [`StoreError::Unavailable`].
+    /// Those of the work, or [`StoreError::Unavailable`] at the deadline.
     pub async fn within<T>(
         &self,
         key: &Path,
@@ -235,12 +235,12 @@ impl Bucket {
         work: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
         tokio::time::timeout(deadline, work).await.unwrap_or_else(|_| {
-            let why = format!("no answer within {} s", deadline.as_secs());
+            let why = format!("no response within {} s", deadline.as_secs());
             Err(StoreError::of(key, Error::Generic { store: "bucket", source: why.into() }))
         })
     }
 
-    /// The bare store, for streams and multipart uploads.
+    /// The underlying store, for streams and multipart uploads.
     pub fn raw(&self) -> &Arc<dyn ObjectStore> {
         &self.inner
     }
@@ -260,8 +260,8 @@ impl Bucket {
         }
     }
 
-    /// Whether a key that could not be read is not there: S3 answers 403, not 404, to whoever may list a part of the
-    /// bucket only. The list of that part tells; where it does not, nothing is known.
+    /// Whether a key that could not be read is absent. S3 answers 403 instead of 404 if the credentials may list only a part
+    /// of the bucket, so that part is listed. `false` if the listing fails.
     async fn is_absent(&self, key: &Path) -> bool {
         let Some((folder, name)) = key.as_ref().rsplit_once('/') else { return false };
         let mut before = name.to_owned();
@@ -281,7 +281,7 @@ impl Bucket {
         }
     }
 
-    /// The whole object of at most `limit` bytes.
+    /// Reads a whole object of at most `limit` bytes.
     ///
     /// # Errors
     /// [`StoreError`]; absence is `Ok(None)`, a larger object is `Corrupt`.
@@ -300,7 +300,7 @@ impl Bucket {
             }
         };
         if got.meta.size > limit {
-            let why = format!("{} bytes, more than the {limit} that such an object has", got.meta.size);
+            let why = format!("{} bytes, more than the limit of {limit}", got.meta.size);
             return Err(StoreError::Corrupt { key: key.to_string(), why });
         }
         let version =
@@ -309,10 +309,10 @@ impl Bucket {
         Ok(Some(Versioned { value, version }))
     }
 
-    /// A JSON object of at most 1 MiB.
+    /// Reads a JSON object of at most 1 MiB.
     ///
     /// # Errors
-    /// [`StoreError`]; absence is `Ok(None)`, what does not parse is `Corrupt`.
+    /// [`StoreError`]; absence is `Ok(None)`, invalid JSON is `Corrupt`.
     pub async fn get_json<T: DeserializeOwned>(
         &self,
         key: &Path,
@@ -342,7 +342,7 @@ impl Bucket {
         self.put(key, to_json(key, value)?).await
     }
 
-    /// Writes only on the condition. `Precondition` can also be our own write whose answer was lost: read back.
+    /// Writes on a condition. `Precondition` may be caused by our own write whose response was lost, so read back.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -355,7 +355,7 @@ impl Bucket {
         self.put_if(key, to_json(key, value)?, condition).await
     }
 
-    /// As [`put_json_if`](Self::put_json_if), of bytes.
+    /// Like [`put_json_if`](Self::put_json_if), for bytes.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -403,7 +403,7 @@ mod tests {
     use crate::untrusted_text::MAX_CHARS;
 
     #[test]
-    fn unusable_pointer_is_known_by_its_error() {
+    fn unusable_pointer_is_recognised_by_its_error() {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let corrupt = |key: &Path| StoreError::corrupt(key, &"expected value").to_string();
         let side = slot.side_record("system/db/snapshots/x.dump").unwrap();
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn error_quotes_little_of_an_unreadable_object() {
+    async fn error_quotes_only_the_start_of_a_corrupt_object() {
         let (bucket, key) = (Bucket::new(Arc::new(InMemory::new())), Path::from("latest"));
         let text = format!(r#"{{"version":"{}\u001b[31m"}}"#, "x".repeat(1 << 19));
         bucket.put(&key, text).await.unwrap();

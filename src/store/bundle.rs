@@ -1,6 +1,6 @@
-//! Published host bundles: the digest beside the archive, and the signed manifest that hosts update by.
+//! Published host bundles: the digest of the archive, and the signed manifest that hosts need for an update.
 //!
-//! A manifest is believed only as [`Verified`], which nothing makes but [`verify`]. Whatever is not understood is refused.
+//! A manifest is trusted only as [`Verified`], which only [`verify`] creates. Unknown fields and formats are refused.
 
 mod keys;
 
@@ -15,11 +15,11 @@ use crate::machine::name::ImageVersion;
 
 pub use keys::{KeySet, KeySetError, KeysError, MAX_KEYS, TrustedKeys, max_sequence_after};
 
-/// More than any manifest or signature file has.
-pub const LARGEST_COMPANION: u64 = 64 << 10;
+/// Maximum size of a manifest or signature file.
+pub const MAX_COMPANION_BYTES: u64 = 64 << 10;
 const FORMAT: u32 = 1;
 
-/// The SHA-256 (hex) that the `.sha256` companion of a bundle states; `None` where there is no such bundle.
+/// The SHA-256 (hex) in the `.sha256` companion of a bundle; `None` if there is no such bundle.
 ///
 /// # Errors
 /// [`StoreError`]; a companion without a digest is `Corrupt`.
@@ -30,36 +30,36 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<St
     };
     match parse_digest(&String::from_utf8_lossy(&read.value)) {
         Some(digest) => Ok(Some(digest)),
-        None => Err(StoreError::Corrupt { key: companion.to_string(), why: "no SHA-256 in it".to_owned() }),
+        None => Err(StoreError::Corrupt { key: companion.to_string(), why: "it contains no SHA-256".to_owned() }),
     }
 }
 
-/// Manifest and signature as they are published; `None` where one of them is missing.
+/// The published manifest and signature; `None` if one of them is missing.
 ///
 /// # Errors
 /// [`StoreError`].
 pub async fn signed(bucket: &Bucket, version: &ImageVersion) -> Result<Option<Signed>, StoreError> {
-    let manifest = bucket.get(&key::bundle(version, ".json"), LARGEST_COMPANION).await?;
-    let signature = bucket.get(&key::bundle(version, ".json.sig"), LARGEST_COMPANION).await?;
+    let manifest = bucket.get(&key::bundle(version, ".json"), MAX_COMPANION_BYTES).await?;
+    let signature = bucket.get(&key::bundle(version, ".json.sig"), MAX_COMPANION_BYTES).await?;
     Ok(manifest.zip(signature).map(|(manifest, signature)| Signed {
         manifest: manifest.value.to_vec(),
         signature: signature.value.to_vec(),
     }))
 }
 
-/// The digest of a `sha256sum` line.
+/// The digest in a line of `sha256sum`.
 pub fn parse_digest(text: &str) -> Option<String> {
     let digest = text.split_whitespace().next()?;
     let is_hex = digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_hexdigit());
     is_hex.then(|| digest.to_ascii_lowercase())
 }
 
-/// The companion's content, as `sha256sum` writes and checks it.
+/// The companion's content, in the format of `sha256sum`.
 pub fn digest_line(digest: &str) -> String {
     format!("{digest}  {BUNDLE_FILE}\n")
 }
 
-/// What a bundle is, and for whom: `svc-host-bundle.tar.gz.json`.
+/// The manifest of a bundle: `svc-host-bundle.tar.gz.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
@@ -67,47 +67,47 @@ pub struct Manifest {
     pub image_version: ImageVersion,
     pub sha256: String,
     pub size_bytes: u64,
-    /// The oldest release that can be updated to this one; every one, where there is none.
+    /// The oldest release that can be updated to this one; `None` for every release.
     #[serde(default)]
     pub min_version: Option<ImageVersion>,
     #[serde(with = "crate::clock::wire")]
     pub created_at: Timestamp,
     #[serde(with = "crate::clock::wire")]
     pub expires_at: Timestamp,
-    /// What hosts trust once this release runs on them and is well; as before, where there is none.
+    /// The keys that hosts trust once they are healthy on this release; `None` for no change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<KeySet>,
 }
 
-/// Why a bundle is not believed.
+/// The reason why a bundle is not trusted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
     #[error("no key is trusted: BUNDLE_PUBLIC_KEYS is not set")]
     NoKeys,
-    #[error("the signature file is not lines of key id and signature")]
+    #[error("the lines of the signature file are not key id and signature")]
     MalformedSignature,
     #[error("it is signed with none of the keys that are trusted here (signed with {})", .ids.join(", "))]
     UnknownKey { ids: Vec<String> },
-    #[error("the signature of the key {id} is not of this manifest")]
+    #[error("the signature of the key {id} does not match this manifest")]
     WrongSignature { id: String },
     #[error("the manifest is not readable: {why}")]
     Malformed { why: String },
-    #[error("the manifest has the format {found}, and this program knows {FORMAT}")]
+    #[error("the manifest has format {found}, but this program supports only {FORMAT}")]
     OtherFormat { found: u32 },
-    #[error("the manifest is of version {found}, and {expected} was asked for")]
+    #[error("the manifest is for version {found}, not for {expected}")]
     OtherVersion { expected: ImageVersion, found: ImageVersion },
     #[error("the manifest expired at {}", crate::clock::rfc3339_ms(*.at))]
     Expired { at: Timestamp },
     #[error(transparent)]
     KeySet(#[from] KeySetError),
-    #[error("the archive has the SHA-256 {found}, and the manifest states {expected}")]
+    #[error("the archive has the SHA-256 {found}, but the manifest states {expected}")]
     OtherDigest { expected: String, found: String },
-    #[error("the archive has {found} bytes, and the manifest states {expected}")]
+    #[error("the archive has {found} bytes, but the manifest states {expected}")]
     OtherSize { expected: u64, found: u64 },
 }
 
 impl Manifest {
-    /// Reads a manifest without believing it.
+    /// Parses a manifest without verifying it.
     ///
     /// # Errors
     /// [`ManifestError`].
@@ -128,30 +128,30 @@ impl Manifest {
         }
     }
 
-    /// Whether one of the keys of the set that it brings has signed it; true where it brings none.
+    /// Checks that it is signed by a key of the key set that it contains, if any.
     ///
     /// # Errors
     /// [`ManifestError`].
-    pub fn proves_its_keys(&self, signed: &Signed) -> Result<(), ManifestError> {
+    pub fn check_key_set(&self, signed: &Signed) -> Result<(), ManifestError> {
         self.trusted_keys.as_ref().map_or(Ok(()), |set| set.is_proven_by(signed))
     }
 
-    /// Whether it is of this version.
+    /// Checks that it is for this version.
     ///
     /// # Errors
     /// [`ManifestError::OtherVersion`].
-    pub fn is_of(&self, expected: &ImageVersion) -> Result<(), ManifestError> {
+    pub fn check_version(&self, expected: &ImageVersion) -> Result<(), ManifestError> {
         if self.image_version == *expected {
             return Ok(());
         }
         Err(ManifestError::OtherVersion { expected: expected.clone(), found: self.image_version.clone() })
     }
 
-    /// Whether it is of this archive.
+    /// Checks that it is for this archive.
     ///
     /// # Errors
     /// [`ManifestError::OtherSize`], [`ManifestError::OtherDigest`].
-    pub fn fits(&self, sha256: &str, size_bytes: u64) -> Result<(), ManifestError> {
+    pub fn check_archive(&self, sha256: &str, size_bytes: u64) -> Result<(), ManifestError> {
         if self.size_bytes != size_bytes {
             return Err(ManifestError::OtherSize { expected: self.size_bytes, found: size_bytes });
         }
@@ -165,14 +165,14 @@ impl Manifest {
     }
 }
 
-/// A manifest and its signature, as bytes that nobody has looked at yet.
+/// A manifest and its signature, as unverified bytes.
 #[derive(Debug, Clone)]
 pub struct Signed {
     pub manifest: Vec<u8>,
     pub signature: Vec<u8>,
 }
 
-/// A manifest that a trusted key signed, that is of the version asked for, and that holds now.
+/// A manifest that is signed by a trusted key, for the requested version, and not expired.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verified(Manifest);
 
@@ -182,7 +182,7 @@ impl Verified {
     }
 }
 
-/// Believes a manifest, or says why not.
+/// Verifies a manifest.
 ///
 /// # Errors
 /// [`ManifestError`].
@@ -194,43 +194,43 @@ pub fn verify(
 ) -> Result<Verified, ManifestError> {
     keys.check(&signed.manifest, &signed.signature)?;
     let manifest = Manifest::parse(&signed.manifest)?;
-    manifest.is_of(expected)?;
+    manifest.check_version(expected)?;
     if manifest.expires_at <= now {
         return Err(ManifestError::Expired { at: manifest.expires_at });
     }
-    manifest.proves_its_keys(signed)?;
+    manifest.check_key_set(signed)?;
     Ok(Verified(manifest))
 }
 
-/// Why hosts would not update to a bundle that is published.
+/// The reason why hosts would not update to a published bundle.
 #[derive(Debug, thiserror::Error)]
-pub enum Unusable {
+pub enum BundleUnusable {
     #[error("it was published without a signed manifest")]
     Unsigned,
     #[error(transparent)]
     Manifest(#[from] ManifestError),
-    #[error("its manifest is of another archive")]
+    #[error("its manifest is for another archive")]
     OtherArchive,
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-/// Believes the published manifest of the archive with this SHA-256 as a host would, or says why not.
+/// Verifies the published manifest of the archive with this SHA-256, like a host.
 ///
 /// # Errors
-/// [`Unusable`].
-pub async fn usable(
+/// [`BundleUnusable`].
+pub async fn verify_published(
     bucket: &Bucket,
     version: &ImageVersion,
     sha256: &str,
     keys: &TrustedKeys,
-) -> Result<Verified, Unusable> {
-    let signed = signed(bucket, version).await?.ok_or(Unusable::Unsigned)?;
+) -> Result<Verified, BundleUnusable> {
+    let signed = signed(bucket, version).await?.ok_or(BundleUnusable::Unsigned)?;
     let verified = verify(&signed, keys, version, Timestamp::now())?;
-    if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(Unusable::OtherArchive) }
+    if verified.manifest().sha256 == sha256 { Ok(verified) } else { Err(BundleUnusable::OtherArchive) }
 }
 
-/// The lines of a signature file: key id and signature.
+/// Parses the lines of a signature file: key id and signature.
 ///
 /// # Errors
 /// [`ManifestError::MalformedSignature`].

@@ -1,4 +1,4 @@
-//! Where the store is and with which credentials: `OBJECT_STORE_URL` or its short forms, and `AWS_*`.
+//! Location and credentials of the store: `OBJECT_STORE_URL` or its short forms, and `AWS_*`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,21 +12,21 @@ use secrecy::{ExposeSecret, SecretString};
 
 use super::bucket::Bucket;
 use super::count_lists::CountLists;
-use super::credentials::{Asked, Source};
+use super::credentials::{SourceAdapter, CredentialSource};
 use super::local::LocalStore;
 use super::resign::Resigning;
 use super::write_once::WriteOnce;
 use crate::config::Env;
 use crate::http::client::{self, Deadlines};
 
-/// Where objects are: `s3://bucket`, or `file:///dir` for development.
+/// The location of objects: `s3://bucket`, or `file:///dir` for development.
 #[derive(Debug, Clone)]
 pub enum StoreConfig {
     S3(S3Config),
     Directory(PathBuf),
 }
 
-/// An S3 bucket and the credentials for it.
+/// An S3 bucket and its credentials.
 #[derive(Debug, Clone)]
 pub struct S3Config {
     pub bucket: String,
@@ -36,7 +36,7 @@ pub struct S3Config {
     pub access_key: String,
     pub secret_key: SecretString,
     pub session_token: Option<SecretString>,
-    /// When the credentials run out; `None` for those that do not, or not that anybody says.
+    /// When the credentials expire; `None` if never, or if unknown.
     pub expires_at: Option<Timestamp>,
 }
 
@@ -69,19 +69,19 @@ impl StoreConfig {
         }))
     }
 
-    /// Opens the store; no call is made yet.
+    /// Opens the store, without a call to it.
     ///
     /// # Errors
-    /// When the settings contradict each other, or the directory cannot be made.
+    /// If the settings contradict each other, or the directory cannot be created.
     pub fn open(&self) -> anyhow::Result<Bucket> {
         self.open_with(None)
     }
 
-    /// As [`Self::open`], with credentials that are asked for instead of those of the settings.
+    /// Like [`Self::open`], with credentials from `source` instead of those of the settings.
     ///
     /// # Errors
-    /// As [`Self::open`].
-    pub fn open_with(&self, source: Option<Arc<dyn Source>>) -> anyhow::Result<Bucket> {
+    /// Those of [`Self::open`].
+    pub fn open_with(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
         match self {
             Self::S3(config) => config.open(source),
             Self::Directory(dir) => Ok(Bucket::new(Arc::new(LocalStore::open(dir)?))),
@@ -99,14 +99,14 @@ impl S3Config {
         }
     }
 
-    fn open(&self, source: Option<Arc<dyn Source>>) -> anyhow::Result<Bucket> {
+    fn open(&self, source: Option<Arc<dyn CredentialSource>>) -> anyhow::Result<Bucket> {
         let wire = HttpClient::new(client::build(Deadlines::DOWNLOAD)?);
         let (credentials, wire): (AwsCredentialProvider, HttpClient) = match source {
             None => (Arc::new(StaticCredentialProvider::new(self.credential())), wire),
             Some(source) => {
                 let region = self.region.clone();
                 let wire = HttpClient::new(Resigning { wire, source: Arc::clone(&source), region });
-                (Arc::new(Asked(source)), wire)
+                (Arc::new(SourceAdapter(source)), wire)
             }
         };
         let wire = HttpClient::new(CountLists { wire: HttpClient::new(WriteOnce { wire }) });
@@ -133,10 +133,10 @@ impl S3Config {
     }
 }
 
-/// What is wrong with a time is told without it: a file whose lines ran into each other has a secret there.
+/// Parses a time. An error does not quote it: if lines of the file are joined, it may contain a secret.
 fn moment(env: &mut Env, name: &str) -> Option<Timestamp> {
     let parsed = env.text(name)?.parse();
-    parsed.map_err(|_| env.mistake(name, "must be a time, as 2026-01-02T03:04:05Z")).ok()
+    parsed.map_err(|_| env.mistake(name, "must be a time such as 2026-01-02T03:04:05Z")).ok()
 }
 
 fn bucket_name(env: &mut Env) -> Option<String> {
@@ -155,7 +155,7 @@ fn bucket_name(env: &mut Env) -> Option<String> {
     name
 }
 
-/// Lets object_store go through our one HTTP client.
+/// Makes object_store use our HTTP client.
 #[derive(Debug)]
 struct Connector(HttpClient);
 

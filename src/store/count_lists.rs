@@ -1,5 +1,5 @@
-//! Between object_store and the wire: each request that lists keys is counted, like the calls for whole objects. A listing
-//! of many keys is several requests, and the store bills each.
+//! HTTP layer below object_store: counts each request that lists keys. A listing of many keys needs several requests, and
+//! the store bills each.
 
 use std::time::Instant;
 
@@ -35,7 +35,7 @@ fn lists_keys(request: &HttpRequest) -> bool {
     request.method() == Method::GET && query.split('&').any(|pair| pair == "list-type=2")
 }
 
-/// `None`: no answer came.
+/// The metric label of a response; `None` if there was no response.
 fn outcome(status: Option<StatusCode>) -> &'static str {
     match status {
         Some(status) if status.is_success() => "ok",
@@ -51,7 +51,7 @@ mod tests {
     use crate::store::write_once::tests::request;
 
     #[test]
-    fn only_listings_are_counted_as_such() {
+    fn lists_keys_matches_only_listings() {
         let listing = "http://store/b?list-type=2&prefix=user_1%2F";
         assert!(lists_keys(&request(Method::GET, listing)));
         assert!(!lists_keys(&request(Method::GET, "http://store/b/user_1/primary/system/db/latest")));
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn outcomes_are_those_of_other_calls() {
+    fn outcome_uses_the_labels_of_other_calls() {
         for (status, expected) in
             [(Some(200), "ok"), (Some(403), "denied"), (Some(503), "unavailable"), (None, "unavailable")]
         {

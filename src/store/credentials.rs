@@ -1,7 +1,7 @@
-//! Credentials for the store that run out, and whoever has others when they do.
+//! Temporary credentials for the store.
 //!
-//! What gives them is a [`Source`]; what asks it is object_store, before each request, and `resign`, when the store
-//! says that a request's credentials have expired.
+//! A [`CredentialSource`] provides them. object_store requests them before each request, and `resign` when the store rejects a
+//! request's credentials as expired.
 
 use std::error::Error;
 use std::fmt;
@@ -13,16 +13,16 @@ use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
 use secrecy::{ExposeSecret, SecretString};
 
-/// Credentials and the moment from which they are worth nothing.
+/// Credentials with their expiry.
 #[derive(Debug, Clone)]
-pub struct Temporary {
+pub struct TemporaryCredentials {
     pub access_key: String,
     pub secret_key: SecretString,
     pub session_token: Option<SecretString>,
     pub expires_at: Timestamp,
 }
 
-impl Temporary {
+impl TemporaryCredentials {
     pub fn signing(&self) -> AwsCredential {
         AwsCredential {
             key_id: self.access_key.clone(),
@@ -32,40 +32,40 @@ impl Temporary {
     }
 }
 
-/// Why there are no credentials.
+/// The reason why there are no credentials.
 #[derive(Debug, thiserror::Error)]
 pub enum CredentialError {
-    /// Final: another machine has taken this one's place.
-    #[error("this machine has been replaced: it gets no credentials for the object store any more")]
+    /// Permanent: another machine has replaced this one.
+    #[error("this machine has been replaced and gets no more credentials for the object store")]
     Withdrawn,
     #[error("credentials for the object store were refused: {0}")]
     Refused(String),
-    #[error("no credentials for the object store could be had: {0}")]
+    #[error("could not get credentials for the object store: {0}")]
     Unavailable(String),
 }
 
-/// Has credentials at hand, and gets new ones when they run out.
+/// Provides credentials, and renews them when they expire.
 #[async_trait]
-pub trait Source: fmt::Debug + Send + Sync + 'static {
-    /// Credentials that have not expired, as far as this machine's clock tells.
+pub trait CredentialSource: fmt::Debug + Send + Sync + 'static {
+    /// Credentials that have not expired by this machine's clock.
     ///
     /// # Errors
     /// [`CredentialError`].
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError>;
 
-    /// Others than those of this access key, which the store took for expired.
+    /// Credentials to replace those of this access key, which the store rejected as expired.
     ///
     /// # Errors
     /// [`CredentialError`].
-    async fn instead_of(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError>;
+    async fn replacement_for(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError>;
 }
 
-/// A [`Source`] as object_store asks it.
+/// Adapts a [`CredentialSource`] to object_store.
 #[derive(Debug)]
-pub(super) struct Asked(pub(super) Arc<dyn Source>);
+pub(super) struct SourceAdapter(pub(super) Arc<dyn CredentialSource>);
 
 #[async_trait]
-impl CredentialProvider for Asked {
+impl CredentialProvider for SourceAdapter {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
@@ -78,7 +78,7 @@ impl CredentialProvider for Asked {
     }
 }
 
-/// Whether [`CredentialError::Withdrawn`] is behind an error.
+/// Whether [`CredentialError::Withdrawn`] is among the causes of an error.
 pub(super) fn is_withdrawn(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
     while let Some(error) = cause {

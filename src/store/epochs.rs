@@ -1,5 +1,5 @@
-//! The epoch floor: the highest epoch that the store knows of a slot. The next machine's epoch is above it, since
-//! the platform's database may have been restored from an older copy.
+//! The epoch floor: the highest epoch of a slot in the store. The next machine's epoch must be higher, because the
+//! platform's database may have been restored from an older copy.
 
 use std::time::Duration;
 
@@ -10,33 +10,33 @@ use super::pointer::Pointer;
 use super::{pointer_io, snapshots};
 use crate::machine::epoch::Epoch;
 
-/// Of all requests together: 10,000 snapshots are some twenty pages of a listing. An operator's client waits longer.
+/// Timeout of all requests together. A listing of 10,000 snapshots has about twenty pages. Operators' clients wait longer.
 const FLOOR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host can write
-/// all three: what is far above `known`, the highest epoch in the database, is not believed. Such a fence is left out, since
-/// the platform's own replaces it.
+/// The highest of the pointer's fence, the epoch in `system/vps-meta.json`, and the epochs in snapshots' keys. A host can
+/// write all three, so values far above `known`, the highest epoch in the database, are implausible. An implausible fence is
+/// ignored, because the platform's fence replaces it.
 ///
 /// # Errors
-/// [`StoreError`]; an unreadable pointer is `Corrupt`, since its fence is not known, and so is one whose snapshot has an epoch
-/// that is not believed. Unreadable metadata is left out: its machine's fence was written before it.
+/// [`StoreError`]; `Corrupt` if the pointer is unreadable, so that its fence is unknown, or if its snapshot's epoch is
+/// implausible. Unreadable metadata is ignored: its machine's fence was written before it.
 pub async fn floor(bucket: &Bucket, slot: &SlotPrefix, known: Epoch) -> Result<Epoch, StoreError> {
     let bound = known.max_plausible();
     let read = async {
         let pointer = pointer_io::read(bucket, slot).await?;
-        let fence = pointer.map_or(Ok(Epoch::NONE), |read| believed_fence(slot, &read.value, known))?;
+        let fence = pointer.map_or(Ok(Epoch::NONE), |read| plausible_fence(slot, &read.value, known))?;
         Ok(fence.max(beside_pointer(bucket, slot, bound).await?))
     };
     bucket.within(&slot.pointer(), FLOOR_TIMEOUT, read).await
 }
 
-/// The floor without the pointer, for where it cannot be read.
+/// The floor without the pointer, if that cannot be read.
 ///
 /// # Errors
 /// [`StoreError`].
 async fn beside_pointer(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
     let keys = snapshots::keys(bucket, slot).await?;
-    Ok(of_keys(&keys, bound).max(of_meta(bucket, slot, bound).await?))
+    Ok(of_keys(&keys, bound).max(of_metadata(bucket, slot, bound).await?))
 }
 
 pub(super) fn of_keys(keys: &[String], bound: Epoch) -> Epoch {
@@ -47,21 +47,21 @@ pub(super) fn of_keys(keys: &[String], bound: Epoch) -> Epoch {
         .unwrap_or(Epoch::NONE)
 }
 
-pub(super) async fn of_meta(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
+pub(super) async fn of_metadata(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
     let key = slot.vps_meta();
     match bucket.get_json::<VpsMeta>(&key).await {
         Ok(found) => {
             Ok(found.map(|found| found.value.epoch).filter(|epoch| *epoch <= bound).unwrap_or(Epoch::NONE))
         }
         Err(StoreError::Corrupt { key, why }) => {
-            tracing::warn!(key, why, "unreadable machine metadata; its epoch is left out");
+            tracing::warn!(key, why, "unreadable machine metadata; its epoch is ignored");
             Ok(Epoch::NONE)
         }
         Err(error) => Err(error),
     }
 }
 
-fn believed_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
+fn plausible_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<Epoch, StoreError> {
     let Pointer { fence_epoch: fence, snapshot, .. } = pointer;
     let named = snapshot.as_ref().map_or(Epoch::NONE, |named| named.epoch);
     if named > known.max_plausible() {
@@ -71,7 +71,7 @@ fn believed_fence(slot: &SlotPrefix, pointer: &Pointer, known: Epoch) -> Result<
         return Err(StoreError::Corrupt { key: slot.pointer().to_string(), why });
     }
     if *fence > known.max_plausible() {
-        tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows: it is left out");
+        tracing::warn!(key = %slot.pointer(), %fence, %known, "the fence is far above every epoch that the platform knows; ignored");
         return Ok(named);
     }
     Ok(named.max(*fence))
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn floor_of_nothing_is_none() {
+    async fn floor_of_an_empty_slot_is_none() {
         assert_eq!(floor(&bucket(), &slot(), Epoch::NONE).await.unwrap(), Epoch::NONE);
     }
 
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn floor_ignores_what_is_no_epoch() {
+    async fn floor_ignores_invalid_epochs() {
         let bucket = bucket();
         put_side(&bucket, "2026-01-02T03-04-05.678Z-4294967295.dump.json").await;
         put_side(&bucket, "odd.dump.json").await;
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn floor_is_unknown_where_the_pointer_is_unreadable() {
+    async fn floor_fails_if_the_pointer_is_unreadable() {
         let bucket = bucket();
         bucket.put(&slot().pointer(), &b"torn"[..]).await.unwrap();
         assert!(matches!(floor(&bucket, &slot(), Epoch::NONE).await, Err(StoreError::Corrupt { .. })));

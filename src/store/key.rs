@@ -1,4 +1,4 @@
-//! Keys of objects (specification, part 2; contract, part 4). A slot's objects lie below `<idpUserId>/<slot>/`.
+//! Keys of objects (specification, part 2; contract, part 4). A slot's objects are below `<idpUserId>/<slot>/`.
 
 use jiff::Timestamp;
 use object_store::path::Path;
@@ -9,19 +9,19 @@ use crate::machine::name::{IdpUserId, ImageVersion, Slot};
 /// The file name of a host bundle, in the store and in URLs.
 pub const BUNDLE_FILE: &str = "svc-host-bundle.tar.gz";
 
-/// Enough for every `seq` that a pointer may have.
+/// Digits of the highest `seq` of a pointer.
 const SEQ_DIGITS: usize = 16;
 
-/// Within the keys of snapshots and of their side records.
+/// Part of the keys of snapshots and their side records.
 pub const SNAPSHOTS: &str = "/system/db/snapshots/";
 
 /// The end of a pointer's key.
 pub const LATEST: &str = "/system/db/latest";
 
-/// Within the keys of the pointer's log.
+/// Part of the keys of the pointer's log.
 pub const POINTER_LOG: &str = "/system/db/pointer-log/";
 
-/// The place of one slot in the bucket.
+/// The prefix of a slot's keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SlotPrefix(Path);
 
@@ -46,12 +46,12 @@ impl SlotPrefix {
         self.join(&["system", "db", "latest"])
     }
 
-    /// Where each `seq` of the pointer is claimed.
+    /// The folder of the log entries that claim each `seq` of the pointer.
     pub fn pointer_log(&self) -> Path {
         self.join(&["system", "db", "pointer-log"])
     }
 
-    /// The entry that claims `seq`. Names sort as their numbers do.
+    /// The log entry that claims `seq`. Names sort like their numbers.
     pub fn pointer_entry(&self, seq: u64) -> Path {
         self.pointer_log().join(format!("{seq:0SEQ_DIGITS$}.json"))
     }
@@ -60,8 +60,8 @@ impl SlotPrefix {
         self.join(&["system", "db", "snapshots"])
     }
 
-    /// The object of a snapshot's key as the pointer names it: relative to the slot, `system/db/snapshots/….dump`.
-    /// `None` when the key is not of that form, so that no pointer leads out of the slot.
+    /// The object of a snapshot's key, which is relative to the slot: `system/db/snapshots/….dump`.
+    /// `None` for any other form, so that no pointer can refer to another slot.
     pub fn snapshot(&self, key: &str) -> Option<Path> {
         let key: SnapshotKey = key.parse().ok()?;
         Some(self.snapshots().join(key.as_str().rsplit('/').next()?))
@@ -92,7 +92,8 @@ impl std::str::FromStr for SnapshotKey {
         let name = text.strip_prefix("system/db/snapshots/").and_then(|name| name.strip_suffix(".dump"));
         let fits = |name: &str| {
             let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
-            // Who may write names that end in `-1.dump` and begin with a time, must not write `…Z-900.dump-1.dump` or `…Z-1.dumpZ-900.dump`.
+            // A policy may allow names that begin with a time and end in `-1.dump`: refuse `…Z-900.dump-1.dump` and
+            // `…Z-1.dumpZ-900.dump`.
             let is_one = !name.contains(".dump") && (!name.contains("Z-") || parts(text).is_some());
             plain && (1..=200).contains(&name.len()) && !name.contains("..") && is_one
         };
@@ -104,7 +105,7 @@ impl std::str::FromStr for SnapshotKey {
     }
 }
 
-/// Where a page of snapshots ended: a key, or another text that keys are compared with.
+/// The end of a page of snapshots: a key, or another string to compare keys with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotCursor(String);
 
@@ -127,7 +128,7 @@ impl std::str::FromStr for SnapshotCursor {
         if text.strip_prefix("system/db/snapshots/").is_some_and(fits) {
             Ok(Self(text.to_owned()))
         } else {
-            Err("must be a cursor that an earlier page gave")
+            Err("must be a cursor from an earlier page")
         }
     }
 }
@@ -137,12 +138,12 @@ pub fn snapshot_key(taken_at: Timestamp, epoch: Epoch) -> String {
     format!("system/db/snapshots/{}-{epoch}.dump", snapshot_name_at(taken_at))
 }
 
-/// What the names of snapshots taken at this time begin with; those of later ones are above it.
+/// The beginning of the names of snapshots taken at this time; names of later ones sort after it.
 pub fn snapshot_name_at(taken_at: Timestamp) -> String {
     crate::clock::rfc3339_ms(taken_at).replace(':', "-")
 }
 
-/// Time and epoch of a key that is exactly what [`snapshot_key`] makes of them.
+/// The time and epoch of a key that is exactly in the form of [`snapshot_key`].
 fn parts(key: &str) -> Option<(Timestamp, Epoch)> {
     let (_, epoch) = key.strip_suffix(".dump")?.split_once("Z-")?;
     let (taken_at, epoch) = (time_in(key)?, epoch.parse().ok()?);
@@ -159,7 +160,7 @@ pub fn epoch_of(key: &str) -> Option<Epoch> {
     parts(key).map(|(_, epoch)| epoch)
 }
 
-/// The time with which a key, or a cursor, begins: enough to know where to list from.
+/// The time at the beginning of a key or cursor, from which to list.
 pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     let name = key.strip_prefix("system/db/snapshots/")?;
     let (date, rest) = name.split_once('T')?;
@@ -167,7 +168,7 @@ pub(super) fn time_in(key: &str) -> Option<Timestamp> {
     format!("{date}T{}Z", time.replace('-', ":")).parse().ok()
 }
 
-/// Whether what a record says of itself is what its key says. Of a key without a time, at most the end counts: `-<epoch>.dump`.
+/// Whether the time and epoch of a record match its key. A key without a time may only have the end `-<epoch>.dump`.
 pub(super) fn agrees(key: &str, taken_at: Timestamp, epoch: Epoch) -> bool {
     if parts(key).is_some() {
         return snapshot_key(taken_at, epoch) == key;
@@ -188,7 +189,7 @@ pub fn entry_seq(entry: &Path) -> Option<u64> {
     fits.then(|| digits.parse().ok()).flatten()
 }
 
-/// Where all bundles are, at the bucket's root.
+/// The folder of all bundles, at the bucket's root.
 pub const BUNDLES: &str = "system-bundles";
 
 /// A bundle's object at the bucket's root; `suffix` is empty, `.sha256`, `.json` or `.json.sig`.
@@ -201,7 +202,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_lie_where_the_specification_says() {
+    fn keys_match_the_specification() {
         let prefix = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         assert_eq!(prefix.pointer().as_ref(), "user_1/primary/system/db/latest");
         let key = snapshot_key("2026-01-02T03:04:05.678Z".parse().unwrap(), Epoch(7));
@@ -216,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_of_the_log_sort_as_their_numbers() {
+    fn log_entries_sort_by_number() {
         let prefix = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let entry = prefix.pointer_entry(42);
         assert_eq!(entry.as_ref(), "user_1/primary/system/db/pointer-log/0000000000000042.json");
@@ -230,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_what_its_pattern_says() {
+    fn snapshot_key_matches_its_pattern() {
         let key = snapshot_key("2026-01-02T03:04:05.678Z".parse().unwrap(), Epoch(7));
         assert_eq!(key.parse::<SnapshotKey>().unwrap().as_str(), key);
         for bad in [
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn key_that_hides_another_epoch_is_refused() {
+    fn snapshot_key_refuses_a_hidden_epoch() {
         let time = "system/db/snapshots/2026-11-24T03-04-05.678Z";
         for bad in [
             format!("{time}-1.dumpZ-900.dump"),
@@ -269,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn record_agrees_with_time_and_epoch_of_its_key() {
+    fn agrees_compares_time_and_epoch() {
         let at: Timestamp = "2026-01-02T03:04:05.678Z".parse().unwrap();
         let key = snapshot_key(at, Epoch(7));
         assert!(agrees(&key, at, Epoch(7)));
@@ -281,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pointer_cannot_lead_out_of_its_slot() {
+    fn snapshot_refuses_keys_outside_the_slot() {
         let prefix = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         for bad in [
             "",

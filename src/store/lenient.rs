@@ -1,4 +1,4 @@
-//! For tests: a store that ignores one kind of condition, and counts the names that its listings gave.
+//! Test store that ignores one kind of condition, and counts the names in its listings.
 
 use std::fmt;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl Lenient {
         Self { inner: InMemory::new(), ignored, listed: Arc::default() }
     }
 
-    /// How many names listings have given so far.
+    /// The number of names that were listed.
     pub(crate) fn listed(&self) -> usize {
         self.listed.load(Ordering::Relaxed)
     }

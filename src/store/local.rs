@@ -1,7 +1,7 @@
-//! A directory in place of a bucket, for development: `OBJECT_STORE_URL=file:///dir`.
+//! A directory as a bucket, for development: `OBJECT_STORE_URL=file:///dir`.
 //!
-//! The file system knows no conditional replace, so a lock per store makes one: every write takes it, across
-//! processes, and a replace compares the ETag under it.
+//! A file system has no conditional replace, so every write takes a lock of the store, across processes, and a replace
+//! compares the ETag while holding it.
 
 use std::fmt;
 use std::fs::File;
@@ -24,7 +24,7 @@ pub(super) struct LocalStore {
 }
 
 impl LocalStore {
-    /// Opens `dir`, and makes it where it is missing.
+    /// Opens `dir`, and creates it if it does not exist.
     pub(super) fn open(dir: &FilePath) -> anyhow::Result<Self> {
         let objects = dir.join("objects");
         std::fs::create_dir_all(&objects)?;
@@ -58,8 +58,8 @@ impl ObjectStore for LocalStore {
             let changed = |why: &str| Error::Precondition { path: at.to_string(), source: why.into() };
             match self.inner.head(at).await {
                 Ok(now) if now.e_tag == wanted.e_tag => options.mode = PutMode::Overwrite,
-                Ok(_) => return Err(changed("another version is there")),
-                Err(Error::NotFound { .. }) => return Err(changed("it is gone")),
+                Ok(_) => return Err(changed("it has another version")),
+                Err(Error::NotFound { .. }) => return Err(changed("it was deleted")),
                 Err(error) => return Err(error),
             }
         }
@@ -117,7 +117,7 @@ mod tests {
     use crate::store::{Bucket, pointer_io};
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn writers_of_one_pointer_never_lose_a_step() {
+    async fn concurrent_writers_never_lose_a_pointer_update() {
         let dir = tempfile::tempdir().unwrap();
         let open = || Bucket::new(Arc::new(LocalStore::open(dir.path()).unwrap()));
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
@@ -139,7 +139,7 @@ mod tests {
             moved += u64::from(writer.await.unwrap().is_ok());
         }
         let pointer = pointer_io::read(&open(), &slot).await.unwrap().unwrap().value;
-        assert_eq!(pointer.seq, 1 + moved, "each writer that was told of success took one step");
+        assert_eq!(pointer.seq, 1 + moved, "each successful writer increments seq once");
         assert!(moved > 0);
     }
 }

@@ -1,4 +1,4 @@
-//! `system/vps-meta.json`: the machine's metadata and heartbeat, written by the current epoch's host alone.
+//! `system/vps-meta.json`: the machine's metadata and heartbeat, written only by the host of the current epoch.
 
 use std::net::Ipv4Addr;
 
@@ -15,8 +15,8 @@ use crate::machine::name::{IdpUserId, ImageVersion, Slot};
 
 pub const FORMAT: u32 = 1;
 
-/// How often a write is tried when others write at the same time.
-const ATTEMPTS: u32 = 4;
+/// Maximum attempts of a write with concurrent writers.
+const MAX_ATTEMPTS: u32 = 4;
 
 /// The content of `system/vps-meta.json` (contract, part 4).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,7 +38,7 @@ pub struct VpsMeta {
     pub last_backup: Option<Timestamp>,
 }
 
-/// Why the metadata was not written.
+/// The reason why the metadata was not written.
 #[derive(Debug, thiserror::Error)]
 pub enum MetaError {
     #[error(transparent)]
@@ -47,19 +47,19 @@ pub enum MetaError {
     Store(#[from] StoreError),
 }
 
-/// Writes the metadata unless a later epoch's host, or another of the same epoch, has written its own. As with the pointer, a write whose answer was
-/// lost is settled by reading back.
+/// Writes the metadata unless a host with a higher epoch, or another host with the same epoch, has written it. As with the
+/// pointer, a write whose response was lost is resolved by reading back.
 ///
 /// # Errors
-/// [`MetaError`]; `Fenced` when a later machine of the slot, or another of the same epoch, has written.
+/// [`MetaError`]; `Fenced` if a machine with a higher epoch, or another one with the same epoch, has written.
 pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result<(), MetaError> {
     let key = slot.vps_meta();
     let mut unanswered = None;
-    for _ in 0..ATTEMPTS {
+    for _ in 0..MAX_ATTEMPTS {
         let now = match bucket.get_json::<VpsMeta>(&key).await {
             Ok(now) => now,
             Err(StoreError::Corrupt { .. }) => {
-                // Nobody can read it, and nothing else is in it: the current host writes it anew.
+                // It is unreadable and contains nothing else, so it is overwritten.
                 let raw = bucket.get(&key, u64::MAX).await?;
                 let condition = raw.map_or(Condition::Absent, |raw| Condition::Unchanged(raw.version));
                 match bucket.put_json_if(&key, meta, condition).await {
@@ -84,7 +84,7 @@ pub async fn write(bucket: &Bucket, slot: &SlotPrefix, meta: &VpsMeta) -> Result
         match bucket.put_json_if(&key, meta, condition).await {
             Ok(()) => return Ok(()),
             Err(StoreError::Precondition { .. }) => {}
-            // It may have happened: one more round settles it.
+            // The write may have succeeded: one more attempt finds out.
             Err(error) if error.is_transient() && unanswered.is_none() => unanswered = Some(error),
             Err(error) => return Err(error.into()),
         }

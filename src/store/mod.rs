@@ -1,6 +1,6 @@
-//! Typed places in the object store: what is where, how it is written, and what may be believed of it.
+//! Typed access to the object store: the location, format and verification of each kind of object.
 //!
-//! Unreachable is never "absent": [`StoreError`] keeps them apart, and only a confirmed 404 is an absence.
+//! An unreachable object is never "absent": [`StoreError`] distinguishes the two, and only a confirmed 404 is an absence.
 
 mod bounded_list;
 pub mod bucket;

@@ -1,6 +1,6 @@
-//! Multipart uploads that are known by an id: whoever comes after a process that was killed in one can give it up.
+//! Multipart uploads with an id, so that another process can abort the upload of a killed process.
 //!
-//! Owns the order of the parts. A store without ids (a directory, memory) has nothing that would have to be given up.
+//! Owns the order of the parts. A store without ids (a directory, memory) keeps no parts that must be aborted.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,35 +12,35 @@ use object_store::path::Path;
 use object_store::{Error, MultipartId, MultipartUpload, PutPayload, PutResult, Result, UploadPart};
 use serde::{Deserialize, Serialize};
 
-/// An upload that was begun.
+/// An upload that has not ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OpenUpload {
-    /// The object's, in the bucket.
+    /// The key of the object in the bucket.
     pub key: String,
     pub upload_id: String,
 }
 
 /// A store whose uploads have ids.
 #[derive(Clone)]
-pub(super) struct Identified(pub(super) Arc<dyn MultipartStore>);
+pub(super) struct UploadsWithIds(pub(super) Arc<dyn MultipartStore>);
 
-impl fmt::Debug for Identified {
+impl fmt::Debug for UploadsWithIds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Identified")
+        f.write_str("UploadsWithIds")
     }
 }
 
-impl Identified {
+impl UploadsWithIds {
     pub(super) async fn begin(&self, key: &Path) -> Result<(Box<dyn MultipartUpload>, OpenUpload)> {
         let id = self.0.create_multipart(key).await?;
         let open = OpenUpload { key: key.to_string(), upload_id: id.clone() };
-        let upload = Parts { store: self.clone(), key: key.clone(), id, begun: 0, arrived: Arc::default() };
+        let upload = MultipartParts { store: self.clone(), key: key.clone(), id, begun: 0, arrived: Arc::default() };
         Ok((Box::new(upload), open))
     }
 
-    /// One that is not there any more was completed or given up: that is success.
-    pub(super) async fn give_up(&self, open: &OpenUpload) -> Result<()> {
+    /// Aborts an upload. Succeeds if it no longer exists: it was completed or aborted.
+    pub(super) async fn abort_upload(&self, open: &OpenUpload) -> Result<()> {
         match self.0.abort_multipart(&Path::parse(&open.key)?, &open.upload_id).await {
             Err(Error::NotFound { .. }) => Ok(()),
             end => end,
@@ -48,10 +48,10 @@ impl Identified {
     }
 }
 
-/// One upload under way.
+/// An upload in progress.
 #[derive(Debug)]
-struct Parts {
-    store: Identified,
+struct MultipartParts {
+    store: UploadsWithIds,
     key: Path,
     id: MultipartId,
     begun: usize,
@@ -59,7 +59,7 @@ struct Parts {
 }
 
 #[async_trait]
-impl MultipartUpload for Parts {
+impl MultipartUpload for MultipartParts {
     fn put_part(&mut self, data: PutPayload) -> UploadPart {
         let index = self.begun;
         self.begun += 1;

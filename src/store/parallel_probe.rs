@@ -1,5 +1,5 @@
-//! Whether the store keeps conditional writes when several writers come at the same moment. A store can refuse a second
-//! writer that comes later, and still let two through that come together.
+//! Probes whether the store honours conditional writes of concurrent writers. A store may refuse a later second writer, but
+//! accept two concurrent ones.
 
 use std::time::Duration;
 
@@ -10,17 +10,17 @@ use serde_json::json;
 
 use super::bucket::{Bucket, Condition, StoreError};
 
-/// Beside the slots, where no user's name can be.
+/// Prefix of the probe's objects; not a valid user name.
 pub const PREFIX: &str = "system-doctor";
 const WRITERS: usize = 6;
-/// Of each kind. A store that lets two writers through in half of the rounds passes one time in 256.
+/// Rounds of each kind. A store that accepts two writers in half of the rounds passes one time in 256.
 const ROUNDS: usize = 8;
 
-/// Whether one kind of conditional write has one winner.
+/// Whether one kind of conditional write has exactly one winner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exactness {
     Exact,
-    /// So many of the writers of one round succeeded.
+    /// The number of writers that succeeded in one round.
     Inexact {
         winners: usize,
     },
@@ -35,26 +35,26 @@ impl Exactness {
     }
 }
 
-/// What the rounds showed.
+/// The result of the rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Findings {
-    /// `If-None-Match: *`: the pointer's log rests on it.
+    /// `If-None-Match: *`, which the pointer's log requires.
     pub create: Exactness,
     /// `If-Match`.
     pub replace: Exactness,
 }
 
 impl Findings {
-    /// Why the store must not be used, where that is so.
+    /// The reason why the store must not be used, if any.
     pub fn refusal(&self) -> Option<String> {
         let Exactness::Inexact { winners } = self.create else { return None };
         Some(format!(
             "the object store let {winners} of {WRITERS} writers create the same object (If-None-Match): two hosts could \
-             both move the snapshot pointer; use a store that creates an object once"
+             both move the snapshot pointer; use a store that honours this condition"
         ))
     }
 
-    /// What an operator should know, where the store can be used.
+    /// The warning about a usable store, if any.
     pub fn warning(&self) -> Option<String> {
         let Exactness::Inexact { winners } = self.replace else { return None };
         Some(format!(
@@ -64,10 +64,10 @@ impl Findings {
     }
 }
 
-/// Several writers at once, in a few rounds, on objects of its own that are deleted again.
+/// Runs several rounds of concurrent writers on temporary objects.
 ///
 /// # Errors
-/// [`StoreError`]; then nothing is known. `Unavailable` where the store does not answer within `deadline`.
+/// [`StoreError`]; `Unavailable` if the store does not respond within `deadline`.
 pub async fn run(bucket: &Bucket, deadline: Duration) -> Result<Findings, StoreError> {
     let key = Path::from(PREFIX);
     bucket.within(&key, deadline, rounds(bucket)).await
@@ -78,7 +78,7 @@ async fn rounds(bucket: &Bucket) -> Result<Findings, StoreError> {
     for _ in 0..ROUNDS {
         let key = Path::from(format!("{PREFIX}/{}.json", uuid::Uuid::new_v4()));
         let round = round(bucket, &key).await;
-        // Best effort: a failed removal leaves a few bytes beside the slots.
+        // Best effort: a failed deletion leaves a few bytes.
         if let Err(error) = bucket.raw().delete(&key).await {
             tracing::debug!(%key, %error, "the probe's object was not deleted");
         }
@@ -88,7 +88,7 @@ async fn rounds(bucket: &Bucket) -> Result<Findings, StoreError> {
     Ok(seen)
 }
 
-/// How many writers created the object, and how many replaced one version of it.
+/// The number of writers that created the object, and of those that replaced the same version of it.
 async fn round(bucket: &Bucket, key: &Path) -> Result<(usize, usize), StoreError> {
     let created = winners(bucket, key, &Condition::Absent).await?;
     let Some(read) = bucket.get_json::<serde_json::Value>(key).await? else {
@@ -100,7 +100,7 @@ async fn round(bucket: &Bucket, key: &Path) -> Result<(usize, usize), StoreError
 
 async fn winners(bucket: &Bucket, key: &Path, condition: &Condition) -> Result<usize, StoreError> {
     let writers = (0..WRITERS).map(|writer| async move {
-        // No two writers write the same bytes: a store that names versions by content could not distinguish them.
+        // Each writer writes different bytes, because a store may derive versions from the content.
         let value = json!({"writer": writer, "nonce": uuid::Uuid::new_v4()});
         bucket.put_json_if(key, &value, condition.clone()).await
     });
@@ -129,7 +129,7 @@ mod tests {
     const DEADLINE: Duration = Duration::from_secs(10);
 
     #[tokio::test]
-    async fn probe_finds_an_exact_store_exact_and_leaves_nothing() {
+    async fn probe_accepts_an_exact_store_and_cleans_up() {
         let store = Arc::new(InMemory::new());
         let found = run(&Bucket::new(store.clone()), DEADLINE).await.unwrap();
         assert_eq!((found.refusal(), found.warning()), (None, None));

@@ -1,7 +1,7 @@
-//! `system/db/latest`, pure: what the pointer says, and what a fence or a new snapshot makes of it.
+//! `system/db/latest`: the pointer, and its changes by a fence or a new snapshot. Pure.
 //!
-//! Invariants: `seq` and `fenceEpoch` only grow, except that a fence no machine could have is replaced; a machine below the fence, or another machine of the fence's own epoch,
-//! never moves the pointer; the clocks of hosts decide nothing.
+//! Invariants: `seq` and `fenceEpoch` only increase, except that an impossible fence is replaced; a machine below the fence,
+//! or another machine with the fence's epoch, never moves the pointer; nothing depends on the clocks of hosts.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -11,34 +11,33 @@ use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 
 pub const FORMAT: u32 = 1;
-/// More moves than a slot ever sees, and as far as every reader of JSON counts exactly: `seq` must be able to grow.
+/// Maximum `seq`: the largest integer that every JSON parser represents exactly.
 pub const MAX_SEQ: u64 = 1 << 53;
-/// An entry of the log that is further ahead of `latest` was not written by the protocol, which leaves at most one ahead. A
-/// `latest` that was put back to an earlier time is still healed.
+/// Maximum distance of a log entry from `latest`. The protocol leaves at most one entry ahead, but a `latest` that was
+/// restored from an earlier time must still be repaired.
 pub const MAX_SEQ_AHEAD: u64 = 1_000_000;
 
-/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence where nothing was, or,
-/// with `emptiedAt`, an operator's decision that no snapshot before it is restored.
+/// The pointer to the latest verified snapshot of a slot. `snapshot: null` is a tombstone: a fence without a snapshot, or,
+/// with `emptiedAt`, an operator's decision to restore no earlier snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Pointer {
     pub version: u32,
     pub fence_epoch: Epoch,
-    /// The machine that the fence lets through. Absent in pointers of earlier releases.
+    /// The machine that the fence admits. Older releases omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence_machine_id: Option<MachineId>,
-    /// By which the platform knows its own fence. Absent in pointers of earlier releases, and where a host raised the
-    /// fence.
+    /// The platform's signature of its fence. Older releases omit it, and it is absent if a host raised the fence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fence_proof: Option<String>,
     pub seq: u64,
     pub snapshot: Option<SnapshotRef>,
-    /// When an operator decided that the slot starts empty although snapshots are there.
+    /// When an operator decided that the slot starts empty although it has snapshots.
     #[serde(default, with = "clock::wire_option", skip_serializing_if = "Option::is_none")]
     pub emptied_at: Option<Timestamp>,
 }
 
-/// A verified snapshot as the pointer names it.
+/// A reference to a verified snapshot, as in the pointer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotRef {
@@ -56,19 +55,19 @@ pub struct SnapshotRef {
     pub verified_at: Timestamp,
 }
 
-/// Whether the text of an error says that a snapshot pointer is not sound. Hosts report their errors as texts.
+/// Whether an error message says that a snapshot pointer is not sound. Hosts report errors as messages.
 pub fn is_unsound(error: &str) -> bool {
     error.contains(UNSOUND)
 }
 
 const UNSOUND: &str = "the snapshot pointer is not sound";
 
-/// The lowest epoch that may move the pointer from now on, and the machine that holds it.
+/// The lowest epoch that may move the pointer, and the machine with that epoch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fence {
     pub epoch: Epoch,
     pub machine: MachineId,
-    /// A MAC of the platform over slot, epoch and machine.
+    /// The platform's MAC over slot, epoch and machine.
     pub proof: Option<String>,
 }
 
@@ -79,12 +78,12 @@ impl Fence {
     }
 }
 
-/// A writer that has been replaced: the fence is above its epoch, or at its epoch for another machine.
+/// The writer has been replaced: the fence is above its epoch, or at its epoch for another machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{}", self.message())]
 pub struct Fenced {
     pub fence: Epoch,
-    /// The machine that the fence names, where the epochs are equal.
+    /// The fence's machine, if the epochs are equal.
     pub holder: Option<MachineId>,
     pub mine: Epoch,
 }
@@ -102,28 +101,28 @@ impl Fenced {
         }
         let by = holder.map(|machine| format!(" by machine {machine}")).unwrap_or_default();
         format!(
-            "the slot is fenced at epoch {fence}{by}; this machine's epoch {mine} may not move the pointer any more"
+            "the slot is fenced at epoch {fence}{by}; this machine's epoch {mine} may no longer move the pointer"
         )
     }
 }
 
 impl Pointer {
-    /// The machine of the fence's epoch: named, or the one whose snapshot of that epoch is the latest.
+    /// The machine with the fence's epoch: the fence's machine, or the one that took the latest snapshot of that epoch.
     pub fn fence_holder(&self) -> Option<MachineId> {
         let writer = || self.snapshot.as_ref().filter(|named| named.epoch == self.fence_epoch);
         self.fence_machine_id.or_else(|| writer().map(|named| named.machine_id))
     }
 
-    /// What the platform signed of the fence, where the fence is this machine's at this epoch.
+    /// The fence's proof, if the fence is for this machine and epoch.
     fn proof_of(&self, epoch: Epoch, machine: MachineId) -> Option<String> {
         let is_same = self.fence_epoch == epoch && self.fence_holder() == Some(machine);
         self.fence_proof.clone().filter(|_| is_same)
     }
 
-    /// Whether this machine may move the pointer.
+    /// Checks that this machine may move the pointer.
     ///
     /// # Errors
-    /// [`Fenced`] when the fence is above `epoch`, or at `epoch` for another machine.
+    /// [`Fenced`] if the fence is above `epoch`, or at `epoch` for another machine.
     pub fn admit(&self, epoch: Epoch, machine: MachineId) -> Result<(), Fenced> {
         let fence = self.fence_epoch;
         if fence > epoch {
@@ -136,11 +135,11 @@ impl Pointer {
     }
 }
 
-/// The pointer with this fence; `None` when it is there already. A fence of the platform's, which is signed, also replaces one
-/// that is far above it: no machine of ours ever had such an epoch, so a host must have written it.
+/// The pointer with this fence; `None` if it already has it. The platform's signed fence also replaces one that is far above
+/// it: no machine ever had such an epoch, so a host must have written it.
 ///
 /// # Errors
-/// [`Fenced`] when a later machine, or another machine of the same epoch, has fenced already.
+/// [`Fenced`] if a later machine, or another machine with the same epoch, has already fenced.
 pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>, Fenced> {
     let Fence { epoch, machine, proof } = fence;
     let mut known = None;
@@ -164,11 +163,11 @@ pub fn fence(current: Option<&Pointer>, fence: &Fence) -> Result<Option<Pointer>
     }))
 }
 
-/// The pointer moved to `snapshot` by the machine that took it; `None` when it already names that snapshot, which may be
-/// this machine's own write whose answer was lost, even if it was fenced since. Who writes fences all earlier machines.
+/// The pointer moved to `snapshot` by the machine that took it. `None` if it already names that snapshot: the response to
+/// this machine's write may have been lost, even if it was fenced since. A write fences all earlier machines.
 ///
 /// # Errors
-/// [`Fenced`] when the fence is above the snapshot's epoch, or at that epoch for another machine.
+/// [`Fenced`] if the fence is above the snapshot's epoch, or at that epoch for another machine.
 pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Option<Pointer>, Fenced> {
     if let Some(now) = current {
         if now.snapshot.as_ref().is_some_and(|named| named.key == snapshot.key) {
@@ -187,8 +186,8 @@ pub fn advance(current: Option<&Pointer>, snapshot: &SnapshotRef) -> Result<Opti
     }))
 }
 
-/// What holds where the log and `latest` have different values of one `seq`: an earlier release wrote `latest` without
-/// claiming that `seq`. Neither write saw the other, so the higher fence and the snapshot of the later epoch stay.
+/// Merges different values of one `seq` in the log and in `latest`: an older release wrote `latest` without claiming that
+/// `seq`. The writes were concurrent, so the higher fence and the snapshot with the higher epoch are kept.
 pub fn merge(claimed: &Pointer, latest: &Pointer) -> Pointer {
     let order = |pointer: &Pointer| pointer.snapshot.as_ref().map(|named| (named.epoch, named.taken_at));
     let snapshot = if order(latest) > order(claimed) { &latest.snapshot } else { &claimed.snapshot };
@@ -256,7 +255,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn fence_on_nothing_is_a_tombstone_that_refuses_the_predecessor() {
+    fn fence_without_pointer_is_a_tombstone() {
         let first = fence(None, &Fence::unsigned(Epoch(1), machine(1))).unwrap().unwrap();
         assert_eq!(first.snapshot, None);
         let second = fence(Some(&first), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
@@ -265,11 +264,11 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn advance_after_a_lost_reply_is_known_as_done() {
+    fn advance_after_a_lost_response_changes_nothing() {
         let mine = snapshot_of(1, Epoch(1), machine(1));
         let written = advance(None, &mine).unwrap().unwrap();
         let fenced = fence(Some(&written), &Fence::unsigned(Epoch(2), machine(2))).unwrap().unwrap();
-        assert_eq!(advance(Some(&fenced), &mine), Ok(None), "its answer may have been lost");
+        assert_eq!(advance(Some(&fenced), &mine), Ok(None), "its response may have been lost");
         assert!(advance(Some(&fenced), &snapshot_of(2, Epoch(1), machine(1))).is_err());
     }
 
@@ -285,7 +284,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn proof_of_the_fence_stays_with_its_machine_and_epoch() {
+    fn proof_is_kept_only_with_its_machine_and_epoch() {
         let signed = |epoch, by, proof: &str| Fence { epoch, machine: by, proof: Some(proof.to_owned()) };
         let first = fence(None, &signed(Epoch(1), machine(1), "a")).unwrap().unwrap();
         assert_eq!(fence(Some(&first), &signed(Epoch(1), machine(1), "a")), Ok(None));
@@ -302,11 +301,11 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn pointer_of_an_earlier_release_is_read_and_its_writer_known() {
+    fn pointer_of_an_older_release_is_compatible() {
         let text = r#"{"version":1,"fenceEpoch":3,"seq":7,"snapshot":null}"#;
         let old: Pointer = serde_json::from_str(text).unwrap();
         assert_eq!(old.fence_machine_id, None);
-        assert_eq!(serde_json::to_string(&old).unwrap(), text, "what is not known is not written");
+        assert_eq!(serde_json::to_string(&old).unwrap(), text, "absent fields are not written");
         let adopted = fence(Some(&old), &Fence::unsigned(Epoch(3), machine(1))).unwrap().unwrap();
         assert_eq!((adopted.fence_machine_id, adopted.seq), (Some(machine(1)), 8));
 
@@ -328,7 +327,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn merge_of_equal_fences_keeps_the_proof_that_one_of_them_has() {
+    fn merge_of_equal_fences_keeps_the_only_proof() {
         let unsigned = fence(None, &Fence::unsigned(Epoch(2), machine(1))).unwrap().unwrap();
         let signed = Pointer { fence_proof: Some("a".into()), ..unsigned.clone() };
         for merged in [merge(&unsigned, &signed), merge(&signed, &unsigned)] {
@@ -340,7 +339,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn invented_fence_gives_way_to_a_signed_one_alone() {
+    fn impossible_fence_is_replaced_only_by_a_signed_one() {
         let invented = fence(None, &Fence::unsigned(Epoch(5000), machine(1))).unwrap().unwrap();
         assert!(fence(Some(&invented), &Fence::unsigned(Epoch(3), machine(2))).is_err());
         let platforms = Fence { epoch: Epoch(3), machine: machine(2), proof: Some("a".into()) };
@@ -352,10 +351,10 @@ pub(crate) mod tests {
     }
 
     proptest! {
-        /// Whatever order fences and snapshots come in: nothing goes back, no two machines hold one epoch, and a snapshot
-        /// that was named stays named until another takes its place.
+        /// For any order of fences and snapshots, nothing decreases, no two machines have the same epoch, and the snapshot
+        /// is replaced only by another one.
         #[test]
-        fn pointer_never_goes_back(
+        fn pointer_never_moves_back(
             steps in prop::collection::vec((any::<bool>(), 1u32..6, 1u8..4, 0u32..1000), 0..60),
         ) {
             let mut now: Option<Pointer> = None;

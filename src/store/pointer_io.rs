@@ -1,12 +1,12 @@
-//! The pointer at the store: who may claim the next `seq`, and how `system/db/latest` follows.
+//! Reads and writes of the pointer: claims the next `seq` in the log, then updates `system/db/latest`.
 //!
-//! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which holds the whole pointer and must
-//! not exist before. `latest` is written after it and follows the log. So two writers never both succeed, even on a store
-//! whose `If-Match` is not exact: creating an object once is the only thing that the store has to do well. The highest
-//! entry decides; a `latest` that is behind it is healed by the next writer.
+//! Each `seq` is claimed by creating the object `system/db/pointer-log/<seq>.json`, which contains the whole pointer and
+//! must not exist before. `latest` is written after it. So two writers never both succeed, even on a store that does not
+//! honour `If-Match` exactly: the store must only create an object at most once. The highest entry is authoritative; the next
+//! writer repairs a stale `latest`.
 //!
-//! Invariant: a `seq` is claimed only when `latest` holds the one before, so that a crash leaves at most one entry ahead
-//! of `latest`. Nothing deletes an entry.
+//! Invariant: a `seq` is claimed only if `latest` has the previous one, so that a crash leaves at most one entry ahead of
+//! `latest`. Entries are never deleted.
 
 use std::time::Duration;
 
@@ -17,21 +17,21 @@ use super::pointer_log::newest_entry;
 use super::snapshot::Recorded;
 use crate::machine::epoch::MAX_EPOCH;
 
-/// How often a write is tried when others write at the same time.
-const ATTEMPTS: u32 = 16;
+/// Maximum attempts of a write with concurrent writers.
+const MAX_ATTEMPTS: u32 = 16;
 
-/// Why the pointer was not moved.
+/// The reason why the pointer was not moved.
 #[derive(Debug, thiserror::Error)]
 pub enum PointerError {
     #[error(transparent)]
     Fenced(#[from] Fenced),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the pointer was changed by others {ATTEMPTS} times in a row")]
+    #[error("the pointer was changed by other writers {MAX_ATTEMPTS} times in a row")]
     Contended,
 }
 
-/// The pointer that holds now, and the object `system/db/latest` as it was found.
+/// The current pointer, and the object `system/db/latest` as it was read.
 #[derive(Debug, Clone)]
 pub struct PointerRead {
     pub value: Pointer,
@@ -41,7 +41,7 @@ pub struct PointerRead {
 #[derive(Debug, Clone)]
 struct Latest {
     seq: u64,
-    /// Whether it says what the log says.
+    /// Whether it equals the newest log entry.
     agrees: bool,
     version: Version,
 }
@@ -56,22 +56,22 @@ impl PointerRead {
         self.latest.as_ref().is_some_and(|latest| latest.agrees && latest.seq == self.value.seq)
     }
 
-    /// Whether the log has an entry that `latest` does not hold yet.
+    /// Whether the log has an entry that is not in `latest` yet.
     fn is_ahead_of_latest(&self) -> bool {
         self.latest.as_ref().is_none_or(|latest| latest.seq < self.value.seq)
     }
 
-    /// Under which `latest` is still what was read.
+    /// The condition that `latest` is unchanged.
     pub fn condition(&self) -> Condition {
         let version = self.latest.as_ref().map(|latest| latest.version.clone());
         version.map_or(Condition::Absent, Condition::Unchanged)
     }
 }
 
-/// The current pointer, or `None` where there is neither `latest` nor an entry of the log.
+/// Reads the current pointer; `None` if there is neither `latest` nor a log entry.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` for a format that we do not know, and for a `seq` or an epoch beyond all counting.
+/// [`StoreError`]; `Corrupt` for an unknown format, and for an impossible `seq` or epoch.
 pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRead>, StoreError> {
     let latest = bucket.get_json::<Pointer>(&slot.pointer()).await?;
     if let Some(latest) = &latest {
@@ -86,7 +86,7 @@ pub async fn read(bucket: &Bucket, slot: &SlotPrefix) -> Result<Option<PointerRe
     let seq = latest.value.seq;
     let (value, agrees) = match top {
         None => (latest.value, true),
-        // One version of the bytes: there is nothing to compare.
+        // The log has the same version: there is nothing to compare.
         Some((at, meta))
             if at == seq && meta.e_tag.is_some() && meta.e_tag.as_deref() == latest.version.etag() =>
         {
@@ -118,16 +118,16 @@ fn check(key: &object_store::path::Path, pointer: &Pointer) -> Result<(), StoreE
     let why = if pointer.version != pointer::FORMAT {
         format!("format version {} is not {}", pointer.version, pointer::FORMAT)
     } else if pointer.seq >= pointer::MAX_SEQ {
-        format!("its seq {} is more than a pointer has", pointer.seq)
+        format!("its seq {} is above the maximum", pointer.seq)
     } else if pointer.fence_epoch > MAX_EPOCH {
-        format!("its fence {} is above every epoch", pointer.fence_epoch)
+        format!("its fence {} is above the maximum epoch", pointer.fence_epoch)
     } else {
         return Ok(());
     };
     Err(StoreError::Corrupt { key: key.to_string(), why })
 }
 
-/// Puts the fence. Done already is success.
+/// Writes the fence. Succeeds if it is already written.
 ///
 /// # Errors
 /// [`PointerError`].
@@ -135,24 +135,24 @@ pub async fn fence(bucket: &Bucket, slot: &SlotPrefix, fence: &Fence) -> Result<
     write(bucket, slot, |now| pointer::fence(now, fence)).await
 }
 
-/// Makes the pointer name a snapshot, in the name of the machine that took it.
+/// Moves the pointer to a snapshot, on behalf of the machine that took it.
 ///
 /// # Errors
-/// [`PointerError`]; `Fenced` when that machine has been replaced.
+/// [`PointerError`]; `Fenced` if that machine has been replaced.
 pub async fn advance(bucket: &Bucket, slot: &SlotPrefix, snapshot: &Recorded) -> Result<(), PointerError> {
     write(bucket, slot, |now| pointer::advance(now, snapshot.named())).await
 }
 
-/// One transient failure is borne, since the write may have happened all the same: the next round reads what holds. When
-/// it fails again, the first failure is the one that is reported.
+/// Retries of a write. One transient failure is tolerated, because the write may have succeeded: the next attempt reads the
+/// current pointer. After a second failure, the first one is reported.
 #[derive(Default)]
-struct Patience {
+struct RetryState {
     rounds: u32,
     failure: Option<StoreError>,
 }
 
-impl Patience {
-    /// Waits a little longer after each write that was refused or not answered.
+impl RetryState {
+    /// Waits after a refused write or one without a response, longer each time.
     async fn pause(&mut self, refused: StoreError) -> Result<(), StoreError> {
         if !matches!(refused, StoreError::Precondition { .. }) {
             if self.failure.is_some() || !refused.is_transient() {
@@ -171,16 +171,16 @@ impl Patience {
     }
 }
 
-/// Each round reads what holds and takes one step: `latest` follows the log, or the next `seq` is claimed. A claim of our
-/// own whose answer was lost reads back as "nothing to do".
+/// Each attempt reads the pointer and takes one step: it updates `latest` from the log, or claims the next `seq`. If the
+/// response to our own claim was lost, the next attempt finds nothing to do.
 async fn write(
     bucket: &Bucket,
     slot: &SlotPrefix,
     plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
 ) -> Result<(), PointerError> {
-    let (mut patience, mut is_claimed) = (Patience::default(), false);
-    for _ in 0..ATTEMPTS {
-        let now = read(bucket, slot).await.map_err(|error| patience.report(error))?;
+    let (mut retry_state, mut is_claimed) = (RetryState::default(), false);
+    for _ in 0..MAX_ATTEMPTS {
+        let now = read(bucket, slot).await.map_err(|error| retry_state.report(error))?;
         let stepped = match now.as_ref().filter(|now| now.is_ahead_of_latest()) {
             Some(now) => publish(bucket, slot, &now.value, now.condition()).await,
             None if is_claimed => return Ok(()),
@@ -196,14 +196,13 @@ async fn write(
             }
         };
         if let Err(refused) = stepped {
-            patience.pause(refused).await?;
+            retry_state.pause(refused).await?;
         }
     }
     Err(PointerError::Contended)
 }
 
-/// What the plan makes of the pointer. A merged value is in no entry yet, and gets one even where the plan has nothing to
-/// do.
+/// The planned pointer. A merged value is in no log entry yet, so it is written even if the plan changes nothing.
 fn next(
     now: Option<&PointerRead>,
     plan: impl Fn(Option<&Pointer>) -> Result<Option<Pointer>, Fenced>,
@@ -217,8 +216,8 @@ async fn claim(bucket: &Bucket, slot: &SlotPrefix, next: &Pointer) -> Result<(),
     bucket.put_json_if(&slot.pointer_entry(next.seq), next, Condition::Absent).await
 }
 
-/// Makes `latest` hold what the log says. The condition only spares a later writer's value from being overwritten; where
-/// the store keeps it badly, the next round finds `latest` behind and writes it again.
+/// Writes the newest log entry to `latest`. The condition only keeps a later writer's value from being overwritten; if the
+/// store does not honour it, the next attempt finds a stale `latest` and writes it again.
 async fn publish(
     bucket: &Bucket,
     slot: &SlotPrefix,

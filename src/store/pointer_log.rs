@@ -1,10 +1,10 @@
-//! The newest entry of the pointer's log, found at a bounded cost.
+//! Finds the newest entry of the pointer's log at a bounded cost.
 //!
-//! Any session of the slot can put any number of objects below the log, so it is never listed to its end. A listing that
-//! does not end within a few names is followed by probes of single keys: entries are consecutive but for a few gaps, which
-//! releases before the log and rebuilt pointers have left.
+//! Any session of the slot can add any number of objects to the log, so it is never listed completely. If a listing does not
+//! end within a few names, single keys are probed: entries are consecutive except for a few gaps, which old releases and
+//! rebuilt pointers have left.
 //!
-//! Too low an answer is safe: a `seq` whose entry exists cannot be claimed.
+//! A result that is too low is safe: a `seq` with an existing entry cannot be claimed.
 
 use futures_util::TryStreamExt;
 use object_store::ObjectMeta;
@@ -13,18 +13,18 @@ use super::bucket::{Bucket, StoreError};
 use super::key::{self, SlotPrefix};
 use super::pointer::{MAX_SEQ, MAX_SEQ_AHEAD};
 
-/// Names that are read of one listing. By protocol at most one entry is ahead of `latest`.
+/// Maximum names to read from one listing. By protocol at most one entry is ahead of `latest`.
 const MAX_LISTED: usize = 64;
-/// Listings, where the log has gaps.
+/// Maximum listings, for a log with gaps.
 const MAX_LISTINGS: u32 = 8;
-/// Names that a rebuild reads above the number that it would claim: a hundred pages of a listing. Ten years of hourly
-/// backups have fewer.
-const MAX_PASSED: usize = 100_000;
+/// Maximum names that a rebuild skips above the `seq` that it would claim: a hundred pages of a listing, more than ten years
+/// of hourly backups.
+const MAX_SKIPPED: usize = 100_000;
 
 /// An entry that exists.
 type Entry = (u64, ObjectMeta);
 
-/// The highest plausible entry of the log from `from` on.
+/// The highest plausible log entry, starting at `from`.
 pub(super) async fn newest_entry(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -49,22 +49,22 @@ pub(super) async fn newest_entry(
         }
         newest = Some(top);
     }
-    tracing::warn!(log = %slot.pointer_log(), "the pointer's log has many gaps; its newest entry may be a later one");
+    tracing::warn!(log = %slot.pointer_log(), "the pointer's log has many gaps; a newer entry may exist");
     Ok(newest)
 }
 
-/// The lowest number from `seq` on above which no entry lies that a reader of a pointer with that number would see; with the
-/// last entry that was passed. Any session of the slot can put entries that cannot be read at any distance, one beyond the
-/// other: a pointer that is below one of them could not be read either.
+/// The lowest `seq`, starting at `seq`, such that a reader of a pointer with it finds no higher entry; and the last entry that
+/// was skipped. Any session of the slot can add unreadable entries at any distance, and a pointer below one of them would be
+/// unreadable as well.
 ///
 /// # Errors
-/// [`StoreError`]; `Corrupt` where there are too many entries to pass, or no number is left.
+/// [`StoreError`]; `Corrupt` if there are too many entries to skip, or no `seq` remains.
 pub(super) async fn clear_from(
     bucket: &Bucket,
     slot: &SlotPrefix,
     seq: u64,
 ) -> Result<(u64, Option<u64>), StoreError> {
-    let (log, mut seq, mut passed) = (slot.pointer_log(), seq, None);
+    let (log, mut seq, mut skipped) = (slot.pointer_log(), seq, None);
     let corrupt =
         |why: &str| StoreError::Corrupt { key: slot.pointer_log().to_string(), why: why.to_owned() };
     let before = slot.pointer_entry(seq.saturating_sub(1));
@@ -72,19 +72,19 @@ pub(super) async fn clear_from(
     let mut names = 0;
     while let Some(meta) = listing.try_next().await.map_err(|error| StoreError::of(&log, error))? {
         names += 1;
-        if names > MAX_PASSED {
-            return Err(corrupt("it has more entries above the pointer than a rebuild passes"));
+        if names > MAX_SKIPPED {
+            return Err(corrupt("it has too many entries above the pointer for a rebuild"));
         }
         let Some(at) = key::entry_seq(&meta.location).filter(|at| *at >= seq) else { continue };
         if at > seq.saturating_add(MAX_SEQ_AHEAD) {
             break;
         }
-        (seq, passed) = (at + 1, Some(at));
+        (seq, skipped) = (at + 1, Some(at));
     }
-    if seq >= MAX_SEQ { Err(corrupt("no seq is left above its entries")) } else { Ok((seq, passed)) }
+    if seq >= MAX_SEQ { Err(corrupt("no seq remains above its entries")) } else { Ok((seq, skipped)) }
 }
 
-/// The highest entry among the first names from `start` on, and whether there are no more names.
+/// The highest entry among the first names after `start`, and whether the listing is complete.
 async fn list(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -109,7 +109,7 @@ async fn list(
     Ok((newest, false))
 }
 
-/// The last of the consecutive entries that begin at `known`: steps that double, then halves.
+/// The last of the consecutive entries that begin at `known`, by exponential and binary search.
 async fn gallop(bucket: &Bucket, slot: &SlotPrefix, known: Entry, limit: u64) -> Result<Entry, StoreError> {
     let (mut newest, mut step) = (known, 1);
     let mut missing = loop {
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn finds_the_top_from_anywhere() {
+    async fn newest_entry_is_found_from_any_start() {
         let log = Log::of(7..=3000).await;
         for from in [0, 1, 7, 8, 2000, 2937, 2999, 3000] {
             assert_eq!(log.newest(from).await, Some(3000), "{from}");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn finds_the_top_beyond_gaps() {
+    async fn newest_entry_is_found_beyond_gaps() {
         let log = Log::of((1..=500).chain(900..=1200).chain([1202, 1300])).await;
         for from in [0, 1, 400, 500, 501, 1200, 1300] {
             assert_eq!(log.newest(from).await, Some(1300), "{from}");
@@ -189,23 +189,23 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn implausible_entries_do_not_count() {
+    async fn newest_entry_ignores_implausible_entries() {
         let log = Log::of([5, 6, 7 + MAX_SEQ_AHEAD]).await;
         assert_eq!(log.newest(6).await, Some(6));
         assert_eq!(log.newest(7).await, Some(7 + MAX_SEQ_AHEAD));
     }
 
     #[tokio::test]
-    async fn number_is_clear_of_every_entry_that_its_reader_sees() {
+    async fn clear_from_skips_every_entry_that_a_reader_sees() {
         let far = 3 * MAX_SEQ_AHEAD;
         let log = Log::of([1, 2, 3, 600_000, 1_500_000, far]).await;
         for (seq, expected) in [(1, 1_500_001), (4, 1_500_001), (600_000, 1_500_001), (1_500_001, 1_500_001)]
         {
-            let (clear, passed) = clear_from(&log.bucket, &log.slot, seq).await.unwrap();
-            assert_eq!((clear, passed), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
+            let (clear, skipped) = clear_from(&log.bucket, &log.slot, seq).await.unwrap();
+            assert_eq!((clear, skipped), (expected, Some(1_500_000).filter(|_| seq != expected)), "{seq}");
             assert_eq!(log.newest(clear).await, None, "{seq}");
         }
-        // Beyond the window of a reader.
+        // Outside the range of a reader.
         let (clear, _) = clear_from(&log.bucket, &log.slot, far - MAX_SEQ_AHEAD).await.unwrap();
         assert_eq!(clear, far + 1);
         let last = Log::of([MAX_SEQ - 1]).await;
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn names_that_are_no_entries_cost_little_and_hide_nothing() {
+    async fn newest_entry_skips_other_names_at_low_cost() {
         let log = Log::of(1..=10).await;
         let folder = log.slot.pointer_log();
         for n in 0..2000 {

@@ -1,8 +1,7 @@
-//! The way back from a pointer that was lost, is unreadable, or names what is not there: another one is written from the
-//! side records of snapshots.
+//! Rebuilds a pointer that is missing, unreadable, or names a missing snapshot, from the side records of snapshots.
 //!
-//! Invariants: the fence is never lowered, except one that is not believed, and `seq` never goes back; what is written names a snapshot whose object and
-//! side record are there and agree; a concurrent write is never overwritten.
+//! Invariants: the fence is never lowered, unless it is implausible, and `seq` never decreases; the new pointer names a
+//! snapshot whose object and side record exist and agree; a concurrent write is never overwritten.
 
 use bytes::Bytes;
 use jiff::Timestamp;
@@ -11,33 +10,33 @@ use object_store::ObjectStoreExt;
 use super::bucket::{Bucket, Condition, StoreError};
 use super::key::{self, SlotPrefix, SnapshotKey};
 use super::pointer::{FORMAT, Fence, MAX_SEQ_AHEAD, Pointer, SnapshotRef};
-use super::snapshot::{self, SideRecord, Unusable};
+use super::snapshot::{self, SideRecord, SnapshotUnusable};
 use super::{epochs, pointer_io, pointer_log, snapshots};
 use crate::clock;
 use crate::machine::epoch::Epoch;
 
-/// How much of an unreadable pointer is kept.
+/// Maximum bytes of an unreadable pointer to keep.
 const MAX_KEPT_BYTES: u64 = 8 << 10;
-/// How many snapshots are tried before a whole one is found.
-const MAX_TRIED: usize = 64;
+/// Maximum snapshots to check for a complete one.
+const MAX_CHECKED: usize = 64;
 
 /// The slot's current machine, as the platform knows it, and the signed fence that was written before it was created.
-pub type Holder = Fence;
+pub type CurrentFence = Fence;
 
-/// What the platform's database says of a slot.
+/// The platform's database record of a slot.
 #[derive(Debug, Clone)]
-pub struct OnRecord {
-    /// Of any machine that it ever had.
+pub struct SlotRecord {
+    /// The highest epoch of all its machines.
     pub highest: Epoch,
-    pub holder: Option<Holder>,
+    pub holder: Option<CurrentFence>,
 }
 
-/// What is there instead of a pointer that can be used.
+/// The state of a slot's pointer.
 #[derive(Debug, Clone)]
-pub enum Found {
-    /// It names a whole snapshot, or there is none to be named.
+pub enum PointerState {
+    /// It names a complete snapshot, or the slot has none.
     Sound(Option<Pointer>),
-    /// It can be read, and names no snapshot that can be restored.
+    /// It is readable, but names no snapshot that can be restored.
     Unsound {
         pointer: Pointer,
         why: String,
@@ -52,7 +51,7 @@ pub enum Found {
     },
 }
 
-impl Found {
+impl PointerState {
     pub fn pointer(&self) -> Option<&Pointer> {
         match self {
             Self::Sound(pointer) => pointer.as_ref(),
@@ -73,30 +72,30 @@ impl Found {
     }
 }
 
-/// What a rebuild is to name.
+/// The snapshot that a rebuild should name.
 #[derive(Debug, Clone, Copy)]
-pub enum Wanted<'a> {
-    /// The newest whole snapshot of the highest epoch. Where there is no snapshot at all, none.
+pub enum RebuildTarget<'a> {
+    /// The newest complete snapshot of the highest epoch; none if the slot has no snapshots.
     Newest,
     Snapshot(&'a SnapshotKey),
-    /// None, although snapshots may be there: an operator's decision, made now.
+    /// None, even if there are snapshots: the operator's current decision.
     Nothing,
 }
 
-/// The pointer as it is, and as a rebuild would write it.
+/// The current pointer, and the one that a rebuild would write.
 #[derive(Debug, Clone)]
 pub struct Inspection {
-    pub found: Found,
-    /// Snapshots with a side record.
+    pub found: PointerState,
+    /// Number of snapshots with a side record.
     pub snapshots: usize,
-    /// Those of which nothing is known, where none of the ones that were tried is whole.
-    pub untried: usize,
-    /// `None` where no snapshot is whole.
+    /// Number of unchecked snapshots, if none of the checked ones is complete.
+    pub unchecked: usize,
+    /// `None` if no snapshot is complete.
     pub next: Option<Pointer>,
     condition: Condition,
 }
 
-/// Why the pointer was not rebuilt.
+/// The reason why the pointer was not rebuilt.
 #[derive(Debug, thiserror::Error)]
 pub enum RepairError {
     #[error("{key} is not usable: {why}")]
@@ -107,45 +106,45 @@ pub enum RepairError {
     Store(#[from] StoreError),
 }
 
-/// Reads the pointer, and finds what a rebuild would name.
+/// Reads the pointer, and finds the snapshot that a rebuild would name.
 ///
 /// # Errors
-/// [`RepairError`]; `Unusable` only of a snapshot that is asked for.
+/// [`RepairError`]; `Unusable` only for a requested snapshot.
 pub async fn inspect(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    record: OnRecord,
-    wanted: Wanted<'_>,
+    record: SlotRecord,
+    wanted: RebuildTarget<'_>,
 ) -> Result<Inspection, RepairError> {
-    let OnRecord { highest, holder } = &record;
+    let SlotRecord { highest, holder } = &record;
     let bound = highest.max_plausible();
-    let (found, condition) = found(bucket, slot, bound).await?;
+    let (found, condition) = pointer_state(bucket, slot, bound).await?;
     let mut keys = snapshots::keys(bucket, slot).await?;
-    // A host can write any key: one of an epoch that no machine ever had is none of ours.
+    // A host can write any key: ignore epochs that no machine ever had.
     keys.retain(|key| key::epoch_of(key).is_none_or(|epoch| epoch <= bound));
-    let (candidate, untried) = match wanted {
-        Wanted::Snapshot(key) => (Some(chosen(bucket, slot, key).await?), 0),
-        Wanted::Newest => newest_whole(bucket, slot, &keys).await?,
-        Wanted::Nothing => (None, 0),
+    let (candidate, unchecked) = match wanted {
+        RebuildTarget::Snapshot(key) => (Some(chosen(bucket, slot, key).await?), 0),
+        RebuildTarget::Newest => newest_complete(bucket, slot, &keys).await?,
+        RebuildTarget::Nothing => (None, 0),
     };
-    let emptied_at = matches!(wanted, Wanted::Nothing).then(clock::now_ms);
+    let emptied_at = matches!(wanted, RebuildTarget::Nothing).then(clock::now_ms);
     let next = if candidate.is_some() || emptied_at.is_some() || keys.is_empty() {
         let top = top_entry(bucket, slot).await?;
-        let meta = epochs::of_meta(bucket, slot, bound).await?;
-        let known = Known { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
+        let meta = epochs::of_metadata(bucket, slot, bound).await?;
+        let known = KnownState { found: &found, keys: &keys, top, meta, holder: holder.as_ref(), bound };
         clear_next(bucket, slot, known, (candidate.map(|side| side.named()), emptied_at)).await?
     } else {
         None
     };
-    Ok(Inspection { found, snapshots: keys.len(), untried, next, condition })
+    Ok(Inspection { found, snapshots: keys.len(), unchecked, next, condition })
 }
 
-/// The pointer to write, with a `seq` above which a reader finds no entry. The fence of the last entry that lies in between
-/// counts, as far as it can be read.
+/// The pointer to write, with a `seq` above which a reader finds no entry. It respects the fence of the last skipped entry,
+/// if that is readable.
 async fn clear_next(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    known: Known<'_>,
+    known: KnownState<'_>,
     (snapshot, emptied_at): (Option<SnapshotRef>, Option<Timestamp>),
 ) -> Result<Option<Pointer>, RepairError> {
     let Some(next) = known.next(snapshot.clone(), emptied_at) else { return Ok(None) };
@@ -156,14 +155,14 @@ async fn clear_next(
     })?;
     let Some(passed) = passed else { return Ok(Some(next)) };
     let top = (passed, readable(bucket, slot, passed).await?.or_else(|| known.top.1.clone()));
-    let next = Known { top, ..known }.next(snapshot, emptied_at);
+    let next = KnownState { top, ..known }.next(snapshot, emptied_at);
     Ok(next.map(|next| Pointer { seq, ..next }))
 }
 
-/// Writes the pointer that the inspection found: its entry of the log, then `latest` in the version that was inspected.
+/// Writes the pointer of the inspection: its log entry, then `latest` in the inspected version.
 ///
 /// # Errors
-/// [`RepairError`]; `Changed` when the pointer is not as it was inspected any more.
+/// [`RepairError`]; `Changed` if the pointer has changed since the inspection.
 pub async fn rebuild(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -171,13 +170,13 @@ pub async fn rebuild(
 ) -> Result<Pointer, RepairError> {
     let none = || RepairError::Unusable {
         key: slot.snapshots().to_string(),
-        why: "none of its snapshots is whole".to_owned(),
+        why: "none of its snapshots is complete".to_owned(),
     };
     let next = inspection.next.clone().ok_or_else(none)?;
     let entry = slot.pointer_entry(next.seq);
     match bucket.put_json_if(&entry, &next, Condition::Absent).await {
         Ok(()) => {}
-        // The client repeats a write whose answer was lost, and is then refused by its own.
+        // After a lost response the client retries, and its own write then refuses the retry.
         Err(StoreError::Precondition { .. }) => {
             let written = bucket.get_json::<Pointer>(&entry).await;
             if !matches!(written, Ok(Some(written)) if written.value == next) {
@@ -187,13 +186,13 @@ pub async fn rebuild(
         Err(error) => return Err(error.into()),
     }
     match bucket.put_json_if(&slot.pointer(), &next, inspection.condition.clone()).await {
-        // A writer that found the entry has put it into `latest`, or another thing is in its way: what holds now tells.
+        // Another writer has copied the entry to `latest`, or `latest` was changed: reading the pointer tells which.
         Ok(()) | Err(StoreError::Precondition { .. }) => {}
         Err(error) => return Err(error.into()),
     }
     match pointer_io::read(bucket, slot).await {
         Ok(Some(read)) if read.value == next => Ok(next),
-        // It took effect, and a host or the platform has moved it since.
+        // The rebuild took effect, and a host or the platform has moved the pointer since.
         Ok(Some(read)) if read.value.seq > next.seq && read.value.fence_epoch >= next.fence_epoch => Ok(next),
         Ok(_) => Err(RepairError::Changed),
         Err(StoreError::Corrupt { key, why }) => Err(RepairError::Unusable { key, why }),
@@ -201,7 +200,7 @@ pub async fn rebuild(
     }
 }
 
-async fn found(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(Found, Condition), StoreError> {
+async fn pointer_state(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(PointerState, Condition), StoreError> {
     let read = match pointer_io::read(bucket, slot).await {
         Err(StoreError::Corrupt { key, why }) => {
             return unreadable(bucket, slot, format!("{key}: {why}")).await;
@@ -215,14 +214,14 @@ async fn found(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(Foun
         (_, Some(pointer)) if pointer.fence_epoch > bound => {
             let why =
                 format!("its fence {} is far above every epoch that the platform knows", pointer.fence_epoch);
-            Found::Unsound { pointer, why }
+            PointerState::Unsound { pointer, why }
         }
-        (Ok(_) | Err(Unusable::Absent), pointer) => Found::Sound(pointer),
-        (Err(Unusable::Store(error)), _) => return Err(error),
-        (Err(Unusable::Damaged { key, why }), Some(pointer)) if !is_missing => {
-            Found::Unsound { pointer, why: format!("{key}: {why}") }
+        (Ok(_) | Err(SnapshotUnusable::Absent), pointer) => PointerState::Sound(pointer),
+        (Err(SnapshotUnusable::Store(error)), _) => return Err(error),
+        (Err(SnapshotUnusable::Damaged { key, why }), Some(pointer)) if !is_missing => {
+            PointerState::Unsound { pointer, why: format!("{key}: {why}") }
         }
-        (Err(Unusable::Damaged { key, why }), _) => Found::Absent { why: format!("{key}: {why}") },
+        (Err(SnapshotUnusable::Damaged { key, why }), _) => PointerState::Absent { why: format!("{key}: {why}") },
     };
     Ok((found, condition))
 }
@@ -231,10 +230,10 @@ async fn unreadable(
     bucket: &Bucket,
     slot: &SlotPrefix,
     why: String,
-) -> Result<(Found, Condition), StoreError> {
+) -> Result<(PointerState, Condition), StoreError> {
     let key = slot.pointer();
     let Some(meta) = bucket.head(&key).await? else {
-        return Ok((Found::Absent { why }, Condition::Absent));
+        return Ok((PointerState::Absent { why }, Condition::Absent));
     };
     let kept = meta.size.min(MAX_KEPT_BYTES);
     let start = match kept {
@@ -242,46 +241,45 @@ async fn unreadable(
         _ => bucket.raw().get_range(&key, 0..kept).await.map_err(|error| StoreError::of(&key, error))?,
     };
     let condition = Condition::unchanged(&meta);
-    Ok((Found::Unreadable { why, size_bytes: meta.size, start }, condition))
+    Ok((PointerState::Unreadable { why, size_bytes: meta.size, start }, condition))
 }
 
 async fn chosen(bucket: &Bucket, slot: &SlotPrefix, key: &SnapshotKey) -> Result<SideRecord, RepairError> {
     match snapshot::by_key(bucket, slot, key.as_str()).await {
         Ok(side) => Ok(side),
-        Err(Unusable::Store(error)) => Err(error.into()),
-        Err(Unusable::Damaged { key, why }) => Err(RepairError::Unusable { key, why }),
-        Err(Unusable::Absent) => {
+        Err(SnapshotUnusable::Store(error)) => Err(error.into()),
+        Err(SnapshotUnusable::Damaged { key, why }) => Err(RepairError::Unusable { key, why }),
+        Err(SnapshotUnusable::Absent) => {
             Err(RepairError::Unusable { key: key.as_str().to_owned(), why: "it is missing".to_owned() })
         }
     }
 }
 
-/// The newest of the highest epoch; where none of that epoch is whole, of the one below. With how many were not tried, where
-/// there is none.
-async fn newest_whole(
+/// The newest complete snapshot of the highest epoch that has one, or the number of unchecked snapshots.
+async fn newest_complete(
     bucket: &Bucket,
     slot: &SlotPrefix,
     keys: &[String],
 ) -> Result<(Option<SideRecord>, usize), StoreError> {
     let mut ordered: Vec<_> = keys.iter().map(|key| (key::epoch_of(key), key::taken_at(key), key)).collect();
     ordered.sort_unstable_by(|a, b| b.cmp(a));
-    for (epoch, _, key) in ordered.into_iter().take(MAX_TRIED) {
+    for (epoch, _, key) in ordered.into_iter().take(MAX_CHECKED) {
         match snapshot::by_key(bucket, slot, key).await {
             Ok(side) if Some(side.epoch) == epoch => return Ok((Some(side), 0)),
-            Ok(_) => tracing::warn!(key, "a snapshot without an epoch in its key is passed over"),
-            Err(Unusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is passed over"),
-            Err(Unusable::Absent) => {}
-            Err(Unusable::Store(error)) => return Err(error),
+            Ok(_) => tracing::warn!(key, "a snapshot without an epoch in its key is skipped"),
+            Err(SnapshotUnusable::Damaged { why, .. }) => tracing::warn!(key, why, "the snapshot is skipped"),
+            Err(SnapshotUnusable::Absent) => {}
+            Err(SnapshotUnusable::Store(error)) => return Err(error),
         }
     }
-    Ok((None, keys.len().saturating_sub(MAX_TRIED)))
+    Ok((None, keys.len().saturating_sub(MAX_CHECKED)))
 }
 
-/// The last entry of the whole log: its `seq`, and its value where it can be read, or else that of `latest`.
+/// The `seq` of the last log entry, and its value, or that of `latest` if it is unreadable.
 async fn top_entry(bucket: &Bucket, slot: &SlotPrefix) -> Result<(u64, Option<Pointer>), StoreError> {
     let Some((seq, _)) = pointer_log::newest_entry(bucket, slot, 0).await? else { return Ok((0, None)) };
     let value = match readable(bucket, slot, seq).await? {
-        // It was not written by the protocol: `latest` still says what the fence is.
+        // It was not written by the protocol: `latest` still has the fence.
         None => readable_latest(bucket, slot).await?,
         value => value,
     };
@@ -304,19 +302,19 @@ async fn readable(bucket: &Bucket, slot: &SlotPrefix, seq: u64) -> Result<Option
     }
 }
 
-/// Everything that says how high fence and `seq` have been.
-struct Known<'a> {
-    found: &'a Found,
+/// The sources for the highest fence and `seq` so far.
+struct KnownState<'a> {
+    found: &'a PointerState,
     keys: &'a [String],
     top: (u64, Option<Pointer>),
     meta: Epoch,
-    holder: Option<&'a Holder>,
-    /// What is above it was not written by a machine of ours.
+    holder: Option<&'a CurrentFence>,
+    /// The highest plausible epoch.
     bound: Epoch,
 }
 
-impl Known<'_> {
-    /// `None` where nothing was ever fenced: then there is nothing to write.
+impl KnownState<'_> {
+    /// `None` if the slot was never fenced: there is nothing to write.
     fn next(&self, snapshot: Option<SnapshotRef>, emptied_at: Option<Timestamp>) -> Option<Pointer> {
         let pointers = || self.found.pointer().into_iter().chain(&self.top.1);
         let fences = pointers().map(|pointer| pointer.fence_epoch).filter(|fence| *fence <= self.bound);
@@ -352,7 +350,7 @@ impl Known<'_> {
         })
     }
 
-    /// At least what it has been. Where the pointer does not say it: each snapshot moved it once, and each fence.
+    /// A `seq` that is at least the last one. Without a pointer it is estimated: one move per snapshot and per fence.
     fn seq(&self, fence: Epoch) -> u64 {
         let counted = self.keys.len() as u64 + u64::from(fence.0);
         let seen = [self.found.pointer().map_or(counted, |pointer| pointer.seq), self.top.0];
@@ -379,11 +377,11 @@ mod tests {
         SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
     }
 
-    fn record() -> OnRecord {
-        OnRecord { highest: Epoch(1), holder: Some(Holder::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))) }
+    fn record() -> SlotRecord {
+        SlotRecord { highest: Epoch(1), holder: Some(CurrentFence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))) }
     }
 
-    /// A slot whose pointer is at `seq` 2 and names its one snapshot.
+    /// A slot with one snapshot, and a pointer with `seq` 2.
     async fn backed_up() -> (Bucket, String) {
         let bucket = Bucket::new(Arc::new(InMemory::new()));
         let taken_at = "2026-11-24T03:04:05.678Z".parse().unwrap();
@@ -399,7 +397,7 @@ mod tests {
         (bucket, named.key)
     }
 
-    /// What who has a session can write beside it: an object and a record of it.
+    /// Writes what a session could forge: an object and its record.
     async fn forge(bucket: &Bucket, name: &str, epoch: u32) {
         let (at, key) = (slot().snapshots().join(name), format!("system/db/snapshots/{name}"));
         bucket.put(&at, "d").await.unwrap();
@@ -409,12 +407,12 @@ mod tests {
         bucket.put_json(&slot().snapshots().join(format!("{name}.json")), &side).await.unwrap();
     }
 
-    async fn inspected(bucket: &Bucket, wanted: Wanted<'_>) -> Inspection {
+    async fn inspected(bucket: &Bucket, wanted: RebuildTarget<'_>) -> Inspection {
         inspect(bucket, &slot(), record(), wanted).await.unwrap()
     }
 
     #[tokio::test]
-    async fn rebuild_ends_above_unreadable_entries_at_any_distance() {
+    async fn rebuild_skips_unreadable_entries_at_any_distance() {
         let newer = json!({"version": 2});
         for (junk, latest) in [
             (json!({}), None),
@@ -431,12 +429,12 @@ mod tests {
                 bucket.put(&slot().pointer(), latest).await.unwrap();
             }
             assert!(pointer_io::read(&bucket, &slot()).await.is_err(), "{junk}");
-            let inspection = inspected(&bucket, Wanted::Newest).await;
+            let inspection = inspected(&bucket, RebuildTarget::Newest).await;
             let written = rebuild(&bucket, &slot(), &inspection).await.unwrap();
             assert_eq!(written.snapshot.as_ref().map(|named| &*named.key), Some(&*key), "{junk}");
             let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
             assert_eq!(read.value, written, "{junk}");
-            // It moves as before.
+            // Later writes succeed.
             let next = Fence::unsigned(Epoch(2), MachineId(uuid::Uuid::from_u128(2)));
             pointer_io::fence(&bucket, &slot(), &next).await.unwrap();
             let read = pointer_io::read(&bucket, &slot()).await.unwrap().unwrap();
@@ -445,43 +443,43 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn fence_of_latest_outlives_unreadable_entries() {
+    async fn rebuild_keeps_the_fence_despite_unreadable_entries() {
         let (bucket, _) = backed_up().await;
-        // A machine that a restored database does not know.
+        // A machine that is missing in a restored database.
         let later = Fence::unsigned(Epoch(5), MachineId(uuid::Uuid::from_u128(5)));
         pointer_io::fence(&bucket, &slot(), &later).await.unwrap();
         bucket.put(&slot().pointer_entry(600_000), "{}").await.unwrap();
-        let next = inspected(&bucket, Wanted::Newest).await.next.unwrap();
+        let next = inspected(&bucket, RebuildTarget::Newest).await.next.unwrap();
         assert_eq!((next.fence_epoch, next.fence_machine_id), (Epoch(5), Some(later.machine)));
     }
 
     #[tokio::test]
-    async fn rebuild_names_no_snapshot_of_a_hidden_epoch() {
+    async fn rebuild_ignores_snapshots_with_a_hidden_epoch() {
         let (bucket, key) = backed_up().await;
         for name in [format!("{TIME}-1.dumpZ-900.dump"), format!("{TIME}-900.dump-1.dump")] {
             forge(&bucket, &name, 900).await;
         }
         forge(&bucket, "2026-11-24T03-04-06.678Z-1.dump", 900).await;
-        let next = inspected(&bucket, Wanted::Newest).await.next.unwrap();
+        let next = inspected(&bucket, RebuildTarget::Newest).await.next.unwrap();
         assert_eq!((next.fence_epoch, next.snapshot.map(|named| named.key)), (Epoch(1), Some(key)));
         let odd: SnapshotKey = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dump".parse().unwrap();
-        let refused = inspect(&bucket, &slot(), record(), Wanted::Snapshot(&odd)).await.unwrap_err();
+        let refused = inspect(&bucket, &slot(), record(), RebuildTarget::Snapshot(&odd)).await.unwrap_err();
         assert!(matches!(refused, RepairError::Unusable { .. }), "{refused}");
     }
 
     #[tokio::test]
-    async fn snapshots_that_were_not_tried_are_counted() {
+    async fn inspect_counts_unchecked_snapshots() {
         let (bucket, key) = backed_up().await;
         let forged = |n: usize| format!("2026-11-24T04-00-00.{n:03}Z-1.dump");
-        for n in 0..MAX_TRIED {
+        for n in 0..MAX_CHECKED {
             bucket
                 .put_json(&slot().snapshots().join(format!("{}.json", forged(n))), &Value::Null)
                 .await
                 .unwrap();
         }
-        let inspection = inspected(&bucket, Wanted::Newest).await;
-        assert_eq!((inspection.next, inspection.snapshots, inspection.untried), (None, MAX_TRIED + 1, 1));
+        let inspection = inspected(&bucket, RebuildTarget::Newest).await;
+        assert_eq!((inspection.next, inspection.snapshots, inspection.unchecked), (None, MAX_CHECKED + 1, 1));
         let named: SnapshotKey = key.parse().unwrap();
-        assert!(inspected(&bucket, Wanted::Snapshot(&named)).await.next.is_some());
+        assert!(inspected(&bucket, RebuildTarget::Snapshot(&named)).await.next.is_some());
     }
 }

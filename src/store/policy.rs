@@ -1,8 +1,8 @@
-//! What a machine may do in the bucket, as an IAM session policy: read, write and list its own slot. Nothing is deleted,
-//! and where the store can enforce it, no snapshot is written twice.
+//! IAM session policies of machines: read, write and list their own slot. They cannot delete objects, nor, if the store can
+//! enforce it, overwrite snapshots.
 //!
-//! An outage session stays valid after the platform has given the slot to another machine. It writes snapshots of one epoch
-//! with names of its own days, and never moves the pointer.
+//! An outage session stays valid after the platform has given the slot to another machine. It can write only snapshots of
+//! one epoch with names of its days, and cannot move the pointer.
 
 use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
@@ -10,28 +10,28 @@ use serde_json::{Value, json};
 use super::key::{SlotPrefix, snapshot_name_at};
 use crate::machine::epoch::Epoch;
 
-/// How far a host's clock may be from the platform's: stores refuse requests of clocks that differ by more.
+/// Maximum difference between a host's clock and the platform's. Stores refuse requests with a larger skew.
 const MAX_CLOCK_SKEW: SignedDuration = SignedDuration::from_mins(15);
-/// Of a session policy: STS takes no longer one.
+/// Maximum length of a session policy in STS.
 const MAX_POLICY_CHARS: usize = 2048;
-/// STS grants sessions of at most seven days, which touch nine.
+/// Maximum days in a policy. STS sessions last at most seven days, which with clock skew touch nine.
 const MAX_DAYS: usize = 9;
 
-/// Whether a session may write over a snapshot, or over an entry of the pointer's log.
+/// Whether a session may overwrite snapshots and entries of the pointer's log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SnapshotWrites {
     /// Not enforced by the store. Hosts never overwrite snapshots; stolen credentials could.
     Any,
-    /// Refused by the store: an object there is created with `If-None-Match`, or not at all. `s3:if-none-match` and
-    /// `s3:ObjectCreationOperation` are condition keys of AWS, which other stores may not know.
+    /// Refused by the store: objects can only be created with `If-None-Match`. `s3:if-none-match` and
+    /// `s3:ObjectCreationOperation` are condition keys of AWS that other stores may not support.
     Once,
 }
 
-/// Get, put, list, and the end of an upload that failed, below the slot's prefix alone.
+/// The policy for a slot: get, put, list and abort uploads below the slot's prefix.
 ///
-/// `partition` is `aws` but for AWS's separate clouds.
-pub fn of_slot(partition: &str, bucket: &str, slot: &SlotPrefix, writes: SnapshotWrites) -> String {
-    // Users and slots are checked names, so that nothing of them is a wildcard or a variable of the policy's language.
+/// `partition` is `aws`, except in AWS's separate clouds.
+pub fn slot_policy(partition: &str, bucket: &str, slot: &SlotPrefix, writes: SnapshotWrites) -> String {
+    // Users and slots are validated names, so they contain no wildcards or policy variables.
     let (bucket, slot) = (format!("arn:{partition}:s3:::{bucket}"), slot.root());
     let mut statements = vec![
         json!({
@@ -63,7 +63,7 @@ pub struct Window {
 }
 
 impl Window {
-    /// The UTC days of all snapshots that are taken in it, as their names begin.
+    /// The UTC days of all snapshots in the window, in the form of their names.
     fn days(self) -> Vec<String> {
         let from = self.from.saturating_sub(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MIN);
         let until = self.until.saturating_add(MAX_CLOCK_SKEW).unwrap_or(Timestamp::MAX);
@@ -83,17 +83,17 @@ fn day(at: Timestamp) -> String {
     snapshot_name_at(at).split_inclusive('T').next().unwrap_or_default().to_owned()
 }
 
-/// What all of them begin with.
+/// The common prefix of the days.
 fn common_prefix(days: &[String]) -> String {
     let (Some(first), Some(last)) = (days.first(), days.last()) else { return String::new() };
     first.chars().zip(last.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a).collect()
 }
 
-/// Snapshots of one epoch, by names of the session's days, and what a backup reads before it: pointer, pointer log and side
-/// records. No dump of another epoch can be read, and the pointer cannot be moved.
+/// The policy of an outage session: write snapshots of one epoch with names of the session's days, and read the pointer, its
+/// log and side records. It cannot read dumps of other epochs, nor move the pointer.
 ///
-/// A session of many days, or with long names, would need a longer policy than STS takes: it gets the days' common beginning.
-pub fn of_outage(
+/// If many days or long names would exceed the maximum policy length, it allows the common prefix of the days.
+pub fn outage_policy(
     partition: &str,
     bucket: &str,
     (slot, epoch): (&SlotPrefix, Epoch),
@@ -110,7 +110,7 @@ pub fn of_outage(
 }
 
 fn outage(bucket: &str, db: &str, epoch: Epoch, names: &[String], writes: SnapshotWrites) -> String {
-    // The record of a snapshot ends in `.dump.json`.
+    // A snapshot's record ends in `.dump.json`.
     let own: Vec<String> =
         names.iter().map(|name| format!("{bucket}/{db}/snapshots/{name}*-{epoch}.dump*")).collect();
     let mut statements = vec![
@@ -137,7 +137,7 @@ fn outage(bucket: &str, db: &str, epoch: Epoch, names: &[String], writes: Snapsh
     document(&statements)
 }
 
-/// Refuses a write without `If-None-Match`. Parts of an upload take no condition, and make no object.
+/// Denies writes without `If-None-Match`. Parts of an upload have no condition, and create no object.
 fn create_only(resources: &[String]) -> Value {
     json!({
         "Effect": "Deny",
@@ -160,15 +160,15 @@ mod tests {
     use crate::machine::name::Slot;
 
     #[test]
-    fn a_policy_names_one_slot_and_no_delete() {
+    fn slot_policy_allows_one_slot_and_no_delete() {
         let user = format!("auth0|{}", "x".repeat(122)).parse().unwrap();
         let slot = SlotPrefix::new(&user, &"a".repeat(32).parse::<Slot>().unwrap());
-        let policy = of_slot("aws", &"b".repeat(63), &slot, SnapshotWrites::Once);
+        let policy = slot_policy("aws", &"b".repeat(63), &slot, SnapshotWrites::Once);
         assert!(policy.len() <= 2048, "STS takes no longer one: {}", policy.len());
         assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
         assert!(
             policy.contains(&format!("{}/*", slot.root())),
-            "the key's own form, as the store sees it: {policy}"
+            "the key in the store's form: {policy}"
         );
     }
 
@@ -183,25 +183,25 @@ mod tests {
     }
 
     #[test]
-    fn outage_policy_names_one_epoch_and_fits_sts() {
+    fn outage_policy_allows_one_epoch_and_fits_sts() {
         let slot = longest();
         for (from, hours) in
             [("2026-11-24T10:20:00Z", 12), ("2026-11-30T23:00:00Z", 12), ("2026-11-24T10:20:00Z", 168)]
         {
             let whose = (&slot, Epoch(u32::MAX));
-            let policy = of_outage("aws", &"b".repeat(63), whose, window(from, hours), SnapshotWrites::Once);
-            assert!(policy.len() <= 2048, "STS takes no longer one: {}", policy.len());
+            let policy = outage_policy("aws", &"b".repeat(63), whose, window(from, hours), SnapshotWrites::Once);
+            assert!(policy.len() <= 2048, "too long for STS: {}", policy.len());
             assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
             assert!(policy.contains("*-4294967295.dump*"), "{policy}");
         }
     }
 
     #[test]
-    fn outage_policy_names_each_day_of_the_session() {
+    fn outage_policy_allows_each_day_of_the_session() {
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let days = |from, hours| {
             let policy =
-                of_outage("aws", "fleet", (&slot, Epoch(7)), window(from, hours), SnapshotWrites::Any);
+                outage_policy("aws", "fleet", (&slot, Epoch(7)), window(from, hours), SnapshotWrites::Any);
             let policy: Value = serde_json::from_str(&policy).unwrap();
             let own = policy["Statement"][0]["Resource"].as_array().unwrap().clone();
             let name = |it: &Value| it.as_str().unwrap().rsplit('/').next().unwrap().to_owned();
@@ -209,13 +209,13 @@ mod tests {
         };
         assert_eq!(days("2026-11-24T10:20:00Z", 12), ["2026-11-24T*-7.dump*"]);
         assert_eq!(days("2026-09-30T23:00:00Z", 12), ["2026-09-30T*-7.dump*", "2026-10-01T*-7.dump*"]);
-        // A clock that is behind or ahead.
+        // The clock may be behind or ahead.
         assert_eq!(days("2027-01-01T00:10:00Z", 1), ["2026-12-31T*-7.dump*", "2027-01-01T*-7.dump*"]);
         assert_eq!(days("2026-11-24T10:20:00Z", 168).len(), 8);
     }
 
     #[test]
-    fn no_name_that_is_taken_has_a_wildcard() {
+    fn names_with_wildcards_are_refused() {
         for special in ["a*", "a?", "${aws:userid}"] {
             assert!(special.parse::<crate::machine::name::IdpUserId>().is_err(), "{special}");
         }

@@ -1,6 +1,6 @@
-//! Whether the bucket itself keeps overwritten and deleted objects: versioning and object lock, as S3 reports them.
+//! Protection of overwritten and deleted objects by the bucket: versioning and object lock, as S3 reports them.
 //!
-//! Only reads; an operator switches them on by the commands that are given.
+//! Read-only: an operator enables them with the returned commands.
 
 use http::{Method, StatusCode};
 use object_store::aws::AwsAuthorizer;
@@ -9,12 +9,12 @@ use object_store::client::{HttpClient, HttpRequest};
 use super::config::S3Config;
 use crate::http::client::{self, Deadlines};
 
-/// What the store says of one of its settings.
+/// The state of one setting of the bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Setting {
     On,
     Off,
-    /// The store does not support the question, or refuses it to these credentials.
+    /// The store does not support the request, or refuses it for these credentials.
     Unknown(StatusCode),
 }
 
@@ -25,18 +25,18 @@ pub struct Protection {
     pub object_lock: Setting,
 }
 
-/// Why nothing is known.
+/// The reason why the settings are unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum ProtectionError {
-    #[error("the bucket's URL is not one")]
+    #[error("the bucket's URL is invalid")]
     Url,
     #[error("the request could not be signed")]
     Sign(#[source] object_store::Error),
-    #[error("the store did not answer: {0}")]
+    #[error("the store did not respond: {0}")]
     Silent(String),
 }
 
-/// Asks the store, by two requests with a deadline each.
+/// Reads both settings, with one request each.
 ///
 /// # Errors
 /// [`ProtectionError`].
@@ -44,9 +44,9 @@ pub async fn read(s3: &S3Config) -> Result<Protection, ProtectionError> {
     let client =
         client::build(Deadlines::CALL).map_err(|error| ProtectionError::Silent(error.to_string()))?;
     let wire = HttpClient::new(client);
-    let (versioning, text) = ask(&wire, s3, "versioning").await?;
+    let (versioning, text) = request_setting(&wire, s3, "versioning").await?;
     let versioning = setting(versioning, text.contains("<Status>Enabled</Status>"));
-    let (lock, text) = ask(&wire, s3, "object-lock").await?;
+    let (lock, text) = request_setting(&wire, s3, "object-lock").await?;
     let object_lock = match lock {
         // ObjectLockConfigurationNotFoundError.
         StatusCode::NOT_FOUND => Setting::Off,
@@ -63,7 +63,7 @@ fn setting(status: StatusCode, is_on: bool) -> Setting {
     }
 }
 
-async fn ask(wire: &HttpClient, s3: &S3Config, what: &str) -> Result<(StatusCode, String), ProtectionError> {
+async fn request_setting(wire: &HttpClient, s3: &S3Config, what: &str) -> Result<(StatusCode, String), ProtectionError> {
     let base = match &s3.endpoint {
         Some(endpoint) => format!("{}/{}", endpoint.trim_end_matches('/'), s3.bucket),
         None => format!("https://{}.s3.{}.amazonaws.com/", s3.bucket, s3.region),
@@ -83,13 +83,13 @@ async fn ask(wire: &HttpClient, s3: &S3Config, what: &str) -> Result<(StatusCode
     Ok((status, String::from_utf8_lossy(&body).into_owned()))
 }
 
-/// The command that switches versioning on.
+/// The command that enables versioning.
 pub fn enable_versioning(s3: &S3Config) -> String {
     let change = "--versioning-configuration Status=Enabled";
     format!("aws s3api put-bucket-versioning --bucket {} {change}{}", s3.bucket, endpoint(s3))
 }
 
-/// The command that switches object lock on; S3 asks for versioning first.
+/// The command that enables object lock, which requires versioning.
 pub fn enable_object_lock(s3: &S3Config) -> String {
     let change = r#"--object-lock-configuration '{"ObjectLockEnabled":"Enabled","Rule":{"DefaultRetention":{"Mode":"GOVERNANCE","Days":30}}}'"#;
     format!("aws s3api put-object-lock-configuration --bucket {} {change}{}", s3.bucket, endpoint(s3))

@@ -1,7 +1,7 @@
-//! Between object_store and the wire: a request that the store refuses because its credentials have expired is signed
-//! with others and sent once more.
+//! HTTP layer below object_store: if the store refuses a request because its credentials have expired, the request is
+//! signed with new credentials and retried once.
 //!
-//! The expiry that a host knows is judged by its own clock; this is what helps where that clock is wrong.
+//! A host compares the expiry with its own clock; this layer helps if that clock is wrong.
 
 use std::sync::Arc;
 
@@ -13,12 +13,12 @@ use object_store::client::{
     HttpClient, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpResponseBody, HttpService,
 };
 
-use super::credentials::{CredentialError, Source};
+use super::credentials::{CredentialError, CredentialSource};
 
 const CONTENT_SHA256: HeaderName = HeaderName::from_static("x-amz-content-sha256");
 const DATE: HeaderName = HeaderName::from_static("x-amz-date");
 const TOKEN: HeaderName = HeaderName::from_static("x-amz-security-token");
-/// Error codes of S3 and of servers like it for credentials that were good once.
+/// Error codes of S3 and compatible servers for expired credentials.
 const EXPIRED: [&str; 4] = [
     "<Code>ExpiredToken</Code>",
     "<Code>InvalidTokenId</Code>",
@@ -29,7 +29,7 @@ const EXPIRED: [&str; 4] = [
 #[derive(Debug)]
 pub(super) struct Resigning {
     pub(super) wire: HttpClient,
-    pub(super) source: Arc<dyn Source>,
+    pub(super) source: Arc<dyn CredentialSource>,
     pub(super) region: String,
 }
 
@@ -47,14 +47,14 @@ impl HttpService for Resigning {
         }
         let (parts, body) = answer.into_parts();
         let body = body.bytes().await?;
-        // The answer to a HEAD has no body, and with expired credentials it is 400.
+        // The response to a HEAD has no body; with expired credentials its status is 400.
         let suspected = again.method() == Method::HEAD && parts.status == StatusCode::BAD_REQUEST;
         let told = || {
             let text = String::from_utf8_lossy(&body);
             EXPIRED.iter().any(|code| text.contains(code))
         };
         if suspected || told() {
-            match self.source.instead_of(used(&again).unwrap_or_default()).await {
+            match self.source.replacement_for(used(&again).unwrap_or_default()).await {
                 Ok(fresh) => {
                     if let Some(signed) = self.sign(again, &fresh) {
                         return self.wire.execute(signed).await;
@@ -63,7 +63,7 @@ impl HttpService for Resigning {
                 Err(error @ CredentialError::Withdrawn) => {
                     return Err(HttpError::new(HttpErrorKind::Unknown, error));
                 }
-                Err(error) => tracing::warn!(%error, "the store took our credentials for expired"),
+                Err(error) => tracing::warn!(%error, "the store rejected our credentials as expired"),
             }
         }
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::from(body)))
@@ -71,18 +71,18 @@ impl HttpService for Resigning {
 }
 
 impl Resigning {
-    /// object_store signs once and repeats a failed request as it is: a repeat gets the credentials of its own time.
+    /// Signs a retry with the current credentials: object_store signs a request once and retries it unchanged.
     async fn refreshed(&self, request: HttpRequest) -> HttpRequest {
         match self.source.current().await {
             Ok(held) if used(&request).is_some_and(|key| key != held.key_id) => {
                 self.sign(request.clone(), &held).unwrap_or(request)
             }
-            // Without others, the store shall say what it thinks of these.
+            // Without new credentials, the store's error is returned.
             _ => request,
         }
     }
 
-    /// `None` for a request that was not signed as object_store signs.
+    /// `None` if the request was not signed by object_store.
     fn sign(&self, mut request: HttpRequest, with: &AwsCredential) -> Option<HttpRequest> {
         let payload = request.headers().get(CONTENT_SHA256)?.to_str().ok()?.to_owned();
         let digest = hex::decode(&payload).ok();

@@ -1,5 +1,4 @@
-//! What a server knows of a role besides its rights in a database, as a side record keeps it: attributes, settings,
-//! memberships. Never a password.
+//! Server-wide facts about a role, as in a side record: attributes, settings and memberships, but no passwords.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +16,7 @@ pub struct RoleFacts {
     pub bypass_rls: bool,
     /// -1: none.
     pub connection_limit: i32,
-    /// As PostgreSQL writes it; `None`: for ever.
+    /// In PostgreSQL's format; `None` for no expiry.
     pub valid_until: Option<String>,
     /// `ALTER ROLE … SET`, for every database.
     pub settings: Vec<RoleSetting>,
@@ -25,7 +24,7 @@ pub struct RoleFacts {
 }
 
 impl Default for RoleFacts {
-    /// As `CREATE ROLE` makes one.
+    /// The defaults of `CREATE ROLE`.
     fn default() -> Self {
         Self {
             name: String::new(),
@@ -44,7 +43,7 @@ impl Default for RoleFacts {
     }
 }
 
-/// A value that sessions of a role begin with.
+/// A default setting of a role's sessions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RoleSetting {

@@ -1,6 +1,6 @@
-//! All verified snapshots of a slot, by their side records: a page of them, the newest first.
+//! Lists the verified snapshots of a slot, by their side records, newest first.
 //!
-//! A dump without a side record was never verified to its end, and is not listed.
+//! A dump without a side record was never completely verified, and is not listed.
 
 use std::collections::VecDeque;
 
@@ -18,21 +18,21 @@ use crate::machine::epoch::Epoch;
 use crate::machine::id::MachineId;
 use crate::untrusted_text::bounded;
 
-/// Each is an object of at most 1 MiB.
-const READ_AT_ONCE: usize = 4;
+/// Concurrent reads of side records, of at most 1 MiB each.
+const MAX_CONCURRENT_READS: usize = 4;
 const SUFFIX: &str = ".json";
-/// Backups are hourly: how far back a page reaches at first, for each snapshot and beyond them.
-const HOURS_EACH: i64 = 1;
-const HOURS_BEYOND: i64 = 2;
-/// A page that is not full is continued further back, by this factor.
+/// Initial time range of a page: hours per snapshot, plus additional hours. Backups are hourly.
+const HOURS_PER_SNAPSHOT: i64 = 1;
+const EXTRA_HOURS: i64 = 2;
+/// If a page is not full, its time range grows by this factor.
 const REACH_FACTOR: i32 = 8;
-/// Beyond this, the rest is read from the beginning.
+/// Maximum time range; beyond it, all keys are listed.
 const MAX_REACH: SignedDuration = SignedDuration::from_hours(10 * 366 * 24);
 
-/// What a list shows of a side record. The rest may be a MiB that a host made up, and is not kept.
+/// The part of a side record that a list shows. The rest may be large, because a host writes it, and is discarded.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Listed {
+pub struct ListedSnapshot {
     pub key: String,
     pub size_bytes: u64,
     pub sha256: String,
@@ -44,114 +44,112 @@ pub struct Listed {
     pub verified_at: Timestamp,
 }
 
-impl Listed {
-    /// Whether it is of the snapshot with this key.
-    fn fits(&self, key: &str) -> bool {
+impl ListedSnapshot {
+    /// Whether it is the record of the snapshot with this key.
+    fn matches_key(&self, key: &str) -> bool {
         let is_digest = bundle::parse_digest(&self.sha256).as_deref() == Some(&*self.sha256);
         self.key == key && is_digest && key::agrees(key, self.taken_at, self.epoch)
     }
 }
 
-/// Side records in descending order of their keys, which is that of the times when they were taken.
+/// A page of side records in descending order of their keys, and so of their times.
 pub struct Page {
-    pub records: Vec<Listed>,
+    pub records: Vec<ListedSnapshot>,
     /// The key after which the next page begins; `None` after the last.
     pub next: Option<String>,
 }
 
-/// Which snapshots a page has.
+/// Selects the snapshots of a page.
 #[derive(Debug, Clone, Copy)]
-pub struct Window<'a> {
-    /// Only those older than this key.
+pub struct PageWindow<'a> {
+    /// Only snapshots with keys below this one.
     pub before: Option<&'a str>,
-    /// When the latest snapshot was taken, where that is known, so that a slot that has stopped taking snapshots needs fewer
-    /// listings.
+    /// When the latest snapshot was taken, if known. It saves listings for a slot without recent snapshots.
     pub latest: Option<Timestamp>,
     pub limit: usize,
 }
 
-/// The newest snapshots of a window. Only the keys of about the time of the page are listed.
+/// The newest snapshots of a window. Only keys near the page's time range are listed.
 ///
 /// # Errors
-/// [`StoreError`]; a side record that is not readable as one, or is of another snapshot than its key, is left out, and the log
-/// says so once.
-pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: Window<'_>) -> Result<Page, StoreError> {
+/// [`StoreError`]; a side record that is unreadable or does not match its key is skipped, with one log line.
+pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) -> Result<Page, StoreError> {
     let limit = window.limit;
     let mut keys = newest_keys(bucket, slot, &window, limit + 1).await?;
     let more = keys.len() > limit;
     keys.truncate(limit);
     let next = keys.last().filter(|_| more).cloned();
-    let mut reads = stream::iter(keys).map(|key| read(bucket, slot, key)).buffered(READ_AT_ONCE);
-    let (mut records, mut left_out) = (Vec::new(), LeftOut::default());
+    let mut reads = stream::iter(keys).map(|key| read(bucket, slot, key)).buffered(MAX_CONCURRENT_READS);
+    let (mut records, mut skipped_log) = (Vec::new(), SkippedLog::default());
     while let Some(read) = reads.try_next().await? {
         match read {
             Ok(record) => records.extend(record),
-            Err(odd) => left_out.add(odd),
+            Err(skipped) => skipped_log.add(skipped),
         }
     }
-    left_out.tell();
+    skipped_log.write_log();
     Ok(Page { records, next })
 }
 
-/// The record of one snapshot, where it has one that can be read.
+/// The record of one snapshot, if it is readable.
 ///
 /// # Errors
 /// [`StoreError`].
-pub async fn one(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Option<Listed>, StoreError> {
-    let mut left_out = LeftOut::default();
-    let record = read(bucket, slot, key.to_owned()).await?.unwrap_or_else(|odd| {
-        left_out.add(odd);
+pub async fn one(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Option<ListedSnapshot>, StoreError> {
+    let mut skipped_log = SkippedLog::default();
+    let record = read(bucket, slot, key.to_owned()).await?.unwrap_or_else(|skipped| {
+        skipped_log.add(skipped);
         None
     });
-    left_out.tell();
+    skipped_log.write_log();
     Ok(record)
 }
 
-/// A side record that is left out, and why.
-struct Odd {
+/// A skipped side record, with the reason.
+struct SkippedRecord {
     key: String,
     why: String,
 }
 
-/// One line of the log for all of a page, since a host can write any number of them.
+/// Logs one line for all skipped records of a page, because a host can write any number of them.
 #[derive(Default)]
-struct LeftOut {
-    first: Option<Odd>,
+struct SkippedLog {
+    first: Option<SkippedRecord>,
     count: usize,
 }
 
-impl LeftOut {
-    fn add(&mut self, odd: Odd) {
-        self.first.get_or_insert(odd);
+impl SkippedLog {
+    fn add(&mut self, skipped: SkippedRecord) {
+        self.first.get_or_insert(skipped);
         self.count += 1;
     }
 
-    fn tell(self) {
-        if let Some(Odd { key, why }) = self.first {
+    fn write_log(self) {
+        if let Some(SkippedRecord { key, why }) = self.first {
             tracing::warn!(
                 key = bounded(&key),
                 why,
                 count = self.count,
-                "side records are left out; this is the first"
+                "side records were skipped; this is the first"
             );
         }
     }
 }
 
-/// The newest keys of a window in descending order. A store lists keys in ascending order alone, so they are listed from a
-/// time on, which lies further back until enough were found.
+/// The newest keys of a window in descending order. A store lists keys only in ascending order, so they are listed from an
+/// earlier time until enough are found.
 async fn newest_keys(
     bucket: &Bucket,
     slot: &SlotPrefix,
-    window: &Window<'_>,
+    window: &PageWindow<'_>,
     count: usize,
 ) -> Result<Vec<String>, StoreError> {
-    let hours = HOURS_EACH * i64::try_from(count).unwrap_or(i64::MAX / 2) + HOURS_BEYOND;
+    let hours = HOURS_PER_SNAPSHOT * i64::try_from(count).unwrap_or(i64::MAX / 2) + EXTRA_HOURS;
     let first_reach = SignedDuration::from_hours(hours);
     let mut reach = first_reach;
     let before = window.before.map(|key| (key, key::time_in(key)));
     let mut from = before.and_then(|(_, at)| at).unwrap_or_else(Timestamp::now);
-    // A key without a time says nothing of where to begin.
+    // Without a time in the key, there is no time to start from.
     let has_no_time = before.is_some_and(|(_, at)| at.is_none());
     let mut latest = window.latest.filter(|_| window.before.is_none());
     let mut end = window.before.and_then(|key| key.rsplit('/').next()).map(str::to_owned);
@@ -173,7 +171,7 @@ async fn newest_keys(
     }
 }
 
-/// The last `count` keys whose names are above `start` and below `end`, in descending order.
+/// The last `count` keys with names above `start` and below `end`, in descending order.
 async fn listed(
     bucket: &Bucket,
     slot: &SlotPrefix,
@@ -202,7 +200,7 @@ async fn listed(
     Ok(keys.into_iter().rev().collect())
 }
 
-/// The key of the snapshot that a side record is of.
+/// The key of a side record's snapshot.
 fn key_of(slot: &SlotPrefix, prefix: &Path, object: &Path) -> Option<String> {
     let name = name_in(prefix, object)?.strip_suffix(SUFFIX)?;
     Some(format!("system/db/snapshots/{name}")).filter(|key| slot.snapshot(key).is_some())
@@ -212,7 +210,7 @@ fn name_in<'a>(prefix: &Path, object: &'a Path) -> Option<&'a str> {
     object.as_ref().strip_prefix(prefix.as_ref())?.strip_prefix('/')
 }
 
-/// Keys as the pointer names them, of every dump that has a side record.
+/// The keys, relative to the slot, of all dumps with a side record.
 ///
 /// # Errors
 /// [`StoreError`].
@@ -231,13 +229,13 @@ async fn read(
     bucket: &Bucket,
     slot: &SlotPrefix,
     key: String,
-) -> Result<Result<Option<Listed>, Odd>, StoreError> {
+) -> Result<Result<Option<ListedSnapshot>, SkippedRecord>, StoreError> {
     let Some(path) = slot.side_record(&key) else { return Ok(Ok(None)) };
-    match bucket.get_json::<Listed>(&path).await {
+    match bucket.get_json::<ListedSnapshot>(&path).await {
         Ok(None) => Ok(Ok(None)),
-        Ok(Some(found)) if found.value.fits(&key) => Ok(Ok(Some(found.value))),
-        Ok(Some(_)) => Ok(Err(Odd { key, why: "it is not the record of its key".to_owned() })),
-        Err(StoreError::Corrupt { key, why }) => Ok(Err(Odd { key, why })),
+        Ok(Some(found)) if found.value.matches_key(&key) => Ok(Ok(Some(found.value))),
+        Ok(Some(_)) => Ok(Err(SkippedRecord { key, why: "it does not match its key".to_owned() })),
+        Err(StoreError::Corrupt { key, why }) => Ok(Err(SkippedRecord { key, why })),
         Err(error) => Err(error),
     }
 }
@@ -255,7 +253,7 @@ mod tests {
 
     const TOTAL: i64 = 2000;
 
-    /// A slot with a snapshot for each of [`TOTAL`] hours, the newest so long ago; with what counts the listed names.
+    /// A slot with [`TOTAL`] hourly snapshots, the newest of the given age, in a store that counts listed names.
     async fn hourly(newest_ago: SignedDuration) -> (Bucket, SlotPrefix, Arc<Lenient>, Vec<String>) {
         let store = Arc::new(Lenient::new(Ignored::Replace));
         let bucket = Bucket::new(store.clone());
@@ -271,54 +269,54 @@ mod tests {
         (bucket, slot, store, keys)
     }
 
-    async fn newest(bucket: &Bucket, slot: &SlotPrefix, window: Window<'_>) -> Vec<String> {
+    async fn newest(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) -> Vec<String> {
         newest_keys(bucket, slot, &window, window.limit).await.unwrap()
     }
 
     #[tokio::test]
-    async fn newest_keys_are_found_without_listing_the_others() {
+    async fn page_lists_few_keys() {
         let (bucket, slot, store, keys) = hourly(SignedDuration::from_mins(5)).await;
-        let first = Window { before: None, latest: None, limit: 51 };
+        let first = PageWindow { before: None, latest: None, limit: 51 };
         assert_eq!(newest(&bucket, &slot, first).await, keys[..51]);
         assert!(store.listed() < 120, "{} names", store.listed());
-        // The page after a key in the middle, up to that key.
+        // The page that ends at a key in the middle.
         let before = store.listed();
-        let next = Window { before: Some(&keys[999]), latest: None, limit: 51 };
+        let next = PageWindow { before: Some(&keys[999]), latest: None, limit: 51 };
         assert_eq!(newest(&bucket, &slot, next).await, keys[1000..1051]);
         assert!(store.listed() - before < 120, "{} names", store.listed() - before);
-        let last = Window { before: Some(&keys[1979]), latest: None, limit: 51 };
+        let last = PageWindow { before: Some(&keys[1979]), latest: None, limit: 51 };
         assert_eq!(newest(&bucket, &slot, last).await, keys[1980..]);
     }
 
     #[tokio::test]
-    async fn slot_that_takes_no_more_is_found_from_its_latest() {
+    async fn page_of_an_old_slot_starts_at_its_latest() {
         let ago = SignedDuration::from_hours(24 * 400);
         let (bucket, slot, store, keys) = hourly(ago).await;
         let latest = Some(key::taken_at(&keys[0]).unwrap());
-        let window = Window { before: None, latest, limit: 51 };
+        let window = PageWindow { before: None, latest, limit: 51 };
         assert_eq!(newest(&bucket, &slot, window).await, keys[..51]);
         assert!(store.listed() < 120, "{} names", store.listed());
-        let unknown = Window { latest: None, ..window };
+        let unknown = PageWindow { latest: None, ..window };
         assert_eq!(newest(&bucket, &slot, unknown).await, keys[..51]);
     }
 
     #[tokio::test]
-    async fn keys_without_a_time_are_listed_in_their_place() {
+    async fn page_sorts_keys_without_a_time() {
         let (bucket, slot, _, _) = hourly(SignedDuration::ZERO).await;
         for name in ["zero.dump", "0.dump"] {
             let key = format!("system/db/snapshots/{name}");
             bucket.put(&slot.side_record(&key).unwrap(), "{}").await.unwrap();
         }
-        let all = Window { before: None, latest: None, limit: 3000 };
+        let all = PageWindow { before: None, latest: None, limit: 3000 };
         let found = newest(&bucket, &slot, all).await;
         assert_eq!(found.len(), usize::try_from(TOTAL).unwrap() + 2);
         assert_eq!(
             (&*found[0], &*found[found.len() - 1]),
             ("system/db/snapshots/zero.dump", "system/db/snapshots/0.dump")
         );
-        // As cursors, they bound the page as well.
+        // They also work as cursors.
         let below = async |before: &str| {
-            newest(&bucket, &slot, Window { before: Some(before), latest: None, limit: 5 }).await
+            newest(&bucket, &slot, PageWindow { before: Some(before), latest: None, limit: 5 }).await
         };
         assert_eq!(below("system/db/snapshots/0.dump").await, Vec::<String>::new());
         assert_eq!(below("system/db/snapshots/0.dump~").await, ["system/db/snapshots/0.dump"]);
@@ -328,7 +326,7 @@ mod tests {
         assert!(found.is_sorted_by(|a, b| a > b));
     }
 
-    /// A record of its own key, as a host writes it, or with other members.
+    /// A valid record of a key, with some members replaced.
     fn record(key: &str, other: &serde_json::Value) -> String {
         let mut record = json!({"version": 1, "key": key, "sizeBytes": 4, "sha256": "ab".repeat(32), "pgVersion": "16",
             "machineId": uuid::Uuid::nil(), "epoch": 1, "takenAt": key::time_in(key).map(clock::rfc3339_ms),
@@ -340,7 +338,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn record_that_is_not_of_its_key_is_left_out() {
+    async fn page_skips_records_that_do_not_match_their_key() {
         let bucket = Bucket::new(Arc::new(object_store::memory::InMemory::new()));
         let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
         let at = |second: u32| format!("system/db/snapshots/2026-11-24T03-04-0{second}.678Z-1.dump");
@@ -350,17 +348,17 @@ mod tests {
             (2, json!({"takenAt": "2026-11-25T03:04:02.678Z"})),
             (3, json!({"key": at(0)})),
             (4, json!({"sha256": "x".repeat(64)})),
-            // What a list does not show is not read.
+            // Members that a list does not show are not parsed.
             (5, json!({"roles": "none"})),
         ] {
             let side = slot.side_record(&at(second)).unwrap();
             bucket.put(&side, record(&at(second), &other)).await.unwrap();
         }
-        // The name is of epoch 1 for the policy of an outage session, and of epoch 900 for who reads its end.
+        // The name has epoch 1 for the policy of an outage session, but epoch 900 at its end.
         let forged = "system/db/snapshots/2026-11-24T03-04-06.678Z-1.dumpZ-900.dump";
         let object = slot.snapshots().join("2026-11-24T03-04-06.678Z-1.dumpZ-900.dump.json");
         bucket.put(&object, record(forged, &json!({"epoch": 900}))).await.unwrap();
-        let all = Window { before: None, latest: None, limit: 50 };
+        let all = PageWindow { before: None, latest: None, limit: 50 };
         let page = page(&bucket, &slot, all).await.unwrap();
         let keys: Vec<_> = page.records.iter().map(|record| record.key.clone()).collect();
         assert_eq!(keys, [at(5), at(0)]);

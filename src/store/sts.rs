@@ -1,7 +1,7 @@
-//! AssumeRole of the Security Token Service: credentials that may do what a session policy says, for a while.
+//! AssumeRole of the Security Token Service: temporary credentials that are limited by a session policy.
 //!
-//! Speaks the query protocol of AWS's STS, which MinIO and others answer at the store's own endpoint. Knows nothing of
-//! machines; what the policy says is the caller's.
+//! Uses the query protocol of AWS's STS, which MinIO and others support at the store's endpoint. The caller provides the
+//! policy.
 
 use std::time::Duration;
 
@@ -13,28 +13,28 @@ use object_store::client::{HttpClient, HttpRequest};
 use serde::Deserialize;
 use url::Url;
 
-use super::credentials::Temporary;
+use super::credentials::TemporaryCredentials;
 use crate::http::client::{self, Deadlines};
 
 const VERSION: &str = "2011-06-15";
-const ATTEMPTS: u32 = 3;
-/// Of one call with its repeats; below what a host waits for the platform.
+const MAX_ATTEMPTS: u32 = 3;
+/// Deadline of one call including retries; shorter than a host waits for the platform.
 const DEADLINE: Duration = Duration::from_secs(8);
-const CALL: Deadlines = Deadlines {
+const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(3),
     whole: Some(Duration::from_secs(5)),
     idle: Duration::from_secs(5),
 };
 
-/// Why there is no session.
+/// The reason why there is no session.
 #[derive(Debug, thiserror::Error)]
 pub enum StsError {
-    /// The role, its trust or the policy is wrong: an operator has to look.
+    /// The role, its trust policy or the session policy is wrong: an operator must fix it.
     #[error("STS refused AssumeRole with {status}: {code}: {message}")]
     Refused { status: StatusCode, code: String, message: String },
-    #[error("STS did not answer AssumeRole: {0}")]
+    #[error("STS did not respond to AssumeRole: {0}")]
     Silent(String),
-    #[error("the answer of STS to AssumeRole is not readable: {0}")]
+    #[error("cannot parse the response of STS to AssumeRole: {0}")]
     Unreadable(String),
     #[error("AssumeRole could not be signed")]
     Sign(#[source] object_store::Error),
@@ -52,7 +52,7 @@ impl StsError {
     }
 }
 
-/// Who asks, and for which role.
+/// A client of STS with its credentials and role.
 #[derive(Debug)]
 pub struct Sts {
     wire: HttpClient,
@@ -64,22 +64,22 @@ pub struct Sts {
 
 impl Sts {
     /// # Errors
-    /// When no client can be made.
+    /// If the HTTP client cannot be created.
     pub fn new(
         endpoint: Url,
         region: String,
         role_arn: String,
         caller: AwsCredential,
     ) -> anyhow::Result<Self> {
-        let wire = HttpClient::new(client::build(CALL)?);
+        let wire = HttpClient::new(client::build(TIMEOUTS)?);
         Ok(Self { wire, endpoint, region, role_arn, caller })
     }
 
-    /// A session under `name` (which the store's own log shows) that may do what `policy` says.
+    /// Requests a session with this name, which the store's access log shows, and this policy.
     ///
     /// # Errors
     /// [`StsError`].
-    pub async fn assume(&self, name: &str, policy: &str, life: Duration) -> Result<Temporary, StsError> {
+    pub async fn assume(&self, name: &str, policy: &str, life: Duration) -> Result<TemporaryCredentials, StsError> {
         let form = url::form_urlencoded::Serializer::new(String::new())
             .append_pair("Action", "AssumeRole")
             .append_pair("Version", VERSION)
@@ -91,8 +91,8 @@ impl Sts {
         let repeated = async {
             let mut attempt = 1;
             loop {
-                match self.ask(&form).await {
-                    Err(error) if error.is_transient() && attempt < ATTEMPTS => {
+                match self.try_assume(&form).await {
+                    Err(error) if error.is_transient() && attempt < MAX_ATTEMPTS => {
                         tokio::time::sleep(Duration::from_millis(u64::from(200 * attempt + jitter()))).await;
                         attempt += 1;
                     }
@@ -101,14 +101,14 @@ impl Sts {
             }
         };
         let ended = tokio::time::timeout(DEADLINE, repeated).await;
-        ended.unwrap_or_else(|_| Err(StsError::Silent("no answer in time".to_owned())))
+        ended.unwrap_or_else(|_| Err(StsError::Silent("no response in time".to_owned())))
     }
 
-    async fn ask(&self, form: &str) -> Result<Temporary, StsError> {
+    async fn try_assume(&self, form: &str) -> Result<TemporaryCredentials, StsError> {
         let mut request = HttpRequest::new(form.to_owned().into());
         *request.method_mut() = Method::POST;
         *request.uri_mut() =
-            self.endpoint.as_str().parse().map_err(|_| StsError::Silent("its URL is none".to_owned()))?;
+            self.endpoint.as_str().parse().map_err(|_| StsError::Silent("its URL is invalid".to_owned()))?;
         let headers = request.headers_mut();
         let kind = "application/x-www-form-urlencoded; charset=utf-8";
         headers.insert(CONTENT_TYPE, http::HeaderValue::from_static(kind));
@@ -118,9 +118,9 @@ impl Sts {
             .map_err(StsError::Sign)?;
         let silent =
             |error: object_store::client::HttpError| StsError::Silent(crate::http::problem::chain(&error));
-        let answer = self.wire.execute(request).await.map_err(silent)?;
-        let status = answer.status();
-        let body = answer.into_body().bytes().await.map_err(silent)?;
+        let response = self.wire.execute(request).await.map_err(silent)?;
+        let status = response.status();
+        let body = response.into_body().bytes().await.map_err(silent)?;
         read(status, &String::from_utf8_lossy(&body))
     }
 }
@@ -131,13 +131,13 @@ fn jitter() -> u32 {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Answer {
-    assume_role_result: Assumed,
+struct AssumeRoleResponse {
+    assume_role_result: AssumeRoleResult,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Assumed {
+struct AssumeRoleResult {
     credentials: Session,
 }
 
@@ -152,7 +152,7 @@ struct Session {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Refusal {
+struct ErrorResponse {
     error: Fault,
 }
 
@@ -164,19 +164,19 @@ struct Fault {
     message: String,
 }
 
-fn read(status: StatusCode, text: &str) -> Result<Temporary, StsError> {
+fn read(status: StatusCode, text: &str) -> Result<TemporaryCredentials, StsError> {
     if !status.is_success() {
-        let fault = quick_xml::de::from_str::<Refusal>(text).map(|refusal| refusal.error);
+        let fault = quick_xml::de::from_str::<ErrorResponse>(text).map(|refusal| refusal.error);
         let fault = fault.or_else(|_| quick_xml::de::from_str(text));
         let fault = fault.unwrap_or_else(|_| Fault { code: "unknown".to_owned(), message: String::new() });
         return Err(StsError::Refused { status, code: fault.code, message: fault.message });
     }
-    // What is not as expected may hold the secret: the parser's words are kept, not the text.
-    let answer: Answer =
+    // An unexpected response may contain the secret: report only the parser's error.
+    let response: AssumeRoleResponse =
         quick_xml::de::from_str(text).map_err(|error| StsError::Unreadable(error.to_string()))?;
-    let session = answer.assume_role_result.credentials;
-    // Around values, an XML document may have white space for its reader's sake.
-    Ok(Temporary {
+    let session = response.assume_role_result.credentials;
+    // Values in an XML document may be surrounded by white space.
+    Ok(TemporaryCredentials {
         access_key: session.access_key_id.trim().to_owned(),
         secret_key: session.secret_access_key.trim().to_owned().into(),
         session_token: Some(session.session_token.trim().to_owned().into()),
@@ -211,7 +211,7 @@ mod tests {
 </AssumeRoleResponse>"#;
 
     #[test]
-    fn the_answer_of_aws_is_read() {
+    fn read_parses_the_response_of_aws() {
         let session = read(StatusCode::OK, SAMPLE).unwrap();
         assert_eq!(session.access_key, "ASIAIOSFODNN7EXAMPLE");
         let token = session.session_token.unwrap();
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_says_its_code_in_either_form() {
+    fn read_parses_errors_in_both_forms() {
         let whole = "<ErrorResponse><Error><Type>Sender</Type><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>";
         for text in [whole, "<Error><Code>AccessDenied</Code><Message>no</Message></Error>"] {
             let error = read(StatusCode::FORBIDDEN, text).unwrap_err();
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_answer_is_told_without_its_secret() {
+    fn read_hides_the_secret_of_a_truncated_response() {
         let error = read(StatusCode::OK, &SAMPLE[..SAMPLE.len() / 2]).unwrap_err();
         assert!(!error.to_string().contains("wJalr"), "{error}");
     }

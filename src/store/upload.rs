@@ -1,7 +1,6 @@
-//! A multipart upload of a stream whose length is not known: equal parts, bounded memory, nothing visible before
-//! it is completed.
+//! Multipart upload of a stream of unknown length: equal parts, bounded memory, and no visible object before completion.
 //!
-//! Owns the parts; what may become an object is the caller's decision, who either completes or aborts.
+//! Owns the parts; the caller either completes or aborts the upload.
 
 use std::time::Duration;
 
@@ -13,64 +12,64 @@ use tokio::task::JoinSet;
 use super::bucket::{Bucket, StoreError};
 use super::multipart::OpenUpload;
 
-/// S3's limit of parts in one upload.
-const MOST_PARTS: u64 = 10_000;
+/// Maximum parts of an upload in S3.
+const MAX_PARTS: u64 = 10_000;
 const MIB: u64 = 1 << 20;
-/// S3's smallest part but the last.
-const SMALLEST_PART: u64 = 5 * MIB;
-/// What the parts under way may hold together, the one being filled included.
-const BUDGET: u64 = 20 * MIB;
-const ABORT_DEADLINE: Duration = Duration::from_secs(30);
+/// Minimum size of a part in S3, except for the last.
+const MIN_PART_BYTES: u64 = 5 * MIB;
+/// Maximum memory of the parts in flight and the one being filled.
+const MEMORY_BUDGET_BYTES: u64 = 20 * MIB;
+const ABORT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How a stream is cut: all parts but the last have one size (some stores demand it).
+/// The layout of an upload: all parts except the last have the same size, which some stores require.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parts {
+pub struct PartLayout {
     size: usize,
-    /// Parts on the wire while the next one is filled.
+    /// Number of parts in flight while the next one is filled.
     in_flight: usize,
 }
 
-impl Parts {
-    /// For a stream of at most `bytes`. Memory stays within the budget up to 200 GB; beyond, one part grows.
-    pub fn for_at_most(bytes: u64) -> Self {
-        let size = bytes.div_ceil(MOST_PARTS).div_ceil(MIB).max(SMALLEST_PART / MIB) * MIB;
-        let in_flight = (BUDGET / size).saturating_sub(1);
+impl PartLayout {
+    /// The layout for a stream of at most `bytes`. Memory stays within the budget up to 200 GB; beyond that, parts grow.
+    pub fn for_max_bytes(bytes: u64) -> Self {
+        let size = bytes.div_ceil(MAX_PARTS).div_ceil(MIB).max(MIN_PART_BYTES / MIB) * MIB;
+        let in_flight = (MEMORY_BUDGET_BYTES / size).saturating_sub(1);
         Self { size: usize::try_from(size).unwrap_or(usize::MAX), in_flight: in_flight as usize }
     }
 }
 
-/// Why a stream did not become an object.
+/// The reason why an upload failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UploadError {
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("the stream is longer than {MOST_PARTS} parts of {part} bytes")]
+    #[error("the stream is longer than {MAX_PARTS} parts of {part} bytes")]
     TooLong { part: usize },
     #[error("{key} has {found} bytes in the object store instead of {sent}")]
     WrongSize { key: String, sent: u64, found: u64 },
 }
 
-/// An upload under way.
+/// An upload in progress.
 #[derive(Debug)]
 pub struct Upload {
     key: Path,
     bucket: Bucket,
     open: Option<OpenUpload>,
     inner: Box<dyn MultipartUpload>,
-    parts: Parts,
+    parts: PartLayout,
     filling: Vec<Bytes>,
     filled: usize,
     begun: u64,
     sent: u64,
     acknowledged: u64,
-    /// Each part by its size.
-    under_way: JoinSet<object_store::Result<u64>>,
+    /// Each returns the size of its part.
+    in_flight_parts: JoinSet<object_store::Result<u64>>,
 }
 
 impl Upload {
     /// # Errors
     /// [`StoreError`].
-    pub async fn begin(bucket: &Bucket, key: &Path, parts: Parts) -> Result<Self, StoreError> {
+    pub async fn begin(bucket: &Bucket, key: &Path, parts: PartLayout) -> Result<Self, StoreError> {
         let (inner, open) = bucket.begin_upload(key).await.map_err(|error| StoreError::of(key, error))?;
         Ok(Self {
             open,
@@ -83,29 +82,29 @@ impl Upload {
             begun: 0,
             sent: 0,
             acknowledged: 0,
-            under_way: JoinSet::new(),
+            in_flight_parts: JoinSet::new(),
         })
     }
 
-    /// By which another process can give it up, where the store has ids.
+    /// The handle with which another process can abort the upload, if the store supports ids.
     pub fn open(&self) -> Option<&OpenUpload> {
         self.open.as_ref()
     }
 
-    /// How many bytes the store has acknowledged.
+    /// The number of bytes that the store has acknowledged.
     pub fn acknowledged(&self) -> u64 {
         self.acknowledged
     }
 
-    /// How many bytes the next [`Self::push`] may have.
+    /// Maximum bytes of the next [`Self::push`].
     pub fn room(&self) -> usize {
         self.parts.size - self.filled
     }
 
-    /// Takes at most [`Self::room`] bytes; waits while the parts on the wire use the memory there is.
+    /// Adds at most [`Self::room`] bytes; waits while the parts in flight use the memory budget.
     ///
     /// # Errors
-    /// [`UploadError`], of this part or of one sent before.
+    /// [`UploadError`] of this part or an earlier one.
     pub async fn push(&mut self, chunk: Bytes) -> Result<(), UploadError> {
         debug_assert!(chunk.len() <= self.room(), "a chunk goes into one part");
         self.filled += chunk.len();
@@ -118,7 +117,7 @@ impl Upload {
     }
 
     fn send_part(&mut self) -> Result<(), UploadError> {
-        if self.begun == MOST_PARTS {
+        if self.begun == MAX_PARTS {
             return Err(UploadError::TooLong { part: self.parts.size });
         }
         self.begun += 1;
@@ -127,21 +126,21 @@ impl Upload {
         self.filled = 0;
         let payload: PutPayload = std::mem::take(&mut self.filling).into_iter().collect();
         let part = self.inner.put_part(payload);
-        self.under_way.spawn(async move { part.await.map(|()| size) });
+        self.in_flight_parts.spawn(async move { part.await.map(|()| size) });
         Ok(())
     }
 
     async fn wait_until(&mut self, at_most: usize) -> Result<(), StoreError> {
-        while self.under_way.len() > at_most {
-            let Some(ended) = self.under_way.join_next().await else { break };
-            // A panic of the store's client is no error that we could name: it goes on in this task.
+        while self.in_flight_parts.len() > at_most {
+            let Some(ended) = self.in_flight_parts.join_next().await else { break };
+            // A panic of the store's client is propagated.
             let ended = ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
             self.acknowledged += ended.map_err(|error| StoreError::of(&self.key, error))?;
         }
         Ok(())
     }
 
-    /// Sends what is left and waits until every part is at the store; nothing is visible yet.
+    /// Sends the last part and waits until the store has acknowledged all parts. The object is not visible yet.
     ///
     /// # Errors
     /// [`UploadError`].
@@ -152,8 +151,8 @@ impl Upload {
         Ok(self.wait_until(0).await?)
     }
 
-    /// Makes the object visible and looks at it: it has as many bytes as were sent. A lost answer is settled by that
-    /// look. Leaves the upload open when it fails, to be aborted.
+    /// Completes the upload and checks the size of the object. The check also resolves a lost response. After an error the
+    /// upload is still open, and the caller must abort it.
     ///
     /// # Errors
     /// [`UploadError`].
@@ -172,14 +171,14 @@ impl Upload {
         }
     }
 
-    /// Gives up: the parts are dropped at the store. Best effort: what remains is invisible, and where this answers
-    /// `false`, [`Bucket::give_up`] of its id drops it later.
+    /// Aborts the upload, so that the store drops its parts. Best effort: remaining parts are invisible, and after `false`
+    /// [`Bucket::abort_upload`] can drop them later.
     pub async fn abort(mut self) -> bool {
-        self.under_way.shutdown().await;
-        match tokio::time::timeout(ABORT_DEADLINE, self.inner.abort()).await {
+        self.in_flight_parts.shutdown().await;
+        match tokio::time::timeout(ABORT_TIMEOUT, self.inner.abort()).await {
             Ok(Ok(()) | Err(object_store::Error::NotFound { .. })) => return true,
             Ok(Err(error)) => tracing::warn!(key = %self.key, %error, "could not abort the upload"),
-            Err(_) => tracing::warn!(key = %self.key, "no answer to the abort of the upload"),
+            Err(_) => tracing::warn!(key = %self.key, "timeout while aborting the upload"),
         }
         false
     }
@@ -192,19 +191,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parts_are_few_enough_and_within_the_budget(bytes in 0u64..200_000_000_000) {
-            let parts = Parts::for_at_most(bytes);
-            prop_assert!(bytes.div_ceil(parts.size as u64) <= MOST_PARTS);
-            prop_assert!(parts.size as u64 >= SMALLEST_PART);
-            prop_assert!((parts.in_flight as u64 + 1) * parts.size as u64 <= BUDGET);
+        fn parts_stay_within_limit_and_budget(bytes in 0u64..200_000_000_000) {
+            let parts = PartLayout::for_max_bytes(bytes);
+            prop_assert!(bytes.div_ceil(parts.size as u64) <= MAX_PARTS);
+            prop_assert!(parts.size as u64 >= MIN_PART_BYTES);
+            prop_assert!((parts.in_flight as u64 + 1) * parts.size as u64 <= MEMORY_BUDGET_BYTES);
         }
     }
 
     #[tokio::test]
-    async fn nothing_is_there_before_completion_and_everything_after() {
+    async fn object_is_visible_only_after_completion() {
         let bucket = Bucket::new(std::sync::Arc::new(object_store::memory::InMemory::new()));
         let key = Path::from("a/b.dump");
-        let mut upload = Upload::begin(&bucket, &key, Parts::for_at_most(0)).await.unwrap();
+        let mut upload = Upload::begin(&bucket, &key, PartLayout::for_max_bytes(0)).await.unwrap();
         let content: Bytes = (0..12 * MIB).map(|n| (n % 251) as u8).collect::<Vec<u8>>().into();
         let mut rest = content.clone();
         while !rest.is_empty() {

@@ -1,7 +1,6 @@
-//! Between object_store and the wire: an upload of a snapshot is completed only where no object has its key.
+//! HTTP layer below object_store: completes the upload of a snapshot only if no object has its key.
 //!
-//! object_store completes uploads without a condition. The header is not among those that are signed, which S3 does not
-//! ask for.
+//! object_store completes uploads without a condition. The added header is not signed, which S3 does not require.
 
 use async_trait::async_trait;
 use http::header::{HeaderValue, IF_NONE_MATCH};
@@ -27,7 +26,7 @@ impl HttpService for WriteOnce {
         if answer.status() != StatusCode::NOT_IMPLEMENTED {
             return Ok(answer);
         }
-        tracing::debug!("the store knows no condition on the end of an upload");
+        tracing::debug!("the store does not support a condition on the completion of an upload");
         self.wire.execute(unconditional).await
     }
 }
@@ -52,7 +51,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn only_the_end_of_a_snapshots_upload_has_the_condition() {
+    fn only_completion_of_a_snapshot_has_the_condition() {
         let dump = "http://store/b/user_1/primary/system/db/snapshots/x.dump";
         assert!(completes_snapshot(&request(Method::POST, &format!("{dump}?uploadId=1"))));
         for (method, uri) in [

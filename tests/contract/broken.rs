@@ -24,7 +24,7 @@ fn refusal() -> Sample {
     ] {
         headers.insert(HeaderName::from_static(name), HeaderValue::from_static(value));
     }
-    let body = json!({ "type": "urn:svc:problem:database_unavailable", "title": "The database cannot be reached",
+    let body = json!({ "type": "urn:svc:problem:database_unavailable", "title": "Database unavailable",
         "status": 503, "detail": "The database cannot take this now.", "code": "database_unavailable",
         "requestId": "abc" });
     Sample { path: "/vps/fleet", status: 503, headers, body }

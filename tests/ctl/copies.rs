@@ -180,8 +180,8 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     operator.server_goes(id).await;
     let said = operator.does(65, &["undelete", id]).await;
     has(&said, &["invalid_state", "Its server is deleted", "next: "]);
-    has(&operator.does(65, &["undelete", HANDLE]).await, &["no server of h-user-1 is kept", "next: "]);
-    has(&operator.does(0, &["fleet"]).await, &["no machine needs anybody"]);
+    has(&operator.does(65, &["undelete", HANDLE]).await, &["h-user-1 has no kept server", "next: "]);
+    has(&operator.does(0, &["fleet"]).await, &["no machine needs attention"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -209,7 +209,7 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     let said = operator.does(75, &["operation", "continue", &operation, "--wait=60"]).await;
-    has(&said, &["the recovery waits for your decision", "its host is asked for the last backup again"]);
+    has(&said, &["the recovery waits for your decision", "the last backup is retried"]);
     // For programs the question is in the failure, and the exit says that nothing is over.
     let shown = operator.does(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let shown: Value = serde_json::from_str(shown.lines().last().unwrap()).unwrap();

@@ -128,7 +128,7 @@ async fn undelete_names_a_server_that_is_being_deleted() {
     assert_eq!(output.status.code(), Some(65));
     let said = stderr(&output);
     assert!(said.contains(&format!("the server of machine {MACHINE} is being deleted")), "{said}");
-    assert!(said.contains("svcctl operation abandon") && !said.contains("no server of"), "{said}");
+    assert!(said.contains("svcctl operation abandon") && !said.contains("no kept server"), "{said}");
 }
 
 #[tokio::test]
@@ -147,7 +147,7 @@ async fn abandon_says_that_it_switches_on_what_an_operator_switched_off() {
         let platform = Platform::start(replies).await;
         let output = platform.svcctl(&["operation", "abandon", OPERATION]).await;
         assert!(output.status.success(), "{}", stderr(&output));
-        let note = format!("`svcctl power off {OLD}` switches it off again");
+        let note = format!("`svcctl power off {OLD}` powers it off again");
         assert_eq!(stderr(&output).contains(&note), is_said, "{}", stderr(&output));
     }
 }
@@ -179,7 +179,7 @@ async fn discard_names_server_and_operation() {
         ] {
             assert!(said.contains(part), "{part}: {said}");
         }
-        assert_eq!(said.contains("had already been ordered; nothing was changed"), note, "{said}");
+        assert_eq!(said.contains("was already requested; nothing was changed"), note, "{said}");
     }
 }
 
@@ -205,8 +205,8 @@ async fn power_off_says_what_happens_and_what_had_happened() {
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes", "--wait"]).await;
     let said = stderr(&output);
     assert!(output.status.success(), "{said}");
-    assert_eq!(said.lines().next(), Some(&*format!("machine {MACHINE} is being switched off")), "{said}");
-    assert!(said.ends_with(&format!("machine {MACHINE} is switched off\n")), "{said}");
+    assert_eq!(said.lines().next(), Some(&*format!("machine {MACHINE} is being powered off")), "{said}");
+    assert!(said.ends_with(&format!("machine {MACHINE} is powered off\n")), "{said}");
 
     // Also where the machine has failed: there is nothing to wait for.
     off["status"] = "failed".into();
@@ -214,11 +214,11 @@ async fn power_off_says_what_happens_and_what_had_happened() {
     let platform = Platform::start(again).await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes", "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(stderr(&output), "note: it had already been switched off; nothing was changed\n");
+    assert_eq!(stderr(&output), "note: it had already been powered off; nothing was changed\n");
     let platform = Platform::start([Reply::Json(200, off), reply(Value::Null)]).await;
     let output = platform.svcctl(&["power", "off", MACHINE, "--yes"]).await;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains("status     off\n") && said.contains("had already been switched off"), "{said}");
+    assert!(said.contains("status     off\n") && said.contains("had already been powered off"), "{said}");
 }
 
 #[tokio::test]
@@ -240,7 +240,7 @@ async fn undelete_says_that_the_machine_is_being_brought_back() {
     let platform = Platform::start([reply(false)]).await;
     let output = platform.svcctl(&["undelete", MACHINE]).await;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(said.contains("being brought back: it serves with its next healthy heartbeat"), "{said}");
+    assert!(said.contains("being reinstated: it serves with its next healthy heartbeat"), "{said}");
     for again in [false, true] {
         let replies = [reply(again), at("failed", "running"), at("running", "succeeded")];
         let platform = Platform::start(replies).await;
@@ -249,7 +249,7 @@ async fn undelete_says_that_the_machine_is_being_brought_back() {
         assert!(output.status.success(), "{said}");
         assert!(
             said.contains(&format!(
-                "machine {MACHINE} is being brought back\nmachine {MACHINE} is running\n"
+                "machine {MACHINE} is being reinstated\nmachine {MACHINE} is running\n"
             )),
             "{said}"
         );
@@ -286,7 +286,7 @@ async fn abandon_waits_for_the_machine_that_serves_again() {
     let output = platform.svcctl(&["operation", "abandon", OPERATION, "--wait"]).await;
     let said = format!("{}{}", stderr(&output), String::from_utf8_lossy(&output.stdout));
     assert!(output.status.success(), "{said}");
-    assert!(said.starts_with(&format!("machine {OLD} is being brought back\n")), "{said}");
+    assert!(said.starts_with(&format!("machine {OLD} is being reinstated\n")), "{said}");
     assert!(said.contains(&format!("machine {OLD} is running\n")), "{said}");
 
     // No machine gets the slot: the operation has ended, and there is nothing to wait for.
@@ -315,7 +315,7 @@ async fn wait_ends_with_the_question_of_a_waiting_operation() {
     assert_eq!(output.status.code(), Some(75));
     let said = stderr(&output);
     let again = format!(
-        "next: either `svcctl operation continue {OPERATION}`: its host is asked for the last backup again"
+        "next: either `svcctl operation continue {OPERATION}`: the last backup is retried"
     );
     for part in [
         "the deletion waits for your decision",
@@ -366,10 +366,10 @@ async fn platform_that_hangs_is_told_from_one_that_is_gone() {
     let output = svcctl(&["list", "--timeout", "1"], &env).await;
     let said = stderr(&output);
     assert_eq!(output.status.code(), Some(69), "{said}");
-    assert!(said.contains("is reached, and has not answered within 1 s"), "{said}");
+    assert!(said.contains("did not respond within 1 s"), "{said}");
     assert!(!said.contains("cannot be reached"), "{said}");
     assert_eq!(said.matches("still waiting: ").count(), 4, "{said}");
-    assert!(said.contains("; try 2 of 5 in "), "{said}");
+    assert!(said.contains("; attempt 2 of 5 in "), "{said}");
     held.abort();
 
     let gone = [("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"), ("PLATFORM_SECRET", SECRET)];
@@ -399,7 +399,7 @@ async fn operator_add_overwrites_no_token_and_loses_none_silently() {
             platform.svcctl(&["operator", "add", "bob", "--scope", "read", "--token-file", &file]).await;
         (output.status.code(), stderr(&output), platform.seen().len())
     };
-    for (file, why) in [(&taken, "is there already"), (&missing, "there is no directory")] {
+    for (file, why) in [(&taken, "already exists"), (&missing, "does not exist")] {
         let (code, said, sent) = add(file).await;
         assert_eq!((code, sent), (Some(65), 0), "{said}");
         assert!(said.contains(why) && said.contains("nothing was changed"), "{said}");

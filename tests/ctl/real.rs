@@ -118,7 +118,7 @@ async fn a_persons_day() {
     has(&said, &["last_backup  done", "power_off_server  done", "status       deleted", "`svcctl undelete "]);
     has(&operator.does(0, &["list", "--deleted"]).await, &["deleted", "ada"]);
     let said = operator.does(65, &["status", "ada"]).await;
-    has(&said, &["no machine is active as ada", "svcctl list --deleted --handle ada"]);
+    has(&said, &["ada has no active machine", "svcctl list --deleted --handle ada"]);
     operator.0.down().await;
 }
 
@@ -155,7 +155,7 @@ async fn a_damaged_one_fails_its_drill(operator: &Operator) {
 
 /// Verified, downloaded, gone on with, and found to be damaged.
 async fn a_snapshot_is_read(operator: &Operator, dir: &Path) {
-    let whole = ["system/db/snapshots/", "every byte is as it was written"];
+    let whole = ["system/db/snapshots/", "size and SHA-256 match the record"];
     has(&operator.does(0, &["backup", "verify", "ada"]).await, &whole);
     let told = operator.json(&["backup", "verify", "ada"]).await;
     let key = told["key"].as_str().unwrap();
@@ -170,7 +170,7 @@ async fn a_snapshot_is_read(operator: &Operator, dir: &Path) {
     std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
     has(&operator.does(0, &["backup", "download", "ada", name, "--output", into]).await, &["file", into]);
     assert!(std::fs::read(&file).unwrap() == dump && !partial.exists());
-    has(&operator.does(65, &["backup", "download", "ada", "--output", into]).await, &["is there already"]);
+    has(&operator.does(65, &["backup", "download", "ada", "--output", into]).await, &["already exists"]);
     has(
         &operator.does(65, &["backup", "verify", "ada", "x.dump"]).await,
         &["no snapshot x.dump", "next: `svcctl backup list"],
@@ -180,7 +180,7 @@ async fn a_snapshot_is_read(operator: &Operator, dir: &Path) {
     damaged[100] ^= 1;
     operator.0.store.write(kit::story::BUCKET, &object, damaged);
     let said = operator.does(65, &["backup", "verify", "ada", key]).await;
-    has(&said, &["is not what its record says", "next: `svcctl backup now`"]);
+    has(&said, &["does not match its record", "next: `svcctl backup now`"]);
     let other = dir.join("other.dump");
     operator.does(65, &["backup", "download", "ada", "--output", other.to_str().unwrap()]).await;
     assert!(!other.exists() && !dir.join("other.dump.partial").exists());

@@ -80,7 +80,7 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     here.has("vps-database", "ok", "this machine's own");
     here.has("shell", "ok", "4 files");
     here.has("bridge-schemas", "ok", "notes");
-    outside.has("vps-database", "skipped", "on the host alone");
+    outside.has("vps-database", "skipped", "only on the host");
     assert_eq!((here.code, outside.code), (Some(0), Some(0)));
 
     shell.serve(&[("assets/lazy.js", "fetch(\"https://placeholder-idp.invalid/v1/client\")")]).await;
@@ -90,7 +90,7 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     here_and_outside(&fleet, "placeholder-host", "/assets/lazy.js names idp.example.com").await;
     let key = format!("export const k=\"{}\"", kit::bundle::apps::test_key("idp.svc.test"));
     shell.serve(&[("assets/lazy.js", &key)]).await;
-    fleet.verify_here(&[]).await.has("placeholder-host", "ok", "neither page nor chunks");
+    fleet.verify_here(&[]).await.has("placeholder-host", "ok", "neither the page nor its chunks");
     shell.serve(&[("assets/vendor.js", "fetch(new URL('api/canvas?fresh=1',base))")]).await;
     here_and_outside(&fleet, "legacy-canvas", "/assets/vendor.js names api/canvas").await;
     let script = "<script src=\"/assets/main.js\"></script>";
@@ -99,7 +99,7 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     here_and_outside(&fleet, "canvas-gestures", "window").await;
     shell.serve(&[("index.html", script)]).await;
     let unmarked = fleet.verify_here(&[]).await;
-    unmarked.has("canvas-gestures", "skipped", "only a browser can tell");
+    unmarked.has("canvas-gestures", "skipped", "verify it in a browser");
     assert_eq!(unmarked.code, Some(0));
     assert_eq!(fleet.verify_here(&["--strict"]).await.code, Some(65), "strict: not checked is not verified");
     shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;

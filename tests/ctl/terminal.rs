@@ -34,7 +34,7 @@ async fn the_typed_word_decides() {
         || Reply::Json(202, json!({"machineId": MACHINE, "status": "running", "operationId": OPERATION}));
     let platform = Platform::start([Reply::Json(200, record("running", None)), deleted()]).await;
     let output = on_terminal(&platform, &["delete", MACHINE], "ada\n", &[]).await;
-    assert!(printed(&output).contains("Type ada to go on"), "{}", printed(&output));
+    assert!(printed(&output).contains("Type ada to continue"), "{}", printed(&output));
     assert_eq!(output.status.code(), Some(0), "{}", printed(&output));
     assert!(platform.seen().iter().any(|request| request.line.starts_with("DELETE ")));
 
@@ -60,7 +60,7 @@ async fn before_a_recovery_the_age_of_the_backup_is_said() {
     let platform = Platform::start([page(), Reply::Json(200, machine)]).await;
     let output = on_terminal(&platform, &["recover", "user_1", "--replace-first"], "no\n", &[]).await;
     for part in
-        ["9 min of changes are on its server alone", "if the new machine does not start, no server is left"]
+        ["9 min of changes exist only on its server", "if the new machine does not start, there is no server"]
     {
         assert!(printed(&output).contains(part), "{part}: {}", printed(&output));
     }
@@ -82,7 +82,7 @@ async fn delete_prompt_says_what_is_at_stake_and_how_to_undo_it() {
         ),
         (
             &["--now", "--accept-loss"],
-            &["this cannot be undone", "what no snapshot holds is lost with its server"],
+            &["this cannot be undone", "changes that are in no snapshot are lost with its server"],
         ),
     ] {
         let platform = Platform::start([Reply::Json(200, machine.clone())]).await;
@@ -109,10 +109,10 @@ async fn delete_prompt_of_a_recovery_names_both_machines() {
     for part in [
         "A recovery of user_1 (slot primary) is under way. This cancels it and deletes both of its machines",
         &format!("{MACHINE}, the new one, which has not served yet: its server is deleted"),
-        &format!("{OLD}, the old one: its host is asked for a last backup"),
-        &format!("`svcctl undelete {OLD}` brings it back"),
+        &format!("{OLD}, the old one: its host takes a last backup"),
+        &format!("`svcctl undelete {OLD}` restores it"),
         &format!(
-            "To cancel the recovery alone, so that machine {OLD} serves again: `svcctl operation abandon {OPERATION}`"
+            "To cancel only the recovery, so that machine {OLD} serves again: `svcctl operation abandon {OPERATION}`"
         ),
     ] {
         assert!(said.contains(part), "{part}: {said}");

@@ -130,7 +130,7 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
     let refused = stack.get(&process, &format!("{path}?cursor=xyz")).await;
     refused.assert_problem(400, "invalid_request");
     let why = refused.body["detail"].as_str().unwrap();
-    assert!(why.contains("cursor: must be a cursor that an earlier page gave"), "{why}");
+    assert!(why.contains("cursor: must be a cursor from an earlier page"), "{why}");
     for wrong in ["limit=0", "limit=201", "limit=x", "page=2"] {
         stack.get(&process, &format!("{path}?{wrong}")).await.assert_problem(400, "invalid_request");
     }

@@ -18,7 +18,7 @@ use svc::store::bucket::{Condition, StoreError};
 use svc::store::config::StoreConfig;
 use svc::store::key::{self, SlotPrefix};
 use svc::store::snapshot::SideRecord;
-use svc::store::upload::{Parts, Upload};
+use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io, snapshot};
 
 use super::super::pointer::actors::side_record;
@@ -328,7 +328,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     let side = SideRecord { machine_id: guest.machine.parse().unwrap(), ..side };
     let dump = slot.snapshot(&side.key).unwrap();
     let upload = async |content: &'static [u8]| {
-        let mut upload = Upload::begin(&bucket, &dump, Parts::for_at_most(1 << 20)).await.unwrap();
+        let mut upload = Upload::begin(&bucket, &dump, PartLayout::for_max_bytes(1 << 20)).await.unwrap();
         upload.push(Bytes::from_static(content)).await.unwrap();
         upload.complete().await
     };

@@ -13,7 +13,7 @@ use svc::store::bucket::Condition;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{FORMAT, Fence, Pointer};
 use svc::store::pointer_io::{self, PointerError, PointerRead};
-use svc::store::snapshot::{self, Recorded, SideRecord, Unusable};
+use svc::store::snapshot::{self, Recorded, SideRecord, SnapshotUnusable};
 use tokio::sync::watch;
 
 use super::history::History;
@@ -164,7 +164,7 @@ pub async fn reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History
             history(&mut History::saw_the_past);
         }
         match snapshot::latest(&bucket, &slot()).await {
-            Err(Unusable::Damaged { .. } | Unusable::Absent) if named => history(&mut History::saw_damage),
+            Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if named => history(&mut History::saw_damage),
             _ => {}
         }
     }

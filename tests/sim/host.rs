@@ -14,8 +14,8 @@ use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::key::{SlotPrefix, snapshot_key};
 use svc::store::pointer::{Pointer, SnapshotRef};
-use svc::store::snapshot::{self, FORMAT, SideRecord, Unusable};
-use svc::store::upload::{Parts, Upload};
+use svc::store::snapshot::{self, FORMAT, SideRecord, SnapshotUnusable};
+use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io};
 
 use super::cloud::Made;
@@ -96,7 +96,7 @@ impl Host {
                 let dump = bucket.raw().get(&path).await?.bytes().await?;
                 serde_json::from_slice::<Dump>(&dump)?.rows
             }
-            (Err(Unusable::Absent), "empty") => BTreeSet::new(),
+            (Err(SnapshotUnusable::Absent), "empty") => BTreeSet::new(),
             (Err(_), _) => return Ok(false),
         };
         rows.load(&self.machine, &self.prefix(), restored);
@@ -135,7 +135,7 @@ impl Host {
             Dump { machine: self.machine.clone(), rows: rows.on_disk(&self.machine).unwrap_or_default() };
         let content = Bytes::from(serde_json::to_vec(&dump)?);
         let path = slot.snapshot(&key).expect("a key of ours");
-        let mut upload = Upload::begin(&bucket, &path, Parts::for_at_most(1 << 20)).await?;
+        let mut upload = Upload::begin(&bucket, &path, PartLayout::for_max_bytes(1 << 20)).await?;
         upload.push(content.clone()).await?;
         let etag = upload.complete().await?.e_tag;
         if breaks_off == Some(1) {

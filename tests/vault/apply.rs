@@ -89,7 +89,7 @@ async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
     };
     let manifest = good.manifest.text()?.into_bytes();
     stage.source.put(&format!("{end}.json"), Some(flip(manifest, 30)));
-    refused("a bit of the manifest", "manifest", "is not of this manifest").await?;
+    refused("a bit of the manifest", "manifest", "does not match this manifest").await?;
     good.serve(&stage.source)?;
     let signature = key()?.signature_line(good.manifest.text()?.as_bytes()).into_bytes();
     stage.source.put(&format!("{end}.json.sig"), Some(flip(signature, 40)));

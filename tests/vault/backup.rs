@@ -31,9 +31,9 @@ async fn machine_with(store: &S3Server, content: &str) -> Result<Machine> {
 async fn pointer_is_true(store: &S3Server) -> Result<()> {
     let has_pointer = machine::pointer(store).await?.is_some();
     match snapshot::latest(&machine::bucket(store)?, &slot()).await {
-        Ok(_) | Err(snapshot::Unusable::Absent) => Ok(()),
+        Ok(_) | Err(snapshot::SnapshotUnusable::Absent) => Ok(()),
         // A first backup that broke off: nothing starts empty beside its snapshot.
-        Err(snapshot::Unusable::Damaged { why, .. })
+        Err(snapshot::SnapshotUnusable::Damaged { why, .. })
             if !has_pointer && why.contains("although snapshots") =>
         {
             Ok(())

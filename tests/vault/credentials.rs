@@ -22,7 +22,7 @@ use svc::host::system::config::PlatformLink;
 use svc::host::system::store_credentials::RenewingCredentials;
 use svc::host::system::upgrade_token::UpgradeToken;
 use svc::machine::epoch::Epoch;
-use svc::store::credentials::{CredentialError, Source, Temporary};
+use svc::store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
 use svc::store::policy::{self, SnapshotWrites, Window};
 use svc::store::sts::Sts;
 
@@ -77,7 +77,7 @@ impl Platform {
     }
 
     /// The outage session of a machine of epoch 1.
-    pub(super) async fn outage(&self) -> Option<Temporary> {
+    pub(super) async fn outage(&self) -> Option<TemporaryCredentials> {
         outage(&self.office.sts).await
     }
 
@@ -85,11 +85,11 @@ impl Platform {
         self.office.heartbeats.load(Ordering::SeqCst)
     }
 
-    async fn session(&self) -> Result<Temporary> {
+    async fn session(&self) -> Result<TemporaryCredentials> {
         Ok(self
             .office
             .sts
-            .assume("svc-host", &policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
+            .assume("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
             .await?)
     }
 
@@ -131,7 +131,7 @@ async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap)
         Mood::Away => return problem(503, "store_unavailable"),
         Mood::Refuses => return problem(401, "unauthorized"),
     }
-    let policy = policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once);
+    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
     match office.sts.assume("svc-host", &policy, HOUR).await {
         Ok(session) => {
             let mut answer = session_json(&session);
@@ -146,7 +146,7 @@ async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap)
     }
 }
 
-fn session_json(session: &Temporary) -> Value {
+fn session_json(session: &TemporaryCredentials) -> Value {
     json!({
         "accessKeyId": session.access_key,
         "secretAccessKey": session.secret_key.expose_secret(),
@@ -156,10 +156,10 @@ fn session_json(session: &Temporary) -> Value {
 }
 
 /// The outage session of a machine of epoch 1.
-async fn outage(sts: &Sts) -> Option<Temporary> {
+async fn outage(sts: &Sts) -> Option<TemporaryCredentials> {
     let (from, life) = (Timestamp::now(), HOUR * 12);
     let window = Window { from, until: from.checked_add(life).ok()? };
-    let policy = policy::of_outage("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
+    let policy = policy::outage_policy("aws", BUCKET, (&slot(), Epoch(1)), window, SnapshotWrites::Once);
     sts.assume("svc-outage", &policy, life).await.ok()
 }
 
@@ -171,7 +171,7 @@ async fn the_sts_of_another_server_answers_as_well() -> Result<()> {
     let caller = AwsCredential { key_id: key(), secret_key: key(), token: None };
     let role = "arn:aws:iam::123456789012:role/svc-host".to_owned();
     let sts = Sts::new(moto.s3().endpoint().parse()?, "us-east-1".to_owned(), role, caller)?;
-    let policy = policy::of_slot("aws", BUCKET, &slot(), SnapshotWrites::Once);
+    let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
     let session = sts.assume("svc-host", &policy, Duration::from_secs(900)).await?;
     let left = session.expires_at.duration_since(Timestamp::now());
     assert!((600..=960).contains(&left.as_secs()), "{left}");
@@ -348,7 +348,7 @@ fn source(
         base: platform.base.parse()?,
         upgrade_token: UpgradeToken::fixed("upgrade-token-of-a-machine".to_owned().into()),
     };
-    let first = Temporary {
+    let first = TemporaryCredentials {
         access_key: "first".to_owned(),
         secret_key: "first".to_owned().into(),
         session_token: None,
@@ -370,7 +370,7 @@ async fn one_renewal_serves_all_who_wait() -> Result<()> {
             tokio::spawn(async move {
                 match n % 2 {
                     0 => source.current().await.map(|key| key.key_id.clone()),
-                    _ => source.instead_of("first").await.map(|key| key.key_id.clone()),
+                    _ => source.replacement_for("first").await.map(|key| key.key_id.clone()),
                 }
             })
         })
@@ -393,7 +393,7 @@ async fn once_withdrawn_nothing_is_asked_again() -> Result<()> {
     platform.mood(Mood::Supersedes);
     for _ in 0..3 {
         assert!(matches!(source.current().await, Err(CredentialError::Withdrawn)));
-        assert!(matches!(source.instead_of("x").await, Err(CredentialError::Withdrawn)));
+        assert!(matches!(source.replacement_for("x").await, Err(CredentialError::Withdrawn)));
     }
     assert_eq!(platform.asked(), 1);
     Ok(())

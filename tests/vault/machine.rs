@@ -14,7 +14,7 @@ use svc::machine::epoch::Epoch;
 use svc::machine::id::MachineId;
 use svc::store::Bucket;
 use svc::store::config::{S3Config, StoreConfig};
-use svc::store::credentials::Temporary;
+use svc::store::credentials::TemporaryCredentials;
 use svc::store::key::SlotPrefix;
 use svc::store::pointer::Pointer;
 use svc::store::pointer_io;
@@ -45,7 +45,7 @@ pub fn bucket(store: &S3Server) -> Result<Bucket> {
 }
 
 /// The bucket as whoever has this session sees it.
-pub fn bucket_as(store: &S3Server, session: &Temporary) -> Result<Bucket> {
+pub fn bucket_as(store: &S3Server, session: &TemporaryCredentials) -> Result<Bucket> {
     let StoreConfig::S3(s3) = config(store)? else { anyhow::bail!("the kit's store speaks S3") };
     let session = session.clone();
     let s3 = S3Config {

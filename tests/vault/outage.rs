@@ -36,7 +36,7 @@ async fn outage_session_stores_snapshots_and_moves_no_pointer() -> Result<()> {
     assert!(ended.stderr.contains("is stored, and is not the latest"), "{}", ended.stderr);
     assert_eq!(machine::pointer(&store).await?.as_ref(), Some(&before));
     let (bucket, slot) = (machine::bucket(&store)?, slot());
-    let window = snapshots::Window { before: None, latest: None, limit: 10 };
+    let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };
     let records = snapshots::page(&bucket, &slot, window).await?.records;
     assert_eq!(records.len(), 2, "the one of the outage is whole");
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;

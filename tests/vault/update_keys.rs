@@ -150,7 +150,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         ("a key that never signed", &[&old][..], set(6, &[&new]), "has signed it"),
         ("of a stranger", &[&new][..], set(6, &[&old, &new]), "none of the keys that are trusted here"),
         ("no key", &[&old][..], set(6, &[]), "has no key"),
-        ("a sequence in use", &[&old][..], set(5, &[&old, &new]), "give them a higher one"),
+        ("a sequence in use", &[&old][..], set(5, &[&old, &new]), "use a higher one"),
         ("a mistyped sequence", &[&old][..], set(4_000_000_000, &[&old, &new]), "at most 1005"),
     ] {
         publish(&stage, release(NEW)?, signers, keys)?;
@@ -167,7 +167,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     let end = format!("/{NEW}/svc-host-bundle.tar.gz.json");
     stage.source.put(&end, Some(forged.manifest.text()?.into_bytes()));
     let ended = stage.apply(NEW).await?.expect(65);
-    assert!(ended.stderr.contains("is not of this manifest"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("does not match this manifest"), "{}", ended.stderr);
     stage.is_untouched()?;
     assert_eq!(fs::read(stage.machine.path(ENV))?, before);
     Ok(())

@@ -8,10 +8,10 @@ use crate::machine::name::{Handle, ImageVersion};
 
 #[derive(Debug, Subcommand)]
 pub enum DeployCommand {
-    /// Bring a release to all running machines, or to some: a canary first, then batches
+    /// Roll out a release to all or some running machines: canaries first, then in batches
     #[command(
-        after_help = "A machine whose new release is not well goes back by itself and counts as failed. After \
---max-failures, or when the canary fails, no further machine is asked.\n\n\
+        after_help = "A machine that is unhealthy under the new release rolls back automatically and counts as failed. \
+The rollout stops after --max-failures failures, or when a canary fails.\n\n\
 Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     )]
     Start(Start),
@@ -19,28 +19,28 @@ Example: svcctl deploy start 2026.11.2 --canary 2 --batch-size 20 --wait"
     #[command(after_help = "Example: svcctl deploy list")]
     List,
     /// Show a rollout, machine by machine
-    #[command(after_help = "Without an id it is the rollout that is open, else the latest.\n\n\
+    #[command(after_help = "Without an id: the open rollout, or else the latest one.\n\n\
 Example: svcctl deploy status --wait")]
     Status {
         #[command(flatten)]
-        which: Which,
+        which: RolloutTarget,
         #[command(flatten)]
         wait: Wait,
     },
-    /// Ask no further machine for now
+    /// Pause a rollout: no further machine is updated
     #[command(after_help = "Example: svcctl deploy pause")]
-    Pause(Which),
-    /// Go on where it was paused
+    Pause(RolloutTarget),
+    /// Resume a paused rollout
     #[command(after_help = "Example: svcctl deploy resume")]
-    Resume(Which),
+    Resume(RolloutTarget),
     /// End a rollout; machines stay as they are
     #[command(after_help = "Example: svcctl deploy abort")]
-    Abort(Which),
+    Abort(RolloutTarget),
 }
 
 #[derive(Debug, ClapArgs)]
-pub struct Which {
-    /// Its id, as `deploy start` and `deploy list` show it; without it, the rollout that is open
+pub struct RolloutTarget {
+    /// Rollout id, as shown by `deploy start` and `deploy list` (default: the open rollout)
     #[arg(value_name = "ROLLOUT_ID")]
     pub rollout: Option<RolloutId>,
 }
@@ -50,19 +50,19 @@ pub struct Start {
     /// A published bundle with a signed manifest
     #[arg(value_name = "IMAGE_VERSION")]
     pub version: ImageVersion,
-    /// Only the machines of this handle; may be given again
+    /// Only the machines with this handle; repeatable
     #[arg(long = "handle", value_name = "HANDLE")]
     pub handles: Vec<Handle>,
-    /// Machines that get it first, alone [default: 1]
+    /// Number of canaries, which are updated first [default: 1]
     #[arg(long, value_name = "MACHINES", value_parser = clap::value_parser!(u64).range(0..=1000))]
     pub canary: Option<u64>,
-    /// Machines of one batch [default: 10]
+    /// Machines per batch [default: 10]
     #[arg(long, value_name = "MACHINES", value_parser = clap::value_parser!(u64).range(1..=1000))]
     pub batch_size: Option<u64>,
-    /// Failed machines that stop it [default: 1]
+    /// Number of failed machines that stops the rollout [default: 1]
     #[arg(long, value_name = "MACHINES", value_parser = clap::value_parser!(u64).range(1..=1000))]
     pub max_failures: Option<u64>,
-    /// Do not ask
+    /// Skip the confirmation
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! The commands that look at what runs: `doctor` and `verify-rollout`.
+//! The arguments of the diagnostic commands `doctor` and `verify-rollout`.
 
 use std::path::PathBuf;
 
@@ -7,11 +7,11 @@ use url::Url;
 
 #[derive(Debug, Args)]
 pub struct Doctor {
-    /// What to look at; without it, what this machine is
+    /// What to check (default: the role of this machine)
     #[arg(value_enum)]
     pub subject: Option<Subject>,
-    /// File with the platform's settings, below the environment; else the one that PLATFORM_ENV_FILE names, else
-    /// /etc/svc/platform.env, where it is
+    /// File with the platform's settings; environment variables override it (default: PLATFORM_ENV_FILE, or
+    /// /etc/svc/platform.env if it exists)
     #[arg(long, value_name = "FILE")]
     pub env_file: Option<PathBuf>,
 }
@@ -20,25 +20,25 @@ pub struct Doctor {
 pub enum Subject {
     /// This machine as a host
     Host,
-    /// A platform, from its settings
+    /// The platform, from its settings
     Platform,
-    /// A platform that runs elsewhere, by its API
+    /// A remote platform, through its API
     Api,
 }
 
 #[derive(Debug, Args)]
 pub struct VerifyRollout {
-    /// From outside: the public URL of the app host. The owner's session token comes from SVC_SESSION_TOKEN or
+    /// Check from outside: public URL of the app host. The owner's session token is read from SVC_SESSION_TOKEN or
     /// --session-file
     #[arg(long, value_name = "URL")]
     pub app_url: Option<Url>,
     /// File with the owner's session token
     #[arg(long, value_name = "FILE", requires = "app_url")]
     pub session_file: Option<PathBuf>,
-    /// On the host: the gateway's trusted socket
+    /// Check on the host: path of the gateway's trusted socket
     #[arg(long, value_name = "PATH", conflicts_with = "app_url")]
     pub socket: Option<PathBuf>,
-    /// A check that could not be made fails, too
+    /// Treat skipped checks as failed
     #[arg(long)]
     pub strict: bool,
 }

@@ -1,4 +1,4 @@
-//! The arguments of the commands that are about one machine, or all.
+//! The arguments of the commands for one machine or all machines.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,13 +10,13 @@ use crate::machine::id::MachineId;
 use crate::machine::name::{Handle, IdpUserId, ImageVersion, Location, ServerType, Slot};
 use crate::machine::state::Status;
 
-/// A machine as a person names it.
+/// A machine, as an operator names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
     Id(MachineId),
-    /// The one machine that is active under it.
+    /// The only active machine with this handle.
     Handle(Handle),
-    /// The machine that is active in it.
+    /// The active machine of the slot.
     Slot(IdpUserId, Slot),
 }
 
@@ -42,7 +42,7 @@ impl FromStr for Target {
 }
 
 impl Target {
-    /// What selects its machines in the list; an id needs no list.
+    /// The query that selects its machines in the list; an id needs no list.
     pub fn query(&self) -> Vec<(&'static str, String)> {
         match self {
             Self::Id(_) => Vec::new(),
@@ -51,7 +51,7 @@ impl Target {
         }
     }
 
-    /// The command that lists its ended machines.
+    /// The command that lists its deleted and replaced machines.
     pub fn list_of_ended(&self) -> String {
         match self {
             Self::Id(_) => "`svcctl list --deleted`".to_owned(),
@@ -79,32 +79,32 @@ pub struct Provision {
     /// The public name of the user's machines
     #[arg(long)]
     pub handle: Handle,
-    /// Which of the user's slots
+    /// The user's slot
     #[arg(long, default_value_t)]
     pub slot: Slot,
-    /// A type of the slot's plan; else the platform's default
+    /// Server type, one of the slot's plan (default: the platform's)
     #[arg(long)]
     pub server_type: Option<ServerType>,
-    /// The provider's name of a location, such as nbg1; else the platform's default
+    /// Location at the provider, such as nbg1 (default: the platform's)
     #[arg(long)]
     pub location: Option<Location>,
-    /// Where to create the server when the provider has no capacity there, such as hel1,fsn1; else the platform's list
+    /// Locations to try if the first has no capacity, such as hel1,fsn1 (default: the platform's list)
     #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
     pub fallback_locations: Vec<Location>,
-    /// A published bundle; else the platform's default
+    /// Version of a published bundle (default: the platform's)
     #[arg(long)]
     pub image_version: Option<ImageVersion>,
-    /// An operator's preview machine, outside of billing
+    /// Create a preview machine, which is not billed
     #[arg(long)]
     pub preview: bool,
-    /// Go ahead where the host of a failed machine cannot make a last backup: what no snapshot holds is lost with its
-    /// server
+    /// Continue even if the host of a failed machine cannot make a last backup: changes that are in no snapshot are lost
+    /// with its server
     #[arg(long)]
     pub accept_loss: bool,
-    /// Start empty though a machine of the slot has served and left no snapshot: its data is given up
+    /// Start empty although an earlier machine of the slot served and left no snapshot: its data is abandoned
     #[arg(long)]
     pub allow_empty: bool,
-    /// Do not ask; only --accept-loss and --allow-empty do
+    /// Skip the confirmation, which only --accept-loss and --allow-empty require
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]
@@ -113,7 +113,7 @@ pub struct Provision {
 
 #[derive(Debug, ClapArgs)]
 pub struct List {
-    /// Only these: provisioning, running, recovering, resizing or failed
+    /// Only machines in this state: provisioning, running, recovering, resizing or failed
     #[arg(long)]
     pub status: Option<Status>,
     /// Only the machines of this user
@@ -122,16 +122,16 @@ pub struct List {
     /// Only the machines of this slot, such as primary
     #[arg(long)]
     pub slot: Option<Slot>,
-    /// Only the machines of this handle
+    /// Only the machines with this handle
     #[arg(long)]
     pub handle: Option<Handle>,
-    /// The deleted ones instead
+    /// List deleted machines instead
     #[arg(long)]
     pub deleted: bool,
-    /// Machines of one page
+    /// Machines per page
     #[arg(long)]
     pub limit: Option<u32>,
-    /// Where an earlier page ended
+    /// Cursor from the previous page
     #[arg(long)]
     pub cursor: Option<String>,
 }
@@ -141,35 +141,35 @@ pub struct Recover {
     /// The user's id at the identity provider
     #[arg(value_name = "IDP_USER_ID")]
     pub user: IdpUserId,
-    /// Which of the user's slots
+    /// The user's slot
     #[arg(long, default_value_t)]
     pub slot: Slot,
-    /// Start empty when there is no snapshot; only for a new or intentionally empty user
+    /// Start empty if there is no snapshot; only for a new or intentionally empty user
     #[arg(long)]
     pub allow_empty: bool,
-    /// Begin with this snapshot instead of the latest: its key, as `svcctl backup list` shows it
+    /// Restore this snapshot instead of the latest: its key, as shown by `svcctl backup list`
     #[arg(long, value_name = "KEY")]
     pub snapshot: Option<String>,
-    /// Go ahead where the old host cannot make a last backup: what no snapshot holds is lost with its server
+    /// Continue even if the old host cannot make a last backup: changes that are in no snapshot are lost with its server
     #[arg(long)]
     pub accept_loss: bool,
-    /// Delete the old server before the new one is created, where the provider has quota for only one. If the new
-    /// machine does not start, there is no server to go back to: the snapshot is the only copy
+    /// Delete the old server before creating the new one, for a provider quota of one server. If the new machine does
+    /// not start, there is no server to fall back to: the snapshot is the only copy
     #[arg(long)]
     pub replace_first: bool,
-    /// Another type of the slot's plan than the machine has, such as one with a larger disk
+    /// Use another server type of the slot's plan, such as one with a larger disk
     #[arg(long)]
     pub server_type: Option<ServerType>,
-    /// Another location than the machine's, such as hel1 when nbg1 has no capacity
+    /// Use another location, such as hel1 if nbg1 has no capacity
     #[arg(long)]
     pub location: Option<Location>,
-    /// Where to create the server when the provider has no capacity there, such as hel1,fsn1; else the platform's list
+    /// Locations to try if the first has no capacity, such as hel1,fsn1 (default: the platform's list)
     #[arg(long, value_name = "LOCATION,…", value_delimiter = ',')]
     pub fallback_locations: Vec<Location>,
-    /// Another published bundle than the slot runs
+    /// Use another version of the published bundles
     #[arg(long)]
     pub image_version: Option<ImageVersion>,
-    /// Do not ask
+    /// Skip the confirmation
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]
@@ -180,10 +180,10 @@ pub struct Recover {
 pub struct Resize {
     /// A machine's id, its user's handle, or USER/SLOT
     pub machine: Target,
-    /// Contained in the slot's plan, with a disk that is no smaller
+    /// New server type, one of the slot's plan, with a disk at least as large
     #[arg(value_name = "SERVER_TYPE")]
     pub server_type: ServerType,
-    /// Do not ask
+    /// Skip the confirmation
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]
@@ -194,10 +194,10 @@ pub struct Resize {
 pub struct Fail {
     /// A machine's id, its user's handle, or USER/SLOT
     pub machine: Target,
-    /// Why, for whoever looks at it later
+    /// Reason, for the record
     #[arg(long, value_name = "TEXT")]
     pub reason: String,
-    /// Do not ask
+    /// Skip the confirmation
     #[arg(long)]
     pub yes: bool,
 }
@@ -206,13 +206,13 @@ pub struct Fail {
 pub struct Delete {
     /// A machine's id, its user's handle, or USER/SLOT
     pub machine: Target,
-    /// Delete its server as soon as the last backup is taken, instead of keeping it for `undelete`
+    /// Delete its server right after the last backup, instead of keeping it for `undelete`
     #[arg(long)]
     pub now: bool,
-    /// Go ahead where its host cannot make a last backup: what no snapshot holds is lost with its server
+    /// Continue even if its host cannot make a last backup: changes that are in no snapshot are lost with its server
     #[arg(long)]
     pub accept_loss: bool,
-    /// Do not ask
+    /// Skip the confirmation
     #[arg(long)]
     pub yes: bool,
     #[command(flatten)]
@@ -221,7 +221,7 @@ pub struct Delete {
 
 #[derive(Debug, ClapArgs)]
 pub struct Undelete {
-    /// A machine's id, the handle that it had, or USER/SLOT
+    /// A machine's id, its former handle, or USER/SLOT
     pub machine: Target,
     #[command(flatten)]
     pub wait: Wait,
@@ -235,18 +235,18 @@ pub struct Resume {
 
 #[derive(Debug, Subcommand)]
 pub enum MachineCommand {
-    /// Rotate the token by which a machine's host reaches the platform
+    /// Rotate the token with which a machine's host authenticates to the platform
     #[command(
-        after_help = "The host gets the next token with its next heartbeat. The one before is accepted for \
-UPGRADE_TOKEN_OVERLAP_SECONDS of the platform after the first heartbeat with the next one; then a copy of it is worth \
-nothing. `svcctl status` shows the age. Tokens rotate by themselves each UPGRADE_TOKEN_ROTATE_SECONDS.\n\n\
+        after_help = "The host gets the new token with its next heartbeat. The old token stays valid for the platform's \
+UPGRADE_TOKEN_OVERLAP_SECONDS after the first heartbeat with the new one. `svcctl status` shows the token's age. Tokens \
+rotate automatically every UPGRADE_TOKEN_ROTATE_SECONDS.\n\n\
 Example: svcctl machine rotate-token ada"
     )]
     RotateToken {
         /// A machine's id, its user's handle, or USER/SLOT
         #[arg(required_unless_present = "all", conflicts_with = "all")]
         machine: Option<Target>,
-        /// Rotate the tokens of all machines that hold their slots
+        /// Rotate the tokens of all active machines
         #[arg(long)]
         all: bool,
     },
@@ -254,7 +254,7 @@ Example: svcctl machine rotate-token ada"
 
 #[derive(Debug, Subcommand)]
 pub enum PowerCommand {
-    /// Switch the server of a machine on and wait for its host
+    /// Power on a machine's server and wait for its host
     #[command(after_help = "Example: svcctl power on ada --wait")]
     On {
         /// A machine's id, its user's handle, or USER/SLOT
@@ -262,16 +262,17 @@ pub enum PowerCommand {
         #[command(flatten)]
         wait: Wait,
     },
-    /// Shut a machine down and keep it off until `svcctl power on`
+    /// Shut down a machine and keep it off until `svcctl power on`
     #[command(
-        after_help = "The host is asked to shut down; its power is cut when it has not after RESIZE_SHUTDOWN_SECONDS of the \
-platform. Its user gets a page that says so, no backups are taken, and the provider keeps billing the server.\n\n\
+        after_help = "Requests a shutdown from the operating system, and cuts the power after the platform's \
+RESIZE_SHUTDOWN_SECONDS. The user sees a page that says that the machine is off, no backups are taken, and the provider \
+keeps billing the server.\n\n\
 Example: svcctl power off ada --wait"
     )]
     Off {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
-        /// Do not ask
+        /// Skip the confirmation
         #[arg(long)]
         yes: bool,
         #[command(flatten)]
@@ -279,13 +280,13 @@ Example: svcctl power off ada --wait"
     },
     /// Restart the host of a machine
     #[command(
-        after_help = "Requests a restart from the operating system. If it does not react: `svcctl power off`, then \
+        after_help = "Requests a restart from the operating system. If it does not react, run `svcctl power off`, then \
 `svcctl power on`.\n\nExample: svcctl power reboot ada --wait"
     )]
     Reboot {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
-        /// Do not ask
+        /// Skip the confirmation
         #[arg(long)]
         yes: bool,
         #[command(flatten)]
@@ -295,12 +296,12 @@ Example: svcctl power off ada --wait"
 
 #[derive(Debug, ClapArgs)]
 pub struct Discard {
-    /// The id of a replaced or deleted machine, the handle that it had, or USER/SLOT
+    /// The id of a replaced or deleted machine, its former handle, or USER/SLOT
     pub machine: Target,
-    /// Delete its server even where it holds what no snapshot does, or where no later machine has served yet
+    /// Delete its server even if it holds changes that are in no snapshot, or if no later machine has served yet
     #[arg(long)]
     pub accept_loss: bool,
-    /// Do not ask
+    /// Skip the confirmation
     #[arg(long)]
     pub yes: bool,
 }

@@ -1,6 +1,6 @@
-//! The command line of `svcctl`. Secrets have no place here: a process's arguments are visible to everyone.
+//! The command line of `svcctl`. It takes no secrets: the arguments of a process are visible to every user.
 //!
-//! Here: what all commands share, and their names; the commands of one noun are in a file of their own.
+//! This file has the commands and the global options; each group of commands has its own file.
 
 mod deploy;
 mod look;
@@ -32,12 +32,12 @@ pub use self::operator::{Audit, OperatorCommand, TokenOptions};
 pub use self::usage::Usage;
 use crate::applet;
 
-/// How long `--wait` without a number waits: a registration token's life, and what comes around it.
+/// Default of `--wait`: longer than a registration token lives.
 const WAIT_SECONDS: &str = "2400";
 
-const ENVIRONMENT: &str = "The platform comes from PLATFORM_PUBLIC_URL or --platform-url, its secret, or an \
-operator's token, from PLATFORM_SECRET or --secret-file. `bundle` takes the object store from OBJECT_STORE_URL, OBJECT_STORE_ENDPOINT and AWS_*. Colours are for \
-terminals, and not where NO_COLOR is set.
+const ENVIRONMENT: &str = "The platform's URL is read from PLATFORM_PUBLIC_URL or --platform-url; the platform's secret or an \
+operator's token from PLATFORM_SECRET or --secret-file. `bundle` reads the object store from OBJECT_STORE_URL, \
+OBJECT_STORE_ENDPOINT and AWS_*. Output is coloured only on a terminal, and only if NO_COLOR is not set.
 
 Exit codes: 0 done, 64 usage, 65 refused, 69 unavailable or operation failed, 70 internal, 75 try again, 77 permission, \
 78 configuration.
@@ -49,21 +49,21 @@ A first machine:
   svcctl status ada";
 
 const KEY_ROTATION: &str =
-    "Hosts take a release whose manifest is signed with a key that they trust. To rotate that key \
+    "Hosts install a release only if its manifest is signed with a key that they trust. To rotate that key \
 (K_OLD and K_NEW are the public keys in base64):
 
 1. Add the new key. Set the platform's BUNDLE_PUBLIC_KEYS to K_OLD,K_NEW, and roll out a release that
-   the old key signs and that brings both:
+   is signed with the old key and contains both:
      cargo xtask bundle … --signing-key OLD.pem --trust-keys K_OLD,K_NEW --keys-sequence 1
-   A host trusts them once that release is well on it. Continue when `svcctl bundle keys` lists no
-   machine without the new key.
-2. Sign with the new key from now on, and bring the same keys in each release:
+   A host trusts both once it runs that release and is healthy. Continue when `svcctl bundle keys`
+   lists no machine without the new key.
+2. Sign with the new key from now on, and include both keys in each release:
      cargo xtask bundle … --signing-key NEW.pem --trust-keys K_OLD,K_NEW --keys-sequence 1
-3. Drop the old key. Roll out a release that the new key signs and that brings it alone, under a
-   higher sequence; then set BUNDLE_PUBLIC_KEYS to K_NEW and BUNDLE_KEYS_SEQUENCE to 2:
+3. Drop the old key. Roll out a release that is signed with the new key and contains only that key,
+   with a higher sequence; then set BUNDLE_PUBLIC_KEYS to K_NEW and BUNDLE_KEYS_SEQUENCE to 2:
      cargo xtask bundle … --signing-key NEW.pem --trust-keys K_NEW --keys-sequence 2
 
-A machine that was off meanwhile takes a release that both keys sign (--signing-key given twice).
+A machine that was off during the rotation needs a release signed with both keys (--signing-key twice).
 
 Example: svcctl bundle publish ./out --image-version 2026.11.1";
 
@@ -84,16 +84,16 @@ pub struct Args {
 
 #[derive(Debug, ClapArgs)]
 pub struct Global {
-    /// Base URL of the platform; else PLATFORM_PUBLIC_URL
+    /// Base URL of the platform; overrides PLATFORM_PUBLIC_URL
     #[arg(long, global = true, value_name = "URL", help_heading = "Everywhere")]
     pub platform_url: Option<Url>,
-    /// File with the platform's secret or an operator's token; else PLATFORM_SECRET
+    /// File with the platform's secret or an operator's token; overrides PLATFORM_SECRET
     #[arg(long, global = true, value_name = "FILE", help_heading = "Everywhere")]
     pub secret_file: Option<PathBuf>,
-    /// Print the API's JSON instead of text; a failure is JSON on stderr
+    /// Print the API's JSON instead of text; errors are JSON on stderr
     #[arg(long, global = true, help_heading = "Everywhere")]
     pub json: bool,
-    /// Seconds that one call to the platform may take
+    /// Timeout of one call to the platform, in seconds
     #[arg(long, global = true, value_name = "SECONDS", default_value = "30", help_heading = "Everywhere",
           value_parser = clap::value_parser!(u64).range(1..=600))]
     pub timeout: u64,
@@ -101,7 +101,7 @@ pub struct Global {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Subscriptions of runtime slots
+    /// Manage the subscriptions of slots
     #[command(subcommand, after_help = "Example: svcctl slot set user_1 --plan starter")]
     Slot(SlotCommand),
     /// Create the machine of a slot
@@ -110,134 +110,134 @@ pub enum Command {
     /// List machines
     #[command(after_help = "Example: svcctl list --status failed")]
     List(List),
-    /// Show one machine, how it boots, which copies of its data exist, and its operations
+    /// Show one machine: its boot progress, the copies of its data, and its operations
     #[command(after_help = "Example: svcctl status ada")]
     Status {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
     },
-    /// Totals, the age of backups, and which machines need somebody
+    /// Show totals, the age of backups, and the machines that need attention
     #[command(after_help = "Example: svcctl fleet --json | jq -r '.attention[].handle'")]
     Fleet,
-    /// Alarms of the fleet as a whole, which `svcctl fleet` lists
+    /// Manage the fleet-wide alarms that `svcctl fleet` lists
     #[command(subcommand, after_help = "Example: svcctl alarm release servers_missing")]
     Alarm(AlarmCommand),
     /// Replace the machine of a slot, restoring its latest snapshot
     #[command(
-        after_help = "The old host stops its writers and takes a last backup. Its server is switched off, and deleted \
-only after the new machine has proven itself; if the recovery fails before that, the old machine serves again. Where the \
-host answers and cannot make the backup, the operation waits for your decision. To undo a recovery before its new machine \
+        after_help = "The old host stops its writers and takes a last backup. Its server is powered off, and is deleted \
+only when the new machine has proven healthy; if the recovery fails before that, the old machine serves again. If the old \
+host responds but cannot make the backup, the operation waits for your decision. To undo a recovery before its new machine \
 has registered: `svcctl operation abandon OPERATION_ID`.\n\n\
 Example: svcctl recover user_1 --server-type cpx32 --location hel1 --wait"
     )]
     Recover(Recover),
-    /// Give a running machine another server type; it is away for some minutes and keeps its disk
+    /// Change the server type of a running machine; it is down for a few minutes and keeps its disk
     #[command(after_help = "Example: svcctl resize ada cpx32 --wait")]
     Resize(Resize),
-    /// The credentials of machines
+    /// Manage the credentials of machines
     #[command(subcommand, after_help = "Example: svcctl machine rotate-token ada")]
     Machine(MachineCommand),
-    /// Switch the server of a machine off and on, or restart it
+    /// Power a machine's server off or on, or restart it
     #[command(
         subcommand,
-        after_help = "A machine that is switched off keeps its slot and its data; nothing but an operator switches it on \
-again.\n\nExample: svcctl power reboot ada --wait"
+        after_help = "A machine that is off keeps its slot and its data. Only an operator can power it on again.\n\n\
+Example: svcctl power reboot ada --wait"
     )]
     Power(PowerCommand),
-    /// Take a machine out of service; its server stays until it is recovered, provisioned again or deleted
+    /// Take a machine out of service; its server stays until it is recovered, reprovisioned or deleted
     #[command(
-        after_help = "It keeps its slot, its server stays on, and what no snapshot holds stays there. `svcctl resume` puts it \
-back while its host is well. A machine that has not served yet is given up: the machine that it was to replace gets the \
-slot back.\n\nExample: svcctl fail ada --reason 'disk errors'"
+        after_help = "The machine keeps its slot, and its server stays on with all data. `svcctl resume` puts it back into \
+service if its host is healthy. A machine that has not served yet is abandoned: the machine that it was to replace gets \
+the slot back.\n\nExample: svcctl fail ada --reason 'disk errors'"
     )]
     Fail(Fail),
-    /// Delete a machine after a last backup; its server is kept for a while, its snapshots stay
+    /// Delete a machine after a last backup; its server is kept for a grace period, its snapshots stay
     #[command(
-        after_help = "Where its host answers and cannot make the last backup, the deletion waits for your decision. The \
-server is switched off and kept for DELETE_GRACE_SECONDS of the platform: until then `svcctl undelete` brings the machine \
-back.\n\nExample: svcctl delete ada --wait"
+        after_help = "If its host responds but cannot make the last backup, the deletion waits for your decision. The server \
+is powered off and kept for the platform's DELETE_GRACE_SECONDS: until then `svcctl undelete` restores the machine.\n\n\
+Example: svcctl delete ada --wait"
     )]
     Delete(Delete),
-    /// Bring a deleted machine back while its server is kept
+    /// Restore a deleted machine while its server is kept
     #[command(
-        after_help = "It needs a slot that no other machine has served since.\n\nExample: svcctl undelete ada --wait"
+        after_help = "This fails if another machine has served the slot since.\n\nExample: svcctl undelete ada --wait"
     )]
     Undelete(Undelete),
-    /// Put a failed machine back into service; its server must run and its host be well
+    /// Put a failed machine back into service; its server must be running and its host healthy
     #[command(
-        after_help = "It undoes a wrong `svcctl fail`. The machine keeps its slot, its server and all that is on it; nothing \
-is restored.\n\nExample: svcctl resume ada"
+        after_help = "Undoes a mistaken `svcctl fail`. The machine keeps its slot, its server and its data; nothing is \
+restored.\n\nExample: svcctl resume ada"
     )]
     Resume(Resume),
-    /// Delete the kept server of a replaced or deleted machine before its time
+    /// Delete the kept server of a replaced or deleted machine early
     #[command(
-        after_help = "A server that holds changes that no snapshot has is kept until this is said with \
---accept-loss.\n\nExample: svcctl discard 019a0000-0000-7000-8000-000000000001"
+        after_help = "A server with changes that are in no snapshot is deleted only with --accept-loss.\n\n\
+Example: svcctl discard 019a0000-0000-7000-8000-000000000001"
     )]
     Discard(Discard),
-    /// Backups of a machine's slot
+    /// Take, list, download and verify backups of a machine's slot
     #[command(subcommand, after_help = "Example: svcctl backup now ada --wait")]
     Backup(BackupCommand),
-    /// The pointer to a slot's latest snapshot
+    /// Show or rebuild the pointer to a slot's latest snapshot
     #[command(subcommand, after_help = "Example: svcctl pointer show user_1")]
     Pointer(PointerCommand),
-    /// Host bundles
+    /// Publish and list host bundles
     #[command(subcommand, after_help = KEY_ROTATION)]
     Bundle(BundleCommand),
-    /// Releases for many machines
+    /// Roll out releases to many machines
     #[command(
         subcommand,
-        after_help = "A rollout's id comes from `deploy start` and `deploy list`. Only one is open at a time: without \
-an id, that one is meant.\n\nExample: svcctl deploy start 2026.11.2 --wait"
+        after_help = "`deploy start` and `deploy list` show a rollout's id. Only one rollout is open at a time; it is the \
+default.\n\nExample: svcctl deploy start 2026.11.2 --wait"
     )]
     Deploy(DeployCommand),
-    /// Show an operation, answer its question, or give it up
+    /// Show an operation, answer its question, or abandon it
     #[command(after_help = "An operation that would lose data waits until an operator decides.\n\n\
 Example: svcctl operation show 019a0000-0000-7000-8000-000000000002 --wait")]
     Operation(Operation),
-    /// Named operators: their scopes and tokens
+    /// Manage named operators: their scopes and tokens
     #[command(
         subcommand,
-        after_help = "PLATFORM_SECRET has every scope and needs no operator.\n\n\
+        after_help = "PLATFORM_SECRET has every scope and belongs to no operator.\n\n\
 Example: svcctl operator add ada --scope read,operate --token-file ada.token"
     )]
     Operator(OperatorCommand),
-    /// Show what the dispatches of a machine have cost
+    /// Show the cost of a machine's dispatches
     #[command(
-        after_help = "It needs the scope billing; with that alone, name the machine by its id. The audit keeps who read it, \
-and for which days.\n\nExample: svcctl usage ada --from 2026-11-01 --to 2026-11-30 --by model"
+        after_help = "Requires the scope billing. Without the scope read, name the machine by its id. The audit records who \
+read it, and for which days.\n\nExample: svcctl usage ada --from 2026-11-01 --to 2026-11-30 --by model"
     )]
     Usage(Usage),
     /// Show who changed what, and who read an owner's data
     #[command(after_help = "Example: svcctl audit --actor ada --since 24h")]
     Audit(Audit),
-    /// Find out what is wrong with this host or platform, and what to do about it
+    /// Diagnose this host or platform, and suggest what to do
     #[command(
-        after_help = "On a host run it as root. Nothing is changed, and no secret is printed. Exits 65 where \
-something is a problem.\n\nExample: svcctl doctor --json | jq -r '.findings[] | select(.level != \"ok\") | .what'"
+        after_help = "On a host, run it as root. It changes nothing and prints no secret. Exits 65 if there is a \
+problem.\n\nExample: svcctl doctor --json | jq -r '.findings[] | select(.level != \"ok\") | .what'"
     )]
     Doctor(Doctor),
-    /// Verify a release on a running host before it is rolled out: shell, gateway, bridge, icons
+    /// Verify a release on a running host before rolling it out: shell, gateway, bridge, icons
     #[command(
-        after_help = "On a host it comes by the gateway's trusted socket; from outside with the owner's session, \
-through the router. Exits 65 where something is a problem.\n\n\
+        after_help = "On a host it connects to the gateway's trusted socket; from outside, through the router with the \
+owner's session. Exits 65 if there is a problem.\n\n\
 Example: svcctl verify-rollout --app-url https://app.example.com"
     )]
     VerifyRollout(VerifyRollout),
-    /// Print a script that completes `svcctl` in a shell
+    /// Print a shell completion script
     #[command(
         after_help = "Example: svcctl completions bash >~/.local/share/bash-completion/completions/svcctl"
     )]
     Completions {
-        /// The shell that completes
+        /// The shell to print it for
         shell: Shell,
     },
 }
 
-/// Waiting for the end of what was started.
+/// Whether to wait for the operation that a command starts.
 #[derive(Debug, Clone, Copy, ClapArgs)]
 pub struct Wait {
-    /// Wait until it has ended, at most so many seconds (40 minutes); steps go to stderr
+    /// Wait until it has ended, at most SECONDS (default: 40 minutes); progress goes to stderr
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = WAIT_SECONDS,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub wait: Option<u64>,
@@ -251,7 +251,7 @@ mod tests {
     use crate::machine::id::MachineId;
 
     #[test]
-    fn the_command_line_is_well_formed() {
+    fn command_line_is_well_formed() {
         Args::command().debug_assert();
     }
 
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_is_named_by_id_handle_or_slot() {
+    fn target_parses_id_handle_and_slot() {
         let id = MachineId::new();
         assert_eq!(id.to_string().parse::<Target>().unwrap(), Target::Id(id));
         assert!(matches!("ada".parse::<Target>().unwrap(), Target::Handle(_)));
@@ -287,7 +287,7 @@ mod tests {
         }
     }
 
-    /// Every help text as it is read, by command.
+    /// The help texts of all commands.
     #[test]
     fn help() {
         let mut texts = String::new();
@@ -299,7 +299,6 @@ mod tests {
 
     fn all_help(command: &clap::Command, texts: &mut String) {
         let mut shown = command.clone().term_width(110);
-        // The version changes with each commit, and stands in none of the texts.
         texts.push_str(&format!(
             "$ {} --help\n{}\n",
             command.get_bin_name().unwrap_or("svcctl"),
@@ -310,13 +309,13 @@ mod tests {
         }
     }
 
-    fn of_every_command(look: fn(&clap::Command)) {
-        fn walk(command: &clap::Command, look: fn(&clap::Command)) {
-            look(command);
+    fn of_every_command(visit: fn(&clap::Command)) {
+        fn walk(command: &clap::Command, visit: fn(&clap::Command)) {
+            visit(command);
             let subs = command.get_subcommands().filter(|sub| sub.get_name() != "help");
-            subs.for_each(|sub| walk(sub, look));
+            subs.for_each(|sub| walk(sub, visit));
         }
-        walk(&Args::command(), look);
+        walk(&Args::command(), visit);
     }
 
     #[test]
@@ -329,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn no_argument_is_without_help() {
+    fn every_argument_has_help() {
         of_every_command(|command| {
             for argument in command.get_arguments() {
                 let help = argument.get_help().map(ToString::to_string).unwrap_or_default();

@@ -13,7 +13,7 @@ use crate::store::key::SnapshotKey;
 
 fn plans() -> String {
     let one = |plan: Plan| format!("{plan} ({})", plan.server_types().join(", "));
-    format!("What is paid for, with its server types: {}", Plan::ALL.map(one).join(", "))
+    format!("The plan, with its server types: {}", Plan::ALL.map(one).join(", "))
 }
 
 #[derive(Debug, Subcommand)]
@@ -26,12 +26,12 @@ pub enum SlotCommand {
         /// The user's id at the identity provider
         #[arg(value_name = "IDP_USER_ID")]
         user: IdpUserId,
-        /// Which of the user's slots
+        /// The user's slot
         #[arg(long, default_value_t)]
         slot: Slot,
         #[arg(long, value_name = "starter|builder|max", help = plans())]
         plan: Plan,
-        /// Whether it is paid for: only an active one is provisioned
+        /// State of the subscription; only an active slot can be provisioned
         #[arg(long, value_enum, default_value = "active")]
         status: Subscription,
         /// End of the paid period, RFC 3339
@@ -64,18 +64,18 @@ impl Subscription {
 
 #[derive(Debug, Subcommand)]
 pub enum AlarmCommand {
-    /// Let through what a fuse holds back
+    /// Release the actions that an alarm blocks
     #[command(
-        after_help = "servers_missing: for an hour, machines whose servers the provider does not show fail. \
-unknown_servers: the servers of this moment that no machine is known for are deleted, with their disks, each \
-ORPHAN_GRACE_SECONDS of the platform after it was first seen; one that appears later is held back. Other alarms inform: \
-they hold nothing back and end by themselves.\n\n\
+        after_help = "servers_missing: for one hour, machines whose servers are missing at the provider are marked as failed. \
+unknown_servers: the servers that currently belong to no machine are deleted, with their disks, each the platform's \
+ORPHAN_GRACE_SECONDS after it was first seen; servers that appear later stay blocked. Other alarms are informational: they \
+block nothing and clear automatically.\n\n\
 Example: svcctl alarm release servers_missing"
     )]
     Release {
-        /// Its name, as `svcctl fleet` shows it
+        /// Name of the alarm, as shown by `svcctl fleet`
         alarm: String,
-        /// Do not ask
+        /// Skip the confirmation
         #[arg(long)]
         yes: bool,
     },
@@ -83,8 +83,8 @@ Example: svcctl alarm release servers_missing"
 
 #[derive(Debug, Subcommand)]
 pub enum BackupCommand {
-    /// Ask a running machine for a backup now
-    #[command(after_help = "With --wait it ends when a new snapshot is verified and is the latest.\n\n\
+    /// Request a backup from a running machine now
+    #[command(after_help = "--wait waits until a new snapshot is verified and is the latest.\n\n\
 Example: svcctl backup now ada --wait")]
     Now {
         /// A machine's id, its user's handle, or USER/SLOT
@@ -92,11 +92,11 @@ Example: svcctl backup now ada --wait")]
         #[command(flatten)]
         wait: Wait,
     },
-    /// Ask a running machine to restore its latest snapshot on trial
+    /// Request a restore drill: a running machine restores its latest snapshot as a test
     #[command(
-        after_help = "It goes into a database of its own, is compared with its record, and dropped. Machines do it \
-weekly by themselves. With --wait it ends when the machine has told how it went; exits 65 where the snapshot did not \
-become what it was.\n\nExample: svcctl backup drill ada --wait"
+        after_help = "The snapshot is restored into a separate database, compared with its record, and dropped. Machines \
+do this automatically every week. --wait waits until the machine has reported the result, and exits 65 if the restored \
+database does not match the record.\n\nExample: svcctl backup drill ada --wait"
     )]
     Drill {
         /// A machine's id, its user's handle, or USER/SLOT
@@ -104,20 +104,20 @@ become what it was.\n\nExample: svcctl backup drill ada --wait"
         #[command(flatten)]
         wait: Wait,
     },
-    /// Make the snapshot that a machine holds back the latest
+    /// Accept a machine's held snapshot as the latest
     #[command(
-        after_help = "A snapshot whose database has shrunk much is held back: `svcctl status` says what is missing. Accept it \
-where that is meant. Else recover with an earlier one: `svcctl recover USER --snapshot KEY`.\n\n\
+        after_help = "A snapshot is held if its database is much smaller than before: `svcctl status` shows what is missing. \
+Accept it if the data was deleted on purpose. Otherwise recover from an earlier one: `svcctl recover USER --snapshot KEY`.\n\n\
 Example: svcctl backup accept ada"
     )]
     Accept {
-        /// A machine's id, the handle of its user, or USER/SLOT; while a machine is being replaced, its slot stands for it
+        /// A machine's id, its user's handle, or USER/SLOT; a slot also names a machine that is being replaced
         machine: Target,
-        /// Do not ask
+        /// Skip the confirmation
         #[arg(long)]
         yes: bool,
     },
-    /// List the verified snapshots of a machine's slot, the newest first
+    /// List the verified snapshots of a machine's slot, newest first
     #[command(after_help = "Example: svcctl backup list ada --limit 5")]
     List {
         /// A machine's id, its user's handle, or USER/SLOT
@@ -125,56 +125,56 @@ Example: svcctl backup accept ada"
         /// Snapshots per page, 1 to 200 (default 50)
         #[arg(long)]
         limit: Option<u32>,
-        /// Where an earlier page ended
+        /// Cursor from the previous page
         #[arg(long)]
         cursor: Option<String>,
     },
     /// Download a snapshot, for `pg_restore`
-    #[command(after_help = "Its SHA-256 is checked. What an interrupted download left is gone on with.\n\n\
+    #[command(after_help = "Verifies the SHA-256, and resumes interrupted downloads.\n\n\
 Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada.dump")]
     Download {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
-        /// Its key, or the last part of that; without it, the latest
+        /// The snapshot's key, or the last part of it (default: the latest)
         #[arg(value_name = "SNAPSHOT")]
         key: Option<String>,
-        /// The file to write; without it, the last part of the key, here
+        /// The file to write (default: the last part of the key, in the current directory)
         #[arg(long, short)]
         output: Option<PathBuf>,
     },
-    /// Read a snapshot in full and compare it with its record
+    /// Download a whole snapshot and compare it with its record
     #[command(
-        after_help = "It comes here for that, and stays nowhere: a recovery would get these bytes.\n\n\
+        after_help = "The bytes are the ones that a recovery would get. They are not stored.\n\n\
 Example: svcctl backup verify ada"
     )]
     Verify {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,
-        /// Its key, or the last part of that; without it, the latest
+        /// The snapshot's key, or the last part of it (default: the latest)
         #[arg(value_name = "SNAPSHOT")]
         key: Option<String>,
     },
 }
 
-/// A slot as a person names it.
+/// A slot, as an operator names it.
 #[derive(Debug, Clone, PartialEq, Eq, Args)]
 pub struct SlotTarget {
     /// The user's id at the identity provider
     #[arg(value_name = "IDP_USER_ID")]
     pub user: IdpUserId,
-    /// Which of the user's slots
+    /// The user's slot
     #[arg(long, default_value_t)]
     pub slot: Slot,
 }
 
 impl SlotTarget {
-    /// As a command takes it.
+    /// The slot as command-line arguments.
     pub fn arguments(&self) -> String {
         slot_arguments(self.user.as_str(), self.slot.as_str())
     }
 }
 
-/// A user, and the slot where it is not the primary one, as a command takes them.
+/// The user, and the slot unless it is the primary one, as command-line arguments.
 pub fn slot_arguments(user: &str, slot: &str) -> String {
     if slot == Slot::primary().as_str() { user.to_owned() } else { format!("{user} --slot {slot}") }
 }
@@ -187,31 +187,31 @@ impl fmt::Display for SlotTarget {
 
 #[derive(Debug, Subcommand)]
 pub enum PointerCommand {
-    /// Show what the pointer names, whether that can be restored, and what a rebuild would name
+    /// Show the pointer's snapshot, whether it can be restored, and the snapshot that a rebuild would choose
     #[command(after_help = "Example: svcctl pointer show user_1 --slot second")]
     Show {
         #[command(flatten)]
         slot: SlotTarget,
     },
-    /// Write the pointer again, from the records of the slot's snapshots
+    /// Rebuild the pointer from the records of the slot's snapshots
     #[command(
-        after_help = "For a pointer that was lost, is unreadable, or names a snapshot that is not whole. It never \
-lowers the fence of a replaced machine. What was unreadable is kept in the audit.\n\n\
+        after_help = "For a pointer that is missing, unreadable, or refers to an incomplete snapshot. A rebuild never \
+lowers the fence of a replaced machine. An unreadable pointer is kept in the audit.\n\n\
 Example: svcctl pointer rebuild user_1"
     )]
     Rebuild {
         #[command(flatten)]
         slot: SlotTarget,
-        /// The snapshot to name; else the newest whole one of the highest epoch
+        /// The snapshot to point to (default: the newest complete one of the highest epoch)
         #[arg(long, value_name = "KEY")]
         to: Option<SnapshotKey>,
-        /// Name no snapshot: a recovery with --allow-empty then starts without any. Nothing is deleted
+        /// Point to no snapshot: a recovery with --allow-empty then starts empty. Nothing is deleted
         #[arg(long, conflicts_with = "to")]
         empty: bool,
-        /// Replace a pointer that is sound, or with --empty, leave out snapshots that are whole
+        /// Replace a valid pointer, or with --empty, ignore complete snapshots
         #[arg(long)]
         force: bool,
-        /// Do not ask
+        /// Skip the confirmation
         #[arg(long)]
         yes: bool,
     },
@@ -225,17 +225,17 @@ Example: svcctl bundle publish ./out --image-version 2026.11.1")]
     Publish {
         /// Directory with svc-host-bundle.tar.gz and its .sha256
         dir: PathBuf,
-        /// The version to publish it under: the one that it was built with
+        /// The version that it was built with
         #[arg(long)]
         image_version: ImageVersion,
     },
-    /// List what is published, the newest first
+    /// List the published bundles, newest first
     #[command(after_help = "Example: svcctl bundle list")]
     List,
-    /// Show which machines trust which keys of releases
+    /// Show which machines trust which release keys
     #[command(
-        after_help = "A new key can sign once no machine is listed as not trusting it; an old one is gone once no machine \
-trusts it. A machine reports its keys with its heartbeats.\n\n\
+        after_help = "Sign with a new key only when no machine is listed as not trusting it; an old key is retired when no \
+machine trusts it. Machines report their keys with their heartbeats.\n\n\
 Example: svcctl bundle keys"
     )]
     Keys,

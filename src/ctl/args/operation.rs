@@ -10,7 +10,7 @@ use crate::machine::id::OperationId;
 pub struct Operation {
     #[command(subcommand)]
     pub command: Option<OperationCommand>,
-    /// The operation to show: `operation ID` is short for `operation show ID`
+    /// The operation to show; short for `operation show ID`
     #[arg(value_name = "OPERATION_ID", required = true)]
     pub operation: Option<OperationId>,
     #[command(flatten)]
@@ -19,49 +19,49 @@ pub struct Operation {
 
 #[derive(Debug, Subcommand)]
 pub enum OperationCommand {
-    /// Show one operation, step by step, and the question that it waits with
+    /// Show an operation step by step, and its question, if it waits for a decision
     #[command(after_help = "Example: svcctl operation show 019a0000-0000-7000-8000-000000000002 --wait")]
     Show {
-        /// Its id, as the command that started it and `svcctl status` show it
+        /// Id of the operation, as shown by the command that started it and by `svcctl status`
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
         #[command(flatten)]
         wait: Wait,
     },
-    /// Answer the question of a waiting operation: try again, or go ahead and accept the loss that it names
+    /// Answer the question of a waiting operation: retry, or continue and accept the loss
     #[command(
-        after_help = "Without an option the last backup is tried again: after you have mended what kept the host from it, or \
-accepted the snapshot that was held back (`svcctl backup accept`).\n\n\
-With --accept-loss the operation goes ahead. The question says since when data is on the old server alone. That data is \
-lost when the old server is deleted; until then the server is kept, switched off.\n\n\
-Where the question is which snapshot the new machine begins with, --snapshot names the newer one, and --accept-loss takes the \
+        after_help = "Without an option the last backup is retried. First fix the problem on the host, or accept the held \
+snapshot (`svcctl backup accept`).\n\n\
+With --accept-loss the operation continues. The question says since when changes exist only on the old server. They are \
+lost when the old server is deleted; until then the server is kept, powered off.\n\n\
+If the question is which snapshot the new machine starts from, --snapshot chooses the newer one, and --accept-loss the \
 latest.\n\n\
 Example: svcctl operation continue 019a0000-0000-7000-8000-000000000002 --accept-loss --wait"
     )]
     Continue {
-        /// Its id, as `svcctl status` and `svcctl fleet` show it
+        /// Id of the operation, as shown by `svcctl status` and `svcctl fleet`
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
-        /// What no snapshot holds may be lost
+        /// Continue, and lose the changes that are in no snapshot
         #[arg(long)]
         accept_loss: bool,
-        /// Begin the new machine with this snapshot, where the question is which one is restored
+        /// Restore this snapshot, if the question is which one to restore
         #[arg(long, value_name = "KEY", conflicts_with = "accept_loss")]
         snapshot: Option<String>,
         #[command(flatten)]
         wait: Wait,
     },
-    /// Give an operation up: a recovery gives the slot back to its old machine, a deletion is undone
+    /// Abandon an operation: a recovery returns the slot to its old machine, a deletion is undone
     #[command(
-        after_help = "A recovery can be abandoned until its new machine has registered. No data is lost. A machine that gets \
-its slot back is switched on, also where `svcctl power off` had switched it off. A deletion can be abandoned until its \
-operation has ended, then undone with `svcctl undelete`, but not after `svcctl delete --now`. An abandoned removal leaves the \
-server at the provider, until `svcctl discard` or `svcctl undelete`. With --wait it ends when the machine that has the slot \
-again serves.\n\n\
+        after_help = "A recovery can be abandoned until its new machine has registered. No data is lost. The machine that gets \
+its slot back is powered on, even if `svcctl power off` had powered it off. A deletion can be abandoned until its operation \
+has ended; after that, `svcctl undelete` undoes it, but not after `svcctl delete --now`. An abandoned removal leaves the \
+server at the provider until `svcctl discard` or `svcctl undelete`. --wait waits until the machine that has the slot again \
+serves.\n\n\
 Example: svcctl operation abandon 019a0000-0000-7000-8000-000000000002 --wait"
     )]
     Abandon {
-        /// Its id, as `svcctl status` and `svcctl fleet` show it
+        /// Id of the operation, as shown by `svcctl status` and `svcctl fleet`
         #[arg(value_name = "OPERATION_ID")]
         operation: OperationId,
         #[command(flatten)]

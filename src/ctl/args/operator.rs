@@ -12,45 +12,45 @@ const SCOPES: [&str; 5] = ["read", "operate", "billing", "metrics", "admin"];
 
 #[derive(Debug, Subcommand)]
 pub enum OperatorCommand {
-    /// Add a named operator with a token of their own
+    /// Add a named operator with a token
     #[command(
         after_help = "Scopes: read (machines, operations, rollouts, the audit), operate (change machines, read snapshots), \
-billing (subscriptions, usage), metrics (the platform's metrics), admin (operators, the audit). None implies another, and \
-you can give only what you have. The token is shown once.\n\n\
+billing (subscriptions, usage), metrics (the platform's metrics), admin (operators, the audit). No scope implies another, \
+and you can grant only scopes that you have. The token is shown once.\n\n\
 Example: svcctl operator add ada --scope read,operate --token-file ada.token"
     )]
     Add {
-        /// What the audit calls them
+        /// Name of the operator, used in the audit
         #[arg(value_name = "NAME")]
         name: OperatorName,
-        /// What they may do; several with commas
+        /// Scopes, separated by commas
         #[arg(long = "scope", value_name = "SCOPE", required = true, value_delimiter = ',', value_parser = SCOPES)]
         scopes: Vec<String>,
         #[command(flatten)]
         token: TokenOptions,
     },
-    /// List operators, with those that have expired or were revoked
+    /// List operators, including expired and revoked ones
     #[command(after_help = "Example: svcctl operator list")]
     List,
-    /// Give an operator a new token; the one before stays valid for a while
+    /// Issue a new token for an operator; the old token stays valid for the overlap
     #[command(after_help = "Example: svcctl operator rotate ada --overlap 1h --token-file ada.token")]
     Rotate {
         /// The operator
         #[arg(value_name = "NAME")]
         name: OperatorName,
-        /// How long the token before stays valid, at most 7d; 0s: it ends now
+        /// How long the old token stays valid, at most 7d; 0s revokes it now
         #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = seconds)]
         overlap: u64,
         #[command(flatten)]
         token: TokenOptions,
     },
-    /// End all tokens of an operator at once, for good
+    /// Revoke all tokens of an operator permanently
     #[command(after_help = "Example: svcctl operator revoke ada")]
     Revoke {
         /// The operator
         #[arg(value_name = "NAME")]
         name: OperatorName,
-        /// Do not ask
+        /// Skip the confirmation
         #[arg(long)]
         yes: bool,
     },
@@ -59,46 +59,46 @@ Example: svcctl operator add ada --scope read,operate --token-file ada.token"
     Whoami,
 }
 
-/// How long a new token lives, and where it goes.
+/// The lifetime of a new token, and the file to write it to.
 #[derive(Debug, Args)]
 pub struct TokenOptions {
     /// How long the token is valid, at most 400d
     #[arg(long, value_name = "DURATION", default_value = "90d", value_parser = seconds)]
     pub ttl: u64,
-    /// Write the token to this file, which only you can read, instead of printing it
+    /// Write the token to this file, readable only by you, instead of printing it
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 pub struct Audit {
-    /// Only this actor's: an operator's name, `operator` for PLATFORM_SECRET, `platform`, `machine:ID`
+    /// Only entries of this actor: an operator's name, `operator` for PLATFORM_SECRET, `platform`, `machine:ID`
     #[arg(long, value_name = "NAME")]
     pub actor: Option<String>,
-    /// Only this action, such as `recover` or `operator.add`
+    /// Only entries with this action, such as `recover` or `operator.add`
     #[arg(long, value_name = "ACTION")]
     pub action: Option<String>,
-    /// Only about this: a machine's id, USER/SLOT, an operator's name
+    /// Only entries about this target: a machine's id, USER/SLOT, an operator's name
     #[arg(long, value_name = "TARGET")]
     pub target: Option<String>,
-    /// Entries from then on: RFC 3339, or how long ago, such as 24h
+    /// Only entries since this time: RFC 3339, or an age such as 24h
     #[arg(long, value_name = "TIME", value_parser = moment)]
     pub since: Option<Timestamp>,
-    /// Entries before then
+    /// Only entries before this time
     #[arg(long, value_name = "TIME", value_parser = moment)]
     pub until: Option<Timestamp>,
-    /// How many entries
+    /// Maximum number of entries
     #[arg(long, value_name = "COUNT", default_value = "100", value_parser = clap::value_parser!(u16).range(1..=500))]
     pub limit: u16,
-    /// Entries older than the page that ended with this cursor
+    /// Cursor from the previous page, to list older entries
     #[arg(long, value_name = "CURSOR")]
     pub cursor: Option<AuditId>,
-    /// Print new entries as they are written; with --json one entry in each line
+    /// Print new entries as they are written; with --json, one entry per line
     #[arg(long, conflicts_with_all = ["cursor", "until"])]
     pub follow: bool,
 }
 
-/// `90d`, `1h`, `90s`.
+/// Parses a duration such as `90d`, `1h` or `90s`.
 fn seconds(text: &str) -> Result<u64, String> {
     let wrong = || "must be a duration such as 90d, 1h or 30s".to_owned();
     let span: Span = text.parse().map_err(|_| wrong())?;
@@ -114,7 +114,7 @@ fn moment(text: &str) -> Result<Timestamp, String> {
     if let Ok(at) = text.parse() {
         return Ok(at);
     }
-    let wrong = || "must be a time such as 2026-01-02T03:04:05Z, or how long ago, such as 24h".to_owned();
+    let wrong = || "must be a time such as 2026-01-02T03:04:05Z, or an age such as 24h".to_owned();
     let ago = i64::try_from(seconds(text).map_err(|_| wrong())?).map_err(|_| wrong())?;
     Timestamp::now().checked_sub(jiff::SignedDuration::from_secs(ago)).map_err(|_| wrong())
 }
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_read_with_their_unit() {
+    fn seconds_parses_durations_with_units() {
         assert_eq!((seconds("90d"), seconds("1h"), seconds("0s")), (Ok(7_776_000), Ok(3600), Ok(0)));
         for wrong in ["", "7", "-1h", "1 month", "1.5", "soon"] {
             assert!(seconds(wrong).is_err(), "{wrong:?}");
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_read_as_times_and_ages() {
+    fn moment_parses_times_and_ages() {
         assert_eq!(moment("2026-01-02T03:04:05Z").unwrap().to_string(), "2026-01-02T03:04:05Z");
         let hour = Timestamp::now().as_second() - moment("1h").unwrap().as_second();
         assert!((3600..3605).contains(&hour), "{hour}");
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn scopes_are_those_of_the_platform() {
+    fn scopes_match_the_platform() {
         let known = crate::http::openapi::one_of(&SCOPES)["enum"].clone();
         let document = include_str!("../../platform/operators.rs");
         for scope in known.as_array().unwrap() {

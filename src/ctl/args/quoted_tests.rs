@@ -1,4 +1,4 @@
-//! Every `svcctl …` command that our texts name is one that svcctl has, with options that it has.
+//! Checks that every `svcctl …` command in the documentation and messages exists, with its options.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,16 +7,16 @@ use clap::{Arg, CommandFactory, Parser};
 
 use super::Args;
 
-/// How a command is marked off from the text around it.
+/// How a command is delimited in the surrounding text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Quoting {
-    /// By backticks, or a line of its own.
+    /// By backticks, or on a separate line.
     Whole,
-    /// By nothing: it ends at the first word that can be none of it.
+    /// Not at all: it ends at the first word that cannot be part of it.
     Open,
 }
 
-/// What is wrong with the command, whose first word is `svcctl`.
+/// The mistake in the command, if any. Its first word is `svcctl`.
 fn wrong(svcctl: &clap::Command, words: &str, quoting: Quoting) -> Option<String> {
     let mut command = svcctl;
     let (mut positionals, mut path) = (0, "svcctl".to_owned());
@@ -63,7 +63,7 @@ fn takes_next(option: &Arg) -> bool {
     option.get_action().takes_values() && !option.is_require_equals_set()
 }
 
-/// A word that stands for another: `HANDLE`, `<machine>`, `{id}`, an id or a name of an example.
+/// Whether a word is a placeholder: `HANDLE`, `<machine>`, `{id}`, an id or a name of an example.
 fn is_placeholder(word: &str) -> bool {
     word.starts_with(['<', '{'])
         || word.chars().next().is_some_and(|first| first.is_ascii_uppercase() || first.is_ascii_digit())
@@ -75,7 +75,7 @@ fn svcctl() -> clap::Command {
     command
 }
 
-/// The commands of a text: what follows `svcctl` in it.
+/// The `svcctl` commands in a text.
 fn commands(text: &str, language: Language) -> Vec<(String, Quoting)> {
     let text = joined(text, language);
     let mut found = Vec::new();
@@ -100,7 +100,7 @@ enum Language {
     Rust,
 }
 
-/// With the lines of a literal, or of a quotation of a page, made one.
+/// Joins the lines of a literal, or of a quotation in a page, into one.
 fn joined(text: &str, language: Language) -> String {
     let mut joined = String::new();
     for line in text.lines() {
@@ -134,7 +134,7 @@ fn texts() -> Vec<PathBuf> {
 }
 
 #[test]
-fn texts_name_only_commands_and_options_that_there_are() {
+fn texts_name_only_existing_commands_and_options() {
     let (svcctl, mut mistakes, mut checked) = (svcctl(), Vec::new(), 0);
     for path in texts() {
         let is_page = path.extension().is_some_and(|end| end == "md");
@@ -151,7 +151,7 @@ fn texts_name_only_commands_and_options_that_there_are() {
     assert!(checked > 150, "only {checked} commands were found");
 }
 
-/// Members of requests. People read texts in `svcctl`, which has options in their place.
+/// Members of requests. Operators read messages in `svcctl`, which has options instead.
 const MEMBERS: [&str; 8] = [
     "acceptLoss",
     "allowEmpty",
@@ -163,7 +163,7 @@ const MEMBERS: [&str; 8] = [
     "with force",
 ];
 
-/// The literals of a source file that are sentences, but for those of the API's description.
+/// The literals of a source file that are sentences, except those of the API's description.
 fn sentences(text: &str) -> Vec<String> {
     let text = joined(text, Language::Rust);
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
@@ -174,7 +174,7 @@ fn sentences(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn texts_name_options_in_place_of_request_members() {
+fn texts_name_options_instead_of_request_members() {
     let (mut mistakes, mut checked) = (Vec::new(), 0);
     for path in
         texts().into_iter().filter(|path| path.components().any(|part| part.as_os_str() == "platform"))
@@ -192,7 +192,7 @@ fn texts_name_options_in_place_of_request_members() {
 }
 
 #[test]
-fn wrong_commands_are_noticed() {
+fn mistakes_in_commands_are_detected() {
     let svcctl = svcctl();
     let mistakes = |text: &str| -> Vec<String> {
         let commands = commands(text, Language::Rust);
@@ -219,9 +219,9 @@ fn wrong_commands_are_noticed() {
     }
 }
 
-/// The examples of the help run as they are.
+/// The examples in the help texts parse.
 #[test]
-fn examples_of_the_help_parse() {
+fn help_examples_parse() {
     fn walk(command: &clap::Command) {
         let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
         for line in after.lines() {

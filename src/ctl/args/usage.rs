@@ -16,10 +16,10 @@ pub struct Usage {
     /// The last day, included
     #[arg(long, value_name = "DAY")]
     pub to: Option<Date>,
-    /// Only of this user or channel, such as telegram:7
+    /// Only this user or channel, such as telegram:7
     #[arg(long, value_name = "ID")]
     pub user: Option<String>,
-    /// What each line sums up
+    /// Grouping of the lines
     #[arg(long, value_enum, default_value_t = GroupBy::Day)]
     pub by: GroupBy,
 }

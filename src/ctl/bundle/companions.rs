@@ -1,6 +1,6 @@
-//! Manifest and signature of a bundle: beside the build, and as they are published.
+//! The manifest and signature of a bundle, in a build and in the store.
 //!
-//! The invariant: of a published version, what hosts believe is replaced only by what they believe for longer.
+//! Invariant: the manifest of a published version is replaced only by one that hosts trust for longer.
 
 use std::path::Path as FilePath;
 
@@ -13,32 +13,32 @@ use crate::clock::rfc3339_ms;
 use crate::machine::name::ImageVersion;
 use crate::store::bucket::{Bucket, Condition, StoreError, Versioned};
 use crate::store::bundle::{
-    self, KeySet, LARGEST_COMPANION, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
+    self, KeySet, MAX_COMPANION_BYTES, Manifest, ManifestError, Signed, TrustedKeys, Verified, verify,
 };
 use crate::store::key::{self, BUNDLE_FILE};
 
 const MANIFEST: &str = ".json";
 const SIGNATURE: &str = ".json.sig";
 
-/// The archive that they are to be of, and the keys that hosts trust, where this process is told them.
-pub struct Subject<'a> {
+/// The archive that they describe, and the keys that hosts trust, if configured.
+pub struct BundleContext<'a> {
     pub version: &'a ImageVersion,
     pub sha256: &'a str,
     pub size_bytes: u64,
     pub keys: Option<&'a TrustedKeys>,
 }
 
-impl Subject<'_> {
-    fn fits(&self, manifest: &[u8]) -> Result<Manifest, ManifestError> {
+impl BundleContext<'_> {
+    fn parse_manifest(&self, manifest: &[u8]) -> Result<Manifest, ManifestError> {
         let parsed = Manifest::parse(manifest)?;
-        parsed.is_of(self.version)?;
-        parsed.fits(self.sha256, self.size_bytes)?;
+        parsed.check_version(self.version)?;
+        parsed.check_archive(self.sha256, self.size_bytes)?;
         Ok(parsed)
     }
 
-    /// Whether hosts would believe it now, as far as is known here.
-    fn believes(&self, signed: &Signed) -> Result<(), ManifestError> {
-        let manifest = self.fits(&signed.manifest)?;
+    /// Whether hosts would trust it now, as far as is known here.
+    fn check_trust(&self, signed: &Signed) -> Result<(), ManifestError> {
+        let manifest = self.parse_manifest(&signed.manifest)?;
         match self.keys {
             Some(keys) => verify(signed, keys, self.version, Timestamp::now()).map(drop),
             None if manifest.expires_at <= Timestamp::now() => {
@@ -46,7 +46,7 @@ impl Subject<'_> {
             }
             None => {
                 bundle::signatures(&signed.signature)?;
-                manifest.proves_its_keys(signed)
+                manifest.check_key_set(signed)
             }
         }
     }
@@ -56,31 +56,31 @@ impl Subject<'_> {
     }
 }
 
-/// Those beside a build, where it made them.
+/// The manifest and signature in a build, if it has them.
 pub struct Companions {
     manifest: Option<Bytes>,
     signature: Option<Bytes>,
 }
 
 impl Companions {
-    /// Reads them and looks whether they fit, before anything is sent: a host would refuse what does not.
+    /// Reads and checks them before anything is uploaded: a host would refuse invalid ones.
     ///
     /// # Errors
     /// [`PublishError::Companion`], [`PublishError::Read`].
-    pub async fn read(dir: &FilePath, subject: &Subject<'_>) -> Result<Self, PublishError> {
+    pub async fn read(dir: &FilePath, context: &BundleContext<'_>) -> Result<Self, PublishError> {
         let path = |suffix: &str| dir.join(format!("{BUNDLE_FILE}{suffix}"));
         let unfit = |suffix: &str, why| PublishError::Companion { path: path(suffix), why };
         let own = Self { manifest: file(&path(MANIFEST)).await?, signature: file(&path(SIGNATURE)).await? };
         if let Some(manifest) = &own.manifest {
-            subject.fits(manifest).map_err(|why| unfit(MANIFEST, why))?;
+            context.parse_manifest(manifest).map_err(|why| unfit(MANIFEST, why))?;
         }
         if let Some(signed) = own.signed() {
-            subject.believes(&signed).map_err(|why| unfit(SIGNATURE, why))?;
+            context.check_trust(&signed).map_err(|why| unfit(SIGNATURE, why))?;
         }
         Ok(own)
     }
 
-    /// What hosts trust once this release is well on them.
+    /// The keys that hosts trust once they are healthy on this release.
     pub fn key_set(&self) -> Option<KeySet> {
         Manifest::parse(self.manifest.as_ref()?).ok()?.trusted_keys
     }
@@ -92,63 +92,63 @@ impl Companions {
 
     fn each(&self) -> impl Iterator<Item = (&'static str, &Bytes)> {
         let manifest = self.manifest.as_ref().map(|manifest| (MANIFEST, manifest));
-        // A signature alone is of nothing.
+        // A signature without a manifest is meaningless.
         let signature = self.signature.as_ref().filter(|_| self.manifest.is_some());
         manifest.into_iter().chain(signature.map(|signature| (SIGNATURE, signature)))
     }
 
-    /// Sends them for a version that is not published yet.
+    /// Uploads them for a version that is not published yet.
     ///
     /// # Errors
     /// [`StoreError`].
-    pub async fn send(&self, bucket: &Bucket, subject: &Subject<'_>) -> Result<(), StoreError> {
+    pub async fn send(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), StoreError> {
         for (suffix, content) in self.each() {
-            bucket.put(&subject.key(suffix), content.clone()).await?;
+            bucket.put(&context.key(suffix), content.clone()).await?;
         }
         Ok(())
     }
 
-    /// Gives a published version what it lacks of them, and a manifest that holds for longer.
+    /// Adds them to a published version that lacks them, or renews its manifest.
     ///
     /// # Errors
-    /// [`PublishError::NoRenewal`] where others are there that these do not renew.
-    pub async fn complete(&self, bucket: &Bucket, subject: &Subject<'_>) -> Result<(), PublishError> {
-        let there = There::read(bucket, subject).await?;
+    /// [`PublishError::NoRenewal`] if the stored ones differ and these do not renew them.
+    pub async fn complete(&self, bucket: &Bucket, context: &BundleContext<'_>) -> Result<(), PublishError> {
+        let stored = StoredCompanions::read(bucket, context).await?;
         let differs =
-            self.each().any(|(suffix, own)| there.of(suffix).is_some_and(|other| other.value != *own));
+            self.each().any(|(suffix, own)| stored.of(suffix).is_some_and(|other| other.value != *own));
         if differs {
-            self.renews(&there, subject)
-                .map_err(|why| PublishError::NoRenewal { version: subject.version.clone(), why })?;
+            self.renews(&stored, context)
+                .map_err(|why| PublishError::NoRenewal { version: context.version.clone(), why })?;
         }
         for (suffix, own) in self.each() {
-            let condition = match there.of(suffix) {
+            let condition = match stored.of(suffix) {
                 Some(other) if other.value == *own => continue,
                 Some(other) => Condition::Unchanged(other.version.clone()),
                 None => Condition::Absent,
             };
-            replace(bucket, subject, suffix, own, condition).await?;
+            replace(bucket, context, suffix, own, condition).await?;
         }
         Ok(())
     }
 
-    /// Whether hosts believe these, and what is there not at all or not for as long.
-    fn renews(&self, there: &There, subject: &Subject<'_>) -> Result<(), String> {
+    /// Whether hosts trust these, and do not trust the stored ones, or not for as long.
+    fn renews(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
-        let Some(keys) = subject.keys else {
+        let Some(keys) = context.keys else {
             return Err(
-                "whether hosts believe this one is not known here without BUNDLE_PUBLIC_KEYS".to_owned()
+                "without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned()
             );
         };
         let ends = |verified: &Verified| verified.manifest().expires_at;
-        let own = verify(&own, keys, subject.version, Timestamp::now()).map_err(|error| error.to_string())?;
-        // What has expired is compared as well.
-        let there =
-            there.signed().and_then(|there| verify(&there, keys, subject.version, Timestamp::MIN).ok());
-        match there.filter(|there| subject.sha256 == there.manifest().sha256) {
-            Some(there) if ends(&there) >= ends(&own) => Err(format!(
-                "this one holds until {}, and the one that is there until {}",
+        let own = verify(&own, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;
+        // An expired manifest is compared as well.
+        let stored =
+            stored.signed().and_then(|stored| verify(&stored, keys, context.version, Timestamp::MIN).ok());
+        match stored.filter(|stored| context.sha256 == stored.manifest().sha256) {
+            Some(stored) if ends(&stored) >= ends(&own) => Err(format!(
+                "this one is valid until {}, and the published one until {}",
                 rfc3339_ms(ends(&own)),
-                rfc3339_ms(ends(&there))
+                rfc3339_ms(ends(&stored))
             )),
             _ => Ok(()),
         }
@@ -165,33 +165,33 @@ async fn file(path: &FilePath) -> Result<Option<Bytes>, PublishError> {
 
 async fn replace(
     bucket: &Bucket,
-    subject: &Subject<'_>,
+    context: &BundleContext<'_>,
     suffix: &str,
     own: &Bytes,
     condition: Condition,
 ) -> Result<(), PublishError> {
-    let key = subject.key(suffix);
+    let key = context.key(suffix);
     match bucket.put_if(&key, own.clone(), condition).await {
         Ok(()) => Ok(()),
-        // Either another publisher was faster, or this was our own write whose answer was lost.
-        Err(StoreError::Precondition { .. }) => match bucket.get(&key, LARGEST_COMPANION).await? {
-            Some(there) if there.value == *own => Ok(()),
-            _ => Err(PublishError::Raced { version: subject.version.clone() }),
+        // Either another publisher won, or the response to our own write was lost.
+        Err(StoreError::Precondition { .. }) => match bucket.get(&key, MAX_COMPANION_BYTES).await? {
+            Some(stored) if stored.value == *own => Ok(()),
+            _ => Err(PublishError::Raced { version: context.version.clone() }),
         },
         Err(error) => Err(error.into()),
     }
 }
 
-/// Those in the store.
-struct There {
+/// The manifest and signature in the store.
+struct StoredCompanions {
     manifest: Option<Versioned<Bytes>>,
     signature: Option<Versioned<Bytes>>,
 }
 
-impl There {
-    async fn read(bucket: &Bucket, subject: &Subject<'_>) -> Result<Self, StoreError> {
-        let manifest = bucket.get(&subject.key(MANIFEST), LARGEST_COMPANION).await?;
-        let signature = bucket.get(&subject.key(SIGNATURE), LARGEST_COMPANION).await?;
+impl StoredCompanions {
+    async fn read(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Self, StoreError> {
+        let manifest = bucket.get(&context.key(MANIFEST), MAX_COMPANION_BYTES).await?;
+        let signature = bucket.get(&context.key(SIGNATURE), MAX_COMPANION_BYTES).await?;
         Ok(Self { manifest, signature })
     }
 
@@ -205,18 +205,18 @@ impl There {
     }
 }
 
-/// Whether hosts can update to what the store has now.
+/// Whether hosts can update to the stored bundle.
 ///
 /// # Errors
 /// [`StoreError`].
-pub async fn updates(bucket: &Bucket, subject: &Subject<'_>) -> Result<Updates, StoreError> {
-    let there = There::read(bucket, subject).await?;
-    let Some(manifest) = &there.manifest else {
-        return Ok(Updates::Impossible("there is no manifest beside it".to_owned()));
+pub async fn updates(bucket: &Bucket, context: &BundleContext<'_>) -> Result<Updates, StoreError> {
+    let stored = StoredCompanions::read(bucket, context).await?;
+    let Some(manifest) = &stored.manifest else {
+        return Ok(Updates::Impossible("it has no manifest".to_owned()));
     };
-    let checked = match there.signed() {
-        Some(signed) => subject.believes(&signed),
-        None => match subject.fits(&manifest.value) {
+    let checked = match stored.signed() {
+        Some(signed) => context.check_trust(&signed),
+        None => match context.parse_manifest(&manifest.value) {
             Ok(_) => return Ok(Updates::Impossible("its manifest is not signed".to_owned())),
             Err(why) => Err(why),
         },

@@ -1,15 +1,15 @@
-//! Whether hosts take the keys that a release brings, before it is published: a version is published once.
+//! Checks that hosts accept a release's keys before it is published, because a version is published only once.
 
 use super::PublishError;
 use crate::config::Env;
 use crate::store::bundle::{KeySet, max_sequence_after};
 
-/// The sequence of the keys that hosts trust, where this process is told it.
-pub fn of_hosts() -> u32 {
+/// The configured sequence of the keys that hosts trust.
+pub fn configured_sequence() -> u32 {
     Env::from_process().or("BUNDLE_KEYS_SEQUENCE", 0)
 }
 
-/// Refuses keys that every host would refuse.
+/// Rejects keys that every host would reject.
 ///
 /// # Errors
 /// [`PublishError::SequenceTooHigh`].
@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn publish_refuses_keys_that_every_host_would_refuse() {
+    fn check_rejects_keys_that_every_host_rejects() {
         let set = |sequence: u32| {
             let key =
                 SigningKey::from_pem(include_bytes!("../../../tests/kit/src/bundle/ed25519-test-only.txt"))

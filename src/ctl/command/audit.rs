@@ -1,4 +1,4 @@
-//! `svcctl audit`: who changed what, once or as it is written.
+//! `svcctl audit`: lists audit entries, and with `--follow` prints new ones.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -8,37 +8,38 @@ use serde_json::Value;
 
 use crate::applet::Failure;
 use crate::clock::rfc3339_ms;
-use crate::ctl::api::{Api, CallError};
+use crate::ctl::api::{ApiClient, CallError};
 use crate::ctl::args::Audit as Args;
 use crate::ctl::out::{Out, print};
 use crate::ctl::show::View;
 use crate::ctl::show::audit::{self, Entry, Page};
 
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
-/// An entry has the time at which its transaction began, and appears when that ends: later entries may be there first.
+/// Maximum delay of an entry: it has the start time of its transaction and appears at its end, possibly after later
+/// entries.
 const MAX_TRANSACTION: SignedDuration = SignedDuration::from_secs(60);
-/// For how long a platform that does not answer is waited for.
-const MAX_OUTAGE: Duration = Duration::from_secs(600);
+/// Maximum time without a response from the platform.
+const OUTAGE_TIMEOUT: Duration = Duration::from_secs(600);
 const MAX_PAGE: &str = "500";
-/// An entry may appear behind pages that are known: all pages are read again after so many polls.
-const POLLS_FOR_ALL: usize = 10;
+/// Polls between reads of all pages: a late entry may appear behind pages without new entries.
+const POLLS_PER_FULL_READ: usize = 10;
 
-pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
     let mut query = filters(&args);
     query.extend(args.since.map(|since| ("since", rfc3339_ms(since))));
     query.extend(args.until.map(|until| ("until", rfc3339_ms(until))));
     query.extend(args.cursor.map(|cursor| ("cursor", cursor.to_string())));
     query.push(("limit", args.limit.to_string()));
-    let answer = api.get(&["audit"], &query).await?;
+    let response = api.get(&["audit"], &query).await?;
     if !args.follow {
-        return out.answer(&answer, |view| Ok(audit::list(view, &answer.read::<Page>()?)));
+        return out.print_response(&response, |view| Ok(audit::list(view, &response.read::<Page>()?)));
     }
-    follow(api, &args, answer.read::<Page>()?, out).await
+    follow(api, &args, response.read::<Page>()?, out).await
 }
 
-/// Shows the first page's entries, then those that appear.
-async fn follow(api: &Api, args: &Args, first: Page, out: &Out) -> Result<(), Failure> {
-    // What was older than the first page is not new when it comes again.
+/// Prints the first page's entries, then new ones.
+async fn follow(api: &ApiClient, args: &Args, first: Page, out: &Out) -> Result<(), Failure> {
+    // Entries older than the first page are not new.
     let oldest = first.entries.last().map(|entry| entry.at);
     let mut window = Window { since: args.since, ..Window::default() };
     let mut began = Instant::now();
@@ -47,7 +48,7 @@ async fn follow(api: &Api, args: &Args, first: Page, out: &Out) -> Result<(), Fa
         for entry in entries.iter().filter(|entry| oldest.is_none_or(|oldest| entry.at >= oldest)) {
             show(entry, out)?;
         }
-        let reach = if number % POLLS_FOR_ALL == 0 { Reach::All } else { Reach::UntilKnown };
+        let reach = if number % POLLS_PER_FULL_READ == 0 { Reach::All } else { Reach::UntilKnown };
         if number == 0 {
             window.advance(began);
         }
@@ -61,25 +62,25 @@ async fn follow(api: &Api, args: &Args, first: Page, out: &Out) -> Result<(), Fa
     Ok(())
 }
 
-/// How many pages of the window are read.
+/// The number of pages to read of the window.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reach {
     All,
-    /// Up to the first page that has nothing new.
+    /// Up to the first page without new entries.
     UntilKnown,
 }
 
-/// From when on entries may still appear, and those of it that are known.
+/// The time range in which entries may still appear, and its known entries.
 #[derive(Default, Clone)]
 struct Window {
     since: Option<Timestamp>,
     seen: HashMap<String, Timestamp>,
-    /// An entry's time, and when it was here: by then the platform's clock had passed that time.
+    /// The newest entry's time, and when it was received: the platform's clock had passed that time by then.
     newest: Option<(Timestamp, Instant)>,
 }
 
 impl Window {
-    /// The entries that are new, the oldest first.
+    /// Adds entries, and returns the new ones, oldest first.
     fn take(&mut self, mut entries: Vec<Entry>, now: Instant) -> Vec<Entry> {
         entries.retain(|entry| self.seen.insert(entry.audit_id.clone(), entry.at).is_none());
         entries.reverse();
@@ -91,13 +92,14 @@ impl Window {
         entries
     }
 
-    /// A time that the platform's clock has reached; this computer's clock may be wrong.
+    /// A time that the platform's clock has reached. The local clock may be wrong.
     fn clock(&self, now: Instant) -> Option<Timestamp> {
         let (at, here) = self.newest?;
         at.checked_add(now.saturating_duration_since(here)).ok()
     }
 
-    /// Moves on after all pages were read, from `began` on: what did not appear by then is younger than a transaction may be.
+    /// Advances the window after all pages were read, starting at `began`: entries that had not appeared by then are
+    /// younger than the longest transaction.
     fn advance(&mut self, began: Instant) {
         let since = self.clock(began).and_then(|clock| clock.checked_sub(MAX_TRANSACTION).ok());
         self.since = self.since.max(since);
@@ -112,10 +114,10 @@ fn filters(args: &Args) -> Vec<(&'static str, String)> {
     filters.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect()
 }
 
-/// The new entries of the window, the oldest first. A platform that does not answer for a while ends nothing; what it
-/// answered in part is read again.
+/// The new entries of the window, oldest first. A short outage of the platform does not end the following; an incomplete
+/// read is repeated.
 async fn appeared_in_time(
-    api: &Api,
+    api: &ApiClient,
     args: &Args,
     window: &mut Window,
     reach: Reach,
@@ -128,11 +130,11 @@ async fn appeared_in_time(
             Ok(entries) => {
                 *window = next;
                 if is_said {
-                    eprintln!("following again: the platform answers");
+                    eprintln!("following again: the platform responds");
                 }
                 return Ok(entries);
             }
-            Err(error) if error.is_transient() && began.elapsed() < MAX_OUTAGE => {
+            Err(error) if error.is_transient() && began.elapsed() < OUTAGE_TIMEOUT => {
                 if !std::mem::replace(&mut is_said, true) {
                     eprintln!("still following: {}", error.brief());
                 }
@@ -144,7 +146,7 @@ async fn appeared_in_time(
 }
 
 async fn appeared(
-    api: &Api,
+    api: &ApiClient,
     args: &Args,
     window: &mut Window,
     reach: Reach,
@@ -185,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn follow_window_moves_on_without_later_entries() {
+    fn follow_window_advances_without_later_entries() {
         let (at, began) = (Timestamp::UNIX_EPOCH, Instant::now());
         let mut window = Window::default();
         assert_eq!(window.take(vec![entry("b", at), entry("a", at)], began).len(), 2);

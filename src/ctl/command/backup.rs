@@ -1,4 +1,4 @@
-//! `svcctl backup`: a backup or a restore on trial now, and what there is.
+//! `svcctl backup`: requests backups and restore drills; lists, downloads, verifies and accepts snapshots.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::dump;
 use super::kept::kept_of;
 use super::machine::{active_id, find};
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{Answer, Api};
+use crate::ctl::api::{ApiResponse, ApiClient};
 use crate::ctl::args::{BackupCommand, Target};
 use crate::ctl::confirm;
 use crate::ctl::interrupt;
@@ -22,24 +22,24 @@ use crate::ctl::show::backup::{Backup, Backups, list, one};
 use crate::ctl::show::machine::Machine;
 use crate::ctl::show::operation::{HELD_BACK, Operation};
 use crate::ctl::show::{View, compact};
-use crate::ctl::wait::{self, Clock};
+use crate::ctl::wait::{self, PollTimer};
 use crate::untrusted_text::one_line;
 
-pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(), Failure> {
     match command {
         BackupCommand::List { machine, limit, cursor } => {
             let machine = find(api, &machine).await?;
-            let asked = [("limit", limit.map(|limit| limit.to_string())), ("cursor", cursor)];
-            let query: Vec<_> = asked.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-            let answer = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
-            out.answer(&answer, |view| Ok(list(view, &answer.read::<Backups>()?)))
+            let requested = [("limit", limit.map(|limit| limit.to_string())), ("cursor", cursor)];
+            let query: Vec<_> = requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+            let response = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
+            out.print_response(&response, |view| Ok(list(view, &response.read::<Backups>()?)))
         }
         BackupCommand::Download { machine, key, output } => {
             let machine = find(api, &machine).await?;
             let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
             let into = output.unwrap_or_else(|| PathBuf::from(backup.name()));
             dump::download(api, &machine.machine_id, &backup, &into).await?;
-            told(out, &backup, json!({"file": into.display().to_string()}), |shown| {
+            print_backup(out, &backup, json!({"file": into.display().to_string()}), |shown| {
                 format!("{shown}file    {}\n", into.display())
             })
         }
@@ -47,34 +47,34 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
             let machine = find(api, &machine).await?;
             let backup = dump::find(api, &machine.machine_id, key.as_deref()).await?;
             dump::verify(api, &machine.machine_id, &backup).await?;
-            told(out, &backup, json!({"verified": true}), |shown| {
-                format!("{shown}every byte is as it was written\n")
+            print_backup(out, &backup, json!({"verified": true}), |shown| {
+                format!("{shown}size and SHA-256 match the record\n")
             })
         }
         BackupCommand::Accept { machine, yes } => accept(api, &machine, yes, out).await,
         BackupCommand::Drill { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // The list does not tell the checks; the machine's own record does.
-            let before = last_drill(&wait::look(api, id).await?.ok().and_then(|(_, machine)| machine.checks));
-            let answer = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
+            // Only the machine's full record has the checks, not the list.
+            let before = last_drill(&wait::poll_machine(api, id).await?.ok().and_then(|(_, machine)| machine.checks));
+            let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
                     let next = format!("  next: `svcctl status {}`, \"checks\" with --json", machine.handle);
-                    out.answer(&answer, |_| Ok(format!("asked the host for a drill\n{next}\n")))
+                    out.print_response(&response, |_| Ok(format!("requested a restore drill from the host\n{next}\n")))
                 }
                 Some(seconds) => {
-                    let told = interrupt::or(
+                    let result = interrupt::run_until_interrupted(
                         &format!("svcctl status {id}"),
-                        until_drilled(api, id, &before, Duration::from_secs(seconds)),
+                        wait_for_drill(api, id, &before, Duration::from_secs(seconds)),
                     )
                     .await?;
-                    print(&if out.json { format!("{told}\n") } else { drilled(&told) })?;
-                    if told["status"] == "success" {
+                    print(&if out.json { format!("{result}\n") } else { drill_text(&result) })?;
+                    if result["status"] == "success" {
                         return Ok(());
                     }
                     let error = anyhow!(
-                        "the latest snapshot did not become what it was\n  next: `svcctl backup now {id} --wait` takes a new one"
+                        "the restore drill of the latest snapshot failed\n  next: `svcctl backup now {id} --wait` takes a new one"
                     );
                     Err(Failure::new(Exit::Refused, error))
                 }
@@ -83,32 +83,32 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
         BackupCommand::Now { machine, wait } => {
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
-            // What there was before is what tells the new one: no clock is asked.
+            // The new snapshot is recognised by the previous one; comparing times would depend on clocks.
             let before = if wait.wait.is_some() { latest(api, id).await?.latest } else { None };
-            let answer = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
+            let response = api.send(Method::POST, &["vps", id, "backup"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
                     let next = format!("  next: `svcctl backup list {}`", machine.handle);
-                    out.answer(&answer, |_| Ok(format!("asked the host for a backup\n{next}\n")))
+                    out.print_response(&response, |_| Ok(format!("requested a backup from the host\n{next}\n")))
                 }
                 Some(seconds) => {
-                    let told: Value = answer.read()?;
-                    let asked = Asked {
+                    let result: Value = response.read()?;
+                    let requested = BackupRequest {
                         id,
                         before,
-                        said: machine.last_backup.clone(),
-                        at: time(&told["requestedAt"]),
+                        last_backup: machine.last_backup.clone(),
+                        at: time(&result["requestedAt"]),
                     };
                     let within = Duration::from_secs(seconds);
-                    let taken = interrupt::or(
-                        &format!("svcctl backup list {}", asked.id),
-                        until_there(api, &asked, within),
+                    let backup = interrupt::run_until_interrupted(
+                        &format!("svcctl backup list {}", requested.id),
+                        wait_for_backup(api, &requested, within),
                     )
                     .await?;
                     print(&if out.json {
-                        format!("{}\n", taken.json)
+                        format!("{}\n", backup.json)
                     } else {
-                        one(&View::of_stdout(), &taken.backup)
+                        one(&View::of_stdout(), &backup.backup)
                     })
                 }
             }
@@ -116,24 +116,23 @@ pub async fn run(api: &Api, command: BackupCommand, out: &Out) -> Result<(), Fai
     }
 }
 
-async fn accept(api: &Api, target: &Target, yes: bool, out: &Out) -> Result<(), Failure> {
+async fn accept(api: &ApiClient, target: &Target, yes: bool, out: &Out) -> Result<(), Failure> {
     let what = format!(
-        "This makes the snapshot that the host of {target} holds back the latest: a recovery then restores what the database \
-         has now."
+        "This makes the held snapshot of {target} the latest: a recovery then restores the database's current content."
     );
-    let due = confirm::is_due(&what, yes)?;
-    let machine = holder_of_held_back(api, target).await?;
+    let must_confirm = confirm::is_required(&what, yes)?;
+    let machine = holder_of_held_snapshot(api, target).await?;
     let waiting = machine.waiting();
-    if due {
+    if must_confirm {
         let question = waiting.and_then(Operation::question).map(|question| &question.detail);
         let details = machine.attention.iter().map(|item| &item.detail).chain(question);
         let held: String = details.map(|detail| format!("\n{detail}")).collect();
-        confirm::ask(&format!("{what}{held}"), &machine.handle)?;
+        confirm::prompt(&format!("{what}{held}"), &machine.handle)?;
     }
     let path = ["vps", machine.machine_id.as_str(), "backup-accept"];
-    let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    let asked: Value = answer.read()?;
-    let id = asked["machineId"].as_str().unwrap_or(&machine.machine_id);
+    let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
+    let requested: Value = response.read()?;
+    let id = requested["machineId"].as_str().unwrap_or(&machine.machine_id);
     let next = match waiting {
         Some(operation) => {
             format!(
@@ -143,32 +142,32 @@ async fn accept(api: &Api, target: &Target, yes: bool, out: &Out) -> Result<(), 
         }
         None => format!("`svcctl status {id}` shows whether it is the latest"),
     };
-    out.answer(&answer, |_| {
-        Ok(format!("asked the host of machine {id} to accept the snapshot\n  next: {next}\n"))
+    out.print_response(&response, |_| {
+        Ok(format!("requested the host of machine {id} to accept the snapshot\n  next: {next}\n"))
     })
 }
 
-/// The active machine, of which the platform knows which one it is to replace; without one, the deleted machine whose last
-/// backup is asked about.
-async fn holder_of_held_back(api: &Api, target: &Target) -> Result<Machine, Failure> {
+/// The active machine: the platform knows which machine it replaces. Otherwise the deleted machine whose operation has a
+/// question about its last backup.
+async fn holder_of_held_snapshot(api: &ApiClient, target: &Target) -> Result<Machine, Failure> {
     if let Some(id) = active_id(api, target).await? {
         return Ok(api.get(&["vps", &id], &[]).await?.read()?);
     }
-    let mut asked_about = Vec::new();
+    let mut candidates = Vec::new();
     for server in kept_of(api, target).await? {
         let machine: Machine = api.get(&["vps", &server.machine_id], &[]).await?.read()?;
         let question = machine.waiting().and_then(Operation::question);
         if question.is_some_and(|question| question.code.as_deref() == Some(HELD_BACK)) {
-            asked_about.push(machine);
+            candidates.push(machine);
         }
     }
-    match asked_about.len() {
+    match candidates.len() {
         0 => find(api, target).await,
-        1 => Ok(asked_about.remove(0)),
+        1 => Ok(candidates.remove(0)),
         _ => {
-            let ids: Vec<_> = asked_about.iter().map(|machine| &*machine.machine_id).collect();
+            let ids: Vec<_> = candidates.iter().map(|machine| &*machine.machine_id).collect();
             let error = anyhow!(
-                "several deleted machines of {target} hold a snapshot back\n  next: name one by its id: {}",
+                "several deleted machines of {target} have a held snapshot\n  next: name one by its id: {}",
                 ids.join(", ")
             );
             Err(Failure::new(Exit::Refused, error))
@@ -180,13 +179,13 @@ fn last_drill(checks: &Option<Value>) -> Value {
     checks.as_ref().map(|checks| checks["drill"].clone()).unwrap_or_default()
 }
 
-/// What the machine's heartbeat says of a drill, once it is another one than before.
-async fn until_drilled(api: &Api, id: &str, before: &Value, within: Duration) -> Result<Value, Failure> {
+/// Waits until a heartbeat of the machine reports another drill than before.
+async fn wait_for_drill(api: &ApiClient, id: &str, before: &Value, within: Duration) -> Result<Value, Failure> {
     let progress = Progress::start();
-    progress.at("the host restores the latest snapshot on trial".to_owned());
-    let mut clock = Clock::start(within);
+    progress.set_message("the host is restoring the latest snapshot in a drill".to_owned());
+    let mut clock = PollTimer::start(within);
     loop {
-        if let Ok((_, machine)) = wait::look(api, id).await? {
+        if let Ok((_, machine)) = wait::poll_machine(api, id).await? {
             let now = last_drill(&machine.checks);
             if !now.is_null() && now != *before {
                 return Ok(now);
@@ -194,7 +193,7 @@ async fn until_drilled(api: &Api, id: &str, before: &Value, within: Duration) ->
         }
         if clock.is_over() {
             let error = anyhow!(
-                "nothing was heard of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
+                "no result of the drill after {} s\n  next: `svcctl status {id}`; journalctl -u svc-db-drill-request on the host",
                 within.as_secs()
             );
             return Err(Failure::new(Exit::TryAgain, error));
@@ -203,16 +202,16 @@ async fn until_drilled(api: &Api, id: &str, before: &Value, within: Duration) ->
     }
 }
 
-fn drilled(told: &Value) -> String {
+fn drill_text(result: &Value) -> String {
     let word =
-        |name: &str| told[name].as_str().map_or_else(|| "-".to_owned(), |word| one_line(word).into_owned());
+        |name: &str| result[name].as_str().map_or_else(|| "-".to_owned(), |word| one_line(word).into_owned());
     let error =
-        told["error"].as_str().map(|error| format!("error   {}\n", one_line(error))).unwrap_or_default();
+        result["error"].as_str().map(|error| format!("error   {}\n", one_line(error))).unwrap_or_default();
     format!("drill   {}\nkey     {}\nat      {}\n{error}", word("status"), word("key"), word("at"))
 }
 
-/// The snapshot that was read, and what came of it.
-fn told(out: &Out, backup: &Backup, more: Value, text: impl FnOnce(String) -> String) -> Result<(), Failure> {
+/// Prints the snapshot and the result of reading it.
+fn print_backup(out: &Out, backup: &Backup, more: Value, text: impl FnOnce(String) -> String) -> Result<(), Failure> {
     if !out.json {
         return print(&text(one(&View::of_stdout(), backup)));
     }
@@ -223,21 +222,21 @@ fn told(out: &Out, backup: &Backup, more: Value, text: impl FnOnce(String) -> St
     print(&format!("{all}\n"))
 }
 
-struct Asked<'a> {
+struct BackupRequest<'a> {
     id: &'a str,
-    /// The latest snapshot before.
+    /// The latest snapshot before the request.
     before: Option<String>,
-    /// What the host said of its last backup before.
-    said: Option<Value>,
-    /// When the host was asked, by its clock.
+    /// The host's last backup before the request.
+    last_backup: Option<Value>,
+    /// Time of the request, by the host's clock.
     at: Option<Timestamp>,
 }
 
-impl Asked<'_> {
-    /// Whether that is what became of what was asked: an earlier run that failed may be told late.
-    fn has_failed(&self, said: &Value) -> bool {
-        let is_earlier = self.at.zip(time(&said["beganAt"])).is_some_and(|(asked, began)| began < asked);
-        said["status"] == "error" && self.said.as_ref() != Some(said) && !is_earlier
+impl BackupRequest<'_> {
+    /// Whether this is the failure of the requested backup: the failure of an earlier one may be reported late.
+    fn has_failed(&self, reported: &Value) -> bool {
+        let is_earlier = self.at.zip(time(&reported["beganAt"])).is_some_and(|(requested, began)| began < requested);
+        reported["status"] == "error" && self.last_backup.as_ref() != Some(reported) && !is_earlier
     }
 }
 
@@ -245,33 +244,33 @@ fn time(value: &Value) -> Option<Timestamp> {
     value.as_str()?.parse().ok()
 }
 
-struct Taken {
+struct NewBackup {
     backup: Backup,
-    /// The same, as the API gave it.
+    /// The same, as JSON of the API.
     json: Value,
 }
 
-/// The new latest snapshot.
-async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<Taken, Failure> {
+/// Waits for the new latest snapshot.
+async fn wait_for_backup(api: &ApiClient, requested: &BackupRequest<'_>, within: Duration) -> Result<NewBackup, Failure> {
     let progress = Progress::start();
-    progress.at("the host takes and verifies a backup".to_owned());
-    let mut clock = Clock::start(within);
+    progress.set_message("the host is taking and verifying a backup".to_owned());
+    let mut clock = PollTimer::start(within);
     loop {
-        let answer = latest_page(api, asked.id).await?;
-        let page: Backups = answer.read()?;
-        if page.latest.is_some() && page.latest != asked.before {
-            let mut all: Value = answer.read()?;
+        let response = latest_page(api, requested.id).await?;
+        let page: Backups = response.read()?;
+        if page.latest.is_some() && page.latest != requested.before {
+            let mut all: Value = response.read()?;
             let at = page.backups.iter().position(|backup| Some(&backup.key) == page.latest.as_ref());
             if let Some((at, backup)) = at.zip(page.backups.into_iter().nth(at.unwrap_or(0))) {
-                return Ok(Taken { backup, json: all["backups"][at].take() });
+                return Ok(NewBackup { backup, json: all["backups"][at].take() });
             }
         }
-        if let Ok((_, machine)) = wait::look(api, asked.id).await?
-            && let Some(said) = machine.last_backup.as_ref().filter(|said| asked.has_failed(said))
+        if let Ok((_, machine)) = wait::poll_machine(api, requested.id).await?
+            && let Some(reported) = machine.last_backup.as_ref().filter(|reported| requested.has_failed(reported))
         {
             let error = anyhow!(
-                "the backup failed: {}\n  next: /home/svc/home/system/logs/backup.jsonl on the host says more",
-                compact(said.get("error"))
+                "the backup failed: {}\n  next: see /home/svc/home/system/logs/backup.jsonl on the host",
+                compact(reported.get("error"))
             );
             return Err(Failure::new(Exit::Unavailable, error));
         }
@@ -279,8 +278,8 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
             let error = anyhow!(
                 "no new snapshot after {} s\n  next: `svcctl backup list {}`, `svcctl status {}`",
                 within.as_secs(),
-                asked.id,
-                asked.id
+                requested.id,
+                requested.id
             );
             return Err(Failure::new(Exit::TryAgain, error));
         }
@@ -288,11 +287,11 @@ async fn until_there(api: &Api, asked: &Asked<'_>, within: Duration) -> Result<T
     }
 }
 
-async fn latest(api: &Api, id: &str) -> Result<Backups, Failure> {
+async fn latest(api: &ApiClient, id: &str) -> Result<Backups, Failure> {
     Ok(latest_page(api, id).await?.read()?)
 }
 
-async fn latest_page(api: &Api, id: &str) -> Result<Answer, Failure> {
+async fn latest_page(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {
     Ok(api.get(&["vps", id, "backups"], &[("latest", "true".to_owned())]).await?)
 }
 
@@ -301,20 +300,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_earlier_run_that_is_told_late_is_not_the_one_that_was_asked_for() {
+    fn has_failed_ignores_late_reports_of_earlier_backups() {
         let failed = |began: &str| json!({"status": "error", "beganAt": began, "error": "no space"});
         let earlier = failed("2026-11-22T10:00:00.000Z");
-        let asked = Asked {
+        let requested = BackupRequest {
             id: "m",
             before: None,
-            said: Some(earlier.clone()),
+            last_backup: Some(earlier.clone()),
             at: time(&json!("2026-11-22T10:00:05.000Z")),
         };
-        assert!(!asked.has_failed(&earlier), "it was known");
-        assert!(!asked.has_failed(&failed("2026-11-22T10:00:04.999Z")), "it began before");
-        assert!(asked.has_failed(&failed("2026-11-22T10:00:05.000Z")));
-        assert!(!asked.has_failed(&json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})));
-        // A host of an earlier release says less.
-        assert!(asked.has_failed(&json!({"status": "error", "error": "no space"})));
+        assert!(!requested.has_failed(&earlier), "it was known");
+        assert!(!requested.has_failed(&failed("2026-11-22T10:00:04.999Z")), "it began before");
+        assert!(requested.has_failed(&failed("2026-11-22T10:00:05.000Z")));
+        assert!(!requested.has_failed(&json!({"status": "success", "beganAt": "2026-11-22T10:00:06.000Z"})));
+        // Hosts with an older release omit `beganAt`.
+        assert!(requested.has_failed(&json!({"status": "error", "error": "no space"})));
     }
 }

@@ -1,4 +1,4 @@
-//! `svcctl deploy`: a release for many machines, begun, listed, followed, paused, ended.
+//! `svcctl deploy`: starts, lists, follows, pauses and aborts rollouts.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -8,67 +8,67 @@ use http::Method;
 use serde_json::{Value, json};
 
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{Answer, Api, CallError};
-use crate::ctl::args::{DeployCommand, Start, Wait, Which};
+use crate::ctl::api::{ApiResponse, ApiClient, CallError};
+use crate::ctl::args::{DeployCommand, Start, Wait, RolloutTarget};
 use crate::ctl::confirm;
 use crate::ctl::interrupt;
 use crate::ctl::out::Out;
 use crate::ctl::progress::Progress;
 use crate::ctl::show::deploy::{Rollout, Rollouts, list, show};
-use crate::ctl::wait::Clock;
+use crate::ctl::wait::PollTimer;
 
-pub async fn run(api: &Api, command: DeployCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: DeployCommand, out: &Out) -> Result<(), Failure> {
     match command {
         DeployCommand::Start(args) => start(api, args, out).await,
         DeployCommand::List => {
-            let answer = api.get(&["vps", "deploy"], &[]).await?;
-            out.answer(&answer, |view| Ok(list(view, &answer.read()?)))
+            let response = api.get(&["vps", "deploy"], &[]).await?;
+            out.print_response(&response, |view| Ok(list(view, &response.read()?)))
         }
         DeployCommand::Status { which, wait } => {
-            let rollout = find(api, which, Else::Latest).await?;
-            let answer = api.get(&["vps", "deploy", &rollout], &[]).await?;
-            follow(api, answer, wait, out).await
+            let rollout = find(api, which, Fallback::Latest).await?;
+            let response = api.get(&["vps", "deploy", &rollout], &[]).await?;
+            follow(api, response, wait, out).await
         }
-        DeployCommand::Pause(which) => say(api, which, "pause", out).await,
-        DeployCommand::Resume(which) => say(api, which, "resume", out).await,
-        DeployCommand::Abort(which) => say(api, which, "abort", out).await,
+        DeployCommand::Pause(which) => send_action(api, which, "pause", out).await,
+        DeployCommand::Resume(which) => send_action(api, which, "resume", out).await,
+        DeployCommand::Abort(which) => send_action(api, which, "abort", out).await,
     }
 }
 
-/// What is meant without an id where no rollout is open.
+/// The rollout to use without an id, if none is open.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Else {
+enum Fallback {
     Latest,
     Nothing,
 }
 
-/// The id of the rollout that a person means.
-async fn find(api: &Api, which: Which, otherwise: Else) -> Result<String, Failure> {
+/// The id of the rollout that the operator names.
+async fn find(api: &ApiClient, which: RolloutTarget, fallback: Fallback) -> Result<String, Failure> {
     if let Some(id) = which.rollout {
         return Ok(id.to_string());
     }
     let page: Rollouts = api.get(&["vps", "deploy"], &[]).await?.read()?;
     let open = page.rollouts.iter().find(|rollout| !rollout.has_ended());
-    let meant = open.or_else(|| page.rollouts.first().filter(|_| otherwise == Else::Latest));
+    let meant = open.or_else(|| page.rollouts.first().filter(|_| fallback == Fallback::Latest));
     meant.map(|rollout| rollout.rollout_id.clone()).ok_or_else(|| {
-        let error = match otherwise {
-            Else::Latest => anyhow!("there was no rollout yet\n  next: `svcctl deploy start <version>`"),
-            Else::Nothing => {
-                anyhow!("no rollout is open\n  next: `svcctl deploy list` shows those that ended")
+        let error = match fallback {
+            Fallback::Latest => anyhow!("there was no rollout yet\n  next: `svcctl deploy start <version>`"),
+            Fallback::Nothing => {
+                anyhow!("no rollout is open\n  next: `svcctl deploy list` shows the ended ones")
             }
         };
         Failure::new(Exit::Refused, error)
     })
 }
 
-async fn start(api: &Api, args: Start, out: &Out) -> Result<(), Failure> {
-    // Some machines were named one by one: that was thought about.
+async fn start(api: &ApiClient, args: Start, out: &Out) -> Result<(), Failure> {
+    // Naming machines explicitly needs no confirmation.
     if args.handles.is_empty() {
         let what = format!("Every running machine gets the release {}.", args.version);
-        if confirm::is_due(&what, args.yes)? {
+        if confirm::is_required(&what, args.yes)? {
             let fleet: Value = api.get(&["vps", "fleet"], &[]).await?.read()?;
             let running = &fleet["totals"]["byStatus"]["running"];
-            confirm::ask(&format!("{what} That are {running} machines now."), args.version.as_str())?;
+            confirm::prompt(&format!("{what} Running machines now: {running}."), args.version.as_str())?;
         }
     }
     let mut body = json!({"imageVersion": args.version});
@@ -82,49 +82,49 @@ async fn start(api: &Api, args: Start, out: &Out) -> Result<(), Failure> {
             body[name] = value.into();
         }
     }
-    let answer = api.send(Method::POST, &["vps", "deploy"], Some(&body)).await?;
-    follow(api, answer, args.wait, out).await
+    let response = api.send(Method::POST, &["vps", "deploy"], Some(&body)).await?;
+    follow(api, response, args.wait, out).await
 }
 
-async fn say(api: &Api, which: Which, word: &str, out: &Out) -> Result<(), Failure> {
-    let rollout = find(api, which, Else::Nothing).await?;
-    let answer = api.send(Method::POST, &["vps", "deploy", &rollout, word], Some(&json!({}))).await?;
-    out.answer(&answer, |view| Ok(show(view, &answer.read()?)))
+async fn send_action(api: &ApiClient, which: RolloutTarget, action: &str, out: &Out) -> Result<(), Failure> {
+    let rollout = find(api, which, Fallback::Nothing).await?;
+    let response = api.send(Method::POST, &["vps", "deploy", &rollout, action], Some(&json!({}))).await?;
+    out.print_response(&response, |view| Ok(show(view, &response.read()?)))
 }
 
-/// Shows a rollout; with `--wait`, its end, and what happens until then.
-async fn follow(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
-    let rollout: Rollout = answer.read()?;
+/// Prints a rollout; with `--wait`, follows it to its end.
+async fn follow(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Out) -> Result<(), Failure> {
+    let rollout: Rollout = response.read()?;
     let Some(seconds) = wait.wait else {
-        return out.answer(&answer, |view| Ok(show(view, &rollout)));
+        return out.print_response(&response, |view| Ok(show(view, &rollout)));
     };
     let command = format!("svcctl deploy status {} --wait", rollout.rollout_id);
-    interrupt::or(&command, until_ended(api, answer, rollout, seconds, out)).await
+    interrupt::run_until_interrupted(&command, until_ended(api, response, rollout, seconds, out)).await
 }
 
 async fn until_ended(
-    api: &Api,
-    mut answer: Answer,
+    api: &ApiClient,
+    mut response: ApiResponse,
     mut rollout: Rollout,
     seconds: u64,
     out: &Out,
 ) -> Result<(), Failure> {
     let id = rollout.rollout_id.clone();
     let progress = Progress::start();
-    let (mut told, mut clock) = (BTreeSet::new(), Clock::start(Duration::from_secs(seconds)));
+    let (mut reported, mut clock) = (BTreeSet::new(), PollTimer::start(Duration::from_secs(seconds)));
     loop {
         for machine in rollout.machines.iter().filter(|machine| machine.has_ended()) {
-            if told.insert(machine.machine_id.clone()) {
-                progress.line(&machine.line(progress.view()));
+            if reported.insert(machine.machine_id.clone()) {
+                progress.print_line(&machine.line(progress.view()));
             }
         }
-        progress.at(rollout.progress());
+        progress.set_message(rollout.progress());
         if rollout.has_ended() {
             break;
         }
         if clock.is_over() {
             let error = anyhow!(
-                "not ended after {seconds} s; it goes on\n  next: `svcctl deploy status {id} --wait`"
+                "not ended after {seconds} s; the rollout continues\n  next: `svcctl deploy status {id} --wait`"
             );
             return Err(Failure::new(Exit::TryAgain, error));
         }
@@ -132,22 +132,22 @@ async fn until_ended(
         match api.poll(&["vps", "deploy", &id], &[]).await {
             Ok(next) => {
                 rollout = next.read()?;
-                answer = next;
+                response = next;
             }
-            // What was begun goes on meanwhile.
+            // The rollout continues meanwhile.
             Err(CallError::Unreachable { .. } | CallError::NoAnswer { .. }) => {}
             Err(CallError::Refused(refusal)) if refusal.is_transient() => {}
             Err(error) => return Err(error.into()),
         }
     }
     drop(progress);
-    out.answer(&answer, |view| Ok(show(view, &rollout)))?;
+    out.print_response(&response, |view| Ok(show(view, &rollout)))?;
     match rollout.state.as_str() {
         "succeeded" => Ok(()),
         state => {
             let why = rollout.why.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
             let error = anyhow!(
-                "the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that went back"
+                "the rollout is {state}{why}\n  next: `svcctl fleet` shows the machines that rolled back"
             );
             Err(Failure::new(Exit::Unavailable, error))
         }

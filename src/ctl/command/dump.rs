@@ -1,4 +1,4 @@
-//! A snapshot's dump from the platform, every byte through SHA-256: into a file, or nowhere to verify it.
+//! Downloads a snapshot's dump through the platform, into a file or only to verify its SHA-256.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use futures_util::StreamExt;
 use sha2::{Digest, Sha256};
 
 use crate::applet::{Exit, Failure, OrExit};
-use crate::ctl::api::{Api, CallError};
+use crate::ctl::api::{ApiClient, CallError};
 use crate::ctl::progress::Progress;
 use crate::ctl::show::backup::{Backup, Backups};
 use crate::ctl::show::size;
@@ -17,15 +17,15 @@ use crate::fsx::FileError;
 use crate::partial::Partial;
 use crate::store::key::SnapshotCursor;
 
-/// Tries without a byte before it is given up.
-const TRIES: u32 = 6;
-const PAUSE: Duration = Duration::from_secs(2);
+/// Maximum attempts without a new byte.
+const MAX_ATTEMPTS: u32 = 6;
+const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The snapshot with this key, or with this last part of a key; without one, the latest.
+/// The snapshot with this key, or with this last part of a key; without a key, the latest.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` where there is none.
-pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
+/// [`Failure`]; `Refused` if there is none.
+pub async fn find(api: &ApiClient, machine: &str, key: Option<&str>) -> Result<Backup, Failure> {
     let none = || {
         let what = key.map_or_else(|| "latest snapshot".to_owned(), |key| format!("snapshot {key}"));
         let error = anyhow!("there is no {what}\n  next: `svcctl backup list {machine}`");
@@ -33,7 +33,7 @@ pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup,
     };
     let query = match key {
         None => vec![("latest", "true".to_owned())],
-        // The page that begins with this key.
+        // The page that starts with this key.
         Some(key) => {
             let name = key.rsplit('/').next().unwrap_or(key);
             let cursor: SnapshotCursor =
@@ -42,102 +42,102 @@ pub async fn find(api: &Api, machine: &str, key: Option<&str>) -> Result<Backup,
         }
     };
     let page: Backups = api.get(&["vps", machine, "backups"], &query).await?.read()?;
-    let is_it = |backup: &Backup| match key {
+    let matches = |backup: &Backup| match key {
         Some(key) => backup.key == key || backup.name() == key,
         None => backup.latest,
     };
-    page.backups.into_iter().find(is_it).ok_or_else(none)
+    page.backups.into_iter().find(matches).ok_or_else(none)
 }
 
-/// Reads it in full and says whether it is what its record says.
+/// Reads a whole snapshot and compares it with its record.
 ///
 /// # Errors
-/// [`Failure`]; `Refused` where it is not.
-pub async fn verify(api: &Api, machine: &str, backup: &Backup) -> Result<(), Failure> {
-    let mut taken = Taken::Nowhere { length: 0, digest: Sha256::new() };
-    taken.complete(api, machine, backup).await?;
-    taken.check(backup)
+/// [`Failure`]; `Refused` if it does not match.
+pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(), Failure> {
+    let mut sink = Sink::Hash { length: 0, digest: Sha256::new() };
+    sink.complete(api, machine, backup).await?;
+    sink.check(backup)
 }
 
-/// Reads it into `into`. What an earlier try left in `<into>.partial` is gone on with.
+/// Downloads a snapshot to `into`. Resumes from `<into>.partial`, if it exists.
 ///
 /// # Errors
-/// [`Failure`]; `into` is then not there.
-pub async fn download(api: &Api, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
+/// [`Failure`]; `into` is not created then.
+pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
     if into.exists() {
-        let error = anyhow!("{} is there already\n  next: another --output, or move it away", into.display());
+        let error = anyhow!("{} already exists\n  next: choose another --output, or move the file", into.display());
         return Err(Failure::new(Exit::Refused, error));
     }
     let mut name = into.as_os_str().to_owned();
     name.push(".partial");
     let partial = PathBuf::from(name);
     let opened = Partial::open(partial.clone(), backup.size_bytes);
-    let mut taken = Taken::Into(opened.or_exit(Exit::Internal)?);
-    taken.complete(api, machine, backup).await?;
-    if let Err(failure) = taken.check(backup) {
-        // Nothing of it can be gone on with.
+    let mut sink = Sink::File(opened.or_exit(Exit::Internal)?);
+    sink.complete(api, machine, backup).await?;
+    if let Err(failure) = sink.check(backup) {
+        // The wrong bytes cannot be resumed from.
         fs::remove_file(&partial).ok();
         return Err(failure);
     }
-    if let Taken::Into(whole) = &taken {
+    if let Sink::File(whole) = &sink {
         whole.sync().or_exit(Exit::Internal)?;
     }
     fs::rename(&partial, into).map_err(FileError::at("rename", &partial)).or_exit(Exit::Internal)
 }
 
-/// The bytes so far.
-enum Taken {
-    /// Hashed, and nothing else.
-    Nowhere {
+/// The destination of the bytes.
+enum Sink {
+    /// Only hashes them.
+    Hash {
         length: u64,
         digest: Sha256,
     },
-    Into(Partial),
+    File(Partial),
 }
 
-impl Taken {
+impl Sink {
     fn length(&self) -> u64 {
         match self {
-            Self::Nowhere { length, .. } => *length,
-            Self::Into(partial) => partial.length(),
+            Self::Hash { length, .. } => *length,
+            Self::File(partial) => partial.length(),
         }
     }
 
     fn sha256(&self) -> String {
         match self {
-            Self::Nowhere { digest, .. } => hex::encode(digest.clone().finalize()),
-            Self::Into(partial) => partial.sha256(),
+            Self::Hash { digest, .. } => hex::encode(digest.clone().finalize()),
+            Self::File(partial) => partial.sha256(),
         }
     }
 
     fn append(&mut self, bytes: &[u8]) -> Result<(), FileError> {
         match self {
-            Self::Nowhere { length, digest } => {
+            Self::Hash { length, digest } => {
                 digest.update(bytes);
                 *length += bytes.len() as u64;
                 Ok(())
             }
-            Self::Into(partial) => partial.append(bytes),
+            Self::File(partial) => partial.append(bytes),
         }
     }
 
-    async fn complete(&mut self, api: &Api, machine: &str, backup: &Backup) -> Result<(), Failure> {
-        let progress = Progress::of_bytes(backup.size_bytes);
-        let mut tries = 0;
+    async fn complete(&mut self, api: &ApiClient, machine: &str, backup: &Backup) -> Result<(), Failure> {
+        let progress = Progress::with_total_bytes(backup.size_bytes);
+        let mut attempts = 0;
         while self.length() < backup.size_bytes {
             let before = self.length();
             let end = self.read_on(api, machine, backup, &progress).await;
             match end {
                 Ok(()) => {}
-                Err(Broken::Ours(failure)) => return Err(failure),
-                Err(Broken::Theirs(error)) => {
-                    tries = if self.length() > before { 1 } else { tries + 1 };
-                    if tries >= TRIES {
+                Err(ReadError::Permanent(failure)) => return Err(failure),
+                Err(ReadError::Transient(error)) => {
+                    attempts = if self.length() > before { 1 } else { attempts + 1 };
+                    if attempts >= MAX_ATTEMPTS {
                         let whole = size(backup.size_bytes);
-                        let error = anyhow!("{error}; {} of {whole} came", size(self.length()));
+                        let error = anyhow!("{error}; received {} of {whole}", size(self.length()));
                         return Err(Failure::new(Exit::Unavailable, error));
                     }
-                    tokio::time::sleep(PAUSE).await;
+                    tokio::time::sleep(RETRY_INTERVAL).await;
                 }
             }
         }
@@ -146,25 +146,25 @@ impl Taken {
 
     async fn read_on(
         &mut self,
-        api: &Api,
+        api: &ApiClient,
         machine: &str,
         backup: &Backup,
         progress: &Progress,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), ReadError> {
         let path = ["vps", machine, "backups", backup.name()];
         let opened = api.open(&path, self.length()).await;
-        let answer = opened.map_err(|error| match error {
-            CallError::Unreachable { .. } | CallError::NoAnswer { .. } => Broken::Theirs(error.into()),
-            error => Broken::Ours(error.into()),
+        let response = opened.map_err(|error| match error {
+            CallError::Unreachable { .. } | CallError::NoAnswer { .. } => ReadError::Transient(error.into()),
+            error => ReadError::Permanent(error.into()),
         })?;
-        let mut bytes = answer.bytes_stream();
-        let mut told = Instant::now();
+        let mut bytes = response.bytes_stream();
+        let mut reported_at = Instant::now();
         while let Some(chunk) = bytes.next().await {
-            let chunk = chunk.map_err(|error| Broken::Theirs(error.without_url().into()))?;
-            self.append(&chunk).map_err(|error| Broken::Ours(Failure::new(Exit::Internal, error)))?;
-            if told.elapsed() > Duration::from_millis(100) {
-                progress.bytes(self.length());
-                told = Instant::now();
+            let chunk = chunk.map_err(|error| ReadError::Transient(error.without_url().into()))?;
+            self.append(&chunk).map_err(|error| ReadError::Permanent(Failure::new(Exit::Internal, error)))?;
+            if reported_at.elapsed() > Duration::from_millis(100) {
+                progress.set_bytes(self.length());
+                reported_at = Instant::now();
             }
         }
         Ok(())
@@ -176,7 +176,7 @@ impl Taken {
             return Ok(());
         }
         let error = anyhow!(
-            "{} is not what its record says: {} bytes with the SHA-256 {found}, recorded are {} with {}\n  next: \
+            "{} does not match its record: {} bytes with the SHA-256 {found}, recorded are {} with {}\n  next: \
              `svcctl backup now` takes a new one; `svcctl backup list` shows others to recover from",
             backup.key,
             self.length(),
@@ -187,9 +187,9 @@ impl Taken {
     }
 }
 
-/// Why no more bytes come.
-enum Broken {
-    /// Asking again would not help.
-    Ours(Failure),
-    Theirs(anyhow::Error),
+/// The reason why a download stopped.
+enum ReadError {
+    /// A retry would not help.
+    Permanent(Failure),
+    Transient(anyhow::Error),
 }

@@ -1,4 +1,4 @@
-//! The commands about machines out of service: they are brought back, or their kept servers are deleted.
+//! The commands for machines out of service: `undelete`, `resume` and `discard`.
 
 use std::time::Duration;
 
@@ -9,73 +9,73 @@ use serde_json::json;
 use super::machine::{active_id, finish};
 use super::risk;
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{Answer, Api};
+use crate::ctl::api::{ApiResponse, ApiClient};
 use crate::ctl::args::{Discard, Resume, Target, Undelete};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::copies::KeptServer;
 use crate::ctl::show::machine::{self as shown, Discarded, Machine, Machines};
-use crate::ctl::wait::{self, Clock};
+use crate::ctl::wait::{self, PollTimer};
 
-/// How long the id of a removal is waited for.
-const MAX_FILING: Duration = Duration::from_secs(5);
+/// Maximum wait for the id of a removal.
+const FILING_TIMEOUT: Duration = Duration::from_secs(5);
 
-pub async fn undelete(api: &Api, args: Undelete, out: &Out) -> Result<(), Failure> {
-    let is_meant = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
-    let answer = match kept_id(api, &args.machine, is_meant).await {
-        Ok(id) => undeleted(api, &id).await?,
-        Err(failure) => undone_before(api, &args.machine).await?.ok_or(failure)?,
+pub async fn undelete(api: &ApiClient, args: Undelete, out: &Out) -> Result<(), Failure> {
+    let matches = |server: &KeptServer| server.reason == "deleted" && server.missing_since.is_none();
+    let response = match kept_id(api, &args.machine, matches).await {
+        Ok(id) => send_undelete(api, &id).await?,
+        Err(failure) => undelete_active(api, &args.machine).await?.ok_or(failure)?,
     };
-    finish(api, answer, args.wait, out).await
+    finish(api, response, args.wait, out).await
 }
 
-async fn undeleted(api: &Api, id: &str) -> Result<Answer, Failure> {
+async fn send_undelete(api: &ApiClient, id: &str) -> Result<ApiResponse, Failure> {
     Ok(api.send(Method::POST, &["vps", id, "undelete"], None).await?)
 }
 
-/// What the platform says of the active machine where no server of a deleted one is left: its deletion may have been undone.
-async fn undone_before(api: &Api, target: &Target) -> Result<Option<Answer>, Failure> {
+/// Undeletes the active machine if no deleted machine has a server: its deletion may already have been undone.
+async fn undelete_active(api: &ApiClient, target: &Target) -> Result<Option<ApiResponse>, Failure> {
     let kept = kept_of(api, target).await?;
     if kept.iter().any(|server| server.reason == "deleted") {
         return Ok(None);
     }
     let Ok(Some(id)) = active_id(api, target).await else { return Ok(None) };
-    Ok(undeleted(api, &id).await.ok())
+    Ok(send_undelete(api, &id).await.ok())
 }
 
-pub async fn resume(api: &Api, args: Resume, out: &Out) -> Result<(), Failure> {
+pub async fn resume(api: &ApiClient, args: Resume, out: &Out) -> Result<(), Failure> {
     let machine = super::machine::find(api, &args.machine).await?;
-    let answer = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
-    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+    let response = api.send(Method::POST, &["vps", &machine.machine_id, "resume"], None).await?;
+    out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)))
 }
 
-pub async fn discard(api: &Api, args: Discard, out: &Out) -> Result<(), Failure> {
-    let what = risk::of_discard(&args);
-    let due = confirm::is_due(&what, args.yes)?;
+pub async fn discard(api: &ApiClient, args: Discard, out: &Out) -> Result<(), Failure> {
+    let what = risk::discard_risk(&args);
+    let must_confirm = confirm::is_required(&what, args.yes)?;
     let id = match kept_id(api, &args.machine, |_| true).await {
         Ok(id) => id,
         Err(failure) => removed_id(api, &args.machine).await?.ok_or(failure)?,
     };
     let machine: Machine = api.get(&["vps", &id], &[]).await?.read()?;
-    // Without the option the platform refuses a server that holds unsaved changes: there is nothing to confirm.
-    if due && (args.accept_loss || machine.unsaved_since.is_none()) {
-        confirm::ask(&format!("{what}\n{}", stake(&machine)), &machine.handle)?;
+    // Without the option the platform refuses a server with unsaved changes, so there is nothing to confirm.
+    if must_confirm && (args.accept_loss || machine.unsaved_since.is_none()) {
+        confirm::prompt(&format!("{what}\n{}", data_at_risk(&machine)), &machine.handle)?;
     }
     let body = json!({"acceptLoss": args.accept_loss});
-    let answer = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
-    let mut discarded: Discarded = answer.read()?;
+    let response = api.send(Method::POST, &["vps", &id, "discard"], Some(&body)).await?;
+    let mut discarded: Discarded = response.read()?;
     if discarded.operation_id.is_none() && !out.json {
         discarded.operation_id = filed_removal(api, &id).await;
     }
-    out.answer(&answer, |view| Ok(discarded.show(view)))
+    out.print_response(&response, |view| Ok(discarded.show(view)))
 }
 
-/// The operation that deletes the server. The platform files it a moment after the request.
-async fn filed_removal(api: &Api, id: &str) -> Option<String> {
-    let mut clock = Clock::start(MAX_FILING);
+/// The operation that deletes the server. The platform creates it shortly after the request.
+async fn filed_removal(api: &ApiClient, id: &str) -> Option<String> {
+    let mut clock = PollTimer::start(FILING_TIMEOUT);
     loop {
-        let (_, machine) = wait::look(api, id).await.ok()?.ok()?;
+        let (_, machine) = wait::poll_machine(api, id).await.ok()?.ok()?;
         let mut operations = machine.operations.into_iter();
         let removal = operations.find(|operation| {
             operation.kind == "remove_server" && matches!(operation.state.as_str(), "running" | "succeeded")
@@ -87,32 +87,32 @@ async fn filed_removal(api: &Api, id: &str) -> Option<String> {
     }
 }
 
-/// What the server of a machine holds beyond snapshots, and whether the provider still has it.
-fn stake(machine: &Machine) -> String {
+/// Describes the data that only the machine's server has, and whether the provider still has the server.
+fn data_at_risk(machine: &Machine) -> String {
     let view = View::of_stdout();
-    let mut said = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
+    let mut message = format!("It is {} of {} (slot {})", machine.handle, machine.idp_user_id, machine.slot);
     if let Some(held) = machine.unsaved(&view) {
-        said.push_str(&format!(", and its server holds {held}"));
+        message.push_str(&format!(", and its server holds {held}"));
     }
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     if kept.any(|kept| kept.machine_id == machine.machine_id && kept.missing_since.is_some()) {
-        said.push_str(". The provider does not have that server any more: nothing is left to delete there");
+        message.push_str(". The provider no longer has that server: there is nothing to delete");
     }
-    said + "."
+    message + "."
 }
 
-/// The machine that a person means: by handle or slot, the only one whose server is kept.
-async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) -> Result<String, Failure> {
+/// The id of the machine that the operator names; for a handle or slot, the only one with a kept server.
+async fn kept_id(api: &ApiClient, target: &Target, matches: fn(&KeptServer) -> bool) -> Result<String, Failure> {
     if let Target::Id(id) = target {
         return Ok(id.to_string());
     }
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
-    let (going, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|server| server.is_being_deleted(&view));
-    let (meant, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(is_meant);
+    let (being_deleted, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|server| server.is_being_deleted(&view));
+    let (meant, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(matches);
     let meant: Vec<_> = meant.into_iter().map(|server| server.machine_id).collect();
     match meant.as_slice() {
         [one] => Ok(one.clone()),
-        [] => Err(Failure::new(Exit::Refused, none_meant(target, &going, &others))),
+        [] => Err(Failure::new(Exit::Refused, no_match_error(target, &being_deleted, &others))),
         several => {
             let next = format!("name one by its id: {}", several.join(", "));
             Err(Failure::new(Exit::Refused, anyhow!("{target} has several kept servers\n  next: {next}")))
@@ -120,42 +120,42 @@ async fn kept_id(api: &Api, target: &Target, is_meant: fn(&KeptServer) -> bool) 
     }
 }
 
-/// The only machine whose server is being deleted, where no server is kept: its discard is repeated.
-async fn removed_id(api: &Api, target: &Target) -> Result<Option<String>, Failure> {
+/// The only machine whose server is being deleted, if no server is kept: for a repeated discard.
+async fn removed_id(api: &ApiClient, target: &Target) -> Result<Option<String>, Failure> {
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
-    let (mut going, kept): (Vec<_>, Vec<_>) =
+    let (mut being_deleted, kept): (Vec<_>, Vec<_>) =
         all.into_iter().partition(|server| server.is_being_deleted(&view));
-    Ok(going.pop().filter(|_| kept.is_empty() && going.is_empty()).map(|server| server.machine_id))
+    Ok(being_deleted.pop().filter(|_| kept.is_empty() && being_deleted.is_empty()).map(|server| server.machine_id))
 }
 
-/// Why none of a slot's kept servers is one that the command can use.
-fn none_meant(target: &Target, going: &[KeptServer], others: &[KeptServer]) -> anyhow::Error {
-    if let Some(server) = going.first() {
+/// The error if the command applies to none of a slot's kept servers.
+fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptServer]) -> anyhow::Error {
+    if let Some(server) = being_deleted.first() {
         let id = &server.machine_id;
         return anyhow!(
             "the server of machine {id} is being deleted\n  next: `svcctl status {id}` names the operation; `svcctl \
-             operation abandon OPERATION` keeps a server that the provider still has"
+             operation abandon OPERATION` keeps the server if the provider still has it"
         );
     }
-    let ended = format!("{} shows its ended machines", target.list_of_ended());
+    let ended = format!("{} shows its deleted and replaced machines", target.list_of_ended());
     match others.first() {
         Some(server) if server.missing_since.is_some() => {
             anyhow!(
-                "the provider does not have the server of machine {} any more\n  next: {ended}",
+                "the provider no longer has the server of machine {}\n  next: {ended}",
                 server.machine_id
             )
         }
         Some(server) => anyhow!(
-            "the kept server of {target} is of {} machine {}, not of a deleted one\n  next: {ended}",
+            "the kept server of {target} belongs to {} machine {}, not to a deleted one\n  next: {ended}",
             server.reason,
             server.machine_id
         ),
-        None => anyhow!("no server of {target} is kept\n  next: {ended}"),
+        None => anyhow!("{target} has no kept server\n  next: {ended}"),
     }
 }
 
-/// The kept servers of all slots that a person may mean. The copies of a slot are in the record of each of its machines.
-pub async fn kept_of(api: &Api, target: &Target) -> Result<Vec<KeptServer>, Failure> {
+/// The kept servers of all slots that `target` may name. The record of each machine lists the copies of its slot.
+pub async fn kept_of(api: &ApiClient, target: &Target) -> Result<Vec<KeptServer>, Failure> {
     let mut query = target.query();
     query.push(("deleted", "true".to_owned()));
     let page: Machines = api.get(&["vps"], &query).await?.read()?;

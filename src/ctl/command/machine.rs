@@ -1,4 +1,4 @@
-//! The commands about machines that hold their slots.
+//! The commands for active machines.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::risk;
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{Answer, Api};
+use crate::ctl::api::{ApiResponse, ApiClient};
 use crate::ctl::args::{Delete, Fail, List, MachineCommand, Provision, Recover, Resize, Target, Wait};
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
@@ -18,12 +18,12 @@ use crate::ctl::wait::Goal;
 use crate::ctl::{confirm, wait};
 use crate::machine::name::{IdpUserId, Location, Slot};
 
-pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Failure> {
-    if let Some(what) = risk::of_provision(&args)
-        && confirm::is_due(&what, args.yes)?
+pub async fn provision(api: &ApiClient, args: Provision, out: &Out) -> Result<(), Failure> {
+    if let Some(what) = risk::provision_risk(&args)
+        && confirm::is_required(&what, args.yes)?
     {
-        let stake = stake_of_slot(api, &args.user, &args.slot).await?;
-        confirm::ask(&format!("{what}{stake}"), args.user.as_str())?;
+        let stake = slot_data_at_risk(api, &args.user, &args.slot).await?;
+        confirm::prompt(&format!("{what}{stake}"), args.user.as_str())?;
     }
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot, "handle": args.handle}));
     insert(&mut body, "serverType", args.server_type);
@@ -35,15 +35,15 @@ pub async fn provision(api: &Api, args: Provision, out: &Out) -> Result<(), Fail
     }
     allow(&mut body, "acceptLoss", args.accept_loss);
     allow(&mut body, "allowEmpty", args.allow_empty);
-    let answer = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
-    finish(api, answer, args.wait, out).await
+    let response = api.send(Method::POST, &["vps", "provision"], Some(&body.into())).await?;
+    finish(api, response, args.wait, out).await
 }
 
-pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure> {
-    let what = risk::of_recovery(&args);
-    if confirm::is_due(&what, args.yes)? {
-        let stake = stake_of_slot(api, &args.user, &args.slot).await?;
-        confirm::ask(&format!("{what}{stake}"), args.user.as_str())?;
+pub async fn recover(api: &ApiClient, args: Recover, out: &Out) -> Result<(), Failure> {
+    let what = risk::recovery_risk(&args);
+    if confirm::is_required(&what, args.yes)? {
+        let stake = slot_data_at_risk(api, &args.user, &args.slot).await?;
+        confirm::prompt(&format!("{what}{stake}"), args.user.as_str())?;
     }
     let mut body = object(json!({"idpUserId": args.user, "slot": args.slot}));
     insert(&mut body, "snapshotKey", args.snapshot);
@@ -54,105 +54,105 @@ pub async fn recover(api: &Api, args: Recover, out: &Out) -> Result<(), Failure>
     allow(&mut body, "allowEmpty", args.allow_empty);
     allow(&mut body, "acceptLoss", args.accept_loss);
     allow(&mut body, "replaceFirst", args.replace_first);
-    let answer = api.send(Method::POST, &["vps", "recover"], Some(&body.into())).await?;
-    finish(api, answer, args.wait, out).await
+    let response = api.send(Method::POST, &["vps", "recover"], Some(&body.into())).await?;
+    finish(api, response, args.wait, out).await
 }
 
-/// What a replacement of the slot's machine may lose; nothing where no machine holds it.
-async fn stake_of_slot(api: &Api, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
+/// Describes what a replacement of the slot's machine may lose; empty without an active machine.
+async fn slot_data_at_risk(api: &ApiClient, user: &IdpUserId, slot: &Slot) -> Result<String, Failure> {
     let query = [("idpUserId", user.to_string()), ("slot", slot.to_string())];
     let page: Machines = api.get(&["vps"], &query).await?.read()?;
     let Some(active) = page.machines.iter().find(|machine| machine.is_active()) else {
         return Ok(String::new());
     };
     let machine: Machine = api.get(&["vps", &active.machine_id], &[]).await?.read()?;
-    Ok(format!("\n{}", shown::at_stake(&View::of_stdout(), &machine)))
+    Ok(format!("\n{}", shown::data_at_risk(&View::of_stdout(), &machine)))
 }
 
-pub async fn resize(api: &Api, args: Resize, out: &Out) -> Result<(), Failure> {
+pub async fn resize(api: &ApiClient, args: Resize, out: &Out) -> Result<(), Failure> {
     let what = format!(
-        "This switches machine {} off for some minutes, to become a {}.",
+        "This powers machine {} off for a few minutes, to change its server type to {}.",
         args.machine, args.server_type
     );
-    let due = confirm::is_due(&what, args.yes)?;
+    let must_confirm = confirm::is_required(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
-    if due {
-        confirm::ask(&what, &machine.handle)?;
+    if must_confirm {
+        confirm::prompt(&what, &machine.handle)?;
     }
     let body = json!({"serverType": args.server_type});
-    let answer = api.send(Method::POST, &["vps", &machine.machine_id, "resize"], Some(&body)).await?;
-    finish(api, answer, args.wait, out).await
+    let response = api.send(Method::POST, &["vps", &machine.machine_id, "resize"], Some(&body)).await?;
+    finish(api, response, args.wait, out).await
 }
 
-pub async fn fail(api: &Api, args: Fail, out: &Out) -> Result<(), Failure> {
-    let what = risk::of_failure(&args);
-    let due = confirm::is_due(&what, args.yes)?;
+pub async fn fail(api: &ApiClient, args: Fail, out: &Out) -> Result<(), Failure> {
+    let what = risk::failure_risk(&args);
+    let must_confirm = confirm::is_required(&what, args.yes)?;
     let machine = find(api, &args.machine).await?;
-    if due {
-        let stake = shown::at_stake(&View::of_stdout(), &machine);
-        confirm::ask(&format!("{what}\n{stake}"), &machine.handle)?;
+    if must_confirm {
+        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
+        confirm::prompt(&format!("{what}\n{stake}"), &machine.handle)?;
     }
     let body = json!({"reason": args.reason});
-    let answer = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;
-    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+    let response = api.send(Method::POST, &["vps", &machine.machine_id, "fail"], Some(&body)).await?;
+    out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)))
 }
 
-pub async fn delete(api: &Api, args: Delete, out: &Out) -> Result<(), Failure> {
-    let due = confirm::is_due(&risk::of_deletion(&args, None), args.yes)?;
+pub async fn delete(api: &ApiClient, args: Delete, out: &Out) -> Result<(), Failure> {
+    let must_confirm = confirm::is_required(&risk::deletion_risk(&args, None), args.yes)?;
     let machine = find(api, &args.machine).await?;
-    if due {
-        let what = risk::of_deletion_of_successor(&machine, args.accept_loss)
-            .unwrap_or_else(|| risk::of_deletion(&args, Some(&machine)));
-        let whose = format!("It is of {} (slot {}).", machine.idp_user_id, machine.slot);
-        let stake = shown::at_stake(&View::of_stdout(), &machine);
-        confirm::ask(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
+    if must_confirm {
+        let what = risk::successor_deletion_risk(&machine, args.accept_loss)
+            .unwrap_or_else(|| risk::deletion_risk(&args, Some(&machine)));
+        let whose = format!("It belongs to {} (slot {}).", machine.idp_user_id, machine.slot);
+        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
+        confirm::prompt(&format!("{what}\n{whose} {stake}"), &machine.handle)?;
     }
-    let asked = [("now", args.now), ("acceptLoss", args.accept_loss)];
+    let requested = [("now", args.now), ("acceptLoss", args.accept_loss)];
     let query: Vec<_> =
-        asked.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
-    let answer = api.send_with(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
-    finish(api, answer, args.wait, out).await
+        requested.into_iter().filter(|(_, set)| *set).map(|(name, _)| (name, "true".to_owned())).collect();
+    let response = api.send_with(Method::DELETE, &["vps", &machine.machine_id], &query).await?;
+    finish(api, response, args.wait, out).await
 }
 
-pub async fn run(api: &Api, command: MachineCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: MachineCommand, out: &Out) -> Result<(), Failure> {
     let MachineCommand::RotateToken { machine, all: _ } = command;
     let Some(target) = machine else {
         let path = ["vps", "fleet", "rotate-tokens"];
-        let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
-        return out.answer(&answer, |_| Ok(answer.read::<Requested>()?.line()));
+        let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
+        return out.print_response(&response, |_| Ok(response.read::<Requested>()?.line()));
     };
     let machine = find(api, &target).await?;
     let path = ["vps", machine.machine_id.as_str(), "rotate-token"];
-    let answer = api.send(Method::POST, &path, Some(&json!({}))).await?;
-    out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)))
+    let response = api.send(Method::POST, &path, Some(&json!({}))).await?;
+    out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)))
 }
 
-/// Prints what was accepted, or with `--wait` what came of it.
-pub async fn finish(api: &Api, answer: Answer, wait: Wait, out: &Out) -> Result<(), Failure> {
-    let accepted: Accepted = answer.read()?;
+/// Prints the accepted request, or with `--wait` its result.
+pub async fn finish(api: &ApiClient, response: ApiResponse, wait: Wait, out: &Out) -> Result<(), Failure> {
+    let accepted: Accepted = response.read()?;
     let Some(seconds) = wait.wait else {
-        return out.answer(&answer, |view| Ok(shown::accepted(view, &accepted)));
+        return out.print_response(&response, |view| Ok(shown::accepted(view, &accepted)));
     };
     if let Some(note) = accepted.note() {
         eprintln!("note: {note}");
     }
     if accepted.is_off_already() {
-        let answer = api.get(&["vps", &accepted.machine_id], &[]).await?;
-        return out.answer(&answer, |view| Ok(shown::one(view, &answer.read()?)));
+        let response = api.get(&["vps", &accepted.machine_id], &[]).await?;
+        return out.print_response(&response, |view| Ok(shown::one(view, &response.read()?)));
     }
     let within = Duration::from_secs(seconds);
     let operation = accepted.operation_id.as_deref();
-    let (answer, machine) =
+    let (response, machine) =
         wait::until_settled(api, &accepted.machine_id, operation, Goal::Success, within).await?;
-    // The server that has the data may still be in the way of a decision.
+    // The deletion of the machine with the data may still wait for a decision.
     if let Some(also) = &accepted.also_deleted {
         wait::until_settled(api, &also.machine_id, Some(&also.operation_id), Goal::Success, within).await?;
     }
-    out.answer(&answer, |view| Ok(shown::one(view, &machine)))
+    out.print_response(&response, |view| Ok(shown::one(view, &machine)))
 }
 
-pub async fn list(api: &Api, args: List, out: &Out) -> Result<(), Failure> {
-    let asked = [
+pub async fn list(api: &ApiClient, args: List, out: &Out) -> Result<(), Failure> {
+    let requested = [
         ("status", args.status.map(|status| status.to_string())),
         ("idpUserId", args.user.map(String::from)),
         ("slot", args.slot.map(String::from)),
@@ -161,24 +161,24 @@ pub async fn list(api: &Api, args: List, out: &Out) -> Result<(), Failure> {
         ("limit", args.limit.map(|limit| limit.to_string())),
         ("cursor", args.cursor),
     ];
-    let query: Vec<_> = asked.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-    let answer = api.get(&["vps"], &query).await?;
-    out.answer(&answer, |view| Ok(shown::list(view, &answer.read::<Machines>()?)))
+    let query: Vec<_> = requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+    let response = api.get(&["vps"], &query).await?;
+    out.print_response(&response, |view| Ok(shown::list(view, &response.read::<Machines>()?)))
 }
 
-pub async fn status(api: &Api, machine: &Target, out: &Out) -> Result<(), Failure> {
-    let id = id_of(api, machine).await?;
-    let answer = api.get(&["vps", &id], &[]).await?;
+pub async fn status(api: &ApiClient, machine: &Target, out: &Out) -> Result<(), Failure> {
+    let id = find_id(api, machine).await?;
+    let response = api.get(&["vps", &id], &[]).await?;
     if out.json {
-        return out.answer(&answer, |_| Ok(String::new()));
+        return out.print_response(&response, |_| Ok(String::new()));
     }
-    let mut machine: Machine = answer.read()?;
-    date_unsaved(api, &mut machine).await?;
-    out.answer(&answer, |view| Ok(shown::one(view, &machine)))
+    let mut machine: Machine = response.read()?;
+    add_left_times(api, &mut machine).await?;
+    out.print_response(&response, |view| Ok(shown::one(view, &machine)))
 }
 
-/// Notes when the kept servers that hold unsaved changes left their slot: how much that is, follows from it.
-async fn date_unsaved(api: &Api, machine: &mut Machine) -> Result<(), Failure> {
+/// Adds when the machines of kept servers with unsaved changes left their slot, to show how much is unsaved.
+async fn add_left_times(api: &ApiClient, machine: &mut Machine) -> Result<(), Failure> {
     let own = (machine.machine_id.clone(), machine.left_at().cloned());
     let kept = machine.copies.iter_mut().flat_map(|copies| &mut copies.kept);
     for server in kept.filter(|server| server.unsaved_since.is_some()) {
@@ -192,35 +192,35 @@ async fn date_unsaved(api: &Api, machine: &mut Machine) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The machine that a person means.
-pub async fn find(api: &Api, target: &Target) -> Result<Machine, Failure> {
-    let id = id_of(api, target).await?;
+/// The active machine that the operator names.
+pub async fn find(api: &ApiClient, target: &Target) -> Result<Machine, Failure> {
+    let id = find_id(api, target).await?;
     Ok(api.get(&["vps", &id], &[]).await?.read()?)
 }
 
-/// The id of the machine that is active as this.
+/// The id of the active machine.
 ///
 /// # Errors
-/// `Refused` where there is none, or several slots have one.
-pub async fn id_of(api: &Api, target: &Target) -> Result<String, Failure> {
+/// `Refused` if there is none, or if several slots have one.
+pub async fn find_id(api: &ApiClient, target: &Target) -> Result<String, Failure> {
     match active_id(api, target).await? {
         Some(id) => Ok(id),
         None => {
             let next = format!(
-                "`svcctl list` shows the handles, {} the past; `svcctl undelete {target}` brings a deleted one back while its \
-                 server is kept",
+                "`svcctl list` shows the active machines, {} the former ones; `svcctl undelete {target}` restores a deleted one \
+                 while its server is kept",
                 target.list_of_ended()
             );
-            Err(Failure::new(Exit::Refused, anyhow!("no machine is active as {target}\n  next: {next}")))
+            Err(Failure::new(Exit::Refused, anyhow!("{target} has no active machine\n  next: {next}")))
         }
     }
 }
 
-/// The one machine that is active as this; `None` where there is none.
+/// The id of the only active machine; `None` if there is none.
 ///
 /// # Errors
-/// `Refused` where several slots have one.
-pub async fn active_id(api: &Api, target: &Target) -> Result<Option<String>, Failure> {
+/// `Refused` if several slots have one.
+pub async fn active_id(api: &ApiClient, target: &Target) -> Result<Option<String>, Failure> {
     if let Target::Id(id) = target {
         return Ok(Some(id.to_string()));
     }
@@ -236,7 +236,7 @@ pub async fn active_id(api: &Api, target: &Target) -> Result<Option<String>, Fai
     }
 }
 
-/// Says what the operator allows; what they do not is left out, so that older platforms understand the request.
+/// Adds a flag only if it is set, so that older platforms accept the request.
 fn allow(body: &mut Map<String, Value>, name: &str, is_allowed: bool) {
     if is_allowed {
         body.insert(name.to_owned(), true.into());
@@ -250,7 +250,7 @@ fn object(value: Value) -> Map<String, Value> {
     }
 }
 
-/// An empty list leaves the choice to the platform.
+/// Omits an empty list: the platform then uses its default.
 fn insert_list(body: &mut Map<String, Value>, name: &str, values: &[Location]) {
     if !values.is_empty() {
         body.insert(name.to_owned(), json!(values));

@@ -1,4 +1,4 @@
-//! One function per command: what it sends, and what it prints.
+//! One function per command: it sends the request and prints the response.
 
 mod alarm;
 mod audit;
@@ -23,9 +23,9 @@ use secrecy::SecretString;
 use serde_json::json;
 use url::Url;
 
-use super::api::Api;
+use super::api::ApiClient;
 use super::args::{Args, BundleCommand, Command, Global};
-use super::local::Local;
+use super::local::LocalChecks;
 use super::out::{Out, print};
 use super::show::{self, View};
 use super::{bundle, doctor, rollout};
@@ -34,7 +34,7 @@ use crate::config::Env;
 use crate::store::bucket::Bucket;
 use crate::store::config::StoreConfig;
 
-pub async fn run(args: Args, local: Local) -> Result<(), Failure> {
+pub async fn run(args: Args, local: LocalChecks) -> Result<(), Failure> {
     let out = Out { json: args.global.json };
     match args.command {
         Command::Completions { shell } => {
@@ -43,7 +43,7 @@ pub async fn run(args: Args, local: Local) -> Result<(), Failure> {
             print(&String::from_utf8_lossy(&script))
         }
         Command::Bundle(BundleCommand::Keys) => bundle_keys(&connect(&args.global)?, &out).await,
-        Command::Bundle(command) => published(command, &out).await,
+        Command::Bundle(command) => run_bundle_command(command, &out).await,
         Command::Doctor(asked) => doctor::run(&args.global, asked, local, &out).await,
         Command::VerifyRollout(asked) => rollout::run(asked, local, &out).await,
         command => {
@@ -53,15 +53,15 @@ pub async fn run(args: Args, local: Local) -> Result<(), Failure> {
     }
 }
 
-async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
+async fn call(api: &ApiClient, command: Command, out: &Out) -> Result<(), Failure> {
     match command {
         Command::Slot(command) => slot::run(api, command, out).await,
         Command::Provision(args) => machine::provision(api, args, out).await,
         Command::List(args) => machine::list(api, args, out).await,
         Command::Status { machine } => machine::status(api, &machine, out).await,
         Command::Fleet => {
-            let answer = api.get(&["vps", "fleet"], &[]).await?;
-            out.answer(&answer, |view| Ok(show::fleet::show(view, &answer.read()?)))
+            let response = api.get(&["vps", "fleet"], &[]).await?;
+            out.print_response(&response, |view| Ok(show::fleet::show(view, &response.read()?)))
         }
         Command::Recover(args) => machine::recover(api, args, out).await,
         Command::Resize(args) => machine::resize(api, args, out).await,
@@ -86,8 +86,8 @@ async fn call(api: &Api, command: Command, out: &Out) -> Result<(), Failure> {
     }
 }
 
-/// Bundles go to the object store, not to the platform.
-async fn published(command: BundleCommand, out: &Out) -> Result<(), Failure> {
+/// Bundles are published to the object store, not through the platform.
+async fn run_bundle_command(command: BundleCommand, out: &Out) -> Result<(), Failure> {
     match command {
         BundleCommand::Publish { dir, image_version } => {
             let published = bundle::publish(&open_store()?, &dir, &image_version).await?;
@@ -100,18 +100,18 @@ async fn published(command: BundleCommand, out: &Out) -> Result<(), Failure> {
             }
             print(&show::bundle::list(&View::of_stdout(), &bundles))
         }
-        BundleCommand::Keys => unreachable!("the platform knows them, and was asked before"),
+        BundleCommand::Keys => unreachable!("it needs the platform and was run before"),
     }
 }
 
-async fn bundle_keys(api: &Api, out: &Out) -> Result<(), Failure> {
+async fn bundle_keys(api: &ApiClient, out: &Out) -> Result<(), Failure> {
     let fleet = api.get(&["vps", "fleet"], &[]).await?;
     let keys = fleet.read::<serde_json::Value>()?["bundleKeys"].take();
     if keys.is_null() {
         return Err(Failure::new(
             Exit::Unavailable,
             anyhow::anyhow!(
-                "the platform is of an older release and does not say\n  next: update the platform"
+                "the platform's release is too old to report the keys\n  next: update the platform"
             ),
         ));
     }
@@ -128,7 +128,7 @@ fn open_store() -> Result<Bucket, Failure> {
     Ok(env.finish(store)?.open()?)
 }
 
-pub(super) fn connect(global: &Global) -> Result<Api, Failure> {
+pub(super) fn connect(global: &Global) -> Result<ApiClient, Failure> {
     let mut env = Env::from_process();
     let base = match &global.platform_url {
         Some(url) => Some(url.clone()),
@@ -145,7 +145,7 @@ pub(super) fn connect(global: &Global) -> Result<Api, Failure> {
         None => env.required_secret("PLATFORM_SECRET"),
     };
     let (base, secret) = env.finish(base.zip(secret))?;
-    Ok(Api::new(base, &secret, Duration::from_secs(global.timeout))?)
+    Ok(ApiClient::new(base, &secret, Duration::from_secs(global.timeout))?)
 }
 
 pub(super) fn secret_from(env: &mut Env, flag: &str, file: &Path) -> Option<SecretString> {

@@ -1,4 +1,4 @@
-//! `svcctl operation`: how far one is, and an operator's decision.
+//! `svcctl operation`: shows an operation, and sends an operator's decision.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use http::Method;
 use serde_json::json;
 
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::Api;
+use crate::ctl::api::ApiClient;
 use crate::ctl::args::{Operation as Args, OperationCommand, Wait};
 use crate::ctl::out::Out;
 use crate::ctl::show::machine::{self as shown, Machine};
@@ -15,7 +15,7 @@ use crate::ctl::show::operation::{self, Operation};
 use crate::ctl::wait::{self, Goal};
 use crate::machine::id::OperationId;
 
-pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> {
     match (args.command, args.operation) {
         (Some(OperationCommand::Show { operation, wait }), _) => show(api, operation, wait, out).await,
         (Some(OperationCommand::Continue { operation, accept_loss, snapshot, wait }), _) => {
@@ -24,42 +24,42 @@ pub async fn run(api: &Api, args: Args, out: &Out) -> Result<(), Failure> {
                 body["snapshotKey"] = key.into();
             }
             let path = ["vps", "operations", &operation.to_string(), "continue"];
-            let answer = api.send(Method::POST, &path, Some(&body)).await?;
+            let response = api.send(Method::POST, &path, Some(&body)).await?;
             if wait.wait.is_some() {
                 return show(api, operation, wait, out).await;
             }
-            out.answer(&answer, |view| Ok(operation::one(view, &answer.read()?)))
+            out.print_response(&response, |view| Ok(operation::one(view, &response.read()?)))
         }
         (Some(OperationCommand::Abandon { operation, wait }), _) => {
-            // The note is not worth a failure.
-            let switched_on = switched_on_by_abandoning(api, operation).await.unwrap_or_default();
+            // The note is optional, so an error is ignored.
+            let powered_on = powered_on_by_abandoning(api, operation).await.unwrap_or_default();
             let path = ["vps", "operations", &operation.to_string(), "abandon"];
-            let answer = api.send(Method::POST, &path, None).await?;
-            if let Some(machine) = switched_on {
+            let response = api.send(Method::POST, &path, None).await?;
+            if let Some(machine) = powered_on {
                 eprintln!(
-                    "note: `svcctl power off` had switched machine {machine} off; it gets its slot back and is switched \
-                     on. Once it runs, `svcctl power off {machine}` switches it off again"
+                    "note: `svcctl power off` had powered machine {machine} off; it gets its slot back and is powered \
+                     on. Once it runs, `svcctl power off {machine}` powers it off again"
                 );
             }
             if let Some(seconds) = wait.wait
-                && let Some(subject) = restored_by(api, &answer.read()?).await?
+                && let Some(subject) = machine_after_abandoning(api, &response.read()?).await?
             {
                 let within = Duration::from_secs(seconds);
                 let under_way = subject.operations.iter().find(|operation| operation.is_under_way());
                 let under_way = under_way.map(|operation| operation.operation_id.as_str());
-                let (answer, machine) =
+                let (response, machine) =
                     wait::until_settled(api, &subject.machine_id, under_way, Goal::Service, within).await?;
-                return out.answer(&answer, |view| Ok(shown::one(view, &machine)));
+                return out.print_response(&response, |view| Ok(shown::one(view, &machine)));
             }
-            out.answer(&answer, |view| Ok(operation::one(view, &answer.read()?)))
+            out.print_response(&response, |view| Ok(operation::one(view, &response.read()?)))
         }
         (None, Some(operation)) => show(api, operation, args.wait, out).await,
         (None, None) => Err(Failure::new(Exit::Usage, anyhow!("an operation's id is missing"))),
     }
 }
 
-/// The machine that is to serve again once the operation is abandoned; `None` where none is.
-async fn restored_by(api: &Api, abandoned: &Operation) -> Result<Option<Machine>, Failure> {
+/// The machine that serves again once the operation is abandoned, if any.
+async fn machine_after_abandoning(api: &ApiClient, abandoned: &Operation) -> Result<Option<Machine>, Failure> {
     let machine: Machine = api.get(&["vps", &abandoned.machine_id], &[]).await?.read()?;
     match abandoned.kind.as_str() {
         "provision" | "recover" => {
@@ -74,20 +74,20 @@ async fn restored_by(api: &Api, abandoned: &Operation) -> Result<Option<Machine>
     }
 }
 
-/// The machine that gets its slot back, where an operator had switched it off: its server is switched on all the same.
-async fn switched_on_by_abandoning(api: &Api, id: OperationId) -> Result<Option<String>, Failure> {
+/// The machine that gets its slot back, if an operator had powered it off: its server is powered on anyway.
+async fn powered_on_by_abandoning(api: &ApiClient, id: OperationId) -> Result<Option<String>, Failure> {
     let operation: Operation = api.get(&["vps", "operations", &id.to_string()], &[]).await?.read()?;
     let machine: Machine = api.get(&["vps", &operation.machine_id], &[]).await?.read()?;
     let back = match operation.kind.as_str() {
         "delete" => Some(machine),
-        "provision" | "recover" => replaced_by(api, &machine).await?,
+        "provision" | "recover" => replaced_machine(api, &machine).await?,
         _ => None,
     };
     Ok(back.filter(|machine| machine.powered_off_at.is_some()).map(|machine| machine.machine_id))
 }
 
-/// The machine of a kept server that this one replaces.
-async fn replaced_by(api: &Api, machine: &Machine) -> Result<Option<Machine>, Failure> {
+/// The machine, with a kept server, that this one replaces.
+async fn replaced_machine(api: &ApiClient, machine: &Machine) -> Result<Option<Machine>, Failure> {
     for kept in machine.copies.iter().flat_map(|copies| &copies.kept) {
         let old: Machine = api.get(&["vps", &kept.machine_id], &[]).await?.read()?;
         if old.replaced_by.as_ref() == Some(&machine.machine_id) {
@@ -97,16 +97,16 @@ async fn replaced_by(api: &Api, machine: &Machine) -> Result<Option<Machine>, Fa
     Ok(None)
 }
 
-async fn show(api: &Api, id: OperationId, wait: Wait, out: &Out) -> Result<(), Failure> {
+async fn show(api: &ApiClient, id: OperationId, wait: Wait, out: &Out) -> Result<(), Failure> {
     let path = ["vps", "operations", &id.to_string()];
-    let mut answer = api.get(&path, &[]).await?;
-    let mut operation: Operation = answer.read()?;
+    let mut response = api.get(&path, &[]).await?;
+    let mut operation: Operation = response.read()?;
     if let Some(seconds) = wait.wait {
         let within = Duration::from_secs(seconds);
         wait::until_settled(api, &operation.machine_id, Some(&operation.operation_id), Goal::Success, within)
             .await?;
-        answer = api.get(&path, &[]).await?;
-        operation = answer.read()?;
+        response = api.get(&path, &[]).await?;
+        operation = response.read()?;
     }
-    out.answer(&answer, |view| Ok(operation::one(view, &operation)))
+    out.print_response(&response, |view| Ok(operation::one(view, &operation)))
 }

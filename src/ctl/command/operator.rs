@@ -7,7 +7,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use crate::applet::{Exit, Failure, OrExit};
-use crate::ctl::api::{Answer, Api};
+use crate::ctl::api::{ApiResponse, ApiClient};
 use crate::ctl::args::{OperatorCommand, TokenOptions};
 use crate::ctl::confirm;
 use crate::ctl::out::{Out, print};
@@ -15,52 +15,52 @@ use crate::ctl::show::View;
 use crate::ctl::show::operator::{self, IssuedToken, Operator, Operators, WhoAmI};
 use crate::fsx;
 
-pub async fn run(api: &Api, command: OperatorCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Out) -> Result<(), Failure> {
     match command {
         OperatorCommand::Add { name, scopes, token } => {
-            check_token_file(&token, Existing::Kept).or_exit(Exit::Refused)?;
+            check_token_file(&token, ExistingFile::Kept).or_exit(Exit::Refused)?;
             let body = json!({"name": name, "scopes": scopes, "ttlSeconds": token.ttl});
-            let answer = api.send(Method::POST, &["operators"], Some(&body)).await?;
-            issued(&answer, &token, Existing::Kept, out)
+            let response = api.send(Method::POST, &["operators"], Some(&body)).await?;
+            issued(&response, &token, ExistingFile::Kept, out)
         }
         OperatorCommand::Rotate { name, overlap, token } => {
-            check_token_file(&token, Existing::Replaced).or_exit(Exit::Refused)?;
+            check_token_file(&token, ExistingFile::Replaced).or_exit(Exit::Refused)?;
             let body = json!({"ttlSeconds": token.ttl, "overlapSeconds": overlap});
             let path = ["operators", name.as_str(), "rotate"];
-            let answer = api.send(Method::POST, &path, Some(&body)).await?;
-            issued(&answer, &token, Existing::Replaced, out)
+            let response = api.send(Method::POST, &path, Some(&body)).await?;
+            issued(&response, &token, ExistingFile::Replaced, out)
         }
         OperatorCommand::List => {
-            let answer = api.get(&["operators"], &[]).await?;
-            out.answer(&answer, |view| Ok(operator::list(view, &answer.read::<Operators>()?.operators)))
+            let response = api.get(&["operators"], &[]).await?;
+            out.print_response(&response, |view| Ok(operator::list(view, &response.read::<Operators>()?.operators)))
         }
         OperatorCommand::Revoke { name, yes } => {
             let what =
-                format!("All tokens of operator {name} end now, for good. The name cannot be used again.");
-            if confirm::is_due(&what, yes)? {
-                confirm::ask(&what, name.as_str())?;
+                format!("This revokes all tokens of operator {name} permanently. The name cannot be used again.");
+            if confirm::is_required(&what, yes)? {
+                confirm::prompt(&what, name.as_str())?;
             }
             let path = ["operators", name.as_str(), "revoke"];
-            let answer = api.send(Method::POST, &path, None).await?;
-            out.answer(&answer, |view| Ok(operator::list(view, &[answer.read::<Operator>()?])))
+            let response = api.send(Method::POST, &path, None).await?;
+            out.print_response(&response, |view| Ok(operator::list(view, &[response.read::<Operator>()?])))
         }
         OperatorCommand::Whoami => {
-            let answer = api.get(&["operators", "whoami"], &[]).await?;
-            out.answer(&answer, |view| Ok(operator::who_am_i(view, &answer.read::<WhoAmI>()?)))
+            let response = api.get(&["operators", "whoami"], &[]).await?;
+            out.print_response(&response, |view| Ok(operator::who_am_i(view, &response.read::<WhoAmI>()?)))
         }
     }
 }
 
-/// What becomes of a token file that is there.
+/// How to treat an existing token file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Existing {
-    /// It may hold another operator's token, of which the platform has a hash alone.
+enum ExistingFile {
+    /// It may contain another operator's token, and the platform has only its hash.
     Kept,
     Replaced,
 }
 
-/// Refuses a token file that could not be written, before there is a token.
-fn check_token_file(options: &TokenOptions, existing: Existing) -> anyhow::Result<()> {
+/// Refuses a token file that cannot be written, before a token is created.
+fn check_token_file(options: &TokenOptions, existing: ExistingFile) -> anyhow::Result<()> {
     let Some(file) = &options.token_file else { return Ok(()) };
     let name = file.display();
     let dir = match file.parent() {
@@ -69,14 +69,14 @@ fn check_token_file(options: &TokenOptions, existing: Existing) -> anyhow::Resul
     };
     ensure!(
         dir.is_dir(),
-        "{name}: there is no directory {}; nothing was changed\n  next: make it, then again",
+        "{name}: the directory {} does not exist; nothing was changed\n  next: create it, then try again",
         dir.display()
     );
     ensure!(!file.is_dir(), "{name} is a directory; nothing was changed\n  next: name a file for the token");
     let is_there = file.symlink_metadata().is_ok();
     ensure!(
-        existing == Existing::Replaced || !is_there,
-        "{name} is there already, and may hold another operator's token; nothing was changed\n  next: name another file; \
+        existing == ExistingFile::Replaced || !is_there,
+        "{name} already exists and may contain another operator's token; nothing was changed\n  next: name another file; \
          `svcctl operator rotate NAME --token-file FILE` replaces the token in one"
     );
     let probe = dir.join(format!(".svcctl-{}.tmp", uuid::Uuid::new_v4().simple()));
@@ -85,35 +85,35 @@ fn check_token_file(options: &TokenOptions, existing: Existing) -> anyhow::Resul
         .with_context(|| format!("no file can be written to {}; nothing was changed", dir.display()))
 }
 
-fn write_token(file: &Path, token: &str, existing: Existing) -> anyhow::Result<()> {
+fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Result<()> {
     let content = format!("{token}\n");
     match existing {
-        Existing::Replaced => fsx::write_atomic(file, content.as_bytes(), 0o600)?,
-        Existing::Kept => ensure!(
+        ExistingFile::Replaced => fsx::write_atomic(file, content.as_bytes(), 0o600)?,
+        ExistingFile::Kept => ensure!(
             fsx::create_atomic(file, content.as_bytes(), 0o600)?,
-            "{} was made by another program meanwhile",
+            "{} was created by another program meanwhile",
             file.display()
         ),
     }
     Ok(())
 }
 
-/// Shows a new token, or writes it to its file and shows the rest.
-fn issued(answer: &Answer, options: &TokenOptions, existing: Existing, out: &Out) -> Result<(), Failure> {
+/// Prints a new token, or writes it to its file and prints the rest.
+fn issued(response: &ApiResponse, options: &TokenOptions, existing: ExistingFile, out: &Out) -> Result<(), Failure> {
     let Some(file) = &options.token_file else {
-        return out.answer(answer, |view| Ok(operator::issued(view, &answer.read::<IssuedToken>()?, None)));
+        return out.print_response(response, |view| Ok(operator::issued(view, &response.read::<IssuedToken>()?, None)));
     };
-    let issued: IssuedToken = answer.read()?;
+    let issued: IssuedToken = response.read()?;
     let name = &issued.operator.name;
     if let Err(error) = write_token(file, &issued.token, existing) {
         let error = anyhow!(
-            "operator {name} has a new token, which could not be written and is lost: {error:#}\n  next: `svcctl operator rotate \
-             {name} --token-file FILE` makes another one"
+            "operator {name} has a new token, but it could not be written and is lost: {error:#}\n  next: `svcctl operator rotate \
+             {name} --token-file FILE` issues another one"
         );
         return Err(Failure::new(Exit::Unavailable, error));
     }
     if out.json {
-        let mut body: Value = answer.read()?;
+        let mut body: Value = response.read()?;
         body["token"] = Value::Null;
         body["tokenFile"] = file.display().to_string().into();
         return print(&format!("{body}\n"));

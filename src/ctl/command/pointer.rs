@@ -1,10 +1,10 @@
-//! `svcctl pointer`: what a slot's snapshot pointer says, and the way back where it cannot be used.
+//! `svcctl pointer`: shows a slot's snapshot pointer, and rebuilds it.
 
 use http::Method;
 use serde_json::json;
 
 use crate::applet::Failure;
-use crate::ctl::api::{Answer, Api};
+use crate::ctl::api::{ApiResponse, ApiClient};
 use crate::ctl::args::{PointerCommand, SlotTarget};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
@@ -12,35 +12,35 @@ use crate::ctl::show::View;
 use crate::ctl::show::pointer::{Inspection, Rebuilt, inspection, rebuilt};
 use crate::store::key::SnapshotKey;
 
-pub async fn run(api: &Api, command: PointerCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: PointerCommand, out: &Out) -> Result<(), Failure> {
     match command {
         PointerCommand::Show { slot } => {
-            let answer = inspect(api, &slot, None).await?;
-            out.answer(&answer, |view| Ok(inspection(view, &slot, &answer.read()?)))
+            let response = inspect(api, &slot, None).await?;
+            out.print_response(&response, |view| Ok(inspection(view, &slot, &response.read()?)))
         }
         PointerCommand::Rebuild { slot, to, empty, force, yes } => {
             let what = if empty {
-                format!("This leaves out every snapshot of {slot}: its next machine starts empty.")
+                format!("This ignores every snapshot of {slot}: its next machine starts empty.")
             } else {
-                format!("This writes the snapshot pointer of {slot} again.")
+                format!("This rebuilds the snapshot pointer of {slot}.")
             };
-            if confirm::is_due(&what, yes)? {
+            if confirm::is_required(&what, yes)? {
                 let found: Inspection = inspect(api, &slot, to.as_ref()).await?.read()?;
                 let shown = inspection(&View::of_stdout(), &slot, &found);
-                confirm::ask(&format!("{what}\n{shown}"), slot.user.as_str())?;
+                confirm::prompt(&format!("{what}\n{shown}"), slot.user.as_str())?;
             }
             let mut body = json!({"idpUserId": slot.user, "slot": slot.slot, "force": force, "empty": empty});
             if let Some(key) = to {
                 body["snapshotKey"] = key.as_str().into();
             }
             let path = ["vps", "slots", "pointer", "rebuild"];
-            let answer = api.send(Method::POST, &path, Some(&body)).await?;
-            out.answer(&answer, |view| Ok(rebuilt(view, &answer.read::<Rebuilt>()?)))
+            let response = api.send(Method::POST, &path, Some(&body)).await?;
+            out.print_response(&response, |view| Ok(rebuilt(view, &response.read::<Rebuilt>()?)))
         }
     }
 }
 
-async fn inspect(api: &Api, slot: &SlotTarget, to: Option<&SnapshotKey>) -> Result<Answer, Failure> {
+async fn inspect(api: &ApiClient, slot: &SlotTarget, to: Option<&SnapshotKey>) -> Result<ApiResponse, Failure> {
     let mut query = vec![("idpUserId", slot.user.to_string()), ("slot", slot.slot.to_string())];
     query.extend(to.map(|key| ("snapshotKey", key.as_str().to_owned())));
     Ok(api.get(&["vps", "slots", "pointer"], &query).await?)

@@ -1,4 +1,4 @@
-//! The command that switches the server of a machine off and on, or restarts it.
+//! `svcctl power`: powers a machine's server on or off, or restarts it.
 
 use http::Method;
 use serde_json::json;
@@ -6,21 +6,21 @@ use serde_json::json;
 use super::machine::{find, finish};
 use super::risk;
 use crate::applet::Failure;
-use crate::ctl::api::Api;
+use crate::ctl::api::ApiClient;
 use crate::ctl::args::{PowerCommand, Target, Wait};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
 use crate::ctl::show::View;
 use crate::ctl::show::machine as shown;
 
-pub async fn run(api: &Api, command: PowerCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: PowerCommand, out: &Out) -> Result<(), Failure> {
     match command {
         PowerCommand::On { machine, wait } => {
             let machine = find(api, &machine).await?;
             send(api, &machine.machine_id, "on", wait, out).await
         }
         PowerCommand::Off { machine, yes, wait } => {
-            let id = confirmed(api, &machine, &risk::of_power_off(&machine), yes).await?;
+            let id = confirmed(api, &machine, &risk::power_off_risk(&machine), yes).await?;
             send(api, &id, "off", wait, out).await
         }
         PowerCommand::Reboot { machine, yes, wait } => {
@@ -33,19 +33,19 @@ pub async fn run(api: &Api, command: PowerCommand, out: &Out) -> Result<(), Fail
     }
 }
 
-/// The machine's id, once the operator has confirmed what it costs.
-async fn confirmed(api: &Api, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
-    let due = confirm::is_due(what, yes)?;
+/// The machine's id, after the operator's confirmation.
+async fn confirmed(api: &ApiClient, target: &Target, what: &str, yes: bool) -> Result<String, Failure> {
+    let must_confirm = confirm::is_required(what, yes)?;
     let machine = find(api, target).await?;
-    if due {
-        let stake = shown::at_stake(&View::of_stdout(), &machine);
-        confirm::ask(&format!("{what}\n{stake}"), &machine.handle)?;
+    if must_confirm {
+        let stake = shown::data_at_risk(&View::of_stdout(), &machine);
+        confirm::prompt(&format!("{what}\n{stake}"), &machine.handle)?;
     }
     Ok(machine.machine_id)
 }
 
-async fn send(api: &Api, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {
+async fn send(api: &ApiClient, id: &str, action: &str, wait: Wait, out: &Out) -> Result<(), Failure> {
     let body = json!({"action": action});
-    let answer = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
-    finish(api, answer, wait, out).await
+    let response = api.send(Method::POST, &["vps", id, "power"], Some(&body)).await?;
+    finish(api, response, wait, out).await
 }

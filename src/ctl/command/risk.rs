@@ -1,85 +1,85 @@
-//! What a command risks, as its prompt says it: which copies of the data there are while it runs, and after it.
+//! The risks of commands, for their prompts: which copies of the data exist during and after the command.
 
 use crate::ctl::args::{Delete, Discard, Fail, Provision, Recover, Target};
 use crate::ctl::show::machine::Machine;
 use crate::ctl::show::operation::Operation;
 
 const LOSS_ACCEPTED: &str =
-    "--accept-loss: if the host cannot make the last backup, what no snapshot holds is lost with its server.";
-const LOSS_ASKED: &str =
-    "If the host answers and cannot make the last backup, the operation waits for your decision.";
+    "--accept-loss: if the host cannot make the last backup, changes that are in no snapshot are lost with its server.";
+const LOSS_QUESTION: &str =
+    "If the host responds but cannot make the last backup, the operation waits for your decision.";
 
-/// Before the machine of a slot is replaced.
-pub fn of_recovery(args: &Recover) -> String {
+/// The risk of replacing a slot's machine.
+pub fn recovery_risk(args: &Recover) -> String {
     let mut lines = vec![format!(
-        "This replaces the machine of {} (slot {}). Its host is asked for a last backup first.",
+        "This replaces the machine of {} (slot {}). Its host takes a last backup first.",
         args.user, args.slot
     )];
     lines.extend(args.snapshot.as_ref().map(|key| {
-        format!("The new machine begins with {key}: what was written after that snapshot is not on it.")
+        format!("The new machine starts from {key}: it does not have the changes after that snapshot.")
     }));
-    lines.push(if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED }.to_owned());
+    lines.push(if args.accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned());
     lines.push(if args.replace_first {
-        "--replace-first deletes the old server before the new one is created: if the new machine does not start, no \
-         server is left, and snapshots are the only copy."
+        "--replace-first deletes the old server before creating the new one: if the new machine does not start, there is \
+         no server, and snapshots are the only copy."
             .to_owned()
     } else {
-        "The old server is switched off and kept until the new machine has proven itself; if the recovery fails before \
+        "The old server is powered off and kept until the new machine has proven healthy; if the recovery fails before \
          that, it serves again."
             .to_owned()
     });
     lines.join("\n")
 }
 
-/// Before a machine is made with less than its slot may have; `None` where nothing is given up.
-pub fn of_provision(args: &Provision) -> Option<String> {
+/// The risk of creating a machine that may lack data of its slot; `None` if no data can be lost.
+pub fn provision_risk(args: &Provision) -> Option<String> {
     let mut lines = Vec::new();
     lines.extend(args.accept_loss.then_some(LOSS_ACCEPTED));
     lines.extend(args.allow_empty.then_some(
-        "--allow-empty: where no snapshot exists, the new machine starts empty, also if another machine has served.",
+        "--allow-empty: if no snapshot exists, the new machine starts empty, even if another machine has served.",
     ));
     if lines.is_empty() {
         return None;
     }
-    let what = format!("This makes a machine for {} (slot {}).", args.user, args.slot);
+    let what = format!("This creates a machine for {} (slot {}).", args.user, args.slot);
     Some(std::iter::once(what.as_str()).chain(lines).collect::<Vec<_>>().join("\n"))
 }
 
-/// Before a machine is deleted; `None` where it was not looked at.
-pub fn of_deletion(args: &Delete, machine: Option<&Machine>) -> String {
+/// The risk of deleting a machine; `machine` is `None` if its record was not read.
+pub fn deletion_risk(args: &Delete, machine: Option<&Machine>) -> String {
     if machine.is_some_and(|machine| machine.powered_off_at.is_some()) {
         let kept = if args.accept_loss {
-            "--accept-loss: what no snapshot holds is lost with its server."
+            "--accept-loss: changes that are in no snapshot are lost with its server."
         } else {
-            "Its server is kept, also with --now, until `svcctl discard` with --accept-loss."
+            "Its server is kept, even with --now, until `svcctl discard` with --accept-loss."
         };
         return format!(
-            "This deletes machine {}. It is switched off, so that its host cannot take a last backup; its snapshots stay.\n{kept}",
+            "This deletes machine {}. It is off, so its host cannot take a last backup; its snapshots stay.\n{kept}",
             args.machine
         );
     }
     let kept = if args.now {
-        "--now deletes its server once that backup is taken and the server is off: then this cannot be undone, and a new \
+        "--now deletes its server once that backup is taken and the server is off: this cannot be undone, and a new \
          machine starts from the snapshot."
             .to_owned()
     } else {
         format!(
-            "Its server is switched off and kept for the platform's DELETE_GRACE_SECONDS; until then `svcctl undelete \
-             {}` brings it back.",
+            "Its server is powered off and kept for the platform's DELETE_GRACE_SECONDS; until then `svcctl undelete \
+             {}` restores it.",
             args.machine
         )
     };
     let what = format!(
-        "This deletes machine {}. Its host is asked for a last backup first; its snapshots stay.",
+        "This deletes machine {}. Its host takes a last backup first; its snapshots stay.",
         args.machine
     );
-    let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED };
+    let loss = if args.accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION };
     [what.as_str(), loss, kept.as_str()].join("\n")
 }
 
-/// Before a machine is deleted that is to replace another one: the recovery ends, and both machines with it. `None` for
-/// other machines.
-pub fn of_deletion_of_successor(machine: &Machine, accept_loss: bool) -> Option<String> {
+/// The risk of deleting a machine that is replacing another one: this cancels the recovery and deletes both machines.
+/// `None` for other machines.
+pub fn successor_deletion_risk(machine: &Machine, accept_loss: bool) -> Option<String> {
     let mut kept = machine.copies.iter().flat_map(|copies| &copies.kept);
     let replaced = kept.find(|kept| machine.registered_at.is_none() && kept.reason == "replaced")?;
     let operation = machine.operations.iter().find(|operation| operation.is_under_way());
@@ -92,45 +92,45 @@ pub fn of_deletion_of_successor(machine: &Machine, accept_loss: bool) -> Option<
         ),
         format!("- {new}, the new one, which has not served yet: its server is deleted."),
         format!(
-            "- {old}, the old one: its host is asked for a last backup, then its server is switched off and kept for the \
-             platform's DELETE_GRACE_SECONDS; until then `svcctl undelete {old}` brings it back."
+            "- {old}, the old one: its host takes a last backup, then its server is powered off and kept for the \
+             platform's DELETE_GRACE_SECONDS; until then `svcctl undelete {old}` restores it."
         ),
-        if accept_loss { LOSS_ACCEPTED } else { LOSS_ASKED }.to_owned(),
+        if accept_loss { LOSS_ACCEPTED } else { LOSS_QUESTION }.to_owned(),
         "Snapshots stay.".to_owned(),
     ];
     lines.extend(operation.map(|operation| {
         format!(
-            "To cancel the {noun} alone, so that machine {old} serves again: `svcctl operation abandon {}`.",
+            "To cancel only the {noun}, so that machine {old} serves again: `svcctl operation abandon {}`.",
             operation.operation_id
         )
     }));
     Some(lines.join("\n"))
 }
 
-/// Before a machine is taken out of service.
-pub fn of_failure(args: &Fail) -> String {
+/// The risk of taking a machine out of service.
+pub fn failure_risk(args: &Fail) -> String {
     format!(
-        "This takes machine {0} out of service: its user is not served. It keeps its slot. Its server stays on and is \
-         billed; what no snapshot holds stays on it. `svcctl resume {0}` puts it back while its host is well; a recovery \
-         replaces it.\nA machine that has not served yet is given up: the machine that it was to replace gets the slot back.",
+        "This takes machine {0} out of service: its user is not served. It keeps its slot. Its server stays on with all \
+         data and is billed. `svcctl resume {0}` puts it back into service if its host is healthy; a recovery replaces \
+         it.\nA machine that has not served yet is abandoned: the machine that it was to replace gets the slot back.",
         args.machine
     )
 }
 
-/// Before the server of a machine is switched off.
-pub fn of_power_off(machine: &Target) -> String {
+/// The risk of powering off a machine.
+pub fn power_off_risk(machine: &Target) -> String {
     format!(
         "This shuts machine {machine} down. Until `svcctl power on {machine}` its user is not served and no backup is \
-         taken; what no snapshot holds stays on its server, which the provider keeps billing."
+         taken; its server keeps all data, and the provider keeps billing it."
     )
 }
 
-/// Before the kept server of a machine is deleted.
-pub fn of_discard(args: &Discard) -> String {
+/// The risk of deleting a machine's kept server.
+pub fn discard_risk(args: &Discard) -> String {
     let mut what =
         format!("This deletes the kept server of machine {}: this cannot be undone.", args.machine);
     if args.accept_loss {
-        what.push_str("\n--accept-loss: what no snapshot holds of it is lost for good.");
+        what.push_str("\n--accept-loss: its changes that are in no snapshot are lost permanently.");
     }
     what
 }

@@ -1,28 +1,28 @@
-//! `svcctl slot`: which slots are paid for.
+//! `svcctl slot`: the subscriptions of slots.
 
 use http::Method;
 use serde_json::json;
 
 use crate::applet::Failure;
 use crate::clock;
-use crate::ctl::api::Api;
+use crate::ctl::api::ApiClient;
 use crate::ctl::args::SlotCommand;
 use crate::ctl::out::Out;
 use crate::ctl::show::slot::{SlotRow, Slots, list};
 
-pub async fn run(api: &Api, command: SlotCommand, out: &Out) -> Result<(), Failure> {
+pub async fn run(api: &ApiClient, command: SlotCommand, out: &Out) -> Result<(), Failure> {
     match command {
         SlotCommand::Set { user, slot, plan, status, period_end } => {
             let mut body = json!({"idpUserId": user, "slot": slot, "plan": plan, "status": status.as_str()});
             if let Some(end) = period_end {
                 body["currentPeriodEnd"] = clock::rfc3339_ms(end).into();
             }
-            let answer = api.send(Method::PUT, &["vps", "slots"], Some(&body)).await?;
-            out.answer(&answer, |view| Ok(list(view, &[answer.read::<SlotRow>()?])))
+            let response = api.send(Method::PUT, &["vps", "slots"], Some(&body)).await?;
+            out.print_response(&response, |view| Ok(list(view, &[response.read::<SlotRow>()?])))
         }
         SlotCommand::List { user } => {
-            let answer = api.get(&["vps", "slots"], &[("idpUserId", user.to_string())]).await?;
-            out.answer(&answer, |view| Ok(list(view, &answer.read::<Slots>()?.slots)))
+            let response = api.get(&["vps", "slots"], &[("idpUserId", user.to_string())]).await?;
+            out.print_response(&response, |view| Ok(list(view, &response.read::<Slots>()?.slots)))
         }
     }
 }

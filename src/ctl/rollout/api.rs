@@ -1,4 +1,4 @@
-//! The gateway's own routes: health, schemas of the bridge, icons, and the legacy route that is no more.
+//! Checks of the gateway's own routes: health, the bridge's schemas, icons, and the removed legacy route.
 
 use http::StatusCode;
 use serde_json::{Value, json};
@@ -10,25 +10,25 @@ const JOURNAL: &str = "journalctl -u svc-gateway -n 50 on the host";
 
 pub async fn health(site: &Site) -> Findings {
     let findings = Findings::new("gateway-health");
-    let answer = match site.get(&site.url("/readyz"), "application/json").await {
-        Ok(answer) => answer,
+    let response = match site.get(&site.url("/readyz"), "application/json").await {
+        Ok(response) => response,
         Err(why) => return findings.problem(why, JOURNAL),
     };
-    let body = answer.json().unwrap_or_default();
-    if answer.status.is_success() && body["status"] == "ready" && body["database"] == "ok" {
-        return findings.ok("ready, and its database answers");
+    let body = response.json().unwrap_or_default();
+    if response.status.is_success() && body["status"] == "ready" && body["database"] == "ok" {
+        return findings.ok("ready, and its database responds");
     }
-    let what = format!("/readyz: {}: database {}, apps {}", answer.status, body["database"], body["apps"]);
+    let what = format!("/readyz: {}: database {}, apps {}", response.status, body["database"], body["apps"]);
     findings.problem(what, JOURNAL)
 }
 
-/// The database server that the gateway says it is connected to; it says so on its trusted socket alone.
+/// The database server that the gateway is connected to. It is reported only on the trusted socket.
 pub async fn database_server(site: &Site) -> Option<String> {
-    let answer = site.get(&site.url("/readyz"), "application/json").await.ok()?;
-    answer.json()?["server"].as_str().map(str::to_owned)
+    let response = site.get(&site.url("/readyz"), "application/json").await.ok()?;
+    response.json()?["server"].as_str().map(str::to_owned)
 }
 
-/// The owner sees the tables of every app; whatever app declares some must be among them.
+/// Checks that the owner sees the schema of every app that declares tables.
 pub async fn schemas(site: &Site) -> Findings {
     let findings = Findings::new("bridge-schemas");
     let query = site.post(&site.url("/api/bridge/query"), &json!({"action": "schemas"})).await;
@@ -42,13 +42,13 @@ pub async fn schemas(site: &Site) -> Findings {
     }
     let listed = named(&query.json().unwrap_or_default()["data"], "app");
     let apps = apps.json().unwrap_or_default();
-    let told = apps["apps"].as_array().cloned().unwrap_or_default();
+    let installed = apps["apps"].as_array().cloned().unwrap_or_default();
     let mut findings = findings;
-    for app in &told {
+    for app in &installed {
         let slug = app["slug"].as_str().unwrap_or("?");
         if app["status"] == "error" {
-            let why = app["error"].as_str().unwrap_or("it does not say why");
-            findings = findings.problem(format!("{slug}: {why}"), "its svc.json");
+            let why = app["error"].as_str().unwrap_or("no reason given");
+            findings = findings.problem(format!("{slug}: {why}"), "check its svc.json");
         } else if app["tables"].as_array().is_some_and(|tables| !tables.is_empty())
             && !listed.iter().any(|known| known == slug)
         {
@@ -57,7 +57,7 @@ pub async fn schemas(site: &Site) -> Findings {
     }
     if listed.is_empty() {
         return findings
-            .problem("the bridge lists no app's schema", "are apps installed? /home/svc/home/apps");
+            .problem("the bridge lists no schemas", "are apps installed? Check /home/svc/home/apps");
     }
     findings.or_ok(format!("{} apps: {}", listed.len(), listed.join(", ")))
 }
@@ -78,31 +78,31 @@ fn named(data: &Value, key: &str) -> Vec<String> {
 pub async fn legacy_route(site: &Site) -> Findings {
     let findings = Findings::new("legacy-route");
     match site.get(&site.url("/api/canvas"), "application/json").await {
-        Ok(answer) if answer.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas answers 404"),
-        Ok(answer) => findings.problem(
-            format!("/api/canvas answers {}", answer.status),
-            "an old gateway, or something in front of it that answers for it",
+        Ok(response) if response.status == StatusCode::NOT_FOUND => findings.ok("/api/canvas answers 404"),
+        Ok(response) => findings.problem(
+            format!("/api/canvas answers {}", response.status),
+            "an old gateway, or a proxy in front of it that answers instead",
         ),
         Err(why) => findings.problem(why, JOURNAL),
     }
 }
 
-/// An app that nobody has, then those that are there: each icon an image, the same bytes twice, never a 5xx.
+/// Checks the icons of a missing app and of every app: each must be an image, with the same bytes twice.
 pub async fn icons(site: &Site) -> Findings {
     let mut findings = Findings::new("icons");
-    let nobody = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
-    let mut paths = vec![nobody];
+    let missing = format!("/icons/none-{}", uuid::Uuid::new_v4().simple());
+    let mut paths = vec![missing];
     let apps = site.get(&site.url("/api/apps"), "application/json").await;
-    let apps = apps.ok().and_then(|answer| answer.json()).unwrap_or_default();
+    let apps = apps.ok().and_then(|response| response.json()).unwrap_or_default();
     let known = apps["apps"].as_array().into_iter().flatten();
     paths.extend(known.filter_map(|app| app["icon"].as_str().map(str::to_owned)));
     for path in &paths {
         if let Err(why) = icon(site, path).await {
             findings =
-                findings.problem(format!("{path}: {why}"), "the shell would ask again and again for it");
+                findings.problem(format!("{path}: {why}"), "the shell would request it repeatedly");
         }
     }
-    findings.or_ok(format!("{} icons and a missing one's fallback, each twice the same", paths.len() - 1))
+    findings.or_ok(format!("{} icons and the fallback of a missing one, all stable", paths.len() - 1))
 }
 
 async fn icon(site: &Site, path: &str) -> Result<(), String> {
@@ -115,7 +115,7 @@ async fn icon(site: &Site, path: &str) -> Result<(), String> {
         return Err(format!("it is {:?}, not an image", first.kind));
     }
     if first.body.is_empty() || first.body != again.body {
-        return Err("two requests give different bytes".to_owned());
+        return Err("two requests returned different bytes".to_owned());
     }
     Ok(())
 }

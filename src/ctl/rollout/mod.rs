@@ -1,5 +1,4 @@
-//! `svcctl verify-rollout`: what has to be seen of a release on a running host before others get it (specification,
-//! part 9), a line each.
+//! `svcctl verify-rollout`: the checks of a release on a running host before its rollout (specification, part 9).
 
 mod api;
 mod scan;
@@ -11,27 +10,27 @@ use std::time::Duration;
 use super::args::VerifyRollout;
 use super::command::{is_private, secret_from};
 use super::doctor;
-use super::local::Local;
+use super::local::LocalChecks;
 use super::out::Out;
 use crate::applet::Failure;
 use crate::config::Env;
 use crate::diagnosis::{self, Check, Findings, Level, Report};
 use site::Site;
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const CHECK_TIMEOUT: Duration = Duration::from_secs(60);
 
-pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Failure> {
+pub async fn run(args: VerifyRollout, local: LocalChecks, out: &Out) -> Result<(), Failure> {
     let from_outside = args.app_url.is_some();
     let worst = if args.strict { Level::Skipped } else { Level::Problem };
     let site = site(args, local)?;
     let site = &site;
-    let mut findings = shell::check(site, DEADLINE).await;
+    let mut findings = shell::check(site, CHECK_TIMEOUT).await;
     let checks = vec![
-        Check::new("gateway-health", DEADLINE, api::health(site)),
-        Check::new("vps-database", DEADLINE, async move {
+        Check::new("gateway-health", CHECK_TIMEOUT, api::health(site)),
+        Check::new("vps-database", CHECK_TIMEOUT, async move {
             let findings = Findings::new("vps-database");
             if from_outside {
-                return findings.skipped("which database it is can be seen on the host alone");
+                return findings.skipped("the database can be checked only on the host");
             }
             let server = api::database_server(site).await;
             match (local.own_database)(server.as_deref()) {
@@ -42,15 +41,15 @@ pub async fn run(args: VerifyRollout, local: Local, out: &Out) -> Result<(), Fai
                 ),
             }
         }),
-        Check::new("bridge-schemas", DEADLINE, api::schemas(site)),
-        Check::new("legacy-route", DEADLINE, api::legacy_route(site)),
-        Check::new("icons", DEADLINE, api::icons(site)),
+        Check::new("bridge-schemas", CHECK_TIMEOUT, api::schemas(site)),
+        Check::new("legacy-route", CHECK_TIMEOUT, api::legacy_route(site)),
+        Check::new("icons", CHECK_TIMEOUT, api::icons(site)),
     ];
     findings.extend(diagnosis::run_checks(checks).await);
-    doctor::tell(&Report { subject: "rollout".to_owned(), findings }, worst, out)
+    doctor::print_report(&Report { subject: "rollout".to_owned(), findings }, worst, out)
 }
 
-fn site(args: VerifyRollout, local: Local) -> Result<Site, Failure> {
+fn site(args: VerifyRollout, local: LocalChecks) -> Result<Site, Failure> {
     let Some(base) = args.app_url else {
         let socket = args.socket.unwrap_or_else(local.gateway_socket);
         return Ok(Site::by_socket(&socket)?);

@@ -1,19 +1,19 @@
-//! Reading built files without running them: what they refer to, and what must not be in them. Pure.
+//! Scans built files without running them: the files that they refer to, and placeholder hosts. Pure.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 
-/// Quoted strings that are longer are data, not names of files.
-const LONGEST_NAME: usize = 300;
+/// Longer quoted strings are data, not file names.
+const MAX_NAME_BYTES: usize = 300;
 
-/// Names of scripts and styles in the quotes of HTML or JavaScript, as they are written.
+/// The quoted names of scripts and styles in HTML or JavaScript.
 pub fn files(text: &str) -> Vec<&str> {
     let mut found = Vec::new();
     for quote in ['"', '\'', '`'] {
         for part in text.split(quote) {
             let name = part.split(['?', '#']).next().unwrap_or_default();
             let is_file = [".js", ".mjs", ".css"].iter().any(|ending| name.ends_with(ending));
-            let is_name = name.len() <= LONGEST_NAME
+            let is_name = name.len() <= MAX_NAME_BYTES
                 && name.chars().all(|c| c.is_ascii_alphanumeric() || "/._-~@:%".contains(c));
             if is_file && is_name && !found.contains(&name) {
                 found.push(name);
@@ -23,17 +23,17 @@ pub fn files(text: &str) -> Vec<&str> {
     found
 }
 
-/// The host that a shell without a key would ask, and the one of examples.
-const KNOWN: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
+/// The host of a shell without a key, and the host of examples.
+const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
-/// A host whose name says that it stands for another, as it is or inside a publishable key: built without the key of an
-/// identity provider, or with an example's, a shell would ask it.
+/// A placeholder host, as plain text or inside a publishable key. A shell that was built without the identity provider's
+/// key, or with an example's, would connect to it.
 pub fn placeholder_host(text: &str) -> Option<String> {
-    let in_key = || hosts_of_keys(text).find_map(|host| in_plain(&format!("//{host}")).map(str::to_owned));
-    in_plain(text).map(str::to_owned).or_else(in_key)
+    let in_key = || hosts_of_keys(text).find_map(|host| placeholder_in_text(&format!("//{host}")).map(str::to_owned));
+    placeholder_in_text(text).map(str::to_owned).or_else(in_key)
 }
 
-/// Whatever comes after `pk_test_` and `pk_live_`: base64 of a host and a `$`, as the shell reads it.
+/// The hosts in publishable keys: `pk_test_` or `pk_live_`, then base64 of a host and a `$`.
 fn hosts_of_keys(text: &str) -> impl Iterator<Item = String> {
     let keys = ["pk_test_", "pk_live_"].into_iter().flat_map(|form| text.split(form).skip(1));
     keys.filter_map(|rest| {
@@ -45,8 +45,8 @@ fn hosts_of_keys(text: &str) -> impl Iterator<Item = String> {
     })
 }
 
-fn in_plain(text: &str) -> Option<&str> {
-    if let Some(known) = KNOWN.into_iter().find(|known| text.contains(known)) {
+fn placeholder_in_text(text: &str) -> Option<&str> {
+    if let Some(known) = PLACEHOLDER_HOSTS.into_iter().find(|known| text.contains(known)) {
         return Some(known);
     }
     for (at, _) in text.match_indices("placeholder") {
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_found_in_pages_and_in_chunks() {
+    fn files_finds_names_in_pages_and_chunks() {
         let page = r#"<link rel="modulepreload" href="/assets/vendor-1.js"><script type=module src='/assets/main-2.js?v=1'>"#;
         assert_eq!(files(page), ["/assets/vendor-1.js", "/assets/main-2.js"]);
         let chunk = r#"import{a}from"./chunk-3.js";const m=["assets/x.js","assets/x.css"];b=()=>import(`./lazy.mjs`);"no js.js here""#;
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_placeholder_host_is_found_and_the_word_alone_is_not() {
+    fn placeholder_host_finds_hosts_but_not_the_mere_word() {
         for text in [
             r#"fetch("https://placeholder.idp.example/v1")"#,
             r#"const host="placeholder.idp.accounts.dev";"#,
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_placeholder_host_is_found_inside_a_key() {
+    fn placeholder_host_finds_hosts_inside_keys() {
         let key = |form: &str, host: &str| {
             let code = base64::engine::general_purpose::STANDARD.encode(format!("{host}$"));
             format!(r#"const k="pk_{form}_{code}",other=1;"#)

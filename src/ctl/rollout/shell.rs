@@ -1,4 +1,4 @@
-//! The shell as it is served: its page and every script that a fresh load can come to, read and not run.
+//! Checks of the served shell: reads its page and all scripts that the page can load, without running them.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -9,17 +9,17 @@ use super::scan;
 use super::site::Site;
 use crate::diagnosis::{Finding, Findings};
 
-const MOST_FILES: usize = 400;
-const MOST_BYTES: usize = 96 << 20;
-/// However a call of it is put together.
+const MAX_FILES: usize = 400;
+const MAX_TOTAL_BYTES: usize = 96 << 20;
+/// Part of every call of the legacy route, however its URL is built.
 const LEGACY: &str = "api/canvas";
-/// The shell's page says with it from where a canvas may be moved.
+/// The page's `meta` that declares where canvas gestures may begin.
 const GESTURES: &str = "svc-canvas-gestures";
 const FROM_SURFACE: &str = "surface";
 const CHECKS: [&str; 3] = ["placeholder-host", "legacy-canvas", "canvas-gestures"];
 
 /// A file of the shell.
-struct Part {
+struct ShellFile {
     url: Url,
     text: String,
 }
@@ -50,8 +50,8 @@ pub async fn check(site: &Site, deadline: Duration) -> Vec<Finding> {
     list
 }
 
-/// The page, then all that it names, then all that those name.
-async fn load(site: &Site) -> Result<Vec<Part>, String> {
+/// Loads the page and, transitively, all files that it refers to.
+async fn load(site: &Site) -> Result<Vec<ShellFile>, String> {
     let front = site.get(site.base(), "text/html").await?;
     if !front.status.is_success() || !front.kind.starts_with("text/html") {
         return Err(format!("the page answers {} {}", front.status, front.kind));
@@ -61,30 +61,30 @@ async fn load(site: &Site) -> Result<Vec<Part>, String> {
     let mut wanted: VecDeque<(Url, bool)> = VecDeque::new();
     named(site.base(), site.base(), &page, true, &mut seen, &mut wanted);
     if wanted.is_empty() {
-        return Err("the page names no script: it is no shell".to_owned());
+        return Err("the page refers to no script, so it is not a shell".to_owned());
     }
     let mut bytes = page.len();
-    let mut parts = vec![Part { url: site.base().clone(), text: page }];
+    let mut parts = vec![ShellFile { url: site.base().clone(), text: page }];
     while let Some((url, from_page)) = wanted.pop_front() {
-        if parts.len() >= MOST_FILES || bytes >= MOST_BYTES {
+        if parts.len() >= MAX_FILES || bytes >= MAX_TOTAL_BYTES {
             return Err(format!(
-                "more than {MOST_FILES} files or {} MiB: not all were read",
-                MOST_BYTES >> 20
+                "more than {MAX_FILES} files or {} MiB: some were not read",
+                MAX_TOTAL_BYTES >> 20
             ));
         }
-        let answer = site.get(&url, "*/*").await?;
-        // A name in a script's quotes need not be a file; what the page itself names must be one.
-        let is_code = answer.kind.contains("javascript") || answer.kind.contains("css");
-        if !answer.status.is_success() || !is_code {
+        let response = site.get(&url, "*/*").await?;
+        // A quoted name in a script need not be a file; a name in the page must be one.
+        let is_code = response.kind.contains("javascript") || response.kind.contains("css");
+        if !response.status.is_success() || !is_code {
             if from_page {
-                return Err(format!("{} answers {} {}", url.path(), answer.status, answer.kind));
+                return Err(format!("{} answers {} {}", url.path(), response.status, response.kind));
             }
             continue;
         }
-        let text = answer.text().into_owned();
+        let text = response.text().into_owned();
         bytes += text.len();
         named(site.base(), &url, &text, false, &mut seen, &mut wanted);
-        parts.push(Part { url, text });
+        parts.push(ShellFile { url, text });
     }
     Ok(parts)
 }
@@ -99,7 +99,7 @@ fn named(
 ) {
     for name in scan::files(text) {
         let relative = name.starts_with('.') || name.starts_with('/') || name.contains("://");
-        // Vite names lazily loaded chunks from the site's root, without the slash.
+        // Vite names lazily loaded chunks relative to the site's root, without a leading slash.
         let from = if relative { of } else { base };
         if let Ok(url) = from.join(name)
             && url.origin() == base.origin()
@@ -110,48 +110,48 @@ fn named(
     }
 }
 
-fn placeholder(parts: &[Part]) -> Findings {
+fn placeholder(parts: &[ShellFile]) -> Findings {
     let mut findings = Findings::new(CHECKS[0]);
     for part in parts {
         if let Some(host) = scan::placeholder_host(&part.text) {
             findings = findings.problem(
                 format!("{} names {host}", part.url.path()),
-                "the shell was built without NEXT_PUBLIC_IDP_PUBLISHABLE_KEY, or with an example's: build the bundle again \
-                 with the identity provider's",
+                "the shell was built without NEXT_PUBLIC_IDP_PUBLISHABLE_KEY, or with an example key: rebuild the bundle \
+                 with the identity provider's key",
             );
         }
     }
-    findings.or_ok("neither page nor chunks name one")
+    findings.or_ok("neither the page nor its chunks contain one")
 }
 
-fn legacy(parts: &[Part]) -> Findings {
+fn legacy(parts: &[ShellFile]) -> Findings {
     let mut findings = Findings::new(CHECKS[1]);
     for part in parts.iter().filter(|part| part.text.contains(LEGACY)) {
         findings = findings.problem(
             format!("{} names {LEGACY}", part.url.path()),
-            "an old shell: build the bundle from the current sources",
+            "an old shell: rebuild the bundle from the current sources",
         );
     }
-    findings.or_ok(format!("neither page nor chunks name {LEGACY}"))
+    findings.or_ok(format!("neither the page nor its chunks contain {LEGACY}"))
 }
 
-fn gestures(parts: &[Part]) -> Findings {
+fn gestures(parts: &[ShellFile]) -> Findings {
     let findings = Findings::new(CHECKS[2]);
     match marker(&parts[0].text, GESTURES) {
         Some(from) if from == FROM_SURFACE => findings.ok(
-            "the shell declares that pan and zoom begin on the canvas surface only; whether they do, a browser tells",
+            "the shell declares that pan and zoom begin only on the canvas surface; verify it in a browser",
         ),
         Some(from) => findings.problem(
             format!("the shell declares that pan and zoom begin on {from:?}"),
-            "they would take gestures from the windows of apps: build the bundle from the current sources",
+            "they would take gestures from the windows of apps: rebuild the bundle from the current sources",
         ),
         None => {
-            findings.skipped(format!("the page has no <meta name=\"{GESTURES}\">: only a browser can tell"))
+            findings.skipped(format!("the page has no <meta name=\"{GESTURES}\">: verify it in a browser"))
         }
     }
 }
 
-/// The content of a `meta` of this name.
+/// The content of the `meta` element with this name.
 fn marker<'a>(page: &'a str, name: &str) -> Option<&'a str> {
     let tags = page.split('<').filter(|tag| tag.starts_with("meta"));
     let attribute = |tag: &'a str, name: &str| {
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_marker_of_the_page_is_read_in_any_order() {
+    fn marker_accepts_attributes_in_any_order() {
         let page =
             r#"<head><meta charset="utf-8"><meta content="surface" name="svc-canvas-gestures"></head>"#;
         assert_eq!(marker(page, GESTURES), Some("surface"));
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_resolved_as_a_browser_would() {
+    fn named_resolves_names_like_a_browser() {
         let base = Url::parse("https://app.test/").unwrap();
         let chunk = base.join("/assets/main.js").unwrap();
         let (mut seen, mut wanted) = (HashSet::new(), VecDeque::new());

@@ -1,4 +1,4 @@
-//! A host as its owner sees it: by the gateway's trusted socket, or through the router with a session.
+//! A client of a host: through the gateway's trusted socket, or through the router with the owner's session.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,13 +14,13 @@ use url::Url;
 use crate::chain::chain;
 use crate::http::client::{self, Deadlines};
 
-const CALL: Deadlines = Deadlines {
+const TIMEOUTS: Deadlines = Deadlines {
     connect: Duration::from_secs(5),
     whole: Some(Duration::from_secs(20)),
     idle: Duration::from_secs(10),
 };
-/// No file of a shell is larger.
-const LARGEST: usize = 32 << 20;
+/// Maximum size of a response body.
+const MAX_BODY_BYTES: usize = 32 << 20;
 
 pub struct Site {
     client: reqwest::Client,
@@ -28,14 +28,14 @@ pub struct Site {
     credential: Option<(HeaderName, HeaderValue)>,
 }
 
-/// An answer, read whole.
-pub struct Answer {
+/// A response with its whole body.
+pub struct SiteResponse {
     pub status: StatusCode,
     pub kind: String,
     pub body: Bytes,
 }
 
-impl Answer {
+impl SiteResponse {
     pub fn text(&self) -> std::borrow::Cow<'_, str> {
         String::from_utf8_lossy(&self.body)
     }
@@ -48,7 +48,7 @@ impl Answer {
 impl Site {
     pub fn by_socket(socket: &Path) -> anyhow::Result<Self> {
         let base = Url::parse("http://gateway/")?;
-        Ok(Self { client: client::over_socket(CALL, socket)?, base, credential: None })
+        Ok(Self { client: client::over_socket(TIMEOUTS, socket)?, base, credential: None })
     }
 
     /// `token` is the identity provider's session JWT, or the value of a browser's `svc_session` cookie.
@@ -62,36 +62,36 @@ impl Site {
         };
         let mut value = HeaderValue::from_str(&text)?;
         value.set_sensitive(true);
-        Ok(Self { client: client::build(CALL)?, base, credential: Some((name, value)) })
+        Ok(Self { client: client::build(TIMEOUTS)?, base, credential: Some((name, value)) })
     }
 
     pub fn base(&self) -> &Url {
         &self.base
     }
 
-    /// A path of this site.
+    /// The URL of a path on this site.
     pub fn url(&self, path: &str) -> Url {
         self.base.join(path).unwrap_or_else(|_| self.base.clone())
     }
 
-    pub async fn get(&self, url: &Url, accept: &'static str) -> Result<Answer, String> {
-        self.ask(Method::GET, url, accept, None).await
+    pub async fn get(&self, url: &Url, accept: &'static str) -> Result<SiteResponse, String> {
+        self.request(Method::GET, url, accept, None).await
     }
 
-    pub async fn post(&self, url: &Url, body: &Value) -> Result<Answer, String> {
-        self.ask(Method::POST, url, "application/json", Some(body)).await
+    pub async fn post(&self, url: &Url, body: &Value) -> Result<SiteResponse, String> {
+        self.request(Method::POST, url, "application/json", Some(body)).await
     }
 
-    async fn ask(
+    async fn request(
         &self,
         method: Method,
         url: &Url,
         accept: &'static str,
         body: Option<&Value>,
-    ) -> Result<Answer, String> {
-        // The credential is for this site alone.
+    ) -> Result<SiteResponse, String> {
+        // The credential is only for this site.
         if url.origin() != self.base.origin() {
-            return Err(format!("{url} is of another origin"));
+            return Err(format!("{url} has another origin"));
         }
         let failed = |error: reqwest::Error| format!("{}: {}", url.path(), chain(&error.without_url()));
         let mut request = self.client.request(method.clone(), url.clone()).header(header::ACCEPT, accept);
@@ -99,7 +99,7 @@ impl Site {
             request = request.header(name, value);
         }
         if method != Method::GET {
-            // As a page of this site would send it.
+            // A page of this site would send the same header.
             request = request.header(header::ORIGIN, self.base.origin().ascii_serialization());
         }
         if let Some(body) = body {
@@ -113,10 +113,10 @@ impl Site {
         let mut parts = response.bytes_stream();
         while let Some(part) = parts.next().await {
             body.extend_from_slice(&part.map_err(failed)?);
-            if body.len() > LARGEST {
-                return Err(format!("{}: more than {} MiB", url.path(), LARGEST >> 20));
+            if body.len() > MAX_BODY_BYTES {
+                return Err(format!("{}: more than {} MiB", url.path(), MAX_BODY_BYTES >> 20));
             }
         }
-        Ok(Answer { status, kind, body: body.into() })
+        Ok(SiteResponse { status, kind, body: body.into() })
     }
 }

@@ -1,4 +1,4 @@
-//! The operators' audit, as a person reads it.
+//! Text view of the audit.
 
 use jiff::Timestamp;
 use serde::Deserialize;
@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::{Colour, View, compact};
 use crate::untrusted_text::one_line;
 
-/// Of one entry; the rest is in `--json`.
+/// Maximum changes shown per entry; `--json` has all.
 const MAX_CHANGES: usize = 4;
 
 #[derive(Debug, Deserialize)]
@@ -17,7 +17,7 @@ pub struct Page {
     pub next_cursor: Option<String>,
 }
 
-/// One entry, with all that the platform said of it.
+/// One entry, with its complete JSON.
 #[derive(Debug, Deserialize)]
 #[serde(try_from = "Value")]
 pub struct Entry {
@@ -36,7 +36,7 @@ impl TryFrom<Value> for Entry {
     }
 }
 
-/// The newest last, as in a log.
+/// Lists entries with the newest last, as in a log.
 pub fn list(view: &View, page: &Page) -> String {
     if page.entries.is_empty() {
         return "no entries\n".to_owned();
@@ -61,7 +61,7 @@ pub fn line(view: &View, entry: &Entry) -> String {
     parts.join("  ") + "\n"
 }
 
-/// The plain members that differ.
+/// The changed scalar members.
 fn changes(before: &Value, after: &Value) -> String {
     let Some(after) = after.as_object().filter(|_| before.is_object()) else { return String::new() };
     let plain = |value: &Value| !value.is_object() && !value.is_array();
@@ -73,15 +73,15 @@ fn changes(before: &Value, after: &Value) -> String {
         value => one_line(&compact(Some(value))).into_owned(),
     };
     let all: Vec<_> = after.iter().filter(differs).collect();
-    let mut said: Vec<String> = all
+    let mut shown_changes: Vec<String> = all
         .iter()
         .take(MAX_CHANGES)
         .map(|(name, now)| format!("{name}={}→{}", shown(&before[name.as_str()]), shown(now)))
         .collect();
     if all.len() > MAX_CHANGES {
-        said.push(format!("and {} more", all.len() - MAX_CHANGES));
+        shown_changes.push(format!("and {} more", all.len() - MAX_CHANGES));
     }
-    said.join(" ")
+    shown_changes.join(" ")
 }
 
 #[cfg(test)]
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn list_shows_the_newest_last_and_how_to_go_on() {
+    fn list_shows_newest_last_and_the_next_cursor() {
         let mut older = entry(&Value::Null, &Value::Null);
         older["at"] = json!("2026-01-01T00:00:00.000Z");
         let page = json!({"entries": [entry(&Value::Null, &Value::Null), older], "nextCursor": "c-1"});

@@ -1,4 +1,4 @@
-//! The snapshots of a slot.
+//! Text view of a slot's snapshots.
 
 use serde::Deserialize;
 
@@ -56,7 +56,7 @@ pub fn list(view: &View, page: &Backups) -> String {
     shown
 }
 
-/// The one that was waited for.
+/// Shows one snapshot.
 pub fn one(view: &View, backup: &Backup) -> String {
     let pairs = [
         ("backup", Cell::from(backup.key.clone())),

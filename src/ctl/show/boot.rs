@@ -1,4 +1,4 @@
-//! How far a host's first boot is, by its own word.
+//! Text view of a host's first boot, as the host reports it.
 
 use serde::Deserialize;
 
@@ -20,7 +20,7 @@ pub struct BootStage {
     pub at: String,
 }
 
-/// How far one stage is: bytes that were downloaded, rows that were loaded.
+/// Progress of one stage: downloaded bytes and loaded rows.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct BootProgress {
@@ -32,7 +32,7 @@ pub struct BootProgress {
 }
 
 impl Boot {
-    /// `bundle 0.4 s, database 1.2 s`, with the stage that it is at last while the host has not registered.
+    /// `bundle 0.4 s, database 1.2 s`; until the host has registered, the current stage with its progress.
     pub fn line(&self, view: &View, registered: Option<&String>, progress: Option<&BootProgress>) -> String {
         let ends = self.stages.iter().skip(1).map(|stage| Some(&stage.at)).chain([registered]);
         let took = |stage: &BootStage, end: &String| {
@@ -52,7 +52,7 @@ impl Boot {
 }
 
 impl BootProgress {
-    /// Of the phase that comes last: rows are loaded once the bytes are there.
+    /// Percent of the current phase: rows are loaded after the download.
     pub fn percent(&self) -> Option<u64> {
         let of = |done: Option<u64>, total: Option<u64>| {
             let (done, total) = done.zip(total).filter(|(_, total)| *total > 0)?;
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percent_is_of_last_phase_and_survives_missing_totals() {
+    fn percent_is_of_the_last_phase_with_a_total() {
         let far = |bytes, total_bytes, rows, total_rows| {
             let stage = "restore".to_owned();
             BootProgress { stage, bytes, total_bytes, rows, total_rows }

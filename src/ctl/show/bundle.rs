@@ -1,15 +1,15 @@
-//! Published bundles.
+//! Text view of published bundles.
 
 use super::View;
 use super::human::{size, when};
 use super::table;
-use crate::ctl::bundle::Listed;
+use crate::ctl::bundle::PublishedBundle;
 
-pub fn list(view: &View, bundles: &[Listed]) -> String {
+pub fn list(view: &View, bundles: &[PublishedBundle]) -> String {
     if bundles.is_empty() {
         return "no bundles\n".to_owned();
     }
-    let row = |b: &Listed| {
+    let row = |b: &PublishedBundle| {
         let at = when(view.now, &crate::clock::rfc3339_ms(b.published_at));
         vec![b.image_version.clone().into(), at.into(), size(b.size_bytes).into(), b.sha256.clone().into()]
     };

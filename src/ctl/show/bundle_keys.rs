@@ -1,4 +1,4 @@
-//! Which hosts trust which keys of releases: `svcctl bundle keys`, and what the doctor says of it.
+//! The release keys that hosts trust: the text view of `svcctl bundle keys`, and findings of the doctor.
 
 use serde::Deserialize;
 
@@ -14,7 +14,7 @@ pub struct BundleKeys {
     keys: Vec<Key>,
     not_reporting: u64,
     not_reporting_handles: Vec<String>,
-    /// `BUNDLE_KEYS_SEQUENCE`, and the hosts whose key set has a later number; a platform of an older release does not say it.
+    /// `BUNDLE_KEYS_SEQUENCE`, and the hosts whose key set has a higher number. Older platforms omit it.
     #[serde(default)]
     sequence: u64,
     highest_sequence: Option<u64>,
@@ -36,7 +36,7 @@ struct Key {
 }
 
 const NEXT: &str =
-    "svcctl bundle --help has the steps of a rotation; svcctl bundle keys shows where it stands";
+    "svcctl bundle --help has the steps of a rotation; svcctl bundle keys shows its progress";
 
 /// `3 machines (ada, bob, cy)`.
 fn machines(count: u64, handles: &[String]) -> String {
@@ -49,7 +49,7 @@ fn verb(count: u64, one: &'static str, many: &'static str) -> &'static str {
 }
 
 impl BundleKeys {
-    /// Where hosts and platform do not trust the same keys.
+    /// Findings for keys that only the hosts or only the platform trust.
     pub fn findings(&self, findings: Findings) -> Findings {
         let findings = self.keys.iter().fold(findings, |findings, key| key.findings(findings));
         match self.behind() {
@@ -58,12 +58,12 @@ impl BundleKeys {
         }
     }
 
-    /// That `BUNDLE_KEYS_SEQUENCE` was forgotten, and what to do.
+    /// The finding and advice if `BUNDLE_KEYS_SEQUENCE` was not updated.
     fn behind(&self) -> Option<(String, String)> {
         let highest = self.highest_sequence?;
         let who = machines(self.ahead, &self.ahead_handles);
         let what = format!(
-            "BUNDLE_KEYS_SEQUENCE is {}, and {who} {} a later key set, up to {highest}: a release of before could bring new \
+            "BUNDLE_KEYS_SEQUENCE is {}, but {who} {} a later key set, up to {highest}: an older release could give new \
              hosts a key that was dropped",
             self.sequence,
             verb(self.ahead, "trusts", "trust"),
@@ -121,7 +121,7 @@ pub fn show(view: &View, keys: &BundleKeys) -> String {
         let who = machines(keys.not_reporting, &keys.not_reporting_handles);
         let verb = verb(keys.not_reporting, "has", "have");
         shown.push_str(&format!(
-            "\n{who} {verb} not reported any key\n  next: update to a release that reports them; a silent machine takes none\n"
+            "\n{who} {verb} not reported any key\n  next: update to a release that reports them; a silent machine gets none\n"
         ));
     }
     if let Some((what, next)) = keys.behind() {
@@ -156,15 +156,15 @@ mod tests {
     }
 
     #[test]
-    fn doctor_names_who_lacks_a_key_and_who_keeps_one() {
+    fn findings_name_missing_and_obsolete_keys() {
         let found = keys().findings(Findings::new("fleet")).into_list();
-        let said: Vec<String> = found.iter().map(|finding| finding.what.clone()).collect();
+        let texts: Vec<String> = found.iter().map(|finding| finding.what.clone()).collect();
         assert_eq!(
-            said,
+            texts,
             [
                 "7 machines (bob, …) do not trust the key bbbbbbbbbbbbbbbb of BUNDLE_PUBLIC_KEYS",
                 "1 machine (bob) still trusts the key cccccccccccccccc, which BUNDLE_PUBLIC_KEYS does not have",
-                "BUNDLE_KEYS_SEQUENCE is 0, and 1 machine (ada) trusts a later key set, up to 2: a release of before could bring \
+                "BUNDLE_KEYS_SEQUENCE is 0, but 1 machine (ada) trusts a later key set, up to 2: an older release could give \
                  new hosts a key that was dropped",
             ]
         );
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn older_platform_says_nothing_of_the_sequence() {
+    fn findings_are_empty_for_an_older_platform() {
         let older: BundleKeys =
             serde_json::from_value(json!({"keys": [], "notReporting": 0, "notReportingHandles": []}))
                 .unwrap();
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_a_table_with_those_who_lack_them() {
+    fn show_lists_keys_and_machines_without_them() {
         let view = View { now: jiff::Timestamp::UNIX_EPOCH, colours: false, width: None };
         let shown = show(&view, &keys());
         for part in

@@ -1,15 +1,15 @@
-//! Which copies of a slot's data exist, and what the loss of a server would cost now.
+//! Text view of the copies of a slot's data, and of the changes that a server loss would cost.
 
 use serde::Deserialize;
 
-use super::failure::{self, Failure};
+use super::failure::{self, MachineFailure};
 use super::human::{seconds, span, when};
 use super::machine::Machine;
 use super::table::Cell;
 use super::{Colour, View};
 
-/// Backups are hourly: more than one missed is worth a colour.
-const MAX_CALM_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
+/// Backups are hourly: two missed ones are shown as a problem.
+const MAX_NORMAL_EXPOSURE_SECONDS: u64 = 2 * 3600 + 600;
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -19,11 +19,11 @@ pub struct Copies {
     pub kept: Vec<KeptServer>,
     pub newest_snapshot_at: Option<String>,
     pub newest_snapshot: Option<NewestSnapshot>,
-    /// A whole snapshot that the pointer does not name.
+    /// A complete snapshot that is newer than the pointer's.
     pub newer_snapshot: Option<NewerSnapshot>,
-    /// A snapshot of the machine before that is newer than what the slot's machine began with.
+    /// A snapshot of the previous machine that is newer than the one that was restored.
     pub unrestored_snapshot: Option<UnrestoredSnapshot>,
-    /// Why the store's newest snapshot is not known, or cannot be restored.
+    /// The reason why the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
     pub exposed_seconds: Option<u64>,
 }
@@ -32,7 +32,7 @@ pub struct Copies {
 #[serde(rename_all = "camelCase")]
 pub struct NewestSnapshot {
     pub machine_id: String,
-    /// `store`, or `reported` by a host where the store did not say.
+    /// `store`, or `reported` by a host if the store could not be read.
     pub source: String,
 }
 
@@ -50,40 +50,40 @@ pub struct UnrestoredSnapshot {
     pub key: String,
 }
 
-/// The server of the machine that holds the slot.
+/// The server of the active machine.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LiveServer {
     pub machine_id: String,
     pub provider_server_id: Option<String>,
-    /// Since when the provider does not have it.
+    /// When it was first missing at the provider.
     pub missing_since: Option<String>,
 }
 
-/// A server that was switched off and not deleted.
+/// A server that was powered off and not deleted.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct KeptServer {
     pub machine_id: String,
     pub provider_server_id: Option<String>,
     pub reason: String,
-    /// `None` while it waits for a successor to serve, or for an operator.
+    /// `None` until a successor serves, or until an operator decides.
     pub until: Option<String>,
-    /// What was written since is on this server alone.
+    /// Changes since then exist only on this server.
     pub unsaved_since: Option<String>,
-    /// Since when the provider does not have it.
+    /// When it was first missing at the provider.
     pub missing_since: Option<String>,
-    /// When an operator gave up its removal.
+    /// When an operator abandoned its removal.
     pub removal_abandoned_at: Option<String>,
-    /// The deletion under way that does not keep it.
+    /// The running operation that deletes it.
     pub deleted_by: Option<String>,
-    /// When its machine left the slot. The API's copies lack it: it comes from the machine's own record.
+    /// When its machine left the slot; from the machine's own record, because the API's copies lack it.
     #[serde(skip)]
     pub left_at: Option<String>,
 }
 
 impl Copies {
-    /// The rows of a machine's view.
+    /// The rows for a machine's view.
     pub fn rows(&self, view: &View, machine: &Machine) -> Vec<(&'static str, Cell)> {
         let mut rows = vec![("live server", self.live_cell(view, machine))];
         rows.extend(self.kept.iter().map(|kept| {
@@ -109,7 +109,7 @@ impl Copies {
         }
         if live.machine_id == machine.machine_id && failure::is_held_by_another(machine) {
             let line =
-                format!("{server}: not switched on, since the store names another machine as the slot's");
+                format!("{server}: not powered on, because the store names another machine as the slot's");
             return Cell::painted(Some(Colour::Bad), line);
         }
         match &live.missing_since {
@@ -136,15 +136,15 @@ impl Copies {
         }
         if let Some(operation) = &kept.deleted_by {
             return bad(format!(
-                "deleted as soon as operation {operation} has taken its last backup and switched it off; until then \
-                 `svcctl operation abandon {operation}` brings its machine back"
+                "deleted as soon as operation {operation} has taken its last backup and powered it off; until then \
+                 `svcctl operation abandon {operation}` restores its machine"
             ));
         }
         if kept.is_being_deleted(view) {
             return format!("{server}: being deleted").into();
         }
         let undo = if kept.reason == "deleted" && self.live.is_none() {
-            format!("; `svcctl undelete {id}` brings it back")
+            format!("; `svcctl undelete {id}` restores it")
         } else {
             String::new()
         };
@@ -155,7 +155,7 @@ impl Copies {
             return bad(format!("its removal was abandoned; kept until `svcctl discard {id}`{undo}"));
         }
         let Some(until) = &kept.until else {
-            return format!("{server}: kept until a new machine has proven itself").into();
+            return format!("{server}: kept until a new machine has proven healthy").into();
         };
         format!("{server}: kept until {}{undo}", when(view.now, until)).into()
     }
@@ -182,28 +182,28 @@ impl Copies {
 
     fn risk_cell(&self) -> Cell {
         let Some(exposed) = self.exposed_seconds else { return "".into() };
-        let colour = (exposed > MAX_CALM_EXPOSURE_SECONDS).then_some(Colour::Bad);
+        let colour = (exposed > MAX_NORMAL_EXPOSURE_SECONDS).then_some(Colour::Bad);
         Cell::painted(colour, format!("losing the live server now would cost {}", self.cost(exposed)))
     }
 
     fn cost(&self, exposed: u64) -> String {
         match self.newest_snapshot_at {
             Some(_) => format!("{} of changes", span(exposed)),
-            None => format!("all of its data, {} old: no snapshot holds any", span(exposed)),
+            None => format!("all of its data, {} old: there is no snapshot", span(exposed)),
         }
     }
 
-    /// `newest snapshot 9 min ago; 9 min of changes are on its server alone`.
+    /// `newest snapshot 9 min ago; 9 min of changes exist only on its server`.
     pub fn stake(&self, view: &View) -> String {
         let newest = self.newest_snapshot_at.as_deref();
         let newest = newest.map_or_else(
             || "it has no snapshot".to_owned(),
-            |at| format!("its newest snapshot is of {}", when(view.now, at)),
+            |at| format!("its newest snapshot is from {}", when(view.now, at)),
         );
         let problem = self.snapshot_problem.as_ref();
         let newer = self.newer_snapshot.as_ref().map(|newer| {
             format!(
-                ", and {} of {} is stored and not the latest: if its host cannot make the last backup, a recovery asks which \
+                ", and {} of {} is stored but not the latest: if its host cannot make the last backup, a recovery asks which \
                  of them to restore",
                 newer.key,
                 when(view.now, &newer.taken_at)
@@ -212,23 +212,23 @@ impl Copies {
         let problem = problem.map(|problem| format!(" ({problem})")).unwrap_or_default();
         let newest = newest + &problem + &newer.unwrap_or_default();
         match self.exposed_seconds.filter(|_| self.newest_snapshot_at.is_some()) {
-            Some(exposed) => format!("{newest}: {} of changes are on its server alone", span(exposed)),
+            Some(exposed) => format!("{newest}: {} of changes exist only on its server", span(exposed)),
             None => newest,
         }
     }
 }
 
 impl KeptServer {
-    /// Whether its time is over. No command can bring it back then.
+    /// Whether it has expired. No command can restore it then.
     pub fn is_being_deleted(&self, view: &View) -> bool {
         let left = self.until.as_deref().and_then(|until| seconds(&view.now.to_string(), until));
         left.is_some_and(|left| left <= 0.0)
     }
 }
 
-/// Why no server of the slot is live.
+/// The reason why the slot has no live server.
 fn no_live(machine: &Machine) -> String {
-    let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(Failure::is_server_gone);
+    let is_gone = machine.is_active() && machine.failure.as_ref().is_some_and(MachineFailure::is_server_gone);
     match machine.provider_server_id.as_ref().filter(|_| is_gone) {
         Some(server) => format!("none: the provider no longer has server {server}"),
         None => "none".to_owned(),
@@ -239,29 +239,29 @@ fn missing(view: &View, since: &str) -> String {
     format!("not at the provider, first noticed {}", when(view.now, since))
 }
 
-/// It was stored while the platform was unreachable, or its host holds it back.
+/// A snapshot that was stored while the platform was unreachable, or that its host holds.
 fn newer_cell(view: &View, newer: &NewerSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &newer.key);
     let line = format!(
-        "{}, stored and not the latest; the next backup replaces it, and `svcctl recover {user} --slot {slot} \
+        "{}, stored but not the latest; the next backup replaces it, and `svcctl recover {user} --slot {slot} \
          --snapshot {key}` restores it",
         when(view.now, &newer.taken_at)
     );
     Cell::painted(Some(Colour::Moving), line)
 }
 
-/// An operator chose an older one when the machine before was replaced.
+/// A snapshot that an operator did not restore when the previous machine was replaced.
 fn unrestored_cell(view: &View, one: &UnrestoredSnapshot, machine: &Machine) -> Cell {
     let (user, slot, key) = (&machine.idp_user_id, &machine.slot, &one.key);
     let at = one.taken_at.as_deref().map_or_else(String::new, |at| format!("{}, ", when(view.now, at)));
     let line = format!(
-        "{at}of the machine before: newer than the snapshot that this one began with; `svcctl recover {user} --slot {slot} \
+        "{at}of the previous machine: newer than the snapshot that this one restored; `svcctl recover {user} --slot {slot} \
          --snapshot {key}` restores it"
     );
     Cell::painted(Some(Colour::Moving), line)
 }
 
-/// `43 min of changes that no snapshot has`, of a machine that left its slot then, if that is known.
+/// `43 min of changes that no snapshot has`; `left_at` is when the machine left its slot, if known.
 pub fn unsaved(view: &View, since: &str, left_at: Option<&str>) -> String {
     let length = left_at.and_then(|left| seconds(since, left)).filter(|length| *length >= 0.0);
     match length {
@@ -289,12 +289,12 @@ mod tests {
         let shown = machine::one(&plain(), &with_copies(running(), copies));
         let line = shown.lines().find(|line| line.starts_with("newer one")).unwrap();
         assert!(
-            line.contains("stored and not the latest") && line.contains(&format!("--snapshot {key}`")),
+            line.contains("stored but not the latest") && line.contains(&format!("--snapshot {key}`")),
             "{line}"
         );
         let copies = json!({"live": null, "kept": [], "newestSnapshotAt": "2026-11-21T09:51:00.000Z", "exposedSeconds": null,
             "newerSnapshot": {"takenAt": "2026-11-21T11:55:00.000Z", "machineId": MACHINE, "key": key}});
-        let stake = machine::at_stake(&plain(), &with_copies(running(), copies));
+        let stake = machine::data_at_risk(&plain(), &with_copies(running(), copies));
         assert!(
             stake.contains(&format!("{key} of ")) && stake.contains("asks which of them to restore"),
             "{stake}"

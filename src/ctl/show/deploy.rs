@@ -1,4 +1,4 @@
-//! A rollout, machine by machine.
+//! Text view of rollouts.
 
 use serde::Deserialize;
 
@@ -15,7 +15,7 @@ pub struct Rollout {
     pub state: String,
     pub why: Option<String>,
     pub totals: Totals,
-    /// None in a list.
+    /// Empty in a list.
     #[serde(default)]
     pub machines: Vec<Machine>,
     pub created_at: String,
@@ -72,13 +72,13 @@ impl Rollout {
         !matches!(self.state.as_str(), "running" | "paused")
     }
 
-    /// Its state, and why where it says so.
+    /// Its state, with the reason, if any.
     fn state(&self) -> Cell {
         let why = self.why.as_deref().map(|why| format!(" ({why})")).unwrap_or_default();
         Cell::painted(colour(&self.state), format!("{}{why}", self.state))
     }
 
-    /// How far it is, in a line.
+    /// Its progress, in one line.
     pub fn progress(&self) -> String {
         format!("{} to {}: {}", self.state, self.image_version, self.totals.line())
     }
@@ -95,7 +95,7 @@ fn colour(state: &str) -> Option<Colour> {
 
 pub fn list(view: &View, page: &Rollouts) -> String {
     if page.rollouts.is_empty() {
-        return "no rollout yet\n".to_owned();
+        return "no rollouts\n".to_owned();
     }
     let row = |rollout: &Rollout| {
         vec![
@@ -107,7 +107,7 @@ pub fn list(view: &View, page: &Rollouts) -> String {
         ]
     };
     let rows: Vec<_> = page.rollouts.iter().map(row).collect();
-    table::render(view, &["RELEASE", "STATE", "MACHINES", "BEGUN", "ROLLOUT"], &rows)
+    table::render(view, &["RELEASE", "STATE", "MACHINES", "STARTED", "ROLLOUT"], &rows)
 }
 
 pub fn show(view: &View, rollout: &Rollout) -> String {
@@ -118,7 +118,7 @@ pub fn show(view: &View, rollout: &Rollout) -> String {
             ("release", Cell::painted(Some(Colour::Strong), rollout.image_version.clone())),
             ("state", rollout.state()),
             ("machines", rollout.totals.line().into()),
-            ("begun", ago(view.now, &rollout.created_at).into()),
+            ("started", ago(view.now, &rollout.created_at).into()),
         ],
     );
     if rollout.machines.is_empty() {
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rollout_is_shown_with_its_machines() {
+    fn show_lists_the_machines_of_a_rollout() {
         let rollout: Rollout = serde_json::from_value(serde_json::json!({
             "rolloutId": "r", "imageVersion": "v2", "state": "stopped", "why": "the canary failed",
             "totals": {"waiting": 1, "asked": 0, "updated": 0, "failed": 1, "skipped": 0},

@@ -1,4 +1,4 @@
-//! The fleet in one look, and who needs somebody.
+//! Text view of the fleet, its alarms, and the machines that need attention.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::bundle_keys::BundleKeys;
 use super::deploy::Rollout;
 use super::human::span;
 use super::machine::Update;
-use super::operation::noun_of;
+use super::operation::kind_noun;
 use super::table::{self, Cell};
 use super::{Colour, View, compact};
 use crate::ctl::args;
@@ -23,14 +23,14 @@ pub struct Fleet {
     pub backups: Backups,
     pub attention: Vec<Attention>,
     pub attention_total: Option<usize>,
-    /// The one that is open.
+    /// The open rollout.
     pub rollout: Option<Rollout>,
-    /// Of the fleet or the provider as a whole.
+    /// Alarms about the whole fleet or the provider.
     #[serde(default)]
     pub alarms: Vec<Alarm>,
     #[serde(default)]
     pub overdue_operations: Vec<Overdue>,
-    /// A platform of an older release does not say it.
+    /// Older platforms omit it.
     pub bundle_keys: Option<BundleKeys>,
 }
 
@@ -56,7 +56,7 @@ impl Alarm {
         let figures = if shown.is_empty() { String::new() } else { format!(" ({})", shown.join("; ")) };
         let released = match &self.released_until {
             Some(last) if self.alarm == "unknown_servers" => {
-                format!(", released: the last is deleted at {last}")
+                format!(", released: the last one is deleted at {last}")
             }
             Some(until) => format!(", released until {until}"),
             None => String::new(),
@@ -70,7 +70,7 @@ fn figure(name: &str, value: &Value) -> String {
     format!("{} {}", words(name), compact(Some(value)))
 }
 
-/// `server 4711, machine 019a…, epoch 3`; those of a list are separated by semicolons.
+/// `server 4711, machine 019a…, epoch 3`; the cases of a list are separated by semicolons.
 fn case(value: &Value) -> String {
     match value {
         Value::Array(cases) => cases.iter().map(case).collect::<Vec<_>>().join("; "),
@@ -85,26 +85,26 @@ fn case(value: &Value) -> String {
     }
 }
 
-/// What a person looks for first comes first.
+/// The members of a case that are shown first.
 const CASE_ORDER: [&str; 4] = ["providerServerId", "machineId", "slot", "epoch"];
 
-/// A member's name as a person says it: `failedInLastHour` is `failed in last hour`. What is no such name stays as it is.
+/// A camel-case name as words: `failedInLastHour` is `failed in last hour`. Other names are unchanged.
 fn words(name: &str) -> String {
     match name {
         "providerServerId" => "server".to_owned(),
         "machineId" => "machine".to_owned(),
         name if !name.bytes().all(|byte| byte.is_ascii_alphanumeric()) => name.to_owned(),
-        name => name.chars().fold(String::new(), |mut said, letter| {
+        name => name.chars().fold(String::new(), |mut words, letter| {
             if letter.is_ascii_uppercase() {
-                said.push(' ');
+                words.push(' ');
             }
-            said.push(letter.to_ascii_lowercase());
-            said
+            words.push(letter.to_ascii_lowercase());
+            words
         }),
     }
 }
 
-/// An operation that has been under way for too long.
+/// An operation that runs for too long.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Overdue {
@@ -118,7 +118,7 @@ pub struct Overdue {
 impl Overdue {
     fn line(&self) -> String {
         let Self { handle, kind, step, .. } = self;
-        format!("{} of {handle} at {step} for {}", noun_of(kind), span(self.age_seconds))
+        format!("{} of {handle} at {step} for {}", kind_noun(kind), span(self.age_seconds))
     }
 
     fn advice(&self) -> String {
@@ -126,7 +126,7 @@ impl Overdue {
     }
 }
 
-/// What is said of an alarm that was released.
+/// Shows a released alarm.
 pub fn released(alarm: &Alarm) -> String {
     format!("{}\n  next: {}\n", alarm.line(), alarm.next)
 }
@@ -157,7 +157,7 @@ pub struct Attention {
     pub handle: String,
     pub status: String,
     pub reasons: Vec<String>,
-    /// `replaced` or `deleted`, of a machine that left its slot.
+    /// `replaced` or `deleted`, if the machine has left its slot.
     pub ended: Option<String>,
     /// The operation that waits for a decision.
     pub operation_id: Option<String>,
@@ -168,16 +168,16 @@ impl Attention {
         self.ended.as_deref().unwrap_or(&self.status)
     }
 
-    /// What to do first, while these alarms stand. A handle stands for its active machine alone, so others go by their ids.
+    /// The first thing to do, given these alarms. A handle names only the active machine, so others are named by id.
     fn next(&self, alarms: &[Alarm]) -> String {
         let machine = self.machine_id.as_ref().filter(|_| self.ended.is_some()).unwrap_or(&self.handle);
         let is_deleted = self.ended.as_deref() == Some("deleted");
         let is_held_back = self.reasons.iter().any(|reason| reason == "snapshot_held");
         let advice = match self.reasons.first().map(String::as_str) {
-            // It fails because its snapshot is held back.
+            // The backup fails because its snapshot is held.
             Some("backup_failing") if is_held_back => advice("snapshot_held"),
-            Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED,
-            Some("heartbeat_silent") if are_hosts_refused(alarms) => REFUSED,
+            Some("unsaved_changes") if is_deleted => UNSAVED_OF_DELETED_ADVICE,
+            Some("heartbeat_silent") if are_hosts_refused(alarms) => HOSTS_REFUSED_ADVICE,
             Some(reason) => advice(reason),
             None => "svcctl status HANDLE",
         };
@@ -187,25 +187,25 @@ impl Attention {
     }
 }
 
-/// Whether the platform refuses hosts that live: silence says nothing of them then.
+/// Whether the platform refuses live hosts: a missing heartbeat means nothing then.
 fn are_hosts_refused(alarms: &[Alarm]) -> bool {
     alarms.iter().any(|alarm| alarm.alarm == "host_tokens_refused")
 }
 
-/// Machines that a report of findings shows by name; `svcctl fleet` has all.
-const MOST_NAMED: usize = 20;
+/// Maximum machines that findings name; `svcctl fleet` lists all.
+const MAX_NAMED: usize = 20;
 
 impl Fleet {
-    /// Who needs somebody, as findings.
+    /// Findings for the machines that need attention.
     pub fn findings(&self, findings: Findings) -> Findings {
         let findings =
             self.alarms.iter().fold(findings, |found, alarm| found.problem(alarm.line(), alarm.next.clone()));
         let findings = self
             .overdue_operations
             .iter()
-            .take(MOST_NAMED)
+            .take(MAX_NAMED)
             .fold(findings, |found, overdue| found.warning(overdue.line(), overdue.advice()));
-        let named = self.attention.iter().take(MOST_NAMED).fold(findings, |findings, machine| {
+        let named = self.attention.iter().take(MAX_NAMED).fold(findings, |findings, machine| {
             let reasons = machine.reasons.join(", ");
             let what = format!("{} ({}) is {}: {reasons}", machine.handle, machine.slot, machine.state());
             findings.warning(what, machine.next(&self.alarms))
@@ -214,7 +214,7 @@ impl Fleet {
             Some(keys) => keys.findings(named),
             None => named,
         };
-        let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MOST_NAMED);
+        let more = self.attention_total.unwrap_or(self.attention.len()).saturating_sub(MAX_NAMED);
         let named = if more > 0 {
             let verb = if more == 1 { "needs" } else { "need" };
             let line = format!("and {} {verb} attention", counted(more as u64, "more machine"));
@@ -222,7 +222,7 @@ impl Fleet {
         } else {
             named
         };
-        named.or_ok(format!("{}, none needs anybody", counted(self.totals.machines as u64, "machine")))
+        named.or_ok(format!("{}, none needs attention", counted(self.totals.machines as u64, "machine")))
     }
 }
 
@@ -248,7 +248,7 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
         shown.push_str(&format!("\n{line}\n  next: {}\n", overdue.advice()));
     }
     if fleet.attention.is_empty() {
-        shown.push_str(&format!("\n{}\n", view.paint(Some(Colour::Good), "no machine needs anybody")));
+        shown.push_str(&format!("\n{}\n", view.paint(Some(Colour::Good), "no machine needs attention")));
         return shown;
     }
     let row = |a: &Attention| {
@@ -273,14 +273,14 @@ pub fn show(view: &View, fleet: &Fleet) -> String {
     shown
 }
 
-/// `3 running, 1 failed`: what there is most of first, and nothing that there is none of.
+/// `3 running, 1 failed`: sorted by count, without zeros.
 fn by_count(counts: &BTreeMap<String, usize>) -> String {
     let mut there: Vec<_> = counts.iter().filter(|(_, count)| **count > 0).collect();
     there.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), name.as_str()));
     there.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ")
 }
 
-/// The open rollout, as `svcctl deploy` takes it.
+/// The open rollout with its id.
 fn rollout(open: Option<&Rollout>) -> Cell {
     let line = open.map(|open| format!("{} ({})", open.progress(), open.rollout_id)).unwrap_or_default();
     Cell::painted(Some(Colour::Moving), line)
@@ -296,24 +296,24 @@ fn backups(backups: &Backups) -> Cell {
     words.join(", ").into()
 }
 
-const UNSAVED_OF_DELETED: &str = "svcctl status HANDLE says what only its server holds; svcctl undelete HANDLE brings it back, \
+const UNSAVED_OF_DELETED_ADVICE: &str = "svcctl status HANDLE shows what only its server holds; svcctl undelete HANDLE restores it, \
     unless a later machine of its slot has served; svcctl discard HANDLE --accept-loss deletes it";
 
-const REFUSED: &str = "hosts that live are refused for their tokens (alarm host_tokens_refused): settle that first, then look again \
-    who is silent";
+const HOSTS_REFUSED_ADVICE: &str = "live hosts are refused because of their tokens (alarm host_tokens_refused): resolve that first, then \
+    check which hosts are still silent";
 
-/// What to do first, by reason.
+/// The advice for a reason.
 fn advice(reason: &str) -> &'static str {
     match reason.split(':').next().unwrap_or_default() {
         _ if reason == "failed:reinstating" => {
-            "wait: it runs again with its next healthy heartbeat; svcctl status HANDLE says what to do if none comes"
+            "wait: it runs again after its next healthy heartbeat; svcctl status HANDLE shows what to do if there is none"
         }
-        "operation_waiting" => "svcctl operation show OPERATION has the question and its answers",
+        "operation_waiting" => "svcctl operation show OPERATION shows the question and its answers",
         "snapshot_held" => {
-            "svcctl status HANDLE says what shrank; where that is meant: svcctl backup accept HANDLE"
+            "svcctl status HANDLE shows what shrank; if that is intended: svcctl backup accept HANDLE"
         }
         "update_waiting" => {
-            "svcctl status HANDLE says what is in the way of the snapshot; on its host `svc-update apply --version V \
+            "svcctl status HANDLE shows what prevents the snapshot; on its host `svc-update apply --version V \
              --without-snapshot` updates without one"
         }
         "database_mismatch" => {
@@ -321,19 +321,19 @@ fn advice(reason: &str) -> &'static str {
         }
         "powered_off" => "svcctl power on HANDLE, or delete it",
         "unsaved_changes" => {
-            "svcctl status HANDLE says what only its server holds; svcctl discard HANDLE --accept-loss deletes it"
+            "svcctl status HANDLE shows what only its server holds; svcctl discard HANDLE --accept-loss deletes it"
         }
         "removal_abandoned" => {
-            "svcctl discard HANDLE deletes its server after all; svcctl undelete HANDLE brings a deleted machine back"
+            "svcctl discard HANDLE deletes its server after all; svcctl undelete HANDLE restores a deleted machine"
         }
-        "failed" => "svcctl status HANDLE says why; then recover",
+        "failed" => "svcctl status HANDLE shows why; then recover",
         "heartbeat_silent" => "reach its host; recover if it is lost",
         "pointer_unusable" => {
-            "svcctl pointer show USER_SLOT says what is wrong and what a rebuild would name; svcctl pointer rebuild USER_SLOT, \
+            "svcctl pointer show USER_SLOT shows what is wrong and what a rebuild would choose; svcctl pointer rebuild USER_SLOT, \
              then svcctl backup now HANDLE --wait"
         }
         "backup_overdue" | "backup_failing" => "svcctl backup now HANDLE --wait",
-        "gateway_failing" | "database_failing" => "its own logs; recover if it stays so",
+        "gateway_failing" | "database_failing" => "check its logs; recover if it persists",
         "update_rolled_back" | "update_failed" => Update::ADVICE,
         "operation_stuck" => "svcctl status HANDLE shows at which step",
         "boot_slow" => "svcctl status HANDLE shows at which stage",
@@ -352,7 +352,7 @@ mod tests {
     const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 
     #[test]
-    fn silent_machine_is_not_given_up_while_hosts_are_refused() {
+    fn silent_machine_is_not_recovered_while_hosts_are_refused() {
         let machine = json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "primary", "handle": "ada",
             "status": "running", "reasons": ["heartbeat_silent"]});
         let machine: Attention = serde_json::from_value(machine).unwrap();
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn alarms_are_text() {
+    fn alarm_line_shows_figures_and_cases() {
         let alarm = |name: &str, detail: Value| {
             let alarm =
                 json!({"alarm": name, "since": "T", "detail": detail, "releasedUntil": null, "next": "n"});

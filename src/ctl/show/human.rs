@@ -1,4 +1,4 @@
-//! Times and sizes as people say them.
+//! Human-readable times and sizes.
 
 use jiff::Timestamp;
 
@@ -6,7 +6,7 @@ const MINUTE: i64 = 60;
 const HOUR: i64 = 60 * MINUTE;
 const DAY: i64 = 24 * HOUR;
 
-/// `12 s ago`, `5 min ago`, `in 3 d`; what is no time stays as it came.
+/// `12 s ago`, `5 min ago`, `in 3 d`; an invalid time is returned unchanged.
 pub fn ago(now: Timestamp, at: &str) -> String {
     let Ok(then) = at.parse::<Timestamp>() else { return at.to_owned() };
     let seconds = now.as_second() - then.as_second();
@@ -33,7 +33,7 @@ pub fn span(seconds: u64) -> String {
     }
 }
 
-/// The seconds between two times of the API; nothing where one is none.
+/// The seconds between two times of the API; `None` if one is invalid.
 pub fn seconds(from: &str, to: &str) -> Option<f64> {
     let (from, to): (Timestamp, Timestamp) = (from.parse().ok()?, to.parse().ok()?);
     Some(to.duration_since(from).as_secs_f64())
@@ -58,9 +58,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_said_in_one_unit() {
+    fn ago_uses_one_unit() {
         let now: Timestamp = "2026-01-02T00:00:00Z".parse().unwrap();
-        for (at, said) in [
+        for (at, expected) in [
             ("2026-01-02T00:00:00.000Z", "0 s ago"),
             ("2026-01-01T23:58:21Z", "99 s ago"),
             ("2026-01-01T23:58:20Z", "1 min ago"),
@@ -70,17 +70,17 @@ mod tests {
             ("2026-01-02T00:00:30Z", "in 30 s"),
             ("sometime", "sometime"),
         ] {
-            assert_eq!(ago(now, at), said, "{at}");
+            assert_eq!(ago(now, at), expected, "{at}");
         }
         assert_eq!(when(now, "2026-01-01T23:59:00.500Z"), "2026-01-01 23:59:00 UTC, 60 s ago");
     }
 
     #[test]
-    fn sizes_have_one_decimal_and_a_unit_of_1024() {
-        for (bytes, said) in
+    fn size_has_one_decimal_and_binary_units() {
+        for (bytes, expected) in
             [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1_048_575, "1.0 MiB"), (5 << 30, "5.0 GiB")]
         {
-            assert_eq!(size(bytes), said);
+            assert_eq!(size(bytes), expected);
         }
     }
 }

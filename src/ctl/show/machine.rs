@@ -1,11 +1,11 @@
-//! A machine's record: in a list, and alone with its operations.
+//! Text views of machines: a list, and one machine with its operations.
 
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::boot::{Boot, BootProgress};
 use super::copies::{Copies, NewerSnapshot, unsaved};
-use super::failure::Failure;
+use super::failure::MachineFailure;
 use super::human::{ago, seconds, size, when};
 use super::operation::{self, Operation};
 use super::table::{self, Cell};
@@ -14,10 +14,10 @@ use super::{Colour, View, compact, text};
 use crate::ctl::args;
 use crate::store::bucket::is_unusable_pointer;
 
-/// A running host says that it lives each half a minute; after so many seconds it is worth a look.
-const QUIET: f64 = 120.0;
+/// A heartbeat older than this many seconds is highlighted; hosts send one every half minute.
+const MAX_HEARTBEAT_AGE_SECONDS: f64 = 120.0;
 
-/// Fields beyond those shown are left alone.
+/// A machine's record. Unknown fields are ignored.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Machine {
@@ -27,7 +27,7 @@ pub struct Machine {
     pub handle: String,
     pub kind: Option<String>,
     pub status: String,
-    pub failure: Option<Failure>,
+    pub failure: Option<MachineFailure>,
     pub epoch: u64,
     pub server_type: Option<String>,
     pub location: Option<String>,
@@ -38,27 +38,27 @@ pub struct Machine {
     pub heartbeat_at: Option<String>,
     pub health: Option<Value>,
     pub last_backup: Option<Value>,
-    /// The last looks at its snapshots, by kind.
+    /// The last checks of its snapshots, by kind.
     pub checks: Option<Value>,
     pub last_update: Option<Update>,
     pub boot: Option<Boot>,
     pub boot_progress: Option<BootProgress>,
-    /// What its host last said needs a person.
+    /// The problems that its host last reported.
     #[serde(default)]
     pub attention: Vec<Attention>,
-    /// Since when an operator has had its server switched off.
+    /// When an operator powered off its server.
     pub powered_off_at: Option<String>,
-    /// What was written on it since is in no snapshot.
+    /// Changes since then are in no snapshot.
     pub unsaved_since: Option<String>,
     pub replaced_by: Option<String>,
     pub retired_at: Option<String>,
     pub deleted_at: Option<String>,
     pub created_at: Option<String>,
-    /// `None` by a platform of an earlier release.
+    /// Older platforms omit it.
     pub upgrade_token: Option<UpgradeToken>,
     #[serde(default)]
     pub operations: Vec<Operation>,
-    /// Of its slot; only in the answer for one machine.
+    /// The copies of its slot's data; only in the response for one machine.
     pub copies: Option<Copies>,
 }
 
@@ -71,14 +71,14 @@ pub struct Attention {
 impl Attention {
     fn cell(&self, handle: &str) -> Cell {
         let next = match self.code.as_str() {
-            "snapshot_held" => format!("; where that is meant: `svcctl backup accept {handle}`"),
+            "snapshot_held" => format!("; if that is intended: `svcctl backup accept {handle}`"),
             _ => String::new(),
         };
         Cell::painted(Some(Colour::Bad), format!("{}: {}{next}", self.code, self.detail))
     }
 }
 
-/// How its host's last update ended, by its own word.
+/// The outcome of the last update, as its host reported it.
 #[derive(Debug, Deserialize)]
 pub struct Update {
     pub version: String,
@@ -95,7 +95,7 @@ pub struct Machines {
     pub next_cursor: Option<String>,
 }
 
-/// What a call that starts an operation answers.
+/// The response to a call that starts an operation.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Accepted {
@@ -110,22 +110,22 @@ pub struct Accepted {
     pub old_machine_id: Option<String>,
     pub deleted_at: Option<String>,
     pub newest_snapshot_at: Option<String>,
-    /// `store`, or `reported` by a host where the store did not say.
+    /// `store`, or `reported` by a host if the store could not be read.
     pub newest_snapshot_source: Option<String>,
-    /// Why the store's newest snapshot is not known, or cannot be restored.
+    /// The reason why the store's newest snapshot is unknown or cannot be restored.
     pub snapshot_problem: Option<String>,
     pub undeletable_until: Option<String>,
-    /// The machine that was deleted with one that was to replace it.
+    /// The machine that was deleted together with the one that was to replace it.
     pub also_deleted: Option<AlsoDeleted>,
-    /// Of an undelete: whether it found the deletion undone.
+    /// For an undelete: whether the deletion had already been undone.
     pub already_undone: Option<bool>,
-    /// Of a recovery: stored, and newer than the one that it restores unless the host takes a last backup.
+    /// For a recovery: a stored snapshot that is newer than the one that it restores without a last backup.
     pub newer_snapshot: Option<NewerSnapshot>,
-    /// Of a power command.
+    /// For a power command.
     pub action: Option<String>,
 }
 
-/// What a discard answers: the machine, and what deletes its server.
+/// The response to a discard: the machine, and the operation that deletes its server.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Discarded {
@@ -151,12 +151,12 @@ impl Discarded {
         let server = machine.provider_server_id.as_deref().unwrap_or("unknown");
         let operation = operation_id.clone().unwrap_or_else(|| {
             format!(
-                "not begun yet: `svcctl status {id}` shows it once the platform has compared its machines with the \
-                 provider's servers; `svcctl fleet` shows an alarm that holds it back"
+                "not started yet: `svcctl status {id}` shows it once the platform has compared its machines with the \
+                 provider's servers; `svcctl fleet` shows an alarm that blocks it"
             )
         });
         let note =
-            if *already_ordered { "its deletion had already been ordered; nothing was changed" } else { "" };
+            if *already_ordered { "its deletion was already requested; nothing was changed" } else { "" };
         table::pairs(
             view,
             &[
@@ -175,22 +175,22 @@ impl Discarded {
 }
 
 impl Accepted {
-    /// What a repeated command has to say, which changed nothing; and of a recovery, that there is a newer snapshot.
+    /// The note that a repeated command changed nothing, or that a recovery has a newer snapshot.
     pub fn note(&self) -> Option<String> {
         if self.already_undone == Some(true) {
             return Some("the deletion had already been undone; nothing was changed".to_owned());
         }
         if let Some(newer) = &self.newer_snapshot {
             return Some(format!(
-                "{} of {} is newer than the snapshot to restore: where the host cannot make a last backup and no snapshot was \
+                "{} of {} is newer than the snapshot to restore: if the host cannot make a last backup and no snapshot was \
                  named, the recovery asks which one to restore",
                 newer.key, newer.taken_at
             ));
         }
-        self.is_off_already().then(|| "it had already been switched off; nothing was changed".to_owned())
+        self.is_off_already().then(|| "it had already been powered off; nothing was changed".to_owned())
     }
 
-    /// Whether it was to be switched off and is.
+    /// Whether a power-off found it already off.
     pub fn is_off_already(&self) -> bool {
         self.action.as_deref() == Some("off") && self.operation_id.is_none()
     }
@@ -200,11 +200,11 @@ impl Accepted {
         match (self.action.as_deref(), self.already_undone) {
             _ if self.deleted_at.is_some() => "deleted",
             (Some("off"), _) if self.is_off_already() => "off",
-            (Some("off"), _) => "being switched off",
-            (Some("on"), _) => "being switched on",
+            (Some("off"), _) => "being powered off",
+            (Some("on"), _) => "being powered on",
             (Some("reboot"), _) => "being restarted",
             (_, Some(false)) if status == "failed" => {
-                "being brought back: it serves with its next healthy heartbeat"
+                "being reinstated: it serves with its next healthy heartbeat"
             }
             _ => status,
         }
@@ -212,7 +212,7 @@ impl Accepted {
 }
 
 impl Machine {
-    /// The status; a machine that has left its slot shows that instead.
+    /// The status, or `deleted` or `replaced` after it has left its slot.
     pub fn state_word(&self) -> &str {
         if self.deleted_at.is_some() {
             "deleted"
@@ -223,17 +223,17 @@ impl Machine {
         }
     }
 
-    /// [`Self::state_word`]; a machine that runs and is switched off shows that instead.
+    /// [`Self::state_word`], or `off` instead of `running` while it is powered off.
     pub fn shown_state(&self) -> &str {
         let is_off = self.powered_off_at.is_some() && self.state_word() == "running";
         if is_off { "off" } else { self.state_word() }
     }
 
-    /// Since when it is switched off, and how that ends.
+    /// When it was powered off, and the command that powers it on.
     fn power_cell(&self, view: &View) -> Cell {
         let Some(at) = self.powered_off_at.as_deref().filter(|_| self.is_active()) else { return "".into() };
         let line =
-            format!("switched off {}; `svcctl power on {}` switches it on", when(view.now, at), self.handle);
+            format!("powered off {}; `svcctl power on {}` powers it on", when(view.now, at), self.handle);
         Cell::painted(Some(Colour::Bad), line)
     }
 
@@ -246,7 +246,7 @@ impl Machine {
         self.retired_at.as_ref().or(self.deleted_at.as_ref())
     }
 
-    /// What its server holds beyond snapshots, where that is known.
+    /// The changes that only its server has, if known.
     pub fn unsaved(&self, view: &View) -> Option<String> {
         let since = self.unsaved_since.as_deref()?;
         Some(unsaved(view, since, self.left_at().map(String::as_str)))
@@ -263,18 +263,18 @@ impl Machine {
         self.operations.iter().find(|operation| operation.question().is_some())
     }
 
-    fn heartbeat(&self, view: &View, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
+    fn heartbeat(&self, view: &View, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
         let Some(at) = &self.heartbeat_at else { return "".into() };
-        let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > QUIET);
+        let quiet = seconds(at, &view.now.to_string()).is_some_and(|age| age > MAX_HEARTBEAT_AGE_SECONDS);
         let late = quiet && self.shown_state() == "running";
-        Cell::painted(late.then_some(Colour::Bad), said(view.now, at))
+        Cell::painted(late.then_some(Colour::Bad), format(view.now, at))
     }
 }
 
 impl Update {
-    /// What there is to do about one that did not succeed.
+    /// The advice after a failed update.
     pub const ADVICE: &str =
-        "`svc-update status` on its host says more; publish another version and `svcctl deploy start` it";
+        "`svc-update status` on its host shows more; publish another version and `svcctl deploy start` it";
 
     fn has_failed(&self) -> bool {
         self.outcome != "updated"
@@ -332,8 +332,8 @@ pub fn one(view: &View, m: &Machine) -> String {
         None if m.is_pointer_unusable() => {
             let slot = args::slot_arguments(&m.idp_user_id, &m.slot);
             format!(
-                "the snapshot pointer cannot be used: `svcctl pointer show {slot}` says what is wrong and what a rebuild would \
-                 name; `svcctl pointer rebuild {slot}` writes it again, then `svcctl backup now {}`",
+                "the snapshot pointer cannot be used: `svcctl pointer show {slot}` shows what is wrong and what a rebuild would \
+                 choose; `svcctl pointer rebuild {slot}` rebuilds it, then `svcctl backup now {}`",
                 m.machine_id
             )
         }
@@ -349,7 +349,7 @@ pub fn one(view: &View, m: &Machine) -> String {
         ("kind", text(m.kind.as_ref()).into()),
         ("status", Cell::state(m.shown_state())),
         ("power", m.power_cell(view)),
-        ("failure", Cell::painted(Some(Colour::Bad), failure.map(Failure::line).unwrap_or_default())),
+        ("failure", Cell::painted(Some(Colour::Bad), failure.map(MachineFailure::line).unwrap_or_default())),
         ("next", next.into()),
         (
             "boot",
@@ -418,16 +418,16 @@ fn slot_of_deleted(a: &Accepted) -> String {
     named.map(|((handle, slot), user)| format!("{handle}, slot {slot} of {user}")).unwrap_or_default()
 }
 
-/// What becomes of the machine that was to be replaced.
+/// The fate of the machine that was to be replaced.
 fn also_deleted(also: &AlsoDeleted) -> String {
     format!(
-        "machine {}, which was to be replaced: operation {} takes its last backup, then its server is switched off and \
+        "machine {}, which was to be replaced: operation {} takes its last backup, then its server is powered off and \
          kept",
         also.machine_id, also.operation_id
     )
 }
 
-/// How what was accepted can be taken back.
+/// The command that undoes the accepted request.
 fn undo(view: &View, a: &Accepted) -> String {
     if let Some(also) = &a.also_deleted {
         let until = also.undeletable_until.as_deref();
@@ -438,18 +438,18 @@ fn undo(view: &View, a: &Accepted) -> String {
         (Some(_), Some(until), _, _) => {
             format!("`svcctl undelete {}` until {}", a.machine_id, when(view.now, until))
         }
-        // A platform of an earlier release does not say whether the machine ever registered.
+        // Older platforms do not report whether the machine ever registered.
         (Some(_), None, _, _) if a.registered_at.is_none() && a.handle.is_some() => {
             let (user, slot) = (text(a.idp_user_id.as_ref()), text(a.slot.as_ref()));
             format!(
-                "none: it never served; `svcctl provision {} --handle {}` makes a new machine",
+                "none: it never served; `svcctl provision {} --handle {}` creates a new machine",
                 args::slot_arguments(&user, &slot),
                 text(a.handle.as_ref())
             )
         }
         (Some(_), None, _, Some(operation)) => {
             format!(
-                "`svcctl operation abandon {operation}` until its server is off; then that is deleted, for good"
+                "`svcctl operation abandon {operation}` until its server is off; then the server is deleted permanently"
             )
         }
         (None, _, Some(_), Some(operation)) => {
@@ -459,7 +459,7 @@ fn undo(view: &View, a: &Accepted) -> String {
     }
 }
 
-/// `gateway ok, database failing`, and how much room there is.
+/// `gateway ok, database failing`, and the free disk space.
 fn health_cell(health: Option<&Value>) -> Cell {
     let Some(parts) = health.and_then(Value::as_object) else { return "".into() };
     let states = || parts.iter().filter_map(|(part, how)| Some((part, how.as_str()?)));
@@ -471,27 +471,27 @@ fn health_cell(health: Option<&Value>) -> Cell {
     Cell::painted(Some(if well { Colour::Good } else { Colour::Bad }), words.join(", "))
 }
 
-/// What the host last said of a backup.
-fn backup_cell(view: &View, backup: Option<&Value>, said: fn(jiff::Timestamp, &str) -> String) -> Cell {
+/// The last backup, as the host reported it.
+fn backup_cell(view: &View, backup: Option<&Value>, format: fn(jiff::Timestamp, &str) -> String) -> Cell {
     let Some(backup) = backup.filter(|backup| backup.is_object()) else { return "".into() };
     if backup["status"] == "error" {
         return Cell::painted(Some(Colour::Bad), format!("error: {}", compact(backup.get("error"))));
     }
     let Some(taken) = backup["takenAt"].as_str() else { return compact(Some(backup)).into() };
     let size = backup["sizeBytes"].as_u64().map(|bytes| format!(", {}", size(bytes))).unwrap_or_default();
-    format!("{}{size}", said(view.now, taken)).into()
+    format!("{}{size}", format(view.now, taken)).into()
 }
 
-/// What a person should know before a machine is replaced or deleted.
-pub fn at_stake(view: &View, m: &Machine) -> String {
+/// The data at risk if the machine is replaced or deleted.
+pub fn data_at_risk(view: &View, m: &Machine) -> String {
     let known = m.copies.as_ref().map(|copies| copies.stake(view));
-    let told = || {
+    let reported = || {
         let backup = m.last_backup.as_ref().filter(|backup| backup["status"] != "error");
         let taken = backup.and_then(|backup| backup["takenAt"].as_str());
         taken.map_or_else(
-            || "the host has told of no good backup".to_owned(),
-            |at| format!("its last backup is of {}", when(view.now, at)),
+            || "the host has reported no successful backup".to_owned(),
+            |at| format!("its last backup is from {}", when(view.now, at)),
         )
     };
-    format!("It is {} as {}; {}.", m.state_word(), m.handle, known.unwrap_or_else(told))
+    format!("It is {} as {}; {}.", m.state_word(), m.handle, known.unwrap_or_else(reported))
 }

@@ -1,6 +1,6 @@
-//! What the API answers, as a person reads it.
+//! Text views of the API's responses.
 //!
-//! Everything shown is a function of the answer and a [`View`], so that the same answer always looks the same.
+//! A text is a pure function of the response and a [`View`], so that the same response always looks the same.
 
 pub mod audit;
 pub mod backup;
@@ -31,12 +31,12 @@ use crate::untrusted_text::one_line;
 
 pub use self::human::size;
 
-/// How things are shown: to whom, and when.
+/// The parameters of a text view.
 #[derive(Debug, Clone, Copy)]
 pub struct View {
     pub now: Timestamp,
     pub colours: bool,
-    /// Of the terminal; `None` where lines are as long as they are.
+    /// Width of the terminal; `None` for unlimited lines.
     pub width: Option<u16>,
 }
 
@@ -50,7 +50,7 @@ pub enum Colour {
 }
 
 impl View {
-    /// Standard output: colours and a width only on a terminal, colours only without `NO_COLOR`.
+    /// The view for standard output: colours and a width only on a terminal, no colours with `NO_COLOR`.
     pub fn of_stdout() -> Self {
         let terminal = std::io::stdout().is_terminal();
         let width = terminal.then(|| comfy_table::Table::new().width()).flatten();
@@ -76,7 +76,7 @@ impl Colour {
         }
     }
 
-    /// Of a state that the API names: a machine's, an operation's, a step's outcome.
+    /// The colour of a state in the API: of a machine, an operation, or a step.
     pub fn of_state(state: &str) -> Option<Self> {
         match state {
             "running" | "succeeded" | "done" | "active" => Some(Self::Good),
@@ -88,7 +88,7 @@ impl Colour {
     }
 }
 
-/// See no-color.org; a dumb terminal has none either.
+/// Whether colours are allowed: see no-color.org; a dumb terminal has none.
 fn may_colour() -> bool {
     let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !unwanted && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
@@ -98,7 +98,7 @@ fn text(value: Option<&String>) -> String {
     value.cloned().unwrap_or_default()
 }
 
-/// One line: a text, an object as `name=value …` without its nulls.
+/// A value in one line: a string as it is, an object as `name=value …` without its nulls.
 pub fn compact(value: Option<&Value>) -> String {
     match value {
         None | Some(Value::Null) => String::new(),

@@ -1,4 +1,4 @@
-//! An operation, step by step.
+//! Text view of an operation and its log.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -23,30 +23,30 @@ pub struct Operation {
     pub question: Option<Question>,
     #[serde(default)]
     pub log: Vec<LogEntry>,
-    /// How many older entries the platform left out.
+    /// Number of older entries that the platform omitted.
     #[serde(default)]
     pub log_omitted: u64,
 }
 
-/// The code of the question about a last backup that the host holds back.
+/// The code of the question about a held last backup.
 pub const HELD_BACK: &str = "last_backup_held_back";
 const UNVERIFIED_FENCE: &str = "unverified_fence";
 
-/// The code of the question which snapshot is restored.
+/// The code of the question which snapshot to restore.
 const NEWER_SNAPSHOT: &str = "newer_snapshot";
 
-/// What an operation waits for an operator to decide.
+/// A question that an operator must answer.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Question {
     pub code: Option<String>,
     pub detail: String,
-    /// The snapshot that an answer may name.
+    /// The snapshot that an answer may choose.
     pub snapshot_key: Option<String>,
 }
 
 impl Question {
-    /// Whether the step that asks may find another answer when it runs again.
+    /// Whether a retry of the step may resolve the question.
     fn may_be_settled(&self) -> bool {
         let settled_codes = [UNVERIFIED_FENCE, NEWER_SNAPSHOT];
         self.code
@@ -58,40 +58,40 @@ impl Question {
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LogEntry {
-    /// Grows from entry to entry; earlier platforms do not send it.
+    /// Increases from entry to entry; older platforms omit it.
     pub seq: Option<u64>,
     pub at: String,
     pub step: String,
     pub outcome: Option<String>,
     pub detail: Option<Value>,
-    /// How often it was repeated after `at`, and when last.
+    /// Number of repetitions after `at`, and the time of the last one.
     #[serde(default)]
     pub repeats: u64,
     pub repeated_at: Option<String>,
 }
 
 impl LogEntry {
-    /// That a step was filed or begun says nothing that its end does not say as well.
-    pub fn is_news(&self) -> bool {
+    /// Whether to show it: the end of a step implies that it was filed and begun.
+    pub fn should_show(&self) -> bool {
         !matches!(self.outcome.as_deref(), Some("filed" | "begun"))
     }
 }
 
 impl Operation {
-    /// The question that it waits with, if it waits.
+    /// Its question, if it waits for a decision.
     pub fn question(&self) -> Option<&Question> {
         self.question.as_ref().filter(|_| self.state == "waiting")
     }
 
     pub fn noun(&self) -> &str {
-        noun_of(&self.kind)
+        kind_noun(&self.kind)
     }
 
     pub fn is_under_way(&self) -> bool {
         matches!(self.state.as_str(), "running" | "waiting")
     }
 
-    /// Why the step that it is at runs again, as long as that is what happened last.
+    /// The reason why the current step is retried or waits, if that is its last entry.
     fn waits_for(&self) -> Option<String> {
         let last = self.log.last().filter(|_| self.state == "running")?;
         let is_retried = self.error_code.is_some() || self.attempts.is_some_and(|attempts| attempts > 0);
@@ -103,39 +103,39 @@ impl Operation {
         why.map(|why| compact(Some(why)))
     }
 
-    /// The commands that answer its question, and what each does.
+    /// The commands that answer its question, with their effects.
     pub fn answers(&self) -> Vec<String> {
         let id = &self.operation_id;
         let back = match self.kind.as_str() {
-            "provision" | "recover" => "the slot goes back to the machine that it had",
+            "provision" | "recover" => "the slot returns to its old machine",
             "delete" => "the deletion is undone",
-            _ => "it ends as far as it has got",
+            _ => "it ends at its current step",
         };
         let code = self.question().and_then(|question| question.code.as_deref());
         let again = self.question().filter(|question| question.may_be_settled()).map(|_| {
             let what = match code {
                 Some(HELD_BACK) => format!(
-                    "after `svcctl backup accept {}` it goes ahead with the accepted snapshot; without that, its host takes \
-                     another backup, and asks again if that is held back, too",
+                    "after `svcctl backup accept {}` it goes ahead with the accepted snapshot; otherwise its host takes \
+                     another backup, and the operation waits again if that is held, too",
                     self.machine_id
                 ),
                 Some(UNVERIFIED_FENCE) => "with the right platform keys, the fence is verified again".to_owned(),
-                _ => "its host is asked for the last backup again".to_owned(),
+                _ => "the last backup is retried".to_owned(),
             };
             format!("`svcctl operation continue {id}`: {what}")
         });
         let what = match code {
-            Some(NEWER_SNAPSHOT) => "it begins with the latest snapshot; the newer one stays in the store",
+            Some(NEWER_SNAPSHOT) => "the new machine restores the latest snapshot; the newer one stays in the store",
             Some("database_behind_store") => "the machine is deleted again",
-            Some(UNVERIFIED_FENCE) => "it goes ahead, whatever machine the fence names",
+            Some(UNVERIFIED_FENCE) => "it goes ahead, regardless of the machine that the fence names",
             Some(HELD_BACK) => {
-                "it goes ahead with the newest snapshot that is not held back; what only the old server holds is lost when \
-                 that is deleted"
+                "it goes ahead with the newest snapshot that is not held; data that exists only on the old server is lost \
+                 when that is deleted"
             }
             _ => "it goes ahead, and that data is lost when the old server is deleted",
         };
         let newer = self.question().and_then(|question| question.snapshot_key.as_ref()).map(|key| {
-            format!("`svcctl operation continue {id} --snapshot {key}`: the new machine begins with the newer snapshot")
+            format!("`svcctl operation continue {id} --snapshot {key}`: the new machine restores the newer snapshot")
         });
         let others = [
             format!("`svcctl operation continue {id} --accept-loss`: {what}"),
@@ -144,7 +144,7 @@ impl Operation {
         newer.into_iter().chain(again).chain(others).collect()
     }
 
-    /// The question with its answers, each on a line of its own.
+    /// The question and its answers, one per line.
     pub fn question_lines(&self) -> Vec<String> {
         let Some(question) = self.question() else { return Vec::new() };
         let words = std::iter::once("either").chain(std::iter::repeat("or"));
@@ -152,7 +152,7 @@ impl Operation {
         std::iter::once(format!("question: {}", one_line(&question.detail))).chain(answers).collect()
     }
 
-    /// `  12.3 s  create_server  done`; the time counts from the operation's start.
+    /// `  12.3 s  create_server  done`, with the time since the operation's start.
     pub fn line(&self, view: &View, entry: &LogEntry) -> String {
         let outcome = entry.outcome.as_deref().unwrap_or_default();
         let detail = compact(entry.detail.as_ref());
@@ -173,22 +173,22 @@ impl Operation {
         })
     }
 
-    /// The entries after the one with this number, and the number of the last.
+    /// The entries after this sequence number, and the last sequence number.
     pub fn entries_after(&self, seen: u64) -> (Vec<&LogEntry>, u64) {
         let numbered = self.log.iter().zip(1..).map(|(entry, place)| (entry.seq.unwrap_or(place), entry));
         let last = numbered.clone().map(|(number, _)| number).max().unwrap_or(seen);
         (numbered.filter(|(number, _)| *number > seen).map(|(_, entry)| entry).collect(), last)
     }
 
-    /// A time of the API, from the operation's start.
+    /// A time of the API, relative to the operation's start.
     pub fn offset(&self, at: &str) -> String {
         let from = self.created_at.as_deref().and_then(|created| seconds(created, at));
         from.map_or_else(|| at.to_owned(), |from| format!("{:>7.1} s", from.max(0.0)))
     }
 }
 
-/// What a person calls an operation of this kind.
-pub fn noun_of(kind: &str) -> &str {
+/// The noun for an operation of this kind.
+pub fn kind_noun(kind: &str) -> &str {
     match kind {
         "provision" => "provisioning",
         "recover" => "recovery",
@@ -208,7 +208,7 @@ pub fn one(view: &View, o: &Operation) -> String {
     ];
     if o.is_under_way() {
         head.extend(o.step.as_ref().map(|step| format!("at {step}")));
-        head.extend(o.attempts.filter(|n| *n > 0).map(|n| format!("try {}", n + 1)));
+        head.extend(o.attempts.filter(|n| *n > 0).map(|n| format!("attempt {}", n + 1)));
     }
     head.extend(o.error_code.as_ref().map(|code| view.paint(Some(Colour::Bad), code)));
     head.extend(o.created_at.as_deref().map(|at| ago(view.now, at)));
@@ -226,13 +226,13 @@ pub fn one(view: &View, o: &Operation) -> String {
         let (entries, are) = if o.log_omitted == 1 { ("entry", "is") } else { ("entries", "are") };
         shown.push_str(&format!("({} older {entries} {are} not shown)\n", o.log_omitted));
     }
-    for entry in o.log.iter().filter(|entry| entry.is_news()) {
+    for entry in o.log.iter().filter(|entry| entry.should_show()) {
         shown.push_str(&format!("{}\n", o.line(view, entry)));
     }
     shown
 }
 
-/// An operation that runs is under way, where a machine that runs is well.
+/// The state for the colour of an operation: a running operation is in progress, while a running machine is healthy.
 fn operation_colour(state: &str) -> &str {
     if state == "running" { "retry" } else { state }
 }
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn operation_says_what_it_waits_for_until_it_goes_on() {
+    fn waits_for_shows_why_the_current_step_is_retried() {
         let mut waiting = json!({
             "operationId": ID, "machineId": MACHINE, "kind": "delete", "state": "running", "step": "last_backup",
             "attempts": 1, "errorCode": null,
@@ -270,9 +270,9 @@ mod tests {
         assert_eq!(why(&waiting), None);
     }
 
-    /// Each answer says what becomes of the snapshot that is held back.
+    /// Each answer says what happens to the held snapshot.
     #[test]
-    fn held_back_backup_asks_with_precise_answers() {
+    fn answers_to_a_held_backup_are_precise() {
         let answers = read(&json!({
             "operationId": ID, "machineId": MACHINE, "kind": "recover", "state": "waiting", "step": "last_backup",
             "question": {"code": "last_backup_held_back", "detail": "Held back."},
@@ -282,11 +282,11 @@ mod tests {
             format!(
                 "`svcctl operation continue {ID}`: after `svcctl backup accept {MACHINE}` it goes ahead with"
             ),
-            "it goes ahead with the newest snapshot that is not held back".to_owned(),
-            "the slot goes back to the machine that it had".to_owned(),
+            "it goes ahead with the newest snapshot that is not held".to_owned(),
+            "the slot returns to its old machine".to_owned(),
         ]) {
             assert!(answer.contains(&part), "{part}: {answer}");
         }
-        assert!(answers[0].contains("without that, its host takes another backup"), "{}", answers[0]);
+        assert!(answers[0].contains("otherwise its host takes another backup"), "{}", answers[0]);
     }
 }

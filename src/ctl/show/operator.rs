@@ -1,4 +1,4 @@
-//! Operators, as a person reads them.
+//! Text view of operators and their tokens.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ pub struct Operator {
     pub created_by: String,
 }
 
-/// The answer to a request that makes a token.
+/// The response to a request that issues a token.
 #[derive(Deserialize)]
 pub struct IssuedToken {
     pub operator: Operator,
@@ -62,30 +62,30 @@ pub fn list(view: &View, operators: &[Operator]) -> String {
     table::render(view, &["NAME", "SCOPES", "STATE", "EXPIRES", "LAST USED", "ADDED BY"], &rows)
 }
 
-/// A new token, or the file that it was written to.
+/// Shows a new token, or the file that it was written to.
 pub fn issued(view: &View, issued: &IssuedToken, file: Option<&Path>) -> String {
     let IssuedToken { operator, token } = issued;
     let shown = file.map_or_else(|| token.clone(), |file| format!("written to {}", file.display()));
     let previous = operator.previous_token_expires_at.as_deref();
-    let mut said = table::pairs(
+    let mut output = table::pairs(
         view,
         &[
             ("operator", operator.name.clone().into()),
             ("scopes", operator.scopes.join(", ").into()),
             ("expires", when(view.now, &operator.expires_at).into()),
             (
-                "token before",
+                "old token",
                 previous.map(|at| format!("valid until {}", when(view.now, at))).unwrap_or_default().into(),
             ),
             ("token", shown.into()),
         ],
     );
     if file.is_none() {
-        said.push_str(
-            "\nThe token is shown this once. Keep it in a file, and give it to svcctl by --secret-file.\n",
+        output.push_str(
+            "\nThe token is shown only once. Save it to a file, and pass the file to svcctl with --secret-file.\n",
         );
     }
-    said
+    output
 }
 
 pub fn who_am_i(view: &View, me: &WhoAmI) -> String {
@@ -119,7 +119,7 @@ mod tests {
     fn issued_shows_the_token_only_without_a_file() {
         let shown = issued(&VIEW, &issued_token(), None);
         for part in
-            ["ada", "read, operate", "svco_secret", "shown this once", "valid until 1970-01-01 01:00:00 UTC"]
+            ["ada", "read, operate", "svco_secret", "shown only once", "valid until 1970-01-01 01:00:00 UTC"]
         {
             assert!(shown.contains(part), "no {part:?} in {shown}");
         }

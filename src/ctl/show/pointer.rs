@@ -1,4 +1,4 @@
-//! A slot's snapshot pointer: what it names, and what a rebuild would name.
+//! Text view of a slot's snapshot pointer, and of the one that a rebuild would write.
 
 use serde::Deserialize;
 
@@ -55,13 +55,13 @@ pub fn inspection(view: &View, slot: &SlotTarget, found: &Inspection) -> String 
     if !is_sound {
         shown.push_str(&match &found.rebuilt {
             Some(_) => format!("  next: `svcctl pointer rebuild {}`\n", slot.arguments()),
-            None => "  no snapshot is whole: nothing can be named\n".to_owned(),
+            None => "  no snapshot is complete: a rebuild is not possible\n".to_owned(),
         });
     }
     shown
 }
 
-/// The pointer after a rebuild.
+/// Shows the pointer after a rebuild.
 pub fn rebuilt(view: &View, done: &Rebuilt) -> String {
     table::pairs(view, &[("names now", line(view, &done.pointer).into())])
 }

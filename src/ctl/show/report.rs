@@ -1,4 +1,4 @@
-//! A report of findings, as a person reads it.
+//! Text view of a report of findings.
 
 use super::{Colour, View};
 use crate::diagnosis::{Level, Report};
@@ -12,7 +12,7 @@ fn colour(level: Level) -> Colour {
     }
 }
 
-/// A line for each finding, below it what to do; last the totals.
+/// Shows a line per finding, with the advice below it, and the totals at the end.
 pub fn show(view: &View, report: &Report) -> String {
     let names = report.findings.iter().map(|finding| finding.check.len()).max().unwrap_or_default();
     let mut text = String::new();

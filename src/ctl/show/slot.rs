@@ -1,4 +1,4 @@
-//! Slots and their subscriptions.
+//! Text view of slots and their subscriptions.
 
 use serde::Deserialize;
 

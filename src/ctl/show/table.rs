@@ -1,4 +1,4 @@
-//! Columns, and names with values.
+//! Tables, and lists of names with values.
 
 use std::borrow::Cow;
 
@@ -14,7 +14,7 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// On one line, also where the text of a host or a provider has several.
+    /// A cell with one line, even if a text of a host or the provider has several.
     pub fn painted(colour: Option<Colour>, text: impl Into<String>) -> Self {
         let text = text.into();
         let text = match one_line(&text) {
@@ -24,7 +24,7 @@ impl Cell {
         Self { text, colour }
     }
 
-    /// A state in its colour.
+    /// A cell with a state in its colour.
     pub fn state(state: &str) -> Self {
         Self::painted(Colour::of_state(state), state)
     }
@@ -36,7 +36,7 @@ impl<T: Into<String>> From<T> for Cell {
     }
 }
 
-/// Rows below a heading; an empty cell shows as `-`.
+/// Renders a table; an empty cell is shown as `-`.
 pub fn render(view: &View, heading: &[&str], rows: &[Vec<Cell>]) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
@@ -76,7 +76,7 @@ fn shown(cell: &Cell) -> Shown {
     }
 }
 
-/// Names and values below each other; those without a value are left out.
+/// Renders one name and value per line; empty values are omitted.
 pub fn pairs(view: &View, pairs: &[(&str, Cell)]) -> String {
     let width = pairs.iter().map(|(name, _)| name.len()).max().unwrap_or(0) + 2;
     let there = pairs.iter().filter(|(_, value)| !value.text.is_empty());

@@ -1,4 +1,4 @@
-//! Every view of every kind of answer, as text; and what a terminal gets beyond it.
+//! Tests of the text views of all responses, and of colours and width on a terminal.
 
 use serde_json::{Value, json};
 
@@ -66,7 +66,7 @@ fn operation(kind: &str, state: &str) -> Value {
 }
 
 #[test]
-fn machines() {
+fn list_shows_machines() {
     let mut quiet = running();
     quiet["heartbeatAt"] = "2026-11-21T11:00:00Z".into();
     quiet["lastBackup"] = json!({"status": "error", "error": "the store cannot be reached"});
@@ -75,9 +75,9 @@ fn machines() {
     assert_eq!(machine::list(&plain(), &read(json!({"machines": [], "nextCursor": null}))), "no machines\n");
 }
 
-/// A host's or a provider's text may be of several lines, with characters that move the cursor.
+/// A host's or the provider's text may have several lines and control characters.
 #[test]
-fn text_of_several_lines_stays_in_its_row() {
+fn text_with_several_lines_stays_in_one_row() {
     let text = "no space left\n  next: delete\r\nsomething\u{1b}[2J";
     let mut failing = running();
     failing["lastBackup"] = json!({"status": "error", "error": text});
@@ -97,7 +97,7 @@ fn text_of_several_lines_stays_in_its_row() {
 }
 
 #[test]
-fn unreadable_pointer_is_named_with_its_way_out() {
+fn unreadable_pointer_shows_how_to_rebuild_it() {
     let mut torn = running();
     torn["slot"] = "second".into();
     let error = "user_1/second/system/db/latest in the object store is not readable: EOF";
@@ -109,16 +109,16 @@ fn unreadable_pointer_is_named_with_its_way_out() {
         ),
         "{shown}"
     );
-    assert!(shown.contains("`svcctl pointer rebuild user_1 --slot second` writes it again"), "{shown}");
+    assert!(shown.contains("`svcctl pointer rebuild user_1 --slot second` rebuilds it"), "{shown}");
 }
 
 #[test]
-fn a_machine_that_runs() {
+fn running_machine_shows_all_fields() {
     insta::assert_snapshot!(machine::one(&plain(), &read(running())));
 }
 
 #[test]
-fn an_update_that_was_gone_back_from_says_why_and_what_to_do() {
+fn rolled_back_update_shows_reason_and_advice() {
     let mut machine = running();
     machine["lastUpdate"] = json!({"version": "2026.11.2", "outcome": "rolled_back", "stage": "health",
         "error": "the gateway was not ready", "at": "2026-11-21T11:55:00.000Z"});
@@ -132,12 +132,12 @@ fn an_update_that_was_gone_back_from_says_why_and_what_to_do() {
 }
 
 #[test]
-fn a_machine_that_failed_says_what_to_do() {
+fn failed_machine_shows_advice() {
     insta::assert_snapshot!(machine::one(&plain(), &read(failed())));
 }
 
 #[test]
-fn an_operation_under_way() {
+fn running_operation_shows_its_log() {
     insta::assert_snapshot!(operation::one(&plain(), &read(operation("resize", "running"))));
 }
 
@@ -159,7 +159,7 @@ fn repeated_and_omitted_log_entries_are_counted() {
         "{shown}"
     );
 
-    // An earlier platform sends no numbers: the place counts.
+    // Older platforms send no sequence numbers: the position counts.
     let after = |value: &Value, seen| {
         let operation: operation::Operation = read(value.clone());
         let (news, last) = operation.entries_after(seen);
@@ -179,7 +179,7 @@ pub(super) fn with_copies(mut machine: Value, copies: Value) -> machine::Machine
 }
 
 #[test]
-fn status_shows_copies_while_all_is_well() {
+fn status_shows_copies_of_a_healthy_machine() {
     let machine = with_copies(
         running(),
         json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "newestSnapshotAt": "2026-11-21T11:51:00.000Z",
@@ -191,7 +191,7 @@ fn status_shows_copies_while_all_is_well() {
 }
 
 #[test]
-fn status_names_what_kept_servers_hold_and_how_they_end() {
+fn status_shows_unsaved_changes_and_end_of_kept_servers() {
     let kept = |reason: &str, until: Value, unsaved: Value| json!({"machineId": OTHER, "providerServerId": "4700", "reason": reason, "until": until, "unsavedSince": unsaved});
     let shown = |live: Value, kept: Value| {
         let copies = json!({"live": live, "kept": [kept], "newestSnapshotAt": null, "exposedSeconds": null});
@@ -207,17 +207,17 @@ fn status_names_what_kept_servers_hold_and_how_they_end() {
     let held = "holds 43 min of changes that no snapshot has; kept until `svcctl discard";
     assert!(unsaved.contains(held) && unsaved.ends_with("--accept-loss`"), "{unsaved}");
     let unproven = shown(Value::Null, kept("replaced", Value::Null, Value::Null));
-    assert!(unproven.ends_with("kept until a new machine has proven itself"), "{unproven}");
+    assert!(unproven.ends_with("kept until a new machine has proven healthy"), "{unproven}");
     let later = json!("2026-11-22T12:00:00.000Z");
     let deleted = shown(Value::Null, kept("deleted", later.clone(), Value::Null));
     let undo =
-        format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` brings it back");
+        format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` restores it");
     assert!(deleted.ends_with(&undo), "{deleted}");
     let superseded = shown(live, kept("deleted", later, Value::Null));
     assert!(!superseded.contains("undelete"), "{superseded}");
     let unsaved = shown(Value::Null, kept("deleted", Value::Null, json!("2026-11-21T10:17:00.000Z")));
     assert!(
-        unsaved.ends_with(&format!("--accept-loss`; `svcctl undelete {OTHER}` brings it back")),
+        unsaved.ends_with(&format!("--accept-loss`; `svcctl undelete {OTHER}` restores it")),
         "{unsaved}"
     );
     let over = shown(Value::Null, kept("deleted", json!("2026-11-21T11:59:00.000Z"), Value::Null));
@@ -225,7 +225,7 @@ fn status_names_what_kept_servers_hold_and_how_they_end() {
 }
 
 #[test]
-fn status_without_snapshot_says_that_all_is_at_risk() {
+fn status_without_snapshot_shows_all_data_at_risk() {
     let machine = with_copies(
         running(),
         json!({"live": {"machineId": MACHINE, "providerServerId": "4711"}, "kept": [], "newestSnapshotAt": null,
@@ -235,7 +235,7 @@ fn status_without_snapshot_says_that_all_is_at_risk() {
     for line in [
         "live server  4711\n",
         "snapshot     none known\n",
-        "at risk      losing the live server now would cost all of its data, 3 min old: no snapshot holds any\n",
+        "at risk      losing the live server now would cost all of its data, 3 min old: there is no snapshot\n",
     ] {
         assert!(shown.contains(line), "{line}: {shown}");
     }
@@ -266,7 +266,7 @@ fn status_of_recovery_shows_boot_progress_and_question() {
 }
 
 #[test]
-fn failed_machine_advises_the_way_back_by_its_cause() {
+fn failed_machine_advice_depends_on_the_cause() {
     let advice = |cause: &str| {
         let mut machine = running();
         machine["status"] = "failed".into();
@@ -275,12 +275,12 @@ fn failed_machine_advises_the_way_back_by_its_cause() {
         shown.lines().find(|line| line.starts_with("next")).unwrap_or_default().to_owned()
     };
     assert!(advice("operator").contains(&format!("`svcctl resume {MACHINE}`")));
-    assert!(advice("reinstating").contains("being switched on"));
+    assert!(advice("reinstating").contains("being powered on"));
     assert!(!advice("boot_reported").contains("svcctl resume"));
 }
 
 #[test]
-fn failed_restore_advises_what_can_work() {
+fn failed_restore_advice_depends_on_the_message() {
     let next = |slot: &str, message: &str| {
         let mut machine = failed();
         machine["slot"] = slot.into();
@@ -310,7 +310,7 @@ fn failed_restore_advises_what_can_work() {
     assert!(store.contains("`svcctl doctor`"), "{store}");
 }
 
-/// The machine that it was to replace has the slot again: the failed one still says what can work.
+/// The machine that it was to replace has the slot again; the failed machine still shows advice.
 #[test]
 fn failed_restore_advises_while_the_old_machine_has_the_slot() {
     let mut machine = failed();
@@ -327,7 +327,7 @@ fn failed_restore_advises_while_the_old_machine_has_the_slot() {
 }
 
 #[test]
-fn status_says_which_copies_are_lost_or_only_reported() {
+fn status_shows_lost_and_reported_copies() {
     let lines = |machine: Value, copies: Value| {
         let shown = machine::one(&plain(), &with_copies(machine, copies));
         let is_copy = |line: &&str| {
@@ -368,7 +368,7 @@ fn status_says_which_copies_are_lost_or_only_reported() {
 }
 
 #[test]
-fn accepted_deletion_says_how_old_the_snapshot_is_and_how_to_undo_it() {
+fn accepted_deletion_shows_snapshot_age_and_undo() {
     let deletion = |until: Value| {
         read(
             json!({"machineId": MACHINE, "kind": "customer", "status": "running", "deletedAt": "2026-11-21T12:00:00.000Z",
@@ -377,11 +377,11 @@ fn accepted_deletion_says_how_old_the_snapshot_is_and_how_to_undo_it() {
     };
     insta::assert_snapshot!(machine::accepted(&plain(), &deletion(json!("2026-11-22T12:00:00.000Z"))));
     let now = machine::accepted(&plain(), &deletion(Value::Null));
-    assert!(now.contains("until its server is off; then that is deleted, for good"), "{now}");
+    assert!(now.contains("until its server is off; then the server is deleted permanently"), "{now}");
 }
 
 #[test]
-fn status_during_a_deletion_without_grace_promises_no_kept_server() {
+fn status_of_deletion_without_grace_has_no_kept_server() {
     let copies = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
         {"machineId": MACHINE, "providerServerId": "4711", "reason": "deleted", "until": null, "unsavedSince": null,
          "deletedBy": OTHER}]});
@@ -395,7 +395,7 @@ fn status_during_a_deletion_without_grace_promises_no_kept_server() {
 }
 
 #[test]
-fn deletion_of_a_machine_that_never_served_promises_no_undo() {
+fn deletion_of_unserved_machine_has_no_undo() {
     let deletion = read(
         json!({"machineId": MACHINE, "idpUserId": "user_1", "slot": "second", "handle": "ada",
         "kind": "customer", "status": "provisioning", "registeredAt": null, "deletedAt": "2026-11-21T12:00:00.000Z",
@@ -403,12 +403,12 @@ fn deletion_of_a_machine_that_never_served_promises_no_undo() {
     );
     let shown = machine::accepted(&plain(), &deletion);
     let undo =
-        "none: it never served; `svcctl provision user_1 --slot second --handle ada` makes a new machine";
+        "none: it never served; `svcctl provision user_1 --slot second --handle ada` creates a new machine";
     assert!(shown.contains(undo), "{shown}");
 }
 
 #[test]
-fn accepted_recovery_says_how_to_undo_it() {
+fn accepted_recovery_shows_undo() {
     let accepted =
         read(json!({"oldMachineId": OTHER, "machineId": MACHINE, "slot": "primary", "status": "recovering",
         "epoch": 3, "operationId": OTHER}));
@@ -418,7 +418,7 @@ fn accepted_recovery_says_how_to_undo_it() {
 }
 
 #[test]
-fn the_fleet() {
+fn fleet_shows_machines_that_need_attention() {
     let fleet = |attention: Value| {
         read(json!({
             "totals": {"machines": 12, "byStatus": {"failed": 1, "provisioning": 0, "running": 11},
@@ -442,7 +442,7 @@ fn the_fleet() {
         {"machineId": MACHINE, "idpUserId": "user_3", "slot": "primary", "handle": "bob", "status": "running", "reasons": ["update_rolled_back"]},
     ]);
     insta::assert_snapshot!(fleet::show(&plain(), &fleet(needy)));
-    assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs anybody\n"));
+    assert!(fleet::show(&plain(), &fleet(json!([]))).ends_with("no machine needs attention\n"));
 }
 
 fn rollout(state: &str, why: Option<&str>) -> Value {
@@ -455,14 +455,14 @@ fn rollout(state: &str, why: Option<&str>) -> Value {
 }
 
 #[test]
-fn rollouts() {
+fn list_shows_rollouts() {
     let all = [rollout("running", None), rollout("stopped", Some("the canary failed"))];
     insta::assert_snapshot!(deploy::list(&plain(), &read(json!({"rollouts": all}))));
-    assert_eq!(deploy::list(&plain(), &read(json!({"rollouts": []}))), "no rollout yet\n");
+    assert_eq!(deploy::list(&plain(), &read(json!({"rollouts": []}))), "no rollouts\n");
 }
 
 #[test]
-fn backups() {
+fn list_shows_backups() {
     let one = |key: &str, latest: bool| {
         json!({"key": key, "sizeBytes": 1_363_148, "sha256": "00", "takenAt": "2026-11-21T11:05:00.000Z",
         "verifiedAt": "2026-11-21T11:05:01.000Z", "epoch": 2, "machineId": MACHINE, "latest": latest})
@@ -472,7 +472,7 @@ fn backups() {
 }
 
 #[test]
-fn slots() {
+fn list_shows_slots() {
     let rows: Vec<slot::SlotRow> = read(json!([
         {"idpUserId": "user_1", "slot": "primary", "plan": "max", "status": "active", "currentPeriodEnd": "2026-12-01T00:00:00.000Z"},
         {"idpUserId": "user_1", "slot": "second", "plan": "starter", "status": "inactive", "currentPeriodEnd": null},
@@ -481,7 +481,7 @@ fn slots() {
 }
 
 #[test]
-fn a_terminal_gets_colours_and_its_width_and_nothing_else_does() {
+fn only_a_terminal_gets_colours_and_width() {
     let page = read(json!({"machines": [running(), failed()], "nextCursor": null}));
     let narrow = View { width: Some(80), ..plain() };
     let shown = machine::list(&narrow, &page);

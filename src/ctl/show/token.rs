@@ -1,4 +1,4 @@
-//! The token by which a machine's host reaches the platform.
+//! Text view of the token with which a machine's host authenticates to the platform.
 
 use serde::Deserialize;
 
@@ -13,7 +13,7 @@ pub struct UpgradeToken {
     requested_at: Option<String>,
 }
 
-/// How many machines got a request to rotate.
+/// The number of machines that got a request to rotate.
 #[derive(Debug, Deserialize)]
 pub struct Requested {
     requested: u64,
@@ -34,7 +34,7 @@ impl Requested {
     pub fn line(&self) -> String {
         let count = self.requested;
         format!(
-            "{count} tokens rotate with their hosts' next heartbeats; `svcctl fleet` lists machines that do not take theirs up\n"
+            "{count} tokens rotate with the next heartbeats of their hosts; `svcctl fleet` lists machines that did not rotate\n"
         )
     }
 }

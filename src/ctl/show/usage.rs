@@ -1,4 +1,4 @@
-//! What dispatches have cost.
+//! Text view of the cost of dispatches.
 
 use serde::Deserialize;
 
@@ -28,7 +28,7 @@ struct Entry {
     dispatches: u64,
 }
 
-/// A row for each entry, and the total below them.
+/// Shows a row per entry, and the total at the end.
 pub fn show(view: &View, by: GroupBy, report: &Report) -> String {
     if report.entries.is_empty() {
         return "no usage\n".to_owned();
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn usage_without_entries_is_said() {
+    fn show_without_entries_says_no_usage() {
         let none = json!({"totalCost": 0, "totalTokensIn": 0, "totalTokensOut": 0, "totalDispatches": 0, "entries": []});
         assert_eq!(show(&VIEW, GroupBy::Day, &serde_json::from_value(none).unwrap()), "no usage\n");
     }

@@ -45,7 +45,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
         return code;
     }
     begin_log("svc-heartbeat", &Layout::from_process());
-    applet::block_on("svc-heartbeat", request_id::own(check(Layout::from_process())))
+    applet::block_on("svc-heartbeat", request_id::run_with_new_id(check(Layout::from_process())))
 }
 
 async fn check(layout: Layout) -> Result<(), Failure> {

@@ -9,7 +9,7 @@ use crate::applet::Exit;
 use crate::config::Env;
 use crate::machine::id::MachineId;
 use crate::store::config::StoreConfig;
-use crate::store::credentials::{Source, Temporary};
+use crate::store::credentials::{CredentialSource, TemporaryCredentials};
 use crate::store::{Bucket, StoreError};
 
 /// The exit code for a failed read of the store.
@@ -35,7 +35,7 @@ pub struct StoreLink {
 struct Renewal {
     machine: MachineId,
     platform: PlatformLink,
-    first: Temporary,
+    first: TemporaryCredentials,
     layout: Layout,
 }
 
@@ -43,7 +43,7 @@ impl StoreLink {
     pub fn read(env: &mut Env, layout: &Layout) -> Option<Self> {
         let store = StoreConfig::read(env)?;
         let renewal = match &store {
-            StoreConfig::S3(s3) => s3.expires_at.map(|expires_at| Temporary {
+            StoreConfig::S3(s3) => s3.expires_at.map(|expires_at| TemporaryCredentials {
                 access_key: s3.access_key.clone(),
                 secret_key: s3.secret_key.clone(),
                 session_token: s3.session_token.clone(),
@@ -94,7 +94,7 @@ impl StoreLink {
                 Some(Arc::new(renewed.during_outage(during_outage)))
             }
         };
-        let credentials = source.clone().map(|source| source as Arc<dyn Source>);
+        let credentials = source.clone().map(|source| source as Arc<dyn CredentialSource>);
         Ok((self.store.open_with(credentials)?, source))
     }
 }

@@ -28,7 +28,7 @@ use crate::http::client::{self, Deadlines};
 use crate::http::problem::chain;
 use crate::http::request_id;
 use crate::machine::id::MachineId;
-use crate::store::credentials::{CredentialError, Source, Temporary};
+use crate::store::credentials::{CredentialError, CredentialSource, TemporaryCredentials};
 
 use self::state_file::StoredSession;
 pub use self::state_file::StoredSessions;
@@ -135,7 +135,7 @@ impl RenewingCredentials {
         machine: MachineId,
         platform: PlatformLink,
         file: PathBuf,
-        first: &Temporary,
+        first: &TemporaryCredentials,
     ) -> anyhow::Result<Self> {
         let client = client::build(Deadlines::CALL)?;
         let first = ActiveSession::new(first.signing(), first.expires_at, DEFAULT_SESSION_TTL);
@@ -259,7 +259,7 @@ impl RenewingCredentials {
 }
 
 #[async_trait]
-impl Source for RenewingCredentials {
+impl CredentialSource for RenewingCredentials {
     async fn current(&self) -> Result<Arc<AwsCredential>, CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {
@@ -286,7 +286,7 @@ impl Source for RenewingCredentials {
         Ok(Arc::clone(&state.active.key))
     }
 
-    async fn instead_of(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError> {
+    async fn replacement_for(&self, access_key: &str) -> Result<Arc<AwsCredential>, CredentialError> {
         let mut state = self.state.lock().await;
         if state.is_withdrawn {
             return Err(CredentialError::Withdrawn);

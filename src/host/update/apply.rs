@@ -98,7 +98,7 @@ pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
         Some(open) => {
             let id = open.plan.request_id.clone();
             tracing::warn!(from = %open.plan.from, to = %open.plan.to, "resuming an update that was cut off");
-            Some(request_id::under(id, updater.finish(open)).await?)
+            Some(request_id::run_with_id(id, updater.finish(open)).await?)
         }
         None => None,
     };
@@ -114,7 +114,7 @@ pub async fn run(layout: Layout, wanted: UpdateTarget) -> Result<(), Failure> {
             return Ok(());
         }
         let update = async { updater.finish(updater.open(aim, from, to, allow).await).await };
-        ended = Some(request_id::under(id, update).await?);
+        ended = Some(request_id::run_with_id(id, update).await?);
     }
     match ended {
         Some(outcome) => report_outcome(&outcome, caller),

@@ -39,7 +39,7 @@ use crate::host::system::release;
 use crate::host::system::upgrade_token;
 use crate::http::request_id;
 use crate::machine::name::ImageVersion;
-use crate::store::bundle::{KeySet, LARGEST_COMPANION, Signed, Verified, verify};
+use crate::store::bundle::{KeySet, MAX_COMPANION_BYTES, Signed, Verified, verify};
 use crate::store::key::BUNDLE_FILE;
 
 /// Maximum length of an error in an outcome or in the journal.
@@ -186,7 +186,7 @@ impl<S: Services> Updater<S> {
     async fn fetch_manifest(&self, version: &ImageVersion) -> Result<Verified, StepError> {
         let read = async |suffix: &str| {
             let source = self.source(version, suffix)?;
-            source.read(LARGEST_COMPANION).await.map_err(|error| match error {
+            source.read(MAX_COMPANION_BYTES).await.map_err(|error| match error {
                 DownloadError::Status { status: http::StatusCode::NOT_FOUND, .. } => {
                     refused(Stage::Manifest)(error)
                 }

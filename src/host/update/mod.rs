@@ -165,7 +165,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     begin_log("svc-update", &layout);
     applet::block_on(
         "svc-update",
-        request_id::own(async move {
+        request_id::run_with_new_id(async move {
             match args.command {
                 Command::Boot => boot::run(layout).await,
                 Command::Apply(apply) => {

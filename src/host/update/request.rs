@@ -58,7 +58,7 @@ fn parse(text: &[u8]) -> Option<ParsedRequest> {
         request_id: Option<String>,
     }
     let wire: WireRequest = serde_json::from_slice(text).ok()?;
-    let request_id = wire.request_id.filter(|id| request_id::fits(id));
+    let request_id = wire.request_id.filter(|id| request_id::is_well_formed(id));
     Some(ParsedRequest { version: wire.image_version, request_id })
 }
 

@@ -1,4 +1,4 @@
-//! jsonwebtoken's crypto on ring: verification of RS256, ES256 and EdDSA, and nothing else.
+//! Crypto provider of jsonwebtoken with ring: only verification of RS256, ES256 and EdDSA.
 
 use jsonwebtoken::crypto::{CryptoProvider, JwtVerifier, KeyUtils};
 use jsonwebtoken::errors::{Error, ErrorKind};
@@ -14,7 +14,7 @@ static PROVIDER: CryptoProvider = CryptoProvider {
     key_utils: KeyUtils::new_unimplemented(),
 };
 
-/// Makes this the process's provider; it is the only one that is built in, so a second call finds it there.
+/// Installs this as the process's provider. It is the only one, so later calls have no effect.
 pub(super) fn install() {
     let _ = PROVIDER.install_default();
 }
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_of_one_kind_serves_no_other_algorithm() {
+    fn verify_refuses_a_key_for_another_algorithm() {
         install();
         let rsa = DecodingKey::from_rsa_components("AQAB", "AQAB").unwrap();
         let point = DecodingKey::from_ed_components("11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo").unwrap();

@@ -1,4 +1,4 @@
-//! The issuer's keys (RFC 7517), fetched when they are needed, kept while the issuer is down.
+//! The issuer's keys (RFC 7517): fetched on demand, and kept while the issuer is unreachable.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -13,15 +13,15 @@ use url::Url;
 use super::JwtError;
 use crate::http::problem::chain;
 
-/// An unknown `kid` asks the issuer again at most this often.
-const ASK_AGAIN: Duration = Duration::from_secs(30);
-/// Without any key nobody is let in, so the issuer is asked sooner.
-const ASK_AGAIN_WITHOUT_KEYS: Duration = Duration::from_secs(2);
-/// A key that the issuer has withdrawn is believed no longer than this, as far as the issuer answers.
-const STALE: Duration = Duration::from_secs(600);
-const LARGEST_BYTES: usize = 256 * 1024;
+/// Minimum interval between fetches for an unknown `kid`.
+const MIN_FETCH_INTERVAL: Duration = Duration::from_secs(30);
+/// Minimum interval between fetches without any key: shorter, because every token is refused.
+const MIN_FETCH_INTERVAL_WITHOUT_KEYS: Duration = Duration::from_secs(2);
+/// Maximum age of the keys: a withdrawn key is trusted no longer, unless the issuer is unreachable.
+const MAX_KEY_AGE: Duration = Duration::from_secs(600);
+const MAX_BODY_BYTES: usize = 256 * 1024;
 
-/// One of the issuer's keys with the one algorithm that it is for.
+/// A key of the issuer with its algorithm.
 pub(super) struct VerifyingKey {
     pub(super) key: DecodingKey,
     pub(super) validation: Validation,
@@ -32,76 +32,76 @@ type Keys = HashMap<String, Arc<VerifyingKey>>;
 pub(super) struct Jwks {
     url: Url,
     client: reqwest::Client,
-    known: RwLock<Known>,
-    /// Held while the issuer is asked, so that it is asked once.
-    asked: tokio::sync::Mutex<Asked>,
+    known: RwLock<KnownKeys>,
+    /// Held during a fetch, so that there is only one at a time.
+    last_fetch: tokio::sync::Mutex<LastFetch>,
 }
 
-/// When the issuer was asked last.
+/// The time of the last fetch.
 #[derive(Default)]
-struct Asked {
-    at_all: Option<Instant>,
+struct LastFetch {
+    any: Option<Instant>,
     for_unknown: Option<Instant>,
 }
 
 #[derive(Default)]
-struct Known {
+struct KnownKeys {
     keys: Arc<Keys>,
     fetched: Option<Instant>,
 }
 
 #[derive(Debug, thiserror::Error)]
 enum FetchError {
-    #[error("ask for the issuer's keys")]
+    #[error("fetch the issuer's keys")]
     Http(#[from] reqwest::Error),
     #[error("the issuer's keys are too large")]
     TooLarge,
     #[error("the issuer's keys are not a JWK set")]
     Malformed(#[from] serde_json::Error),
-    #[error("the issuer has no key that we can use")]
+    #[error("the issuer has no usable key")]
     Empty,
 }
 
 impl Jwks {
     pub(super) fn new(url: Url, client: reqwest::Client) -> Self {
-        Self { url, client, known: RwLock::default(), asked: tokio::sync::Mutex::default() }
+        Self { url, client, known: RwLock::default(), last_fetch: tokio::sync::Mutex::default() }
     }
 
-    /// The key of this id; the issuer is asked where it is unknown, or what we know is old.
+    /// The key with this id. Fetches the issuer's keys if it is unknown, or if the known keys are stale.
     pub(super) async fn find(&self, kid: &str) -> Result<Arc<VerifyingKey>, JwtError> {
-        let mut asked = match (self.known(kid), self.asked.try_lock()) {
+        let mut last_fetch = match (self.known(kid), self.last_fetch.try_lock()) {
             ((Some(key), Freshness::Fresh), _) => return Ok(key),
-            (_, Ok(asked)) => asked,
-            // An old key will do while the issuer is being asked.
+            (_, Ok(last_fetch)) => last_fetch,
+            // Use a stale key during a fetch.
             ((Some(key), _), Err(_)) => return Ok(key),
-            ((None, _), Err(_)) => self.asked.lock().await,
+            ((None, _), Err(_)) => self.last_fetch.lock().await,
         };
-        // Another request may have asked while this one waited.
+        // Another request may have fetched the keys meanwhile.
         let (key, freshness) = self.known(kid);
         let over = |at: Option<Instant>, pause| at.is_none_or(|at: Instant| at.elapsed() >= pause);
         let due = match (&key, freshness) {
             (Some(_), Freshness::Fresh) => false,
-            (_, Freshness::Never) => over(asked.at_all, ASK_AGAIN_WITHOUT_KEYS),
-            (Some(_), Freshness::Stale) => over(asked.at_all, ASK_AGAIN),
-            (None, Freshness::Stale | Freshness::Fresh) => over(asked.for_unknown, ASK_AGAIN),
+            (_, Freshness::Never) => over(last_fetch.any, MIN_FETCH_INTERVAL_WITHOUT_KEYS),
+            (Some(_), Freshness::Stale) => over(last_fetch.any, MIN_FETCH_INTERVAL),
+            (None, Freshness::Stale | Freshness::Fresh) => over(last_fetch.for_unknown, MIN_FETCH_INTERVAL),
         };
         if due {
             let now = Some(Instant::now());
-            asked.at_all = now;
+            last_fetch.any = now;
             if key.is_none() && freshness != Freshness::Never {
-                asked.for_unknown = now;
+                last_fetch.for_unknown = now;
             }
             match self.fetch().await {
                 Ok(keys) => {
-                    let known = Known { keys: Arc::new(keys), fetched: Some(Instant::now()) };
+                    let known = KnownKeys { keys: Arc::new(keys), fetched: Some(Instant::now()) };
                     *self.known.write().unwrap_or_else(PoisonError::into_inner) = known;
                 }
                 Err(error) => {
-                    tracing::warn!(url = %self.url, error = %chain(&error), "no new keys of the issuer");
+                    tracing::warn!(url = %self.url, error = %chain(&error), "cannot fetch the issuer's keys");
                 }
             }
         }
-        drop(asked);
+        drop(last_fetch);
         match self.known(kid) {
             (Some(key), _) => Ok(key),
             (None, Freshness::Never) => Err(JwtError::NoKeys),
@@ -117,18 +117,18 @@ impl Jwks {
         let known = self.known.read().unwrap_or_else(PoisonError::into_inner);
         let freshness = match known.fetched {
             None => Freshness::Never,
-            Some(at) if at.elapsed() >= STALE => Freshness::Stale,
+            Some(at) if at.elapsed() >= MAX_KEY_AGE => Freshness::Stale,
             Some(_) => Freshness::Fresh,
         };
         (known.keys.get(kid).cloned(), freshness)
     }
 
     async fn fetch(&self) -> Result<Keys, FetchError> {
-        let mut answer = self.client.get(self.url.clone()).send().await?.error_for_status()?;
+        let mut response = self.client.get(self.url.clone()).send().await?.error_for_status()?;
         let mut body = Vec::new();
-        while let Some(chunk) = answer.chunk().await? {
+        while let Some(chunk) = response.chunk().await? {
             body.extend_from_slice(&chunk);
-            if body.len() > LARGEST_BYTES {
+            if body.len() > MAX_BODY_BYTES {
                 return Err(FetchError::TooLarge);
             }
         }
@@ -144,7 +144,7 @@ enum Freshness {
     Fresh,
 }
 
-/// Keys that are not for us are passed over (RFC 7517, section 5).
+/// Parses a key set; unusable keys are ignored (RFC 7517, section 5).
 fn parse(body: &[u8]) -> Result<Keys, serde_json::Error> {
     #[derive(Deserialize)]
     struct Set {
@@ -154,10 +154,10 @@ fn parse(body: &[u8]) -> Result<Keys, serde_json::Error> {
     Ok(set.keys.into_iter().filter_map(usable).collect())
 }
 
-/// The ids of the keys that a set gives us, with the algorithm of each, as `tests/fuzz` reaches them.
+/// The ids and algorithms of the usable keys in a set, for `tests/fuzz`.
 ///
 /// # Errors
-/// When it is no set of keys.
+/// If it is not a key set.
 #[cfg(feature = "fuzzing")]
 pub fn read_keys(body: &[u8]) -> Result<Vec<(String, Vec<Algorithm>)>, serde_json::Error> {
     let keys = parse(body)?;
@@ -183,7 +183,7 @@ fn usable(jwk: Value) -> Option<(String, Arc<VerifyingKey>)> {
         return None;
     }
     let mut validation = Validation::new(algorithm);
-    // Claims are checked by `Trust`, with a clock that is an argument.
+    // `Trust` checks the claims, with the time as an argument.
     validation.required_spec_claims.clear();
     validation.validate_exp = false;
     validation.validate_aud = false;
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_keys_that_verify_our_algorithms_are_taken() {
+    fn parse_keeps_only_keys_for_our_algorithms() {
         let ed = json!({"kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"});
         let with = |name: &str, more: Value| {
             let mut key = ed.clone();

@@ -1,8 +1,8 @@
-//! The identity provider's tokens: JWTs (RFC 7519) checked against its published keys.
+//! Verification of the identity provider's tokens: JWTs (RFC 7519), with its published keys.
 //!
-//! Owns which tokens are believed: RS256, ES256 and EdDSA alone, by a key of the configured JWKS whose own algorithm
-//! the header must name; issuer, audience and times. It keeps no sessions. Invariant: nothing of a token but its `kid`
-//! is used before its signature holds.
+//! A token must be signed with RS256, ES256 or EdDSA by a key of the configured JWKS, and its header must name that key's
+//! algorithm; issuer, audience and times must match. There are no sessions here. Invariant: only the `kid` of a token is
+//! used before its signature is verified.
 
 mod crypto;
 mod jwks;
@@ -17,29 +17,29 @@ use crate::machine::name::IdpUserId;
 pub use jwks::read_keys;
 use jwks::{Jwks, VerifyingKey};
 
-/// How far the two clocks may be apart, in seconds.
+/// Tolerated clock skew.
 pub const LEEWAY_SECONDS: i64 = 30;
-/// Longer ones are not looked at.
-const LONGEST: usize = 8 * 1024;
+/// Maximum length of a token.
+const MAX_TOKEN_BYTES: usize = 8 * 1024;
 
-/// Whose tokens are believed, and for whom they must be made.
+/// The trusted issuer and the accepted audiences.
 #[derive(Debug, Clone)]
 pub struct Trust {
     pub issuer: String,
-    /// Each is one of ours; a token names at least one, in `aud`, or in `azp` where it has no `aud`.
+    /// A token must name at least one of them in `aud`, or in `azp` if it has no `aud`.
     pub audiences: Vec<String>,
     pub jwks_url: Url,
 }
 
-/// What a believed token says.
+/// The content of a verified token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Subject {
     pub user: IdpUserId,
-    /// Unix seconds; the token is not believed after this and the leeway.
+    /// Unix seconds; the token expires then, plus the leeway.
     pub expires_at: i64,
 }
 
-/// Why a token is not believed.
+/// The reason why a token is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum JwtError {
     #[error("the token is malformed")]
@@ -52,26 +52,26 @@ pub enum JwtError {
     Signature,
     #[error("the token is from another issuer")]
     Issuer,
-    #[error("the token is for somebody else")]
+    #[error("the token is for another audience")]
     Audience,
     #[error("the token is expired or not yet valid")]
     Stale,
-    /// It was refused a moment ago.
+    /// It was refused recently.
     #[error("the token was refused before")]
     Refused,
-    /// The only one that is not about the token.
+    /// The only reason that does not concern the token.
     #[error("the issuer's keys cannot be fetched")]
     NoKeys,
 }
 
-/// Checks tokens of one issuer.
+/// Verifies tokens of one issuer.
 pub struct Verifier {
     trust: Trust,
     keys: Jwks,
 }
 
 impl Verifier {
-    /// Fetches nothing yet; `client`'s deadlines bound each fetch.
+    /// Fetches nothing yet; the deadlines of `client` limit each fetch.
     pub fn new(trust: Trust, client: reqwest::Client) -> Self {
         crypto::install();
         let keys = Jwks::new(trust.jwks_url.clone(), client);
@@ -85,10 +85,10 @@ impl Verifier {
         self.trust.accept(open(token, &key)?, now)
     }
 
-    /// Without asking the issuer.
+    /// Verifies a token without fetching keys.
     ///
     /// # Errors
-    /// See [`JwtError`]; `NoKeys` where the issuer would have to be asked.
+    /// See [`JwtError`]; `NoKeys` if a fetch would be necessary.
     pub fn verify_with_known_keys(&self, token: &str, now: Timestamp) -> Result<Subject, JwtError> {
         let key = self.keys.known_key(&kid(token)?).ok_or(JwtError::NoKeys)?;
         self.trust.accept(open(token, &key)?, now)
@@ -96,7 +96,7 @@ impl Verifier {
 }
 
 fn kid(token: &str) -> Result<String, JwtError> {
-    if token.len() > LONGEST {
+    if token.len() > MAX_TOKEN_BYTES {
         return Err(JwtError::Malformed);
     }
     decode_header(token).map_err(|_| JwtError::Malformed)?.kid.ok_or(JwtError::UnknownKey)
@@ -111,7 +111,7 @@ fn open(token: &str, key: &VerifyingKey) -> Result<Claims, JwtError> {
             ErrorKind::InvalidAlgorithm | ErrorKind::UnsupportedAlgorithm => JwtError::Algorithm,
             _ => JwtError::Malformed,
         })?;
-    // An extension that must be understood, and is not (RFC 7515, section 4.1.11).
+    // A critical extension, and none is supported (RFC 7515, section 4.1.11).
     if header.crit.is_some() { Err(JwtError::Malformed) } else { Ok(claims) }
 }
 
@@ -147,7 +147,7 @@ impl Trust {
         if !for_us {
             return Err(JwtError::Audience);
         }
-        // Seconds of any year that a clock can show are exact in an f64.
+        // An f64 represents the seconds of any realistic year exactly.
         let (now, leeway) = (now.as_second() as f64, LEEWAY_SECONDS as f64);
         if !claims.exp.is_finite() || now >= claims.exp + leeway {
             return Err(JwtError::Stale);

@@ -1,7 +1,7 @@
-//! OpenAPI 3.1 documents, made from what each route says of itself beside its handler.
+//! Generates OpenAPI 3.1 documents from the description beside each route's handler.
 //!
-//! Owns the words of a description and how they become a document; knows no route. Invariant: what follows from other
-//! words (a body can be too large, a credential can be missing) is never said twice.
+//! Owns the types of descriptions and their conversion; knows no route. Invariant: implied problems (a body can be too
+//! large, a credential can be missing) are derived, never declared.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ pub use schema::*;
 
 use super::problem::Code;
 
-/// What a caller must show. Routes of several take any one of them.
+/// A credential. A route with several accepts any of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Credential {
     pub name: &'static str,
@@ -22,12 +22,12 @@ pub struct Credential {
     pub about: &'static str,
 }
 
-/// Where a credential stands in a request.
+/// The location of a credential in a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scheme {
     /// `Authorization: Bearer` (RFC 6750).
     Bearer,
-    /// The same, of callers with scopes: one that lacks the route's is refused as forbidden.
+    /// The same, for callers with scopes: a caller without the route's scope is refused as forbidden.
     ScopedBearer,
     Header(&'static str),
     Cookie(&'static str),
@@ -36,29 +36,29 @@ pub enum Scheme {
 /// One method of one path.
 #[derive(Debug, Clone)]
 pub struct Operation {
-    /// In camelCase, and once in a document.
+    /// In camelCase; unique in a document.
     pub id: &'static str,
     pub method: Method,
-    /// With `{name}` for each parameter; `{*name}` is the rest of the path.
+    /// Template with `{name}` for each parameter; `{*name}` is the rest of the path.
     pub path: &'static str,
     pub summary: &'static str,
-    /// Empty: open to all.
+    /// Empty for a public route.
     pub credentials: &'static [Credential],
     pub parameters: &'static [Parameter],
     pub body: Option<Schema>,
     pub answers: &'static [Answer],
-    /// Refusals beside those that follow from the rest.
+    /// Problems in addition to the derived ones.
     pub problems: &'static [Code],
 }
 
-/// A JSON schema (draft 2020-12), made when it is asked for.
+/// A JSON schema (draft 2020-12), created on demand.
 pub type Schema = fn() -> Value;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     Path,
     Query,
-    /// Of a query, and it must be there.
+    /// A required query parameter.
     QueryNeeded,
     Header,
 }
@@ -71,7 +71,7 @@ pub struct Parameter {
     pub about: &'static str,
 }
 
-/// An answer that is no problem.
+/// A successful response.
 #[derive(Debug, Clone, Copy)]
 pub struct Answer {
     pub status: u16,
@@ -83,26 +83,26 @@ pub struct Answer {
 pub enum Content {
     Nothing,
     Json(Schema),
-    /// Of another media type, without a schema.
+    /// Another media type, without a schema.
     Other(&'static str),
 }
 
-/// What a document says of the whole API.
+/// The part of a document about the whole API.
 pub struct Api {
     pub title: &'static str,
     pub about: &'static str,
     pub version: &'static str,
-    /// Schemas that others refer to by [`named`].
+    /// Schemas that others reference with [`named`].
     pub schemas: &'static [(&'static str, Schema)],
 }
 
 impl Operation {
-    /// Every code that this operation may answer with: its own, and those that follow from its description.
+    /// All problem codes of this operation: its own and the derived ones.
     pub fn codes(&self) -> Vec<Code> {
         let mut codes = vec![Code::MethodNotAllowed, Code::Internal];
         if !self.credentials.is_empty() {
             codes.push(Code::RequestTooLarge);
-            // A registration token's refusal has a code of its own.
+            // A refused registration token has a different code.
             if !self.problems.contains(&Code::RegistrationRejected) {
                 codes.push(Code::Unauthorized);
             }
@@ -219,14 +219,14 @@ fn refusal(status: u16, codes: &[&str]) -> Value {
 fn headers() -> Value {
     let header = |about: &str, schema: Value| json!({ "description": about, "schema": schema });
     json!({
-        "RequestId": header("The same as the problem's requestId; the log knows more under it.", text()),
+        "RequestId": header("The same as the problem's requestId; the log has details under it.", text()),
         "WwwAuthenticate": header("Bearer", text()),
-        "Allow": header("The methods that this path takes.", text()),
+        "Allow": header("The methods of this path.", text()),
         "RetryAfter": header("Seconds after which the same request may succeed.", count()),
     })
 }
 
-/// RFC 9457, with our `code` and `requestId`; other members belong to single codes.
+/// The schema of a problem (RFC 9457) with our `code` and `requestId`; some codes have other members.
 fn problem() -> Value {
     let errors = array(object(&[("pointer", text()), ("detail", text())], &[]));
     let codes: Vec<&str> = Code::ALL.iter().map(|code| code.as_str()).collect();
@@ -243,7 +243,7 @@ fn problem() -> Value {
     schema
 }
 
-/// The document of these operations.
+/// The document for these operations.
 pub fn document<'o>(api: &Api, operations: impl IntoIterator<Item = &'o Operation>) -> Value {
     let mut paths: Map<String, Value> = Map::new();
     let mut credentials: BTreeMap<&str, &Credential> = BTreeMap::new();
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_from_the_description_is_in_the_document() {
+    fn document_contains_derived_problems() {
         let api = Api {
             title: "t",
             about: "a",

@@ -1,11 +1,11 @@
-//! Words for JSON schemas (draft 2020-12), so that descriptions are short and alike.
+//! Builders of JSON schemas (draft 2020-12), for short and uniform descriptions.
 
 use serde_json::{Map, Value, json};
 
 /// 2^53 - 1.
-pub const LARGEST_NUMBER: u64 = (1 << 53) - 1;
+pub const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
-/// A reference to a schema of [`super::Api::schemas`].
+/// A reference to a schema in [`super::Api::schemas`].
 pub fn named(name: &str) -> Value {
     json!({ "$ref": format!("#/components/schemas/{name}") })
 }
@@ -25,8 +25,8 @@ pub fn array(of: Value) -> Value {
     array
 }
 
-/// Of an answer; a request's says more.
-/// Not negative.
+/// A string in a response; schemas of requests are stricter.
+/// A non-negative number.
 pub fn number() -> Value {
     json!({ "type": "number", "minimum": 0 })
 }
@@ -39,22 +39,22 @@ pub fn boolean() -> Value {
     json!({ "type": "boolean" })
 }
 
-/// A whole number, not negative, that every reader of JSON keeps exactly (RFC 7493).
+/// A non-negative integer that every JSON parser represents exactly (RFC 7493).
 pub fn count() -> Value {
-    json!({ "type": "integer", "minimum": 0, "maximum": LARGEST_NUMBER })
+    json!({ "type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER })
 }
 
-/// Text of 1 to `longest` characters, none of them NUL.
-pub fn text_to(longest: usize) -> Value {
-    json!({ "type": "string", "minLength": 1, "maxLength": longest, "pattern": "^[^\\u0000]*$" })
+/// Text of 1 to `max_chars` characters, none of them NUL.
+pub fn text_to(max_chars: usize) -> Value {
+    json!({ "type": "string", "minLength": 1, "maxLength": max_chars, "pattern": "^[^\\u0000]*$" })
 }
 
-/// Text that is not empty; what is in it is replaced and cut where that is needed.
+/// Non-empty text, which is made printable and truncated if necessary.
 pub fn some_text() -> Value {
     json!({ "type": "string", "minLength": 1 })
 }
 
-/// Any text without NUL, which databases do not keep.
+/// Any text without NUL, which databases cannot store.
 pub fn any_text() -> Value {
     json!({ "type": "string", "pattern": "^[^\\u0000]*$" })
 }
@@ -76,7 +76,7 @@ pub fn one_of(words: &[&str]) -> Value {
     json!({ "type": "string", "enum": words })
 }
 
-/// Or null.
+/// The schema, or null.
 pub fn nullable(mut schema: Value) -> Value {
     let Some(kind) = schema["type"].as_str().map(str::to_owned) else {
         return json!({ "anyOf": [schema, { "type": "null" }] });
@@ -88,7 +88,7 @@ pub fn nullable(mut schema: Value) -> Value {
     schema
 }
 
-/// The same object and those nested in it, with members that are not described: a newer program may send more.
+/// The same object and its nested ones, with additional members allowed: a newer program may send more.
 pub fn extensible(mut schema: Value) -> Value {
     match &mut schema {
         Value::Object(members) => {
@@ -103,7 +103,7 @@ pub fn extensible(mut schema: Value) -> Value {
     schema
 }
 
-/// A request's object with exactly these members; an optional one that is null is as good as absent.
+/// A request's object with exactly these members; an optional member may be null.
 pub fn fields(required: &[(&str, Value)], optional: &[(&str, Value)]) -> Value {
     let optional: Vec<(&str, Value)> =
         optional.iter().map(|(name, schema)| (*name, nullable(schema.clone()))).collect();

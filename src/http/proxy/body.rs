@@ -1,4 +1,4 @@
-//! The two bodies of an exchange: what goes to the upstream, and what comes back and drives its connection.
+//! The two bodies of an exchange: the request's, and the response's, which drives the upstream connection.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use bytes::Bytes;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-use super::pool::{Pool, Wire};
+use super::pool::{Pool, UpstreamConnection};
 
 type Boxed = Box<dyn std::error::Error + Send + Sync>;
 
-/// How far a request's body is.
+/// Progress of a request's body.
 #[derive(Default)]
 pub(super) struct Upload {
     done: AtomicBool,
@@ -31,14 +31,14 @@ impl Upload {
     }
 }
 
-/// A request's body on its way to the upstream; dropped as soon as the last byte is handed over.
-pub(super) struct Outgoing {
+/// A request's body for the upstream; the inner body is dropped with the last byte.
+pub(super) struct RequestBody {
     body: Body,
     upload: Option<Arc<Upload>>,
 }
 
-impl Outgoing {
-    /// The progress is told where there is a body at all.
+impl RequestBody {
+    /// Returns the progress only if there is a body.
     pub(super) fn new(body: Body) -> (Self, Option<Arc<Upload>>) {
         let upload = (!body.is_end_stream()).then(Arc::<Upload>::default);
         (Self { body, upload: upload.clone() }, upload)
@@ -49,7 +49,7 @@ impl Outgoing {
     }
 }
 
-impl HttpBody for Outgoing {
+impl HttpBody for RequestBody {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -73,7 +73,7 @@ impl HttpBody for Outgoing {
     }
 }
 
-impl Drop for Outgoing {
+impl Drop for RequestBody {
     fn drop(&mut self) {
         if let Some(upload) = &self.upload {
             upload.done.store(true, Ordering::Release);
@@ -81,32 +81,32 @@ impl Drop for Outgoing {
     }
 }
 
-/// An answer's body. Read to its end, it gives the connection back; dropped before, it ends the connection.
-pub(super) struct Relayed {
+/// A response's body. Read to its end, it returns the connection to the pool; dropped earlier, it closes the connection.
+pub(super) struct ResponseBody {
     body: Incoming,
-    /// Absent where the connection is driven by a task of its own, or has ended.
-    wire: Option<Box<Wire>>,
+    /// `None` if a separate task drives the connection, or it has ended.
+    wire: Option<Box<UpstreamConnection>>,
     pool: Arc<Pool>,
-    /// Made when the body first has to be waited for: most bodies are there at once.
+    /// Created at the first wait: most bodies are available at once.
     closed: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
 }
 
-impl Relayed {
-    /// The body of an exchange whose request is fully sent.
-    pub(super) fn driving(body: Incoming, pool: Arc<Pool>, wire: Box<Wire>) -> Body {
-        let mut relayed = Self { body, wire: Some(wire), pool, closed: None };
-        if relayed.body.is_end_stream() {
-            relayed.release();
+impl ResponseBody {
+    /// The response's body if the request has been sent completely.
+    pub(super) fn driving(body: Incoming, pool: Arc<Pool>, wire: Box<UpstreamConnection>) -> Body {
+        let mut response = Self { body, wire: Some(wire), pool, closed: None };
+        if response.body.is_end_stream() {
+            response.release();
             return Body::empty();
         }
-        Body::new(relayed)
+        Body::new(response)
     }
 
-    /// The body of an exchange whose request is still being sent.
-    pub(super) fn detached(body: Incoming, pool: Arc<Pool>, wire: Box<Wire>) -> Body {
+    /// The response's body while the request is still being sent.
+    pub(super) fn detached(body: Incoming, pool: Arc<Pool>, wire: Box<UpstreamConnection>) -> Body {
         let closed = pool.closed.clone();
         tokio::spawn(async move {
-            let Wire { sender: _sender, connection, place: _place } = *wire;
+            let UpstreamConnection { sender: _sender, connection, permit: _permit } = *wire;
             tokio::select! {
                 () = closed.cancelled() => {}
                 ended = connection => if let Err(error) = ended {
@@ -117,8 +117,8 @@ impl Relayed {
         Self::alone(body, pool)
     }
 
-    /// The body of an answer whose connection is driven elsewhere.
-    pub(super) fn alone(body: Incoming, pool: Arc<Pool>) -> Body {
+    /// The response's body if the connection is driven elsewhere.
+    pub(super) fn undriven(body: Incoming, pool: Arc<Pool>) -> Body {
         if body.is_end_stream() {
             return Body::empty();
         }
@@ -148,7 +148,7 @@ impl Relayed {
     }
 }
 
-impl HttpBody for Relayed {
+impl HttpBody for ResponseBody {
     type Data = Bytes;
     type Error = Boxed;
 
@@ -157,13 +157,13 @@ impl HttpBody for Relayed {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Boxed>>> {
         let this = &mut *self;
-        // Asking the body first tells the connection to read on; then the body may have something.
+        // Polling the body first makes the connection read; then the body may have a frame.
         if let Poll::Ready(frame) = this.poll_body(cx) {
             return Poll::Ready(frame);
         }
         if let Some(wire) = &mut this.wire {
             if Pin::new(&mut wire.connection).poll(cx).is_ready() {
-                // What it had read, and its end, are in the body.
+                // Its remaining data, and its end, are in the body.
                 this.wire = None;
             }
             if let Poll::Ready(frame) = this.poll_body(cx) {
@@ -172,7 +172,7 @@ impl HttpBody for Relayed {
         }
         ready!(this.poll_closed(cx));
         this.wire = None;
-        Poll::Ready(Some(Err("the way to the upstream was closed".into())))
+        Poll::Ready(Some(Err("the proxy to the upstream was closed".into())))
     }
 
     fn is_end_stream(&self) -> bool {

@@ -1,4 +1,4 @@
-//! Hop-by-hop headers (RFC 9110, section 7.6.1): those of the standard, and those that `Connection` names.
+//! Hop-by-hop headers (RFC 9110, section 7.6.1): the standard ones, and those named in `Connection`.
 
 use http::header::{
     CONNECTION, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
@@ -8,8 +8,8 @@ use http::header::{
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
-/// Drops them all. An upgrade that may be tunnelled stays, as exactly `Connection: upgrade` and one `Upgrade`;
-/// the answer says whether there is one. Doing it twice changes nothing more.
+/// Removes them all. An upgrade that may be tunnelled is kept, as exactly `Connection: upgrade` and one `Upgrade`; returns
+/// whether there is one. Idempotent.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap) -> bool {
     let mut upgrade = None;
     if headers.contains_key(CONNECTION) {
@@ -38,7 +38,7 @@ fn names(value: &HeaderValue) -> impl Iterator<Item = HeaderName> + '_ {
     value.as_bytes().split(|b| *b == b',').filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok())
 }
 
-/// HTTP itself is not tunnelled: requests inside would pass around the rules for headers.
+/// Whether the protocol may be tunnelled. HTTP may not: requests in the tunnel would bypass the rules for headers.
 fn tunnels(protocol: &HeaderValue) -> bool {
     let http = |name: &[u8]| {
         let name = name.trim_ascii().to_ascii_lowercase();
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn standard_and_named_headers_go() {
+    fn strip_removes_standard_and_named_headers() {
         let (upgrade, left) = stripped(&[
             ("connection", "close, X-Svc-Proof"),
             ("connection", "x-other"),
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn an_upgrade_stays_unless_it_is_http_again() {
+    fn strip_keeps_upgrades_except_to_http() {
         let (upgrade, left) = stripped(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket")]);
         assert!(upgrade);
         assert_eq!(

@@ -1,9 +1,9 @@
-//! The reverse proxy of router and host gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, upgrades
-//! tunnelled, bodies streamed both ways and never held whole.
+//! The reverse proxy of router and host gateway: one [`Proxy`] per upstream, HTTP/1.1 with keep-alive, tunnelled upgrades,
+//! and streamed bodies that are never buffered whole.
 //!
-//! A request and its upstream connection run in one task, without a hand-over between threads: the connection is
-//! driven while the answer's head is awaited and while its body is read. It owns no policy: who may pass and which
-//! headers are added is the caller's. Invariant: no hop-by-hop header crosses, in either direction.
+//! A request and its upstream connection run in one task, without switching threads: the connection is driven while waiting
+//! for the response's head and while its body is read. Authorization and additional headers are up to the caller. Invariant:
+//! no hop-by-hop header is forwarded in either direction.
 
 mod body;
 mod headers;
@@ -23,32 +23,32 @@ use http::{Method, Request, Response, StatusCode, Uri, Version, request};
 use hyper::body::Incoming;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use body::{Outgoing, Relayed, Upload};
+use body::{RequestBody, ResponseBody, Upload};
 pub use headers::strip_hop_by_hop;
-use pool::{Pool, Wire};
-pub use until::Until;
+use pool::{Pool, UpstreamConnection};
+pub use until::TimeLimit;
 
 /// A connected byte stream to the upstream.
 pub trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Io for T {}
 
-/// How a new connection to the upstream is made, with all that must be checked before a byte is sent on it.
+/// Opens a connection to the upstream, with all checks that are necessary before sending.
 #[async_trait]
 pub trait Dial: Send + Sync + 'static {
     async fn dial(&self) -> std::io::Result<Box<dyn Io>>;
 }
 
-/// Bounds of one upstream.
+/// Limits of one upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct ProxyLimits {
-    /// Open connections, upgraded ones included.
+    /// Maximum open connections, including upgraded ones.
     pub connections: usize,
-    /// Connections that are kept while no request uses them.
+    /// Maximum idle connections.
     pub idle_connections: usize,
-    /// Shorter than the upstream's own, so that it is seldom the upstream that closes.
+    /// Timeout of an idle connection; shorter than the upstream's, so that the upstream seldom closes one.
     pub idle: Duration,
     pub connect: Duration,
-    /// The longest wait for the answer's head in which no byte of the request's body moved.
+    /// Timeout for the response's head, during which no byte of the request's body was sent.
     pub response_head: Duration,
 }
 
@@ -64,7 +64,7 @@ impl Default for ProxyLimits {
     }
 }
 
-/// Why a request got no answer from the upstream.
+/// The reason why a request got no response from the upstream.
 #[derive(Debug, thiserror::Error)]
 pub enum ProxyError {
     #[error("connect to the upstream")]
@@ -73,20 +73,20 @@ pub enum ProxyError {
     ConnectTimeout,
     #[error("send the request to the upstream")]
     Exchange(#[source] hyper::Error),
-    #[error("the upstream did not answer in time")]
+    #[error("the upstream did not respond in time")]
     HeadTimeout,
-    #[error("the upstream has as many connections as it may")]
+    #[error("the upstream has reached its connection limit")]
     Full,
-    #[error("the upstream switched protocols without being asked")]
+    #[error("the upstream switched protocols without a request")]
     UnaskedUpgrade,
     #[error("a proxy does not tunnel CONNECT")]
     Tunnel,
-    #[error("the way to this upstream is closed")]
+    #[error("the proxy to this upstream is closed")]
     Closed,
 }
 
 impl ProxyError {
-    /// What happened, in a word.
+    /// The metric label.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Connect(_) => "connect",
@@ -101,7 +101,7 @@ impl ProxyError {
     }
 }
 
-/// The way to one upstream.
+/// A reverse proxy to one upstream.
 pub struct Proxy {
     pool: Arc<Pool>,
 }
@@ -111,41 +111,41 @@ impl Proxy {
         Self { pool: Arc::new(Pool::new(Box::new(dial), limits)) }
     }
 
-    /// Forwards a request and gives the answer as soon as its head is there.
+    /// Forwards a request, and returns the response as soon as its head is received.
     ///
     /// # Errors
-    /// See [`ProxyError`]; nothing of the answer has been seen then.
+    /// See [`ProxyError`]; no part of the response was received.
     pub async fn forward(&self, mut request: Request<Body>) -> Result<Response<Body>, ProxyError> {
         if request.method() == Method::CONNECT {
             return Err(ProxyError::Tunnel);
         }
-        let asked_upgrade = strip_hop_by_hop(request.headers_mut());
-        let client = asked_upgrade.then(|| hyper::upgrade::on(&mut request));
+        let is_upgrade = strip_hop_by_hop(request.headers_mut());
+        let client = is_upgrade.then(|| hyper::upgrade::on(&mut request));
         let (mut parts, body) = request.into_parts();
-        let until = if asked_upgrade { parts.extensions.remove() } else { None };
+        let until = if is_upgrade { parts.extensions.remove() } else { None };
         origin_form(&mut parts.uri);
         parts.version = Version::HTTP_11;
-        let (body, upload) = Outgoing::new(body);
-        // Only what may be sent twice is kept for a second try on a fresh connection.
+        let (body, upload) = RequestBody::new(body);
+        // Only an idempotent request is kept for a retry on a new connection.
         let replayable = upload.is_none() && parts.method.is_idempotent();
         let request = Request::from_parts(parts, body);
         let exchange = Exchange { pool: &self.pool, upload, client, until };
-        // A new connection's and a second try's futures stand in boxes: most requests need neither.
+        // The futures of a new connection and of a retry are boxed: most requests need neither.
         let Some(wire) = self.pool.reuse() else {
-            return Box::pin(exchange.afresh(request)).await;
+            return Box::pin(exchange.run_on_new_connection(request)).await;
         };
-        let spare = replayable.then(|| again(&request));
+        let spare = replayable.then(|| copy_request(&request));
         let failed = match exchange.run(wire, request).await {
-            Ok(answer) => return Ok(answer),
+            Ok(response) => return Ok(response),
             Err(failed) => failed,
         };
         match (failed.retry, failed.unsent.or(spare)) {
-            (Some(exchange), Some(request)) => Box::pin(exchange.afresh(request)).await,
+            (Some(exchange), Some(request)) => Box::pin(exchange.run_on_new_connection(request)).await,
             _ => Err(failed.error),
         }
     }
 
-    /// Ends pooled and upgraded connections and answers under way; later requests fail with [`ProxyError::Closed`].
+    /// Closes pooled and upgraded connections and responses in flight; later requests fail with [`ProxyError::Closed`].
     pub fn close(&self) {
         self.pool.close();
     }
@@ -153,41 +153,41 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        // Without its owner nobody could close what is still open.
+        // After drop, the open connections could no longer be closed.
         self.pool.close();
     }
 }
 
-/// One request on its way, apart from its connection and its message.
+/// The state of one request, without its connection and message.
 struct Exchange<'a> {
     pool: &'a Arc<Pool>,
     upload: Option<Arc<Upload>>,
-    /// The client's side of the upgrade that it asked for.
+    /// The client's side of the requested upgrade.
     client: Option<hyper::upgrade::OnUpgrade>,
-    /// The end of the upgraded connection, where the caller set one.
-    until: Option<Until>,
+    /// The time limit of the upgraded connection, if any.
+    until: Option<TimeLimit>,
 }
 
-struct Failed<'a> {
+struct FailedExchange<'a> {
     error: ProxyError,
-    /// The request, where no byte of it was sent.
-    unsent: Option<Request<Outgoing>>,
-    /// Present where the connection ended before any byte of an answer.
+    /// The request, if no byte of it was sent.
+    unsent: Option<Request<RequestBody>>,
+    /// `Some` if the connection ended before the first byte of a response.
     retry: Option<Exchange<'a>>,
 }
 
 impl<'a> Exchange<'a> {
-    /// On a new connection, without a second try.
-    async fn afresh(self, request: Request<Outgoing>) -> Result<Response<Body>, ProxyError> {
+    /// Sends the request on a new connection, without a retry.
+    async fn run_on_new_connection(self, request: Request<RequestBody>) -> Result<Response<Body>, ProxyError> {
         let wire = self.pool.connect().await?;
         self.run(wire, request).await.map_err(|failed| failed.error)
     }
 
     async fn run(
         self,
-        wire: Box<Wire>,
-        request: Request<Outgoing>,
-    ) -> Result<Response<Body>, Box<Failed<'a>>> {
+        wire: Box<UpstreamConnection>,
+        request: Request<RequestBody>,
+    ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
         if self.client.is_some() {
             Box::pin(self.upgrade(wire, request)).await
         } else {
@@ -197,36 +197,36 @@ impl<'a> Exchange<'a> {
 
     async fn plain(
         self,
-        mut wire: Box<Wire>,
-        request: Request<Outgoing>,
-    ) -> Result<Response<Body>, Box<Failed<'a>>> {
+        mut wire: Box<UpstreamConnection>,
+        request: Request<RequestBody>,
+    ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
         let sent = wire.sender.try_send_request(request);
-        let answered = self.head(sent, Some(&mut wire)).await;
-        let (parts, body) = match answered {
-            Ok(answer) => answer.into_parts(),
+        let response = self.head(sent, Some(&mut wire)).await;
+        let (parts, body) = match response {
+            Ok(response) => response.into_parts(),
             Err(failed) => return Err(self.failed(failed)),
         };
         if parts.status == StatusCode::SWITCHING_PROTOCOLS {
             return Err(self.failed((ProxyError::UnaskedUpgrade, None)));
         }
         let body = if self.upload.as_ref().is_some_and(|upload| !upload.is_done()) {
-            // The answer came before the request's end: both go on by themselves.
-            Relayed::detached(body, Arc::clone(self.pool), wire)
+            // The response came before the end of the request, so a separate task drives the connection.
+            ResponseBody::detached(body, Arc::clone(self.pool), wire)
         } else {
-            Relayed::driving(body, Arc::clone(self.pool), wire)
+            ResponseBody::driving(body, Arc::clone(self.pool), wire)
         };
-        Ok(answer(parts, body))
+        Ok(to_response(parts, body))
     }
 
     async fn upgrade(
         mut self,
-        wire: Box<Wire>,
-        request: Request<Outgoing>,
-    ) -> Result<Response<Body>, Box<Failed<'a>>> {
-        let Wire { mut sender, connection, place } = *wire;
+        wire: Box<UpstreamConnection>,
+        request: Request<RequestBody>,
+    ) -> Result<Response<Body>, Box<FailedExchange<'a>>> {
+        let UpstreamConnection { mut sender, connection, permit } = *wire;
         let closed = self.pool.closed.clone();
         tokio::spawn(async move {
-            let _place = place;
+            let _permit = permit;
             tokio::select! {
                 () = closed.cancelled() => {}
                 ended = connection.with_upgrades() => if let Err(error) = ended {
@@ -235,31 +235,31 @@ impl<'a> Exchange<'a> {
             }
         });
         let sent = sender.try_send_request(request);
-        let mut answered = match self.head(sent, None).await {
-            Ok(answer) => answer,
+        let mut response = match self.head(sent, None).await {
+            Ok(response) => response,
             Err(failed) => return Err(self.failed(failed)),
         };
         match self.client.take() {
-            Some(client) if answered.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                tunnel::open(client, hyper::upgrade::on(&mut answered), self.pool.closed.clone(), self.until);
-                let (parts, _) = answered.into_parts();
-                Ok(answer(parts, Body::empty()))
+            Some(client) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
+                tunnel::open(client, hyper::upgrade::on(&mut response), self.pool.closed.clone(), self.until);
+                let (parts, _) = response.into_parts();
+                Ok(to_response(parts, Body::empty()))
             }
             _ => {
-                let (parts, body) = answered.into_parts();
-                Ok(answer(parts, Relayed::alone(body, Arc::clone(self.pool))))
+                let (parts, body) = response.into_parts();
+                Ok(to_response(parts, ResponseBody::undriven(body, Arc::clone(self.pool))))
             }
         }
     }
 
-    /// Awaits the answer's head and drives the connection meanwhile, where it is not driven elsewhere.
+    /// Waits for the response's head, and drives the connection unless it is driven elsewhere.
     async fn head(
         &self,
         sent: impl Future<
-            Output = Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<Outgoing>>>,
+            Output = Result<Response<Incoming>, hyper::client::conn::TrySendError<Request<RequestBody>>>,
         >,
-        mut wire: Option<&mut Box<Wire>>,
-    ) -> Result<Response<Incoming>, (ProxyError, Option<Request<Outgoing>>)> {
+        mut wire: Option<&mut Box<UpstreamConnection>>,
+    ) -> Result<Response<Incoming>, (ProxyError, Option<Request<RequestBody>>)> {
         let mut sent = pin!(sent);
         let mut deadline = pin!(tokio::time::sleep(self.pool.limits.response_head));
         let mut closed = pin!(self.pool.closed.cancelled());
@@ -268,11 +268,11 @@ impl<'a> Exchange<'a> {
             if let Some(driven) = &mut wire
                 && Pin::new(&mut driven.connection).poll(cx).is_ready()
             {
-                // Its error, if any, is the answer.
+                // Its error, if any, is returned by the response future.
                 wire = None;
             }
-            if let Poll::Ready(answer) = sent.as_mut().poll(cx) {
-                return Poll::Ready(answer.map_err(|mut failed| {
+            if let Poll::Ready(response) = sent.as_mut().poll(cx) {
+                return Poll::Ready(response.map_err(|mut failed| {
                     let unsent = failed.take_message();
                     (ProxyError::Exchange(failed.into_error()), unsent)
                 }));
@@ -293,10 +293,10 @@ impl<'a> Exchange<'a> {
         .await
     }
 
-    fn failed(self, (error, unsent): (ProxyError, Option<Request<Outgoing>>)) -> Box<Failed<'a>> {
+    fn failed(self, (error, unsent): (ProxyError, Option<Request<RequestBody>>)) -> Box<FailedExchange<'a>> {
         let ended = matches!(&error, ProxyError::Exchange(error)
             if error.is_canceled() || error.is_closed() || error.is_incomplete_message() || is_io(error));
-        Box::new(Failed { retry: ended.then_some(self), error, unsent })
+        Box::new(FailedExchange { retry: ended.then_some(self), error, unsent })
     }
 }
 
@@ -305,30 +305,30 @@ fn is_io(error: &hyper::Error) -> bool {
     std::error::Error::source(error).is_some_and(<dyn std::error::Error>::is::<std::io::Error>)
 }
 
-fn answer(mut parts: http::response::Parts, body: impl Into<Body>) -> Response<Body> {
+fn to_response(mut parts: http::response::Parts, body: impl Into<Body>) -> Response<Body> {
     let upgraded = strip_hop_by_hop(&mut parts.headers);
     if upgraded && parts.status != StatusCode::SWITCHING_PROTOCOLS {
         parts.headers.remove(http::header::UPGRADE);
         parts.headers.remove(http::header::CONNECTION);
     }
-    // What the server writes to its client is the server's; extensions are the upstream connection's own.
+    // The version is that of our connection to the client; extensions belong to the upstream connection.
     parts.version = Version::HTTP_11;
     parts.extensions.clear();
     Response::from_parts(parts, body.into())
 }
 
-/// The same request once more; its body is known to be empty.
-fn again(request: &Request<Outgoing>) -> Request<Outgoing> {
+/// A copy of the request, whose body must be empty.
+fn copy_request(request: &Request<RequestBody>) -> Request<RequestBody> {
     let (mut parts, ()) = Request::new(()).into_parts();
     let request::Parts { method, uri, version, headers, .. } = &mut parts;
     request.method().clone_into(method);
     request.uri().clone_into(uri);
     *version = request.version();
     request.headers().clone_into(headers);
-    Request::from_parts(parts, Outgoing::empty())
+    Request::from_parts(parts, RequestBody::empty())
 }
 
-/// An origin server expects the path alone (RFC 9112, section 3.2.1).
+/// Converts a URI to origin form: only path and query (RFC 9112, section 3.2.1).
 fn origin_form(uri: &mut Uri) {
     if uri.authority().is_none() {
         return;

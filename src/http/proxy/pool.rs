@@ -1,7 +1,6 @@
-//! The connections to one upstream: how they are made, kept while idle, counted, and ended.
+//! The connection pool of one upstream: opens, counts, keeps and closes connections.
 //!
-//! An idle connection is driven by nobody; it is polled once before it is used again, which shows whether the
-//! upstream closed it meanwhile.
+//! An idle connection is not driven; it is polled once before it is reused, which shows whether the upstream has closed it.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -13,21 +12,21 @@ use hyper_util::rt::TokioIo;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use super::body::Outgoing;
+use super::body::RequestBody;
 use super::{Dial, Io, ProxyError, ProxyLimits};
 use crate::http::shards;
 
-/// One connection: where requests go in, and what must be polled for anything to happen.
-pub(super) struct Wire {
-    pub(super) sender: SendRequest<Outgoing>,
-    pub(super) connection: http1::Connection<TokioIo<Box<dyn Io>>, Outgoing>,
-    pub(super) place: OwnedSemaphorePermit,
+/// A connection: the sender of requests, and the future that drives it.
+pub(super) struct UpstreamConnection {
+    pub(super) sender: SendRequest<RequestBody>,
+    pub(super) connection: http1::Connection<TokioIo<Box<dyn Io>>, RequestBody>,
+    pub(super) permit: OwnedSemaphorePermit,
 }
 
-impl Wire {
-    /// Lets the connection settle after an answer, or notice its end; says whether it takes another request.
-    /// Nobody is woken for it afterwards.
-    fn settled(&mut self) -> bool {
+impl UpstreamConnection {
+    /// Polls the connection once after a response, and returns whether it can take another request. No task is woken for it
+    /// afterwards.
+    fn is_reusable(&mut self) -> bool {
         let mut cx = Context::from_waker(Waker::noop());
         Pin::new(&mut self.connection).poll(&mut cx).is_pending() && self.sender.is_ready()
     }
@@ -36,22 +35,22 @@ impl Wire {
 pub(super) struct Pool {
     dial: Box<dyn Dial>,
     pub(super) limits: ProxyLimits,
-    places: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     idle: Mutex<Idle>,
     pub(super) closed: CancellationToken,
 }
 
-struct Kept {
-    wire: Box<Wire>,
+struct IdleConnection {
+    wire: Box<UpstreamConnection>,
     since: Instant,
-    /// Where its socket is driven: nobody else uses it.
+    /// The shard that drives its socket; only that shard reuses it.
     shard: Option<usize>,
 }
 
 #[derive(Default)]
 struct Idle {
-    /// The one used last is taken first, so that what is not needed grows old.
-    wires: Vec<Kept>,
+    /// The most recently used one is reused first, so that unneeded ones expire.
+    wires: Vec<IdleConnection>,
     reaped: bool,
 }
 
@@ -59,7 +58,7 @@ impl Pool {
     pub(super) fn new(dial: Box<dyn Dial>, limits: ProxyLimits) -> Self {
         Self {
             dial,
-            places: Arc::new(Semaphore::new(limits.connections)),
+            permits: Arc::new(Semaphore::new(limits.connections)),
             limits,
             idle: Mutex::default(),
             closed: CancellationToken::new(),
@@ -71,44 +70,44 @@ impl Pool {
         self.idle().wires.clear();
     }
 
-    /// A kept connection that still lives.
-    pub(super) fn reuse(&self) -> Option<Box<Wire>> {
+    /// A live idle connection.
+    pub(super) fn reuse(&self) -> Option<Box<UpstreamConnection>> {
         loop {
             let mut wire = self.idle().take(shards::current())?;
-            if wire.settled() {
+            if wire.is_reusable() {
                 return Some(wire);
             }
         }
     }
 
-    pub(super) async fn connect(&self) -> Result<Box<Wire>, ProxyError> {
+    pub(super) async fn connect(&self) -> Result<Box<UpstreamConnection>, ProxyError> {
         if self.closed.is_cancelled() {
             return Err(ProxyError::Closed);
         }
-        let place = Arc::clone(&self.places).try_acquire_owned().map_err(|_| ProxyError::Full)?;
+        let permit = Arc::clone(&self.permits).try_acquire_owned().map_err(|_| ProxyError::Full)?;
         let dialled = tokio::select! {
             () = self.closed.cancelled() => return Err(ProxyError::Closed),
             dialled = tokio::time::timeout(self.limits.connect, self.dial.dial()) => dialled,
         };
         let io = dialled.map_err(|_| ProxyError::ConnectTimeout)?.map_err(ProxyError::Connect)?;
         let (sender, connection) = http1::handshake(TokioIo::new(io)).await.map_err(ProxyError::Exchange)?;
-        Ok(Box::new(Wire { sender, connection, place }))
+        Ok(Box::new(UpstreamConnection { sender, connection, permit }))
     }
 
-    /// Keeps a connection whose answer has been read to its end, if it can be used again.
-    pub(super) fn keep(self: &Arc<Self>, mut wire: Box<Wire>) {
-        if !wire.settled() {
+    /// Keeps a connection after its response has been read to the end, if it can be reused.
+    pub(super) fn keep(self: &Arc<Self>, mut wire: Box<UpstreamConnection>) {
+        if !wire.is_reusable() {
             return;
         }
         let mut idle = self.idle();
-        // `close` cancels before it clears: what is put here after the clearing sees the token.
+        // `close` cancels the token before it clears the pool, so a later insertion sees the token.
         if self.closed.is_cancelled() {
             return;
         }
-        // The oldest goes, whichever shard's it is: a shard that has gone quiet keeps none from the others.
+        // The oldest one is evicted, regardless of its shard, so that an inactive shard does not occupy the pool.
         let full = idle.wires.len() >= self.limits.idle_connections;
         let oldest = (full && !idle.wires.is_empty()).then(|| idle.wires.remove(0));
-        idle.wires.push(Kept { wire, since: Instant::now(), shard: shards::current() });
+        idle.wires.push(IdleConnection { wire, since: Instant::now(), shard: shards::current() });
         if !std::mem::replace(&mut idle.reaped, true) {
             tokio::spawn(reap(Arc::downgrade(self), self.limits.idle));
         }
@@ -122,13 +121,13 @@ impl Pool {
 }
 
 impl Idle {
-    fn take(&mut self, shard: Option<usize>) -> Option<Box<Wire>> {
+    fn take(&mut self, shard: Option<usize>) -> Option<Box<UpstreamConnection>> {
         let index = self.wires.iter().rposition(|kept| kept.shard == shard)?;
         Some(self.wires.remove(index).wire)
     }
 }
 
-/// Drops what was idle for too long; ends with the last one, or with the pool.
+/// Drops expired connections; ends with the last connection or the pool.
 async fn reap(pool: Weak<Pool>, limit: std::time::Duration) {
     loop {
         tokio::time::sleep(limit / 4).await;

@@ -1,14 +1,14 @@
-//! What follows an accepted upgrade: bytes both ways until one side ends, the way is closed, or the time that the request
-//! was given is over.
+//! The tunnel after an accepted upgrade: copies bytes both ways until one side ends, the proxy is closed, or the request's
+//! time limit is reached.
 
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio_util::sync::CancellationToken;
 
-use super::until::Until;
+use super::until::TimeLimit;
 
-/// Joins both sides once both have switched.
-pub(super) fn open(client: OnUpgrade, upstream: OnUpgrade, closed: CancellationToken, until: Option<Until>) {
+/// Connects both sides once both have switched protocols.
+pub(super) fn open(client: OnUpgrade, upstream: OnUpgrade, closed: CancellationToken, until: Option<TimeLimit>) {
     tokio::spawn(async move {
         let joined = async {
             let (client, upstream) = tokio::try_join!(client, upstream).map_err(std::io::Error::other)?;

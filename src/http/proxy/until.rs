@@ -1,4 +1,4 @@
-//! An end that is set for what a request opens: an upgraded connection, or an answer that goes on.
+//! A limit for an upgraded connection or a streaming response.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,20 +9,20 @@ use hyper::body::{Frame, SizeHint};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// As an extension of a request: what it opens ends when the token is cancelled, or at that time.
+/// Request extension: its upgraded connection or response ends at this time, or when the token is cancelled.
 #[derive(Debug, Clone)]
-pub struct Until {
+pub struct TimeLimit {
     pub closed: Arc<CancellationToken>,
     pub at: Instant,
 }
 
-impl Until {
+impl TimeLimit {
     pub(super) async fn ended(self) {
-        // Either is an end.
+        // Both outcomes mean the end.
         let _ = tokio::time::timeout_at(self.at, self.closed.cancelled()).await;
     }
 
-    /// The same body, broken off at the end: its reader must not take it for whole.
+    /// The same body, which ends with an error at the limit, so that the reader does not treat it as complete.
     pub fn bound(self, body: Body) -> Body {
         Body::new(Bounded { body, ended: Box::pin(self.ended()) })
     }
@@ -41,7 +41,7 @@ impl HttpBody for Bounded {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        // First: an answer that is always ready must end, too.
+        // Checked first, because a body that is always ready must end, too.
         if self.ended.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Some(Err(axum::Error::new("the session of this request has ended"))));
         }

@@ -20,7 +20,7 @@ pub enum Action {
     Recover {
         slot: usize,
     },
-    /// An event for any machine, however late.
+    /// An event for any machine, possibly late.
     Deliver {
         machine: Index,
         event: Event,
@@ -209,7 +209,7 @@ impl World {
             .filter(|&id| self.rows[id].machine.state.status().is_some_and(super::Status::is_routable))
     }
 
-    /// A heartbeat, however late. The caller of the transition looks the server up at the provider first.
+    /// A heartbeat, possibly late. The caller of the transition looks up the server at the provider first.
     fn receive_heartbeat(&mut self, id: usize, epoch: Epoch) {
         let Some(server_type) = self.server_type(id).filter(|_| self.is_on(id)) else { return };
         self.apply(id, &Event::HealthyHeartbeat { epoch, server_type });

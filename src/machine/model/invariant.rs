@@ -20,7 +20,7 @@ pub enum Violation {
     /// A running machine's server has another type than its row.
     WrongType,
     EpochDidNotGrow,
-    /// A machine that left its slot holds it again, without a reinstatement or after a later one has served.
+    /// A machine that left its slot holds it again, without a reinstatement or after a later machine has served.
     CameBack,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted the loss.
     LostRows,

@@ -231,7 +231,7 @@ impl World {
         }
     }
 
-    /// Takes the deletion back. Returns whether the machine has its slot again.
+    /// Undoes the deletion. Returns whether the machine has its slot again.
     pub fn undelete(&mut self, id: usize) -> bool {
         let row = &self.rows[id];
         let is_deleted = matches!(row.machine.state, State::Deleted { .. });

@@ -82,7 +82,7 @@ fn violations_under(rules: Rules, violation: Violation) -> BTreeSet<Violation> {
 
 fn assert_detects(violation: Violation, broken: fn(&Machine, &Event) -> Result<Outcome, Refusal>) {
     let found = violations_under(Rules { transition: broken, ..SOUND_RULES }, violation);
-    assert!(found.contains(&violation), "{violation:?} was not noticed, only {found:?}");
+    assert!(found.contains(&violation), "{violation:?} was not detected, only {found:?}");
 }
 
 /// The sound result with changed effects.

@@ -22,7 +22,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::{self};
 use crate::store::bucket::StoreError;
 use crate::store::key::{SlotPrefix, SnapshotCursor};
-use crate::store::snapshots::{Listed, Page, Window};
+use crate::store::snapshots::{ListedSnapshot, Page, PageWindow};
 use crate::store::{pointer_io, snapshots};
 use axum::routing::get;
 use http::Method;
@@ -70,7 +70,7 @@ pub async fn handle(
         } else {
             let taken_at = latest.as_ref().map(|latest| latest.taken_at);
             let window =
-                Window { before: before.as_ref().map(SnapshotCursor::as_str), latest: taken_at, limit };
+                PageWindow { before: before.as_ref().map(SnapshotCursor::as_str), latest: taken_at, limit };
             snapshots::page(&platform.bucket, &slot, window).await?
         };
         Ok::<_, Problem>((latest, page))
@@ -83,7 +83,7 @@ pub async fn handle(
     Ok(Json(json!({"latest": latest, "backups": backups, "nextCursor": page.next})).into_response())
 }
 
-fn backup_record(record: &Listed, latest: Option<&str>) -> Value {
+fn backup_record(record: &ListedSnapshot, latest: Option<&str>) -> Value {
     json!({
         "key": record.key,
         "sizeBytes": record.size_bytes,

@@ -27,7 +27,7 @@ use crate::platform::context::Platform;
 use crate::platform::db::rollouts::{self, NewRollout, RolloutRow, RolloutState};
 use crate::platform::db::{self};
 use crate::platform::rollouts::plan;
-use crate::store::bundle::{self, Unusable};
+use crate::store::bundle::{self, BundleUnusable};
 
 const MAX_COUNT: u64 = 1000;
 const MAX_HANDLES: usize = 1000;
@@ -89,9 +89,9 @@ async fn check_release(platform: &Platform, version: &ImageVersion) -> Result<()
         return Err(Problem::new(Code::BundleNotFound, format!("Version {version} is not published.")));
     };
     let keys = platform.config.hosts.trusted_keys();
-    match bundle::usable(&platform.bucket, version, &digest, &keys).await {
+    match bundle::verify_published(&platform.bucket, version, &digest, &keys).await {
         Ok(_) => Ok(()),
-        Err(Unusable::Store(error)) => Err(error.into()),
+        Err(BundleUnusable::Store(error)) => Err(error.into()),
         Err(why) => Err(Problem::new(Code::Conflict, format!("Hosts cannot update to {version}: {why}."))),
     }
 }

@@ -8,7 +8,7 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::lifecycle::LifecycleError;
 use crate::provider::ProviderError;
 use crate::store::StoreError;
-use crate::store::snapshot::Unusable;
+use crate::store::snapshot::SnapshotUnusable;
 
 impl From<DbError> for Problem {
     fn from(error: DbError) -> Self {
@@ -33,16 +33,16 @@ pub fn store_unavailable() -> Problem {
 }
 
 /// The problem of an unusable snapshot or an unavailable store.
-pub fn snapshot_unusable(error: Unusable) -> Problem {
+pub fn snapshot_unusable(error: SnapshotUnusable) -> Problem {
     match error {
-        Unusable::Absent => Problem::new(
+        SnapshotUnusable::Absent => Problem::new(
             Code::SnapshotUnusable,
             "There is no snapshot to recover from; `svcctl recover` with `--allow-empty` starts with an empty database.",
         ),
-        Unusable::Damaged { key, why } => {
+        SnapshotUnusable::Damaged { key, why } => {
             Problem::new(Code::SnapshotUnusable, format!("{key} cannot be restored: {why}."))
         }
-        Unusable::Store(error) => error.into(),
+        SnapshotUnusable::Store(error) => error.into(),
     }
 }
 

@@ -35,7 +35,7 @@ use crate::platform::db::{self, DbError};
 use crate::platform::tokens::TokenMint;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
-use crate::store::pointer_repair::{self, Found, Holder, Inspection, OnRecord, RepairError, Wanted};
+use crate::store::pointer_repair::{self, PointerState, CurrentFence, Inspection, SlotRecord, RepairError, RebuildTarget};
 
 /// Timeout of all requests to the store together. It is shorter than that of an operator's client.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -61,11 +61,11 @@ impl PointerTarget {
         SlotPrefix::new(&self.user, &self.slot)
     }
 
-    fn wanted(&self) -> Wanted<'_> {
+    fn wanted(&self) -> RebuildTarget<'_> {
         match &self.to {
-            _ if self.empty => Wanted::Nothing,
-            Some(key) => Wanted::Snapshot(key),
-            None => Wanted::Newest,
+            _ if self.empty => RebuildTarget::Nothing,
+            Some(key) => RebuildTarget::Snapshot(key),
+            None => RebuildTarget::Newest,
         }
     }
 
@@ -75,7 +75,7 @@ impl PointerTarget {
         Ok(!machines.is_empty() || db::slots::get(client, &self.user, &self.slot).await?.is_some())
     }
 
-    async fn load_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<OnRecord, DbError> {
+    async fn load_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<SlotRecord, DbError> {
         let current = db::machines::in_slot(client, &self.user, &self.slot).await?;
         // Until its server has been ordered, the fence is still its predecessor's.
         let holder = match current {
@@ -86,10 +86,10 @@ impl PointerTarget {
         };
         let holder = holder.map(|machine| {
             let proof = mint.fence_proof(&self.prefix(), machine.epoch, machine.id);
-            Holder { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
+            CurrentFence { epoch: machine.epoch, machine: machine.id, proof: Some(proof) }
         });
         let highest = db::machines::highest_epoch(client, &self.user, &self.slot).await?;
-        Ok(OnRecord { highest, holder })
+        Ok(SlotRecord { highest, holder })
     }
 }
 
@@ -192,7 +192,7 @@ async fn replace(
 
 /// Rejects a slot that neither the database nor the store knows.
 fn ensure_exists(target: &PointerTarget, is_known: bool, inspection: &Inspection) -> Result<(), Problem> {
-    if is_known || inspection.snapshots > 0 || !matches!(inspection.found, Found::Sound(None)) {
+    if is_known || inspection.snapshots > 0 || !matches!(inspection.found, PointerState::Sound(None)) {
         return Ok(());
     }
     let detail = format!(
@@ -207,12 +207,12 @@ fn ensure_exists(target: &PointerTarget, is_known: bool, inspection: &Inspection
 async fn ensure_nothing_restorable(
     platform: &Platform,
     target: &PointerTarget,
-    record: OnRecord,
+    record: SlotRecord,
 ) -> Result<(), Problem> {
     let prefix = target.prefix();
     let found =
-        with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, Wanted::Newest)).await?;
-    if found.untried > 0 {
+        with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, RebuildTarget::Newest)).await?;
+    if found.unchecked > 0 {
         let detail = format!(
             "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` names one, and \
              `svcctl pointer rebuild {user} --slot {slot} --empty --force` ignores all of them.",
@@ -236,7 +236,7 @@ async fn ensure_nothing_restorable(
 
 /// The detail if no complete snapshot was found.
 fn no_complete_snapshot(inspection: &Inspection) -> String {
-    let (all, untried) = (inspection.snapshots, inspection.untried);
+    let (all, untried) = (inspection.snapshots, inspection.unchecked);
     if untried == 0 {
         return "The slot has no complete snapshot.".to_owned();
     }
@@ -249,7 +249,7 @@ fn no_complete_snapshot(inspection: &Inspection) -> String {
 async fn inspect(
     platform: &Platform,
     target: &PointerTarget,
-    record: OnRecord,
+    record: SlotRecord,
 ) -> Result<Inspection, Problem> {
     let prefix = target.prefix();
     with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, target.wanted())).await
@@ -278,22 +278,22 @@ fn response_body(target: &PointerTarget, inspection: &Inspection) -> Value {
     })
 }
 
-fn state(found: &Found) -> &'static str {
+fn state(found: &PointerState) -> &'static str {
     match found {
-        Found::Sound(_) => "sound",
-        Found::Unsound { .. } => "unsound",
-        Found::Absent { .. } => "absent",
-        Found::Unreadable { .. } => "unreadable",
+        PointerState::Sound(_) => "sound",
+        PointerState::Unsound { .. } => "unsound",
+        PointerState::Absent { .. } => "absent",
+        PointerState::Unreadable { .. } => "unreadable",
     }
 }
 
-fn audit_record(found: &Found) -> Value {
+fn audit_record(found: &PointerState) -> Value {
     let mut before = json!({
         "state": state(found),
         "problem": found.problem(),
         "pointer": found.pointer().map(pointer_record),
     });
-    if let Found::Unreadable { size_bytes, start, .. } = found {
+    if let PointerState::Unreadable { size_bytes, start, .. } = found {
         before["sizeBytes"] = (*size_bytes).into();
         before["startBase64"] = BASE64_STANDARD.encode(start).into();
     }

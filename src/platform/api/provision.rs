@@ -33,7 +33,7 @@ use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, EventContext, FiledOperation, MachineRequest};
 use crate::platform::operations::OperationOptions;
 use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{self, Unusable};
+use crate::store::snapshot::{self, SnapshotUnusable};
 use crate::store::{Bucket, bundle};
 use axum::routing::post;
 
@@ -294,7 +294,7 @@ async fn restore_mode(platform: &Platform, request: &ProvisionRequest) -> Result
             restorable::ensure_fits_disk(platform, &side, &request.server_type).await?;
             Ok(RestoreMode::Required)
         }
-        Err(Unusable::Absent) => {
+        Err(SnapshotUnusable::Absent) => {
             restorable::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
             if request.empty == EmptyStart::Refused {
                 let session = platform.db.session().await?;

@@ -34,7 +34,7 @@ use crate::platform::db::{self};
 use crate::platform::lifecycle::{self, Change, EventContext, MachineRequest};
 use crate::platform::operations::OperationOptions;
 use crate::store::key::{SlotPrefix, SnapshotKey};
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use axum::routing::post;
 
 struct RecoveryRequest {
@@ -257,11 +257,11 @@ async fn find_initial_data(
             let side = snapshot::side_record(&platform.bucket, &slot, &named).await?;
             Ok(InitialData { restore: RestoreMode::Required, key: None, side: Some(side) })
         }
-        Err(Unusable::Absent) => {
+        Err(SnapshotUnusable::Absent) => {
             restorable::ensure_may_start_empty(platform, &request.user, &request.slot).await?;
             if request.empty == EmptyStart::Refused {
                 return Err(unsaved_machine_problem(machine)
-                    .unwrap_or_else(|| fault::snapshot_unusable(Unusable::Absent)));
+                    .unwrap_or_else(|| fault::snapshot_unusable(SnapshotUnusable::Absent)));
             }
             Ok(InitialData { restore: RestoreMode::Empty, key: None, side: None })
         }

@@ -14,7 +14,7 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::db::{self, DbError};
 use crate::platform::operations::later_holder::{self, FenceClaim, LaterHolder, LookupError};
 use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{SideRecord, Unusable};
+use crate::store::snapshot::{SideRecord, SnapshotUnusable};
 use crate::store::{StoreError, epochs, pointer_io};
 
 /// Whether a slot without any snapshot may start with an empty database.
@@ -86,7 +86,7 @@ pub async fn epoch_floor(platform: &Platform, user: &IdpUserId, slot: &Slot) -> 
     match epochs::floor(&platform.bucket, &SlotPrefix::new(user, slot), known).await {
         Ok(floor) => Ok(floor),
         Err(StoreError::Corrupt { key, why }) => {
-            Err(fault::snapshot_unusable(Unusable::Damaged { key, why }))
+            Err(fault::snapshot_unusable(SnapshotUnusable::Damaged { key, why }))
         }
         Err(error) => Err(error.into()),
     }
@@ -107,7 +107,7 @@ pub async fn ensure_no_unknown_holder(
     let found = match later_holder::find(platform, &platform.db, user, slot).await {
         Ok(found) => found,
         Err(LookupError::Store(StoreError::Corrupt { key, why })) => {
-            return Err(fault::snapshot_unusable(Unusable::Damaged { key, why }));
+            return Err(fault::snapshot_unusable(SnapshotUnusable::Damaged { key, why }));
         }
         Err(error) => return Err(error.into()),
     };

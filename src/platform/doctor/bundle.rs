@@ -6,7 +6,7 @@ use crate::machine::name::ImageVersion;
 use crate::platform::config::PlatformConfig;
 use crate::platform::host_settings::HostSettings;
 use crate::store::bucket::{Bucket, StoreError};
-use crate::store::bundle::{self, ManifestError, Unusable, digest};
+use crate::store::bundle::{self, ManifestError, BundleUnusable, digest};
 use crate::store::key;
 
 const SEE_STORE_CHECK: &str = "see the check `store`";
@@ -48,15 +48,15 @@ async fn check_manifest(
     version: &ImageVersion,
     digest: &str,
 ) -> Findings {
-    match bundle::usable(bucket, version, digest, &hosts.trusted_keys()).await {
+    match bundle::verify_published(bucket, version, digest, &hosts.trusted_keys()).await {
         // The missing keys are already reported.
-        Ok(_) | Err(Unusable::Manifest(ManifestError::NoKeys)) => findings,
-        Err(Unusable::Unsigned) => findings.warning(
+        Ok(_) | Err(BundleUnusable::Manifest(ManifestError::NoKeys)) => findings,
+        Err(BundleUnusable::Unsigned) => findings.warning(
             format!("{version} has no signed manifest"),
             "hosts do not update to it automatically: build it with --signing-key, and publish a new version",
         ),
-        Err(Unusable::Store(error)) => findings.problem(chain(&error), SEE_STORE_CHECK),
-        Err(why @ (Unusable::Manifest(_) | Unusable::OtherArchive)) => findings.problem(
+        Err(BundleUnusable::Store(error)) => findings.problem(chain(&error), SEE_STORE_CHECK),
+        Err(why @ (BundleUnusable::Manifest(_) | BundleUnusable::OtherArchive)) => findings.problem(
             format!("hosts cannot update to {version}: {why}"),
             "build it again, signed with a key of BUNDLE_PUBLIC_KEYS, and publish it under a new version",
         ),

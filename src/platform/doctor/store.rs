@@ -14,7 +14,7 @@ use crate::platform::config::PlatformConfig;
 use crate::platform::host_store::HostStore;
 use crate::store::bucket::{Bucket, Condition, StoreError};
 use crate::store::config::{S3Config, StoreConfig};
-use crate::store::credentials::Temporary;
+use crate::store::credentials::TemporaryCredentials;
 use crate::store::parallel_probe::{self, PREFIX as PROBES};
 use crate::store::policy::SnapshotWrites;
 use crate::store::protection::{self, Setting};
@@ -171,7 +171,7 @@ async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings
 }
 
 /// Whether a session that may not overwrite a snapshot can still write one, and only one.
-async fn check_write_once(config: &PlatformConfig, hosts: &HostStore, session: Temporary) -> Findings {
+async fn check_write_once(config: &PlatformConfig, hosts: &HostStore, session: TemporaryCredentials) -> Findings {
     let findings = Findings::new("host-credentials");
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;

@@ -38,7 +38,7 @@ pub async fn run(platform: Arc<Platform>) {
             () = platform.reconcile.notified() => unless_within = MIN_PASS_INTERVAL,
         }
         // Each pass has a request id of its own.
-        request_id::own(pass(&platform, unless_within)).await;
+        request_id::run_with_new_id(pass(&platform, unless_within)).await;
         tokio::select! {
             () = platform.stop.cancelled() => return,
             () = tokio::time::sleep(MIN_PASS_INTERVAL) => {}

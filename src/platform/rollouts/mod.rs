@@ -52,7 +52,7 @@ async fn pass(platform: &Arc<Platform>) -> anyhow::Result<()> {
     let unfinished = rollouts::unfinished(&session).await?;
     drop(session);
     for rollout in unfinished {
-        request_id::under(rollout.request_id.clone(), advance(platform, &rollout)).await?;
+        request_id::run_with_id(rollout.request_id.clone(), advance(platform, &rollout)).await?;
     }
     Ok(())
 }
@@ -105,7 +105,7 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     if !unnotified.is_empty() {
         // Slow hosts do not delay the rollout.
         let (platform, id) = (Arc::clone(platform), request_id::current());
-        tokio::spawn(request_id::under(
+        tokio::spawn(request_id::run_with_id(
             id,
             async move { notify_hosts(&platform, &rollout, unnotified).await },
         ));

@@ -10,7 +10,7 @@ use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::http::proof::{Claims, ISSUER, MAX_LIFE_SECONDS, Route, Signer};
+use crate::http::proof::{Claims, ISSUER, MAX_LIFETIME_SECONDS, Route, Signer};
 use crate::http::proxy::{Dial, Io, Proxy, ProxyLimits};
 use crate::http::tls::{ChainCheck, SpkiPin, pinned_client_config};
 use crate::machine::id::MachineId;
@@ -18,7 +18,7 @@ use crate::machine::name::{Handle, IdpUserId, Slot};
 use crate::machine::state::Status;
 use crate::platform::keys::SigningSet;
 
-/// Reuse period of a signed proof, which stays valid for the rest of [`MAX_LIFE_SECONDS`].
+/// Reuse period of a signed proof, which stays valid for the rest of [`MAX_LIFETIME_SECONDS`].
 const PROOF_REUSE_SECONDS: i64 = 10;
 
 /// The routing data of a machine, from the database.
@@ -120,7 +120,7 @@ impl Machine {
             path: None,
             jti: None,
             iat: now,
-            exp: now + MAX_LIFE_SECONDS,
+            exp: now + MAX_LIFETIME_SECONDS,
         };
         let token = signer.sign(&claims);
         let mut header = HeaderValue::from_str(&token).expect("a JWT is base64url and dots");

@@ -24,7 +24,7 @@ use super::session::{LIFETIME_SECONDS, SessionError};
 use super::{RouterState, account, app_door, app_token, cookie, frame, origin, own, sign_in};
 use crate::http::problem::{Code, Problem, chain};
 use crate::http::proof::{LEEWAY_SECONDS, Route};
-use crate::http::proxy::{ProxyError, Until};
+use crate::http::proxy::{ProxyError, TimeLimit};
 use crate::http::request_id;
 use crate::http::server::Scheme;
 use crate::metrics::UPSTREAM_FAILURES;
@@ -278,7 +278,7 @@ impl RouterState {
     }
 
     /// The end of this caller's streams; `None` for a bearer token, which a sign-out does not revoke.
-    fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<Until> {
+    fn stream_limit(&self, caller: Caller<'_>, now: Timestamp) -> Option<TimeLimit> {
         let (user, expires_at) = match caller {
             Caller::Owner(Identity::Bearer(_), _) => return None,
             // The lifetime of a session that is opened now.
@@ -301,7 +301,7 @@ impl RouterState {
         let closed = if is_valid { closed } else { cancelled_token() };
         let remaining =
             |at: i64| Duration::from_secs(u64::try_from(at - now.as_second()).unwrap_or_default());
-        Some(Until { closed, at: tokio::time::Instant::now() + remaining(expires_at) })
+        Some(TimeLimit { closed, at: tokio::time::Instant::now() + remaining(expires_at) })
     }
 
     fn unavailable(&self, context: &RequestContext, reason: UnavailableReason, uri: &Uri) -> Response {

@@ -80,7 +80,7 @@ pub(super) async fn issue_code(
     let mut query = call.query_fields();
     let state: Option<String> = query.required("state");
     let return_to: Option<String> = query.optional("return_to");
-    let state = query.with_others().finish(state)?;
+    let state = query.allow_unknown().finish(state)?;
     let return_to = return_to.filter(|path| is_local_path(path)).unwrap_or_else(|| "/".to_owned());
     let grant = SessionGrant {
         origin: SessionOrigin { parent: identity.session().map(|session| session.hash), sign_out: 0 },
@@ -103,7 +103,7 @@ pub(super) async fn redeem_code(
 ) -> Result<Response, Problem> {
     let mut query = call.query_fields();
     let code: Option<String> = query.required("code");
-    let code = query.with_others().finish(code)?;
+    let code = query.allow_unknown().finish(code)?;
     router.admit_check(context)?;
     let grant = match RouterCookie::State.get(&call.headers, context.scheme) {
         Some(state) => {

@@ -193,7 +193,7 @@ mod tests {
         let clone = budget.clone();
 
         budget.update(&headers(1, 3600), Duration::ZERO);
-        assert_eq!(budget.gate(), None, "something is left");
+        assert_eq!(budget.gate(), None, "the budget is not empty");
 
         let start = Instant::now();
         budget.update(&headers(0, 360), Duration::ZERO);
@@ -276,7 +276,7 @@ mod tests {
         assert_eq!(
             allowance.left.load(Ordering::SeqCst),
             100 - 10 - (RESERVATION_BATCH - 1),
-            "but for those it has now"
+            "except the current reservation"
         );
     }
 }

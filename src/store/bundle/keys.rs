@@ -1,7 +1,7 @@
-//! Keys trusted to sign release manifests, and how one set of keys follows another on a host.
+//! The keys that are trusted to sign release manifests, and the succession of key sets on a host.
 //!
-//! The invariants: a key set has a key, and one of its keys has signed the manifest that brings it, so that no host is left
-//! with keys that never signed anything. A host's sequence only grows, so that an older release brings no key back.
+//! Invariants: a key set is not empty, and one of its keys has signed the manifest that contains it, so that a host never
+//! trusts only keys without a known signature. A host's sequence only increases, so that an older release restores no key.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,14 +14,14 @@ use sha2::{Digest, Sha256};
 
 use super::{ManifestError, Signed, signatures};
 
-/// Before the manifest's bytes in what is signed, so that a signature is of nothing else.
+/// Prefix of the signed bytes, so that a signature is valid only for manifests.
 const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
-/// Keys that are trusted at one time, and signatures in one file.
+/// Maximum trusted keys, and maximum signatures in a file.
 pub const MAX_KEYS: usize = 16;
-/// A mistyped sequence must not leave a host with one that no later set can exceed.
+/// Maximum increase of the sequence, so that a mistyped one does not prevent later increases.
 const MAX_SEQUENCE_STEP: u32 = 1000;
 
-/// The highest sequence that a host at this one takes.
+/// The highest sequence that a host with this sequence accepts.
 pub const fn max_sequence_after(sequence: u32) -> u32 {
     sequence.saturating_add(MAX_SEQUENCE_STEP)
 }
@@ -53,7 +53,7 @@ impl fmt::Display for TrustedKeys {
     }
 }
 
-/// Keys that are not such a list.
+/// An invalid list of keys.
 #[derive(Debug, thiserror::Error)]
 #[error("must be base64 of 32 bytes, up to {MAX_KEYS} separated by commas")]
 pub struct KeysError;
@@ -80,7 +80,7 @@ impl TrustedKeys {
         self.0.iter().map(|key| STANDARD.encode(key.0)).collect()
     }
 
-    /// Of each key, the first 16 hexadecimal digits of its SHA-256.
+    /// The first 16 hexadecimal digits of each key's SHA-256.
     pub fn ids(&self) -> Vec<String> {
         self.0.iter().map(PublicKey::id).collect()
     }
@@ -91,7 +91,7 @@ impl TrustedKeys {
         ids
     }
 
-    /// Needs one valid signature by a trusted key; an invalid one by a trusted key is refused.
+    /// Requires at least one valid signature by a trusted key, and no invalid one by a trusted key.
     pub(super) fn check(&self, manifest: &[u8], signature: &[u8]) -> Result<(), ManifestError> {
         if self.0.is_empty() {
             return Err(ManifestError::NoKeys);
@@ -113,7 +113,7 @@ impl TrustedKeys {
     }
 }
 
-/// What a host trusts: the keys, and the number of the set, which grows with each.
+/// The keys that a host trusts, with a sequence that increases with each set.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "WrittenKeySet", into = "WrittenKeySet")]
 pub struct KeySet {
@@ -145,7 +145,7 @@ impl TryFrom<WrittenKeySet> for KeySet {
         let mut ids = keys.sorted_ids();
         ids.dedup();
         match (ids.len(), written.sequence) {
-            (0, _) => Err("trustedKeys has no key: a host would trust no release any more".to_owned()),
+            (0, _) => Err("trustedKeys has no key: a host would no longer trust any release".to_owned()),
             (distinct, _) if distinct < keys.0.len() => Err("trustedKeys has a key twice".to_owned()),
             (_, 0) => Err("the sequence of trustedKeys must be at least 1".to_owned()),
             (_, sequence) => Ok(Self { sequence, keys }),
@@ -153,24 +153,24 @@ impl TryFrom<WrittenKeySet> for KeySet {
     }
 }
 
-/// Why a key set does not follow the one that is trusted.
+/// The reason why a key set cannot replace the trusted one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KeySetError {
     #[error(
-        "none of the keys of its trustedKeys ({}) has signed it: sign it with one that stays trusted, too", .ids.join(", ")
+        "none of the keys in its trustedKeys ({}) has signed it: also sign it with one that stays trusted", .ids.join(", ")
     )]
     Unproven { ids: Vec<String> },
-    #[error("its trustedKeys have the sequence {sequence}, under which other keys ({}) are trusted here: give them a higher one", .ids.join(", "))]
+    #[error("the sequence of its trustedKeys is {sequence}, but other keys ({}) with that sequence are trusted here: use a higher one", .ids.join(", "))]
     SequenceTaken { sequence: u32, ids: Vec<String> },
-    #[error("its trustedKeys have the sequence {found}, and here at most {max} can follow {current}")]
+    #[error("the sequence of its trustedKeys is {found}, but at most {max} can follow {current} here")]
     SequenceTooHigh { found: u32, max: u32, current: u32 },
 }
 
 impl KeySet {
-    /// Whether one of its own keys has signed the manifest that brings it.
+    /// Checks that one of its keys has signed the manifest that contains it.
     ///
     /// # Errors
-    /// [`KeySetError::Unproven`], and [`ManifestError::WrongSignature`] where a signature by one of them is not good.
+    /// [`KeySetError::Unproven`], and [`ManifestError::WrongSignature`] if a signature by one of them is invalid.
     pub(super) fn is_proven_by(&self, signed: &Signed) -> Result<(), ManifestError> {
         self.keys.check(&signed.manifest, &signed.signature).map_err(|error| match error {
             ManifestError::UnknownKey { .. } => KeySetError::Unproven { ids: self.keys.ids() }.into(),
@@ -178,7 +178,7 @@ impl KeySet {
         })
     }
 
-    /// The set to trust after this one, where the offered one is another and later.
+    /// The offered set, if it is newer than this one.
     ///
     /// # Errors
     /// [`KeySetError`].
@@ -214,14 +214,14 @@ mod tests {
     }
 
     #[test]
-    fn key_set_is_read_as_it_is_written() {
+    fn key_set_round_trips() {
         let text = serde_json::to_string(&set(3, &[1, 2])).unwrap();
         assert_eq!(text, format!("{{\"sequence\":3,\"keys\":[\"{}\",\"{}\"]}}", key(1), key(2)));
         assert_eq!(serde_json::from_str::<KeySet>(&text).unwrap(), set(3, &[1, 2]));
     }
 
     #[test]
-    fn key_set_that_would_lock_hosts_out_is_not_read() {
+    fn key_set_refuses_sets_that_lock_hosts_out() {
         let read = |sequence: u32, keys: &[String]| {
             let text = serde_json::json!({"sequence": sequence, "keys": keys}).to_string();
             serde_json::from_str::<KeySet>(&text).map_err(|error| error.to_string())
@@ -243,10 +243,10 @@ mod tests {
     }
 
     #[test]
-    fn older_set_changes_nothing_and_other_keys_need_a_new_sequence() {
+    fn successor_requires_a_higher_sequence() {
         let trusted = set(2, &[1, 2]);
         assert_eq!(trusted.successor(&set(1, &[1])), Ok(None));
-        assert_eq!(trusted.successor(&set(2, &[2, 1])), Ok(None), "their order does not count");
+        assert_eq!(trusted.successor(&set(2, &[2, 1])), Ok(None), "their order does not matter");
         assert!(matches!(trusted.successor(&set(2, &[2])), Err(KeySetError::SequenceTaken { .. })));
         assert_eq!(trusted.successor(&set(3, &[2])), Ok(Some(set(3, &[2]))));
         assert_eq!(trusted.successor(&set(1002, &[2])), Ok(Some(set(1002, &[2]))));
@@ -256,9 +256,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is offered, in whatever order: the sequence never falls, and no removed key comes back with an older set.
+        /// For any offered sets in any order, the sequence never decreases, and an older set never restores a removed key.
         #[test]
-        fn sequence_of_trusted_keys_never_falls(offers in proptest::collection::vec((1u32..2000, 1u8..5), 1..20)) {
+        fn sequence_never_decreases(offers in proptest::collection::vec((1u32..2000, 1u8..5), 1..20)) {
             let mut trusted = set(0, &[1]);
             for (sequence, n) in offers {
                 let offered = set(sequence, &[n]);

@@ -1,10 +1,10 @@
-//! Manifests as OpenSSL signs them, and every way in which one is refused.
+//! Tests of manifests signed by OpenSSL, and of each reason to refuse one.
 
 use proptest::prelude::*;
 
 use super::*;
 
-/// As `openssl genpkey -algorithm ed25519` and `openssl pkeyutl -sign -rawin` made them.
+/// Created by `openssl genpkey -algorithm ed25519` and `openssl pkeyutl -sign -rawin`.
 const KEY: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
 const OTHER_KEY: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";
 const SIGNATURE: &str = "614c4b637b092e93 zCISR8RHX0TRoNu5CRc4EvCgdXVdl87pP3jr4BV1nvqsp1Dy8ymK8iEpfHcWTsU7hvzFgPDbS0zPhw7Ut1avBw==\n";
@@ -30,11 +30,11 @@ fn check(manifest: &str, signature: &str, trusted: &TrustedKeys) -> Result<Verif
 }
 
 #[test]
-fn a_manifest_that_openssl_signed_is_believed() {
+fn verify_accepts_manifest_signed_by_openssl() {
     let verified = check(MANIFEST, SIGNATURE, &keys(KEY)).unwrap();
     let manifest = verified.manifest();
     assert_eq!(manifest.min_version.as_ref().unwrap().as_str(), "2026.1.0");
-    manifest.fits("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0).unwrap();
+    manifest.check_archive("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 0).unwrap();
     let both = format!("{OTHER_SIGNATURE}{SIGNATURE}");
     for trusted in [KEY.to_owned(), OTHER_KEY.to_owned(), format!("{OTHER_KEY}, {KEY}")] {
         check(MANIFEST, &both, &keys(&trusted)).unwrap();
@@ -42,7 +42,7 @@ fn a_manifest_that_openssl_signed_is_believed() {
 }
 
 #[test]
-fn each_reason_to_refuse_has_its_own_error() {
+fn verify_has_an_error_for_each_reason() {
     let trusted = keys(KEY);
     fn refused(manifest: &str, signature: &str, trusted: &TrustedKeys) -> ManifestError {
         check(manifest, signature, trusted).unwrap_err()
@@ -52,7 +52,7 @@ fn each_reason_to_refuse_has_its_own_error() {
     assert_eq!(refused(MANIFEST, OTHER_SIGNATURE, &trusted), ManifestError::UnknownKey { ids });
     let wrong = ManifestError::WrongSignature { id: "614c4b637b092e93".to_owned() };
     assert_eq!(refused(&MANIFEST.replace("\"sizeBytes\":0", "\"sizeBytes\":1"), SIGNATURE, &trusted), wrong);
-    // One good signature does not excuse a bad one of another key of ours.
+    // A valid signature does not excuse an invalid one by another trusted key.
     let swapped = format!("{SIGNATURE}{}", OTHER_SIGNATURE.replace("ZnjW", "znjW"));
     let error = refused(MANIFEST, &swapped, &keys(&format!("{KEY},{OTHER_KEY}")));
     assert_eq!(error, ManifestError::WrongSignature { id: "9a7121682c555618".to_owned() });
@@ -70,8 +70,8 @@ fn each_reason_to_refuse_has_its_own_error() {
     let other = verify(&signed, &trusted, &"2".parse().unwrap(), Timestamp::UNIX_EPOCH).unwrap_err();
     assert!(matches!(other, ManifestError::OtherVersion { .. }), "{other}");
     let manifest = Manifest::parse(MANIFEST.as_bytes()).unwrap();
-    assert!(matches!(manifest.fits(&"0".repeat(64), 0), Err(ManifestError::OtherDigest { .. })));
-    assert!(matches!(manifest.fits(&manifest.sha256, 1), Err(ManifestError::OtherSize { .. })));
+    assert!(matches!(manifest.check_archive(&"0".repeat(64), 0), Err(ManifestError::OtherDigest { .. })));
+    assert!(matches!(manifest.check_archive(&manifest.sha256, 1), Err(ManifestError::OtherSize { .. })));
     let newer = MANIFEST.replace("\"version\":1", "\"version\":2");
     assert_eq!(Manifest::parse(newer.as_bytes()), Err(ManifestError::OtherFormat { found: 2 }));
     let upper = MANIFEST.replace("e3b0", "E3B0");
@@ -79,7 +79,7 @@ fn each_reason_to_refuse_has_its_own_error() {
 }
 
 #[test]
-fn keys_are_32_bytes_each_and_some() {
+fn keys_are_a_bounded_list_of_32_bytes() {
     for bad in ["", "AAAA", &format!("{KEY},"), &vec![KEY; 17].join(",")] {
         assert!(bad.parse::<TrustedKeys>().is_err(), "{bad:?}");
     }
@@ -88,7 +88,7 @@ fn keys_are_32_bytes_each_and_some() {
 
 proptest! {
     #[test]
-    fn one_flipped_bit_of_the_manifest_is_seen(at in 0..MANIFEST.len() * 8) {
+    fn verify_detects_a_flipped_bit_in_the_manifest(at in 0..MANIFEST.len() * 8) {
         let mut manifest = MANIFEST.as_bytes().to_vec();
         manifest[at / 8] ^= 1 << (at % 8);
         let signed = Signed { manifest, signature: SIGNATURE.into() };
@@ -97,12 +97,12 @@ proptest! {
     }
 
     #[test]
-    fn one_flipped_bit_of_the_signature_is_seen(at in 0..SIGNATURE.len() * 8) {
+    fn verify_detects_a_flipped_bit_in_the_signature(at in 0..SIGNATURE.len() * 8) {
         let mut signature = SIGNATURE.as_bytes().to_vec();
         signature[at / 8] ^= 1 << (at % 8);
         let signed = Signed { manifest: MANIFEST.into(), signature };
         let end = verify(&signed, &keys(KEY), &"2026.11.21-1".parse().unwrap(), Timestamp::UNIX_EPOCH);
-        // A flip can make the line's end another white space; that changes no signature.
+        // A flip can turn the line end into other white space, which does not change the signature.
         prop_assert!(end.is_err() || at / 8 == SIGNATURE.len() - 1);
     }
 

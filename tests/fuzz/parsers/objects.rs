@@ -14,7 +14,7 @@ use svc::store::key::{SlotPrefix, SnapshotKey, snapshot_key};
 use svc::store::pointer::{self, Fence, Pointer, SnapshotRef};
 use svc::store::pointer_io;
 use svc::store::snapshot::{
-    self, DatabaseFacts, DatabaseGrant, DatabaseSetting, SideRecord, TableCount, Unusable,
+    self, DatabaseFacts, DatabaseGrant, DatabaseSetting, SideRecord, TableCount, SnapshotUnusable,
 };
 
 use super::Target;
@@ -127,8 +127,8 @@ fn pointer_holds(bytes: &[u8]) -> Result<(), String> {
                 Ok(())
             }
             Ok(named) => Err(format!("it leads to {named:?}, which is not the one complete snapshot")),
-            Err(Unusable::Absent | Unusable::Damaged { .. }) => Ok(()),
-            Err(Unusable::Store(error)) => {
+            Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(()),
+            Err(SnapshotUnusable::Store(error)) => {
                 Err(format!("a damaged pointer is told as a store that fails: {error}"))
             }
         }
@@ -186,7 +186,7 @@ fn pointer_accepted(bytes: &[u8]) -> Result<(), String> {
         match (snapshot::latest(&bucket, &slot()).await, wanted.snapshot) {
             (Ok(found), Some(named)) if found == named => Ok(()),
             // There is a snapshot beside it, which it does not name.
-            (Err(Unusable::Damaged { .. }), None) => Ok(()),
+            (Err(SnapshotUnusable::Damaged { .. }), None) => Ok(()),
             (found, named) => Err(format!("{named:?} led to {found:?}")),
         }
     })
@@ -241,7 +241,7 @@ fn side_holds(bytes: &[u8]) -> Result<(), String> {
         let bucket = bucket(bytes).await?;
         let side = match snapshot::by_key(&bucket, &slot(), &whole().key).await {
             Ok(side) => side,
-            Err(Unusable::Damaged { .. }) => return Ok(()),
+            Err(SnapshotUnusable::Damaged { .. }) => return Ok(()),
             Err(error) => return Err(format!("a damaged record is told as {error:?}")),
         };
         if side.version != 1 || side.key != whole().key || side.size_bytes != DUMP.len() as u64 {

@@ -185,7 +185,7 @@ fn proof_claims(user: &str, life: i64) -> Value {
 
 fn proofs() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
-    (user, 1..=proof::MAX_LIFE_SECONDS, any::<bool>()).prop_map(|(user, life, is_token)| {
+    (user, 1..=proof::MAX_LIFETIME_SECONDS, any::<bool>()).prop_map(|(user, life, is_token)| {
         let claims = proof_claims(&user, life).to_string().into_bytes();
         if is_token { token(&header(), &claims).into_bytes() } else { claims }
     })
@@ -208,7 +208,7 @@ fn proof_holds(bytes: &[u8]) -> Result<(), String> {
         let life = i128::from(claims.exp) - i128::from(claims.iat);
         let is_living = NOW <= claims.exp.saturating_add(proof::LEEWAY_SECONDS)
             && NOW >= claims.iat.saturating_sub(proof::LEEWAY_SECONDS);
-        if !is_same || claims.iss != proof::ISSUER || life > proof::MAX_LIFE_SECONDS.into() || !is_living {
+        if !is_same || claims.iss != proof::ISSUER || life > proof::MAX_LIFETIME_SECONDS.into() || !is_living {
             return Err(format!("{signed} is believed as {claims:?}"));
         }
     }

@@ -109,13 +109,13 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("the pointer names what is not there", "the object is missing", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["key"] = "system/db/snapshots/x.dump".into());
         }),
-        ("another size in the pointer", "does not fit", |objects| {
+        ("another size in the pointer", "does not match", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["sizeBytes"] = 7.into());
         }),
-        ("another digest in the pointer", "does not fit", |objects| {
+        ("another digest in the pointer", "does not match", |objects| {
             objects.with_pointer(|pointer| pointer["snapshot"]["sha256"] = "ab".repeat(32).into());
         }),
-        ("a sequence that cannot grow", "more than a pointer has", |objects| {
+        ("a sequence that cannot grow", "is above the maximum", |objects| {
             objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
         }),
         ("a digest that leads to another file", "no SHA-256", |objects| {
@@ -124,10 +124,10 @@ fn table() -> Vec<(&'static str, &'static str, Tamper)> {
         ("a side record that is no JSON", "its side record", |objects| {
             objects.store.write(BUCKET, &objects.path(".json"), "{\"version\":1,");
         }),
-        ("a side record of another format", "does not fit", |objects| {
+        ("a side record of another format", "does not match", |objects| {
             objects.with_side(|side| side["version"] = 2.into());
         }),
-        ("a side record of another snapshot", "does not fit", |objects| {
+        ("a side record of another snapshot", "does not match", |objects| {
             objects.with_side(|side| side["key"] = "system/db/snapshots/x.dump".into());
         }),
         ("a side record of another size", "bytes instead of", |objects| {
@@ -300,7 +300,7 @@ async fn a_backup_beside_what_was_tampered_with_loses_nothing() -> Result<()> {
         kept(&old, 70, says, name)?;
     }
     objects.with_pointer(|pointer| pointer["seq"] = u64::MAX.into());
-    kept(&old, 70, "more than a pointer has", "a sequence that cannot grow")?;
+    kept(&old, 70, "is above the maximum", "a sequence that cannot grow")?;
     for (name, side) in [
         ("no record", None),
         ("no JSON", Some("{".to_owned())),

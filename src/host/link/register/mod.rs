@@ -75,7 +75,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     let layout = Layout::from_process();
     applet::block_on(
         "svc-register",
-        request_id::own(async move {
+        request_id::run_with_new_id(async move {
             match args.command.unwrap_or(Command::Register) {
                 Command::Register => register(&layout).await,
                 Command::Stage { stage } => {

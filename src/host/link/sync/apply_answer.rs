@@ -68,7 +68,7 @@ pub fn apply_response(
     }
     if let Some(desired) = response.desired_image_version {
         // The updater would drop an invalid id, and the request could not be recognised later.
-        let request = response.desired_request_id.filter(|id| request_id::fits(id));
+        let request = response.desired_request_id.filter(|id| request_id::is_well_formed(id));
         request_update(config, desired, request)?;
     }
     Ok(None)

@@ -151,7 +151,7 @@ async fn run_heartbeats(config: &SyncConfig, heartbeats: &HeartbeatClient<'_>) -
     loop {
         interval.tick().await;
         let quiesced = Quiesce::read(&config.layout).ok().flatten();
-        match request_id::own(heartbeats.send_heartbeat()).await {
+        match request_id::run_with_new_id(heartbeats.send_heartbeat()).await {
             Ok(response) => {
                 if let Some(before) = quiesced.filter(|_| !response.superseded)
                     && let Err(error) =

@@ -20,7 +20,7 @@ use crate::http::problem::chain;
 use crate::quantity::counted;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// Fail points of a run.
 pub const POINTS: &[&str] =
@@ -134,9 +134,9 @@ async fn latest(
 ) -> Result<Option<(SnapshotRef, SideRecord)>, DrillError> {
     let snapshot = match snapshot::latest(&settings.bucket, &settings.slot).await {
         Ok(snapshot) => snapshot,
-        Err(Unusable::Absent) => return Ok(None),
-        Err(Unusable::Damaged { key, why }) => return Err(DrillError::Damaged { key, why }),
-        Err(Unusable::Store(error)) => return Err(DrillError::Store(error)),
+        Err(SnapshotUnusable::Absent) => return Ok(None),
+        Err(SnapshotUnusable::Damaged { key, why }) => return Err(DrillError::Damaged { key, why }),
+        Err(SnapshotUnusable::Store(error)) => return Err(DrillError::Store(error)),
     };
     *of = Some(snapshot.clone());
     let side = snapshot::side_record(&settings.bucket, &settings.slot, &snapshot).await;

@@ -36,7 +36,7 @@ use crate::store::key;
 use crate::store::pointer::{Fenced, SnapshotRef};
 use crate::store::pointer_io::{self, PointerError};
 use crate::store::snapshot::{self as stored, DatabaseIdentity, Recorded, SideRecord};
-use crate::store::upload::{Parts, Upload, UploadError};
+use crate::store::upload::{PartLayout, Upload, UploadError};
 
 /// Fail points of a run.
 pub const POINTS: &[&str] = &[
@@ -373,7 +373,7 @@ async fn upload(
     progress.key = Some(key.clone());
     let object = settings.slot.snapshot(&key).expect("generated keys are valid");
     let growth = settings.compression.max_growth();
-    let parts = Parts::for_at_most(snapshot.database_bytes.saturating_mul(growth));
+    let parts = PartLayout::for_max_bytes(snapshot.database_bytes.saturating_mul(growth));
     let mut upload = Upload::begin(&settings.bucket, &object, parts).await?;
     let open = upload.open().cloned();
     if let Some(open) = &open {

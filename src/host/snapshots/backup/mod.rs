@@ -283,17 +283,17 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     applet::block_on("svc-db-backup", async move {
         match command {
             Command::Run(args) => run_backup(layout, &args).await,
-            Command::Accept => request_id::own(accept(layout)).await,
+            Command::Accept => request_id::run_with_new_id(accept(layout)).await,
             Command::Verify(args) => {
-                request_id::own(run_check(layout, Some(args.targets()), Duration::ZERO)).await
+                request_id::run_with_new_id(run_check(layout, Some(args.targets()), Duration::ZERO)).await
             }
             Command::Drill { request: false } => {
-                request_id::own(run_check(layout, None, Duration::ZERO)).await
+                request_id::run_with_new_id(run_check(layout, None, Duration::ZERO)).await
             }
             Command::Drill { request: true } => serve_drill_request(layout).await,
             Command::Export { output } => export::run(&layout, &output, stopped()?).await,
             Command::ExportArchive => {
-                request_id::own(async {
+                request_id::run_with_new_id(async {
                     let settings = BackupSettings::read(layout, DuringOutage::Wait)?;
                     export::write_archive(&settings).await
                 })
@@ -303,7 +303,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
                 let (start, to) = (std::io::stdin(), std::io::stdout());
                 export::send_home(&layout.home(), &except, start.lock(), to.lock())
             }),
-            Command::Side(command) => request_id::own(run_side_command(layout, command)).await,
+            Command::Side(command) => request_id::run_with_new_id(run_side_command(layout, command)).await,
         }
     })
 }
@@ -318,7 +318,7 @@ async fn accept(layout: Layout) -> Result<(), Failure> {
 /// Serves a request to accept. A request for a backup may be pending at the same time.
 async fn serve_accept_request(layout: &Layout, request: &Request) -> Result<(), Failure> {
     let id = request.id().unwrap_or_else(request_id::fresh);
-    let end = request_id::under(id, accept(layout.clone())).await;
+    let end = request_id::run_with_id(id, accept(layout.clone())).await;
     request.complete();
     end
 }
@@ -334,7 +334,7 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     let request = args.request.then(|| Request::new(&layout, "backup"));
     let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
     let end = match BackupSettings::read(layout, DuringOutage::StoreSnapshots) {
-        Ok(settings) => request_id::under(id, back_up_with_retries(&settings, args, request.as_ref())).await,
+        Ok(settings) => request_id::run_with_id(id, back_up_with_retries(&settings, args, request.as_ref())).await,
         Err(failure) => Err(failure),
     };
     // A failed request is removed too: the failure is on record, and the path unit would restart us at once.
@@ -387,7 +387,7 @@ async fn back_up(
 async fn serve_drill_request(layout: Layout) -> Result<(), Failure> {
     let request = Request::new(&layout, "drill");
     let id = request.id().unwrap_or_else(request_id::fresh);
-    let end = request_id::under(id, run_check(layout, None, REQUEST_LOCK_TIMEOUT)).await;
+    let end = request_id::run_with_id(id, run_check(layout, None, REQUEST_LOCK_TIMEOUT)).await;
     // As with a backup, a failed drill's request is removed too.
     request.complete();
     end

@@ -69,7 +69,7 @@ pub async fn abort_all(layout: &Layout, bucket: &Bucket) {
         }
     }
     for upload in read(layout).unwrap_or_default() {
-        match bucket.give_up(&upload).await {
+        match bucket.abort_upload(&upload).await {
             Ok(()) => {
                 tracing::info!(key = upload.key, "aborted the upload of an interrupted run");
                 remove(layout, &upload);

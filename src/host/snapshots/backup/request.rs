@@ -34,7 +34,7 @@ impl Request {
     pub fn id(&self) -> Option<String> {
         let text = fsx::read_if_exists(&self.path).ok()??;
         let request: serde_json::Value = serde_json::from_slice(&text).ok()?;
-        request["requestId"].as_str().filter(|id| request_id::fits(id)).map(str::to_owned)
+        request["requestId"].as_str().filter(|id| request_id::is_well_formed(id)).map(str::to_owned)
     }
 
     /// Marks the requests that this run serves: all until now, because the snapshot is taken later.

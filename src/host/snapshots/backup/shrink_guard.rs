@@ -17,7 +17,7 @@ use crate::host::snapshots::check_log::Status;
 use crate::host::snapshots::held_snapshot::HeldSnapshot;
 use crate::host::system::lock::Lock;
 use crate::store::pointer_io::{self, PointerError};
-use crate::store::snapshot::{self as stored, SideRecord, Unusable};
+use crate::store::snapshot::{self as stored, SideRecord, SnapshotUnusable};
 
 /// Number of agreeing hourly snapshots that show a permanent change.
 const MIN_AGREEING: u32 = 3;
@@ -95,7 +95,7 @@ fn is_same(before: &SideRecord, taken: &SideRecord) -> bool {
 #[derive(Debug, thiserror::Error)]
 enum AcceptError {
     #[error(transparent)]
-    Unusable(#[from] Unusable),
+    Unusable(#[from] SnapshotUnusable),
     #[error(transparent)]
     Pointer(#[from] PointerError),
     #[error(transparent)]
@@ -105,7 +105,7 @@ enum AcceptError {
 impl AcceptError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Unusable(Unusable::Store(error)) | Self::Pointer(PointerError::Store(error)) => {
+            Self::Unusable(SnapshotUnusable::Store(error)) | Self::Pointer(PointerError::Store(error)) => {
                 host::system::store::exit(error)
             }
             Self::Pointer(PointerError::Fenced(_)) => Exit::Permission,

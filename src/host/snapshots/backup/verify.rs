@@ -21,7 +21,7 @@ use crate::host::system::lock::Lock;
 use crate::http::problem::chain;
 use crate::store::StoreError;
 use crate::store::key;
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use crate::store::snapshots;
 
 /// Fail points of a run.
@@ -197,9 +197,9 @@ async fn keys(
     if *targets == VerifyTargets::Latest {
         return match snapshot::latest(&settings.bucket, &settings.slot).await {
             Ok(latest) => Ok(vec![latest.key]),
-            Err(Unusable::Absent) => Ok(Vec::new()),
-            Err(Unusable::Damaged { key, .. }) => Ok(vec![key]),
-            Err(Unusable::Store(error)) => Err(error.into()),
+            Err(SnapshotUnusable::Absent) => Ok(Vec::new()),
+            Err(SnapshotUnusable::Damaged { key, .. }) => Ok(vec![key]),
+            Err(SnapshotUnusable::Store(error)) => Err(error.into()),
         };
     }
     let all = snapshots::keys(&settings.bucket, &settings.slot).await?;
@@ -226,7 +226,7 @@ enum ReadFailure {
 async fn read_one(settings: &BackupSettings, key: &str) -> Result<SideRecord, ReadFailure> {
     let side = snapshot::by_key(&settings.bucket, &settings.slot, key).await;
     let side = side.map_err(|unusable| match unusable {
-        Unusable::Store(error) => ReadFailure::Unknown(error.into()),
+        SnapshotUnusable::Store(error) => ReadFailure::Unknown(error.into()),
         error => ReadFailure::Damaged(error.to_string()),
     })?;
     let mut patience = Backoff::new(settings.store_deadline);

@@ -21,7 +21,7 @@ use crate::host::system::postgres::ConnectError;
 use crate::http::request_id;
 use crate::store::StoreError;
 use crate::store::pointer::SnapshotRef;
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 
 /// Fail points of a run.
 pub const POINTS: &[&str] = &[
@@ -208,10 +208,10 @@ async fn latest(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, Resto
         };
         match (latest_snapshot, settings.mode) {
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
-            (Err(Unusable::Absent), Mode::Empty) => return Ok(None),
-            (Err(Unusable::Absent), Mode::Required) => return Err(RestoreError::Absent),
-            (Err(Unusable::Damaged { key, why }), _) => return Err(RestoreError::Damaged { key, why }),
-            (Err(Unusable::Store(error)), _) => wait_to_retry(&mut backoff, error).await?,
+            (Err(SnapshotUnusable::Absent), Mode::Empty) => return Ok(None),
+            (Err(SnapshotUnusable::Absent), Mode::Required) => return Err(RestoreError::Absent),
+            (Err(SnapshotUnusable::Damaged { key, why }), _) => return Err(RestoreError::Damaged { key, why }),
+            (Err(SnapshotUnusable::Store(error)), _) => wait_to_retry(&mut backoff, error).await?,
         }
     }
 }

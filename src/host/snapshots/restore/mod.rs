@@ -148,7 +148,7 @@ pub fn run(args: Vec<OsString>) -> ExitCode {
     begin_log("svc-restore", &layout);
     applet::block_on(
         "svc-restore",
-        request_id::own(async {
+        request_id::run_with_new_id(async {
             match args.command {
                 None => open_gate(layout).await,
                 Some(Command::Adopt) => {

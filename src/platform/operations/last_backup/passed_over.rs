@@ -14,7 +14,7 @@ use crate::platform::operations::OperationKind;
 use crate::platform::operations::held::HeldOperation;
 use crate::platform::operations::step::{Question, StepError, StepOutcome, StepRecord};
 use crate::store::key::SlotPrefix;
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use crate::store::{StoreError, newer_snapshot, pointer_io};
 
 /// Code of the question which snapshot the new machine is restored from.
@@ -164,8 +164,8 @@ async fn find_newer_snapshot(
         };
         match snapshot::by_key(bucket, &slot, key).await {
             Ok(side) => Ok(Some(side)),
-            Err(Unusable::Store(error)) => Err(error),
-            Err(Unusable::Absent | Unusable::Damaged { .. }) => Ok(None),
+            Err(SnapshotUnusable::Store(error)) => Err(error),
+            Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(None),
         }
     };
     match bucket.within(&slot.snapshots(), SEARCH_TIMEOUT, Box::pin(search)).await {

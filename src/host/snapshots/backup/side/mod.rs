@@ -33,7 +33,7 @@ use crate::host::system::quiesce::Quiesce;
 use crate::http::problem::chain;
 use crate::store::StoreError;
 use crate::store::key;
-use crate::store::snapshot::{self, SideRecord, Unusable};
+use crate::store::snapshot::{self, SideRecord, SnapshotUnusable};
 use crate::store::snapshots;
 use copy::CopyError;
 
@@ -286,14 +286,14 @@ async fn load_side_database(
 async fn find_snapshot(settings: &BackupSettings, chosen: &SnapshotChoice) -> Result<SideRecord, SideError> {
     let (bucket, slot) = (&settings.bucket, &settings.slot);
     let unusable = |error| match error {
-        Unusable::Store(error) => SideError::Store(error),
+        SnapshotUnusable::Store(error) => SideError::Store(error),
         error => SideError::Unusable(error.to_string()),
     };
     let key = match (&chosen.key, chosen.at) {
         (Some(key), _) => Some(key.clone()),
         (None, None) => match snapshot::latest(bucket, slot).await {
             Ok(latest) => Some(latest.key),
-            Err(Unusable::Absent) => None,
+            Err(SnapshotUnusable::Absent) => None,
             Err(error) => return Err(unusable(error)),
         },
         (None, Some(at)) => {
