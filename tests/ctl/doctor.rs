@@ -64,7 +64,7 @@ pub struct Fleet {
 impl Fleet {
     pub async fn up() -> Self {
         let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
-        kit::child::remove_with_us(dir.path());
+        kit::child::remove_on_exit(dir.path());
         let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
         let stack = Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0;
         let good = async |args: &[&str]| stack.svcctl(args).await.unwrap().good().unwrap();

@@ -35,7 +35,7 @@ fn has(said: &str, parts: &[&str]) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_persons_day() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
-    kit::child::remove_with_us(dir.path());
+    kit::child::remove_on_exit(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0);
 
@@ -126,7 +126,7 @@ async fn a_persons_day() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
-    kit::child::remove_with_us(dir.path());
+    kit::child::remove_on_exit(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0);
     operator.does(0, &["slot", "set", "user_1", "--plan", "starter"]).await;

@@ -50,7 +50,7 @@ pub async fn run(options: &Options) -> Result<()> {
     let bundle = tokio::task::spawn_blocking(move || build(&svc, &at, with_code)).await??;
     // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-web-").tempdir_in("/tmp")?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     println!("browser: starting platform, router, provider, store, database, identity provider");
     let (stack, _) = Stack::up(&options.svc, dir.path(), Front::Plain).await?;
     let end = look(&stack, &bundle, &chromium, &tests, &out, options).await;

@@ -8,11 +8,11 @@
 //! # fn main() -> anyhow::Result<()> {
 //! use kit::child::{self, AtExit};
 //! let mut server = std::process::Command::new("some-server").spawn()?;
-//! child::end_with_us(server.id(), AtExit::Kill);
+//! child::kill_on_exit(server.id(), AtExit::Kill);
 //! // … later, when it has been waited for:
 //! server.kill()?;
 //! server.wait()?;
-//! child::ended(server.id());
+//! child::unregister(server.id());
 //! # Ok(()) }
 //! ```
 
@@ -36,8 +36,8 @@ pub enum AtExit {
     Quit,
 }
 
-/// Ends `pid` when this process goes away. To be taken back with [`ended`] as soon as the child has been waited for.
-pub fn end_with_us(pid: u32, how: AtExit) {
+/// Ends `pid` when this process goes away. To be taken back with [`unregister`] as soon as the child has been waited for.
+pub fn kill_on_exit(pid: u32, how: AtExit) {
     let whom = match how {
         AtExit::Kill => format!("KILL {pid}"),
         AtExit::KillGroup => format!("KILL -{pid}"),
@@ -47,12 +47,12 @@ pub fn end_with_us(pid: u32, how: AtExit) {
 }
 
 /// The child was waited for: its pid is no longer ours to signal.
-pub fn ended(pid: u32) {
+pub fn unregister(pid: u32) {
     tell_reaper(&format!("- - {pid}\n"));
 }
 
 /// Removes `dir` and all in it when this process goes away; missing is fine.
-pub fn remove_with_us(dir: &Path) {
+pub fn remove_on_exit(dir: &Path) {
     tell_reaper(&format!("d - {}\n", dir.display()));
 }
 
@@ -67,13 +67,13 @@ pub fn run(mut command: Command, deadline: Duration) -> Result<String> {
         .stderr(stderr.try_clone()?)
         .spawn()
         .with_context(|| format!("start {program}"))?;
-    end_with_us(child.id(), AtExit::Kill);
+    kill_on_exit(child.id(), AtExit::Kill);
     let status = wait_until(&mut child, Instant::now() + deadline);
     if status.is_none() {
         child.kill().ok();
         child.wait().ok();
     }
-    ended(child.id());
+    unregister(child.id());
     let output = read_back(&mut stdout)?;
     match status {
         Some(status) if status.success() => Ok(output),
@@ -186,8 +186,8 @@ mod tests {
             return;
         };
         let mut child = Command::new("/bin/sleep").arg("600").spawn().expect("sleep starts");
-        end_with_us(child.id(), AtExit::Kill);
-        remove_with_us(Path::new(&dir));
+        kill_on_exit(child.id(), AtExit::Kill);
+        remove_on_exit(Path::new(&dir));
         println!("child {}", child.id());
         child.wait().ok();
     }
@@ -204,7 +204,7 @@ mod tests {
             .stdout(Stdio::piped())
             .spawn()
             .expect("starts");
-        end_with_us(victim.id(), AtExit::Kill);
+        kill_on_exit(victim.id(), AtExit::Kill);
         let grandchild = BufReader::new(victim.stdout.take().expect("piped"))
             .lines()
             .map_while(Result::ok)
@@ -214,7 +214,7 @@ mod tests {
 
         victim.kill().expect("kill");
         victim.wait().expect("reaped");
-        ended(victim.id());
+        unregister(victim.id());
 
         let deadline = Instant::now() + Duration::from_secs(20);
         while (is_running(grandchild) || doomed.exists()) && Instant::now() < deadline {

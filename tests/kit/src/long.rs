@@ -93,7 +93,7 @@ impl Sums {
     ///
     /// # Errors
     /// When a line is none of ours, or a file fails.
-    pub fn keep(lines: &Path, report: &Path) -> Result<Self> {
+    pub fn collect(lines: &Path, report: &Path) -> Result<Self> {
         let text = match std::fs::read_to_string(lines) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             text => text.with_context(|| format!("read {}", lines.display()))?,
@@ -142,9 +142,9 @@ mod tests {
     fn sums_are_kept_also_where_nothing_was_counted() {
         let dir = tempfile::tempdir().expect("a directory");
         let (lines, report) = (dir.path().join("figures.jsonl"), dir.path().join("report.json"));
-        assert_eq!(Sums::keep(&lines, &report).expect("kept"), Sums::default());
+        assert_eq!(Sums::collect(&lines, &report).expect("kept"), Sums::default());
         std::fs::write(&lines, "{\"test\":\"a\",\"fuzzCases\":2}\n").expect("written");
-        Sums::keep(&lines, &report).expect("kept");
+        Sums::collect(&lines, &report).expect("kept");
         let kept: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&report).expect("there")).expect("JSON");
         assert_eq!((&kept["fuzzCases"], &kept["lost"]), (&2.into(), &0.into()));

@@ -47,7 +47,7 @@ impl Moto {
     /// # Errors
     /// When it cannot be fetched, or does not answer in time.
     pub fn start() -> Result<Self> {
-        let place = fetched(&fetch::target_dir())?;
+        let place = fetch(&fetch::target_dir())?;
         let port = net::free_port()?;
         let log = tempfile::NamedTempFile::new()?;
         let mut server = Command::new("python3");
@@ -67,7 +67,7 @@ impl Moto {
 ///
 /// # Errors
 /// When pip cannot get them.
-pub fn fetched(target_dir: &Path) -> Result<std::path::PathBuf> {
+pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
     fetch::once(target_dir, &format!("moto-{VERSION}"), |dir| {
         let mut pip = Command::new("python3");
         pip.args([

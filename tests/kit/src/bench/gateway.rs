@@ -43,7 +43,7 @@ impl Machine {
         let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("a fresh key")?;
         // Short: a unix socket lies in it, whose path has room for 107 bytes.
         let root = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
-        crate::child::remove_with_us(root.path());
+        crate::child::remove_on_exit(root.path());
         let id = uuid::Uuid::now_v7().to_string();
         Ok(Self { root, id, key, database_url: database_url.to_owned() })
     }

@@ -122,7 +122,7 @@ pub async fn run(area: Area, options: &Options) -> Result<Report> {
 fn workplace() -> Result<TempDir> {
     // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     Ok(dir)
 }
 

@@ -33,7 +33,7 @@ impl Running {
         command.process_group(0).stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let began = Instant::now();
         let child = command.spawn().with_context(|| format!("start {name}"))?;
-        child::end_with_us(child.id(), AtExit::KillGroup);
+        child::kill_on_exit(child.id(), AtExit::KillGroup);
         let mut running = Self { name, child, log: log.to_owned() };
         loop {
             if TcpStream::connect_timeout(&address, START).is_ok() {
@@ -68,7 +68,7 @@ impl Drop for Running {
             killpg(Pid::from_raw(group), Signal::SIGKILL).ok();
         }
         self.child.wait().ok();
-        child::ended(self.child.id());
+        child::unregister(self.child.id());
     }
 }
 

@@ -68,7 +68,7 @@ fn rounds_of(options: &Options) -> Result<Tally> {
     for round in 0..options.rounds {
         said(round, options.rounds);
         let dir = tempfile::Builder::new().prefix("records-").tempdir_in(&options.out)?;
-        child::remove_with_us(dir.path());
+        child::remove_on_exit(dir.path());
         for told in told(&options.svc, dir.path(), options.seconds)? {
             add(&mut tally, &told);
         }

@@ -37,7 +37,7 @@ const DEADLINE: Duration = Duration::from_secs(1800);
 
 pub async fn measure(options: &Options) -> Result<Tally> {
     let dir = database::place(&options.out, ROOM)?;
-    let s5cmd = S5cmd::fetched()?;
+    let s5cmd = S5cmd::fetch()?;
     let vault = Vault::open(dir.path())?;
     let snapshot = backed_up(dir.path(), options, &vault).await?;
     let mut tally = Tally::default();

@@ -108,7 +108,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 impl Stage {
     async fn set(options: &Options) -> Result<Self> {
         let dir = workplace()?;
-        let (wrk, nginx, haproxy) = (Wrk::fetched()?, Nginx::fetched()?, HaProxy::fetched()?);
+        let (wrk, nginx, haproxy) = (Wrk::fetch()?, Nginx::fetch()?, HaProxy::fetch()?);
         let identity = Identity::fresh()?;
         let pem = Pem::write(dir.path(), "upstream", &identity.cert_pem, &identity.key_pem)?;
         let large = dir.path().join("large");

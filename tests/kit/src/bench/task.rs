@@ -37,7 +37,7 @@ pub fn run(mut command: Command, deadline: Duration) -> Result<Ran> {
     let (before, served_before) = (spent(UsageWho::RUSAGE_CHILDREN)?, spent(UsageWho::RUSAGE_SELF)?);
     let began = Instant::now();
     let mut process = command.spawn()?;
-    child::end_with_us(process.id(), AtExit::KillGroup);
+    child::kill_on_exit(process.id(), AtExit::KillGroup);
     let group = Pid::from_raw(i32::try_from(process.id())?);
     let of = |file: &str| format!("/proc/{}/{file}", process.id());
     let (status, io) = (of("status"), of("io"));
@@ -64,7 +64,7 @@ pub fn run(mut command: Command, deadline: Duration) -> Result<Ran> {
     // Whoever is left of a pipeline that broke.
     killpg(group, Signal::SIGKILL).ok();
     let (ended, wall) = (process.wait()?, wall?);
-    child::ended(process.id());
+    child::unregister(process.id());
     ensure!(ended.success(), "{ended} after {wall:.1?}: {}", fs::read_to_string(log.path())?);
     Ok(Ran {
         wall,

@@ -105,7 +105,7 @@ pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
         return Ok(());
     }
     let target = fetch::target_dir();
-    let postgres = PgBinaries::fetched(&target).context(
+    let postgres = PgBinaries::fetch(&target).context(
         "PostgreSQL's client tools, without which a machine can neither back up nor restore (name a directory with \
          --runtime postgres=DIR, or say --no-postgres)",
     )?;

@@ -79,7 +79,7 @@ fn same_bytes(options: &Options, first: &[PathBuf]) -> Result<()> {
         ensure!(one == other, "a second build gives other bytes");
     }
     let bill = fs::read_to_string(options.out.join("svc.cdx.json"))?;
-    ensure!(bill == sbom::of(&options.source, &options.svc)?, "a second bill of materials is another");
+    ensure!(bill == sbom::generate(&options.source, &options.svc)?, "a second bill of materials is another");
     Ok(())
 }
 
@@ -122,7 +122,7 @@ async fn platform_side(root: &mut Root, options: &Options, packages: &[PathBuf; 
     documents(root, "svc-platform", "svc-platform.8")?;
 
     let dir = tempfile::Builder::new().prefix("svc-deb-").tempdir_in("/tmp")?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     // The same parts that the demo has; the installed platform is one more process on the same database.
     let stack = Stack::up(&options.svc, dir.path(), Front::Plain).await?.0;
     let port = net::free_port()?;
@@ -200,7 +200,7 @@ async fn runs(root: &Root, url: &str, log: &Path, stack: &Stack) -> Result<()> {
     let mut process = root.spawn(SERVICE, &words, log)?;
     let seen = seen_ready(root, &mut process, url, stack).await;
     let ended = end(&mut process);
-    child::ended(process.id());
+    child::unregister(process.id());
     seen.with_context(|| fs::read_to_string(log).unwrap_or_default())?;
     ended.with_context(|| fs::read_to_string(log).unwrap_or_default())
 }

@@ -42,7 +42,7 @@ pub fn build(options: &Options) -> Result<Vec<PathBuf>> {
     ensure!(has("dpkg-deb"), "dpkg-deb is not here: `apt-get install dpkg` (it is part of every Debian)");
     std::fs::create_dir_all(&options.out)?;
     let epoch = source_date_epoch(&options.source)?;
-    let bill = sbom::of(&options.source, &options.svc)?;
+    let bill = sbom::generate(&options.source, &options.svc)?;
     std::fs::write(options.out.join("svc.cdx.json"), &bill)?;
     PACKAGES.iter().map(|name| package(options, name, &bill, &epoch)).collect()
 }

@@ -29,7 +29,7 @@ impl Root {
         ensure!(nix::unistd::geteuid().is_root(), "installing packages in a root needs root");
         let archive = archive()?;
         let dir = tempfile::Builder::new().prefix("svc-root-").tempdir()?;
-        child::remove_with_us(dir.path());
+        child::remove_on_exit(dir.path());
         let mut tar = Command::new("tar");
         // A root that is made without devices cannot be misused for them.
         tar.args(["--extract", "--numeric-owner", "--exclude=./dev/*", "--file"]).arg(archive);
@@ -72,7 +72,7 @@ impl Root {
         let mut command = self.command(user, words);
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let child = command.spawn()?;
-        child::end_with_us(child.id(), AtExit::Kill);
+        child::kill_on_exit(child.id(), AtExit::Kill);
         Ok(child)
     }
 

@@ -25,7 +25,7 @@ type Crate = (String, String);
 ///
 /// # Errors
 /// When cargo does not tell, or its answers contradict each other.
-pub fn of(source: &Path, svc: &Path) -> Result<String> {
+pub fn generate(source: &Path, svc: &Path) -> Result<String> {
     let linked = linked(source)?;
     let mut ask = cargo(source);
     ask.args(["metadata", "--format-version", "1", "--locked", "--filter-platform", TARGET]);

@@ -32,7 +32,7 @@ pub async fn run(claim: Claim, svc: &Path, bundle: Option<&Path>) -> Result<()> 
     // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
     let dir =
         tempfile::Builder::new().prefix("svc-dev-").tempdir_in("/tmp").context("a directory for disks")?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     println!("dev: starting platform, router, provider, store, database, identity provider");
     let mut stack = tokio::select! {
         up = Stack::up(svc, dir.path(), Front::Plain) => up?.0,

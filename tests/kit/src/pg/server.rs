@@ -111,7 +111,7 @@ impl PgServer {
     fn prepare(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         // In /tmp and not below a long TMPDIR: a unix socket's path has room for 107 bytes.
         let own = tempfile::Builder::new().prefix("kit-pg-").tempdir_in("/tmp")?;
-        child::remove_with_us(own.path());
+        child::remove_on_exit(own.path());
         let mut settings = vec![
             ("shared_buffers".to_owned(), "32MB".to_owned()),
             ("max_connections".to_owned(), "200".to_owned()),
@@ -232,7 +232,7 @@ impl PgServer {
         // Ctrl-C on a terminal is for us alone: it would shut PostgreSQL down below whoever still needs it.
         command.process_group(0).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("start postgres")?;
-        child::end_with_us(child.id(), AtExit::Quit);
+        child::kill_on_exit(child.id(), AtExit::Quit);
         *process = Some(child);
         Ok(())
     }
@@ -247,7 +247,7 @@ impl PgServer {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let exited = process.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
         if exited && let Some(child) = process.take() {
-            child::ended(child.id());
+            child::unregister(child.id());
         }
         exited
     }
@@ -275,7 +275,7 @@ impl PgServer {
             child.kill().ok();
             child.wait().ok();
         }
-        child::ended(child.id());
+        child::unregister(child.id());
         ensure!(in_time, "PostgreSQL needed SIGKILL: it was still running {patience:?} after {signal}");
         Ok(())
     }

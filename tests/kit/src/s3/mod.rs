@@ -82,7 +82,7 @@ impl S3Server {
     /// Starts on a free port. Larger contents lie below `dir` (which has to exist) until the server is dropped.
     pub fn start(dir: &Path) -> Result<Self> {
         let blobs = tempfile::Builder::new().prefix("s3-").tempdir_in(dir)?;
-        child::remove_with_us(blobs.path());
+        child::remove_on_exit(blobs.path());
         let secret_key = uuid::Uuid::new_v4().simple().to_string();
         let store = Arc::new(Store::new(blobs.path()));
         let mut service = S3ServiceBuilder::new(service::Service { store: Arc::clone(&store) });

@@ -44,8 +44,8 @@ pub struct Options {
 ///
 /// # Errors
 /// When it cannot even begin, or the report cannot be written; a story that fails is a report.
-pub async fn play(options: Options) -> Result<Report> {
-    play_watched(options, &[], async |_, _| Ok(())).await
+pub async fn run(options: Options) -> Result<Report> {
+    run_inspected(options, &[], async |_, _| Ok(())).await
 }
 
 /// Where the story stands when somebody looks at it.
@@ -57,11 +57,11 @@ pub enum Moment {
     Lived,
 }
 
-/// [`play`] with further settings for every process of ours, shown to `look` at each [`Moment`].
+/// [`run`] with further settings for every process of ours, shown to `look` at each [`Moment`].
 ///
 /// # Errors
-/// As [`play`].
-pub async fn play_watched(
+/// As [`run`].
+pub async fn run_inspected(
     options: Options,
     more: &[(&str, &str)],
     mut look: impl AsyncFnMut(&Stack, Moment) -> Result<()>,
@@ -69,7 +69,7 @@ pub async fn play_watched(
     // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
     let dir =
         tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("a directory to play in")?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     let mut report = Report::new();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;

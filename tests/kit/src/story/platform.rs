@@ -34,7 +34,7 @@ impl Platform {
         command.process_group(0).stdout(out.try_clone()?).stderr(out);
         let mut process = command.spawn().context("start svc-platform")?;
         let pid = process.id().context("svc-platform has ended already")?;
-        child::end_with_us(pid, AtExit::Kill);
+        child::kill_on_exit(pid, AtExit::Kill);
         let deadline = Instant::now() + START;
         loop {
             let said = std::fs::read_to_string(log)?;
@@ -48,7 +48,7 @@ impl Platform {
                 return Ok(Self { process, pid, router, scheme });
             }
             if let Some(status) = process.try_wait()? {
-                child::ended(pid);
+                child::unregister(pid);
                 bail!("svc-platform ended at its start ({status}):\n{said}");
             }
             ensure!(Instant::now() < deadline, "svc-platform does not listen after {START:?}:\n{said}");
@@ -80,6 +80,6 @@ impl Drop for Platform {
     fn drop(&mut self) {
         // Killed and waited for by tokio (`kill_on_drop`), where `stop` has not done so.
         self.process.start_kill().ok();
-        child::ended(self.pid);
+        child::unregister(self.pid);
     }
 }

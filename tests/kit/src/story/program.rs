@@ -57,9 +57,9 @@ impl Program {
         command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
         let started = command.spawn().with_context(|| format!("start {what}"))?;
         let pid = started.id();
-        pid.inspect(|pid| child::end_with_us(*pid, AtExit::Kill));
+        pid.inspect(|pid| child::kill_on_exit(*pid, AtExit::Kill));
         let end = tokio::time::timeout(deadline, started.wait_with_output()).await;
-        pid.inspect(|pid| child::ended(*pid));
+        pid.inspect(|pid| child::unregister(*pid));
         let Ok(output) = end else { bail!("{what}: not done after {} s", deadline.as_secs()) };
         let output = output?;
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();

@@ -45,13 +45,13 @@ impl Accel {
         qemu.arg("-kernel").arg(image.kernel()).args(["-append", "panic=-1"]);
         qemu.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut qemu = qemu.spawn().context("start qemu-system-x86_64")?;
-        child::end_with_us(qemu.id(), AtExit::Kill);
+        child::kill_on_exit(qemu.id(), AtExit::Kill);
         let end = child::wait_until(&mut qemu, Instant::now() + PROBE);
         if end.is_none() {
             qemu.kill().ok();
             qemu.wait().ok();
         }
-        child::ended(qemu.id());
+        child::unregister(qemu.id());
         Ok(if end.is_some_and(|status| status.success()) { Self::Kvm } else { Self::Tcg })
     }
 

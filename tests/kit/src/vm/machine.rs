@@ -129,7 +129,7 @@ impl Machine {
         qemu.args(["-qmp", &format!("unix:{},server=on,wait=off", self.control.display())]);
         qemu.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let qemu = qemu.spawn().context("start qemu-system-x86_64")?;
-        child::end_with_us(qemu.id(), AtExit::Kill);
+        child::kill_on_exit(qemu.id(), AtExit::Kill);
         *power = Power { qemu: Some(qemu), on_since: Some(Timestamp::now()), size: Some(size) };
         Ok(())
     }
@@ -148,7 +148,7 @@ impl Machine {
         if let Some(mut qemu) = self.power().qemu.take() {
             qemu.kill().ok();
             qemu.wait().ok();
-            child::ended(qemu.id());
+            child::unregister(qemu.id());
         }
     }
 
@@ -170,7 +170,7 @@ impl Machine {
         if let Ok(None) = qemu.try_wait() {
             return true;
         }
-        child::ended(qemu.id());
+        child::unregister(qemu.id());
         power.qemu = None;
         false
     }

@@ -43,7 +43,7 @@ pub struct HaProxy {
 }
 
 impl HaProxy {
-    pub fn fetched() -> Result<Self> {
+    pub fn fetch() -> Result<Self> {
         Ok(Self { program: HAPROXY.locate()? })
     }
 

@@ -60,7 +60,7 @@ pub struct Onward<'a> {
 }
 
 impl Nginx {
-    pub fn fetched() -> Result<Self> {
+    pub fn fetch() -> Result<Self> {
         Ok(Self { program: NGINX.locate()? })
     }
 

@@ -20,6 +20,6 @@ const PIGZ: Program = Program {
     ],
 };
 
-pub fn fetched() -> Result<Located> {
+pub fn fetch() -> Result<Located> {
     PIGZ.locate()
 }

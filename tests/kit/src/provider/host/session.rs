@@ -56,7 +56,7 @@ pub(super) struct Running {
 impl Session {
     pub(super) fn new(disk: Disk, env: Vec<(String, String)>) -> Result<Self> {
         let run_dir = tempfile::Builder::new().prefix("kit-run-").tempdir_in("/tmp")?;
-        child::remove_with_us(run_dir.path());
+        child::remove_on_exit(run_dir.path());
         let systemctl = systemctl::install(run_dir.path())?;
         let mut env = env;
         env.push(("SVC_SYSTEMCTL".to_owned(), systemctl.display().to_string()));
@@ -101,7 +101,7 @@ impl Session {
         ensure!(!self.off.is_cancelled(), "the machine is off");
         let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
         let pid = child.id().context("a child has a pid until it is waited for")?;
-        child::end_with_us(pid, AtExit::KillGroup);
+        child::kill_on_exit(pid, AtExit::KillGroup);
         let group = i32::try_from(pid).context("a pid fits")?;
         groups.insert(group);
         Ok(Running { child, group: Pid::from_raw(group) })
@@ -114,7 +114,7 @@ impl Session {
         if groups.remove(&running.group.as_raw()) {
             killpg(running.group, Signal::SIGKILL).ok();
         }
-        child::ended(running.group.as_raw().unsigned_abs());
+        child::unregister(running.group.as_raw().unsigned_abs());
         Ok(status?)
     }
 
