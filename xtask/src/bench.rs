@@ -50,11 +50,7 @@ fn binary(area: Area, given: Option<PathBuf>) -> Result<PathBuf> {
         (None, Area::Records) => build_bench_program("records")?,
         (None, _) => fetch::target_dir().join("dist/svc"),
     };
-    ensure!(
-        path.exists(),
-        "{} does not exist: build it with `cargo xtask dist`",
-        path.display()
-    );
+    ensure!(path.exists(), "{} does not exist: build it with `cargo xtask dist`", path.display());
     path.canonicalize().with_context(|| format!("find {}", path.display()))
 }
 

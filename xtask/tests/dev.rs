@@ -168,7 +168,10 @@ fn dev_runs_printed_commands_and_cleans_up() {
     assert!(!dir.exists(), "{:?}", fs::read_dir(&dir).map(Iterator::count));
     eventually("its processes exit", || processes(&disks).is_empty());
     eventually("its disks are deleted", || !Path::new(&disks).exists());
-    assert!(!is_listening(json["platformUrl"].as_str().unwrap()) && !is_listening(json["routerUrl"].as_str().unwrap()));
+    assert!(
+        !is_listening(json["platformUrl"].as_str().unwrap())
+            && !is_listening(json["routerUrl"].as_str().unwrap())
+    );
 }
 
 #[test]

@@ -12,7 +12,7 @@ use svc::host::records::book::Book;
 use svc::host::records::ledger::{GroupBy, UsageQuery};
 use svc::host::records::writer::Writer;
 
-use crate::{nanos, quantile, print_figure};
+use crate::{nanos, print_figure, quantile};
 
 const FIRST_DAY: Date = Date::constant(2023, 11, 24);
 const DAYS: i32 = 1095;

@@ -9,7 +9,7 @@ use jiff::civil::Date;
 use svc::host::records::entry::Interaction;
 use svc::host::records::writer::{Record, Records, Writer};
 
-use crate::{EVENT_BYTES, event, events, nanos, quantile, print_figure};
+use crate::{EVENT_BYTES, event, events, nanos, print_figure, quantile};
 
 const DAY: Date = Date::constant(2026, 11, 22);
 const EVENT_COUNT: usize = 1_200_000;
@@ -77,7 +77,11 @@ fn run_full_load(records: &Records, events: &[Interaction], threads: usize) -> R
 }
 
 /// Latencies of all calls, including rejected ones, and the peak of unwritten bytes.
-fn run_timed_load(records: &Records, events: &[Interaction], threads: usize) -> Result<((Vec<u64>, usize), usize)> {
+fn run_timed_load(
+    records: &Records,
+    events: &[Interaction],
+    threads: usize,
+) -> Result<((Vec<u64>, usize), usize)> {
     let run_caller = || {
         let (mut samples, mut accepted, mut peak) = (Vec::with_capacity(EVENT_COUNT), 0, 0);
         for (n, event) in events.iter().cycle().take(EVENT_COUNT / threads).enumerate() {

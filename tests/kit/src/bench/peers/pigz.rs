@@ -1,4 +1,4 @@
-//! pigz: gzip on several processors.
+//! pigz: multi-threaded gzip.
 
 use anyhow::Result;
 
