@@ -126,7 +126,7 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     stopped.has("gateway-health", "problem", "");
     stopped.has("vps-database", "problem", "does not say to which server");
     stopped.has("icons", "problem", "");
-    fleet.stack.down().await;
+    fleet.stack.stop().await;
 }
 
 async fn here_and_outside(fleet: &Fleet, check: &str, part: &str) {

@@ -105,11 +105,8 @@ impl Gateway {
             let response = request.header("x-svc-proof", machine.proof()).send().await?;
             let body = response.text().await?;
             let listed: Value = serde_json::from_str(&body).unwrap_or_default();
-            let ready = listed["apps"]
-                .as_array()
-                .into_iter()
-                .flatten()
-                .filter(|app| app["status"] == "ready");
+            let ready =
+                listed["apps"].as_array().into_iter().flatten().filter(|app| app["status"] == "ready");
             if ready.count() == apps {
                 return Ok(());
             }

@@ -1,4 +1,4 @@
-//! `dev.json`: where everything is and with which credentials it is reached, for programs.
+//! `dev.json`: addresses and credentials of all services, for programs.
 
 use std::process;
 
@@ -12,21 +12,21 @@ use crate::story::stack::{HANDLE, Stack, USER};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct Handbill {
+pub(crate) struct ServiceInfo {
     pub(crate) platform_url: String,
-    /// A request for the router carries one of these as its `Host`.
+    /// Requests for the router carry one of these as `Host`.
     pub(crate) app_host: String,
     pub(crate) code_host: String,
     pub(crate) router_url: String,
     pub(crate) operator_token: String,
     pub(crate) idp: IdentityProvider,
     pub(crate) s3: Store,
-    /// The provider's API; its control stands beside it, at `/_sim`.
+    /// The provider's API; the control API of the simulator is at `/_sim`.
     pub(crate) provider_url: String,
     pub(crate) provider_token: String,
     pub(crate) platform_database_url: String,
     pub(crate) owner: Owner,
-    /// Disks and logs.
+    /// Directory of disks and logs.
     pub(crate) dir: String,
     pub(crate) pid: u32,
 }
@@ -35,7 +35,7 @@ pub(crate) struct Handbill {
 #[serde(rename_all = "camelCase")]
 pub(crate) struct IdentityProvider {
     pub(crate) issuer: String,
-    /// With `?sub=<user>`, and `&ttl=<seconds>` for longer than five minutes, it answers a session JWT as plain text.
+    /// Returns a session JWT as plain text; takes `?sub=<user>`, and `&ttl=<seconds>` for more than five minutes.
     pub(crate) mint_url: String,
 }
 
@@ -59,8 +59,8 @@ pub(crate) struct Owner {
     pub(crate) home: String,
 }
 
-impl Handbill {
-    pub(crate) fn of(stack: &Stack, machine: &Machine) -> Result<Self> {
+impl ServiceInfo {
+    pub(crate) fn collect(stack: &Stack, machine: &Machine) -> Result<Self> {
         let issuer = stack.issuer();
         Ok(Self {
             platform_url: stack.api.clone(),
@@ -95,7 +95,7 @@ fn home(provider: &Simulator, machine: &Machine) -> Result<String> {
     Ok(provider.disk(&machine.server)?.join("home/svc/home").display().to_string())
 }
 
-/// As the machine's own first boot wrote it down.
+/// The database URL that the machine's first boot wrote.
 fn database_url(provider: &Simulator, machine: &Machine) -> Result<String> {
     let env = provider.disk(&machine.server)?.join("opt/svc/env/host.env");
     let text = std::fs::read_to_string(&env).with_context(|| format!("read {}", env.display()))?;

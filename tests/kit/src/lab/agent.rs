@@ -30,9 +30,9 @@ pub async fn attacks(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
 /// `attack.sh` in a terminal of code-server, opened and typed into in Chromium through the router.
 pub async fn terminal(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
-    on.run(&write_attack(), DEADLINE).await?.good()?;
-    browser::terminal(stack, &format!("sh {ATTACK_FILE} </dev/null")).await?;
-    let reached = on.run(TERMINAL_REACHED, DEADLINE).await?.good()?;
+    on.run(&write_attack(), DEADLINE).await?.success()?;
+    browser::run_in_terminal(stack, &format!("sh {ATTACK_FILE} </dev/null")).await?;
+    let reached = on.run(TERMINAL_REACHED, DEADLINE).await?.success()?;
     let lines: Vec<&str> = reached.lines().collect();
     let [end] = lines.as_slice() else { bail!("a terminal reached {lines:?}") };
     ensure!(end.starts_with("done as svc in ") && end.contains("svc-code.service"), "it says {end}");

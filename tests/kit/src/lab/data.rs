@@ -22,20 +22,20 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 /// Two backups find no store: exit code, record, metrics, doctor and fleet say so, and the pointer names the last good one.
 pub async fn store_away(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
-    on.run(BACKUP, LONG).await?.good().context("a backup before")?;
+    on.run(BACKUP, LONG).await?.success().context("a backup before")?;
     let before = verified(stack)?;
     let away = stack.store.fault(Rule::new(Fault::Refuse).key("/system/db/").always());
     for nth in 1..=2 {
         let failed = on.run(BACKUP, LONG).await?;
         ensure!(!failed.status.success(), "backup {nth} succeeded without a store");
     }
-    let code = on.run("systemctl show -P ExecMainStatus svc-db-backup.service", SHORT).await?.good()?;
+    let code = on.run("systemctl show -P ExecMainStatus svc-db-backup.service", SHORT).await?.success()?;
     ensure!(code.trim() == "69", "it ended with {}", code.trim());
-    let lines = on.run("tail -n 2 /home/svc/home/system/logs/backup.jsonl", SHORT).await?.good()?;
+    let lines = on.run("tail -n 2 /home/svc/home/system/logs/backup.jsonl", SHORT).await?.success()?;
     let failed = lines.lines().filter(|line| line.contains(r#""status":"error""#)).count();
     ensure!(failed == 2, "backup.jsonl has {lines}");
     let metrics = "curl -sS --unix-socket /run/svc/gateway/gateway.sock http://localhost/metrics | grep ^svc_backup_last_run_success";
-    let metrics = on.run(metrics, SHORT).await?.good()?;
+    let metrics = on.run(metrics, SHORT).await?.success()?;
     ensure!(metrics.trim().ends_with(" 0"), "/metrics says {metrics}");
     let doctor = on.run("/opt/svc/bin/svcctl doctor host", LONG).await?;
     let is_it = |line: &str| line.split_whitespace().take(2).eq(["problem", "backup"]);
@@ -45,7 +45,7 @@ pub async fn store_away(stack: &Stack, machine: &MachineRecord) -> Result<((), S
     let asked = away.hits();
     stack.store.heal();
     verified(stack)?;
-    on.run(BACKUP, LONG).await?.good().context("the backup after")?;
+    on.run(BACKUP, LONG).await?.success().context("the backup after")?;
     ensure!(verified(stack)?["seq"].as_u64() > before["seq"].as_u64(), "the pointer did not move");
     eventually("the fleet is content again", UP, || fleet_says(stack, false)).await?;
     let said = "two backups ended with 69; record, metrics, doctor and fleet say so, the pointer stayed";
@@ -53,7 +53,7 @@ pub async fn store_away(stack: &Stack, machine: &MachineRecord) -> Result<((), S
 }
 
 async fn fleet_says(stack: &Stack, expected: bool) -> Result<()> {
-    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.good()?.json()?;
+    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
     let told = fleet["attention"].to_string();
     ensure!(told.contains("backup_failing") == expected, "the fleet says {told}");
     Ok(())
@@ -65,7 +65,7 @@ pub async fn side_database(stack: &Stack, machine: &MachineRecord) -> Result<(()
     let on = stack.provider.machine(&machine.server)?;
     let rows = serves_again(stack).await?;
     ensure!(!rows.is_empty(), "there is nothing to lose; the act `use` comes before");
-    on.run(BACKUP, LONG).await?.good().context("a backup before")?;
+    on.run(BACKUP, LONG).await?.success().context("a backup before")?;
     let gone = json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.bridge(&stack.owner(), &gone).await?;
     ensure!(stack.web.titles(&stack.owner()).await?.is_empty(), "there are rows left");
@@ -80,7 +80,7 @@ pub async fn side_database(stack: &Stack, machine: &MachineRecord) -> Result<(()
     ensure!(back == rows, "there were {rows:?}, now {back:?}");
     call(stack, Method::DELETE, "", Value::Null).await?;
     until(stack, "closed").await?;
-    let left = on.run(BESIDE, SHORT).await?.good()?;
+    let left = on.run(BESIDE, SHORT).await?.success()?;
     ensure!(left.trim().is_empty(), "it leaves {left}");
     let inserted = &copied["tables"][0]["inserted"];
     Ok(((), format!("{} rows deleted; {inserted} came back out of {}", rows.len(), opened["key"])))
@@ -115,14 +115,14 @@ pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     let export = "install -d -o svc -g svc /home/svc/home/projects && echo mine >/home/svc/home/projects/file && \
                   chown svc:svc /home/svc/home/projects/file && rm -f /var/backups/ada.tar && \
                   /opt/svc/bin/svc-db-backup export --output /var/backups/ada.tar";
-    let said = on.run(export, LONG).await?.good().context("export")?;
-    on.run("rm -r /home/svc/home/projects", SHORT).await?.good()?;
+    let said = on.run(export, LONG).await?.success().context("export")?;
+    on.run("rm -r /home/svc/home/projects", SHORT).await?.success()?;
     let gone = json!({"action": "delete", "app": "notes", "table": "notes", "filter": {"title": {"ne": ""}}});
     stack.web.bridge(&stack.owner(), &gone).await?;
     let import = on
         .run("/opt/svc/bin/svc-restore import /var/backups/ada.tar", LONG)
         .await?
-        .good()
+        .success()
         .context("import")?;
     let back = eventually("the rows are back", UP, || async {
         let back = stack.web.titles(&stack.owner()).await?;
@@ -133,11 +133,11 @@ pub async fn archive(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     let look = "stat -c '%U:%G %n' /home/svc/home/projects/file /home/svc/home/system/logs; cat /home/svc/home/projects/file; \
                 systemctl --failed --no-legend; rm -rf /var/backups/ada.tar /home/svc/home/.before-import-* \
                 /home/svc/home/system/.before-import-*";
-    let look = on.run(look, SHORT).await?.good()?;
+    let look = on.run(look, SHORT).await?.success()?;
     let owners =
         ["svc:svc /home/svc/home/projects/file", "svc-gateway:svc /home/svc/home/system/logs", "mine"];
     ensure!(owners.iter().all(|line| look.contains(line)), "{look}");
-    on.run(BACKUP, LONG).await?.good().context("a backup after it")?;
+    on.run(BACKUP, LONG).await?.success().context("a backup after it")?;
     ensure!(import.contains("restarted svc-gateway"), "{import}");
     Ok(((), format!("{}; {} rows and the files are back, each its owner's", said.trim(), back.len())))
 }

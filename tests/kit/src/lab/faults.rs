@@ -28,25 +28,25 @@ PGPASSWORD=$(echo "$url" | sed 's|.*://[^:]*:\([^@]*\)@.*|\1|') /opt/svc/runtime
 pub async fn database_killed(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner()).await?;
-    let gateway = on.run(GATEWAY, SHORT).await?.good()?;
-    on.run("podman kill --signal KILL svc-postgres", SHORT).await?.good()?;
+    let gateway = on.run(GATEWAY, SHORT).await?.success()?;
+    on.run("podman kill --signal KILL svc-postgres", SHORT).await?.success()?;
     let killed = Instant::now();
     let after = serves_again(stack).await?;
     let seconds = killed.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
-    ensure!(on.run(GATEWAY, SHORT).await?.good()? == gateway, "the gateway was started again with it");
+    ensure!(on.run(GATEWAY, SHORT).await?.success()? == gateway, "the gateway was started again with it");
     Ok(((), format!("served again {seconds:.0} s later by the same gateway; {} rows", after.len())))
 }
 
 /// No block is left: writes are refused by the gateway, which stays, and nothing that was acknowledged is lost.
 pub async fn disk_full(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
-    on.run(BACKUP, LONG).await?.good().context("a backup before")?;
+    on.run(BACKUP, LONG).await?.success().context("a backup before")?;
     let pointer = verified(stack)?;
-    let gateway = on.run(GATEWAY, SHORT).await?.good()?;
+    let gateway = on.run(GATEWAY, SHORT).await?.success()?;
     // Blocks that are taken and not written; the last ones, which are kept for root, by writing.
     let fill = "fallocate -l $(($(df --output=avail -B1 / | tail -n 1) - 65536)) /filler; dd if=/dev/zero of=/filler2 bs=1M status=none; sync; true";
-    on.run(fill, LONG).await?.good()?;
+    on.run(fill, LONG).await?.success()?;
     let mut kept = Vec::new();
     let mut refused = None;
     for nth in 0..400 {
@@ -65,9 +65,9 @@ pub async fn disk_full(stack: &Stack, machine: &MachineRecord) -> Result<((), St
     let now = stack.slot.pointer(&stack.store)?;
     ensure!(failed.status.success() || now == pointer, "a failed backup moved the pointer");
     verified(stack)?;
-    on.run("rm /filler /filler2 && sync", LONG).await?.good()?;
+    on.run("rm /filler /filler2 && sync", LONG).await?.success()?;
     let after = serves_again(stack).await?;
-    ensure!(on.run(GATEWAY, SHORT).await?.good()? == gateway, "the gateway was started again");
+    ensure!(on.run(GATEWAY, SHORT).await?.success()? == gateway, "the gateway was started again");
     let lost: Vec<&String> = kept.iter().filter(|title| !after.contains(title)).collect();
     ensure!(lost.is_empty(), "acknowledged and lost: {lost:?}");
     let owner = stack.owner();
@@ -76,7 +76,7 @@ pub async fn disk_full(stack: &Stack, machine: &MachineRecord) -> Result<((), St
         forget(stack, title).await?;
     }
     forget(stack, AFTERWARDS).await?;
-    on.run("systemctl reset-failed", SHORT).await?.good()?;
+    on.run("systemctl reset-failed", SHORT).await?.success()?;
     Ok((
         (),
         format!("{} rows fitted, then {refused}; with room again all are there, same gateway", kept.len()),
@@ -106,27 +106,28 @@ pub async fn clock_jump(stack: &Stack, machine: &MachineRecord) -> Result<((), S
     let on = stack.provider.machine(&machine.server)?;
     let seq = |pointer: &Value| pointer["seq"].as_u64().unwrap_or(0);
     on.run("systemctl stop systemd-timesyncd", SHORT).await?;
-    on.run(BACKUP, LONG).await?.good().context("a backup before")?;
+    on.run(BACKUP, LONG).await?.success().context("a backup before")?;
     let first = verified(stack)?;
-    on.run("date -s '+8 minutes'", SHORT).await?.good()?;
-    on.run(BACKUP, LONG).await?.good().context("a backup eight minutes ahead")?;
+    on.run("date -s '+8 minutes'", SHORT).await?.success()?;
+    on.run(BACKUP, LONG).await?.success().context("a backup eight minutes ahead")?;
     let ahead = verified(stack)?;
     ensure!(seq(&ahead) > seq(&first), "the pointer stays at {first}");
-    on.run("date -s '-8 minutes'", SHORT).await?.good()?;
-    on.run(BACKUP, LONG).await?.good().context("a backup after that")?;
+    on.run("date -s '-8 minutes'", SHORT).await?.success()?;
+    on.run(BACKUP, LONG).await?.success().context("a backup after that")?;
     let back = verified(stack)?;
     ensure!(seq(&back) > seq(&ahead), "the pointer stays at the snapshot of later: {back}");
-    on.run("date -s '+1 day'", SHORT).await?.good()?;
+    on.run("date -s '+1 day'", SHORT).await?.success()?;
     let refused = on.run(BACKUP, LONG).await?;
-    let words = on.run("journalctl -u svc-db-backup.service -n 20 --no-pager -o cat", SHORT).await?.good()?;
+    let words =
+        on.run("journalctl -u svc-db-backup.service -n 20 --no-pager -o cat", SHORT).await?.success()?;
     let doctor = on.run("/opt/svc/bin/svcctl doctor host", LONG).await?;
-    on.run("date -s '-1 day'", SHORT).await?.good()?;
+    on.run("date -s '-1 day'", SHORT).await?.success()?;
     ensure!(!refused.status.success(), "the store took a request of tomorrow");
     ensure!(words.contains("timedatectl"), "nobody can see why: {words}");
     let is_it = |line: &str| line.split_whitespace().take(2).eq(["problem", "clock"]);
     ensure!(doctor.stdout.lines().any(is_it), "doctor does not see it: {}", doctor.stdout);
     ensure!(verified(stack)? == back, "a refused backup moved the pointer");
-    on.run(BACKUP, LONG).await?.good().context("a backup with the right time")?;
+    on.run(BACKUP, LONG).await?.success().context("a backup with the right time")?;
     serves_again(stack).await?;
     let order = format!("{} → {} → {}", seq(&first), seq(&ahead), seq(&back));
     Ok((
@@ -140,12 +141,12 @@ pub async fn clock_jump(stack: &Stack, machine: &MachineRecord) -> Result<((), S
 /// The power goes while the dump runs: the pointer names a whole snapshot, and the next backup works.
 pub async fn power_cut_in_backup(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
-    on.run(BACKUP, LONG).await?.good().context("a backup before")?;
+    on.run(BACKUP, LONG).await?.success().context("a backup before")?;
     let before = verified(stack)?;
-    on.run(BALLAST, LONG).await?.good().context("make a database that takes a while")?;
+    on.run(BALLAST, LONG).await?.success().context("make a database that takes a while")?;
     let rows = stack.web.titles(&stack.owner()).await?;
     let dumping = "systemctl start --no-block svc-db-backup.service; for n in $(seq 600); do pgrep -x pg_dump && exit 0; sleep 0.1; done; exit 1";
-    on.run(dumping, LONG).await?.good().context("wait for the dump")?;
+    on.run(dumping, LONG).await?.success().context("wait for the dump")?;
     stack.provider.kill_server(&machine.server).await?;
     let at_cut = verified(stack)?;
     ensure!(at_cut == before, "the pointer has moved before the dump was whole: {at_cut}");
@@ -154,7 +155,7 @@ pub async fn power_cut_in_backup(stack: &Stack, machine: &MachineRecord) -> Resu
     let after = serves_again(stack).await?;
     let seconds = on_again.elapsed().as_secs_f64();
     ensure!(after == rows, "there were {rows:?}, now {after:?}");
-    on.run(BACKUP, LONG).await?.good().context("the next backup")?;
+    on.run(BACKUP, LONG).await?.success().context("the next backup")?;
     let next = verified(stack)?;
     ensure!(next["seq"].as_u64() > before["seq"].as_u64(), "the next backup moved no pointer");
     let size = next["snapshot"]["sizeBytes"].as_u64().unwrap_or(0) >> 20;

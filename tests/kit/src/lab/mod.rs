@@ -86,14 +86,14 @@ async fn whole(
         report.step("image", image(acts.iter().any(|act| act.name == "full-release"))).await?;
     let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
     let ground = Ground::Machines(settings);
-    let stack = Stack::up_on(svc, sockets, Front::Tls, ground, &[]);
+    let stack = Stack::start_on(svc, sockets, Front::Tls, ground, &[]);
     let stack = report.step("stack", stack).await?;
     let end = story(report, acts, &stack).await;
     if end.is_err() {
         stack.print_logs();
     }
     look::keep_journals(&stack, machines).await;
-    stack.down().await;
+    stack.stop().await;
     end
 }
 

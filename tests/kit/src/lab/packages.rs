@@ -32,42 +32,42 @@ const BARE: &str = "systemctl disable --now svc.target; systemctl stop 'svc-*' &
 pub async fn platform_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
     on.bring(&package(stack, "svc-platform").await?, "/var/tmp/svc-platform.deb", LONG).await?;
-    on.run("dpkg -i /var/tmp/svc-platform.deb", LONG).await?.good()?;
+    on.run("dpkg -i /var/tmp/svc-platform.deb", LONG).await?.success()?;
     let install =
         "install -o root -g svc-platform -m 0640 /etc/svc/platform.env.example /etc/svc/platform.env";
-    on.run(install, SHORT).await?.good()?;
+    on.run(install, SHORT).await?.success()?;
     let settings = stack.dir.join("platform-on-machine.env");
     fs::write(&settings, settings_of(stack))?;
     on.bring(&settings, "/etc/svc/platform.env", SHORT).await?;
 
-    on.run("systemctl enable --now svc-platform.service", LONG).await?.good().context("start it")?;
+    on.run("systemctl enable --now svc-platform.service", LONG).await?.success().context("start it")?;
     let ready = async || {
-        let said = on.run(READY, SHORT).await?.good()?;
+        let said = on.run(READY, SHORT).await?.success()?;
         ensure!(said.contains("\"database\":\"ok\""), "/readyz/control says {said}");
         Ok(())
     };
     eventually("the packaged platform is ready", LONG, ready).await?;
     let user =
-        on.run("ps -o user= -p $(systemctl show -P MainPID svc-platform.service)", SHORT).await?.good()?;
+        on.run("ps -o user= -p $(systemctl show -P MainPID svc-platform.service)", SHORT).await?.success()?;
     ensure!(user.trim().starts_with("svc-plat"), "it runs as {}", user.trim());
     let doctor = on.run("/usr/bin/svcctl doctor platform", LONG).await?;
     ensure!(doctor.status.success(), "its doctor says {}{}", doctor.stdout, doctor.stderr);
     let lines = doctor.stdout.lines().filter(|line| line.starts_with("ok")).count();
 
-    let first = on.run(PID, SHORT).await?.good()?;
-    on.run(&format!("kill -9 {}", first.trim()), SHORT).await?.good()?;
+    let first = on.run(PID, SHORT).await?.success()?;
+    on.run(&format!("kill -9 {}", first.trim()), SHORT).await?.success()?;
     eventually("the packaged platform is up again", LONG, async || {
-        let second = on.run(PID, SHORT).await?.good()?;
+        let second = on.run(PID, SHORT).await?.success()?;
         ensure!(second != first && second.trim() != "0", "its process is {}", second.trim());
         ready().await
     })
     .await?;
     let stopped = "systemctl stop svc-platform && systemctl show -P Result svc-platform.service";
-    let stopped = on.run(stopped, LONG).await?.good()?;
+    let stopped = on.run(stopped, LONG).await?.success()?;
     ensure!(stopped.trim() == "success", "stopped, it says {}", stopped.trim());
     on.run("dpkg --purge svc-platform && rm /var/tmp/svc-platform.deb && ! systemctl cat svc-platform.service 2>/dev/null", LONG)
         .await?
-        .good()
+        .success()
         .context("purge it")?;
     let contained = contained(&on).await.context("in a container")?;
     Ok((
@@ -83,29 +83,29 @@ async fn contained(on: &Machine) -> Result<String> {
     let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/container/Containerfile");
     on.run("mkdir -p /var/tmp/image && cp /opt/svc/current/bin/svc /var/tmp/image/svc", SHORT)
         .await?
-        .good()?;
+        .success()?;
     on.bring(&recipe, "/var/tmp/Containerfile", SHORT).await?;
     let build = "podman build --format docker -f /var/tmp/Containerfile -t svc-platform /var/tmp/image";
-    on.run(build, LONG).await?.good().context("build it")?;
+    on.run(build, LONG).await?.success().context("build it")?;
     on.run(&format!("chown 65532 /etc/svc/platform.env && {RUN_CONTAINER}"), LONG)
         .await?
-        .good()
+        .success()
         .context("run it")?;
     let healthy = eventually("the container is healthy", LONG, async || {
         on.run("podman healthcheck run svc-platform || { podman logs svc-platform >&2; exit 1; }", LONG)
             .await?
-            .good()
+            .success()
     });
     healthy.await?;
     let ended = "podman stop --time 30 svc-platform && podman inspect -f '{{.State.ExitCode}}' svc-platform";
-    let ended = on.run(ended, LONG).await?.good()?;
+    let ended = on.run(ended, LONG).await?.success()?;
     ensure!(ended.trim().ends_with("\n0"), "told to end, its container says {ended}");
     on.run(
         "podman rm svc-platform; podman rmi svc-platform; rm -r /var/tmp/image /var/tmp/Containerfile",
         LONG,
     )
     .await?
-    .good()
+    .success()
     .context("remove it")?;
     Ok("the same from its container recipe, read-only and without capabilities".to_owned())
 }
@@ -115,13 +115,13 @@ async fn contained(on: &Machine) -> Result<String> {
 pub async fn host_package(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let on = stack.provider.machine(&machine.server)?;
     let before = stack.web.titles(&stack.owner()).await?;
-    on.run(BARE, LONG).await?.good().context("take release and units away")?;
+    on.run(BARE, LONG).await?.success().context("take release and units away")?;
     on.bring(&package(stack, "svc-host").await?, "/var/tmp/svc-host.deb", LONG).await?;
-    let told = on.run("dpkg -i /var/tmp/svc-host.deb", LONG).await?.good()?;
+    let told = on.run("dpkg -i /var/tmp/svc-host.deb", LONG).await?.success()?;
     ensure!(!told.contains("not provisioned"), "it takes the machine for unprovisioned: {told}");
-    on.run("/usr/lib/svc/svc svc-update boot", LONG).await?.good().context("bring the release")?;
+    on.run("/usr/lib/svc/svc svc-update boot", LONG).await?.success().context("bring the release")?;
     let began = Instant::now();
-    on.run("systemctl enable --now svc.target", LONG).await?.good().context("start it")?;
+    on.run("systemctl enable --now svc.target", LONG).await?.success().context("start it")?;
     let after = serves_again(stack).await?;
     let seconds = began.elapsed().as_secs_f64();
     ensure!(after == before, "there were {before:?}, now {after:?}");
@@ -132,17 +132,20 @@ pub async fn host_package(stack: &Stack, machine: &MachineRecord) -> Result<((),
     })
     .await?;
 
-    let gateway = on.run(GATEWAY, SHORT).await?.good()?;
-    on.run("dpkg -i /var/tmp/svc-host.deb", LONG).await?.good().context("install it over itself")?;
-    ensure!(on.run(GATEWAY, SHORT).await?.good()? == gateway, "an upgrade of the package ended the gateway");
+    let gateway = on.run(GATEWAY, SHORT).await?.success()?;
+    on.run("dpkg -i /var/tmp/svc-host.deb", LONG).await?.success().context("install it over itself")?;
+    ensure!(
+        on.run(GATEWAY, SHORT).await?.success()? == gateway,
+        "an upgrade of the package ended the gateway"
+    );
     let files = "find /home/svc /var/lib/svc/tls /opt/svc/env -type f | wc -l; podman volume ls -q";
-    let owned = on.run(files, SHORT).await?.good()?;
-    on.run("dpkg --purge svc-host && rm /var/tmp/svc-host.deb", LONG).await?.good().context("purge it")?;
+    let owned = on.run(files, SHORT).await?.success()?;
+    on.run("dpkg --purge svc-host && rm /var/tmp/svc-host.deb", LONG).await?.success().context("purge it")?;
     let running =
         "systemctl list-units --no-legend --state=active,activating 'svc*'; ss -Hltn 'sport = :443'";
-    let running = on.run(running, SHORT).await?.good()?;
+    let running = on.run(running, SHORT).await?.success()?;
     ensure!(running.trim().is_empty(), "purged, there still is {running}");
-    let kept = on.run(files, SHORT).await?.good()?;
+    let kept = on.run(files, SHORT).await?.success()?;
     ensure!(kept == owned, "of the owner's there was {owned}, now {kept}");
     Ok((
         (),

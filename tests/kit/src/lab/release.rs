@@ -34,6 +34,6 @@ pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Res
 /// Options for a bundle that boots on a machine; `dir` is a place to put its parts together.
 pub fn small(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = Options::new(svc, version, &dir.join("out"))?;
-    options.runtime.push(runtime::client_tools(postgres, &dir.join("postgres"))?);
+    options.runtime.push(runtime::copy_client_tools(postgres, &dir.join("postgres"))?);
     Ok(options)
 }

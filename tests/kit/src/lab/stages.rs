@@ -17,12 +17,12 @@ pub async fn of_boot(stack: &Stack, machine: &MachineRecord) -> Result<((), Stri
     let power_on = on.on_since().context("it was never on")?;
     let clock =
         "echo $(date +%s%3N) $(cut -d. -f1 /proc/uptime) $(systemctl show -P UserspaceTimestampMonotonic)";
-    let said = on.run(clock, Duration::from_secs(60)).await?.good()?;
+    let said = on.run(clock, Duration::from_secs(60)).await?.success()?;
     let numbers: Vec<i64> = said.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     let [now_ms, up_seconds, userspace_us] = numbers[..] else { anyhow::bail!("the clock says {said:?}") };
     let userspace = Timestamp::from_millisecond(now_ms - up_seconds * 1000 + userspace_us / 1000)?;
 
-    let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.json()?;
+    let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
     let told = record["boot"]["stages"].as_array().context("the record has no boot stages")?;
     let at = |stage: &str| {
         let entry = told.iter().find(|entry| entry["stage"] == stage);

@@ -26,7 +26,7 @@ pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), Strin
     publish_as(stack, SECOND, &stack.svc, release::small).await?;
     let began = Instant::now();
     let args = ["--json", "deploy", "start", SECOND, "--yes", "--wait=800"];
-    let rollout: Value = stack.svcctl(&args).await?.good()?.json()?;
+    let rollout: Value = stack.svcctl(&args).await?.success()?.json()?;
     let seconds = began.elapsed().as_secs_f64();
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
     ensure!(current(stack, machine).await? == SECOND, "the machine runs {}", current(stack, machine).await?);
@@ -41,17 +41,17 @@ pub async fn power_cut_in_update(stack: &Stack, machine: &MachineRecord) -> Resu
     let before = stack.web.titles(&stack.owner()).await?;
     let former = current(stack, machine).await?;
     publish_as(stack, CUT, &stack.svc, release::small).await?;
-    let run = stack.svcctl(&["--json", "deploy", "start", CUT, "--yes"]).await?.good()?;
+    let run = stack.svcctl(&["--json", "deploy", "start", CUT, "--yes"]).await?.success()?;
     let rollout: Value = run.json()?;
     let id = rollout["rolloutId"].as_str().with_context(|| format!("no rolloutId in {rollout}"))?.to_owned();
     let activating = "for n in $(seq 3000); do grep -rqs '\"activating\"' /var/lib/svc/update && exit 0; sleep 0.1; done; exit 1";
-    on.run(activating, LONG).await?.good().context("wait for the new release's services")?;
+    on.run(activating, LONG).await?.success().context("wait for the new release's services")?;
     stack.provider.kill_server(&machine.server).await?;
     stack.provider.switch_on(&machine.server)?;
     let after = serves_again(stack).await?;
     ensure!(after == before, "there were {before:?}, now {after:?}");
     let ended = eventually("the rollout ends", UP, || async {
-        let told: Value = stack.svcctl(&["--json", "deploy", "status", &id]).await?.good()?.json()?;
+        let told: Value = stack.svcctl(&["--json", "deploy", "status", &id]).await?.success()?.json()?;
         ensure!(told["state"] == "succeeded" || told["state"] == "stopped", "it is {}", told["state"]);
         Ok(told["state"].clone())
     })
@@ -62,9 +62,9 @@ pub async fn power_cut_in_update(stack: &Stack, machine: &MachineRecord) -> Resu
         "the rollout {ended}, the machine runs {now}"
     );
     let resumed = "journalctl -b -u svc-update.service -o cat --no-pager";
-    let resumed = on.run(resumed, SHORT).await?.good()?;
+    let resumed = on.run(resumed, SHORT).await?.success()?;
     ensure!(resumed.contains("cut off"), "the cut came when nothing was under way: {resumed}");
-    let open = on.run("cat /var/lib/svc/update/journal.json 2>/dev/null; true", SHORT).await?.good()?;
+    let open = on.run("cat /var/lib/svc/update/journal.json 2>/dev/null; true", SHORT).await?.success()?;
     ensure!(open.trim().is_empty() || open.contains("ended"), "the update is still open: {open}");
     Ok(((), format!("cut while {CUT} started; after power-on the machine runs {now}, rollout {ended}")))
 }
@@ -86,10 +86,10 @@ pub async fn broken_update(stack: &Stack, machine: &MachineRecord) -> Result<(()
     publish_as(stack, BROKEN, &svc, release::small).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", BROKEN, "--yes", "--wait=800"]).await?;
     ensure!(run.code == Some(69), "svcctl ended with {:?}: {}{}", run.code, run.stdout, run.stderr);
-    let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.json()?;
+    let record: Value = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()?;
     let told = &record["lastUpdate"];
     ensure!(told["version"] == BROKEN && told["outcome"] == "rolled_back", "the host tells {told}");
-    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.good()?.json()?;
+    let fleet: Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
     ensure!(fleet["attention"].to_string().contains("update_rolled_back"), "the fleet says {fleet}");
     ensure!(current(stack, machine).await? == before, "it runs {}", current(stack, machine).await?);
     let after = serves_again(stack).await?;
@@ -109,7 +109,7 @@ pub async fn full_release(stack: &Stack, machine: &MachineRecord) -> Result<((),
     let mib = publish_as(stack, FULL, &stack.svc, release::full).await?;
     let began = Instant::now();
     let args = ["--json", "deploy", "start", FULL, "--yes", "--wait=1200"];
-    let rollout: Value = stack.svcctl_within(Duration::from_secs(1300), &args).await?.good()?.json()?;
+    let rollout: Value = stack.svcctl_within(Duration::from_secs(1300), &args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded", "the rollout is {rollout}");
     let seconds = began.elapsed().as_secs_f64();
     let owner = stack.owner();
@@ -124,9 +124,9 @@ pub async fn full_release(stack: &Stack, machine: &MachineRecord) -> Result<((),
     let stranger = stack.code.get("/", None, "application/json").await?;
     ensure!(stranger.status == 401, "a stranger at code-server got {}", stranger.status);
     let strict = "/opt/svc/bin/svcctl verify-rollout --strict --socket /run/svc/gateway/gateway.sock";
-    let verified = on.run(strict, LONG).await?.good().context("verify-rollout --strict")?;
+    let verified = on.run(strict, LONG).await?.success().context("verify-rollout --strict")?;
     let node = "su -l -s /bin/sh svc -c 'node --version'";
-    let node = on.run(node, LONG).await?.good().context("Node.js at the owner's prompt")?;
+    let node = on.run(node, LONG).await?.success().context("Node.js at the owner's prompt")?;
     let lines = verified.lines().filter(|line| !line.trim().is_empty()).count();
     Ok((
         (),
@@ -146,6 +146,6 @@ async fn answered(web: &Web, path: &str, owner: &str) -> Result<String> {
 
 async fn current(stack: &Stack, machine: &MachineRecord) -> Result<String> {
     let on = stack.provider.machine(&machine.server)?;
-    let link = on.run("readlink /opt/svc/current", SHORT).await?.good()?;
+    let link = on.run("readlink /opt/svc/current", SHORT).await?.success()?;
     Ok(link.trim().rsplit('/').next().unwrap_or_default().to_owned())
 }

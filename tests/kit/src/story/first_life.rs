@@ -52,11 +52,12 @@ impl Machine {
 }
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.good()?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.success()?;
     let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
-    let built = tokio::task::spawn_blocking(move || bundle::minimal(&svc, IMAGE_VERSION, &out)).await??;
+    let built =
+        tokio::task::spawn_blocking(move || bundle::build_minimal(&svc, IMAGE_VERSION, &out)).await??;
     let dir = built.dir.display().to_string();
-    stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.good()?;
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.success()?;
     let key = format!("system-bundles/{IMAGE_VERSION}/{}", bundle::ARCHIVE);
     let there = stack.store.read(BUCKET, &key).context("no bundle in the store")?;
     ensure!(
@@ -69,7 +70,7 @@ pub async fn publish(stack: &Stack) -> Result<((), String)> {
 
 pub async fn provision(stack: &Stack) -> Result<(Machine, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=200"];
-    let run = stack.svcctl(&args).await?.good()?;
+    let run = stack.svcctl(&args).await?.success()?;
     let machine = Machine::read(&run.stdout)?;
     ensure!(machine.status == "running", "the machine is {}", machine.status);
     ensure!(machine.epoch == 1, "the first machine has epoch {}", machine.epoch);
@@ -138,7 +139,7 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
 
 /// Gives the snapshot's key.
 pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(String, String)> {
-    let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.good()?;
+    let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.success()?;
     let told: serde_json::Value = run.json()?;
     let pointer = stack.slot.pointer(&stack.store)?;
     let named = &pointer["snapshot"];
@@ -176,7 +177,7 @@ const BROKEN_VERSION: &str = "story-3";
 pub async fn update(stack: &Stack, machine: &Machine) -> Result<((), String)> {
     publish_signed(stack, NEXT_VERSION, stack.svc.clone()).await?;
     let args = ["--json", "deploy", "start", NEXT_VERSION, "--yes", "--wait=200"];
-    let rollout: serde_json::Value = stack.svcctl(&args).await?.good()?.json()?;
+    let rollout: serde_json::Value = stack.svcctl(&args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
     ensure!(record(stack).await?["imageVersion"] == NEXT_VERSION, "the record names another release");
     runs(stack, machine, NEXT_VERSION).await?;
@@ -203,7 +204,7 @@ pub async fn roll_back(stack: &Stack, machine: &Machine) -> Result<((), String)>
     );
     let told = &record(stack).await?["lastUpdate"];
     ensure!(told["version"] == BROKEN_VERSION && told["outcome"] == "rolled_back", "the host tells {told}");
-    let fleet: serde_json::Value = stack.svcctl(&["--json", "fleet"]).await?.good()?.json()?;
+    let fleet: serde_json::Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
     let reasons = &fleet["attention"][0]["reasons"];
     let named = reasons.as_array().is_some_and(|all| all.iter().any(|one| one == "update_rolled_back"));
     ensure!(named, "the fleet says {fleet}");
@@ -221,7 +222,7 @@ pub async fn roll_back(stack: &Stack, machine: &Machine) -> Result<((), String)>
 }
 
 async fn record(stack: &Stack) -> Result<serde_json::Value> {
-    stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.json()
+    stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()
 }
 
 /// The machine's disk names this release, and the owner's rows are served by it.
@@ -241,18 +242,19 @@ async fn publish_signed(stack: &Stack, version: &'static str, svc: PathBuf) -> R
         bundle::build(&bundle::Options { signing_keys: vec![key], ..options })
     });
     let dir = built.await??.dir.display().to_string();
-    let said = stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.good()?.stdout;
+    let said =
+        stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.success()?.stdout;
     ensure!(!said.contains("cannot update"), "{said}");
     Ok(())
 }
 
 /// Another server type: the same server on the same disk, with the same rows, and no restore.
 pub async fn resize(stack: &Stack, machine: &Machine) -> Result<((), String)> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.good()?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
     let before = stack.provider.server_by_name(&machine.server).context("no server")?;
     let marker = stack.provider.disk(&machine.server)?.join("opt/svc/restore-complete");
     let restored = std::fs::metadata(&marker)?.modified()?;
-    let run = stack.svcctl(&["--json", "resize", HANDLE, RESIZED, "--yes", "--wait=200"]).await?.good()?;
+    let run = stack.svcctl(&["--json", "resize", HANDLE, RESIZED, "--yes", "--wait=200"]).await?.success()?;
     let record: serde_json::Value = run.json()?;
     ensure!(record["status"] == "running" && record["serverType"] == RESIZED, "the record is {record}");
     ensure!(record["machineId"] == machine.id.as_str() && record["epoch"] == machine.epoch, "it is {record}");

@@ -108,12 +108,12 @@ async fn whole(
     dir: &Path,
     look: &mut impl AsyncFnMut(&Stack, Moment) -> Result<()>,
 ) -> Result<(), Stopped> {
-    let mut stack = report.step("stack", Stack::up_with(&options.svc, dir, Front::Tls, more)).await?;
+    let mut stack = report.step("stack", Stack::start_with(&options.svc, dir, Front::Tls, more)).await?;
     let end = acts(report, options.breakage, &mut stack, look).await;
     if end.is_err() {
         stack.print_logs();
     }
-    stack.down().await;
+    stack.stop().await;
     end
 }
 

@@ -69,7 +69,7 @@ impl Program {
 
 impl Run {
     /// The run, if it ended well.
-    pub fn good(self) -> Result<Self> {
+    pub fn success(self) -> Result<Self> {
         if self.code == Some(0) {
             return Ok(self);
         }

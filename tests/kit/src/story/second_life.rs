@@ -49,7 +49,7 @@ pub async fn fail_half_way(stack: &Stack, first: &Machine, patience: Patience) -
     stack.store.heal();
     ensure!(run.code == Some(69), "svcctl ended with {:?}: {}{}", run.code, run.stdout, run.stderr);
     let back = eventually("the old machine serves again", patience.up, || async {
-        let record = stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.stdout;
+        let record = stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.stdout;
         let back = Machine::read(&record)?;
         ensure!(back.id == first.id && back.status == "running", "the slot's machine is {back:?}");
         Ok(back)
@@ -75,11 +75,11 @@ pub async fn fail_half_way(stack: &Stack, first: &Machine, patience: Patience) -
 /// A deletion that is undone while the server is kept.
 pub async fn undelete(stack: &Stack, second: &Machine, patience: Patience) -> Result<((), String)> {
     let titles = stack.web.titles(&stack.owner()).await?;
-    stack.svcctl(&["--json", "delete", &second.id, "--yes", &patience.wait()]).await?.good()?;
+    stack.svcctl(&["--json", "delete", &second.id, "--yes", &patience.wait()]).await?.success()?;
     let servers = stack.provider.servers();
     let is_off = servers.len() == 1 && servers[0].status == Power::Off;
     ensure!(is_off, "a deleted machine's server is kept, switched off: {servers:?}");
-    stack.svcctl(&["--json", "undelete", &second.id, &patience.wait()]).await?.good()?;
+    stack.svcctl(&["--json", "undelete", &second.id, &patience.wait()]).await?.success()?;
     let owner = stack.owner();
     let found = eventually("the rows are there again", patience.up, || async {
         let found = stack.web.titles(&owner).await?;
@@ -91,7 +91,7 @@ pub async fn undelete(stack: &Stack, second: &Machine, patience: Patience) -> Re
 }
 
 pub async fn recover(stack: &Stack, first: &Machine) -> Result<(Machine, String)> {
-    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?.good()?;
+    let run = stack.svcctl(&["--json", "recover", USER, "--yes", "--wait=220"]).await?.success()?;
     let second = Machine::read(&run.stdout)?;
     ensure!(second.status == "running" && second.id != first.id, "the new machine is {second:?}");
     ensure!(second.epoch == first.epoch + 1, "its epoch is {}", second.epoch);
@@ -155,7 +155,7 @@ pub async fn old_machine_learns(stack: &Stack, first: &Machine, backup: &str) ->
 pub async fn delete(stack: &Stack, second: &Machine) -> Result<((), String)> {
     let snapshots = stack.slot.snapshots(&stack.store).len();
     let run =
-        stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", "--wait=120"]).await?.good()?;
+        stack.svcctl(&["--json", "delete", &second.id, "--now", "--yes", "--wait=120"]).await?.success()?;
     let record: serde_json::Value = run.json()?;
     ensure!(record["deletedAt"].is_string(), "the record is {record}");
     eventually("its server is deleted", Duration::from_secs(60), || async {

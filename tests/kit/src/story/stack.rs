@@ -92,22 +92,22 @@ pub struct Stack {
 
 impl Stack {
     /// Starts everything; gives a line that says what runs.
-    pub async fn up(svc: &Path, dir: &Path, front: Front) -> Result<(Self, String)> {
-        Self::up_with(svc, dir, front, &[]).await
+    pub async fn start(svc: &Path, dir: &Path, front: Front) -> Result<(Self, String)> {
+        Self::start_with(svc, dir, front, &[]).await
     }
 
-    /// [`Self::up`] with further settings for every process of ours: platform, hosts and `svcctl`.
-    pub async fn up_with(
+    /// [`Self::start`] with further settings for every process of ours: platform, hosts and `svcctl`.
+    pub async fn start_with(
         svc: &Path,
         dir: &Path,
         front: Front,
         more: &[(&str, &str)],
     ) -> Result<(Self, String)> {
-        Self::up_on(svc, dir, front, Ground::Processes, more).await
+        Self::start_on(svc, dir, front, Ground::Processes, more).await
     }
 
-    /// [`Self::up_with`] on servers of another kind. Virtual machines get no settings beyond their user-data.
-    pub async fn up_on(
+    /// [`Self::start_with`] on servers of another kind. Virtual machines get no settings beyond their user-data.
+    pub async fn start_on(
         svc: &Path,
         dir: &Path,
         front: Front,
@@ -255,7 +255,7 @@ impl Stack {
     }
 
     /// Waits until the platform ends without having been asked to.
-    pub async fn platform_ended(&mut self) -> Result<()> {
+    pub async fn wait_for_platform_exit(&mut self) -> Result<()> {
         let status = self.platform.ended().await?;
         bail!("the platform ended by itself: {status}");
     }
@@ -291,7 +291,7 @@ impl Stack {
     }
 
     /// Ends the platform in order, then the servers; the rest goes with the values.
-    pub async fn down(self) {
+    pub async fn stop(self) {
         let Self { platform, provider, .. } = self;
         if let Err(error) = platform.stop().await {
             println!("      (the platform did not drain: {error:#})");

@@ -195,7 +195,7 @@ impl Machine {
     pub async fn bring(&self, file: &Path, to: &str, deadline: Duration) -> Result<()> {
         let input = fs::File::open(file).with_context(|| format!("read {}", file.display()))?;
         let said = self.shell().run_with(input.into(), &format!("cat >{to}"), deadline).await?;
-        said.good().map(drop).with_context(|| format!("bring {to} to {}", self.name))
+        said.success().map(drop).with_context(|| format!("bring {to} to {}", self.name))
     }
 
     fn shell(&self) -> Shell {

@@ -28,7 +28,7 @@ pub struct Said {
 
 impl Said {
     /// Its output, where it ended well.
-    pub fn good(self) -> Result<String> {
+    pub fn success(self) -> Result<String> {
         ensure!(self.status.success(), "{}: {}{}", self.status, self.stdout, self.stderr);
         Ok(self.stdout)
     }
