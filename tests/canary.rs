@@ -32,8 +32,8 @@ async fn no_secret_of_the_story_is_seen_anywhere() {
     ];
     let watch = ProcessWatch::start();
     let report = story::run_inspected(options, &more, async |stack, moment| match moment {
-        Moment::Begun => Ok(()),
-        Moment::Lived => look(stack, &watch).await,
+        Moment::Started => Ok(()),
+        Moment::Recovered => look(stack, &watch).await,
     });
     let report = report.await.unwrap();
     assert!(report.ok, "{:#?}", report.failed());

@@ -107,7 +107,7 @@ async fn pointer_holds_on_seaweedfs_in_thousands_of_races() -> Result<()> {
 async fn on_moto(count: usize) -> Result<()> {
     svc::http::tls::install_provider();
     let moto = tokio::task::spawn_blocking(Moto::start).await??;
-    moto.s3().make_bucket().await?;
+    moto.s3().create_bucket().await?;
     races(&moto.s3().env(), count).await
 }
 
@@ -126,7 +126,7 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
         return Ok(None);
     }
     let seaweed = tokio::task::spawn_blocking(Seaweed::start).await??;
-    seaweed.s3().make_bucket().await?;
+    seaweed.s3().create_bucket().await?;
     Ok(Some(seaweed))
 }
 

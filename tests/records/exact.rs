@@ -256,7 +256,7 @@ impl Campaign {
             self.lost.len(),
             self.oldest_lost.as_millis()
         );
-        Figures { kills_survived: self.kills, ..Figures::of(name) }.tell()
+        Figures { kills_survived: self.kills, ..Figures::new(name) }.record()
     }
 }
 

@@ -55,8 +55,8 @@ async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() ->
         assert_eq!(line["status"], "success", "{line}");
         witness.look()?;
     }
-    Figures { faults_tried: 2, snapshots_taken: witness.completed(), ..Figures::of("full disks of backups") }
-        .tell()
+    Figures { faults_tried: 2, snapshots_taken: witness.completed(), ..Figures::new("full disks of backups") }
+        .record()
 }
 
 /// Fills the disk while the restore is at a point, which its databases show, and waits for its end.
@@ -119,7 +119,7 @@ async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() 
     svc::fsx::remove_if_exists(&marker)?;
     svc::fsx::remove_if_exists(&new.path("opt/svc/restore-complete"))?;
     reset(&new).await?;
-    Figures { faults_tried: 4, ..Figures::of("full disks of restores") }.tell()
+    Figures { faults_tried: 4, ..Figures::new("full disks of restores") }.record()
 }
 
 /// What is asked for and how it ended, where the disk was full.
@@ -161,7 +161,7 @@ async fn a_release_without_room_is_not_unpacked_and_is_with_room() -> Result<()>
 
     stage.apply(NEW).await?.expect(0);
     stage.runs(NEW)?;
-    Figures { faults_tried: 2, ..Figures::of("full disks of unpacked releases") }.tell()
+    Figures { faults_tried: 2, ..Figures::new("full disks of unpacked releases") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -185,7 +185,7 @@ async fn an_update_whose_journal_finds_no_room_is_finished_with_room() -> Result
     stage.run(&["resume"], None).await?.expect(0);
     stage.runs(NEW)?;
     assert_eq!(stage.last()?["outcome"], "updated");
-    Figures { faults_tried: 2, ..Figures::of("full disks of journals") }.tell()
+    Figures { faults_tried: 2, ..Figures::new("full disks of journals") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -206,5 +206,5 @@ async fn units_without_room_take_the_machine_back() -> Result<()> {
     assert!(current.ends_with(OLD), "{}", current.display());
     stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
     assert_eq!(stage.last()?["outcome"], "updated");
-    Figures { faults_tried: 1, ..Figures::of("full disks of units") }.tell()
+    Figures { faults_tried: 1, ..Figures::new("full disks of units") }.record()
 }

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::provider::Simulator;
-use crate::story::first_life::Machine;
+use crate::story::first_life::MachineRecord;
 use crate::story::slot::BUCKET;
 use crate::story::stack::{HANDLE, Stack, USER};
 
@@ -60,7 +60,7 @@ pub(crate) struct Owner {
 }
 
 impl ServiceInfo {
-    pub(crate) fn collect(stack: &Stack, machine: &Machine) -> Result<Self> {
+    pub(crate) fn collect(stack: &Stack, machine: &MachineRecord) -> Result<Self> {
         let issuer = stack.issuer();
         Ok(Self {
             platform_url: stack.api.clone(),
@@ -91,12 +91,12 @@ impl ServiceInfo {
     }
 }
 
-fn home(provider: &Simulator, machine: &Machine) -> Result<String> {
+fn home(provider: &Simulator, machine: &MachineRecord) -> Result<String> {
     Ok(provider.disk(&machine.server)?.join("home/svc/home").display().to_string())
 }
 
 /// The database URL that the machine's first boot wrote.
-fn database_url(provider: &Simulator, machine: &Machine) -> Result<String> {
+fn database_url(provider: &Simulator, machine: &MachineRecord) -> Result<String> {
     let env = provider.disk(&machine.server)?.join("opt/svc/env/host.env");
     let text = std::fs::read_to_string(&env).with_context(|| format!("read {}", env.display()))?;
     let url = text.lines().find_map(|line| line.strip_prefix("DATABASE_URL="));

@@ -16,7 +16,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 pub use self::place::{AlreadyRunning, Claim};
 use crate::bundle;
 use crate::child;
-use crate::story::first_life::Machine;
+use crate::story::first_life::MachineRecord;
 use crate::story::stack::{Front, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
 
 /// The router loads a new machine within a second.
@@ -67,7 +67,7 @@ async fn provision_and_wait(
 }
 
 /// Provisions the demo owner's machine and waits until the router reaches it. The default is the minimal bundle.
-pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<Machine> {
+pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<MachineRecord> {
     stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.success()?;
     let (dir, version) = match bundle {
         Some(dir) => (dir.to_owned(), bundle::version_of(dir)?),
@@ -80,11 +80,11 @@ pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<Ma
     let dir = dir.display().to_string();
     stack.svcctl(&["bundle", "publish", &dir, "--image-version", &version]).await?.success()?;
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--image-version", &version, "--wait=200"];
-    let machine = Machine::read(&stack.svcctl(&args).await?.success()?.stdout)?;
+    let machine = MachineRecord::read(&stack.svcctl(&args).await?.success()?.stdout)?;
     let owner = stack.owner();
     eventually("the owner reaches the machine", ROUTE_TIMEOUT, || async {
         let apps = stack.web.get("/api/apps", Some(&owner), "application/json").await?;
-        ensure!(apps.status.is_success(), "GET /api/apps: {}: {}", apps.status, apps.short());
+        ensure!(apps.status.is_success(), "GET /api/apps: {}: {}", apps.status, apps.excerpt());
         Ok(())
     })
     .await?;

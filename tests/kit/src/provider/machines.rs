@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use super::book::Record;
 use super::catalog::CatalogType;
-use crate::vm::{Accel, Image, Machine, Plan, Size};
+use crate::vm::{Accel, Image, Machine, MachineSpec, Size};
 
 /// What all machines of a simulator share.
 #[derive(Debug, Clone)]
@@ -36,14 +36,14 @@ impl Machines {
 
     pub(super) fn install(&self, record: &Record) -> Result<()> {
         let mut machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        let machine = Machine::new(Plan {
+        let machine = Machine::new(MachineSpec {
             name: &record.name,
             user_data: &record.user_data,
             size: size(record.server_type),
             address: record.ipv4,
             https_port: self.https_port,
             dir: self.settings.dir.join(&record.name),
-            control: self.settings.sockets.join(format!("{}.qmp", record.id)),
+            qmp_socket: self.settings.sockets.join(format!("{}.qmp", record.id)),
             image: &self.settings.image,
             accel: self.settings.accel,
         })?;

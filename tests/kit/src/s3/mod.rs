@@ -47,7 +47,7 @@ use s3s::service::S3ServiceBuilder;
 use tempfile::TempDir;
 
 use crate::child;
-use crate::net::Gate;
+use crate::net::ReopenableListener;
 use attributes::Attributes;
 use blob::Blob;
 use condition::WriteCondition;
@@ -60,7 +60,7 @@ const ROLE_ARN: &str = "arn:aws:iam::000000000000:role/svc-host";
 
 /// The server; dropped, it is gone with all that it held.
 pub struct S3Server {
-    gate: Gate,
+    gate: ReopenableListener,
     wire: Arc<Wire>,
     store: Arc<Store>,
     sessions: Arc<Sessions>,
@@ -96,7 +96,7 @@ impl S3Server {
             log: Mutex::default(),
         });
         let serving = Arc::clone(&wire);
-        let gate = Gate::open(move |stream| Arc::clone(&serving).serve(stream))?;
+        let gate = ReopenableListener::open(move |stream| Arc::clone(&serving).serve(stream))?;
         Ok(Self { gate, wire, store, sessions, secret_key, _blobs: blobs })
     }
 
