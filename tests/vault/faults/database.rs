@@ -49,7 +49,7 @@ async fn a_server_that_restarts_under_a_backup_costs_that_backup() -> Result<()>
             "stop" => machine.postgres().stop().await?,
             _ => machine.postgres().kill9().await?,
         }
-        machine.postgres().start_again().await?;
+        machine.postgres().restart().await?;
         let ended = end(running).await?;
         ensure!([Some(69), Some(70)].contains(&ended.code), "{how}: {:?}\n{}", ended.code, ended.stderr);
         failed(&machine, &["gate", "snapshot", "dump"], "")?;
@@ -80,7 +80,7 @@ async fn a_server_that_restarts_under_a_restore_leaves_the_old_database_or_the_w
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         new.postgres().stop().await?;
-        new.postgres().start_again().await?;
+        new.postgres().restart().await?;
         let ended = end(running).await?;
         let code = ended.code.context("killed")?;
         ensure!([0, 69, 70].contains(&code), "{point}: {code}\n{}", ended.stderr);

@@ -126,7 +126,8 @@ pub async fn deploy_full_release(stack: &Stack, machine: &MachineRecord) -> Resu
     let mib = publish_as(stack, FULL_VERSION, &stack.svc, release::full).await?;
     let started = Instant::now();
     let args = ["--json", "deploy", "start", FULL_VERSION, "--yes", "--wait=1200"];
-    let rollout: Value = stack.svcctl_with_timeout(Duration::from_secs(1300), &args).await?.success()?.json()?;
+    let rollout: Value =
+        stack.svcctl_with_timeout(Duration::from_secs(1300), &args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded", "the rollout is {rollout}");
     let seconds = started.elapsed().as_secs_f64();
     let owner = stack.owner();
