@@ -9,7 +9,7 @@
 //! use kit::child::{self, AtExit};
 //! let mut server = std::process::Command::new("some-server").spawn()?;
 //! child::kill_on_exit(server.id(), AtExit::Kill);
-//! … later, after waiting for it:
+//! // … later, after waiting for it:
 //! server.kill()?;
 //! server.wait()?;
 //! child::unregister(server.id());

@@ -12,7 +12,7 @@ use s3s::{S3Result, s3_error};
 use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWriteExt};
 use tokio_util::io::ReaderStream;
 
-use super::checksum::Claims;
+use super::checksum::ProvidedChecksums;
 
 const MAX_IN_MEMORY_BYTES: usize = 64 * 1024;
 const READ_CHUNK_BYTES: usize = 256 * 1024;
@@ -53,10 +53,10 @@ impl Blob {
     pub(super) async fn receive(
         dir: &Path,
         body: Option<StreamingBlob>,
-        claims: &Claims,
+        checksums: &ProvidedChecksums,
     ) -> S3Result<Received> {
         let mut sha256 = ring::digest::Context::new(&ring::digest::SHA256);
-        let mut hasher = claims.hasher();
+        let mut hasher = checksums.hasher();
         let mut small = BytesMut::new();
         let mut large: Option<Spill> = None;
         let mut body = body.unwrap_or_else(|| s3s::Body::empty().into());
@@ -78,7 +78,7 @@ impl Blob {
             Some(spill) => spill.finish().await.map_err(|e| s3_error!(e, InternalError))?,
             None => Self::in_memory(small),
         };
-        claims.verify(hasher)?;
+        checksums.verify(hasher)?;
         let mut digest = [0; 32];
         digest.copy_from_slice(sha256.finish().as_ref());
         Ok(Received { blob: Arc::new(blob), sha256: digest })
