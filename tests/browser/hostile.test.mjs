@@ -137,10 +137,10 @@ test("an app cannot leave its frame or navigate it to another app", async () => 
 
 test("an app's page opened directly has its own origin", async () => {
   const { frame, context } = await open();
-  const alone = await context.newPage();
-  await alone.goto(frame.url());
-  assert.equal(await alone.evaluate(() => window.origin), "null");
-  const { error, value } = await attempt(alone.mainFrame(), "localStorage.owner");
+  const direct = await context.newPage();
+  await direct.goto(frame.url());
+  assert.equal(await direct.evaluate(() => window.origin), "null");
+  const { error, value } = await attempt(direct.mainFrame(), "localStorage.owner");
   assert.ok(error, String(value));
 });
 

@@ -43,7 +43,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(if args.strict && !report.all_hold() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Finds the binary. The default is never a dev build, whose figures would mean nothing.
+/// Finds the binary. The default is never a dev build: its figures would be meaningless.
 fn binary(area: Area, given: Option<PathBuf>) -> Result<PathBuf> {
     let path = match (given, area) {
         (Some(given), _) => given,

@@ -33,7 +33,7 @@ enum Command {
     Bundle(bundle::Args),
     /// Test the shell, the apps and code-server in Chromium; screenshots in target/browser
     Browser(browser::Args),
-    /// Run the whole main job against real services; writes target/demo/report.json
+    /// Run the main scenario against real services; writes target/demo/report.json
     Demo {
         /// Break one thing (backup|restore|pin|fence): the demo must then fail
         #[arg(long = "break", value_name = "WHAT", value_parser = Breakage::from_str)]
@@ -57,7 +57,7 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         bundle: Option<PathBuf>,
     },
-    /// Run the main job on virtual machines, then the checks that need a real machine; writes target/lab
+    /// Run the main scenario on virtual machines, then the checks that need a real machine; writes target/lab
     Lab {
         /// Run only provision, register, bridge, backup, reboot and recover
         #[arg(long)]

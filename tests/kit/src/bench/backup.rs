@@ -9,16 +9,16 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::database;
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::s5cmd::S5cmd;
 use super::task::{self, RunStats};
 use super::vault::{BUCKET, Machine, Vault};
 use super::{Options, print_round};
 use crate::pg::PgServer;
 
-const WALL: &str = "one backup";
+const WALL_TIME: &str = "one backup";
 const CPU: &str = "CPU time without the servers";
-const SERVED: &str = "CPU time of the store";
+const STORE_CPU: &str = "CPU time of the store";
 const DISK: &str = "written to disk";
 const LIMIT: &str = "pg_dump to a file";
 const PIPE: &str = "pg_dump | s5cmd pipe";
@@ -32,11 +32,11 @@ const OTHER_SIZES: [(&str, u32); 3] = [
 ];
 
 pub const ROWS: [Spec; 10] = [
-    Spec { name: WALL, unit: "s", against: Some(LIMIT), target: Target::RatioAtMost(1.25) },
-    Spec { name: WALL, unit: "s", against: Some(PIPE), target: Target::RatioAtMost(1.1) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(LIMIT), target: Target::RatioAtMost(1.25) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(PIPE), target: Target::RatioAtMost(1.1) },
     Spec { name: CPU, unit: "s", against: Some(LIMIT), target: Target::None },
     Spec { name: CPU, unit: "s", against: Some(PIPE), target: Target::None },
-    Spec { name: SERVED, unit: "s", against: Some(PIPE), target: Target::None },
+    Spec { name: STORE_CPU, unit: "s", against: Some(PIPE), target: Target::None },
     Spec { name: OTHER_SIZES[0].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     Spec { name: OTHER_SIZES[1].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(32.0) },
@@ -74,7 +74,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
             // Flush pending writes of the previous run.
             nix::unistd::sync();
             let (name, (stats, dumped)) = match (turn + round) % 3 {
-                0 => (OURS, testbed.run_ours()?),
+                0 => (PRODUCT, testbed.run_svc_backup()?),
                 1 => (LIMIT, testbed.dump_to_file()?),
                 _ => (PIPE, testbed.dump_to_store(&s5cmd)?),
             };
@@ -82,13 +82,13 @@ pub async fn measure(options: &Options) -> Result<Tally> {
                 dumped.abs_diff(size) <= MAX_SIZE_DIFFERENCE,
                 "{name} dumped {dumped} bytes, expected about {size}"
             );
-            tally.add(WALL, name, stats.wall.as_secs_f64());
+            tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
             tally.add(CPU, name, stats.cpu.as_secs_f64());
-            tally.add(SERVED, name, stats.store_cpu.as_secs_f64());
-            if name == OURS {
-                tally.add(MEMORY, OURS, stats.peak_mib);
+            tally.add(STORE_CPU, name, stats.store_cpu.as_secs_f64());
+            if name == PRODUCT {
+                tally.add(MEMORY, PRODUCT, stats.peak_mib);
                 let written = stats.written.context("the kernel does not count written bytes")?;
-                tally.add(DISK, OURS, written as f64 / 1024.0);
+                tally.add(DISK, PRODUCT, written as f64 / 1024.0);
             }
         }
     }
@@ -97,8 +97,8 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         println!("  {name}");
         let dir = tempfile::tempdir_in(dir.path())?;
         let server = database::create(dir.path(), scale).await?;
-        let (stats, _) = Testbed::prepare(dir.path(), options, &vault, &server, scale)?.run_ours()?;
-        tally.add(name, OURS, stats.peak_mib);
+        let (stats, _) = Testbed::prepare(dir.path(), options, &vault, &server, scale)?.run_svc_backup()?;
+        tally.add(name, PRODUCT, stats.peak_mib);
         let (database, peak) = (database::size_bytes(&server).await?, stats.peak_mib);
         println!("    {} MB of database: {peak:.1} MiB in {:.1?}", database / 1_000_000, stats.wall);
     }
@@ -129,7 +129,7 @@ impl<'a> Testbed<'a> {
         Ok(Self { dir, svc: &options.svc, vault, server, scale, machine })
     }
 
-    fn run_ours(&self) -> Result<(RunStats, u64)> {
+    fn run_svc_backup(&self) -> Result<(RunStats, u64)> {
         let (pointer_seq, before) = (self.vault.pointer_seq()?, self.machine.disk_bytes()?);
         let stats = task::run(self.machine.command(self.svc, "svc-db-backup"), TIMEOUT)?;
         let snapshot = self.vault.snapshot(pointer_seq, self.scale)?;

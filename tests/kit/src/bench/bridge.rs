@@ -6,7 +6,7 @@
 use anyhow::{Result, ensure};
 use serde_json::json;
 
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::gateway::{Gateway, Machine};
 use super::peers::pgbench;
 use super::peers::postgrest::{self, Postgrest, RunningPostgrest};
@@ -53,9 +53,9 @@ const POOL_SIZE: u32 = 16;
 const DOCS_ROWS: u32 = 2000;
 const FIND_LIMIT: usize = 20;
 
-/// One of the two calls, in the form of each side.
+/// A call, in the form of each side.
 struct Call {
-    ours: String,
+    bridge_body: String,
     postgrest_path: &'static str,
     postgrest_body: Option<String>,
     sql: String,
@@ -119,14 +119,14 @@ impl Testbed {
 
     /// Checks that all sides do the same: error pages would yield good figures.
     async fn check_results_agree(&self) -> Result<()> {
-        let inserted = self.gateway.query(&self.machine, &self.insert.ours).await?;
+        let inserted = self.gateway.query(&self.machine, &self.insert.bridge_body).await?;
         ensure!(inserted["data"]["id"].is_string(), "the bridge's insert: {inserted}");
-        let found = self.gateway.query(&self.machine, &self.find.ours).await?;
-        let ours = found["data"].as_array().map_or(0, Vec::len);
+        let found = self.gateway.query(&self.machine, &self.find.bridge_body).await?;
+        let found_rows = found["data"].as_array().map_or(0, Vec::len);
         let client = reqwest::Client::builder().no_proxy().build()?;
         let mut results = Vec::new();
         for call in [&self.insert, &self.find] {
-            let Request { url, headers, body } = self.their_request(call);
+            let Request { url, headers, body } = self.postgrest_request(call);
             let mut request = match body {
                 Some(body) => client.post(url).body(body),
                 None => client.get(url),
@@ -150,8 +150,8 @@ impl Testbed {
             results[0]
         );
         ensure!(
-            ours == FIND_LIMIT && results[1].len() == FIND_LIMIT,
-            "found {ours} and {}",
+            found_rows == FIND_LIMIT && results[1].len() == FIND_LIMIT,
+            "found {found_rows} and {}",
             results[1].len()
         );
         ensure!(
@@ -163,17 +163,17 @@ impl Testbed {
         Ok(())
     }
 
-    fn our_request(&self, call: &Call) -> Request {
+    fn bridge_request(&self, call: &Call) -> Request {
         let headers =
             [("Content-Type", "application/json".to_owned()), ("X-Svc-Proof", self.machine.proof())];
         Request {
             url: self.gateway.bridge_url(),
             headers: headers.map(|(name, value)| (name.to_owned(), value)).into(),
-            body: Some(call.ours.clone()),
+            body: Some(call.bridge_body.clone()),
         }
     }
 
-    fn their_request(&self, call: &Call) -> Request {
+    fn postgrest_request(&self, call: &Call) -> Request {
         let bearer = format!("Bearer {}", self.postgrest.token(SCHEMA));
         let mut headers = vec![("Authorization".to_owned(), bearer)];
         if call.postgrest_body.is_some() {
@@ -198,17 +198,17 @@ impl Testbed {
             _ => None,
         };
         let sides = [
-            (OURS, self.our_request(call), &self.gateway.process),
-            (POSTGREST, self.their_request(call), &self.postgrest.process),
+            (PRODUCT, self.bridge_request(call), &self.gateway.process),
+            (POSTGREST, self.postgrest_request(call), &self.postgrest.process),
         ];
-        for (whose, request, process) in sides {
+        for (side, request, process) in sides {
             let before = cpu(process.pid())?;
             let outcome = self.wrk.load(&request, connections, seconds)?;
             let spent = cpu(process.pid())? - before;
-            tally.add(name, whose, outcome.per_second());
+            tally.add(name, side, outcome.per_second());
             if let Some((cost, p99)) = extra {
-                tally.add(cost, whose, outcome.cpu_micros(spent));
-                tally.add(p99, whose, if whose == OURS { outcome.p99 } else { outcome.p50 });
+                tally.add(cost, side, outcome.cpu_micros(spent));
+                tally.add(p99, side, if side == PRODUCT { outcome.p99 } else { outcome.p50 });
             }
         }
         tally.add(name, PGBENCH, pgbench::load(&self.server, DATABASE, &call.sql, connections, seconds)?);
@@ -236,7 +236,7 @@ fn insert() -> Call {
     let body = "x".repeat(100);
     let row = json!({ "kind": "kind7", "body": body, "done": false, "rank": 7, "extra": { "n": 7, "tag": "bench" } });
     Call {
-        ours: json!({ "action": "insert", "app": APP, "table": "items", "data": row }).to_string(),
+        bridge_body: json!({ "action": "insert", "app": APP, "table": "items", "data": row }).to_string(),
         postgrest_path: "/items?select=id",
         postgrest_body: Some(row.to_string()),
         sql: format!(
@@ -248,7 +248,7 @@ fn insert() -> Call {
 
 fn find() -> Call {
     Call {
-        ours: json!({ "action": "find", "app": APP, "table": "docs", "filter": { "kind": "kind7" },
+        bridge_body: json!({ "action": "find", "app": APP, "table": "docs", "filter": { "kind": "kind7" },
             "orderBy": [{ "column": "created_at", "direction": "desc" }], "limit": FIND_LIMIT })
         .to_string(),
         postgrest_path: "/docs?kind=eq.kind7&order=created_at.desc,id.desc&limit=20",

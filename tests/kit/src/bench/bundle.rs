@@ -14,20 +14,20 @@ use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use tempfile::TempDir;
 
 use super::archive;
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::pigz;
 use super::{Options, print_round, task};
 use crate::child;
 
-const WALL: &str = "download, hash, unpack";
+const WALL_TIME: &str = "download, hash, unpack";
 const CPU: &str = "CPU time";
 const MEMORY: &str = "peak memory";
 const TWO_STEP: &str = "sha256sum -c && tar -xzf";
 const ONE_PASS: &str = "tee | sha256sum | pigz | tar";
 
 pub const ROWS: [Spec; 5] = [
-    Spec { name: WALL, unit: "s", against: Some(TWO_STEP), target: Target::RatioAtMost(0.5) },
-    Spec { name: WALL, unit: "s", against: Some(ONE_PASS), target: Target::RatioAtMost(1.0) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(TWO_STEP), target: Target::RatioAtMost(0.5) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(ONE_PASS), target: Target::RatioAtMost(1.0) },
     Spec { name: CPU, unit: "s", against: Some(TWO_STEP), target: Target::None },
     Spec { name: CPU, unit: "s", against: Some(ONE_PASS), target: Target::None },
     Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(16.0) },
@@ -47,10 +47,10 @@ pub async fn measure(options: &Options) -> Result<Tally> {
 type Side<'a> = (&'static str, &'a dyn Fn(&Path) -> Command);
 
 fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
-    let (kept, digest) = archive::ensure(&out.join("archive"))?;
+    let (cached, digest) = archive::ensure(&out.join("archive"))?;
     let dir = create_memory_dir()?;
     let archive = dir.path().join("bundle.tar.gz");
-    fs::copy(&kept, &archive)?;
+    fs::copy(&cached, &archive)?;
     fs::write(dir.path().join("bundle.tar.gz.sha256"), format!("{digest}  bundle.tar.gz\n"))?;
     let packed = fs::metadata(&archive)?.len() / 1_000_000;
     println!("  {packed} MB, {} MB in {} files", archive::TOTAL_BYTES / 1_000_000, archive::FILE_COUNT);
@@ -60,7 +60,7 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
     for round in 0..rounds {
         print_round(round, rounds);
         let sides: [Side<'_>; 3] = [
-            (OURS, &|root| ours(svc, root, address, &digest)),
+            (PRODUCT, &|root| svc_command(svc, root, address, &digest)),
             (TWO_STEP, &|into| {
                 shell(
                     dir.path(),
@@ -84,11 +84,11 @@ fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
             let (name, command) = sides[(at + round as usize) % sides.len()];
             let into = tempfile::tempdir_in(dir.path())?;
             let stats = task::run(command(into.path()), TIMEOUT)?;
-            check_unpacked(into.path(), name == OURS)?;
-            tally.add(WALL, name, stats.wall.as_secs_f64());
+            check_unpacked(into.path(), name == PRODUCT)?;
+            tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
             tally.add(CPU, name, stats.cpu.as_secs_f64());
-            if name == OURS {
-                tally.add(MEMORY, OURS, stats.peak_mib);
+            if name == PRODUCT {
+                tally.add(MEMORY, PRODUCT, stats.peak_mib);
             }
         }
     }
@@ -110,7 +110,7 @@ fn create_memory_dir() -> Result<TempDir> {
     Ok(dir)
 }
 
-fn ours(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Command {
+fn svc_command(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Command {
     let mut command = Command::new(svc);
     command.args(["svc-update", "boot"]).env_clear();
     let url = format!("http://{source}/svc-host-bundle.tar.gz");
@@ -135,8 +135,8 @@ fn shell(dir: &Path, into: &Path, script: &str) -> Command {
 }
 
 /// Verifies the number of files and bytes.
-fn check_unpacked(dir: &Path, is_ours: bool) -> Result<()> {
-    let root = if is_ours { dir.join("opt/svc/releases").join(archive::VERSION) } else { dir.to_owned() };
+fn check_unpacked(dir: &Path, is_product: bool) -> Result<()> {
+    let root = if is_product { dir.join("opt/svc/releases").join(archive::VERSION) } else { dir.to_owned() };
     let (mut files, mut bytes, mut dirs) = (0, 0, vec![root]);
     while let Some(dir) = dirs.pop() {
         for entry in fs::read_dir(&dir).with_context(|| dir.display().to_string())? {

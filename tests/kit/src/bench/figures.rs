@@ -17,7 +17,7 @@ pub enum Target {
     None,
 }
 
-/// One row of a report: our figure next to one peer's.
+/// One row of a report: the figure of the product next to one peer's.
 #[derive(Debug, Clone, Copy)]
 pub struct Spec {
     pub name: &'static str,
@@ -26,8 +26,8 @@ pub struct Spec {
     pub target: Target,
 }
 
-/// Name of our own side.
-pub const OURS: &str = "svc";
+/// Name of the product as a side.
+pub const PRODUCT: &str = "svc";
 
 /// The samples of all rounds.
 #[derive(Debug, Default)]
@@ -67,7 +67,7 @@ impl Tally {
 
     /// Computes the row of a spec; `None` if one of its sides was not measured.
     pub fn row(&self, spec: &Spec) -> Option<Row> {
-        let ours = self.samples_of(spec.name, OURS);
+        let ours = self.samples_of(spec.name, PRODUCT);
         let ours_figure = Figure::from_samples(ours)?;
         let (theirs, ratio) = match spec.against {
             None => (None, None),
@@ -144,7 +144,7 @@ mod tests {
 
     fn tally(ours: &[f64], theirs: &[f64]) -> Tally {
         let mut tally = Tally::default();
-        ours.iter().for_each(|value| tally.add("speed", OURS, *value));
+        ours.iter().for_each(|value| tally.add("speed", PRODUCT, *value));
         theirs.iter().for_each(|value| tally.add("speed", "peer", *value));
         tally
     }
@@ -194,7 +194,7 @@ mod tests {
     fn unmeasured_side_yields_no_row() {
         assert_eq!(tally(&[1.0], &[]).row(&spec(Some("peer"), Target::None)), None);
         assert_eq!(tally(&[], &[1.0]).row(&spec(Some("peer"), Target::None)), None);
-        let alone = tally(&[1.0], &[]).row(&spec(None, Target::AtMost(2.0))).expect("our own figure");
-        assert_eq!((alone.ratio, alone.holds), (None, Some(true)));
+        let row = tally(&[1.0], &[]).row(&spec(None, Target::AtMost(2.0))).expect("a row without a peer");
+        assert_eq!((row.ratio, row.holds), (None, Some(true)));
     }
 }

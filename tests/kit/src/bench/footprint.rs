@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::json;
 
-use super::figures::{OURS, Spec, Tally, Target, median};
+use super::figures::{PRODUCT, Spec, Tally, Target, median};
 use super::gateway::Machine;
 use super::peers::nginx::{Nginx, Upstreams};
 use super::process;
@@ -59,24 +59,24 @@ pub async fn measure(options: &Options) -> Result<Tally> {
             ours.push(millis(cold.start(&options.svc)?.started_in));
             theirs.push(millis(start_nginx(&nginx, dir.path(), &site)?.started_in));
         }
-        tally.add(START, OURS, median(&ours).unwrap_or_default());
+        tally.add(START, PRODUCT, median(&ours).unwrap_or_default());
         tally.add(START, NGINX, median(&theirs).unwrap_or_default());
 
         for (name, apps) in [(BARE, 0), (TWO, 2), (TEN, 10)] {
             let database = format!("svc_{round}_{apps}");
             server.create_database(&database).await?;
-            tally.add(name, OURS, idle_gateway(&options.svc, &server.url(&database), apps).await?);
+            tally.add(name, PRODUCT, idle_gateway(&options.svc, &server.url(&database), apps).await?);
             server.drop_database(&database).await?;
         }
         site.start().await?;
         let peer = start_nginx(&nginx, dir.path(), &site)?;
         tokio::time::sleep(SETTLE_DELAY).await;
-        tally.add(PLATFORM, OURS, process::memory(site.pid()?)?);
+        tally.add(PLATFORM, PRODUCT, process::memory(site.pid()?)?);
         let theirs = process::memory(peer.process.pid())?;
         tally.add(PLATFORM, NGINX, theirs);
         tally.add(BARE, NGINX, theirs);
         site.stop().await?;
-        tally.add(SIZE, OURS, mib(&options.svc)?);
+        tally.add(SIZE, PRODUCT, mib(&options.svc)?);
     }
     Ok(tally)
 }

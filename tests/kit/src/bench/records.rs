@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::{Options, print_round};
 use crate::child;
 
@@ -87,5 +87,5 @@ fn run_round(program: &Path, dir: &Path, seconds: u32) -> Result<Vec<Sample>> {
 fn add(tally: &mut Tally, sample: &Sample) {
     let Some(spec) = ROWS.iter().find(|spec| spec.name == sample.name) else { return };
     let side = ROWS.iter().filter_map(|spec| spec.against).find(|limit| *limit == sample.whose);
-    tally.add(spec.name, side.unwrap_or(OURS), sample.value);
+    tally.add(spec.name, side.unwrap_or(PRODUCT), sample.value);
 }

@@ -118,15 +118,15 @@ fn figure(figure: Figure) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::figures::{OURS, Spec, Tally, Target};
+    use super::super::figures::{PRODUCT, Spec, Tally, Target};
     use super::*;
 
     fn report() -> Report {
         let mut tally = Tally::default();
         for (ours, theirs) in [(1500.0, 1000.0), (1200.0, 1000.0), (1800.0, 1000.0)] {
-            tally.add("requests/s", OURS, ours);
+            tally.add("requests/s", PRODUCT, ours);
             tally.add("requests/s", "peer", theirs);
-            tally.add("idle memory", OURS, 21.5);
+            tally.add("idle memory", PRODUCT, 21.5);
         }
         let specs = [
             Spec {

@@ -11,23 +11,23 @@ use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
 use super::database;
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::s5cmd::S5cmd;
 use super::task::{self, RunStats};
 use super::vault::{BUCKET, Machine, Snapshot, Vault};
 use super::{Options, print_round};
 use crate::pg::PgServer;
 
-const WALL: &str = "one restore";
+const WALL_TIME: &str = "one restore";
 const CPU: &str = "CPU time without the servers";
-const SERVED: &str = "CPU time of the store";
+const STORE_CPU: &str = "CPU time of the store";
 const MEMORY: &str = "peak memory";
 const SHELL: &str = "s5cmd cp && createdb && pg_restore -j2";
 
 pub const ROWS: [Spec; 4] = [
-    Spec { name: WALL, unit: "s", against: Some(SHELL), target: Target::RatioAtMost(1.05) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(SHELL), target: Target::RatioAtMost(1.05) },
     Spec { name: CPU, unit: "s", against: Some(SHELL), target: Target::None },
-    Spec { name: SERVED, unit: "s", against: Some(SHELL), target: Target::None },
+    Spec { name: STORE_CPU, unit: "s", against: Some(SHELL), target: Target::None },
     Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(32.0) },
 ];
 
@@ -46,17 +46,17 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         for turn in 0..2 {
             let run = Run::prepare(dir.path()).await?;
             let (name, stats) = match (turn + round) % 2 {
-                0 => (OURS, run.restore(&options.svc, &vault).await?),
+                0 => (PRODUCT, run.restore(&options.svc, &vault).await?),
                 _ => (SHELL, run.restore_with_shell(&s5cmd, &vault, &snapshot)?),
             };
             database::check_rows(&run.server, database::SCALE)
                 .await
                 .with_context(|| format!("after {name}"))?;
-            tally.add(WALL, name, stats.wall.as_secs_f64());
+            tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
             tally.add(CPU, name, stats.cpu.as_secs_f64());
-            tally.add(SERVED, name, stats.store_cpu.as_secs_f64());
-            if name == OURS {
-                tally.add(MEMORY, OURS, stats.peak_mib);
+            tally.add(STORE_CPU, name, stats.store_cpu.as_secs_f64());
+            if name == PRODUCT {
+                tally.add(MEMORY, PRODUCT, stats.peak_mib);
             }
         }
     }

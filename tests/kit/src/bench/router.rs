@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::haproxy::HaProxy;
 use super::peers::nginx::{Nginx, Pem, RunningPeer, Upstreams};
 use super::peers::wrk::{Outcome, Request, Wrk};
@@ -18,7 +18,7 @@ use super::wire::{Connection, messages_per_second, open};
 use super::{Options, echo, print_round, temp_dir};
 
 const C1: &str = "requests/s, 1 connection";
-const ADDED: &str = "added to the median latency, 1 connection";
+const ADDED_LATENCY: &str = "added to the median latency, 1 connection";
 const C32: &str = "requests/s, 32 connections";
 const C128: &str = "requests/s, 128 connections";
 const CPU32: &str = "CPU per request, 32 connections";
@@ -38,8 +38,8 @@ const DIRECT: &str = "no router";
 pub const ROWS: [Spec; 20] = [
     Spec { name: C1, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(0.9) },
     Spec { name: C1, unit: "1/s", against: Some(HAPROXY), target: Target::None },
-    Spec { name: ADDED, unit: "µs", against: Some(NGINX), target: Target::None },
-    Spec { name: ADDED, unit: "µs", against: Some(HAPROXY), target: Target::None },
+    Spec { name: ADDED_LATENCY, unit: "µs", against: Some(NGINX), target: Target::None },
+    Spec { name: ADDED_LATENCY, unit: "µs", against: Some(HAPROXY), target: Target::None },
     Spec { name: C32, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.0) },
     Spec { name: C32, unit: "1/s", against: Some(HAPROXY), target: Target::None },
     Spec { name: C32, unit: "1/s", against: Some(DIRECT), target: Target::None },
@@ -63,7 +63,7 @@ const IDLE_CONNECTIONS: usize = 1000;
 const SETTLE_DELAY: Duration = Duration::from_millis(300);
 /// Users whose machines are nginx and the echo server.
 const READER: &str = "user-reader";
-const TALKER: &str = "user-talker";
+const ECHO_USER: &str = "user-talker";
 
 /// State that is shared by all rounds.
 struct Testbed {
@@ -95,7 +95,7 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         testbed.measure_idle_memory(&mut tally).await?;
         let (nginx, haproxy) = (testbed.nginx_router()?, testbed.haproxy_router()?);
         let fronts = [
-            Front { side: OURS, address: testbed.site.router()?, pid: testbed.site.pid()? },
+            Front { side: PRODUCT, address: testbed.site.router()?, pid: testbed.site.pid()? },
             Front { side: NGINX, address: nginx.address, pid: nginx.process.pid() },
             Front { side: HAPROXY, address: haproxy.address, pid: haproxy.process.pid() },
         ];
@@ -118,8 +118,8 @@ impl Testbed {
         let mut site = Site::prepare(&options.svc, dir.path()).await?;
         site.start().await?;
         site.register_machine(READER, upstream.address, &identity).await?;
-        site.register_machine(TALKER, echo, &identity).await?;
-        let (reader, talker) = (site.open_session(READER).await?, site.open_session(TALKER).await?);
+        site.register_machine(ECHO_USER, echo, &identity).await?;
+        let (reader, talker) = (site.open_session(READER).await?, site.open_session(ECHO_USER).await?);
         Ok(Self { site, dir, wrk, nginx, haproxy, upstream, echo, trusted: pem.cert, reader, talker })
     }
 
@@ -141,11 +141,11 @@ impl Testbed {
         // Waits until the router has loaded the machines; the session itself is in the database.
         self.site.open_session(READER).await?;
         let pid = self.site.pid()?;
-        tally.add(IDLE, OURS, memory(pid)?);
-        self.measure_growth(tally, HTTPS, OURS, pid, self.site.router()?)?;
+        tally.add(IDLE, PRODUCT, memory(pid)?);
+        self.measure_growth(tally, HTTPS, PRODUCT, pid, self.site.router()?)?;
         self.site.start().await?;
-        self.site.open_session(TALKER).await?;
-        self.measure_growth(tally, SOCKETS, OURS, self.site.pid()?, self.site.router()?)?;
+        self.site.open_session(ECHO_USER).await?;
+        self.measure_growth(tally, SOCKETS, PRODUCT, self.site.pid()?, self.site.router()?)?;
         for name in [HTTPS, SOCKETS] {
             let nginx = self.nginx_router()?;
             let pid = nginx.process.pid();
@@ -185,7 +185,7 @@ impl Testbed {
         for front in fronts {
             let outcome = self.load(front.address, "/", false, 1, seconds)?;
             tally.add(C1, front.side, outcome.per_second());
-            tally.add(ADDED, front.side, outcome.p50 - direct.p50);
+            tally.add(ADDED_LATENCY, front.side, outcome.p50 - direct.p50);
         }
         tally.add(C32, DIRECT, self.load(self.upstream.address, "/", false, 32, seconds)?.per_second());
         for (connections, rate, cost) in [(32, C32, CPU32), (128, C128, CPU128)] {

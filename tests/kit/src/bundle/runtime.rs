@@ -300,7 +300,7 @@ mod tests {
         let mut parts = gathered().unwrap();
         add_client_tools(&mut parts).unwrap();
         let dirs: Vec<_> = parts.iter().map(|part| (part.name.as_str(), part.dir.as_path())).collect();
-        assert_eq!(dirs, [("postgres", dir.path())], "the given one is kept");
+        assert_eq!(dirs, [("postgres", dir.path())], "the given postgres is used");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::story::{self, MachineRecord, Stack};
 /// Acts to run on the machine after provisioning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Acts {
-    /// The main job: use, reboot, backup, loss, recovery.
+    /// The main scenario: use, reboot, backup, loss, recovery.
     Quick,
     /// Also the checks that need a real machine.
     Whole,

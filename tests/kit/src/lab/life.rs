@@ -12,7 +12,7 @@ use crate::pg::PgBinaries;
 use crate::s3::{Fault, Rule};
 use crate::story::{HANDLE, IMAGE_VERSION, MachineRecord, Stack, Timeouts, USER, eventually};
 pub use crate::story::{
-    backup, check_restored_rows, check_unserved, delete, insert_and_find, insert_later_row,
+    backup, check_owner_gets_503, check_restored_rows, delete, insert_and_find, insert_later_row,
 };
 
 /// From power-on to a serving gateway, under emulation.
@@ -101,7 +101,7 @@ pub async fn fence_old_machine(stack: &Stack, first: &MachineRecord) -> Result<(
     let vm = stack.provider.machine(&first.server)?;
     let pointer = || stack.slot.pointer(&stack.store);
     let (before, timeout) = (pointer()?, Duration::from_secs(60));
-    vm.switch_on_again()?;
+    vm.switch_on_at_previous_size()?;
     eventually("the old machine learns that it is replaced", BOOT_TIMEOUT, || async {
         vm.run("test -e /var/lib/svc/superseded.json", timeout).await?.success().map(drop)
     })

@@ -1,4 +1,4 @@
-//! The lab: the main job on real machines, and checks that need them. Debian in QEMU, provisioned by cloud-init, run by
+//! The lab: the main scenario on real machines, and checks that need them. Debian in QEMU, provisioned by cloud-init, run by
 //! systemd, with the database in a container.
 //!
 //! It uses the interfaces of an operator: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles and
@@ -123,7 +123,7 @@ async fn run_acts(report: &mut Report, acts: &[&Act], stack: &Stack) -> Result<(
     }
     look::save_journal(stack, &slot_machines.current).await;
     report.step("delete", life::delete(stack, &slot_machines.current)).await?;
-    report.step("gone", life::check_unserved(stack)).await
+    report.step("gone", life::check_owner_gets_503(stack)).await
 }
 
 /// Deletes large files; the logs remain.

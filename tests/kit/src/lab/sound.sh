@@ -68,7 +68,7 @@ svc_cannot_read_secrets() {
   seen=$(as svc sh -c 'cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null' | tr '\0' '\n' | grep -cF -f "$list")
   [ "$seen" = 0 ] || { echo "in $seen words of /proc"; return 1; }
   psql=/opt/svc/runtime/postgres/bin/psql
-  output=$(as svc env PGCONNECT_TIMEOUT=10 $psql -w -h 127.0.0.1 -U postgres -d svc -c 'select 1' 2>&1) && { echo "the database lets svc in"; return 1; }
+  output=$(as svc env PGCONNECT_TIMEOUT=10 $psql -w -h 127.0.0.1 -U postgres -d svc -c 'select 1' 2>&1) && { echo "the database accepts svc without a password"; return 1; }
   case $output in *password*) ;; *) echo "$output"; return 1 ;; esac
   for socket in $(find /run /tmp /var/lib -type s -name '.s.PGSQL*' 2>/dev/null); do
     as svc test -w "$socket" && { echo "svc may use $socket"; return 1; }

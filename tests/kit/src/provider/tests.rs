@@ -112,7 +112,7 @@ async fn wrong_token_is_refused_without_effect() -> Result<()> {
 }
 
 #[tokio::test]
-async fn invalid_orders_are_refused_with_the_field() -> Result<()> {
+async fn create_server_names_invalid_field() -> Result<()> {
     let (simulator, api) = start().await?;
     for (field, value) in [
         ("name", json!("not a host name")),

@@ -1,4 +1,4 @@
-//! The whole main job against real services: a stack is started; a machine is provisioned, used, backed up, lost and
+//! The main scenario against real services: a stack is started; a machine is provisioned, used, backed up, lost and
 //! recovered; its predecessor is fenced off; and the successor is deleted.
 //!
 //! It uses the interfaces of users — the CLI, HTTP, signals — and checks what users could check: records, disks,
@@ -24,7 +24,7 @@ pub use self::breakage::Breakage;
 pub use self::first_life::{MachineRecord, backup, insert_and_find, insert_later_row};
 pub use self::report::{Report, Step, StepFailed};
 pub use self::second_life::{
-    Timeouts, check_restored_rows, check_unserved, delete, fail_recovery_midway, undelete,
+    Timeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,
 };
 pub use self::slot::BUCKET;
 pub use self::stack::{Front, HANDLE, HostBackend, IMAGE_VERSION, Stack, USER, eventually};
@@ -159,5 +159,5 @@ async fn run_steps(
     report.hidden_step("watched", inspect(stack, Moment::Recovered)).await?;
     report.step("undelete", second_life::undelete(stack, &second, Timeouts::DEMO)).await?;
     report.step("delete", second_life::delete(stack, &second)).await?;
-    report.step("gone", second_life::check_unserved(stack)).await
+    report.step("gone", second_life::check_owner_gets_503(stack)).await
 }

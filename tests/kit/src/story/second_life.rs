@@ -187,7 +187,7 @@ pub async fn delete(stack: &Stack, second: &MachineRecord) -> Result<((), String
     Ok(((), format!("last backup taken, soft-deleted, server deleted, {kept} snapshots kept")))
 }
 
-pub async fn check_unserved(stack: &Stack) -> Result<((), String)> {
+pub async fn check_owner_gets_503(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner();
     let page = eventually("the 503 page", Duration::from_secs(3), || async {
         let page = stack.web.get("/", Some(&owner), "text/html").await?;

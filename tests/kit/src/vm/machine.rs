@@ -138,7 +138,7 @@ impl Machine {
     ///
     /// # Errors
     /// Fails if the machine was never on, or QEMU cannot be started.
-    pub fn switch_on_again(&self) -> Result<()> {
+    pub fn switch_on_at_previous_size(&self) -> Result<()> {
         let size = self.power().size;
         self.switch_on(size.with_context(|| format!("{} was never on", self.name))?)
     }
