@@ -182,10 +182,10 @@ test("unsaved tasks are marked, kept, and saved later", async () => {
   const { page, inside } = await open("tasks");
   const name = unique("Offline");
   await page.route("**/api/bridge/query", (route) => route.fulfill({ status: 503, contentType: "application/problem+json",
-    headers: { "access-control-allow-origin": "null" }, body: '{"code":"database_unavailable","detail":"The database is away."}' }));
+    headers: { "access-control-allow-origin": "null" }, body: '{"code":"database_unavailable","detail":"The database is unavailable."}' }));
   await inside.getByLabel("New task").fill(name);
   await page.keyboard.press("Enter");
-  await inside.getByText("Not saved yet: The database is away.").waitFor();
+  await inside.getByText("Not saved yet: The database is unavailable.").waitFor();
   await inside.getByText("Not saved", { exact: true }).waitFor();
   await page.unroute("**/api/bridge/query");
   await inside.getByRole("button", { name: "Try again" }).click();

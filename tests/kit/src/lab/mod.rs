@@ -1,5 +1,5 @@
-//! The lab: the main scenario on real machines, and checks that need them. Debian in QEMU, provisioned by cloud-init, run by
-//! systemd, with the database in a container.
+//! The lab: the main scenario on real machines, and checks that need them. Debian in QEMU, provisioned by cloud-init,
+//! run by systemd, with the database in a container.
 //!
 //! It uses the interfaces of an operator: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles and
 //! journals are stored below `target/lab`, in a directory per machine.
