@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kit::story::{self, Moment, Options, Stack};
+use kit::story::{self, Checkpoint, Options, Stack};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -31,9 +31,9 @@ async fn no_secret_of_the_story_is_seen_anywhere() {
         ("ADMIN_TOKEN", ADMIN),
     ];
     let watch = ProcessWatch::start();
-    let report = story::run_inspected(options, &more, async |stack, moment| match moment {
-        Moment::Started => Ok(()),
-        Moment::Recovered => look(stack, &watch).await,
+    let report = story::run_inspected(options, &more, async |stack, checkpoint| match checkpoint {
+        Checkpoint::Started => Ok(()),
+        Checkpoint::Recovered => look(stack, &watch).await,
     });
     let report = report.await.unwrap();
     assert!(report.ok, "{:#?}", report.failed());

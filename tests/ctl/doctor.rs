@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kit::bundle::{self, Manifest, SigningKey};
 use kit::s3::{Fault, Rule};
-use kit::story::{Front, Stack};
+use kit::story::{RouterTransport, Stack};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
@@ -66,7 +66,7 @@ impl Fleet {
         let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
         kit::child::remove_on_exit(dir.path());
         let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
-        let stack = Stack::start(svc, dir.path(), Front::Plain).await.unwrap().0;
+        let stack = Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0;
         let good = async |args: &[&str]| stack.svcctl(args).await.unwrap().success().unwrap();
         good(&["slot", "set", "user_story", "--plan", "starter"]).await;
         let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use kit::bundle;
-use kit::story::{Front, Stack};
+use kit::story::{RouterTransport, Stack};
 use serde_json::Value;
 
 struct Operator(Stack);
@@ -37,7 +37,7 @@ async fn a_persons_day() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
     kit::child::remove_on_exit(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
-    let operator = Operator(Stack::start(svc, dir.path(), Front::Plain).await.unwrap().0);
+    let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
 
     // Each refusal says what to do; following it leads to a machine.
     has(&operator.does(0, &["list"]).await, &["no machines"]);
@@ -128,7 +128,7 @@ async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
     kit::child::remove_on_exit(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
-    let operator = Operator(Stack::start(svc, dir.path(), Front::Plain).await.unwrap().0);
+    let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
     operator.does(0, &["slot", "set", "user_1", "--plan", "starter"]).await;
     let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
     operator.does(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;

@@ -46,7 +46,7 @@ impl Fleet {
         let env = [("SVC_SESSION_TOKEN".to_owned(), token.to_owned())];
         let port = self.stack.router_url();
         let port = port.rsplit(':').next().unwrap();
-        let url = format!("http://{}:{port}", self.stack.front.app_host());
+        let url = format!("http://{}:{port}", self.stack.transport.app_host());
         report(&self.stack.svc, &["verify-rollout", "--app-url", &url], &env).await
     }
 }

@@ -53,7 +53,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let dir = kit::fetch::target_dir().join("libfuzzer");
     let mut rows = Vec::new();
     for target in &targets {
-        let row = Search { program: &program, dir: &dir, target }.run(args.seconds())?;
+        let row = FuzzSearch { program: &program, dir: &dir, target }.run(args.seconds())?;
         println!("{row}");
         rows.push(row);
     }
@@ -98,13 +98,13 @@ fn list_targets(program: &Path) -> Result<Vec<String>> {
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-struct Search<'a> {
+struct FuzzSearch<'a> {
     program: &'a Path,
     dir: &'a Path,
     target: &'a str,
 }
 
-impl Search<'_> {
+impl FuzzSearch<'_> {
     fn run(&self, seconds: u64) -> Result<Value> {
         let checked_in = cargo::root().join("tests/corpus").join(self.target);
         let [found, samples, crashes, minimised] =

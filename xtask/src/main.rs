@@ -166,17 +166,17 @@ fn demo(breakage: Option<Breakage>, svc: Option<PathBuf>, keep: bool) -> Result<
 fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Result<ExitCode> {
     let dir = dir.unwrap_or_else(kit::dev::default_dir);
     // Claimed before the build, so that a running instance keeps its binary.
-    let claim = kit::dev::Claim::acquire(&dir)?;
+    let lock = kit::dev::DevLock::acquire(&dir)?;
     let svc = resolve_svc(svc)?;
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    runtime.block_on(kit::dev::run(claim, &svc, bundle))?;
+    runtime.block_on(kit::dev::run(lock, &svc, bundle))?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn lab(quick: bool, only: Vec<String>, svc: Option<PathBuf>) -> Result<ExitCode> {
     let acts = match (quick, only.is_empty()) {
         (true, _) => kit::lab::Acts::Quick,
-        (false, true) => kit::lab::Acts::Whole,
+        (false, true) => kit::lab::Acts::Full,
         (false, false) => kit::lab::Acts::only(only)?,
     };
     let svc = match svc {

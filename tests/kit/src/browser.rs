@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::bundle::{self, Part, apps, runtime};
 use crate::dev::{self, handbill::ServiceInfo};
-use crate::story::stack::{Front, IMAGE_VERSION, Stack, USER};
+use crate::story::stack::{IMAGE_VERSION, RouterTransport, Stack, USER};
 use crate::{child, fetch};
 
 /// Not a real host: no request may reach it.
@@ -52,7 +52,7 @@ pub async fn run(options: &Options) -> Result<()> {
     let dir = tempfile::Builder::new().prefix("svc-web-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
     println!("browser: starting platform, router, provider, store, database, identity provider");
-    let (stack, _) = Stack::start(&options.svc, dir.path(), Front::Plain).await?;
+    let (stack, _) = Stack::start(&options.svc, dir.path(), RouterTransport::Plain).await?;
     let result = run_tests(&stack, &bundle, &chromium, &tests, &out, options).await;
     if result.is_err() {
         stack.print_logs();
@@ -102,8 +102,8 @@ pub async fn run_in_terminal(stack: &Stack, command: &str) -> Result<()> {
         tokio::task::spawn_blocking(|| anyhow::Ok((find_chromium()?, install_playwright()?))).await??;
     let parts = json!({
         "routerUrl": stack.router_url(),
-        "appHost": stack.front.app_host(),
-        "codeHost": stack.front.code_host(),
+        "appHost": stack.transport.app_host(),
+        "codeHost": stack.transport.code_host(),
         "idp": { "mintUrl": format!("{}/mint", stack.issuer()) },
         "owner": { "idpUserId": USER },
     });

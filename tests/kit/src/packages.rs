@@ -31,23 +31,23 @@ pub struct Program {
 
 impl Program {
     /// Returns the program, and fetches it if it is missing.
-    pub fn locate(&self) -> Result<Located> {
+    pub fn locate(&self) -> Result<FetchedProgram> {
         ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 only");
         let first = self.debs.first().context("the program has no package")?;
         let tool = format!("{}-{}", first.name, first.version);
         let root = fetch::once(&fetch::target_dir(), &tool, |dir| unpack(self.debs, dir))?;
-        Ok(Located { program: root.join(self.path), libraries: root.join("usr/lib/x86_64-linux-gnu") })
+        Ok(FetchedProgram { program: root.join(self.path), libraries: root.join("usr/lib/x86_64-linux-gnu") })
     }
 }
 
 /// A fetched program.
 #[derive(Debug, Clone)]
-pub struct Located {
+pub struct FetchedProgram {
     program: PathBuf,
     libraries: PathBuf,
 }
 
-impl Located {
+impl FetchedProgram {
     pub fn path(&self) -> &Path {
         &self.program
     }

@@ -87,7 +87,7 @@ fn start_nginx(nginx: &Nginx, dir: &Path, site: &Site) -> Result<super::peers::n
     let trusted = dir.join("upstream.pem");
     nginx.router(
         dir,
-        &site.front,
+        &site.router_pem,
         &Upstreams { upstream: unreachable, websocket: unreachable, trusted: &trusted },
     )
 }

@@ -76,12 +76,12 @@ struct Testbed {
     echo: SocketAddr,
     trusted: PathBuf,
     reader: String,
-    talker: String,
+    echo_user: String,
 }
 
 /// A router under load, with its process.
 #[derive(Clone, Copy)]
-struct Front {
+struct RouterSide {
     side: &'static str,
     address: SocketAddr,
     pid: u32,
@@ -94,12 +94,12 @@ pub async fn measure(options: &Options) -> Result<Tally> {
         print_round(round, options.rounds);
         testbed.measure_idle_memory(&mut tally).await?;
         let (nginx, haproxy) = (testbed.nginx_router()?, testbed.haproxy_router()?);
-        let fronts = [
-            Front { side: PRODUCT, address: testbed.site.router()?, pid: testbed.site.pid()? },
-            Front { side: NGINX, address: nginx.address, pid: nginx.process.pid() },
-            Front { side: HAPROXY, address: haproxy.address, pid: haproxy.process.pid() },
+        let routers = [
+            RouterSide { side: PRODUCT, address: testbed.site.router()?, pid: testbed.site.pid()? },
+            RouterSide { side: NGINX, address: nginx.address, pid: nginx.process.pid() },
+            RouterSide { side: HAPROXY, address: haproxy.address, pid: haproxy.process.pid() },
         ];
-        testbed.run_loads(&mut tally, &fronts, options.seconds)?;
+        testbed.run_loads(&mut tally, &routers, options.seconds)?;
     }
     testbed.site.stop().await?;
     Ok(tally)
@@ -119,8 +119,8 @@ impl Testbed {
         site.start().await?;
         site.register_machine(READER, upstream.address, &identity).await?;
         site.register_machine(ECHO_USER, echo, &identity).await?;
-        let (reader, talker) = (site.open_session(READER).await?, site.open_session(ECHO_USER).await?);
-        Ok(Self { site, dir, wrk, nginx, haproxy, upstream, echo, trusted: pem.cert, reader, talker })
+        let (reader, echo_user) = (site.open_session(READER).await?, site.open_session(ECHO_USER).await?);
+        Ok(Self { site, dir, wrk, nginx, haproxy, upstream, echo, trusted: pem.cert, reader, echo_user })
     }
 
     fn upstreams(&self) -> Upstreams<'_> {
@@ -128,11 +128,11 @@ impl Testbed {
     }
 
     fn nginx_router(&self) -> Result<RunningPeer> {
-        self.nginx.router(self.dir.path(), &self.site.front, &self.upstreams())
+        self.nginx.router(self.dir.path(), &self.site.router_pem, &self.upstreams())
     }
 
     fn haproxy_router(&self) -> Result<RunningPeer> {
-        self.haproxy.router(self.dir.path(), &self.site.front, &self.upstreams())
+        self.haproxy.router(self.dir.path(), &self.site.router_pem, &self.upstreams())
     }
 
     /// Measures memory of freshly started processes: pages that an allocator retains would hide growth.
@@ -168,7 +168,7 @@ impl Testbed {
         address: SocketAddr,
     ) -> Result<()> {
         let before = memory(pid)?;
-        let cookie = if name == SOCKETS { &self.talker } else { &self.reader };
+        let cookie = if name == SOCKETS { &self.echo_user } else { &self.reader };
         let endpoint = self.site.endpoint(address, cookie)?;
         let connect = || -> Result<Connection> {
             if name == SOCKETS { endpoint.websocket() } else { endpoint.https() }
@@ -180,33 +180,33 @@ impl Testbed {
         Ok(())
     }
 
-    fn run_loads(&self, tally: &mut Tally, fronts: &[Front; 3], seconds: u32) -> Result<()> {
+    fn run_loads(&self, tally: &mut Tally, routers: &[RouterSide; 3], seconds: u32) -> Result<()> {
         let direct = self.load(self.upstream.address, "/", false, 1, seconds)?;
-        for front in fronts {
-            let outcome = self.load(front.address, "/", false, 1, seconds)?;
-            tally.add(C1, front.side, outcome.per_second());
-            tally.add(ADDED_LATENCY, front.side, outcome.p50 - direct.p50);
+        for router in routers {
+            let outcome = self.load(router.address, "/", false, 1, seconds)?;
+            tally.add(C1, router.side, outcome.per_second());
+            tally.add(ADDED_LATENCY, router.side, outcome.p50 - direct.p50);
         }
         tally.add(C32, DIRECT, self.load(self.upstream.address, "/", false, 32, seconds)?.per_second());
         for (connections, rate, cost) in [(32, C32, CPU32), (128, C128, CPU128)] {
-            for front in fronts {
-                let before = cpu(front.pid)?;
-                let outcome = self.load(front.address, "/", false, connections, seconds)?;
-                tally.add(rate, front.side, outcome.per_second());
-                tally.add(cost, front.side, outcome.cpu_micros(cpu(front.pid)? - before));
+            for router in routers {
+                let before = cpu(router.pid)?;
+                let outcome = self.load(router.address, "/", false, connections, seconds)?;
+                tally.add(rate, router.side, outcome.per_second());
+                tally.add(cost, router.side, outcome.cpu_micros(cpu(router.pid)? - before));
             }
         }
-        for front in fronts {
-            let outcome = self.load(front.address, "/large", false, 4, seconds)?;
-            tally.add(BODIES, front.side, outcome.mib_per_second());
+        for router in routers {
+            let outcome = self.load(router.address, "/large", false, 4, seconds)?;
+            tally.add(BODIES, router.side, outcome.mib_per_second());
         }
-        for front in &fronts[..2] {
-            let endpoint = self.site.endpoint(front.address, &self.talker)?;
-            tally.add(MESSAGES, front.side, messages_per_second(&endpoint, 32, seconds)?);
+        for router in &routers[..2] {
+            let endpoint = self.site.endpoint(router.address, &self.echo_user)?;
+            tally.add(MESSAGES, router.side, messages_per_second(&endpoint, 32, seconds)?);
         }
-        for front in &fronts[..2] {
-            let outcome = self.load(front.address, "/", true, 32, seconds)?;
-            tally.add(HANDSHAKES, front.side, outcome.per_second());
+        for router in &routers[..2] {
+            let outcome = self.load(router.address, "/", true, 32, seconds)?;
+            tally.add(HANDSHAKES, router.side, outcome.per_second());
         }
         Ok(())
     }

@@ -48,7 +48,7 @@ impl Identity {
 pub struct Site {
     pub ca: Ca,
     /// Certificate of the public side, for all routers.
-    pub front: Pem,
+    pub router_pem: Pem,
     program: Program,
     log: PathBuf,
     platform: Option<Platform>,
@@ -71,13 +71,13 @@ impl Site {
         let idp = Idp::start()?;
         let ca = Ca::new()?;
         let (cert, key) = ca.issue(&[APP_HOST, CODE_HOST])?;
-        let front = Pem::write(dir, "front", &cert, &key)?;
+        let router_pem = Pem::write(dir, "front", &cert, &key)?;
         let mut env = store.env(BUCKET);
         env.extend(store.sts_env());
         env.extend(idp.env());
         let database_url = database.url("platform");
         let key = uuid::Uuid::new_v4().simple().to_string();
-        let (cert, private) = (front.cert.display().to_string(), front.key.display().to_string());
+        let (cert, private) = (router_pem.cert.display().to_string(), router_pem.key.display().to_string());
         let (sign_in, base) = (format!("{}/sign-in", idp.issuer()), provider.base_url());
         let own = [
             ("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"),
@@ -102,7 +102,7 @@ impl Site {
         env.extend(own.map(|(name, value)| (name.to_owned(), value.to_owned())));
         Ok(Self {
             ca,
-            front,
+            router_pem,
             program: Program::new(svc, env),
             log: dir.join("platform.log"),
             platform: None,

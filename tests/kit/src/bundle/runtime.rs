@@ -33,11 +33,11 @@ const BUILD_LEFTOVERS: [&str; 5] =
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
     name: String,
-    from: From,
+    origin: Origin,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum From {
+enum Origin {
     Directory(PathBuf),
     Npm { package: String, version: String },
 }
@@ -46,7 +46,7 @@ impl FromStr for Source {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let (name, from) = text.split_once('=').context("must be NAME=DIR or NAME=npm:PACKAGE@VERSION")?;
+        let (name, origin) = text.split_once('=').context("must be NAME=DIR or NAME=npm:PACKAGE@VERSION")?;
         let is_word = |part: &str| {
             !part.is_empty()
                 && part.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
@@ -55,18 +55,18 @@ impl FromStr for Source {
         let is_name = parts.iter().all(|part| is_word(part))
             && (parts.len() == 1 || (parts.len() == 2 && parts[0] == "agents"));
         ensure!(is_name, "invalid runtime name {name:?}: expected, for example, node or agents/claude");
-        let from = match from.strip_prefix("npm:") {
-            None => From::Directory(PathBuf::from(from)),
+        let origin = match origin.strip_prefix("npm:") {
+            None => Origin::Directory(PathBuf::from(origin)),
             Some(package) => {
                 let (package, version) =
                     package.rsplit_once('@').context("missing version: must be npm:PACKAGE@VERSION")?;
                 let exact =
                     version.split('.').count() >= 3 && version.starts_with(|c: char| c.is_ascii_digit());
                 ensure!(exact && !package.is_empty(), "{version:?} is not an exact version");
-                From::Npm { package: package.to_owned(), version: version.to_owned() }
+                Origin::Npm { package: package.to_owned(), version: version.to_owned() }
             }
         };
-        Ok(Self { name: name.to_owned(), from })
+        Ok(Self { name: name.to_owned(), origin })
     }
 }
 
@@ -78,9 +78,9 @@ pub fn gather(sources: &[Source]) -> Result<Vec<Part>> {
     for source in sorted {
         ensure!(parts.iter().all(|part| part.name != source.name), "runtime {} is given twice", source.name);
         let node = parts.iter().find(|part| part.name == NODE);
-        let part = match &source.from {
-            From::Directory(dir) => directory(&source.name, dir)?,
-            From::Npm { package, version } => npm(&source.name, package, version, node)?,
+        let part = match &source.origin {
+            Origin::Directory(dir) => directory(&source.name, dir)?,
+            Origin::Npm { package, version } => npm(&source.name, package, version, node)?,
         };
         parts.push(part);
     }
@@ -265,12 +265,12 @@ mod tests {
     #[test]
     fn source_is_directory_or_exact_package() {
         let parse = |text: &str| text.parse::<Source>();
-        assert_eq!(parse("node=/opt/node").unwrap().from, From::Directory("/opt/node".into()));
+        assert_eq!(parse("node=/opt/node").unwrap().origin, Origin::Directory("/opt/node".into()));
         assert_eq!(
             parse("agents/claude=npm:@a/claude-code@2.1.0").unwrap(),
             Source {
                 name: "agents/claude".to_owned(),
-                from: From::Npm { package: "@a/claude-code".to_owned(), version: "2.1.0".to_owned() }
+                origin: Origin::Npm { package: "@a/claude-code".to_owned(), version: "2.1.0".to_owned() }
             }
         );
         for bad in [

@@ -14,7 +14,7 @@ use super::root::Root;
 use super::{Options, build, is_in_path, sbom};
 use crate::child;
 use crate::net;
-use crate::story::{Front, Stack};
+use crate::story::{RouterTransport, Stack};
 
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
@@ -127,7 +127,7 @@ async fn check_platform_package(root: &mut Root, options: &Options, packages: &[
     let dir = tempfile::Builder::new().prefix("svc-deb-").tempdir_in("/tmp")?;
     child::remove_on_exit(dir.path());
     // The same services as in the demo; the installed platform is an additional process on the same database.
-    let stack = Stack::start(&options.svc, dir.path(), Front::Plain).await?.0;
+    let stack = Stack::start(&options.svc, dir.path(), RouterTransport::Plain).await?.0;
     let port = net::free_port()?;
     let url = format!("http://127.0.0.1:{port}");
     write_settings(root, &options.source, &stack, &url)?;

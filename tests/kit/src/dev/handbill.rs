@@ -64,8 +64,8 @@ impl ServiceInfo {
         let issuer = stack.issuer();
         Ok(Self {
             platform_url: stack.api.clone(),
-            app_host: stack.front.app_host().to_owned(),
-            code_host: stack.front.code_host().to_owned(),
+            app_host: stack.transport.app_host().to_owned(),
+            code_host: stack.transport.code_host().to_owned(),
             router_url: stack.router_url(),
             operator_token: stack.secret.clone(),
             idp: IdentityProvider { mint_url: format!("{issuer}/mint"), issuer },

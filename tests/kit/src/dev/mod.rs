@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-pub use self::place::{AlreadyRunning, Claim};
+pub use self::place::{AlreadyRunning, DevLock};
 use crate::bundle;
 use crate::child;
 use crate::story::first_life::MachineRecord;
-use crate::story::stack::{Front, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
+use crate::story::stack::{HANDLE, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
 
 /// The router loads a new machine within a second.
 const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -26,7 +26,7 @@ const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
 ///
 /// # Errors
 /// Fails if something cannot start, or if the platform exits.
-pub async fn run(claim: Claim, svc: &Path, bundle: Option<&Path>) -> Result<()> {
+pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()> {
     let started = Instant::now();
     let mut stop = StopSignals::listen()?;
     // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
@@ -35,25 +35,25 @@ pub async fn run(claim: Claim, svc: &Path, bundle: Option<&Path>) -> Result<()> 
     child::remove_on_exit(dir.path());
     println!("dev: starting platform, router, provider, store, database, identity provider");
     let mut stack = tokio::select! {
-        started = Stack::start(svc, dir.path(), Front::Plain) => started?.0,
+        started = Stack::start(svc, dir.path(), RouterTransport::Plain) => started?.0,
         () = stop.received() => return Ok(()),
     };
     let result = tokio::select! {
-        result = provision_and_wait(&mut stack, &claim, svc, bundle, started) => result,
+        result = provision_and_wait(&mut stack, &lock, svc, bundle, started) => result,
         () = stop.received() => Ok(()),
     };
     if result.is_err() {
         stack.print_logs();
     }
     println!("dev: stopping");
-    claim.withdraw();
+    lock.withdraw();
     stack.stop().await;
     result
 }
 
 async fn provision_and_wait(
     stack: &mut Stack,
-    claim: &Claim,
+    lock: &DevLock,
     svc: &Path,
     bundle: Option<&Path>,
     started: Instant,
@@ -61,7 +61,7 @@ async fn provision_and_wait(
     println!("dev: provisioning the machine of {USER}");
     let machine = provision(stack, bundle).await?;
     let info = handbill::ServiceInfo::collect(stack, &machine)?;
-    let files = claim.publish(&info, stack.operator_env(), svc)?;
+    let files = lock.publish(&info, stack.operator_env(), svc)?;
     println!("{}", guide::text(stack, &info, &files, started.elapsed()));
     stack.wait_for_platform_exit().await
 }

@@ -20,7 +20,7 @@ const SVCCTL_LINK: &str = "svcctl";
 
 /// Ownership of the directory, released on drop.
 #[derive(Debug)]
-pub struct Claim {
+pub struct DevLock {
     dir: PathBuf,
     _lock: File,
 }
@@ -41,7 +41,7 @@ pub(super) struct Files {
     pub(super) operator: PathBuf,
 }
 
-impl Claim {
+impl DevLock {
     /// # Errors
     /// [`AlreadyRunning`], or if the directory cannot be created.
     pub fn acquire(dir: &Path) -> Result<Self> {
@@ -57,9 +57,9 @@ impl Claim {
         }
         lock.set_len(0)?;
         write!(lock, "{}", std::process::id())?;
-        let claim = Self { dir, _lock: lock };
-        claim.remove_files();
-        Ok(claim)
+        let dev_lock = Self { dir, _lock: lock };
+        dev_lock.remove_files();
+        Ok(dev_lock)
     }
 
     pub(super) fn publish(&self, info: &ServiceInfo, env: &[(String, String)], svc: &Path) -> Result<Files> {
@@ -100,7 +100,7 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for DevLock {
     fn drop(&mut self) {
         self.remove_files();
         // Fails, as intended, if the directory contains other files.
@@ -164,13 +164,13 @@ mod tests {
         let dir = home.path().join("dev");
         fs::create_dir_all(&dir).unwrap();
         fs::write(dir.join(INFO_FILE), r#"{"platformUrl": "stale"}"#).unwrap();
-        let first = Claim::acquire(&dir).unwrap();
+        let first = DevLock::acquire(&dir).unwrap();
         assert!(!dir.join(INFO_FILE).exists(), "stale files are removed");
-        let refused = Claim::acquire(&dir).unwrap_err().to_string();
+        let refused = DevLock::acquire(&dir).unwrap_err().to_string();
         assert!(refused.contains(&format!("kill {}", std::process::id())), "{refused}");
         drop(first);
         assert!(!dir.exists());
-        drop(Claim::acquire(&dir).unwrap());
+        drop(DevLock::acquire(&dir).unwrap());
     }
 
     #[test]
@@ -178,7 +178,7 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let other = home.path().join("notes.txt");
         fs::write(&other, "mine").unwrap();
-        drop(Claim::acquire(home.path()).unwrap());
+        drop(DevLock::acquire(home.path()).unwrap());
         assert!(other.exists());
         fs::remove_file(home.path().with_added_extension("lock")).unwrap();
     }

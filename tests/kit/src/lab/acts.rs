@@ -12,7 +12,7 @@ pub enum Acts {
     /// The main scenario: use, reboot, backup, loss, recovery.
     Quick,
     /// Also the checks that need a real machine.
-    Whole,
+    Full,
     /// Only these, in the same order: for working on one of them.
     Only(Vec<String>),
 }
@@ -26,21 +26,21 @@ pub(super) struct SlotMachines {
 
 type RunAct = for<'a> fn(&'a Stack, &'a mut SlotMachines) -> LocalBoxFuture<'a, Result<((), String)>>;
 
-pub(super) struct Act {
+pub(super) struct LabAct {
     pub(super) name: &'static str,
     is_quick: bool,
     pub(super) run: RunAct,
 }
 
-const fn quick_act(name: &'static str, run: RunAct) -> Act {
-    Act { name, is_quick: true, run }
+const fn quick_act(name: &'static str, run: RunAct) -> LabAct {
+    LabAct { name, is_quick: true, run }
 }
 
-const fn full_act(name: &'static str, run: RunAct) -> Act {
-    Act { name, is_quick: false, run }
+const fn full_act(name: &'static str, run: RunAct) -> LabAct {
+    LabAct { name, is_quick: false, run }
 }
 
-static ACTS: [Act; 32] = [
+static ACTS: [LabAct; 32] = [
     quick_act("boot", |stack, machines| Box::pin(stages::measure_boot(stack, &machines.current))),
     quick_act("sound", |stack, machines| Box::pin(look::check_machine(stack, &machines.current))),
     quick_act("use", |stack, _| Box::pin(life::insert_and_find(stack))),
@@ -122,10 +122,10 @@ impl Acts {
     }
 
     /// The selected acts.
-    pub(super) fn selected(&self) -> Vec<&'static Act> {
-        let is_selected = |act: &&Act| match self {
+    pub(super) fn selected(&self) -> Vec<&'static LabAct> {
+        let is_selected = |act: &&LabAct| match self {
             Self::Quick => act.is_quick,
-            Self::Whole => true,
+            Self::Full => true,
             Self::Only(names) => names.iter().any(|name| name == act.name),
         };
         ACTS.iter().filter(is_selected).collect()

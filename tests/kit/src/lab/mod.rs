@@ -23,12 +23,12 @@ use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::acts::Acts;
-use self::acts::{Act, SlotMachines};
+use self::acts::{LabAct, SlotMachines};
 use crate::child;
 use crate::fetch::target_dir;
 use crate::pg::PgBinaries;
 use crate::provider::MachineSettings;
-use crate::story::{Front, HostBackend, Report, Stack, StepFailed};
+use crate::story::{HostBackend, Report, RouterTransport, Stack, StepFailed};
 use crate::vm::{Accel, Image};
 
 /// Long enough for emulation on a busy machine.
@@ -78,7 +78,7 @@ pub async fn run(options: Options) -> Result<Report> {
 async fn run_all(
     report: &mut Report,
     svc: &Path,
-    acts: &[&Act],
+    acts: &[&LabAct],
     machines: &Path,
     sockets: &Path,
 ) -> Result<(), StepFailed> {
@@ -86,7 +86,7 @@ async fn run_all(
         report.step("image", build_image(acts.iter().any(|act| act.name == "full-release"))).await?;
     let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
     let backend = HostBackend::Machines(settings);
-    let stack = Stack::start_on(svc, sockets, Front::Tls, backend, &[]);
+    let stack = Stack::start_on(svc, sockets, RouterTransport::Tls, backend, &[]);
     let stack = report.step("stack", stack).await?;
     let result = run_acts(report, acts, &stack).await;
     if result.is_err() {
@@ -114,7 +114,7 @@ async fn build_image(with_full_release: bool) -> Result<((Image, Accel), String)
     Ok(((image, accel), format!("Debian with podman and PostgreSQL 16; {accel_name}")))
 }
 
-async fn run_acts(report: &mut Report, acts: &[&Act], stack: &Stack) -> Result<(), StepFailed> {
+async fn run_acts(report: &mut Report, acts: &[&LabAct], stack: &Stack) -> Result<(), StepFailed> {
     report.step("publish", life::publish(stack)).await?;
     let first = report.step("provision", life::provision(stack)).await?;
     let mut slot_machines = SlotMachines { current: first.clone(), first };

@@ -38,7 +38,7 @@ impl Drop for Blob {
 }
 
 /// A received upload.
-pub(super) struct Received {
+pub(super) struct ReceivedUpload {
     pub(super) blob: Arc<Blob>,
     pub(super) sha256: [u8; 32],
 }
@@ -54,7 +54,7 @@ impl Blob {
         dir: &Path,
         body: Option<StreamingBlob>,
         checksums: &ProvidedChecksums,
-    ) -> S3Result<Received> {
+    ) -> S3Result<ReceivedUpload> {
         let mut sha256 = ring::digest::Context::new(&ring::digest::SHA256);
         let mut hasher = checksums.hasher();
         let mut small = BytesMut::new();
@@ -81,7 +81,7 @@ impl Blob {
         checksums.verify(hasher)?;
         let mut digest = [0; 32];
         digest.copy_from_slice(sha256.finish().as_ref());
-        Ok(Received { blob: Arc::new(blob), sha256: digest })
+        Ok(ReceivedUpload { blob: Arc::new(blob), sha256: digest })
     }
 }
 

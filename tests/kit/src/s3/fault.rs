@@ -122,9 +122,9 @@ impl Rule {
 
 /// Counts the occurrences of a rule's fault.
 #[derive(Clone, Debug)]
-pub struct Hits(Arc<AtomicUsize>);
+pub struct HitCounter(Arc<AtomicUsize>);
 
-impl Hits {
+impl HitCounter {
     pub fn hits(&self) -> usize {
         self.0.load(Ordering::SeqCst)
     }
@@ -142,8 +142,8 @@ struct ActiveRule {
 }
 
 impl Faults {
-    pub(super) fn add(&self, rule: Rule) -> Hits {
-        let hits = Hits(Arc::default());
+    pub(super) fn add(&self, rule: Rule) -> HitCounter {
+        let hits = HitCounter(Arc::default());
         let active = ActiveRule { rule, seen: 0, hits: Arc::clone(&hits.0) };
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(active);
         hits

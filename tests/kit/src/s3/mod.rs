@@ -33,7 +33,7 @@ mod sts;
 mod upload;
 mod wire;
 
-pub use fault::{Fault, Hits, Rule};
+pub use fault::{Fault, HitCounter, Rule};
 pub use session::SessionInfo;
 pub use wire::RequestRecord;
 
@@ -223,7 +223,7 @@ impl S3Server {
     }
 
     /// Activates a fault for the requests selected by the rule.
-    pub fn fault(&self, rule: Rule) -> Hits {
+    pub fn fault(&self, rule: Rule) -> HitCounter {
         self.http.faults.add(rule)
     }
 

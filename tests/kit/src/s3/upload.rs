@@ -10,7 +10,7 @@ use s3s::dto::{CompletedPart, ETag};
 use s3s::{S3Result, s3_error};
 
 use super::attributes::Attributes;
-use super::blob::{Blob, Body, Received};
+use super::blob::{Blob, Body, ReceivedUpload};
 use super::condition::WriteCondition;
 use super::store::{Bucket, Object, content_tag};
 
@@ -34,7 +34,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    pub(super) fn new(received: &Received) -> Self {
+    pub(super) fn new(received: &ReceivedUpload) -> Self {
         Self {
             body: Body::new(vec![Arc::clone(&received.blob)]),
             etag: content_tag(&received.sha256),

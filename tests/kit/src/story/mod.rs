@@ -27,7 +27,7 @@ pub use self::second_life::{
     Timeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,
 };
 pub use self::slot::BUCKET;
-pub use self::stack::{Front, HANDLE, HostBackend, IMAGE_VERSION, Stack, USER, eventually};
+pub use self::stack::{HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
 pub use self::web::WebClient;
 use crate::child;
 
@@ -52,21 +52,21 @@ pub async fn run(options: Options) -> Result<Report> {
 
 /// A point of the story for an inspection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
+pub enum Checkpoint {
     /// All services run; there is no machine yet.
     Started,
     /// The second machine runs and has the rows; the first knows that it is replaced.
     Recovered,
 }
 
-/// Like [`run`], with extra settings for every process of the product, and an inspection at each [`Moment`].
+/// Like [`run`], with extra settings for every process of the product, and an inspection at each [`Checkpoint`].
 ///
 /// # Errors
 /// Like [`run`].
 pub async fn run_inspected(
     options: Options,
     extra_env: &[(&str, &str)],
-    mut inspect: impl AsyncFnMut(&Stack, Moment) -> Result<()>,
+    mut inspect: impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<Report> {
     // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
     let dir =
@@ -108,9 +108,10 @@ async fn run_all(
     options: &Options,
     extra_env: &[(&str, &str)],
     dir: &Path,
-    inspect: &mut impl AsyncFnMut(&Stack, Moment) -> Result<()>,
+    inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<(), StepFailed> {
-    let mut stack = report.step("stack", Stack::start_with(&options.svc, dir, Front::Tls, extra_env)).await?;
+    let mut stack =
+        report.step("stack", Stack::start_with(&options.svc, dir, RouterTransport::Tls, extra_env)).await?;
     let result = run_steps(report, options.breakage, &mut stack, inspect).await;
     if result.is_err() {
         stack.print_logs();
@@ -123,10 +124,10 @@ async fn run_steps(
     report: &mut Report,
     breakage: Option<Breakage>,
     stack: &mut Stack,
-    inspect: &mut impl AsyncFnMut(&Stack, Moment) -> Result<()>,
+    inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<(), StepFailed> {
     let broken = |what: Breakage| breakage == Some(what);
-    report.hidden_step("watched", inspect(stack, Moment::Started)).await?;
+    report.hidden_step("watched", inspect(stack, Checkpoint::Started)).await?;
     report.step("publish", first_life::publish(stack)).await?;
     let first = report.step("provision", first_life::provision(stack)).await?;
     report.step("boot", first_life::boot(stack, &first)).await?;
@@ -156,7 +157,7 @@ async fn run_steps(
     }
     report.step("fenced", second_life::check_old_backup_refused(stack, &first, &backup)).await?;
     report.step("superseded", second_life::check_old_machine_superseded(stack, &first, &backup)).await?;
-    report.hidden_step("watched", inspect(stack, Moment::Recovered)).await?;
+    report.hidden_step("watched", inspect(stack, Checkpoint::Recovered)).await?;
     report.step("undelete", second_life::undelete(stack, &second, Timeouts::DEMO)).await?;
     report.step("delete", second_life::delete(stack, &second)).await?;
     report.step("gone", second_life::check_owner_gets_503(stack)).await

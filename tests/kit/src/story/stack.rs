@@ -37,16 +37,16 @@ pub enum HostBackend {
     Machines(MachineSettings),
 }
 
-/// Public side of the router.
+/// Transport of the router's public listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Front {
+pub enum RouterTransport {
     /// As in production: TLS, with a certificate of the test CA.
     Tls,
     /// For people: names that resolve to loopback in browsers and curl, without a certificate.
     Plain,
 }
 
-impl Front {
+impl RouterTransport {
     pub fn app_host(self) -> &'static str {
         match self {
             Self::Tls => "app.svc-demo.test",
@@ -75,7 +75,7 @@ pub struct Stack {
     /// Like [`Self::web`], for the owner's code-server.
     pub code: WebClient,
     pub api: String,
-    pub front: Front,
+    pub transport: RouterTransport,
     /// The operators' bearer token.
     pub secret: String,
     /// `PLATFORM_KEY`, from which the hosts' tokens are derived.
@@ -92,25 +92,25 @@ pub struct Stack {
 
 impl Stack {
     /// Starts everything; also returns a line with the addresses.
-    pub async fn start(svc: &Path, dir: &Path, front: Front) -> Result<(Self, String)> {
-        Self::start_with(svc, dir, front, &[]).await
+    pub async fn start(svc: &Path, dir: &Path, transport: RouterTransport) -> Result<(Self, String)> {
+        Self::start_with(svc, dir, transport, &[]).await
     }
 
     /// Like [`Self::start`], with extra settings for every process of the product: platform, hosts and `svcctl`.
     pub async fn start_with(
         svc: &Path,
         dir: &Path,
-        front: Front,
+        transport: RouterTransport,
         extra_env: &[(&str, &str)],
     ) -> Result<(Self, String)> {
-        Self::start_on(svc, dir, front, HostBackend::Processes, extra_env).await
+        Self::start_on(svc, dir, transport, HostBackend::Processes, extra_env).await
     }
 
     /// Like [`Self::start_with`], on servers of another kind. Virtual machines get no settings except their user-data.
     pub async fn start_on(
         svc: &Path,
         dir: &Path,
-        front: Front,
+        transport: RouterTransport,
         backend: HostBackend,
         extra_env: &[(&str, &str)],
     ) -> Result<(Self, String)> {
@@ -172,20 +172,20 @@ impl Stack {
             set("SVC_HOST_BUNDLE_BASE_URL", &from_guest(&api));
             set("HOST_OBJECT_STORE_ENDPOINT", &from_guest(&store.endpoint()));
         }
-        set("APP_HOST", front.app_host());
-        set("CODE_HOST", front.code_host());
+        set("APP_HOST", transport.app_host());
+        set("CODE_HOST", transport.code_host());
         set("IDP_SIGN_IN_URL", &format!("{}/sign-in", idp.issuer()));
         set("ROUTER_LISTEN", "127.0.0.1:0");
-        if front == Front::Tls {
-            let (cert, key) = ca.issue(&[front.app_host(), front.code_host()])?;
+        if transport == RouterTransport::Tls {
+            let (cert, key) = ca.issue(&[transport.app_host(), transport.code_host()])?;
             set("ROUTER_TLS_CERT_FILE", &write_file(dir, "router.pem", &cert)?);
             set("ROUTER_TLS_KEY_FILE", &write_file(dir, "router.key", &key)?);
         }
         let platform_env = env.clone();
         let platform = Platform::start(&Program::new(svc, env), &dir.join("platform.log")).await?;
         let router = format!("{}://{}", platform.scheme, platform.router);
-        let web = WebClient::new(&ca.root_pem(), &platform.scheme, front.app_host(), platform.router)?;
-        let code = WebClient::new(&ca.root_pem(), &platform.scheme, front.code_host(), platform.router)?;
+        let web = WebClient::new(&ca.root_pem(), &platform.scheme, transport.app_host(), platform.router)?;
+        let code = WebClient::new(&ca.root_pem(), &platform.scheme, transport.code_host(), platform.router)?;
 
         let summary =
             format!("platform {api}, router {router}, provider, store, database, identity provider");
@@ -201,7 +201,7 @@ impl Stack {
             web,
             code,
             api,
-            front,
+            transport,
             secret,
             key,
             signing_key,

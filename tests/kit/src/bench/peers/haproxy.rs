@@ -9,7 +9,7 @@ use anyhow::Result;
 use super::nginx::{Pem, RunningPeer, Upstreams};
 use crate::bench::process::ServerProcess;
 use crate::net;
-use crate::packages::{Deb, Located, Program};
+use crate::packages::{Deb, FetchedProgram, Program};
 
 const HAPROXY: Program = Program {
     path: "usr/sbin/haproxy",
@@ -39,7 +39,7 @@ const HAPROXY: Program = Program {
 
 #[derive(Clone)]
 pub struct HaProxy {
-    program: Located,
+    program: FetchedProgram,
 }
 
 impl HaProxy {

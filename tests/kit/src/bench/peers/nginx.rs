@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use crate::bench::process::ServerProcess;
 use crate::net;
-use crate::packages::{Deb, Located, Program};
+use crate::packages::{Deb, FetchedProgram, Program};
 
 const NGINX: Program = Program {
     path: "usr/sbin/nginx",
@@ -40,7 +40,7 @@ impl Pem {
 
 #[derive(Clone)]
 pub struct Nginx {
-    program: Located,
+    program: FetchedProgram,
 }
 
 /// A running nginx or HAProxy.

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::packages::{Deb, Located, Program};
+use crate::packages::{Deb, FetchedProgram, Program};
 
 const PIGZ: Program = Program {
     path: "usr/bin/pigz",
@@ -20,6 +20,6 @@ const PIGZ: Program = Program {
     ],
 };
 
-pub fn fetch() -> Result<Located> {
+pub fn fetch() -> Result<FetchedProgram> {
     PIGZ.locate()
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use crate::child;
-use crate::packages::{Deb, Located, Program};
+use crate::packages::{Deb, FetchedProgram, Program};
 
 const WRK: Program = Program {
     path: "usr/bin/wrk",
@@ -28,7 +28,7 @@ const WRK: Program = Program {
 };
 
 pub struct Wrk {
-    program: Located,
+    program: FetchedProgram,
 }
 
 /// The request that every connection sends.
