@@ -1,5 +1,5 @@
 //! `cargo xtask bench`: selects the binary, runs the measurement and sets the exit code. The records are measured by a
-//! program that links the product; it is build_bench_program here.
+//! program that links the product; it is built here.
 
 use std::path::PathBuf;
 use std::process::{ExitCode, Stdio};
@@ -22,7 +22,7 @@ pub struct Args {
     /// Seconds per load
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=60))]
     seconds: u32,
-    /// The binary to measure (default: target/dist/svc); for records, the program of tests/bench (default: build_bench_program)
+    /// The binary to measure (default: target/dist/svc); for records, the program of tests/bench (default: built)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
     /// Fail if a target is missed

@@ -13,7 +13,7 @@ use crate::{EVENT_BYTES, event, events, nanos, print_figure, quantile};
 
 const DAY: Date = Date::constant(2026, 11, 22);
 const EVENT_COUNT: usize = 1_200_000;
-/// Interval between two calls of a run_paced_load load.
+/// Interval between two calls of a paced load.
 const CALL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// Runs a load on a new writer, and checks the file after the writer has stopped.
@@ -51,7 +51,7 @@ pub fn measure(dir: &Path, load: Duration) -> Result<()> {
     Ok(())
 }
 
-/// Appends an event; retries while the buffer is run_full_load.
+/// Appends an event; retries while the buffer is full.
 fn append_with_retry(records: &Records, event: &Interaction) {
     while records.append(Record::Interactions(DAY), event).is_err() {
         std::thread::sleep(Duration::from_micros(50));
