@@ -88,7 +88,7 @@ impl Site {
             ("CUSTOMER_VPS_IMAGE_VERSION", "bench"),
             ("PROVIDER_API_URL", &base),
             ("PROVIDER_API_TOKEN", provider.token()),
-            // The machines are only rows; without a reconciliation nobody notices that their servers are missing.
+            // The machines are only rows; without reconciliation, their missing servers go unnoticed.
             ("RECONCILE_SECONDS", "86400"),
             ("APP_HOST", APP_HOST),
             // The whole load comes from one user: it is counted as usual, but never throttled.

@@ -11,7 +11,7 @@ use crate::story::{MachineRecord, Stack};
 const CHECKS: &str = include_str!("sound.sh");
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Runs all checks of `check_machine.sh`.
+/// Runs all checks of `sound.sh`.
 pub async fn check_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let vm = stack.provider.machine(&machine.server)?;
     let output = vm.run(CHECKS, TIMEOUT).await?;

@@ -27,7 +27,7 @@ const EX_CONFIG: i32 = 78;
 pub(super) enum ServiceState {
     Starting,
     Ready,
-    /// Ended for good, with the reason.
+    /// Ended permanently, with the reason.
     Ended(String),
 }
 
