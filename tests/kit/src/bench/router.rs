@@ -11,7 +11,7 @@ use anyhow::Result;
 use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::haproxy::HaProxy;
 use super::peers::nginx::{Nginx, Pem, RunningPeer, Upstreams};
-use super::peers::wrk::{Outcome, Request, Wrk};
+use super::peers::wrk::{LoadResult, Request, Wrk};
 use super::process::{cpu, memory};
 use super::site::{Identity, Site};
 use super::wire::{Connection, messages_per_second, open};
@@ -218,7 +218,7 @@ impl Testbed {
         close: bool,
         connections: u32,
         seconds: u32,
-    ) -> Result<Outcome> {
+    ) -> Result<LoadResult> {
         let mut headers = vec![
             ("Host".to_owned(), self.site.host().to_owned()),
             ("Cookie".to_owned(), format!("theme=dark; {}", self.reader)),

@@ -134,7 +134,7 @@ fn manifest_describes_archive_and_is_signed() {
     assert_eq!(read(".sha256"), format!("{}  {ARCHIVE}\n", bundle.sha256));
 
     // Without a key, the signature of an earlier build is removed.
-    let rebuilt = minimal(&dir.path().join("fake"), "v2", &bundle.dir).unwrap();
+    let rebuilt = build_minimal(&dir.path().join("fake"), "v2", &bundle.dir).unwrap();
     assert!(!rebuilt.dir.join(format!("{ARCHIVE}.json.sig")).exists());
 }
 

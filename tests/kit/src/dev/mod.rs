@@ -46,7 +46,7 @@ pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()>
         stack.print_logs();
     }
     println!("dev: stopping");
-    lock.withdraw();
+    lock.unpublish();
     stack.stop().await;
     result
 }

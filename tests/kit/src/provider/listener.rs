@@ -88,7 +88,7 @@ async fn handle(
         (None, None) => forward(api, request).await,
         (None, Some(Fault::Status { status, code, reset_in_seconds })) => {
             if let Some(seconds) = reset_in_seconds {
-                rate = rate.spent(seconds);
+                rate = rate.exhausted(seconds);
             }
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
             Refusal::new(status, &code, "a scripted fault").into_response()
