@@ -120,7 +120,7 @@ async fn on_seaweedfs(count: usize) -> Result<()> {
 async fn seaweedfs() -> Result<Option<Seaweed>> {
     svc::http::tls::install_provider();
     if let Err(error) =
-        tokio::task::spawn_blocking(|| kit::seaweed::fetched(&kit::fetch::target_dir())).await?
+        tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
     {
         println!("SKIPPED: SeaweedFS cannot be fetched: {error:#}");
         return Ok(None);
