@@ -1,4 +1,4 @@
-//! Puts the commit and its date into `svc --version`; both are `unknown` outside a git checkout.
+//! Embeds the commit and its date into `svc --version`; both are `unknown` outside a git checkout.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ fn git(args: &[&str]) -> Option<String> {
 }
 
 fn main() {
-    // They are embedded by a macro, which cargo does not see reading them.
+    // A macro embeds the migrations; cargo does not track its reads.
     println!("cargo:rerun-if-changed=migrations");
     println!("cargo:rerun-if-changed=build.rs");
     if let Some(dir) = git(&["rev-parse", "--absolute-git-dir"]) {

@@ -10,11 +10,11 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use kit::story::{self, Moment, Options, Stack};
+use kit::story::{self, Checkpoint, Options, Stack};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use channels::Watch;
+use channels::ProcessWatch;
 use detector::{Detector, Leak};
 
 const ADMIN: &str = "canary-admin-token-0123456789-0123456789";
@@ -30,16 +30,16 @@ async fn no_secret_of_the_story_is_seen_anywhere() {
         ("RUST_LOG", "debug,tokio_postgres::query=debug,tokio_postgres::simple_query=debug"),
         ("ADMIN_TOKEN", ADMIN),
     ];
-    let watch = Watch::start();
-    let report = story::play_watched(options, &more, async |stack, moment| match moment {
-        Moment::Begun => Ok(()),
-        Moment::Lived => look(stack, &watch).await,
+    let watch = ProcessWatch::start();
+    let report = story::run_inspected(options, &more, async |stack, checkpoint| match checkpoint {
+        Checkpoint::Started => Ok(()),
+        Checkpoint::Recovered => look(stack, &watch).await,
     });
     let report = report.await.unwrap();
     assert!(report.ok, "{:#?}", report.failed());
 }
 
-async fn look(stack: &Stack, watch: &Watch) -> Result<()> {
+async fn look(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
     let mut detector = Detector::default();
     let mut answers = provoke(stack, &mut detector).await?;
     let databases = plant_what_there_is(stack, &mut detector)?;
@@ -62,7 +62,7 @@ async fn look(stack: &Stack, watch: &Watch) -> Result<()> {
 fn everywhere(
     stack: &Stack,
     detector: &Detector,
-    watch: &Watch,
+    watch: &ProcessWatch,
     answers: &[String],
     databases: &BTreeMap<String, String>,
 ) -> Result<BTreeSet<Leak>> {
@@ -70,19 +70,19 @@ fn everywhere(
     let logs = channels::logs(&stack.dir)?;
     ensure!(logs.len() >= 10, "too few logs: {:?}", logs.keys());
     for (path, text) in &logs {
-        leaks.extend(detector.look(&format!("log {path}"), text));
+        leaks.extend(detector.scan(&format!("log {path}"), text));
     }
-    leaks.extend(detector.look("log of the platform's database", &stack.database_log()));
+    leaks.extend(detector.scan("log of the platform's database", &stack.database_log()));
     for answer in answers {
-        leaks.extend(detector.look("answer", answer));
+        leaks.extend(detector.scan("answer", answer));
     }
     let lines = watch.seen();
     ensure!(lines.iter().any(|line| line.contains("pg_dump")), "the process list was not seen");
     for line in &lines {
-        leaks.extend(detector.look("process list", line));
+        leaks.extend(detector.scan("process list", line));
     }
     for (name, url) in databases {
-        leaks.extend(detector.look(&format!("table of {name}"), &channels::tables(&stack.pg, url)?));
+        leaks.extend(detector.scan(&format!("table of {name}"), &channels::tables(&stack.pg, url)?));
     }
     Ok(leaks)
 }
@@ -237,7 +237,7 @@ async fn one_id_everywhere(stack: &Stack) -> Result<()> {
 /// Lets a secret out through every channel; gives the places where it has to be seen.
 async fn leak_through_each(
     stack: &Stack,
-    watch: &Watch,
+    watch: &ProcessWatch,
     answers: &mut Vec<String>,
     databases: &BTreeMap<String, String>,
 ) -> Result<Vec<String>> {

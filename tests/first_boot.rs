@@ -40,7 +40,7 @@ fn bundle() -> &'static Bundle {
     BUNDLE.get_or_init(|| {
         let dir = tempfile::tempdir().unwrap();
         let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
-        let built = kit::bundle::minimal(svc, "v1", dir.path()).unwrap();
+        let built = kit::bundle::build_minimal(svc, "v1", dir.path()).unwrap();
         let archive = fs::read(built.dir.join(kit::bundle::ARCHIVE)).unwrap();
         Bundle { _dir: dir, archive, sha256: built.sha256 }
     })

@@ -134,7 +134,7 @@ fn root(units: &[Unit]) -> tempfile::TempDir {
 
 fn verified(units: &[Unit]) -> String {
     let root = root(units);
-    let mut analyze = checkers::installed("systemd-analyze", "systemd").unwrap();
+    let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     analyze.args(["verify", "--man=no", "--recursive-errors=no", "--root"]).arg(root.path());
     let output = analyze.args(units.iter().map(|unit| &unit.name)).output().unwrap();
     let words = said(&output);
@@ -159,7 +159,7 @@ fn systemd_has_nothing_to_say_about_the_units() {
 
 /// In tenths.
 fn exposure(unit: &Path) -> u32 {
-    let mut analyze = checkers::installed("systemd-analyze", "systemd").unwrap();
+    let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     let output = analyze.args(["security", "--no-pager", "--offline=true"]).arg(unit).output().unwrap();
     let words = said(&output);
     let (_, after) = words.split_once("Overall exposure level for ").unwrap_or_else(|| panic!("{words}"));
@@ -330,7 +330,7 @@ fn users_and_directories_are_made_and_made_again() {
             ("systemd-sysusers", vec![], "sysusers.d/svc.conf"),
             ("systemd-tmpfiles", vec!["--create"], "tmpfiles.d/svc.conf"),
         ] {
-            let mut command = checkers::installed(program, "systemd").unwrap();
+            let mut command = checkers::find_or_install(program, "systemd").unwrap();
             command.arg("--root").arg(root.path()).args(args).arg(tree().join(file));
             let output = command.output().unwrap();
             assert!(output.status.success(), "{program}: {}", said(&output));
@@ -370,8 +370,8 @@ fn the_metadata_address_is_closed_to_all_but_root() {
     if !is_root() {
         return;
     }
-    checkers::installed("nft", "nftables").unwrap();
-    checkers::installed("ip", "iproute2").unwrap();
+    checkers::find_or_install("nft", "nftables").unwrap();
+    checkers::find_or_install("ip", "iproute2").unwrap();
     let script = r#"
         set -e
         ip link set lo up; ip addr add 169.254.169.254/32 dev lo; ip addr add 10.0.0.1/32 dev lo

@@ -113,7 +113,7 @@ impl Dice {
 fn play(seed: u64, scripts: u64, failpoints: &'static str) -> Result<Figures> {
     let mut home = Home::with_failpoints(failpoints)?;
     home.watch()?;
-    let mut figures = Figures::of("audit_campaign");
+    let mut figures = Figures::new("audit_campaign");
     for number in 0..scripts {
         let mut dice = Dice(seed.wrapping_add(number));
         let script = dice.script(failpoints.is_empty());
@@ -172,5 +172,5 @@ fn the_same_where_nothing_is_told_and_all_is_looked_through() -> Result<()> {
 fn long_a_thousand_random_scripts_are_in_the_record() -> Result<()> {
     let mut figures = play(seed()?, 1000, "")?;
     figures.fuzz_cases += play(seed()?.wrapping_add(5000), 200, "watch.look=return(error)")?.fuzz_cases;
-    figures.tell()
+    figures.record()
 }

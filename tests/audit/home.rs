@@ -51,7 +51,7 @@ impl Program {
     pub fn kill(mut self) -> Result<()> {
         self.shell.kill()?;
         self.shell.wait()?;
-        child::ended(self.shell.id());
+        child::unregister(self.shell.id());
         Ok(())
     }
 }
@@ -132,7 +132,7 @@ impl Home {
         let mut command = self.watcher_command();
         command.env("NOTIFY_SOCKET", &notify).env("FAILPOINTS", &self.failpoints);
         let mut watcher = command.stdout(log.try_clone()?).stderr(log).spawn()?;
-        child::end_with_us(watcher.id(), AtExit::Kill);
+        child::kill_on_exit(watcher.id(), AtExit::Kill);
         let (deadline, mut buffer) = (Instant::now() + PATIENCE, [0_u8; 1024]);
         loop {
             if let Ok(size) = socket.recv(&mut buffer)
@@ -180,7 +180,7 @@ impl Home {
         let mut command = self.surrounded("bash", &["--norc"]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).env("SVC_AGENT_NAME", agent.0);
         let mut shell = command.env("SVC_DISPATCH_ID", agent.0).spawn()?;
-        child::end_with_us(shell.id(), AtExit::Kill);
+        child::kill_on_exit(shell.id(), AtExit::Kill);
         let stdin = shell.stdin.take().context("stdin")?;
         let stdout = BufReader::new(shell.stdout.take().context("stdout")?);
         Ok(Program { shell, stdin, stdout, is_told: false })
@@ -209,7 +209,7 @@ impl Home {
         if let Some(mut watcher) = self.watcher.take() {
             watcher.kill()?;
             watcher.wait()?;
-            child::ended(watcher.id());
+            child::unregister(watcher.id());
         }
         Ok(())
     }
@@ -219,7 +219,7 @@ impl Home {
         let pid = nix::unistd::Pid::from_raw(i32::try_from(watcher.id())?);
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?;
         let status = child::wait_until(&mut watcher, Instant::now() + PATIENCE);
-        child::ended(watcher.id());
+        child::unregister(watcher.id());
         ensure!(status.is_some_and(|status| status.success()), "{status:?}: {}", self.log());
         Ok(())
     }

@@ -1,24 +1,24 @@
-// Notes and tasks as a person uses them: by keyboard alone, in two tabs, with a connection that fails.
+// Notes and tasks: keyboard only, in two tabs, and with a failing connection.
 
 import assert from "node:assert/strict";
 import { after, afterEach, before } from "node:test";
-import { app, browser, end, isAccessible, ready, shot, stayedHome, test, until, visitor } from "./support.mjs";
+import { app, assertAccessible, assertOnlyOwnHosts, closeBrowser, eventually, launchBrowser, newVisitor, screenshot, test, waitUntilReady } from "./support.mjs";
 
 let chrome;
 let visits = [];
 before(async () => {
-  await ready();
-  chrome = await browser();
+  await waitUntilReady();
+  chrome = await launchBrowser();
 });
-after(() => end(chrome));
+after(() => closeBrowser(chrome));
 afterEach(async () => {
   await Promise.all(visits.map(({ context }) => context.close()));
   visits = [];
 });
 
-/** An app's page, inside the frame that the router puts around it. */
+/** Opens an app's page inside the router's frame. */
 async function open(slug, options = {}) {
-  const visit = await visitor(chrome, options);
+  const visit = await newVisitor(chrome, options);
   visits.push(visit);
   return { ...visit, ...(await opened(visit.page, slug)) };
 }
@@ -31,19 +31,19 @@ async function opened(page, slug) {
   return { page, inside, frame };
 }
 
-/** As a person without a mouse gets into a page. */
+/** Moves the focus into a page with Tab. */
 async function tabInto(page, frame, selector) {
   for (let step = 0; step < 30; step += 1) {
     if (await frame.evaluate((selector) => document.activeElement?.matches(selector), selector)) return;
     await page.keyboard.press("Tab");
   }
-  assert.fail(`${selector} is not reached by Tab`);
+  assert.fail(`Tab does not reach ${selector}`);
 }
 
 const saved = (inside) => inside.getByText("Saved", { exact: true }).waitFor();
 const unique = (word) => `${word} ${Math.random().toString(36).slice(2, 8)}`;
 
-test("a note is written, found in another tab at once, edited and deleted, by keyboard alone", async () => {
+test("a note is created, synced to another tab, edited and deleted with the keyboard", async () => {
   const { page, inside, frame, context, seen } = await open("notes");
   const other = await opened(await context.newPage(), "notes");
   const name = unique("Milk");
@@ -57,12 +57,12 @@ test("a note is written, found in another tab at once, edited and deleted, by ke
   const there = other.inside.getByRole("button", { name });
   await there.waitFor();
 
-  // What is edited here is read there, without a look away.
+  // The edit appears in the other tab without a reload.
   await there.click();
   await page.bringToFront();
   await page.keyboard.type(", and butter");
   await saved(inside);
-  await until("the edit in the other tab", async () =>
+  await eventually("the edit in the other tab", async () =>
     assert.match(await other.inside.getByLabel("Text").inputValue(), /butter$/));
 
   await page.reload();
@@ -78,11 +78,11 @@ test("a note is written, found in another tab at once, edited and deleted, by ke
   await page.keyboard.press("Delete");
   await inside.getByText("is deleted").waitFor();
   await there.waitFor({ state: "detached" });
-  stayedHome(seen);
-  assert.deepEqual(seen.complaints, []);
+  assertOnlyOwnHosts(seen);
+  assert.deepEqual(seen.errors, []);
 });
 
-test("a deleted note comes back by undo, and a pinned one stays on top", async () => {
+test("undo restores a deleted note, and a pinned note stays on top", async () => {
   const { page, inside } = await open("notes");
   const [first, second] = [unique("First"), unique("Second")];
   for (const title of [first, second]) {
@@ -94,23 +94,23 @@ test("a deleted note comes back by undo, and a pinned one stays on top", async (
   await inside.getByRole("button", { name: "Pin to the top" }).click();
   await saved(inside);
   const top = () => inside.getByRole("listitem").first().textContent();
-  await until("the pinned one on top", async () => assert.match(await top(), new RegExp(first)));
+  await eventually("the pinned note on top", async () => assert.match(await top(), new RegExp(first)));
   await inside.getByRole("button", { name: "Delete this note" }).click();
   await inside.getByRole("button", { name: "Undo" }).click();
-  await until("the note again", async () => assert.match(await top(), new RegExp(first)));
+  await eventually("the restored note", async () => assert.match(await top(), new RegExp(first)));
   await page.reload();
   await inside.getByRole("button", { name: first }).waitFor();
-  await isAccessible(page.frames().find((frame) => frame.url().includes("/apps/notes/~")));
+  await assertAccessible(page.frames().find((frame) => frame.url().includes("/apps/notes/~")));
 });
 
-test("what cannot be saved stays, is said, and is saved once it can be", async () => {
+test("an unsaved note is kept, reported, and saved later", async () => {
   const { page, inside } = await open("notes");
   const name = unique("Unsaved");
   await page.route("**/api/bridge/query", (route) => route.abort());
   await inside.getByRole("button", { name: "New" }).click();
   await page.keyboard.type(name);
   await inside.getByText("Not saved yet: ").waitFor();
-  await shot(page, "notes-failed");
+  await screenshot(page, "notes-failed");
   assert.equal(await inside.getByLabel("Title").inputValue(), name);
   await page.unroute("**/api/bridge/query");
   await inside.getByRole("button", { name: "Try again" }).click();
@@ -119,7 +119,7 @@ test("what cannot be saved stays, is said, and is saved once it can be", async (
   await inside.getByRole("button", { name }).waitFor();
 });
 
-test("a note that two people change at once is kept in both versions", async () => {
+test("concurrent changes of a note keep both versions", async () => {
   const { page, inside, context } = await open("notes");
   const other = await opened(await context.newPage(), "notes");
   const name = unique("Shared");
@@ -129,7 +129,7 @@ test("a note that two people change at once is kept in both versions", async () 
   await page.keyboard.press("Enter");
   await saved(inside);
   await other.inside.getByRole("button", { name }).click();
-  // Each writes before it can know of the other.
+  // Each tab writes before it knows the other's version.
   await page.route("**/api/bridge/query", (route) => route.abort());
   await inside.getByLabel("Text").fill("here");
   await inside.getByText("Not saved yet: ").waitFor();
@@ -144,7 +144,7 @@ test("a note that two people change at once is kept in both versions", async () 
   assert.equal(await other.inside.getByLabel("Text").inputValue(), "there");
 });
 
-test("a task is added, done, renamed and deleted by keyboard alone, and seen in another tab", async () => {
+test("a task is added, done, renamed and deleted with the keyboard, and synced to another tab", async () => {
   const { page, inside, frame, context, seen } = await open("tasks");
   const other = await opened(await context.newPage(), "tasks");
   const [name, renamed] = [unique("Call"), unique("Write to")];
@@ -164,7 +164,7 @@ test("a task is added, done, renamed and deleted by keyboard alone, and seen in 
   await there(renamed).waitFor();
   await page.keyboard.press("Space");
   await other.inside.getByRole("radio", { name: "Done" }).check({ force: true });
-  await until("done there, too", async () => assert.ok(await there(renamed).isChecked()));
+  await eventually("done in the other tab", async () => assert.ok(await there(renamed).isChecked()));
 
   await page.reload();
   await inside.getByText("Live", { exact: true }).waitFor();
@@ -174,18 +174,18 @@ test("a task is added, done, renamed and deleted by keyboard alone, and seen in 
   await task.press("Delete");
   await inside.getByText("is deleted").waitFor();
   await there(renamed).waitFor({ state: "detached" });
-  stayedHome(seen);
-  assert.deepEqual(seen.complaints, []);
+  assertOnlyOwnHosts(seen);
+  assert.deepEqual(seen.errors, []);
 });
 
-test("tasks that cannot be saved are marked, kept, and saved once they can be", async () => {
+test("unsaved tasks are marked, kept, and saved later", async () => {
   const { page, inside } = await open("tasks");
   const name = unique("Offline");
   await page.route("**/api/bridge/query", (route) => route.fulfill({ status: 503, contentType: "application/problem+json",
-    headers: { "access-control-allow-origin": "null" }, body: '{"code":"database_unavailable","detail":"The database is away."}' }));
+    headers: { "access-control-allow-origin": "null" }, body: '{"code":"database_unavailable","detail":"The database is unavailable."}' }));
   await inside.getByLabel("New task").fill(name);
   await page.keyboard.press("Enter");
-  await inside.getByText("Not saved yet: The database is away.").waitFor();
+  await inside.getByText("Not saved yet: The database is unavailable.").waitFor();
   await inside.getByText("Not saved", { exact: true }).waitFor();
   await page.unroute("**/api/bridge/query");
   await inside.getByRole("button", { name: "Try again" }).click();
@@ -194,7 +194,7 @@ test("tasks that cannot be saved are marked, kept, and saved once they can be", 
   await inside.getByRole("checkbox", { name: `Done: ${name}` }).waitFor();
 });
 
-test("both read well, light and dark, wide and small", async () => {
+test("both apps are readable in light and dark mode and on a small screen", async () => {
   for (const [slug, add] of [
     ["notes", async (page, inside) => {
       for (const [title, body] of [
@@ -224,9 +224,9 @@ test("both read well, light and dark, wide and small", async () => {
     ]) {
       const { page, inside, frame } = await open(slug, options);
       if (look === "light") await add(page, inside);
-      await until("its rows", async () => assert.ok((await inside.getByRole("listitem").count()) >= 2));
-      await isAccessible(frame);
-      await shot(page, `${slug}-${look}`);
+      await eventually("its rows", async () => assert.ok((await inside.getByRole("listitem").count()) >= 2));
+      await assertAccessible(frame);
+      await screenshot(page, `${slug}-${look}`);
     }
   }
 });

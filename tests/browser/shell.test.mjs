@@ -1,18 +1,18 @@
-// The shell through the router: who may see it, what it shows, how its canvas moves.
+// The shell through the router: access, content, and movement of its canvas.
 
 import assert from "node:assert/strict";
 import { after, before } from "node:test";
-import { app, asOwner, browser, end, isAccessible, ready, shot, stack, stayedHome, test, until, visitor } from "./support.mjs";
+import { app, asOwner, assertAccessible, assertOnlyOwnHosts, closeBrowser, eventually, launchBrowser, newVisitor, screenshot, stack, test, waitUntilReady } from "./support.mjs";
 
 let chrome;
 before(async () => {
-  await ready();
-  chrome = await browser();
+  await waitUntilReady();
+  chrome = await launchBrowser();
 });
-after(() => end(chrome));
+after(() => closeBrowser(chrome));
 
 async function shell(options) {
-  const visit = await visitor(chrome, options);
+  const visit = await newVisitor(chrome, options);
   await visit.page.goto(app);
   await visit.page.getByRole("link", { name: "Tasks" }).waitFor();
   return visit;
@@ -21,51 +21,51 @@ async function shell(options) {
 const place = (page) => page.locator("#world").evaluate((world) => new DOMMatrix(getComputedStyle(world).transform).toFloat64Array().join());
 const scale = (page) => page.locator("#world").evaluate((world) => new DOMMatrix(getComputedStyle(world).transform).a);
 
-test("whoever is not signed in is led to the identity provider", async () => {
-  const { page, context, seen } = await visitor(chrome, { signedIn: false });
-  // The stand-in of a provider has no page to show.
+test("a visitor without a session is redirected to the identity provider", async () => {
+  const { page, context, seen } = await newVisitor(chrome, { signedIn: false });
+  // The identity provider of the tests has no sign-in page.
   await page.goto(app).catch(() => undefined);
   const [first, second] = seen.requests;
   assert.deepEqual([first, second?.startsWith(`${stack.idp.issuer}/sign-in`)], [`${app}/`, true]);
   await context.close();
 });
 
-test("the shell shows whose computer it is and an icon for each app, and asks nobody else", async () => {
+test("the shell shows the owner and an icon per app, and contacts no other host", async () => {
   const { page, context, seen } = await shell();
   await page.getByText("ada", { exact: true }).waitFor();
   await page.getByRole("link", { name: "Slot primary" }).waitFor();
   for (const name of ["notes", "tasks"]) {
     const image = page.locator(`img[src="/icons/${name}"]`);
-    await until(`the icon of ${name}`, async () => assert.ok(await image.evaluate((image) => image.naturalWidth > 0)));
+    await eventually(`the icon of ${name}`, async () => assert.ok(await image.evaluate((image) => image.naturalWidth > 0)));
   }
-  // Looked at again, nothing is asked for a second time.
-  const looks = () => seen.requests.filter((url) => url.endsWith("/api/apps")).length;
-  const first = looks();
+  // A refresh does not request the icons again.
+  const countRefreshes = () => seen.requests.filter((url) => url.endsWith("/api/apps")).length;
+  const first = countRefreshes();
   await page.evaluate(() => document.dispatchEvent(new Event("visibilitychange")));
-  await until("another look", () => assert.ok(looks() > first));
+  await eventually("another refresh", () => assert.ok(countRefreshes() > first));
   for (const name of ["notes", "tasks"]) {
     assert.equal(seen.requests.filter((url) => url.endsWith(`/icons/${name}`)).length, 1, name);
   }
-  stayedHome(seen);
-  assert.deepEqual(seen.complaints, []);
-  await isAccessible(page);
-  await shot(page, "shell-light");
+  assertOnlyOwnHosts(seen);
+  assert.deepEqual(seen.errors, []);
+  await assertAccessible(page);
+  await screenshot(page, "shell-light");
   await context.close();
 });
 
-test("dark and on a small screen, it reads as well", async () => {
+test("the shell is readable in dark mode and on a small screen", async () => {
   for (const [name, options] of [
     ["shell-dark", { colorScheme: "dark" }],
     ["shell-small", { viewport: { width: 390, height: 800 }, hasTouch: true }],
   ]) {
     const { page, context } = await shell(options);
-    await isAccessible(page);
-    await shot(page, name);
+    await assertAccessible(page);
+    await screenshot(page, name);
     await context.close();
   }
 });
 
-test("pointer, wheel and pinch move the canvas from its surface alone", async () => {
+test("pointer, wheel and pinch move the canvas only from its surface", async () => {
   const { page, context } = await shell();
   const icon = await page.getByRole("link", { name: "Notes" }).boundingBox();
   const [onIcon, onSurface] = [[icon.x + icon.width / 2, icon.y + icon.height / 2], [200, 600]];
@@ -86,10 +86,10 @@ test("pointer, wheel and pinch move the canvas from its surface alone", async ()
   await drag(onIcon);
   await wheel(onIcon, false);
   await wheel(onIcon, true);
-  assert.equal(await place(page), start, "what begins on an icon is the icon's");
-  assert.equal(new URL(page.url()).hash, "", "and a drag opens nothing");
+  assert.equal(await place(page), start, "a gesture that starts on an icon does not move the canvas");
+  assert.equal(new URL(page.url()).hash, "", "a drag opens nothing");
   await wheel([page.viewportSize().width - 60, page.viewportSize().height - 35], true);
-  assert.equal(await place(page), start, "nor from the buttons");
+  assert.equal(await place(page), start, "nor does a gesture on the buttons");
 
   await drag(onSurface);
   const dragged = await place(page);
@@ -109,11 +109,11 @@ test("pointer, wheel and pinch move the canvas from its surface alone", async ()
     await touch.send("Input.dispatchTouchEvent", { type: "touchMove", touchPoints: points(apart) });
   }
   await touch.send("Input.dispatchTouchEvent", { type: "touchEnd", touchPoints: [] });
-  await until("the pinch", async () => assert.ok((await scale(page)) > before * 1.2));
+  await eventually("the pinch", async () => assert.ok((await scale(page)) > before * 1.2));
   await context.close();
 });
 
-test("keys move the canvas, zoom it, and open an app and leave it again", async () => {
+test("keys move and zoom the canvas, and open and close an app", async () => {
   const { page, context, seen } = await shell();
   await page.keyboard.press("Tab");
   assert.equal(await page.evaluate(() => document.activeElement.id), "surface");
@@ -130,41 +130,41 @@ test("keys move the canvas, zoom it, and open an app and leave it again", async 
   await page.waitForURL("**/#/apps/notes");
   const app = page.frameLocator("#frame").frameLocator("#app");
   await app.getByRole("heading", { name: "Notes" }).waitFor();
-  await shot(page, "shell-app");
+  await screenshot(page, "shell-app");
   await page.getByRole("button", { name: "All apps", exact: true }).press("Enter");
   await page.locator("#panel").waitFor({ state: "hidden" });
-  assert.match(await page.evaluate(() => document.activeElement.textContent), /Notes/, "the focus is back where it was");
+  assert.match(await page.evaluate(() => document.activeElement.textContent), /Notes/, "the focus has returned to the icon");
   await page.evaluate(() => history.back());
   await app.getByRole("heading", { name: "Notes" }).waitFor();
-  stayedHome(seen);
+  assertOnlyOwnHosts(seen);
   await context.close();
 });
 
-test("an icon that does not come has a stable stand-in and is not asked for again", async () => {
-  const { page, context, seen } = await visitor(chrome);
-  let asked = 0;
+test("a missing icon has a stable placeholder and is requested once", async () => {
+  const { page, context, seen } = await newVisitor(chrome);
+  let iconRequests = 0;
   await page.route("**/icons/tasks", (route) => {
-    asked += 1;
+    iconRequests += 1;
     return route.fulfill({ status: 503 });
   });
   await page.goto(app);
   await page.locator(".tile", { hasText: "T" }).waitFor();
-  const looks = () => seen.requests.filter((url) => url.endsWith("/api/apps")).length;
-  for (let look = 0; look < 4; look += 1) {
-    const before = looks();
-    // A look that is still under way is not doubled: it is told again until there is a new one.
-    await until("another look", async () => {
+  const countRefreshes = () => seen.requests.filter((url) => url.endsWith("/api/apps")).length;
+  for (let refresh = 0; refresh < 4; refresh += 1) {
+    const before = countRefreshes();
+    // A refresh in progress is not repeated, so the event is sent until a new one starts.
+    await eventually("another refresh", async () => {
       await page.evaluate(() => document.dispatchEvent(new Event("visibilitychange")));
-      assert.ok(looks() > before);
+      assert.ok(countRefreshes() > before);
     });
   }
-  assert.equal(asked, 1);
-  await shot(page, "shell-icon-missing");
+  assert.equal(iconRequests, 1);
+  await screenshot(page, "shell-icon-missing");
   await context.close();
 });
 
-test("a computer that cannot be reached is said, with a way to try again", async () => {
-  const { page, context } = await visitor(chrome);
+test("an unreachable computer is reported, with a retry button", async () => {
+  const { page, context } = await newVisitor(chrome);
   await page.route("**/api/apps", (route) => route.abort());
   await page.goto(app);
   await page.getByText("Your computer cannot be reached.").waitFor();
@@ -183,7 +183,7 @@ test("signing out ends the session on the platform", async () => {
   await context.close();
 });
 
-test("the shell's files are tagged, kept, and nowhere else", async () => {
+test("the shell's files have ETags and caching, and no other files are served", async () => {
   const page = await asOwner("/");
   assert.match(page.headers["content-security-policy"], /default-src 'none'/);
   assert.equal(page.headers["cache-control"], "private, no-cache");
@@ -192,7 +192,7 @@ test("the shell's files are tagged, kept, and nowhere else", async () => {
   const head = await asOwner(script, { "accept-encoding": "gzip" }, "HEAD");
   assert.deepEqual([head.status, head.body, head.headers["content-encoding"]], [200, "", "gzip"]);
   assert.match(head.headers["cache-control"], /immutable/);
-  assert.equal((await asOwner("/some/page")).body, page.body, "its own paths are its page");
+  assert.equal((await asOwner("/some/page")).body, page.body, "unknown paths return the page");
   for (const path of ["/missing.js", "/..%2f..%2fetc/passwd.txt", "/assets/%2e%2e/%2e%2e/release.json"]) {
     const answer = await asOwner(path);
     assert.ok([400, 404].includes(answer.status), `${path}: ${answer.status}`);

@@ -1,132 +1,132 @@
-// Chromium on the running stack: signed-in pages, what they asked for, and what they look like.
+// Chromium against the running services: signed-in pages, their requests, and their appearance.
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { request } from "node:http";
 import { join } from "node:path";
-import { test as once } from "node:test";
+import { test as nodeTest } from "node:test";
 import { chromium } from "playwright-core";
 
 export const stack = JSON.parse(readFileSync(process.env.SVC_HANDBILL, "utf8"));
 const { port, protocol } = new URL(stack.routerUrl);
 export const app = `${protocol}//${stack.appHost}:${port}`;
 export const code = `${protocol}//${stack.codeHost}:${port}`;
-export const PATIENCE = 20_000;
-const LONGEST = 180_000;
+export const TIMEOUT_MS = 20_000;
+const TEST_TIMEOUT_MS = 180_000;
 
 const FLAGS = [
   "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
   "--disable-component-update", "--disable-sync",
-  // Names that end in .localhost are loopback by themselves; names of a router with TLS are not.
+  // Names below .localhost resolve to loopback anyway; names of a router with TLS do not.
   `--host-resolver-rules=MAP ${stack.appHost} 127.0.0.1, MAP ${stack.codeHost} 127.0.0.1`,
 ];
 
-export async function browser() {
+export async function launchBrowser() {
   return chromium.launch({ executablePath: process.env.SVC_CHROMIUM, headless: true, args: FLAGS });
 }
 
-async function session() {
-  const answer = await fetch(`${stack.idp.mintUrl}?sub=${stack.owner.idpUserId}&ttl=3600`, { signal: AbortSignal.timeout(PATIENCE) });
+async function mintSession() {
+  const answer = await fetch(`${stack.idp.mintUrl}?sub=${stack.owner.idpUserId}&ttl=3600`, { signal: AbortSignal.timeout(TIMEOUT_MS) });
   assert.equal(answer.status, 200);
   return answer.text();
 }
 
-/** A browser of its own, signed in as the owner unless told otherwise; it notes every request and every complaint. */
-export async function visitor(chrome, { signedIn = true, ...options } = {}) {
-  // A router with TLS has a certificate of the tests' own CA.
+/** A separate browser context, signed in as the owner by default; records requests and errors. */
+export async function newVisitor(chrome, { signedIn = true, ...options } = {}) {
+  // A router with TLS uses a certificate of the tests' CA.
   const ignoreHTTPSErrors = protocol === "https:";
   const context = await chrome.newContext({ viewport: { width: 1200, height: 800 }, ignoreHTTPSErrors, ...options });
-  context.setDefaultTimeout(PATIENCE);
-  const seen = { requests: [], complaints: [] };
+  context.setDefaultTimeout(TIMEOUT_MS);
+  const seen = { requests: [], errors: [] };
   context.on("request", (request) => seen.requests.push(request.url()));
   context.on("console", (message) => {
-    if (message.type() === "error") seen.complaints.push(message.text());
+    if (message.type() === "error") seen.errors.push(message.text());
   });
-  context.on("weberror", (error) => seen.complaints.push(String(error.error())));
+  context.on("weberror", (error) => seen.errors.push(String(error.error())));
   if (signedIn) {
-    const value = await session();
+    const value = await mintSession();
     await context.addCookies([app, code].map((url) => ({ name: "__session", value, url })));
   }
   return { context, seen, page: await context.newPage() };
 }
 
-/** code-server's workbench through the router, as the owner; `file` is opened in it. */
-export async function editor(chrome, { file, patience }) {
-  const visit = await visitor(chrome);
-  visit.context.setDefaultTimeout(patience);
+/** Opens code-server's workbench through the router as the owner, with `file` open. */
+export async function openEditor(chrome, { file, timeoutMs }) {
+  const visit = await newVisitor(chrome);
+  visit.context.setDefaultTimeout(timeoutMs);
   const sockets = [];
   visit.page.on("websocket", (socket) => sockets.push(socket.url()));
   const where = file ? `?payload=${encodeURIComponent(JSON.stringify([["openFile", `vscode-remote://${new URL(code).host}${file}`]]))}` : "";
-  await until("code-server behind the router", async () => {
+  await eventually("code-server behind the router", async () => {
     const answer = await visit.page.goto(code + "/" + where);
     assert.equal(answer.status(), 200);
-  }, patience);
+  }, timeoutMs);
   await visit.page.locator(".monaco-workbench").waitFor();
   return { ...visit, sockets };
 }
 
-/** Opens a terminal in the workbench and gives it the keyboard. */
-export async function openTerminal(page, patience) {
+/** Opens a terminal in the workbench and focuses it. */
+export async function openTerminal(page, timeoutMs) {
   const command = page.locator(".quick-input-list .monaco-list-row", { hasText: "Terminal: Create New Terminal" }).first();
-  await until("the command", async () => {
-    // While its parts still start, the palette may be closed again.
+  await eventually("the terminal command", async () => {
+    // The palette may be closed again while the workbench is starting.
     await page.keyboard.press("Escape");
     await page.keyboard.press("F1");
     await page.locator(".quick-input-widget input[type=text]").focus({ timeout: 2_000 });
     await page.keyboard.type("create new terminal");
     await command.click({ timeout: 5_000 });
-  }, patience);
+  }, timeoutMs);
   await page.locator(".terminal-wrapper .xterm").waitFor();
   await page.locator(".xterm-helper-textarea").focus();
 }
 
-let tries = 2;
+let retriesLeft = 2;
 
-/** A test that fails or stands still is tried once more, and says so: a browser shares two processors with all that it looks at.
- *  More than two of a file are no accident. */
-export function test(name, look) {
-  once(name, async (context) => {
+/** Retries a failed or hanging test once, and reports it: the browser shares two processors with everything under test.
+ *  At most two tests per file are retried. */
+export function test(name, body) {
+  nodeTest(name, async (context) => {
     try {
-      return await within(LONGEST, look(context));
+      return await withTimeout(TEST_TIMEOUT_MS, body(context));
     } catch (error) {
-      tries -= 1;
-      if (tries < 0) throw error;
+      retriesLeft -= 1;
+      if (retriesLeft < 0) throw error;
       console.error(`FLAKY, or failing: ${name}\n${error.stack}`);
     }
-    return within(LONGEST, look(context));
+    return withTimeout(TEST_TIMEOUT_MS, body(context));
   });
 }
 
-/** Ends a browser; one that does not end by itself goes with this process. */
-export async function end(chrome) {
-  await within(PATIENCE, chrome?.close()).catch((error) => console.error(`the browser's end: ${error.message}`));
+/** Closes a browser; one that hangs is killed with this process. */
+export async function closeBrowser(chrome) {
+  await withTimeout(TIMEOUT_MS, chrome?.close()).catch((error) => console.error(`closing the browser: ${error.message}`));
 }
 
-function within(ms, work) {
+function withTimeout(ms, work) {
   let timer;
   const late = new Promise((_, failed) => {
-    timer = setTimeout(() => failed(new Error(`still not done after ${ms} ms`)), ms);
+    timer = setTimeout(() => failed(new Error(`timeout after ${ms} ms`)), ms);
   });
   return Promise.race([work, late]).finally(() => clearTimeout(timer));
 }
 
-/** Whatever is waited for happens soon, or the test fails with the last that was seen. */
-export async function until(what, look, patience = PATIENCE) {
-  const end = Date.now() + patience;
+/** Repeats `check` until it succeeds; after the timeout, fails with the last error. */
+export async function eventually(what, check, timeoutMs = TIMEOUT_MS) {
+  const deadline = Date.now() + timeoutMs;
   for (;;) {
     try {
-      return await look();
+      return await check();
     } catch (error) {
-      if (Date.now() > end) throw new Error(`in vain: ${what}`, { cause: error });
+      if (Date.now() > deadline) throw new Error(`timeout: ${what}`, { cause: error });
     }
     await new Promise((done) => setTimeout(done, 50));
   }
 }
 
-/** Until the machine serves its shell and knows its apps. */
-export async function ready() {
-  const authorization = `Bearer ${await session()}`;
-  await until("the shell and its apps", async () => {
+/** Waits until the machine serves the shell and its apps are ready. */
+export async function waitUntilReady() {
+  const authorization = `Bearer ${await mintSession()}`;
+  await eventually("the shell and its apps", async () => {
     assert.equal((await get("/", { authorization })).status, 200);
     const { apps } = JSON.parse((await get("/api/apps", { authorization })).body);
     const bundled = apps.filter(({ slug }) => ["notes", "tasks"].includes(slug));
@@ -134,35 +134,35 @@ export async function ready() {
   });
 }
 
-/** Without a browser: a request to the router as the owner. */
+/** Sends a request to the router as the owner, without a browser. */
 export async function asOwner(path, headers = {}, method = "GET") {
-  return get(path, { authorization: `Bearer ${await session()}`, ...headers }, method);
+  return get(path, { authorization: `Bearer ${await mintSession()}`, ...headers }, method);
 }
 
-/** As whoever has no session. */
-export async function asNobody(path, headers = {}) {
+/** Sends a request without a session. */
+export async function withoutSession(path, headers = {}) {
   return get(path, headers);
 }
 
 function get(path, headers, method = "GET") {
   return new Promise((done, failed) => {
-    const options = { method, headers: { host: stack.appHost, ...headers }, timeout: PATIENCE };
+    const options = { method, headers: { host: stack.appHost, ...headers }, timeout: TIMEOUT_MS };
     const sent = request(stack.routerUrl + path, options, (answer) => {
       const parts = [];
       answer.on("data", (part) => parts.push(part));
       answer.on("end", () => done({ status: answer.statusCode, headers: answer.headers, body: Buffer.concat(parts).toString() }));
     });
-    sent.on("timeout", () => sent.destroy(new Error(`${path}: no answer`)));
+    sent.on("timeout", () => sent.destroy(new Error(`${path}: no response`)));
     sent.on("error", failed).end();
   });
 }
 
-export async function shot(page, name) {
+export async function screenshot(page, name) {
   await page.screenshot({ path: join(process.env.SVC_SCREENSHOTS, `${name}.png`) });
 }
 
-/** Nobody but our own hosts was asked, and the retired route not at all. */
-export function stayedHome(seen) {
+/** Asserts that only the router's hosts were contacted, and the retired route was not used. */
+export function assertOnlyOwnHosts(seen) {
   const hosts = new Set(seen.requests.filter((url) => /^(https?|wss?):/.test(url)).map((url) => new URL(url).hostname));
   hosts.delete(stack.appHost);
   hosts.delete(stack.codeHost);
@@ -170,8 +170,8 @@ export function stayedHome(seen) {
   assert.deepEqual(seen.requests.filter((url) => url.includes("/api/canvas")), []);
 }
 
-/** The basics that a screen reader needs; works inside any frame. */
-export async function isAccessible(frame) {
+/** Checks the basics that a screen reader needs; works inside any frame. */
+export async function assertAccessible(frame) {
   const faults = await frame.evaluate(() => {
     const faults = [];
     const shown = (element) => element.checkVisibility({ checkOpacity: false });
@@ -191,17 +191,17 @@ export async function isAccessible(frame) {
     }
     for (const element of document.querySelectorAll("[aria-labelledby], [aria-describedby], label[for]")) {
       for (const id of (element.getAttribute("aria-labelledby") ?? element.getAttribute("aria-describedby") ?? element.htmlFor).split(" ")) {
-        if (!document.getElementById(id)) faults.push(`names nobody: ${id}`);
+        if (!document.getElementById(id)) faults.push(`missing element: ${id}`);
       }
     }
     const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
-    for (const id of ids.filter((id, at) => ids.indexOf(id) !== at)) faults.push(`twice: #${id}`);
+    for (const id of ids.filter((id, at) => ids.indexOf(id) !== at)) faults.push(`duplicate id: #${id}`);
     if (!document.documentElement.lang) faults.push("no language");
     if (!document.title) faults.push("no title");
     const { scrollWidth, clientWidth } = document.documentElement;
     if (scrollWidth > clientWidth) faults.push(`wider than the window: ${scrollWidth} > ${clientWidth}`);
 
-    // Contrast of texts on plain backgrounds, WCAG 2.2 AA.
+    // Contrast of text on plain backgrounds, WCAG 2.2 AA.
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
     const rgba = (colour) => {
       canvas.clearRect(0, 0, 1, 1);

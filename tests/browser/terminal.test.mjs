@@ -1,23 +1,24 @@
-// One command in a terminal of the real code-server, on a machine that may be slow: the lab's act `terminal` judges what it did.
+// Runs one command in a terminal of the real code-server, possibly on a slow machine; the lab's act `terminal` checks
+// the result.
 
 import { after, before, test } from "node:test";
-import { browser, editor, end, openTerminal, shot } from "./support.mjs";
+import { closeBrowser, launchBrowser, openEditor, openTerminal, screenshot } from "./support.mjs";
 
-// An emulated processor starts a program of 600 MB.
-const PATIENCE = 300_000;
+// An emulated processor starts a 600 MB program.
+const TIMEOUT_MS = 300_000;
 
 let chrome;
 before(async () => {
-  chrome = await browser();
+  chrome = await launchBrowser();
 });
-after(() => end(chrome));
+after(() => closeBrowser(chrome));
 
-test("a terminal runs the command to its end", { timeout: 3 * PATIENCE }, async () => {
-  const { page, context } = await editor(chrome, { patience: PATIENCE });
-  await openTerminal(page, PATIENCE);
-  // The shell's own end closes the terminal: this is how the end of the command is seen.
+test("a terminal runs the command to completion", { timeout: 3 * TIMEOUT_MS }, async () => {
+  const { page, context } = await openEditor(chrome, { timeoutMs: TIMEOUT_MS });
+  await openTerminal(page, TIMEOUT_MS);
+  // The terminal closes when the shell exits, which signals the end of the command.
   await page.keyboard.type(`${process.env.SVC_TERMINAL_COMMAND}; exit 0\n`);
-  await shot(page, "terminal-typed");
+  await screenshot(page, "terminal-typed");
   await page.locator(".terminal-wrapper .xterm").waitFor({ state: "detached" });
   await context.close();
 });

@@ -1,4 +1,4 @@
-//! Where a secret could come out: logs, what callers are told, argument lists, tables.
+//! Channels through which a secret could leak: logs, responses to callers, argument lists, tables.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -9,13 +9,13 @@ use anyhow::{Context, Result};
 use kit::pg::PgBinaries;
 use tokio_util::sync::CancellationToken;
 
-/// Every log below the story's directory, by its path.
+/// Every log below the directory of the story, by its path.
 pub fn logs(dir: &Path) -> Result<BTreeMap<String, String>> {
     let mut found = BTreeMap::new();
     let mut open = vec![dir.to_owned()];
     while let Some(next) = open.pop() {
         for entry in std::fs::read_dir(&next).with_context(|| next.display().to_string())? {
-            // Files come and go while hosts run.
+            // Files appear and disappear while hosts run.
             let Ok(entry) = entry else { continue };
             let path = entry.path();
             if path.is_symlink() {
@@ -39,12 +39,12 @@ fn is_log(path: &Path) -> bool {
     in_logs || name
 }
 
-/// A database as text, every column of every table.
+/// A dump of a database as text, every column of every table.
 pub fn tables(pg: &PgBinaries, url: &str) -> Result<String> {
     let config: tokio_postgres::Config = url.parse()?;
     let mut dump = pg.client("pg_dump");
     let url = url::Url::parse(url)?;
-    let password = config.get_password().map(|word| String::from_utf8_lossy(word).into_owned());
+    let password = config.get_password().map(|password| String::from_utf8_lossy(password).into_owned());
     dump.env("PGPASSWORD", password.unwrap_or_default());
     dump.env("PGHOST", url.host_str().unwrap_or("127.0.0.1")).env("PGUSER", url.username());
     dump.env("PGPORT", url.port().unwrap_or(5432).to_string());
@@ -52,13 +52,13 @@ pub fn tables(pg: &PgBinaries, url: &str) -> Result<String> {
     kit::child::run(dump, Duration::from_secs(60))
 }
 
-/// Argument lists of all processes that come from this one, as they come and go.
-pub struct Watch {
+/// Records the argument lists of all descendants of this process.
+pub struct ProcessWatch {
     seen: Arc<Mutex<BTreeSet<String>>>,
     stop: CancellationToken,
 }
 
-impl Watch {
+impl ProcessWatch {
     pub fn start() -> Self {
         let (seen, stop) = (Arc::<Mutex<BTreeSet<String>>>::default(), CancellationToken::new());
         let watch = Self { seen: seen.clone(), stop: stop.clone() };
@@ -77,7 +77,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for ProcessWatch {
     fn drop(&mut self) {
         self.stop.cancel();
     }
@@ -92,7 +92,7 @@ fn command_lines() -> Vec<String> {
         .collect();
     let parents: BTreeMap<u32, u32> =
         processes.iter().filter_map(|(pid, path)| Some((*pid, parent(path)?))).collect();
-    let ours = |pid: u32| {
+    let is_descendant = |pid: u32| {
         let mut next = Some(pid);
         while let Some(pid) = next.filter(|pid| *pid > 1) {
             if pid == std::process::id() {
@@ -104,7 +104,7 @@ fn command_lines() -> Vec<String> {
     };
     processes
         .iter()
-        .filter(|(pid, _)| ours(*pid))
+        .filter(|(pid, _)| is_descendant(*pid))
         .filter_map(|(_, path)| std::fs::read(path.join("cmdline")).ok())
         .map(|line| String::from_utf8_lossy(&line).replace('\0', " "))
         .collect()
@@ -112,6 +112,6 @@ fn command_lines() -> Vec<String> {
 
 fn parent(process: &Path) -> Option<u32> {
     let stat = std::fs::read_to_string(process.join("stat")).ok()?;
-    // The name stands in parentheses and may hold anything.
+    // The name is in parentheses and may contain anything.
     stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
 }

@@ -1,37 +1,37 @@
-//! What must not be seen, and the eyes that look for it.
+//! Finds planted secrets, and anything that has the shape of a secret.
 
 use std::collections::BTreeMap;
 
 use base64::Engine;
 use base64::engine::general_purpose::{STANDARD as B64, URL_SAFE_NO_PAD as B64URL};
 
-/// Shorter ones would be found by accident.
-const SHORTEST: usize = 12;
+/// Shorter secrets would match by accident.
+const MIN_SECRET_BYTES: usize = 12;
 
-/// Places where a secret may stand, with the reason. Nothing else is let through.
+/// The only places in which a secret is allowed, with the reason.
 pub const ALLOWED: [(&str, &str, &str); 1] =
     [("value of a row", "table of svc-", "the owner's rows are in the database of the owner's host")];
 
-/// Secrets by what they are called.
+/// Secrets by name.
 #[derive(Debug, Default)]
 pub struct Detector {
-    /// Each in every form in which it could be written.
+    /// Each secret in all encodings.
     forms: BTreeMap<String, Vec<String>>,
 }
 
-/// A secret that was seen.
+/// A secret that was found.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Leak {
     pub secret: String,
     pub place: String,
-    /// What stands around it, with the secret itself left out.
-    pub around: String,
+    /// Surrounding text, with the secret removed.
+    pub context: String,
 }
 
 impl Detector {
     pub fn plant(&mut self, name: impl Into<String>, value: &str) {
         let name = name.into();
-        assert!(value.len() >= SHORTEST, "{name} is too short to be looked for");
+        assert!(value.len() >= MIN_SECRET_BYTES, "{name} is too short to search for");
         let json = value.replace('/', "\\/");
         let query: String = url_encoded(value);
         let mut forms = vec![
@@ -51,14 +51,14 @@ impl Detector {
         self.forms.keys().map(String::as_str)
     }
 
-    /// Every secret that stands in the text, and everything that has a secret's shape.
-    pub fn look(&self, place: &str, text: &str) -> Vec<Leak> {
+    /// Finds planted secrets in all encodings, and text with the shape of a secret.
+    pub fn scan(&self, place: &str, text: &str) -> Vec<Leak> {
         let mut leaks = Vec::new();
         for (name, forms) in &self.forms {
             let found = forms.iter().find_map(|form| text.find(form).map(|at| (at, form.len())));
             leaks.extend(found.map(|(at, size)| leak(name, place, text, at, size)));
         }
-        leaks.extend(shapes(text).into_iter().map(|(name, at, size)| leak(name, place, text, at, size)));
+        leaks.extend(find_shapes(text).into_iter().map(|(name, at, size)| leak(name, place, text, at, size)));
         leaks.retain(|leak| {
             !ALLOWED.iter().any(|(secret, at, _)| leak.secret == *secret && leak.place.contains(at))
         });
@@ -66,8 +66,8 @@ impl Detector {
     }
 }
 
-/// A signed JWT, a token of a host, a private key, a URL with a password.
-fn shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
+/// Finds signed JWTs, tokens of hosts, private keys, password verifiers, and URLs with a password.
+fn find_shapes(text: &str) -> Vec<(&'static str, usize, usize)> {
     let mut found = Vec::new();
     let in_token = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     for (at, _) in text.match_indices("eyJ") {
@@ -103,8 +103,8 @@ fn leak(secret: &str, place: &str, text: &str, at: usize, size: usize) -> Leak {
         String::from_utf8_lossy(&text.as_bytes()[from..to]).replace('\n', " ")
     };
     let (before, after) = (at.saturating_sub(80), (at + size + 40).min(text.len()));
-    let around = format!("{}[…]{}", near(before, at), near(at + size, after));
-    Leak { secret: secret.to_owned(), place: place.to_owned(), around }
+    let context = format!("{}[…]{}", near(before, at), near(at + size, after));
+    Leak { secret: secret.to_owned(), place: place.to_owned(), context }
 }
 
 fn url_encoded(value: &str) -> String {
@@ -122,9 +122,9 @@ fn a_secret_is_seen_in_every_form_and_shape() {
         B64.encode(secret),
         "a%2Fplanted%2Bsecret%3D%3D".to_owned(),
     ] {
-        let seen = detector.look("log", &text);
+        let seen = detector.scan("log", &text);
         assert!(seen.iter().any(|leak| leak.secret == "planted"), "{text}");
-        assert!(!format!("{seen:?}").contains(secret), "the finding tells the secret");
+        assert!(!format!("{seen:?}").contains(secret), "the leak exposes the secret");
     }
     let jwt = format!("eyJhbGciOiJFZERTQSJ9.eyJzdWIiOiJ1c2VyIn0.{}", "s".repeat(86));
     let token = format!("svcu_{}", "a".repeat(60));
@@ -135,9 +135,9 @@ fn a_secret_is_seen_in_every_form_and_shape() {
         "ALTER ROLE x PASSWORD 'SCRAM-SHA-256$4096:c2FsdA=='".to_owned(),
         "postgres://me:word@localhost/x".to_owned(),
     ] {
-        assert_eq!(detector.look("log", &text).len(), 1, "{text}");
+        assert_eq!(detector.scan("log", &text).len(), 1, "{text}");
     }
     for text in ["eyJ", "svcu_ and svcr_", "postgres://me@localhost/x", "an innocent line"] {
-        assert_eq!(detector.look("log", text), [], "{text}");
+        assert_eq!(detector.scan("log", text), [], "{text}");
     }
 }

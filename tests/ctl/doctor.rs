@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kit::bundle::{self, Manifest, SigningKey};
 use kit::s3::{Fault, Rule};
-use kit::story::{Front, Stack};
+use kit::story::{RouterTransport, Stack};
 use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
@@ -64,12 +64,12 @@ pub struct Fleet {
 impl Fleet {
     pub async fn up() -> Self {
         let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
-        kit::child::remove_with_us(dir.path());
+        kit::child::remove_on_exit(dir.path());
         let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
-        let stack = Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0;
-        let good = async |args: &[&str]| stack.svcctl(args).await.unwrap().good().unwrap();
+        let stack = Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0;
+        let good = async |args: &[&str]| stack.svcctl(args).await.unwrap().success().unwrap();
         good(&["slot", "set", "user_story", "--plan", "starter"]).await;
-        let built = bundle::minimal(svc, "story-1", &dir.path().join("out")).unwrap();
+        let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
         let out = built.dir.to_str().unwrap();
         good(&["bundle", "publish", out, "--image-version", "story-1"]).await;
         let run = good(&["--json", "provision", "user_story", "--handle", "ada", "--wait=200"]).await;
@@ -344,7 +344,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     fleet.host_with(last, |_| Some(backup("error", ""))).await.has("backup", "problem", "the store refused");
     fleet.stack.provider.run_unit(&fleet.server(), "svc-sync-agent", &[]).await.unwrap();
     let run = fleet.stack.svcctl(&["backup", "now", "ada", "--wait=120"]).await.unwrap();
-    run.good().unwrap();
+    run.success().unwrap();
     fleet.host().await.has("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     fleet.host().await.has("gateway", "problem", "not ready");
@@ -368,7 +368,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
         "what does not hang together is not blamed: {}",
         stopped.said
     );
-    fleet.stack.down().await;
+    fleet.stack.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -481,13 +481,13 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     fleet.stack.store.up().unwrap();
 
     let failed = ["fail", "ada", "--reason", "disk errors", "--yes"];
-    fleet.stack.svcctl(&failed).await.unwrap().good().unwrap();
+    fleet.stack.svcctl(&failed).await.unwrap().success().unwrap();
     let attention = fleet.platform(&[], &[]).await;
     attention.has("fleet", "warning", "ada (primary) is failed");
     let asked = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
     asked.has("fleet", "warning", "ada (primary) is failed");
     asked.has("platform", "ok", "runs");
-    fleet.stack.down().await;
+    fleet.stack.stop().await;
 }
 
 fn expired() -> (String, String) {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use kit::bundle;
-use kit::story::{Front, Stack};
+use kit::story::{RouterTransport, Stack};
 use serde_json::Value;
 
 struct Operator(Stack);
@@ -21,7 +21,7 @@ impl Operator {
 
     async fn json(&self, args: &[&str]) -> Value {
         let args: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
-        let run = self.0.svcctl(&args).await.unwrap().good().unwrap();
+        let run = self.0.svcctl(&args).await.unwrap().success().unwrap();
         serde_json::from_str(&run.stdout).unwrap()
     }
 }
@@ -35,9 +35,9 @@ fn has(said: &str, parts: &[&str]) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_persons_day() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
-    kit::child::remove_with_us(dir.path());
+    kit::child::remove_on_exit(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
-    let operator = Operator(Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0);
+    let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
 
     // Each refusal says what to do; following it leads to a machine.
     has(&operator.does(0, &["list"]).await, &["no machines"]);
@@ -46,7 +46,7 @@ async fn a_persons_day() {
     has(&operator.does(0, &["slot", "set", "user_1", "--plan", "builder"]).await, &["builder", "active"]);
     let said = operator.does(65, &["provision", "user_1", "--handle", "ada"]).await;
     has(&said, &["bundle_not_found", "next: `svcctl bundle publish"]);
-    let built = bundle::minimal(svc, "story-1", &dir.path().join("out")).unwrap();
+    let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
     let out = built.dir.to_str().unwrap();
     has(&operator.does(0, &["bundle", "publish", out, "--image-version", "story-1"]).await, &["published"]);
     has(&operator.does(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
@@ -119,18 +119,18 @@ async fn a_persons_day() {
     has(&operator.does(0, &["list", "--deleted"]).await, &["deleted", "ada"]);
     let said = operator.does(65, &["status", "ada"]).await;
     has(&said, &["ada has no active machine", "svcctl list --deleted --handle ada"]);
-    operator.0.down().await;
+    operator.0.stop().await;
 }
 
 /// A boot that fails is read from the operator's seat: where, why in the host's own words, and what to do.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
-    kit::child::remove_with_us(dir.path());
+    kit::child::remove_on_exit(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
-    let operator = Operator(Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0);
+    let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
     operator.does(0, &["slot", "set", "user_1", "--plan", "starter"]).await;
-    let built = bundle::minimal(svc, "story-1", &dir.path().join("out")).unwrap();
+    let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
     operator.does(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
     let broken = [("FAILPOINTS", "restore.begin=return(error)")];
     operator.0.provider.set_next_server_env(&broken).unwrap();
@@ -138,7 +138,7 @@ async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
     has(&said, &["boot: restore", "boot_reported at restore", "injected failure at restore.begin", "next: "]);
     let said = operator.does(0, &["status", "ada"]).await;
     has(&said, &["boot_reported at restore", "injected failure at restore.begin", "at restore", "next "]);
-    operator.0.down().await;
+    operator.0.stop().await;
 }
 
 async fn a_damaged_one_fails_its_drill(operator: &Operator) {

@@ -46,7 +46,7 @@ impl Fleet {
         let env = [("SVC_SESSION_TOKEN".to_owned(), token.to_owned())];
         let port = self.stack.router_url();
         let port = port.rsplit(':').next().unwrap();
-        let url = format!("http://{}:{port}", self.stack.front.app_host());
+        let url = format!("http://{}:{port}", self.stack.transport.app_host());
         report(&self.stack.svc, &["verify-rollout", "--app-url", &url], &env).await
     }
 }
@@ -126,7 +126,7 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     stopped.has("gateway-health", "problem", "");
     stopped.has("vps-database", "problem", "does not say to which server");
     stopped.has("icons", "problem", "");
-    fleet.stack.down().await;
+    fleet.stack.stop().await;
 }
 
 async fn here_and_outside(fleet: &Fleet, check: &str, part: &str) {

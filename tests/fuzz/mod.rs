@@ -95,7 +95,7 @@ fn long(name: &str) -> Result<()> {
         end = target.play(ROUND);
         fuzz_cases += u64::from(ROUND);
     }
-    Figures { fuzz_cases, ..Figures::of(&format!("fuzz of {name}")) }.tell()?;
+    Figures { fuzz_cases, ..Figures::new(&format!("fuzz of {name}")) }.record()?;
     end.map_err(anyhow::Error::msg)
 }
 

@@ -32,13 +32,13 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.0.kill().ok();
         self.0.wait().ok();
-        child::ended(self.0.id());
+        child::unregister(self.0.id());
     }
 }
 
 fn running(command: &mut Command, there: &Path) -> Result<Running> {
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
-    child::end_with_us(child.id(), AtExit::Kill);
+    child::kill_on_exit(child.id(), AtExit::Kill);
     let running = Running(child);
     let end = Instant::now() + Duration::from_secs(20);
     while !there.exists() {

@@ -193,14 +193,14 @@ async fn while_the_database_is_away_the_bridge_says_so_and_comes_back() -> Resul
         Ok(())
     };
     away().await?;
-    server.start_again().await?;
+    server.restart().await?;
     host.until_registered(slug).await?;
     host.data(&insert).await?;
     assert_eq!(host.get("/readyz").await?.0, StatusCode::OK);
     server.kill9().await?;
     away().await?;
     assert_eq!(host.get("/readyz").await?.0, StatusCode::SERVICE_UNAVAILABLE);
-    server.start_again().await?;
+    server.restart().await?;
     let find = json!({ "action": "find", "app": slug, "table": "notes" });
     host.until("the bridge is back", async || Ok(host.query(&find).await?.0 == StatusCode::OK)).await?;
     assert_eq!(host.data(&find).await?.as_array().map(Vec::len), Some(1));

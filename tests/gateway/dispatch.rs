@@ -56,7 +56,7 @@ impl Drop for Runner {
         if child::wait_until(&mut self.0, Instant::now() + Duration::from_secs(20)).is_none() {
             self.0.kill().ok();
         }
-        child::ended(self.0.id());
+        child::unregister(self.0.id());
     }
 }
 
@@ -69,7 +69,7 @@ pub fn runner(root: &Path) -> Result<Runner> {
     command.env("NOTIFY_SOCKET", root.join("no.sock"));
     let log = std::fs::OpenOptions::new().create(true).append(true).open(root.join("agent.log"))?;
     let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
-    child::end_with_us(child.id(), AtExit::Kill);
+    child::kill_on_exit(child.id(), AtExit::Kill);
     let socket = root.join("run/svc/owner/agent.sock");
     let end = Instant::now() + Duration::from_secs(10);
     while !socket.exists() {

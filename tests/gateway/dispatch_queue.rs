@@ -168,7 +168,7 @@ async fn nobody_waits_for_what_stands_behind_it() -> Result<()> {
 async fn what_begins_on_a_full_disk_and_is_cut_off_does_not_begin_again() -> Result<()> {
     let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let dispatches = machine.path("var/lib/svc/dispatches");
-    let Some(disk) = SmallDisk::at(dispatches.clone(), 1)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(dispatches.clone(), 1)? else { return Ok(()) };
     let host = machine.start()?;
     ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
     ask(&host, json!({ "prompt": "sleep", "id": "second" })).await?;

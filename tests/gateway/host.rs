@@ -139,7 +139,7 @@ impl Machine {
         let log = std::fs::OpenOptions::new().create(true).append(true).open(self.path("gateway.log"))?;
         let mut child =
             self.command().env("NOTIFY_SOCKET", &notify).stdout(log.try_clone()?).stderr(log).spawn()?;
-        child::end_with_us(child.id(), AtExit::Kill);
+        child::kill_on_exit(child.id(), AtExit::Kill);
         let deadline = Instant::now() + PATIENCE;
         let mut buffer = [0_u8; 1024];
         let address = loop {
@@ -286,7 +286,7 @@ impl Host {
     pub fn restart(mut self) -> Result<Self> {
         self.child.kill()?;
         self.child.wait()?;
-        child::ended(self.child.id());
+        child::unregister(self.child.id());
         // The machine moves on; what is left of this host is only its dead child.
         let machine = std::mem::replace(&mut self.machine, Machine::new("postgres://nobody@127.0.0.1/x")?);
         machine.start()
@@ -297,7 +297,7 @@ impl Drop for Host {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        child::ended(self.child.id());
+        child::unregister(self.child.id());
     }
 }
 

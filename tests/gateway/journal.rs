@@ -59,7 +59,7 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
     command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));
     command.env("JOURNAL_STREAM", format!("{}:{}", meta.dev(), meta.ino())).env("RUST_LOG", "svc=debug");
     let mut process = command.stderr(stderr).spawn().context("unshare")?;
-    child::end_with_us(process.id(), AtExit::Kill);
+    child::kill_on_exit(process.id(), AtExit::Kill);
 
     let mut entries = Vec::new();
     let deadline = Instant::now() + Duration::from_secs(30);
@@ -91,7 +91,7 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
     };
     process.kill()?;
     process.wait()?;
-    child::ended(process.id());
+    child::unregister(process.id());
 
     for entry in &entries {
         ensure!(entry.get("SVC_MACHINE_ID") == Some(&vec![machine.id.to_string()]), "{entry:?}");

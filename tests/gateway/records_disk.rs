@@ -52,7 +52,7 @@ async fn serves(host: &Host) -> Result<()> {
 async fn a_full_disk_is_served_on_said_and_gone_on_from() -> Result<()> {
     let machine = Machine::new(NOWHERE)?;
     let logs = machine.path(LOGS);
-    let Some(disk) = SmallDisk::at(logs.clone(), 1)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(logs.clone(), 1)? else { return Ok(()) };
     let mut host = machine.start()?;
     noted(&host, 1).await?;
     until_told(&host, 1).await?;

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The compiler of the workspace's own crates while `cargo xtask fuzz` builds: `svc` alone gets libFuzzer's counters and traces
-# of comparisons. They need no nightly compiler, and all other crates stay as every other command has built them.
+# Compiles the workspace's own crates for `cargo xtask fuzz`: only `svc` gets libFuzzer's counters and traces of
+# comparisons. They need no nightly compiler, and all other crates stay identical to those of every other build.
 case " $* " in
 *" --crate-name svc "*)
     exec "$@" -Copt-level=1 -Cpasses=sancov-module \

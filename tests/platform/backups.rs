@@ -161,7 +161,7 @@ async fn latest_snapshot_is_told_without_listing_the_others() {
         seen.iter().filter(|request| of_snapshots(&request.query)).count()
     };
     let path = format!("/vps/{}/backups", guest.machine);
-    stack.store.forget_requests();
+    stack.store.clear_requests();
     let told = stack.get(&process, &format!("{path}?latest=true")).await.body;
     assert_eq!((&told["latest"], &told["backups"][0]["key"]), (&json!(latest), &json!(latest)), "{told}");
     assert_eq!((told["backups"].as_array().unwrap().len(), &told["nextCursor"]), (1, &Value::Null));
@@ -177,7 +177,7 @@ async fn latest_snapshot_is_told_without_listing_the_others() {
         line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap_or_default()
     };
     let before = metrics().await;
-    stack.store.forget_requests();
+    stack.store.clear_requests();
     assert_eq!(stack.get(&process, &format!("{path}?limit=5")).await.status, 200);
     let listed = listings();
     assert!(listed >= 1, "{listed}");

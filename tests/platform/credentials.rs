@@ -130,7 +130,7 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
     }
     assert_eq!(of_machine(&stack, &guest.machine).len(), 2);
     for session in of_machine(&stack, &guest.machine) {
-        assert_eq!(session.asked_life, Duration::from_secs(900), "{session:?}");
+        assert_eq!(session.requested_lifetime, Duration::from_secs(900), "{session:?}");
     }
     for given in [&env["AWS_SECRET_ACCESS_KEY"], &env["AWS_SESSION_TOKEN"]] {
         assert!(!stack.log().contains(given.as_str()), "no credential in the log");
@@ -158,7 +158,7 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
     let sessions = stack.store.sessions();
     let given: Vec<_> = sessions.iter().filter(|session| session.name == name).collect();
     assert_eq!(given.len(), 1);
-    assert_eq!(given[0].asked_life, Duration::from_secs(43_200));
+    assert_eq!(given[0].requested_lifetime, Duration::from_secs(43_200));
 
     let bucket = outage_of(&answer);
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
@@ -306,7 +306,7 @@ async fn a_machine_that_is_asked_for_its_last_backup_still_gets_some() {
     let last = of_machine(&stack, &old.guest.machine)
         .into_iter()
         .find(|session| session.access_key == answer.body["accessKeyId"]);
-    assert_eq!(last.unwrap().asked_life, Duration::from_secs(900), "as short as STS gives them");
+    assert_eq!(last.unwrap().requested_lifetime, Duration::from_secs(900), "as short as STS gives them");
     assert_eq!(answer.body["outage"], Value::Null, "and none that outlives it");
     let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", asked).await;

@@ -199,7 +199,7 @@ async fn resize_survives_a_kill_at_every_point() {
         let guest = stack.running(&calm, "user_1").await;
         calm.kill();
         // The power has to be cut, so that every step has something to do.
-        stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+        stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
         let settings = [("FAILPOINTS", killed_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
         let mut first = stack.platform_with(&settings);

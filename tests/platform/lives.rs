@@ -33,7 +33,7 @@ impl Lives {
         })
         .await;
         let out = tempfile::tempdir()?;
-        let built = bundle::minimal(svc, VERSION, out.path())?;
+        let built = bundle::build_minimal(svc, VERSION, out.path())?;
         let key = format!("system-bundles/{VERSION}/{}", bundle::ARCHIVE);
         stack.store.write(BUCKET, &key, std::fs::read(built.dir.join(bundle::ARCHIVE))?);
         let digest = format!("{}  {}\n", built.sha256, bundle::ARCHIVE);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::{StreamExt, stream};
-use kit::pg::copy::Copy;
+use kit::pg::copy::TablesCopy;
 use kit::s3::{Fault, Rule};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -334,7 +334,7 @@ async fn change_survives_a_kill_at_every_point() {
 async fn server_restored_with_its_settings_is_refused() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
-    let copy = Copy::of(&client).await.unwrap();
+    let copy = TablesCopy::new(&client).await.unwrap();
     let process = started(&stack, OLD, None, &[]);
     let mut guest = stack.running(&process, "user_1").await;
     stop(process).await;

@@ -91,7 +91,7 @@ async fn power_off_keeps_machine_off_until_power_on() {
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_cuts_host_that_ignores_shutdown() {
     let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
-    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let ended = done(&stack, &process, &guest, "off").await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert_eq!((actions(&stack, "shutdown"), actions(&stack, "poweroff")), (1, 1));
@@ -101,7 +101,7 @@ async fn power_off_cuts_host_that_ignores_shutdown() {
 #[tokio::test(flavor = "multi_thread")]
 async fn long_shutdown_asks_the_provider_rarely_and_orders_the_cut_once() {
     let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
-    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     ask(&stack, &process, &guest, "off").await;
     let asked = || async { (actions(&stack, "shutdown") == 1).then_some(()) };
     stack.eventually("the host is asked to shut down", asked).await;
@@ -195,7 +195,7 @@ async fn failed_machine_is_switched_on_and_resumed() {
 async fn machine_that_is_off_is_replaced_only_where_the_loss_is_accepted() {
     let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
     stack.snapshot("user_1");
-    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let off = ask(&stack, &process, &guest, "off").await;
     let recover = async |more: Value| {
         let mut body = json!({"idpUserId": "user_1"});

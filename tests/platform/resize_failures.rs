@@ -52,7 +52,7 @@ async fn set_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_that_ignores_the_button_loses_its_power() {
     let (stack, process, guest) = set().await;
-    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let ended = resized(&stack, &process, &guest).await;
     assert_changed(&stack, &process, &guest, &ended).await;
     assert_eq!((actions(&stack, "shutdown"), actions(&stack, "poweroff")), (1, 1));
@@ -108,7 +108,7 @@ async fn a_provider_that_never_does_it_is_given_up() {
     for step in ["poweroff", "change_type"] {
         let settings = [("RESIZE_SHUTDOWN_SECONDS", "1"), ("RESIZE_CHANGE_SECONDS", "2")];
         let (stack, process, guest) = set_with(&settings).await;
-        stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+        stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
         stack.provider.fault(FaultRule::times(1000, "POST", step, refusing(503)));
         let ended = resized(&stack, &process, &guest).await;
         assert_reverted(&stack, &process, &guest, &ended).await;
@@ -167,7 +167,7 @@ async fn a_host_that_does_not_speak_again_is_a_failed_resize() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_vanishes_meanwhile_is_gone() {
     let (stack, process, guest) = set().await;
-    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
     let ended = stack.ended_while_beating(&process, answer.body["operationId"].as_str().unwrap()).await;
@@ -180,7 +180,7 @@ async fn a_server_that_vanishes_meanwhile_is_gone() {
 #[tokio::test(flavor = "multi_thread")]
 async fn fail_delete_and_recover_end_a_resize_under_way() {
     let (stack, process, guest) = set_with(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
-    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let operation = resize(&stack, &process, &guest.machine, "cpx32").await.body["operationId"].clone();
     let reason = json!({"reason": "it hangs"});
     let failed = stack.post(&process, &format!("/vps/{}/fail", guest.machine), &reason).await;
@@ -189,14 +189,14 @@ async fn fail_delete_and_recover_end_a_resize_under_way() {
     assert_eq!(stack.get(&process, &path).await.body["state"], "cancelled");
 
     let guest = stack.running(&process, "user_2").await;
-    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     resize(&stack, &process, &guest.machine, "cpx32").await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     let ended = stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 
     let guest = stack.running(&process, "user_3").await;
-    stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
+    stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     stack.snapshot("user_3");
     resize(&stack, &process, &guest.machine, "cpx32").await;
     let recovery =

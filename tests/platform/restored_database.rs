@@ -1,7 +1,7 @@
 //! The platform's database is restored from an older copy: what it remembers as under way has been decided otherwise since,
 //! and the store knows.
 
-use kit::pg::copy::Copy;
+use kit::pg::copy::TablesCopy;
 use kit::provider::Power;
 use kit::s3::{Fault, Rule};
 use reqwest::Method;
@@ -18,7 +18,7 @@ pub(super) struct Restorable {
     pub stack: Stack,
     pub process: Option<Process>,
     client: Client,
-    copy: Copy,
+    copy: TablesCopy,
     pub settings: Vec<(&'static str, &'static str)>,
 }
 
@@ -26,7 +26,7 @@ impl Restorable {
     pub async fn start(settings: &[(&'static str, &'static str)]) -> Self {
         let stack = Stack::start().await;
         let client = stack.database.connect().await.unwrap();
-        let copy = Copy::of(&client).await.unwrap();
+        let copy = TablesCopy::new(&client).await.unwrap();
         let process = Some(stack.platform_with(settings));
         Self { stack, process, client, copy, settings: settings.to_vec() }
     }

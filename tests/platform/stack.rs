@@ -108,7 +108,7 @@ impl Stack {
     pub fn started(&self, mut command: Command) -> Process {
         command.stdout(Stdio::piped());
         let mut child = command.spawn().expect("the platform starts");
-        child::end_with_us(child.id(), AtExit::Kill);
+        child::kill_on_exit(child.id(), AtExit::Kill);
         let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
         let base = lines
             .by_ref()
@@ -466,6 +466,6 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
-        child::ended(self.child.id());
+        child::unregister(self.child.id());
     }
 }

@@ -28,7 +28,7 @@ async fn without_its_database_it_says_so_and_comes_back() {
     assert_eq!(routing.status, 200, "{routing:?}");
     assert!(stack.get(&process, "/metrics").await.text.contains("svc_router_routes_age_seconds "));
     assert!(stack.log().contains("serving stale routes"));
-    server.start_again().await.unwrap();
+    server.restart().await.unwrap();
     let back = || async { (stack.get(&process, "/readyz/control").await.status == 200).then_some(()) };
     stack.eventually("ready again", back).await;
     let made = stack.provision(&process, "user_1").await;

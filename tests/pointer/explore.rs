@@ -247,7 +247,7 @@ fn hold(scene: &Scene, seeds: std::ops::Range<u64>) -> Figures {
     let runs = seeds.end - seeds.start;
     println!("{runs} runs, {writes} writes of the pointer");
     assert!(writes > 3 * runs, "the runs get somewhere: {writes} writes in {runs} runs");
-    Figures { faults_tried: faults, ..Figures::of("orders of the pointer's calls") }
+    Figures { faults_tried: faults, ..Figures::new("orders of the pointer's calls") }
 }
 
 #[test]
@@ -263,8 +263,8 @@ fn pointer_holds_where_if_match_refuses_nothing() {
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
 fn the_pointer_holds_under_many_more_orders_and_faults() -> anyhow::Result<()> {
-    hold(&Scene::whole(), 3000..50_000).tell()?;
-    hold(&Scene { conditions: Conditions::CreateAlone, ..Scene::whole() }, 3000..50_000).tell()
+    hold(&Scene::whole(), 3000..50_000).record()?;
+    hold(&Scene { conditions: Conditions::CreateAlone, ..Scene::whole() }, 3000..50_000).record()
 }
 
 /// Every order of the scene's calls, with every fault that it allows at every place.

@@ -107,7 +107,7 @@ async fn pointer_holds_on_seaweedfs_in_thousands_of_races() -> Result<()> {
 async fn on_moto(count: usize) -> Result<()> {
     svc::http::tls::install_provider();
     let moto = tokio::task::spawn_blocking(Moto::start).await??;
-    moto.s3().make_bucket().await?;
+    moto.s3().create_bucket().await?;
     races(&moto.s3().env(), count).await
 }
 
@@ -120,13 +120,13 @@ async fn on_seaweedfs(count: usize) -> Result<()> {
 async fn seaweedfs() -> Result<Option<Seaweed>> {
     svc::http::tls::install_provider();
     if let Err(error) =
-        tokio::task::spawn_blocking(|| kit::seaweed::fetched(&kit::fetch::target_dir())).await?
+        tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
     {
         println!("SKIPPED: SeaweedFS cannot be fetched: {error:#}");
         return Ok(None);
     }
     let seaweed = tokio::task::spawn_blocking(Seaweed::start).await??;
-    seaweed.s3().make_bucket().await?;
+    seaweed.s3().create_bucket().await?;
     Ok(Some(seaweed))
 }
 

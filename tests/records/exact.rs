@@ -153,7 +153,7 @@ impl Campaign {
         command.env(DIR, self.layout.root()).env(FIRST, self.next()?.to_string());
         command.env(LAST, self.dispatches.to_string()).env("FAILPOINTS", failpoints);
         let child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
-        child::end_with_us(child.id(), AtExit::Kill);
+        child::kill_on_exit(child.id(), AtExit::Kill);
         Ok(child)
     }
 
@@ -169,7 +169,7 @@ impl Campaign {
             child.kill()?;
         }
         let status = child.wait()?;
-        child::ended(child.id());
+        child::unregister(child.id());
         if status.success() {
             return Ok(false);
         }
@@ -196,7 +196,7 @@ impl Campaign {
         let mut child = self.start("")?;
         said(&mut child, "done")?;
         ensure!(child.wait()?.success(), "it ends well");
-        child::ended(child.id());
+        child::unregister(child.id());
         Ok(())
     }
 
@@ -256,7 +256,7 @@ impl Campaign {
             self.lost.len(),
             self.oldest_lost.as_millis()
         );
-        Figures { kills_survived: self.kills, ..Figures::of(name) }.tell()
+        Figures { kills_survived: self.kills, ..Figures::new(name) }.record()
     }
 }
 
@@ -330,7 +330,7 @@ fn usage_is_exact_after_a_kill_at_each_step_of_its_compaction() -> Result<()> {
         let mut child = campaign.start(&format!("{point}=5*off->return(kill)"))?;
         let status = child::wait_until(&mut child, std::time::Instant::now() + Duration::from_secs(60));
         let killed = now();
-        child::ended(child.id());
+        child::unregister(child.id());
         ensure!(status.is_some_and(|status| !status.success()), "{point}: {status:?}");
         campaign.look(killed)?;
         campaign.holds().with_context(|| point.to_string())?;

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use http::StatusCode;
-use kit::idp::{Alg, Flaw, MintOptions, Old};
+use kit::idp::{Alg, Flaw, MintOptions, OldKeys};
 
 use super::world::{APP, World, read};
 
@@ -94,7 +94,7 @@ async fn new_keys_are_fetched_and_old_ones_kept_while_the_issuer_is_down() -> Re
         "believed, without a machine"
     );
     assert_eq!(world.idp.jwks_fetches(), 1);
-    world.idp.rotate(Old::Withdrawn)?;
+    world.idp.rotate(OldKeys::Withdrawn)?;
     let rotated = world.token("user_1");
     assert_eq!(read(world.get(APP, "/").bearer_auth(&rotated)).await.status, absent, "by the new key");
     assert_eq!(
@@ -120,15 +120,15 @@ async fn new_keys_are_fetched_and_old_ones_kept_while_the_issuer_is_down() -> Re
 #[tokio::test(flavor = "multi_thread")]
 async fn without_any_keys_nobody_is_refused_for_good() -> Result<()> {
     let world = World::start().await?;
-    world.idp.jwks_status(503);
-    world.idp.rotate(Old::Withdrawn)?;
+    world.idp.set_jwks_status(503);
+    world.idp.rotate(OldKeys::Withdrawn)?;
     let token = world.token("user_1");
     let answer = read(world.get(APP, "/").bearer_auth(&token)).await;
     assert_eq!(
         (answer.status, answer.json()["code"].as_str()),
         (StatusCode::SERVICE_UNAVAILABLE, Some("unavailable"))
     );
-    world.idp.jwks_status(200);
+    world.idp.set_jwks_status(200);
     let began = std::time::Instant::now();
     while read(world.get(APP, "/").bearer_auth(&token)).await.json()["machineStatus"].is_null() {
         assert!(began.elapsed().as_secs() < 10);

@@ -122,7 +122,7 @@ async fn the_fallback_of_old_deployments_is_used_only_where_it_is_configured() -
 /// Takes longer than an outage was survived before: 15 s.
 #[tokio::test(flavor = "multi_thread")]
 async fn stale_routes_serve_known_users_without_the_database() -> Result<()> {
-    let database = kit::pg::shared().await?;
+    let database = kit::pg::shared_server().await?;
     let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
     let world = World::start_with(&[], Some(line.addr())).await?;
     let machine = TestMachine::start().await?;
@@ -165,7 +165,7 @@ async fn stale_routes_serve_known_users_without_the_database() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn routes_are_refused_once_they_are_too_old() -> Result<()> {
-    let database = kit::pg::shared().await?;
+    let database = kit::pg::shared_server().await?;
     let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
     let world = World::start_with(&[("ROUTER_MAX_STALE_SECONDS", "3")], Some(line.addr())).await?;
     let machine = TestMachine::start().await?;

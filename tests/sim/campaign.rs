@@ -280,9 +280,9 @@ async fn a_hundred_overlapping_requests_survive_random_kills() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: ten campaigns"]
 async fn long_ten_campaigns_survive() -> Result<()> {
-    let mut figures = Figures::of("platforms that are killed again and again");
+    let mut figures = Figures::new("platforms that are killed again and again");
     for seed in 2..12 {
         figures.kills_survived += u64::from(campaign(seed).await?);
     }
-    figures.tell()
+    figures.record()
 }

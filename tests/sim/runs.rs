@@ -27,7 +27,7 @@ async fn near(first: u64, count: u64) -> Tally {
 
 /// A crash of a process that is simulated is a fault like those of its world.
 fn told(test: &str, tally: &Tally) -> Result<()> {
-    Figures { faults_tried: u64::from(tally.crashes), ..Figures::of(test) }.tell()
+    Figures { faults_tried: u64::from(tally.crashes), ..Figures::new(test) }.record()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

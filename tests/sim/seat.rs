@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::Result;
-use kit::pg::copy::{Copy, insist};
+use kit::pg::copy::{TablesCopy, execute_with_retry};
 use kit::pg::{TestDatabase, test_database_from};
 use svc::platform::config::PlatformConfig;
 use svc::platform::db::Db;
@@ -22,7 +22,7 @@ pub struct Seat {
     pub db: Db,
     pub keys: watch::Receiver<Arc<SigningSet>>,
     pub installation: Uuid,
-    copy: Copy,
+    copy: TablesCopy,
     times: Times,
 }
 
@@ -45,7 +45,7 @@ impl Seat {
             keys::load(&db, &Seal::of(&config.keys), config.timing.keys.overlap).await?,
         ));
         // Rows of a few runs go sooner than files do.
-        let copy = Copy::of(&client).await?;
+        let copy = TablesCopy::new(&client).await?;
         let sql = "SELECT installation_id FROM installation";
         let installation = client.query_one(sql, &[]).await?.get(0);
         let times = Times::of(&client).await?;
@@ -118,14 +118,14 @@ impl Times {
     /// With the leases, whoever is at work has slept through them.
     pub async fn pass(&self, client: &Client, seconds: u32, leases: bool) -> Result<()> {
         for sql in &self.0 {
-            insist(client, &sql.replace("$N", &seconds.to_string())).await?;
+            execute_with_retry(client, &sql.replace("$N", &seconds.to_string())).await?;
         }
         if leases {
             let sql = format!(
                 "UPDATE operations SET lease_until = lease_until - interval '{seconds} seconds' \
                  WHERE lease_until IS NOT NULL"
             );
-            insist(client, &sql).await?;
+            execute_with_retry(client, &sql).await?;
         }
         Ok(())
     }

@@ -178,7 +178,7 @@ async fn a_replaced_machine_moves_nothing() -> Result<()> {
     assert_eq!(machine::pointer(&store).await?, fenced);
 
     // Later it is known from the start, and nothing is dumped.
-    store.forget_requests();
+    store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(77);
     assert!(!store.requests().iter().any(|seen| seen.method != "GET"), "{:?}", store.requests());
 

@@ -229,7 +229,7 @@ async fn a_clock_that_is_wrong_costs_one_request() -> Result<()> {
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_hours(9)).await?;
     store.expire_sessions();
-    store.forget_requests();
+    store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(platform.asked(), 1);
     let refused = store.requests().into_iter().filter(|seen| seen.status == Some(400)).count();
@@ -246,7 +246,7 @@ async fn sessions_may_end_while_a_backup_is_under_way() -> Result<()> {
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
     machine.client().await?.batch_execute(noise).await?;
     // Longer than any one request takes here, and shorter than the backup.
-    store.set_session_life(Some(Duration::from_secs(4)));
+    store.set_session_lifetime(Some(Duration::from_secs(4)));
     store.fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
     store.expire_sessions();
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -322,7 +322,7 @@ async fn the_agent_goes_on_over_many_sessions() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_secs(-1)).await?;
-    store.set_session_life(Some(Duration::from_secs(2)));
+    store.set_session_lifetime(Some(Duration::from_secs(2)));
     let extra = [
         ("GATEWAY_LISTEN", "127.0.0.1:9"),
         ("HEARTBEAT_SECONDS", "1"),

@@ -356,7 +356,7 @@ async fn a_database_that_is_still_starting_is_waited_for() -> Result<()> {
     restore(&new, SHORT)?.expect(69);
     let running = new.spawn(&["svc-restore"], &[])?;
     tokio::time::sleep(Duration::from_millis(500)).await;
-    new.postgres().start_again().await?;
+    new.postgres().restart().await?;
     running.end()?.expect(0);
     assert!(is_restored(&new).await?);
     Ok(())

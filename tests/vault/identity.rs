@@ -248,7 +248,7 @@ async fn replaced(machine: &Machine) -> Result<Vec<String>> {
 async fn replaced_databases_stay_for_seven_days() -> Result<()> {
     let store = machine::store()?;
     let machine = in_use(&store).await?;
-    let Some(disk) = SmallDisk::at(machine.path(""), 64)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(machine.path(""), 64)? else { return Ok(()) };
     let admin = machine.postgres().connect("postgres").await?;
     let now = jiff::Timestamp::now().as_millisecond();
     let (old, young, empty) = (now - 8 * 24 * 3_600_000, now - 6 * 24 * 3_600_000, now - 3_600_000);

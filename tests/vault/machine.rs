@@ -249,7 +249,7 @@ impl Machine {
             .stdout(out.reopen()?)
             .stderr(err.reopen()?)
             .spawn()?;
-        child::end_with_us(child.id(), AtExit::Kill);
+        child::kill_on_exit(child.id(), AtExit::Kill);
         Ok(Running { child, out, err })
     }
 
@@ -306,7 +306,7 @@ impl Running {
             self.child.kill().ok();
             bail!("still running after {DEADLINE:?}:\n{}", self.stderr());
         };
-        child::ended(self.child.id());
+        child::unregister(self.child.id());
         Ok(Ended {
             code: status.code(),
             signal: status.signal(),
@@ -327,7 +327,7 @@ impl Drop for Running {
         if let Ok(None) = self.child.try_wait() {
             self.child.kill().ok();
             self.child.wait().ok();
-            child::ended(self.child.id());
+            child::unregister(self.child.id());
         }
     }
 }

@@ -46,7 +46,7 @@ async fn a_lost_answer_is_settled_by_reading_back() -> Result<()> {
         let bucket = machine::bucket(&store)?;
         for second in [1, 2] {
             let hits = store.fault(of_meta(fault.clone()).method("PUT"));
-            store.forget_requests();
+            store.clear_requests();
             meta::write(&bucket, &slot(), &of(1, second)?).await?;
             assert_eq!(stored(&store)?, of(1, second)?, "{fault:?}");
             assert_eq!(

@@ -120,7 +120,7 @@ async fn the_metadata_of_a_later_machine_stays() -> Result<()> {
     for (epoch, expected) in [(3, 3), (5, 5), (4, 5)] {
         let machine = Machine::new(&store, epoch).await?;
         platform.serves(&machine)?;
-        store.forget_requests();
+        store.clear_requests();
         let running = machine.spawn(&["svc-sync-agent"], &[])?;
         until("a look at the metadata", || {
             store.requests().iter().any(|seen| seen.path.ends_with("vps-meta.json"))

@@ -19,7 +19,7 @@ const DISK_MIB: u64 = 256;
 /// A disk on which the database fits, and with it this much of its dump in per cent.
 async fn tight(per_cent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
     let (store, new) = lost_and_new().await?;
-    let Some(disk) = SmallDisk::at(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
+    let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
     let side = store.read(BUCKET, &format!("{}.json", dump_key(&store))).context("a side record")?;
     let side: Value = serde_json::from_slice(&side)?;
     let of = |value: &Value| value.as_u64().context("a size");

@@ -1,5 +1,5 @@
-//! `cargo xtask bench`: which binary is measured, and how the end is told. Records are measured from inside: the program
-//! that links them is built here.
+//! `cargo xtask bench`: selects the binary, runs the measurement and sets the exit code. The records are measured by a
+//! program that links the product; it is built here.
 
 use std::path::PathBuf;
 use std::process::{ExitCode, Stdio};
@@ -16,16 +16,16 @@ pub struct Args {
     /// footprint, router, bridge, bundle, backup, restore or records
     #[arg(value_name = "AREA")]
     area: Area,
-    /// How often each side is measured
+    /// Rounds per side
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=50))]
     rounds: u32,
-    /// How long one load takes
+    /// Seconds per load
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=60))]
     seconds: u32,
-    /// The binary to measure; target/dist/svc when not given. For records the program of tests/bench, built when not given
+    /// The binary to measure (default: target/dist/svc); for records, the program of tests/bench (default: built)
     #[arg(long, value_name = "PATH")]
     svc: Option<PathBuf>,
-    /// Fail when a target does not hold
+    /// Fail if a target is missed
     #[arg(long)]
     strict: bool,
 }
@@ -43,33 +43,29 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(if args.strict && !report.all_hold() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Never a dev build by accident: its figures are nobody's.
+/// Finds the binary. The default is never a dev build: its figures would be meaningless.
 fn binary(area: Area, given: Option<PathBuf>) -> Result<PathBuf> {
     let path = match (given, area) {
         (Some(given), _) => given,
-        (None, Area::Records) => built("records")?,
+        (None, Area::Records) => build_bench_program("records")?,
         (None, _) => fetch::target_dir().join("dist/svc"),
     };
-    ensure!(
-        path.exists(),
-        "{} is not there: `cargo xtask dist` builds the binary that is measured",
-        path.display()
-    );
+    ensure!(path.exists(), "{} does not exist: build it with `cargo xtask dist`", path.display());
     path.canonicalize().with_context(|| format!("find {}", path.display()))
 }
 
-/// A program of `tests/bench`, built as what is shipped.
-fn built(name: &str) -> Result<PathBuf> {
+/// Builds a program of `tests/bench` with the shipped profile.
+fn build_bench_program(name: &str) -> Result<PathBuf> {
     let args = ["build", "--release", "--no-default-features", "--package", "svc", "--bench", name];
     let mut build = cargo::command(&args);
     build.arg("--message-format=json-render-diagnostics").stderr(Stdio::inherit());
     let output = build.output().with_context(|| format!("build {name}"))?;
-    ensure!(output.status.success(), "{name} could not be built: {}", output.status);
+    ensure!(output.status.success(), "building {name} failed: {}", output.status);
     let messages = String::from_utf8_lossy(&output.stdout);
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let program = |message: Value| {
-        let is_it = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
-        is_it.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
+        let is_match = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
+        is_match.then(|| message["executable"].as_str().map(PathBuf::from)).flatten()
     };
-    messages.filter_map(program).next_back().with_context(|| format!("cargo names no program {name}"))
+    messages.filter_map(program).next_back().with_context(|| format!("cargo reported no executable {name}"))
 }

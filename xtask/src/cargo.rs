@@ -1,4 +1,4 @@
-//! Running cargo, as the workspace's root would.
+//! Runs cargo in the root of the workspace.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,13 +9,13 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
 }
 
-/// The cargo that runs us, in the workspace's root, as a shell there would start it.
+/// The cargo that started this process, in the workspace root, with the environment of a plain shell.
 pub fn command(args: &[&str]) -> Command {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.args(args).current_dir(root());
-    // What cargo tells a program about its own package; build scripts of dependencies that look at it would otherwise
-    // run again, and all above them be built again, whenever cargo is started the other way.
+    // Cargo describes the current package in these variables. Build scripts of dependencies that read them would rerun,
+    // and everything above them would be rebuilt, each time cargo is started the other way.
     for (name, _) in std::env::vars_os() {
         let about_us = ["CARGO_MANIFEST_", "CARGO_PKG_", "CARGO_BIN_", "CARGO_CRATE_"];
         if name.to_str().is_some_and(|name| about_us.iter().any(|prefix| name.starts_with(prefix))) {
@@ -31,12 +31,12 @@ pub fn run(args: &[&str]) -> Result<()> {
 
 pub fn succeed(mut command: Command) -> Result<()> {
     let status = command.status().with_context(|| format!("start {command:?}"))?;
-    let words = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
-    ensure!(status.success(), "`cargo {}`: {status}", words.join(" "));
+    let args = command.get_args().map(|arg| arg.to_string_lossy().into_owned()).collect::<Vec<_>>();
+    ensure!(status.success(), "`cargo {}`: {status}", args.join(" "));
     Ok(())
 }
 
-/// Whether a cargo subcommand is installed.
+/// Returns whether a cargo subcommand is installed.
 pub fn has(subcommand: &str) -> bool {
     command(&[subcommand, "--version"]).output().is_ok_and(|output| output.status.success())
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask ci --rest`: the checks beside demo and tests; `cargo xtask check`: the quick ones, for each edit. Every part
-//! runs, also after one that failed.
+//! `cargo xtask ci --rest`: the checks besides demo and tests; `cargo xtask check`: the quick ones, for each edit. A
+//! failed check does not stop the others.
 
 use std::process::{Command, ExitCode};
 use std::time::Instant;
@@ -8,66 +8,66 @@ use anyhow::{Context, Result, bail};
 
 use crate::cargo;
 
-/// What of cargo-deny's advisory check means that its database could not be had, and nothing about us.
-const NO_DATABASE: [&str; 3] =
+/// Messages of cargo-deny that mean that its advisory database is unreachable.
+const DATABASE_ERRORS: [&str; 3] =
     ["failed to fetch advisory database", "failed to load advisory database", "failed to open advisory"];
 
-enum End {
+enum Outcome {
     Passed,
     Skipped(String),
 }
 
-type Part = (&'static str, fn() -> Result<End>);
+type Check = (&'static str, fn() -> Result<Outcome>);
 
-const FORMAT: Part = ("fmt", || checked(&["fmt", "--all", "--check"]));
+const FORMAT: Check = ("fmt", || run_cargo(&["fmt", "--all", "--check"]));
 
-const REST: [Part; 5] = [
+const REST_CHECKS: [Check; 5] = [
     FORMAT,
-    ("clippy", || checked(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])),
+    ("clippy", || run_cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"])),
     ("doc", doc),
     ("deny", deny),
     ("advisories", advisories),
 ];
 
-/// Of the product's own package, so that neither the kit nor the integration tests are compiled.
-const CHECK: [Part; 4] = [
+/// Checks the package of the product only, so that neither the kit nor the integration tests are compiled.
+const QUICK_CHECKS: [Check; 4] = [
     FORMAT,
     ("clippy", || {
-        checked(&["clippy", "--package", "svc", "--lib", "--bins", "--quiet", "--", "-D", "warnings"])
+        run_cargo(&["clippy", "--package", "svc", "--lib", "--bins", "--quiet", "--", "-D", "warnings"])
     }),
     ("unit tests", || tests(&["--lib"])),
     ("house", || tests(&["--test", "house"])),
 ];
 
 pub fn rest() -> Result<ExitCode> {
-    run("ci --rest", &REST)
+    run("ci --rest", &REST_CHECKS)
 }
 
 pub fn check() -> Result<ExitCode> {
-    run("check", &CHECK)
+    run("check", &QUICK_CHECKS)
 }
 
-/// Tests of the package `svc`, by nextest where it is installed.
-fn tests(which: &[&str]) -> Result<End> {
+/// Runs tests of the package `svc`, with nextest where it is installed.
+fn tests(which: &[&str]) -> Result<Outcome> {
     let runner: &[&str] = if cargo::has("nextest") { &["nextest", "run"] } else { &["test"] };
     let quiet: &[&str] =
         if cargo::has("nextest") { &["--status-level", "fail", "--cargo-quiet"] } else { &["--quiet"] };
-    checked(&[runner, &["--package", "svc"], which, quiet].concat())
+    run_cargo(&[runner, &["--package", "svc"], which, quiet].concat())
 }
 
-fn run(command: &str, parts: &[Part]) -> Result<ExitCode> {
+fn run(command: &str, checks: &[Check]) -> Result<ExitCode> {
     let mut lines = Vec::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for (name, part) in parts {
+    for (name, check) in checks {
         println!("{command}: {name}");
         let started = Instant::now();
-        let end = part();
-        let word = match end {
-            Ok(End::Passed) => {
+        let outcome = check();
+        let result = match outcome {
+            Ok(Outcome::Passed) => {
                 passed += 1;
                 "ok".to_owned()
             }
-            Ok(End::Skipped(why)) => {
+            Ok(Outcome::Skipped(why)) => {
                 skipped += 1;
                 format!("SKIPPED: {why}")
             }
@@ -76,48 +76,48 @@ fn run(command: &str, parts: &[Part]) -> Result<ExitCode> {
                 format!("FAILED: {error:#}")
             }
         };
-        lines.push(format!("  {name:<11} {:>6.1} s  {word}", started.elapsed().as_secs_f64()));
+        lines.push(format!("  {name:<11} {:>6.1} s  {result}", started.elapsed().as_secs_f64()));
     }
     println!("{command}:\n{}", lines.join("\n"));
     println!("{passed} passed, {failed} failed, {skipped} skipped");
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn checked(args: &[&str]) -> Result<End> {
+fn run_cargo(args: &[&str]) -> Result<Outcome> {
     cargo::run(args)?;
-    Ok(End::Passed)
+    Ok(Outcome::Passed)
 }
 
-fn doc() -> Result<End> {
+fn doc() -> Result<Outcome> {
     let mut doc = cargo::command(&["doc", "--workspace", "--no-deps", "--quiet"]);
     doc.env("RUSTDOCFLAGS", "-D warnings");
     cargo::succeed(doc)?;
-    Ok(End::Passed)
+    Ok(Outcome::Passed)
 }
 
-fn deny() -> Result<End> {
+fn deny() -> Result<Outcome> {
     let mut deny = cargo_deny()?;
     deny.args(["--log-level", "error", "check", "bans", "licenses", "sources"]);
     cargo::succeed(deny)?;
-    Ok(End::Passed)
+    Ok(Outcome::Passed)
 }
 
-fn advisories() -> Result<End> {
+fn advisories() -> Result<Outcome> {
     let mut deny = cargo_deny()?;
     deny.args(["check", "advisories"]);
     let output = deny.output().context("start cargo-deny")?;
     if output.status.success() {
-        return Ok(End::Passed);
+        return Ok(Outcome::Passed);
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    if NO_DATABASE.iter().any(|sign| said.contains(sign)) {
-        return Ok(End::Skipped("the advisory database cannot be reached".to_owned()));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    if DATABASE_ERRORS.iter().any(|message| stderr.contains(message)) {
+        return Ok(Outcome::Skipped("the advisory database is unreachable".to_owned()));
     }
-    eprint!("{said}");
+    eprint!("{stderr}");
     bail!("cargo deny check advisories: {}", output.status)
 }
 
-/// cargo-deny, from the path, else installed once into `target/tools`.
+/// cargo-deny from the path, or installed once into `target/tools`.
 fn cargo_deny() -> Result<Command> {
     if cargo::has("deny") {
         return Ok(cargo::command(&["deny", "--workspace"]));

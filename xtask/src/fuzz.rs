@@ -1,6 +1,7 @@
-//! `cargo xtask fuzz`: the parsers of tests/fuzz under libFuzzer, one after the other, each within bounds of time, memory and
-//! input. One executable plays all targets. Of the workspace only `svc` is compiled with coverage (`tests/libfuzzer/rustc.sh`),
-//! and dependencies are those of every other development build, so any stable compiler with a C++ compiler will do.
+//! `cargo xtask fuzz`: runs the parsers of tests/fuzz under libFuzzer, one after the other, with limits on time, memory
+//! and input. One executable contains all targets. Only the workspace's `svc` is compiled with coverage
+//! (`tests/libfuzzer/rustc.sh`), and the dependencies are those of every other development build, so any stable
+//! compiler with a C++ compiler works.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -16,20 +17,20 @@ const DEFAULT_SECONDS: u64 = 60;
 const LONG_SECONDS: u64 = 600;
 const MAX_INPUT_BYTES: u32 = 64 * 1024;
 const MAX_RSS_MIB: u32 = 1024;
-/// Of one input.
+/// Timeout per input.
 const INPUT_TIMEOUT_SECONDS: u32 = 10;
-/// Beyond the time of the search: to read the corpus before it, and to minimise what was found after it.
+/// Added to the search time: for reading the corpus before it and minimising the findings after it.
 const MARGIN: Duration = Duration::from_secs(300);
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// These targets alone; all without one
+    /// Targets to run (default: all)
     #[arg(value_name = "TARGET")]
     targets: Vec<String>,
-    /// How long each target is searched: a minute without it
+    /// Seconds per target (default: 60)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: Option<u64>,
-    /// Ten minutes for each target
+    /// Ten minutes per target
     #[arg(long, conflicts_with = "seconds")]
     long: bool,
 }
@@ -40,38 +41,39 @@ impl Args {
     }
 }
 
-/// Searches each target, beginning with `tests/corpus`, valid samples, and what earlier runs found. A summary is kept in
-/// `target/libfuzzer/report.json`; fails where a rule was broken.
+/// Fuzzes each target, seeded with `tests/corpus`, valid samples, and the corpus of earlier runs. Writes a summary to
+/// `target/libfuzzer/report.json`; fails if a rule was broken.
 pub fn run(args: &Args) -> Result<ExitCode> {
     let program = build()?;
-    let known = known_targets(&program)?;
+    let known = list_targets(&program)?;
     let targets = if args.targets.is_empty() { known.clone() } else { args.targets.clone() };
     for target in &targets {
-        ensure!(known.contains(target), "{target} is no target: choose from {}", known.join(", "));
+        ensure!(known.contains(target), "unknown target {target}: choose from {}", known.join(", "));
     }
-    let place = kit::fetch::target_dir().join("libfuzzer");
+    let dir = kit::fetch::target_dir().join("libfuzzer");
     let mut rows = Vec::new();
     for target in &targets {
-        let row = Search { program: &program, place: &place, target }.run(args.seconds())?;
+        let row = FuzzSearch { program: &program, dir: &dir, target }.run(args.seconds())?;
         println!("{row}");
         rows.push(row);
     }
-    let report = place.join("report.json");
+    let report = dir.join("report.json");
     fs::write(&report, serde_json::to_vec_pretty(&json!({ "targets": rows }))?)
         .with_context(|| format!("write {}", report.display()))?;
-    println!("kept in {}", report.display());
-    let is_whole = rows.iter().all(|row| row["crashes"] == json!([]));
-    Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    println!("written to {}", report.display());
+    let has_no_crash = rows.iter().all(|row| row["crashes"] == json!([]));
+    Ok(if has_no_crash { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Builds the executable beside the development builds: cargo keeps what a wrapped compiler made apart from their crates.
+/// Builds the executable next to the development builds: cargo keeps the output of a wrapped compiler separate from
+/// theirs.
 fn build() -> Result<PathBuf> {
     ensure!(has_cpp_compiler(), "libFuzzer needs a C++ compiler: install g++ or clang");
-    // All members, so that dependencies have the features that every other command builds them with.
+    // All members, so that dependencies get the same features as in every other command.
     let args = ["build", "--workspace", "--bin", "svc-libfuzzer", "--features", "svc-libfuzzer/libfuzzer"];
     let mut build = cargo::command(&args);
     build.env("RUSTC_WORKSPACE_WRAPPER", cargo::root().join("tests/libfuzzer/rustc.sh"));
-    // Nobody edits and builds it again and again; what an incremental build keeps is larger than the executable.
+    // It is not edited and rebuilt often; incremental data would be larger than the executable.
     build.env("CARGO_INCREMENTAL", "0");
     cargo::succeed(build)?;
     let program = kit::fetch::target_dir().join("debug/svc-libfuzzer");
@@ -87,47 +89,47 @@ fn has_cpp_compiler() -> bool {
     })
 }
 
-/// The names of all targets, as the executable prints them.
-fn known_targets(program: &Path) -> Result<Vec<String>> {
+/// Lists all targets, as the executable prints them.
+fn list_targets(program: &Path) -> Result<Vec<String>> {
     let output = Command::new(program).env("SVC_FUZZ_LIST", "1").stdin(Stdio::null()).output();
     let output = output.with_context(|| format!("start {}", program.display()))?;
-    ensure!(output.status.success(), "{} does not list its targets", program.display());
-    let names = String::from_utf8(output.stdout).context("the names of the targets are not UTF-8")?;
+    ensure!(output.status.success(), "{} failed to list its targets", program.display());
+    let names = String::from_utf8(output.stdout).context("target names are not UTF-8")?;
     Ok(names.lines().map(str::to_owned).collect())
 }
 
-struct Search<'a> {
+struct FuzzSearch<'a> {
     program: &'a Path,
-    place: &'a Path,
+    dir: &'a Path,
     target: &'a str,
 }
 
-impl Search<'_> {
+impl FuzzSearch<'_> {
     fn run(&self, seconds: u64) -> Result<Value> {
-        let kept = cargo::root().join("tests/corpus").join(self.target);
+        let checked_in = cargo::root().join("tests/corpus").join(self.target);
         let [found, samples, crashes, minimised] =
-            ["corpus", "samples", "crashes", "minimised"].map(|name| self.place.join(name).join(self.target));
+            ["corpus", "samples", "crashes", "minimised"].map(|name| self.dir.join(name).join(self.target));
         for dir in [&found, &samples, &crashes, &minimised] {
             fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
         }
         self.write_samples(&samples)?;
 
-        let log = self.place.join(format!("{}.log", self.target));
+        let log = self.dir.join(format!("{}.log", self.target));
         let mut search = self.program(&log)?;
-        search.args([&found, &kept, &samples]).arg(format!("-max_total_time={seconds}"));
+        search.args([&found, &checked_in, &samples]).arg(format!("-max_total_time={seconds}"));
         search.arg(format!("-artifact_prefix={}/", crashes.display())).arg("-print_final_stats=1");
-        let status = ended(search.spawn()?, Duration::from_secs(seconds) + MARGIN)?;
+        let status = wait(search.spawn()?, Duration::from_secs(seconds) + MARGIN)?;
         let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         let crashes = files(&crashes)?;
         if !status.success() && crashes.is_empty() {
             bail!("{} ended with {status}: see {}", self.target, log.display());
         }
 
-        // Only what adds coverage is begun with next time.
+        // The next run starts from the inputs that add coverage only.
         fs::remove_dir_all(&minimised).and_then(|()| fs::create_dir(&minimised))?;
-        let mut merge = self.program(&self.place.join(format!("{}.merge.log", self.target)))?;
+        let mut merge = self.program(&self.dir.join(format!("{}.merge.log", self.target)))?;
         merge.arg("-merge=1").args([&minimised, &found]);
-        if ended(merge.spawn()?, MARGIN)?.success() {
+        if wait(merge.spawn()?, MARGIN)?.success() {
             fs::remove_dir_all(&found).and_then(|()| fs::rename(&minimised, &found))?;
         }
         Ok(json!({
@@ -142,14 +144,14 @@ impl Search<'_> {
         }))
     }
 
-    /// Valid documents, by the target itself.
+    /// Lets the target write valid documents.
     fn write_samples(&self, dir: &Path) -> Result<()> {
         let input = dir.join("empty");
         File::create(&input).with_context(|| format!("make {}", input.display()))?;
-        let log = self.place.join(format!("{}.samples.log", self.target));
+        let log = self.dir.join(format!("{}.samples.log", self.target));
         let mut write = self.program(&log)?;
         write.arg(&input).env("SVC_FUZZ_SAMPLES", dir);
-        let status = ended(write.spawn()?, MARGIN)?;
+        let status = wait(write.spawn()?, MARGIN)?;
         ensure!(status.success(), "{} wrote no samples: see {}", self.target, log.display());
         Ok(())
     }
@@ -167,8 +169,8 @@ impl Search<'_> {
     }
 }
 
-/// Waits, and ends the program where it takes longer.
-fn ended(mut child: Child, timeout: Duration) -> Result<ExitStatus> {
+/// Waits for the program, and kills it after the timeout.
+fn wait(mut child: Child, timeout: Duration) -> Result<ExitStatus> {
     let deadline = Instant::now() + timeout;
     loop {
         if let Some(status) = child.try_wait()? {
@@ -177,7 +179,7 @@ fn ended(mut child: Child, timeout: Duration) -> Result<ExitStatus> {
         if Instant::now() >= deadline {
             child.kill()?;
             child.wait()?;
-            bail!("the program did not end within {} s", timeout.as_secs());
+            bail!("the program did not exit within {} s", timeout.as_secs());
         }
         std::thread::sleep(Duration::from_millis(200));
     }
@@ -192,7 +194,7 @@ fn files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(all)
 }
 
-/// The number after the last mention of a figure.
+/// The last value of a figure in the log.
 fn figure(log: &str, name: &str) -> Option<u64> {
     let (_, after) = log.rsplit_once(&format!("{name} "))?;
     after.split_whitespace().next()?.parse().ok()
@@ -203,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_the_last_of_a_log() {
+    fn figure_returns_last_value_in_log() {
         let log = "#2\tINITED cov: 10 ft: 11 corp: 1/1b\n#9\tDONE   cov: 20 ft: 21 corp: 2/9b\n\
             stat::number_of_executed_units: 4242\nstat::peak_rss_mb:              97\n";
         assert_eq!(figure(log, "cov:"), Some(20));
@@ -213,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn seconds_are_a_minute_or_as_asked() {
+    fn seconds_default_to_60_long_to_600() {
         let args = |seconds, long| Args { targets: Vec::new(), seconds, long };
         assert_eq!(args(None, false).seconds(), 60);
         assert_eq!(args(None, true).seconds(), 600);

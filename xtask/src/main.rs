@@ -1,4 +1,4 @@
-//! `cargo xtask`: the project's own commands. Argument parsing; what they do is in the kit, or is cargo's.
+//! `cargo xtask`: the project's own commands. This file parses arguments; the kit and cargo do the work.
 
 mod bench;
 mod browser;
@@ -27,72 +27,72 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Fetch what demo and tests need and this machine lacks
+    /// Fetch missing dependencies of the demo and the tests
     Setup,
     /// Build a host bundle: archive, digest, and manifest with its signature
     Bundle(bundle::Args),
-    /// Look at shell, apps and code-server in Chromium; screenshots in target/browser
+    /// Test the shell, the apps and code-server in Chromium; screenshots in target/browser
     Browser(browser::Args),
-    /// Play the whole main job on real parts; writes target/demo/report.json
+    /// Run the main scenario against real services; writes target/demo/report.json
     Demo {
-        /// Break one thing, backup|restore|pin|fence: the demo must then fail
+        /// Break one thing (backup|restore|pin|fence): the demo must then fail
         #[arg(long = "break", value_name = "WHAT", value_parser = Breakage::from_str)]
         breakage: Option<Breakage>,
-        /// The binary to play with; built when not given
+        /// The binary to run (default: built)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
         /// Keep the directory with disks and logs
         #[arg(long)]
         keep: bool,
     },
-    /// Keep the demo's parts running for a developer, with a machine in use; writes target/dev/dev.json
+    /// Keep the demo's services running for a developer, with a machine in use; writes target/dev/dev.json
     Dev {
-        /// The binary to run; built when not given
+        /// The binary to run (default: built)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
-        /// Where dev.json and the operator's credential go; another directory for another one beside the first
+        /// Directory of dev.json and the operator's credential; use another one for a second instance
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
-        /// The machine's bundle, as `cargo xtask bundle --out DIR` left it; else the smallest one
+        /// The machine's bundle, from `cargo xtask bundle --out DIR` (default: the minimal one)
         #[arg(long, value_name = "DIR")]
         bundle: Option<PathBuf>,
     },
-    /// Play the main job on virtual machines, then what only a machine shows; writes target/lab
+    /// Run the main scenario on virtual machines, then the checks that need a real machine; writes target/lab
     Lab {
-        /// Provision, register, bridge, backup, reboot and recover alone
+        /// Run only provision, register, bridge, backup, reboot and recover
         #[arg(long)]
         quick: bool,
-        /// These acts alone, on a machine that is provisioned first: `--only update,bad-update`
+        /// Run only these acts, on a freshly provisioned machine: `--only update,bad-update`
         #[arg(long, value_name = "ACT", value_delimiter = ',', conflicts_with = "quick")]
         only: Vec<String>,
-        /// The binary to play with; `cargo xtask dist`'s when not given
+        /// The binary to run (default: that of `cargo xtask dist`)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
     },
-    /// Build the one static executable, target/dist/svc, and check that it is one
+    /// Build the static executable target/dist/svc and verify it
     Dist,
     /// Build the Debian packages and the bill of materials into target/deb
     Deb {
         /// Install, start, upgrade, remove and purge them in a fresh Debian root (needs root)
         #[arg(long)]
         check: bool,
-        /// The binary that they carry; else target/dist/svc, built where it is not of these sources
+        /// The packaged binary (default: target/dist/svc, rebuilt if outdated)
         #[arg(long, value_name = "PATH")]
         svc: Option<PathBuf>,
     },
-    /// Measure the static executable beside its peers; writes target/bench/AREA.json
+    /// Measure the static executable and its peers; writes target/bench/AREA.json
     Bench(bench::Args),
     /// Set up, build, and run all tests
     Test {
-        /// The long ones too
+        /// Include the long tests
         #[arg(long)]
         long: bool,
         #[arg(value_name = "FILTER")]
         filters: Vec<String>,
     },
-    /// Search the parsers by libFuzzer, a minute each; needs a C++ compiler, writes target/libfuzzer
+    /// Fuzz the parsers with libFuzzer, a minute each; needs a C++ compiler, writes target/libfuzzer
     Fuzz(fuzz::Args),
-    /// The checks for each edit: format, clippy of the product, unit tests, the house's rules
+    /// Quick checks for each edit: format, clippy of the product, unit tests, house rules
     Check,
     /// All other checks: format, clippy, documentation, dependencies
     Ci {
@@ -102,7 +102,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let end = match Args::parse().command {
+    let result = match Args::parse().command {
         Command::Setup => setup().map(|()| ExitCode::SUCCESS),
         Command::Bundle(args) => bundle::run(args),
         Command::Browser(args) => browser::run(args),
@@ -117,7 +117,7 @@ fn main() -> ExitCode {
         Command::Check => ci::check(),
         Command::Ci { .. } => ci::rest(),
     };
-    end.unwrap_or_else(|error| {
+    result.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");
         ExitCode::FAILURE
     })
@@ -127,11 +127,11 @@ fn setup() -> Result<()> {
     let target = kit::fetch::target_dir();
     let binaries = PgBinaries::locate_or_fetch(&target)?;
     println!("setup: PostgreSQL 16 at {}", binaries.dir().display());
-    println!("setup: moto at {}", kit::moto::fetched(&target)?.display());
-    // The tests that need it say that they are skipped.
-    match kit::seaweed::fetched(&target) {
-        Ok(place) => println!("setup: SeaweedFS at {}", place.display()),
-        Err(error) => println!("setup: no SeaweedFS, its tests are skipped: {error:#}"),
+    println!("setup: moto at {}", kit::moto::fetch(&target)?.display());
+    // Tests that need SeaweedFS report themselves as skipped.
+    match kit::seaweed::fetch(&target) {
+        Ok(dir) => println!("setup: SeaweedFS at {}", dir.display()),
+        Err(error) => println!("setup: SeaweedFS is unavailable, its tests are skipped: {error:#}"),
     }
     Ok(())
 }
@@ -139,7 +139,7 @@ fn setup() -> Result<()> {
 fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
     let svc = match svc {
         Some(svc) => svc.canonicalize().with_context(|| format!("find {}", svc.display()))?,
-        None => dist::of_this_tree()?,
+        None => dist::up_to_date()?,
     };
     let out = kit::fetch::target_dir().join("deb");
     let options = kit::deb::Options::new(svc, cargo::root(), out);
@@ -155,44 +155,44 @@ fn deb(check: bool, svc: Option<PathBuf>) -> Result<ExitCode> {
 }
 
 fn demo(breakage: Option<Breakage>, svc: Option<PathBuf>, keep: bool) -> Result<ExitCode> {
-    let svc = svc_or_built(svc)?;
+    let svc = resolve_svc(svc)?;
     let report = kit::fetch::target_dir().join("demo/report.json");
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
     let options = story::Options { svc, breakage, keep, report: Some(report) };
-    let told = runtime.block_on(story::play(options))?;
-    Ok(if told.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let report = runtime.block_on(story::run(options))?;
+    Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn dev(svc: Option<PathBuf>, dir: Option<PathBuf>, bundle: Option<&Path>) -> Result<ExitCode> {
     let dir = dir.unwrap_or_else(kit::dev::default_dir);
-    // Before the build: one that runs already keeps its binary.
-    let claim = kit::dev::Claim::of(&dir)?;
-    let svc = svc_or_built(svc)?;
+    // Claimed before the build, so that a running instance keeps its binary.
+    let lock = kit::dev::DevLock::acquire(&dir)?;
+    let svc = resolve_svc(svc)?;
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    runtime.block_on(kit::dev::run(claim, &svc, bundle))?;
+    runtime.block_on(kit::dev::run(lock, &svc, bundle))?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn lab(quick: bool, only: Vec<String>, svc: Option<PathBuf>) -> Result<ExitCode> {
     let acts = match (quick, only.is_empty()) {
         (true, _) => kit::lab::Acts::Quick,
-        (false, true) => kit::lab::Acts::Whole,
+        (false, true) => kit::lab::Acts::Full,
         (false, false) => kit::lab::Acts::only(only)?,
     };
     let svc = match svc {
         Some(path) => path.canonicalize().with_context(|| format!("find {}", path.display()))?,
-        None => dist::of_this_tree()?,
+        None => dist::up_to_date()?,
     };
     let runtime = tokio::runtime::Runtime::new().context("start a runtime")?;
-    let told = runtime.block_on(kit::lab::play(kit::lab::Options { svc, acts }))?;
-    Ok(if told.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let report = runtime.block_on(kit::lab::run(kit::lab::Options { svc, acts }))?;
+    Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn svc_or_built(svc: Option<PathBuf>) -> Result<PathBuf> {
+fn resolve_svc(svc: Option<PathBuf>) -> Result<PathBuf> {
     let path = match svc {
         Some(path) => path,
         None => {
-            // As the tests build it: another selection of packages would build the dependencies anew.
+            // The same selection of packages as the tests use: another one would rebuild the dependencies.
             cargo::run(&["build", "--workspace"])?;
             kit::fetch::target_dir().join("debug/svc")
         }

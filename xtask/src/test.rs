@@ -1,4 +1,4 @@
-//! `cargo xtask test`: by nextest where it is installed, else by cargo's own runner.
+//! `cargo xtask test`: runs the tests with nextest where it is installed, otherwise with cargo's own runner.
 
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
@@ -8,26 +8,26 @@ use kit::long::{REPORT, Sums};
 
 use crate::cargo;
 
-/// Runs the tests whose names contain a filter; all without one. `long` adds those that are ignored by default, and sums
-/// up what they counted in `target/long/report.json`.
+/// Runs the tests whose names contain a filter (default: all). `long` adds the ignored ones and writes the sums of
+/// their figures to `target/long/report.json`.
 pub fn run(long: bool, filters: &[String]) -> Result<ExitCode> {
-    // The binary first: tests run it, and a compiler that still works would eat their deadlines.
+    // Build first: compiling during the tests would use up their timeouts.
     cargo::run(&["build", "--workspace"])?;
     if !long {
-        return played(false, filters, None);
+        return run_tests(false, filters, None);
     }
     let dir = kit::fetch::target_dir().join("long");
     std::fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
     let (figures, report) = (dir.join("figures.jsonl"), dir.join("report.json"));
     std::fs::write(&figures, "").with_context(|| format!("empty {}", figures.display()))?;
-    let end = played(true, filters, Some(&figures))?;
-    let sums = Sums::keep(&figures, &report)?;
-    println!("{}\nkept in {}", sums.line(), report.display());
-    Ok(if sums.lost == 0 { end } else { ExitCode::FAILURE })
+    let exit = run_tests(true, filters, Some(&figures))?;
+    let sums = Sums::collect(&figures, &report)?;
+    println!("{}\nwritten to {}", sums.line(), report.display());
+    Ok(if sums.lost == 0 { exit } else { ExitCode::FAILURE })
 }
 
-/// By whichever runner there is. `figures` takes what long tests count.
-fn played(long: bool, filters: &[String], figures: Option<&Path>) -> Result<ExitCode> {
+/// Runs the tests with the available runner; long tests append their figures to `figures`.
+fn run_tests(long: bool, filters: &[String], figures: Option<&Path>) -> Result<ExitCode> {
     let figures = figures.map(std::path::absolute).transpose()?;
     let figures = || figures.iter().map(|path| (REPORT, path));
     if cargo::has("nextest") {
@@ -36,22 +36,22 @@ fn played(long: bool, filters: &[String], figures: Option<&Path>) -> Result<Exit
             nextest.args(["--run-ignored", "all"]);
         }
         nextest.args(filters).envs(figures());
-        return Ok(ended(&mut nextest)?.0);
+        return Ok(run_command(&mut nextest)?.0);
     }
     let mut plain = cargo::command(&["test", "--workspace", "--no-fail-fast", "--"]);
     if long {
         plain.arg("--include-ignored");
     }
     plain.args(filters).envs(figures()).stdout(Stdio::piped());
-    let (end, counted) = ended(&mut plain)?;
-    println!("{counted}");
-    Ok(end)
+    let (exit, summary) = run_command(&mut plain)?;
+    println!("{summary}");
+    Ok(exit)
 }
 
-/// Runs to the end, passing on what is printed; counts what cargo's runner says.
-fn ended(command: &mut Command) -> Result<(ExitCode, String)> {
+/// Runs the command, forwards its output, and sums up the result lines of cargo's runner.
+fn run_command(command: &mut Command) -> Result<(ExitCode, String)> {
     use std::io::{BufRead, BufReader};
-    // Where a log is cut, the words of a failed test are what is to be left of it, not the frames of its runtime.
+    // In a truncated log, the messages of failed tests matter more than the backtraces.
     command.env("RUST_BACKTRACE", "0");
     let mut child = command.spawn().with_context(|| format!("start {command:?}"))?;
     let (mut passed, mut failed) = (0, 0);
@@ -63,8 +63,8 @@ fn ended(command: &mut Command) -> Result<(ExitCode, String)> {
             failed += count(&line, " failed");
         }
     }
-    let end = if child.wait()?.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
-    Ok((end, format!("{passed} passed, {failed} failed")))
+    let exit = if child.wait()?.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    Ok((exit, format!("{passed} passed, {failed} failed")))
 }
 
 /// The number before ` passed` or ` failed` in `test result: ok. 3 passed; 0 failed; …`.
@@ -79,7 +79,7 @@ mod tests {
     use super::count;
 
     #[test]
-    fn counts_are_read_from_result_lines_only() {
+    fn count_reads_result_lines_only() {
         let line = "test result: FAILED. 31 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out";
         assert_eq!((count(line, " passed"), count(line, " failed")), (31, 2));
         assert_eq!(count("a test printed 7 passed; 1 failed", " passed"), 0);

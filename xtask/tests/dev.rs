@@ -1,8 +1,8 @@
-//! `cargo xtask dev` as a developer has it: started, used by what it says, refused a second time, ended, killed.
+//! `cargo xtask dev` as a developer uses it: start it, follow its output, start a second one, stop it, kill it.
 
 #![allow(
     clippy::unwrap_used,
-    reason = "all of it is tests; clippy sees only the functions with #[test] as such"
+    reason = "the whole file is test code; clippy recognises only #[test] functions"
 )]
 
 use std::fs;
@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-const START: Duration = Duration::from_secs(180);
-const END: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(180);
+const STOP_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// One that runs; dropped, it is killed.
+/// A running instance; killed on drop.
 struct Dev {
     process: Child,
     dir: PathBuf,
@@ -28,24 +28,24 @@ impl Dev {
         let log = dir.with_added_extension("log");
         let out = fs::File::create(&log).unwrap();
         let process = command(dir).stdout(out.try_clone().unwrap()).stderr(out).spawn().unwrap();
-        kit::child::end_with_us(process.id(), kit::child::AtExit::Kill);
+        kit::child::kill_on_exit(process.id(), kit::child::AtExit::Kill);
         Self { process, dir: dir.to_owned(), log }
     }
 
-    /// What it published once it was up.
-    fn ready(&mut self) -> Value {
-        let deadline = Instant::now() + START;
+    /// Waits for `dev: ready`; returns `dev.json`.
+    fn wait_until_ready(&mut self) -> Value {
+        let deadline = Instant::now() + START_TIMEOUT;
         loop {
-            if self.said().contains("dev: ready") {
+            if self.output().contains("dev: ready") {
                 return serde_json::from_slice(&fs::read(self.dir.join("dev.json")).unwrap()).unwrap();
             }
             let ended = self.process.try_wait().unwrap();
-            assert!(ended.is_none() && Instant::now() < deadline, "{ended:?}: {}", self.said());
+            assert!(ended.is_none() && Instant::now() < deadline, "{ended:?}: {}", self.output());
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
-    fn said(&self) -> String {
+    fn output(&self) -> String {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
@@ -54,8 +54,8 @@ impl Dev {
         assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
     }
 
-    fn end(&mut self) -> std::process::ExitStatus {
-        kit::child::wait_until(&mut self.process, Instant::now() + END).expect("it ends")
+    fn wait(&mut self) -> std::process::ExitStatus {
+        kit::child::wait_until(&mut self.process, Instant::now() + STOP_TIMEOUT).expect("it exits")
     }
 }
 
@@ -63,7 +63,7 @@ impl Drop for Dev {
     fn drop(&mut self) {
         self.process.kill().ok();
         self.process.wait().ok();
-        kit::child::ended(self.process.id());
+        kit::child::unregister(self.process.id());
     }
 }
 
@@ -75,17 +75,17 @@ fn command(dir: &Path) -> Command {
     command
 }
 
-/// A line of what it printed, in a shell of its own.
+/// Runs lines of its output in a fresh shell.
 fn shell(script: &str) -> Output {
     Command::new("sh").args(["-ec", script]).env_remove("NO_COLOR").output().unwrap()
 }
 
-fn printed(output: &Output) -> String {
+fn stdout(output: &Output) -> String {
     assert!(output.status.success(), "{output:?}");
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// The processes of the story that have this directory in their command line.
+/// Command lines of processes that mention this directory or run below its root.
 fn processes(dir: &str) -> Vec<String> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let lines = entries.filter_map(|entry| {
@@ -98,24 +98,24 @@ fn processes(dir: &str) -> Vec<String> {
 }
 
 fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + END;
+    let deadline = Instant::now() + STOP_TIMEOUT;
     while !holds() {
         assert!(Instant::now() < deadline, "{what}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
-fn answers(url: &str) -> bool {
+fn is_listening(url: &str) -> bool {
     let address: std::net::SocketAddr = url.trim_start_matches("http://").parse().unwrap();
     std::net::TcpStream::connect(address).is_ok()
 }
 
 #[test]
-fn it_is_used_by_what_it_says_refused_a_second_time_and_leaves_nothing() {
+fn dev_runs_printed_commands_and_cleans_up() {
     let home = tempfile::tempdir().unwrap();
     let dir = home.path().join("dev");
     let mut dev = Dev::start(&dir);
-    let json = dev.ready();
+    let json = dev.wait_until_ready();
     for member in ["platformUrl", "appHost", "codeHost", "routerUrl", "operatorToken", "providerUrl"] {
         assert!(json[member].as_str().is_some_and(|text| !text.is_empty()), "{member}: {json}");
     }
@@ -127,22 +127,22 @@ fn it_is_used_by_what_it_says_refused_a_second_time_and_leaves_nothing() {
         assert_eq!(mode & 0o777, 0o600, "{file}");
     }
 
-    // Pasted, every line of it works.
-    let said = dev.said();
+    // Every stdout line works when pasted.
+    let output = dev.output();
     let line = |start: &str| -> Vec<&str> {
-        said.lines().map(str::trim).filter(|line| line.starts_with(start)).collect()
+        output.lines().map(str::trim).filter(|line| line.starts_with(start)).collect()
     };
     let operator = [line(". ")[0], line("svcctl list")[0], line("svcctl status")[0]].join("\n");
-    let shown = printed(&shell(&operator));
-    assert!(shown.contains("running") && shown.contains("ada"), "{shown}");
+    let output = stdout(&shell(&operator));
+    assert!(output.contains("running") && output.contains("ada"), "{output}");
     let owner = [&[line("TOKEN=")[0]][..], &line("curl")].concat().join("\necho\n");
-    let shown = printed(&shell(&owner));
+    let output = stdout(&shell(&owner));
     assert!(
-        shown.contains("\"slug\":\"notes\"") && shown.matches("\"title\":\"hello\"").count() == 2,
-        "{shown}"
+        output.contains("\"slug\":\"notes\"") && output.matches("\"title\":\"hello\"").count() == 2,
+        "{output}"
     );
 
-    // And so does what programs are told.
+    // The machine-readable values work, too.
     let script = format!(
         "curl -sS --fail -H 'Host: {}' -H \"Authorization: Bearer $(curl -sS '{}?sub=user_story')\" {}/api/apps\n\
          curl -sS --fail -H 'Authorization: Bearer {}' {}/vps/fleet",
@@ -152,43 +152,46 @@ fn it_is_used_by_what_it_says_refused_a_second_time_and_leaves_nothing() {
         json["operatorToken"].as_str().unwrap(),
         json["platformUrl"].as_str().unwrap(),
     );
-    let shown = printed(&shell(&script));
-    assert!(shown.contains("\"tasks\"") && shown.contains("\"machines\":1"), "{shown}");
+    let output = stdout(&shell(&script));
+    assert!(output.contains("\"tasks\"") && output.contains("\"machines\":1"), "{output}");
 
     let second = command(&dir).output().unwrap();
     let refused = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(!second.status.success());
     assert!(refused.contains(json["platformUrl"].as_str().unwrap()), "{refused}");
-    assert!(answers(json["platformUrl"].as_str().unwrap()), "the first one does not mind");
+    assert!(is_listening(json["platformUrl"].as_str().unwrap()), "the first one still runs");
 
     let disks = json["dir"].as_str().unwrap().to_owned();
     assert!(!processes(&disks).is_empty());
     dev.signal("INT");
-    assert!(dev.end().success(), "{}", dev.said());
+    assert!(dev.wait().success(), "{}", dev.output());
     assert!(!dir.exists(), "{:?}", fs::read_dir(&dir).map(Iterator::count));
-    eventually("its processes end", || processes(&disks).is_empty());
-    eventually("its disks are gone", || !Path::new(&disks).exists());
-    assert!(!answers(json["platformUrl"].as_str().unwrap()) && !answers(json["routerUrl"].as_str().unwrap()));
+    eventually("its processes exit", || processes(&disks).is_empty());
+    eventually("its disks are deleted", || !Path::new(&disks).exists());
+    assert!(
+        !is_listening(json["platformUrl"].as_str().unwrap())
+            && !is_listening(json["routerUrl"].as_str().unwrap())
+    );
 }
 
 #[test]
-fn what_a_killed_one_left_is_in_nobodys_way() {
+fn killed_dev_does_not_block_the_next() {
     let home = tempfile::tempdir().unwrap();
     let dir = home.path().join("dev");
     let mut killed = Dev::start(&dir);
-    let json = killed.ready();
+    let json = killed.wait_until_ready();
     killed.signal("KILL");
-    killed.end();
-    assert!(dir.join("dev.json").exists(), "it had no time to take it back");
+    killed.wait();
+    assert!(dir.join("dev.json").exists(), "it had no time to delete it");
     let mut next = Dev::start(&dir);
-    let fresh = next.ready();
+    let fresh = next.wait_until_ready();
     assert_ne!(fresh["platformUrl"], json["platformUrl"]);
     assert_eq!(fresh["pid"], json!(next.process.id()));
     let disks = json["dir"].as_str().unwrap();
-    eventually("the killed one's processes end by themselves", || processes(disks).is_empty());
-    eventually("and its disks go", || !Path::new(disks).exists());
-    assert!(answers(fresh["platformUrl"].as_str().unwrap()));
+    eventually("the killed one's processes exit", || processes(disks).is_empty());
+    eventually("its disks are deleted", || !Path::new(disks).exists());
+    assert!(is_listening(fresh["platformUrl"].as_str().unwrap()));
     next.signal("TERM");
-    assert!(next.end().success(), "{}", next.said());
+    assert!(next.wait().success(), "{}", next.output());
     assert!(!dir.exists());
 }

@@ -1,4 +1,4 @@
-//! What the machine can do at all: the ways to write events that are made already.
+//! Upper bounds of the machine: ways to write prepared events.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -7,51 +7,51 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use crate::{BYTES, event, tell};
+use crate::{EVENT_BYTES, event, print_figure};
 
-const BLOCKS: usize = 4_000_000;
-const BUFFERED: usize = 2_000_000;
-const SINGLE: usize = 400_000;
-/// How long is synced.
-const SYNCED: Duration = Duration::from_millis(700);
+const BLOCK_EVENTS: usize = 4_000_000;
+const BUFFERED_EVENTS: usize = 2_000_000;
+const SINGLE_EVENTS: usize = 400_000;
+/// Duration of the load with fdatasync.
+const SYNC_DURATION: Duration = Duration::from_millis(700);
 
 pub fn measure(dir: &Path) -> Result<()> {
     let mut line = serde_json::to_vec(&event(1))?;
     line.push(b'\n');
     let rate = |name: &str, events: usize, write: &dyn Fn(File) -> Result<()>| -> Result<()> {
         let path = dir.join("limit");
-        let begun = Instant::now();
+        let started = Instant::now();
         write(File::create(&path)?)?;
-        tell("events", name, events as f64 / begun.elapsed().as_secs_f64());
+        print_figure("events", name, events as f64 / started.elapsed().as_secs_f64());
         Ok(std::fs::remove_file(path)?)
     };
-    let block = line.repeat((1 << 20) / BYTES);
-    rate("block writes", BLOCKS, &|mut file| {
-        for _ in 0..BLOCKS * BYTES / block.len() {
+    let block = line.repeat((1 << 20) / EVENT_BYTES);
+    rate("block writes", BLOCK_EVENTS, &|mut file| {
+        for _ in 0..BLOCK_EVENTS * EVENT_BYTES / block.len() {
             file.write_all(&block)?;
         }
         Ok(())
     })?;
-    rate("buffered, made before", BUFFERED, &|file| {
+    rate("buffered, prepared", BUFFERED_EVENTS, &|file| {
         let mut file = BufWriter::with_capacity(64 << 10, file);
-        for _ in 0..BUFFERED {
+        for _ in 0..BUFFERED_EVENTS {
             file.write_all(&line)?;
         }
         Ok(file.flush()?)
     })?;
-    rate("one write(2) each", SINGLE, &|mut file| {
-        for _ in 0..SINGLE {
+    rate("one write(2) each", SINGLE_EVENTS, &|mut file| {
+        for _ in 0..SINGLE_EVENTS {
             file.write_all(&line)?;
         }
         Ok(())
     })?;
     let path = dir.join("limit");
-    let (mut file, begun, mut written) = (File::create(&path)?, Instant::now(), 0_u32);
-    while begun.elapsed() < SYNCED {
+    let (mut file, started, mut written) = (File::create(&path)?, Instant::now(), 0_u32);
+    while started.elapsed() < SYNC_DURATION {
         file.write_all(&line)?;
         file.sync_data()?;
         written += 1;
     }
-    tell("events", "write and fdatasync each", f64::from(written) / begun.elapsed().as_secs_f64());
+    print_figure("events", "write and fdatasync each", f64::from(written) / started.elapsed().as_secs_f64());
     Ok(std::fs::remove_file(path)?)
 }

@@ -1,4 +1,4 @@
-//! What is lost with the process: a child notes when it hands over each event, is killed, and its file is looked at.
+//! Data loss at a crash: a child notes when it submits each event, is killed, and its file is checked.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -12,29 +12,28 @@ use jiff::civil::Date;
 use serde_json::Value;
 use svc::host::records::writer::{Record, Writer};
 
-use crate::{event, tell};
+use crate::{event, print_figure};
 
 const DAY: Date = Date::constant(2026, 11, 22);
 const KILLS: u64 = 6;
-/// Between two events.
-const PACE: Duration = Duration::from_micros(200);
+const EVENT_INTERVAL: Duration = Duration::from_micros(200);
 
-fn now() -> u64 {
+fn now_nanos() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The child: events until it is killed. The `n`th number of `times` is when the `n`th was handed over.
+/// The child: writes events until it is killed. The `n`th number of `times` is the submission time of event `n`.
 pub fn victim(dir: &Path) -> Result<()> {
     let writer = Writer::start(dir.join("logs"))?;
     let (records, times) = (writer.records(), File::create(dir.join("times"))?);
-    println!("begun");
+    println!("started");
     for n in 0_u64.. {
         let mut event = event(n);
         event.id = n.to_string();
-        times.write_all_at(&now().to_le_bytes(), n * 8)?;
+        times.write_all_at(&now_nanos().to_le_bytes(), n * 8)?;
         records.append(Record::Interactions(DAY), &event)?;
-        std::thread::sleep(PACE);
+        std::thread::sleep(EVENT_INTERVAL);
     }
     Ok(())
 }
@@ -42,39 +41,39 @@ pub fn victim(dir: &Path) -> Result<()> {
 pub fn measure(dir: &Path) -> Result<()> {
     let mut oldest = Duration::ZERO;
     for kill in 0..KILLS {
-        let place = dir.join(format!("kill-{kill}"));
-        fs::create_dir_all(&place)?;
+        let run_dir = dir.join(format!("kill-{kill}"));
+        fs::create_dir_all(&run_dir)?;
         let mut child = Command::new(std::env::current_exe()?)
             .arg("victim")
-            .arg(&place)
+            .arg(&run_dir)
             .stdout(Stdio::piped())
             .spawn()
             .context("start a child")?;
         let mut line = String::new();
-        BufReader::new(child.stdout.take().context("its output")?).read_line(&mut line)?;
-        // At any phase of the writer's own rhythm.
+        BufReader::new(child.stdout.take().context("take the child's output")?).read_line(&mut line)?;
+        // Covers all phases of the writer's flush interval.
         std::thread::sleep(Duration::from_millis(150 + 37 * kill));
-        let killed = now();
+        let killed = now_nanos();
         child.kill()?;
         child.wait()?;
-        oldest = oldest.max(oldest_lost(&place, killed)?);
-        fs::remove_dir_all(place)?;
+        oldest = oldest.max(oldest_lost(&run_dir, killed)?);
+        fs::remove_dir_all(run_dir)?;
     }
-    tell("lost with kill -9, age of the oldest", "svc", oldest.as_secs_f64() * 1000.0);
+    print_figure("lost with kill -9, age of the oldest", "svc", oldest.as_secs_f64() * 1000.0);
     Ok(())
 }
 
-/// How long before the kill the oldest event was handed over that is not in the file.
-fn oldest_lost(place: &Path, killed: u64) -> Result<Duration> {
-    let text = fs::read_to_string(place.join(format!("logs/interactions-{DAY}.jsonl"))).unwrap_or_default();
-    let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+/// Age, at the kill, of the oldest event that is not in the file.
+fn oldest_lost(dir: &Path, killed: u64) -> Result<Duration> {
+    let text = fs::read_to_string(dir.join(format!("logs/interactions-{DAY}.jsonl"))).unwrap_or_default();
+    let complete = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
     let mut next = 0;
-    for line in whole {
-        let line: Value = serde_json::from_str(line).context("a line")?;
+    for line in complete {
+        let line: Value = serde_json::from_str(line).context("parse a line")?;
         ensure!(line["id"].as_str() == Some(&*u64::to_string(&next)), "event {next} is out of order: {line}");
         next += 1;
     }
-    let times = fs::read(place.join("times"))?;
+    let times = fs::read(dir.join("times"))?;
     let times: Vec<u64> =
         times.chunks_exact(8).filter_map(|time| Some(u64::from_le_bytes(time.try_into().ok()?))).collect();
     ensure!(times.len() > 100, "only {} events", times.len());

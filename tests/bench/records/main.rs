@@ -1,8 +1,8 @@
-//! The program that `cargo xtask bench records` runs once a round: the real writer and book, and the limits beside them.
+//! The program that `cargo xtask bench records` runs once per round: the real writer and book, and their upper bounds.
 //!
-//! It links the product, which the kit never does. Each figure is a line `{name, whose, value}` of its output.
+//! It links the product, which the kit never does. Each figure is an output line `{name, whose, value}`.
 
-#![allow(clippy::print_stdout, reason = "that is how it tells")]
+#![allow(clippy::print_stdout, reason = "figures go to standard output")]
 
 mod limits;
 mod loss;
@@ -17,33 +17,33 @@ use serde_json::json;
 use svc::host::records::entry::{Interaction, Status};
 use svc::host::records::money::Dollars;
 
-/// How long an event is, with its line end.
-const BYTES: usize = 246;
+/// Length of an event with its line end.
+const EVENT_BYTES: usize = 246;
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1).filter(|arg| arg != "--bench");
-    let what = args.next().context("say what: round or victim")?;
-    let dir = PathBuf::from(args.next().context("say where")?);
-    match &*what {
+    let mode = args.next().context("missing mode: round or victim")?;
+    let dir = PathBuf::from(args.next().context("missing directory")?);
+    match &*mode {
         "round" => {
-            let seconds: u64 = args.next().context("say how long")?.parse()?;
+            let seconds: u64 = args.next().context("missing seconds")?.parse()?;
             let load = Duration::from_secs(seconds);
-            // First, while no memory is left over from anything else.
+            // First, before other measurements have grown the heap.
             usage::measure(&dir)?;
             limits::measure(&dir)?;
             writer::measure(&dir, load)?;
             loss::measure(&dir)
         }
         "victim" => loss::victim(&dir),
-        other => bail!("{other} is none of round and victim"),
+        other => bail!("unknown mode {other}: expected round or victim"),
     }
 }
 
-fn tell(name: &str, whose: &str, value: f64) {
+fn print_figure(name: &str, whose: &str, value: f64) {
     println!("{}", json!({ "name": name, "whose": whose, "value": value }));
 }
 
-/// An event as dispatches leave it, [`BYTES`] long.
+/// An event as written by a dispatch, [`EVENT_BYTES`] long.
 fn event(n: u64) -> Interaction {
     let mut event = Interaction {
         version: Interaction::VERSION,
@@ -67,20 +67,19 @@ fn event(n: u64) -> Interaction {
         batch_id: None,
     };
     let length = serde_json::to_vec(&event).map_or(0, |line| line.len() + 1);
-    event.conversation_id = "c".repeat(BYTES.saturating_sub(length));
+    event.conversation_id = "c".repeat(EVENT_BYTES.saturating_sub(length));
     event
 }
 
-/// Events that are different, as many as fit into the caches.
+/// Distinct events, few enough to fit into the CPU caches.
 fn events() -> Vec<Interaction> {
     (0..256).map(event).collect()
 }
 
-/// The quantile of samples.
 fn quantile(samples: &mut [u64], q: f64) -> f64 {
     samples.sort_unstable();
     let last = samples.len().saturating_sub(1);
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a place in a list")]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "an index")]
     let at = (q * last as f64).round() as usize;
     samples.get(at).copied().unwrap_or_default() as f64
 }

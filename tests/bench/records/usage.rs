@@ -12,9 +12,9 @@ use svc::host::records::book::Book;
 use svc::host::records::ledger::{GroupBy, UsageQuery};
 use svc::host::records::writer::Writer;
 
-use crate::{nanos, quantile, tell};
+use crate::{nanos, print_figure, quantile};
 
-const FIRST: Date = Date::constant(2023, 11, 24);
+const FIRST_DAY: Date = Date::constant(2023, 11, 24);
 const DAYS: i32 = 1095;
 const USERS: u64 = 50;
 const MODELS: u64 = 10;
@@ -23,13 +23,13 @@ const QUERIES: usize = 60;
 pub fn measure(dir: &Path) -> Result<()> {
     let logs = dir.join("usage");
     fs::create_dir_all(&logs)?;
-    write(&logs.join("usage.jsonl"))?;
+    write_usage(&logs.join("usage.jsonl"))?;
     let writer = Writer::start(logs.clone())?;
-    let before = resident()?;
-    let begun = Instant::now();
+    let before = resident_mib()?;
+    let started = Instant::now();
     let book = Book::open(writer.records(), logs.clone(), dir.join("seals.json"))?;
-    tell("usage of 3 years: open", "svc", begun.elapsed().as_secs_f64() * 1000.0);
-    tell("usage of 3 years: memory", "svc", resident()? - before);
+    print_figure("usage of 3 years: open", "svc", started.elapsed().as_secs_f64() * 1000.0);
+    print_figure("usage of 3 years: memory", "svc", resident_mib()? - before);
     for (name, group_by) in [
         ("usage of 3 years: by day, p99", GroupBy::Day),
         ("usage of 3 years: by week, p99", GroupBy::Week),
@@ -39,37 +39,37 @@ pub fn measure(dir: &Path) -> Result<()> {
     ] {
         let mut samples = Vec::new();
         for _ in 0..QUERIES {
-            let begun = Instant::now();
+            let started = Instant::now();
             let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
             let text = serde_json::to_vec(&report)?;
-            samples.push(nanos(begun));
+            samples.push(nanos(started));
             ensure!(
                 report.total.dispatches == u64::from(DAYS.unsigned_abs()) * USERS * MODELS
                     && !text.is_empty()
             );
         }
-        tell(name, "svc", quantile(&mut samples, 0.99) / 1e6);
+        print_figure(name, "svc", quantile(&mut samples, 0.99) / 1e6);
     }
-    let asked = UsageQuery { user_id: Some("user_7".to_owned()), ..UsageQuery::default() };
+    let query = UsageQuery { user_id: Some("user_7".to_owned()), ..UsageQuery::default() };
     let mut samples: Vec<u64> = (0..QUERIES)
         .map(|_| {
-            let begun = Instant::now();
-            std::hint::black_box(book.report(&asked));
-            nanos(begun)
+            let started = Instant::now();
+            std::hint::black_box(book.report(&query));
+            nanos(started)
         })
         .collect();
-    tell("usage of 3 years: of one user, p99", "svc", quantile(&mut samples, 0.99) / 1e6);
-    let begun = Instant::now();
+    print_figure("usage of 3 years: of one user, p99", "svc", quantile(&mut samples, 0.99) / 1e6);
+    let started = Instant::now();
     book.compact();
-    tell("usage of 3 years: written anew", "svc", begun.elapsed().as_secs_f64() * 1000.0);
+    print_figure("usage of 3 years: compaction", "svc", started.elapsed().as_secs_f64() * 1000.0);
     drop((book, writer));
     Ok(fs::remove_dir_all(logs)?)
 }
 
-fn write(path: &Path) -> Result<()> {
+fn write_usage(path: &Path) -> Result<()> {
     let mut file = BufWriter::new(fs::File::create(path)?);
     for day in 0..DAYS {
-        let date = FIRST.checked_add(day.days())?;
+        let date = FIRST_DAY.checked_add(day.days())?;
         for user in 0..USERS {
             for model in 0..MODELS {
                 let nanos = (u64::from(day.unsigned_abs()) * 7919 + user * 104_729 + model) % 1_000_000_000;
@@ -83,8 +83,7 @@ fn write(path: &Path) -> Result<()> {
     Ok(file.flush()?)
 }
 
-/// In MiB.
-fn resident() -> Result<f64> {
+fn resident_mib() -> Result<f64> {
     let statm = fs::read_to_string("/proc/self/statm")?;
     let pages: f64 = statm.split_whitespace().nth(1).context("resident pages")?.parse()?;
     Ok(pages * 4096.0 / f64::from(1 << 20))

@@ -1,4 +1,4 @@
-//! A certificate authority of a test's own.
+//! A certificate authority for tests.
 //!
 //! ```no_run
 //! # fn f() -> anyhow::Result<()> {
@@ -28,7 +28,7 @@ impl Ca {
         Ok(Self { root: CertifiedIssuer::self_signed(params, KeyPair::generate()?)? })
     }
 
-    /// A server certificate for these names and addresses: its PEM, without the root's, and its key's (PKCS#8).
+    /// Issues a server certificate for these names and addresses: its PEM, without the root's, and its key's (PKCS#8).
     pub fn issue(&self, names: &[&str]) -> Result<(String, String)> {
         let mut params = CertificateParams::new(names.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         params.distinguished_name.push(DnType::CommonName, names.first().copied().unwrap_or("kit"));
@@ -39,7 +39,7 @@ impl Ca {
         Ok((params.signed_by(&key, &self.root)?.pem(), key.serialize_pem()))
     }
 
-    /// The root's certificate, to be trusted.
+    /// The root certificate.
     pub fn root_pem(&self) -> String {
         self.root.pem()
     }
@@ -56,7 +56,8 @@ mod tests {
 
     use super::*;
 
-    /// Whether a client that trusts `trusted` accepts, as `name`, a server with a certificate of `issuer` for `names`.
+    /// Whether a client that trusts `trusted` and connects to `name` accepts a certificate that `issuer` issued for
+    /// `names`.
     async fn accepts(issuer: &Ca, names: &[&str], trusted: &Ca, name: &str) -> Result<bool> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let (certificate, key) = issuer.issue(names)?;
@@ -84,7 +85,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_client_accepts_what_its_root_issued_for_that_name_and_nothing_else() -> Result<()> {
+    async fn client_accepts_only_matching_root_and_name() -> Result<()> {
         let (ours, other) = (Ca::new()?, Ca::new()?);
         let names = ["app.example.test", "*.code.test", "127.0.0.7"];
         for name in ["app.example.test", "one.code.test", "127.0.0.7"] {

@@ -1,7 +1,7 @@
-//! Programs of Debian that check what is written for a machine: units, user-data, shell.
+//! Debian programs that check files written for a machine: units, user-data, shell scripts.
 //!
-//! What can be run from where it is unpacked is fetched, pinned, below `target/tools`; systemd's own tools are the
-//! machine's, installed where they are missing and we may.
+//! Relocatable programs are pinned and fetched into `target/tools`; systemd's tools are those of the machine, and are
+//! installed if they are missing and permission allows.
 
 use std::env;
 use std::path::Path;
@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use crate::child;
 use crate::packages::{Deb, Program};
 
-const INSTALL: Duration = Duration::from_secs(600);
+const INSTALL_TIMEOUT: Duration = Duration::from_secs(600);
 
 const SHELLCHECK: Program = Program {
     debs: &[Deb {
@@ -24,7 +24,7 @@ const SHELLCHECK: Program = Program {
     path: "usr/bin/shellcheck",
 };
 
-/// cloud-init of Debian 12, with what its `schema` imports; Debian's own Python runs it.
+/// cloud-init of Debian 12 with the imports of its `schema` command; run by Debian's own Python.
 const CLOUD_INIT: Program = Program {
     debs: &[
         Deb {
@@ -101,60 +101,60 @@ const CLOUD_INIT: Program = Program {
     path: "usr/lib/python3/dist-packages",
 };
 
-/// `shellcheck`; it wants options and files.
+/// `shellcheck`; takes options and files.
 pub fn shellcheck() -> Result<Command> {
     Ok(SHELLCHECK.locate()?.command())
 }
 
-/// `cloud-init schema`; it wants `--config-file FILE`.
+/// `cloud-init schema`; takes `--config-file FILE`.
 pub fn cloud_init_schema() -> Result<Command> {
-    let mut command = cloud_inits_python()?;
+    let mut command = cloud_init_python()?;
     command.args(["-m", "cloudinit.cmd.main", "schema"]);
     Ok(command)
 }
 
-/// Each line of its input is a text as a JSON string; each line of its output is what cloud-init reads in that text, as
-/// `{"read": …}`, or `{"refused": "why"}`.
+/// Each input line is a text as a JSON string. Each output line is cloud-init's parse result of that text: `{"read":
+/// …}` or `{"refused": "why"}`.
 pub fn cloud_init_reader() -> Result<Command> {
-    const READ: &str = "
+    const SCRIPT: &str = "
 import json, sys
 import yaml
 for line in sys.stdin:
     try:
-        said = {'read': yaml.safe_load(json.loads(line))}
+        result = {'read': yaml.safe_load(json.loads(line))}
     except yaml.YAMLError as error:
-        said = {'refused': str(error)}
-    print(json.dumps(said), flush=True)
+        result = {'refused': str(error)}
+    print(json.dumps(result), flush=True)
 ";
-    let mut command = cloud_inits_python()?;
-    command.args(["-c", READ]);
+    let mut command = cloud_init_python()?;
+    command.args(["-c", SCRIPT]);
     Ok(command)
 }
 
-fn cloud_inits_python() -> Result<Command> {
+fn cloud_init_python() -> Result<Command> {
     let python = Path::new("/usr/bin/python3");
-    ensure!(python.exists(), "cloud-init's check needs Debian's Python ({})", python.display());
+    ensure!(python.exists(), "cloud-init needs Debian's Python ({})", python.display());
     let mut command = Command::new(python);
     command.env_clear().env("PYTHONPATH", CLOUD_INIT.locate()?.path());
-    // Without what is installed for this Python: the packages are the pinned ones.
+    // Ignores packages that are installed for this Python, in favour of the pinned ones.
     command.args(["-S", "-B"]);
     Ok(command)
 }
 
-/// A program of the machine's own, from this package of Debian where it is missing.
+/// Returns a program of the machine, and installs its Debian package if it is missing.
 ///
 /// # Errors
-/// When it is missing and cannot be installed.
-pub fn installed(program: &str, package: &str) -> Result<Command> {
-    if !is_there(program) {
-        let may = nix::unistd::geteuid().is_root() && is_there("apt-get");
+/// Fails if the program is missing and cannot be installed.
+pub fn find_or_install(program: &str, package: &str) -> Result<Command> {
+    if !is_in_path(program) {
+        let can_install = nix::unistd::geteuid().is_root() && is_in_path("apt-get");
         ensure!(
-            may,
-            "{program} is missing (Debian's package {package}), and only root on a Debian can install it"
+            can_install,
+            "{program} is missing (Debian package {package}); only root on Debian can install it"
         );
         apt(&["update"])?;
         apt(&["install", "--yes", "--no-install-recommends", package])?;
-        ensure!(is_there(program), "{package} was installed, but there is no {program}");
+        ensure!(is_in_path(program), "{package} is installed, but {program} is still missing");
     }
     Ok(Command::new(program))
 }
@@ -163,11 +163,11 @@ fn apt(args: &[&str]) -> Result<()> {
     let mut command = Command::new("apt-get");
     command.args(["--quiet=2", "-o", "DPkg::Lock::Timeout=300"]).args(args);
     command.env("DEBIAN_FRONTEND", "noninteractive");
-    child::run(command, INSTALL).with_context(|| format!("apt-get {}", args.join(" ")))?;
+    child::run(command, INSTALL_TIMEOUT).with_context(|| format!("apt-get {}", args.join(" ")))?;
     Ok(())
 }
 
-fn is_there(program: &str) -> bool {
+fn is_in_path(program: &str) -> bool {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }

@@ -1,18 +1,18 @@
 //! Child processes that cannot outlive the process that started them.
 //!
-//! A `Drop` does not run when a test is killed, nor for a `static`. So one small shell, started with the first child,
-//! reads what there is to end from a pipe whose only other end is ours: however this process goes away, the pipe closes,
-//! and the shell signals what is left and removes the directories it was told of.
+//! `Drop` does not run when a test is killed, nor for a `static`. Therefore a small shell is started with the first
+//! child, and reads from a pipe what to clean up. When this process ends for any reason, the pipe closes, and the shell
+//! signals the remaining children and removes the registered directories.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {
 //! use kit::child::{self, AtExit};
 //! let mut server = std::process::Command::new("some-server").spawn()?;
-//! child::end_with_us(server.id(), AtExit::Kill);
-//! // … later, when it has been waited for:
+//! child::kill_on_exit(server.id(), AtExit::Kill);
+//! // … later, after waiting for it:
 //! server.kill()?;
 //! server.wait()?;
-//! child::ended(server.id());
+//! child::unregister(server.id());
 //! # Ok(()) }
 //! ```
 
@@ -26,39 +26,39 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// Which signal a child gets when this process goes away without having ended it.
+/// Signal for a child that is still running when this process ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AtExit {
     Kill,
     /// The whole process group that the child leads.
     KillGroup,
-    /// For PostgreSQL: an immediate shutdown that also returns its shared memory. `SIGKILL` follows after three seconds.
+    /// For PostgreSQL: an immediate shutdown, which also releases its shared memory. `SIGKILL` follows after three
+    /// seconds.
     Quit,
 }
 
-/// Ends `pid` when this process goes away. To be taken back with [`ended`] as soon as the child has been waited for.
-pub fn end_with_us(pid: u32, how: AtExit) {
-    let whom = match how {
+/// Kills `pid` when this process ends. Call [`unregister`] as soon as the child has been waited for.
+pub fn kill_on_exit(pid: u32, how: AtExit) {
+    let signal = match how {
         AtExit::Kill => format!("KILL {pid}"),
         AtExit::KillGroup => format!("KILL -{pid}"),
         AtExit::Quit => format!("QUIT {pid}"),
     };
-    tell_reaper(&format!("+ {whom}\n"));
+    notify_reaper(&format!("+ {signal}\n"));
 }
 
-/// The child was waited for: its pid is no longer ours to signal.
-pub fn ended(pid: u32) {
-    tell_reaper(&format!("- - {pid}\n"));
+/// Forgets a child that has been waited for: its pid may be reused.
+pub fn unregister(pid: u32) {
+    notify_reaper(&format!("- - {pid}\n"));
 }
 
-/// Removes `dir` and all in it when this process goes away; missing is fine.
-pub fn remove_with_us(dir: &Path) {
-    tell_reaper(&format!("d - {}\n", dir.display()));
+/// Removes `dir` with its content when this process ends; it may be missing.
+pub fn remove_on_exit(dir: &Path) {
+    notify_reaper(&format!("d - {}\n", dir.display()));
 }
 
-/// Runs a command to its end and gives its standard output; a non-zero end, or none within `deadline`, is an error that
-/// carries what the command printed.
-pub fn run(mut command: Command, deadline: Duration) -> Result<String> {
+/// Runs a command and returns its standard output. Failure or a timeout is an error with the command's output.
+pub fn run(mut command: Command, timeout: Duration) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let (mut stdout, mut stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
     let mut child = command
@@ -67,22 +67,22 @@ pub fn run(mut command: Command, deadline: Duration) -> Result<String> {
         .stderr(stderr.try_clone()?)
         .spawn()
         .with_context(|| format!("start {program}"))?;
-    end_with_us(child.id(), AtExit::Kill);
-    let status = wait_until(&mut child, Instant::now() + deadline);
+    kill_on_exit(child.id(), AtExit::Kill);
+    let status = wait_until(&mut child, Instant::now() + timeout);
     if status.is_none() {
         child.kill().ok();
         child.wait().ok();
     }
-    ended(child.id());
+    unregister(child.id());
     let output = read_back(&mut stdout)?;
     match status {
         Some(status) if status.success() => Ok(output),
         Some(status) => bail!("{program}: {status}\n{output}{}", read_back(&mut stderr)?),
-        None => bail!("{program}: still running after {deadline:?}\n{output}{}", read_back(&mut stderr)?),
+        None => bail!("{program}: still running after {timeout:?}\n{output}{}", read_back(&mut stderr)?),
     }
 }
 
-/// Waits for a child, without blocking longer than `deadline`.
+/// Waits for a child until the deadline.
 pub fn wait_until(child: &mut std::process::Child, deadline: Instant) -> Option<ExitStatus> {
     loop {
         if let Ok(Some(status)) = child.try_wait() {
@@ -95,9 +95,9 @@ pub fn wait_until(child: &mut std::process::Child, deadline: Instant) -> Option<
     }
 }
 
-/// Whether there is such a process; one that is dead and not yet waited for is not.
+/// Whether the process is running; a zombie is not.
 pub fn is_running(pid: u32) -> bool {
-    // The state follows the program's name, which stands in brackets and may hold anything.
+    // The state follows the program's name, which is in parentheses and may contain anything.
     let state = |stat: String| stat.rsplit(')').next().map(|rest| rest.trim_start().starts_with('Z'));
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| state(stat) == Some(false))
 }
@@ -109,7 +109,7 @@ fn read_back(file: &mut File) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-// Its own process group and no ear for Ctrl-C: it has to run after the test process did.
+// Has its own process group and ignores Ctrl-C, because it must outlive this process.
 const REAPER: &str = r#"
 trap '' INT TERM HUP
 children=
@@ -125,7 +125,7 @@ tries=0
 while [ $tries -lt 30 ]; do
   alive=
   for c in $children; do
-    # Dead, though init has not waited for it yet, is dead.
+    # A zombie counts as dead.
     read -r stat 2>/dev/null </proc/"${c#*:}"/stat && case "${stat##*) }" in Z*) ;; *) alive=1 ;; esac
   done
   [ -n "$alive" ] || break
@@ -135,7 +135,7 @@ for c in $children; do kill -s KILL -- "${c#*:}" 2>/dev/null; done
 for dir in "$@"; do rm -rf -- "$dir"; done
 "#;
 
-fn tell_reaper(line: &str) {
+fn notify_reaper(line: &str) {
     static REAPER_PIPE: OnceLock<Option<Mutex<ChildStdin>>> = OnceLock::new();
     let pipe = REAPER_PIPE.get_or_init(|| {
         let shell = Command::new("/bin/sh")
@@ -148,7 +148,7 @@ fn tell_reaper(line: &str) {
             .spawn();
         shell.ok().and_then(|mut shell| shell.stdin.take()).map(Mutex::new)
     });
-    // Without a shell the children still end with their owners' `Drop`.
+    // Without a shell, the children are still killed by their owners' `Drop`.
     if let Some(pipe) = pipe {
         pipe.lock().unwrap_or_else(PoisonError::into_inner).write_all(line.as_bytes()).ok();
     }
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn run_gives_output_and_says_why_it_failed() {
+    fn run_returns_output_or_stderr_of_failure() {
         let mut echo = Command::new("/bin/sh");
         echo.args(["-c", "echo hello"]);
         assert_eq!(run(echo, Duration::from_secs(20)).expect("runs"), "hello\n");
@@ -171,29 +171,29 @@ mod tests {
     }
 
     #[test]
-    fn run_ends_what_outlasts_its_deadline() {
+    fn run_kills_command_after_timeout() {
         let mut sleep = Command::new("/bin/sleep");
         sleep.arg("600");
         let error = run(sleep, Duration::from_millis(50)).expect_err("too slow").to_string();
         assert!(error.contains("still running"), "{error}");
     }
 
-    /// The program that the next test kills: it starts a child, registers it and a directory, and hangs.
+    /// The program that the next test kills: it starts a child, registers it and a directory, and waits.
     #[test]
-    #[ignore = "not a test: the other half of a_killed_process_takes_its_children_along"]
+    #[ignore = "not a test: the child process of killed_process_is_cleaned_up"]
     fn victim() {
         let Some(dir) = std::env::var_os("KIT_VICTIM_DIR") else {
             return;
         };
         let mut child = Command::new("/bin/sleep").arg("600").spawn().expect("sleep starts");
-        end_with_us(child.id(), AtExit::Kill);
-        remove_with_us(Path::new(&dir));
+        kill_on_exit(child.id(), AtExit::Kill);
+        remove_on_exit(Path::new(&dir));
         println!("child {}", child.id());
         child.wait().ok();
     }
 
     #[test]
-    fn a_killed_process_takes_its_children_along() {
+    fn killed_process_is_cleaned_up() {
         use std::io::{BufRead, BufReader};
         let dir = tempfile::tempdir().expect("tempdir");
         let doomed = dir.path().join("with space");
@@ -204,23 +204,23 @@ mod tests {
             .stdout(Stdio::piped())
             .spawn()
             .expect("starts");
-        end_with_us(victim.id(), AtExit::Kill);
+        kill_on_exit(victim.id(), AtExit::Kill);
         let grandchild = BufReader::new(victim.stdout.take().expect("piped"))
             .lines()
             .map_while(Result::ok)
             .find_map(|line| line.split("child ").nth(1).and_then(|pid| pid.trim().parse::<u32>().ok()))
-            .expect("the victim names its child");
+            .expect("the victim prints its child");
         assert!(is_running(grandchild));
 
         victim.kill().expect("kill");
         victim.wait().expect("reaped");
-        ended(victim.id());
+        unregister(victim.id());
 
         let deadline = Instant::now() + Duration::from_secs(20);
         while (is_running(grandchild) || doomed.exists()) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(10));
         }
         assert!(!is_running(grandchild), "the child outlived its parent");
-        assert!(!doomed.exists(), "the directory was left behind");
+        assert!(!doomed.exists(), "the directory still exists");
     }
 }

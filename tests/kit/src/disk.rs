@@ -1,4 +1,4 @@
-//! A small disk, for what happens when it is full: a tmpfs that is mounted where something is written.
+//! A small disk for tests of a full disk: a tmpfs mounted over a directory.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
@@ -11,50 +11,50 @@ use nix::sys::statfs::statfs;
 
 use crate::child;
 
-const DEADLINE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A file system of its own, with what was at its place before.
+/// A mounted tmpfs with the previous content of its directory; unmounted on drop.
 pub struct SmallDisk {
-    place: PathBuf,
+    dir: PathBuf,
 }
 
 impl SmallDisk {
-    /// `None` where nothing can be mounted; said by name.
+    /// Returns `None`, and prints why, if nothing can be mounted.
     ///
     /// # Errors
-    /// When what was there cannot be copied.
-    pub fn at(place: PathBuf, mib: u64) -> Result<Option<Self>> {
+    /// Fails if the previous content cannot be copied.
+    pub fn mount(dir: PathBuf, mib: u64) -> Result<Option<Self>> {
         if !nix::unistd::geteuid().is_root() {
-            println!("SKIPPED: only root can mount a small disk at {}", place.display());
+            println!("SKIPPED: only root can mount a small disk at {}", dir.display());
             return Ok(None);
         }
-        fs::create_dir_all(&place)?;
+        fs::create_dir_all(&dir)?;
         let before = tempfile::tempdir()?;
-        copy(&place, before.path())?;
+        copy(&dir, before.path())?;
         let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).arg(&place);
-        if let Err(error) = child::run(mount, DEADLINE) {
+        mount.args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "tmpfs"]).arg(&dir);
+        if let Err(error) = child::run(mount, TIMEOUT) {
             println!("SKIPPED: no small disk can be mounted here: {error:#}");
             return Ok(None);
         }
-        let disk = Self { place };
-        copy(before.path(), &disk.place)?;
+        let disk = Self { dir };
+        copy(before.path(), &disk.dir)?;
         Ok(Some(disk))
     }
 
     fn filler(&self) -> PathBuf {
-        self.place.join("filler")
+        self.dir.join("filler")
     }
 
-    /// Leaves so many bytes.
+    /// Fills the disk until this many bytes are free.
     ///
     /// # Errors
-    /// When the file that fills it cannot be made.
-    pub fn fill(&self, left: u64) -> Result<()> {
+    /// Fails if the filler file cannot be created.
+    pub fn fill(&self, free: u64) -> Result<()> {
         let mut file = File::create(self.filler())?;
         let piece = vec![0; 4096];
-        while available(&self.place)? > left {
-            // Full a page earlier than it says is full, too.
+        while available(&self.dir)? > free {
+            // The disk may be full a page earlier than reported.
             if file.write_all(&piece).is_err() {
                 break;
             }
@@ -62,10 +62,10 @@ impl SmallDisk {
         Ok(())
     }
 
-    /// Takes back what filled it.
+    /// Deletes the filler file.
     ///
     /// # Errors
-    /// When it cannot be removed.
+    /// Fails if the file cannot be deleted.
     pub fn empty(&self) -> Result<()> {
         match fs::remove_file(self.filler()) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
@@ -77,19 +77,19 @@ impl SmallDisk {
 impl Drop for SmallDisk {
     fn drop(&mut self) {
         let mut umount = Command::new("umount");
-        umount.arg("-l").arg(&self.place);
-        child::run(umount, DEADLINE).ok();
+        umount.arg("-l").arg(&self.dir);
+        child::run(umount, TIMEOUT).ok();
     }
 }
 
-/// All that is in one directory into another.
+/// Copies the content of a directory.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     let mut copy = Command::new("cp");
     copy.arg("-a").arg(from.join(".")).arg(to);
-    child::run(copy, DEADLINE).map(|_| ())
+    child::run(copy, TIMEOUT).map(|_| ())
 }
 
-fn available(place: &Path) -> Result<u64> {
-    let stats = statfs(place)?;
+fn available(dir: &Path) -> Result<u64> {
+    let stats = statfs(dir)?;
     Ok(stats.blocks_available() * u64::try_from(stats.block_size())?)
 }

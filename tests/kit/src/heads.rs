@@ -1,4 +1,4 @@
-//! Many HTTPS connections whose request heads do not end, and what they cost the server.
+//! HTTPS connections with unfinished request heads, for measuring their cost to the server.
 
 use std::io::{ErrorKind, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -9,22 +9,22 @@ use anyhow::{Context, Result, ensure};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
-const DEADLINE: Duration = Duration::from_secs(20);
-const POLL: Duration = Duration::from_millis(200);
+const TIMEOUT: Duration = Duration::from_secs(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Connections that have had their handshakes.
+/// Connections with a completed TLS handshake.
 pub struct OpenConnections {
     streams: Vec<StreamOwned<ClientConnection, TcpStream>>,
 }
 
 impl OpenConnections {
-    /// Opens `count` of them, one after another.
+    /// Opens `count` connections sequentially.
     pub fn open(address: SocketAddr, config: &Arc<ClientConfig>, count: usize) -> Result<Self> {
         let name = ServerName::from(address.ip());
         let open = || {
-            let tcp = TcpStream::connect_timeout(&address, DEADLINE)?;
-            tcp.set_read_timeout(Some(DEADLINE))?;
-            tcp.set_write_timeout(Some(DEADLINE))?;
+            let tcp = TcpStream::connect_timeout(&address, TIMEOUT)?;
+            tcp.set_read_timeout(Some(TIMEOUT))?;
+            tcp.set_write_timeout(Some(TIMEOUT))?;
             let mut tls = StreamOwned::new(ClientConnection::new(Arc::clone(config), name.clone())?, tcp);
             tls.conn.complete_io(&mut tls.sock)?;
             Ok(tls)
@@ -33,7 +33,7 @@ impl OpenConnections {
         Ok(Self { streams })
     }
 
-    /// Sends on each a head of this many bytes that does not end.
+    /// Sends an unfinished head of this many bytes on each connection.
     pub fn send_unfinished_heads(&mut self, bytes: usize) -> Result<()> {
         let mut head = b"GET / HTTP/1.1\r\nhost: app.test\r\nx-padding: ".to_vec();
         head.resize(bytes, b'x');
@@ -44,11 +44,11 @@ impl OpenConnections {
         Ok(())
     }
 
-    /// Fails where the server has closed one, or has answered.
+    /// Fails if the server has closed a connection or sent a response.
     pub fn ensure_open(&mut self) -> Result<()> {
         for tls in &mut self.streams {
             tls.sock.set_nonblocking(true)?;
-            // Tickets for later sessions come after the handshake and are no answer.
+            // Session tickets arrive after the handshake; they are not a response.
             let end = loop {
                 match tls.conn.read_tls(&mut tls.sock) {
                     Ok(0) => break None,
@@ -58,23 +58,23 @@ impl OpenConnections {
                     Err(error) => break Some(error.kind()),
                 }
             };
-            ensure!(end == Some(ErrorKind::WouldBlock), "a connection has ended: {end:?}");
+            ensure!(end == Some(ErrorKind::WouldBlock), "a connection was closed: {end:?}");
             let state = tls.conn.process_new_packets()?;
             ensure!(
                 !state.peer_has_closed() && state.plaintext_bytes_to_read() == 0,
-                "the server has answered"
+                "the server has responded"
             );
         }
         Ok(())
     }
 }
 
-/// The resident memory of a process in bytes, once it has stopped growing.
+/// Resident memory of a process in bytes, once it stops growing.
 pub fn settled_memory(pid: u32) -> Result<u64> {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     let mut before = resident_bytes(pid)?;
     loop {
-        std::thread::sleep(POLL);
+        std::thread::sleep(POLL_INTERVAL);
         let now = resident_bytes(pid)?;
         if now <= before {
             return Ok(now);

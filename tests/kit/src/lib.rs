@@ -1,30 +1,30 @@
-//! The test kit: the real parts that this software is tried against, each on loopback, each gone when the test is.
+//! The test kit: the real services that the tests run against. Each listens on loopback and ends with its test.
 //!
-//! | module | what it gives |
+//! | module | contents |
 //! |---|---|
-//! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or servers of one's own |
+//! | [`pg`] | PostgreSQL 16: a server per test process with a fresh database per test, or a dedicated server |
 //! | [`s3`] | an S3 server with exact conditional writes, and faults on demand |
-//! | [`moto`] | another S3 server, not ours, for races of conditional writes |
+//! | [`moto`] | a third-party S3 server, for races of conditional writes |
 //! | [`seaweed`] | SeaweedFS, whose `If-Match` is not exact |
-//! | [`provider`] | the cloud provider: its API, and servers that are records, processes of a host, or virtual machines |
+//! | [`provider`] | the cloud provider: its API, and servers backed by records, local processes or virtual machines |
 //! | [`vm`] | virtual machines that boot a Debian with user-data |
 //! | [`idp`] | an identity provider: discovery, JWKS, rotation, good and bad session tokens |
 //! | [`ca`] | a certificate authority |
 //! | [`net`] | free ports and a TCP proxy that cuts, delays, resets |
-//! | [`heads`] | HTTPS connections whose request heads do not end, and what they cost |
+//! | [`heads`] | HTTPS connections with unfinished request heads, and their cost in memory |
 //! | [`fetch`] | tools fetched once into `target/tools` |
-//! | [`story`] | the whole main job, played on all of these |
-//! | [`lab`] | the main job on virtual machines, and what only a machine shows |
-//! | [`mod@bundle`] | host bundles, as they are published |
-//! | [`browser`] | the pages that people see, in Chromium |
-//! | [`dev`] | the story's parts, kept running for a developer |
-//! | [`deb`] | the Debian packages, and what dpkg does with them in a root of their own |
-//! | [`mod@bench`] | measurements beside peers, in rounds |
-//! | [`checkers`] | programs that check what is written for a machine |
-//! | [`long`] | figures of the long tests, and their sums |
+//! | [`story`] | the main scenario, run on all of these |
+//! | [`lab`] | the main scenario on virtual machines, with the checks that need a machine |
+//! | [`mod@bundle`] | host bundles, in their published form |
+//! | [`browser`] | browser tests of the web pages, in Chromium |
+//! | [`dev`] | the services of the story, kept running for a developer |
+//! | [`deb`] | the Debian packages, installed by dpkg in a separate root |
+//! | [`mod@bench`] | benchmarks against comparable software, in rounds |
+//! | [`checkers`] | linters for generated configuration |
+//! | [`long`] | measurements of the long tests, and their totals |
 //! | [`child`] | bounded child processes that cannot outlive the test run |
 //!
-//! The kit never links the product: it speaks to it as its users do.
+//! The kit never links the product: it uses the product's public interfaces, as users do.
 
 pub mod bench;
 pub mod browser;

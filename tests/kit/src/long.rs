@@ -1,7 +1,7 @@
-//! Figures of the long tests: what each of them tried and what was lost, one JSON line a test, and their sums.
+//! Figures of the long tests: what each of them tried and lost, one JSON line per test, and their sums.
 //!
-//! A test tells what it did by [`Figures::tell`], to the file that [`REPORT`] names; without the variable nobody asked. The
-//! lines are summed by [`Sums`], which `cargo xtask test --long` prints and keeps.
+//! A test appends its figures with [`Figures::record`] to the file named by [`REPORT`], if the variable is set.
+//! [`Sums`] adds up the lines; `cargo xtask test --long` prints and stores the result.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -10,34 +10,34 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// Names the file that takes the lines.
+/// Variable that names the file of figures.
 pub const REPORT: &str = "SVC_LONG_REPORT";
 
-/// What one test did. What it does not count stays 0.
+/// Figures of one test; unused counters stay 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Figures {
     pub test: String,
-    /// Faults of store, network, database and disk, and objects that were tampered with.
+    /// Faults of store, network, database and disk, and corrupted objects.
     pub faults_tried: u64,
-    /// Processes ended by SIGKILL after which everything held.
+    /// Processes killed with SIGKILL, after which all invariants held.
     pub kills_survived: u64,
     pub snapshots_taken: u64,
-    /// Snapshots that were there and are not, or are not what they were.
+    /// Snapshots that are missing or changed.
     pub lost: u64,
     pub fuzz_cases: u64,
 }
 
 impl Figures {
-    pub fn of(test: &str) -> Self {
+    pub fn new(test: &str) -> Self {
         Self { test: test.to_owned(), ..Self::default() }
     }
 
-    /// Prints them, and appends them to the report where there is one: by one write, since tests run side by side.
+    /// Prints the figures and appends them to the report file in a single write, because tests run in parallel.
     ///
     /// # Errors
-    /// When the file cannot be written.
-    pub fn tell(&self) -> Result<()> {
+    /// Fails if the file cannot be written.
+    pub fn record(&self) -> Result<()> {
         let mut line = serde_json::to_string(self)?;
         println!("{line}");
         line.push('\n');
@@ -47,7 +47,7 @@ impl Figures {
     }
 }
 
-/// All figures of one run of the long tests.
+/// Sums of one run of the long tests.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Sums {
@@ -61,8 +61,8 @@ pub struct Sums {
 
 impl Sums {
     /// # Errors
-    /// A line that is not one of ours: sums without it would say too little.
-    pub fn of(lines: &str) -> Result<Self> {
+    /// Fails for a malformed line: sums without it would be too low.
+    pub fn parse(lines: &str) -> Result<Self> {
         let mut sums = Self::default();
         for (number, line) in lines.lines().enumerate() {
             let figures = serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?;
@@ -80,7 +80,7 @@ impl Sums {
         self.tests.push(figures);
     }
 
-    /// For a person.
+    /// A summary for people.
     pub fn line(&self) -> String {
         format!(
             "faults tried: {}, kills survived: {}, snapshots taken: {}, lost: {}, fuzz cases: {}",
@@ -88,17 +88,17 @@ impl Sums {
         )
     }
 
-    /// Sums up what the file of lines holds and keeps it as JSON beside it. A file that is not there holds nothing: no
-    /// test that counts was among those that ran.
+    /// Sums up the file of figures and writes the result as JSON. A missing file means that no test with figures has
+    /// run.
     ///
     /// # Errors
-    /// When a line is none of ours, or a file fails.
-    pub fn keep(lines: &Path, report: &Path) -> Result<Self> {
+    /// Fails for a malformed line or a file error.
+    pub fn collect(lines: &Path, report: &Path) -> Result<Self> {
         let text = match std::fs::read_to_string(lines) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             text => text.with_context(|| format!("read {}", lines.display()))?,
         };
-        let sums = Self::of(&text)?;
+        let sums = Self::parse(&text)?;
         let mut text = serde_json::to_vec_pretty(&sums)?;
         text.push(b'\n');
         std::fs::write(report, text).with_context(|| format!("write {}", report.display()))?;
@@ -111,15 +111,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_counts_and_a_bad_one_is_told() {
-        let kills = Figures { kills_survived: 200, snapshots_taken: 70, ..Figures::of("kills") };
-        let more = Figures { kills_survived: 5, faults_tried: 3, ..Figures::of("more") };
+    fn parse_sums_all_lines_and_refuses_malformed_ones() {
+        let kills = Figures { kills_survived: 200, snapshots_taken: 70, ..Figures::new("kills") };
+        let more = Figures { kills_survived: 5, faults_tried: 3, ..Figures::new("more") };
         let lines = format!(
             "{}\n{}\n{{\"test\":\"fuzz\",\"fuzzCases\":9}}\n",
             serde_json::to_string(&kills).expect("JSON"),
             serde_json::to_string(&more).expect("JSON")
         );
-        let sums = Sums::of(&lines).expect("lines of ours");
+        let sums = Sums::parse(&lines).expect("valid lines");
         assert_eq!(
             sums.line(),
             "faults tried: 3, kills survived: 205, snapshots taken: 70, lost: 0, fuzz cases: 9"
@@ -127,24 +127,24 @@ mod tests {
         assert_eq!(sums.tests.len(), 3);
         assert_eq!(sums.tests[0], kills);
         for bad in ["{\"test\":1}", "{\"te", "kills: 4", ""] {
-            assert!(Sums::of(&format!("{lines}{bad}\n")).is_err(), "{bad}");
+            assert!(Sums::parse(&format!("{lines}{bad}\n")).is_err(), "{bad}");
         }
     }
 
     #[test]
-    fn what_is_lost_is_not_hidden_by_what_is_not() {
-        let lost = serde_json::to_string(&Figures { lost: 1, ..Figures::of("a") }).expect("JSON");
-        let none = serde_json::to_string(&Figures::of("b")).expect("JSON");
-        assert_eq!(Sums::of(&format!("{lost}\n{none}")).expect("lines of ours").lost, 1);
+    fn sums_include_losses() {
+        let lost = serde_json::to_string(&Figures { lost: 1, ..Figures::new("a") }).expect("JSON");
+        let none = serde_json::to_string(&Figures::new("b")).expect("JSON");
+        assert_eq!(Sums::parse(&format!("{lost}\n{none}")).expect("valid lines").lost, 1);
     }
 
     #[test]
-    fn sums_are_kept_also_where_nothing_was_counted() {
+    fn collect_writes_report_without_figures() {
         let dir = tempfile::tempdir().expect("a directory");
         let (lines, report) = (dir.path().join("figures.jsonl"), dir.path().join("report.json"));
-        assert_eq!(Sums::keep(&lines, &report).expect("kept"), Sums::default());
+        assert_eq!(Sums::collect(&lines, &report).expect("kept"), Sums::default());
         std::fs::write(&lines, "{\"test\":\"a\",\"fuzzCases\":2}\n").expect("written");
-        Sums::keep(&lines, &report).expect("kept");
+        Sums::collect(&lines, &report).expect("kept");
         let kept: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&report).expect("there")).expect("JSON");
         assert_eq!((&kept["fuzzCases"], &kept["lost"]), (&2.into(), &0.into()));

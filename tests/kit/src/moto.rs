@@ -1,6 +1,6 @@
-//! moto, somebody else's S3 server, for what should not be judged by our own alone: conditional puts under races.
+//! moto, an independent S3 server, for tests of racing conditional puts that must not rely on the kit's own server.
 //!
-//! It keeps conditional puts exact and checks neither signatures nor checksums; [`crate::s3`] does both.
+//! Its conditional puts are exact. It checks neither signatures nor checksums; [`crate::s3`] does both.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,8 +12,8 @@ use crate::s3_process::S3Process;
 use crate::{child, fetch, net};
 
 const VERSION: &str = "5.2.5";
-const INSTALL_DEADLINE: Duration = Duration::from_secs(300);
-/// Of everything that `moto[s3]` and its server need, as one resolution gave it.
+const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
+/// `moto[s3]` and its dependencies, from one resolution.
 const REQUIREMENTS: [&str; 9] = [
     "moto[s3]==5.2.5",
     "boto3==1.44.5",
@@ -26,9 +26,9 @@ const REQUIREMENTS: [&str; 9] = [
     "PyYAML==6.0.3",
 ];
 
-/// Its server looks at a condition and then writes, in threads: of two conditional puts at once, both may succeed. A store
-/// that promises conditions does not do that, so its requests are served one after the other.
-const ONE_AT_A_TIME: &str = "
+/// moto checks a condition and then writes, in threads, so that two concurrent conditional puts may both succeed. A
+/// real store does not do that; therefore requests are served sequentially.
+const SEQUENTIAL_SERVER: &str = "
 import sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication as App
 serve, turn = App.__call__, threading.Lock()
@@ -40,20 +40,20 @@ from moto.server import main
 main(sys.argv[1:])
 ";
 
-/// A running server; it ends when this is dropped.
+/// A running server, stopped on drop.
 pub struct Moto(S3Process);
 
 impl Moto {
     /// # Errors
-    /// When it cannot be fetched, or does not answer in time.
+    /// Fails if it cannot be fetched, or does not respond in time.
     pub fn start() -> Result<Self> {
-        let place = fetched(&fetch::target_dir())?;
+        let packages = fetch(&fetch::target_dir())?;
         let port = net::free_port()?;
         let log = tempfile::NamedTempFile::new()?;
         let mut server = Command::new("python3");
         server
-            .args(["-c", ONE_AT_A_TIME, "--host", "127.0.0.1", "--port", &port.to_string()])
-            .env("PYTHONPATH", &place)
+            .args(["-c", SEQUENTIAL_SERVER, "--host", "127.0.0.1", "--port", &port.to_string()])
+            .env("PYTHONPATH", &packages)
             .env("PYTHONDONTWRITEBYTECODE", "1");
         Ok(Self(S3Process::start("moto", server, port, log.path())?))
     }
@@ -63,11 +63,11 @@ impl Moto {
     }
 }
 
-/// The server's packages, fetched once into `<target_dir>/tools`.
+/// Fetches the server's packages once into `<target_dir>/tools`.
 ///
 /// # Errors
-/// When pip cannot get them.
-pub fn fetched(target_dir: &Path) -> Result<std::path::PathBuf> {
+/// Fails if pip fails.
+pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
     fetch::once(target_dir, &format!("moto-{VERSION}"), |dir| {
         let mut pip = Command::new("python3");
         pip.args([
@@ -80,6 +80,6 @@ pub fn fetched(target_dir: &Path) -> Result<std::path::PathBuf> {
             ":all:",
         ]);
         pip.arg("--target").arg(dir).args(REQUIREMENTS);
-        child::run(pip, INSTALL_DEADLINE).map(drop)
+        child::run(pip, INSTALL_TIMEOUT).map(drop)
     })
 }

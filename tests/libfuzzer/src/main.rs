@@ -1,9 +1,9 @@
-//! The targets of tests/fuzz as libFuzzer plays them: the same rules, searched by coverage instead of by mutation alone. The
-//! environment names the target, because libFuzzer reads the arguments.
+//! The targets of tests/fuzz under libFuzzer: the same rules, with inputs guided by coverage. The target is named in
+//! the environment because libFuzzer parses the arguments.
 
 #![no_main]
 
-// How many cases the quick form plays is no matter here.
+// The number of cases of the quick form is unused here.
 #[allow(dead_code)]
 #[path = "../../fuzz/parsers/mod.rs"]
 mod parsers;
@@ -16,16 +16,16 @@ use parsers::Target;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 
-/// Valid documents that a search begins with, beside the corpus that is kept.
-const SAMPLES: usize = 24;
-/// Names the target.
+/// Number of valid documents that seed a search, in addition to the corpus.
+const SAMPLE_COUNT: usize = 24;
+/// Variable that names the target.
 const TARGET_NAME: &str = "SVC_FUZZ_TARGET";
-/// Set, it prints the names of all targets instead.
+/// If set, the program prints the names of all targets.
 const LIST: &str = "SVC_FUZZ_LIST";
-/// Names the folder that takes the samples.
+/// Variable that names the folder for the samples.
 const SAMPLES_DIR: &str = "SVC_FUZZ_SAMPLES";
 
-/// The name of the target, and what must hold of any input.
+/// Name of the target, and the rule that must hold for any input.
 type Rule = (&'static str, fn(&[u8]) -> Result<(), String>);
 
 static RULE: OnceLock<Rule> = OnceLock::new();
@@ -58,7 +58,7 @@ fn named_target() -> Target {
 
 fn write_samples(target: &Target, dir: &Path) {
     let mut runner = TestRunner::deterministic();
-    for index in 0..SAMPLES {
+    for index in 0..SAMPLE_COUNT {
         let sample = target.valid.new_tree(&mut runner).expect("a strategy without filters").current();
         (target.accepts)(&sample).unwrap_or_else(|rule| panic!("sample {index}: {rule}"));
         std::fs::write(dir.join(format!("sample-{index}")), sample).expect("the samples' folder takes files");

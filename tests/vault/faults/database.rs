@@ -49,7 +49,7 @@ async fn a_server_that_restarts_under_a_backup_costs_that_backup() -> Result<()>
             "stop" => machine.postgres().stop().await?,
             _ => machine.postgres().kill9().await?,
         }
-        machine.postgres().start_again().await?;
+        machine.postgres().restart().await?;
         let ended = end(running).await?;
         ensure!([Some(69), Some(70)].contains(&ended.code), "{how}: {:?}\n{}", ended.code, ended.stderr);
         failed(&machine, &["gate", "snapshot", "dump"], "")?;
@@ -59,7 +59,7 @@ async fn a_server_that_restarts_under_a_backup_costs_that_backup() -> Result<()>
     }
     machine.run(&["svc-db-backup"])?.expect(0);
     witness.look()?;
-    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::of("restarts under backups") }.tell()
+    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("restarts under backups") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -80,7 +80,7 @@ async fn a_server_that_restarts_under_a_restore_leaves_the_old_database_or_the_w
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         new.postgres().stop().await?;
-        new.postgres().start_again().await?;
+        new.postgres().restart().await?;
         let ended = end(running).await?;
         let code = ended.code.context("killed")?;
         ensure!([0, 69, 70].contains(&code), "{point}: {code}\n{}", ended.stderr);
@@ -96,7 +96,7 @@ async fn a_server_that_restarts_under_a_restore_leaves_the_old_database_or_the_w
         ensure!(!names.iter().any(|name| name.starts_with("svc_restore_")), "{point}: {names:?}");
         reset(&new).await?;
     }
-    Figures { faults_tried: points.len() as u64, ..Figures::of("restarts under restores") }.tell()
+    Figures { faults_tried: points.len() as u64, ..Figures::new("restarts under restores") }.record()
 }
 
 const CONNECTIONS: usize = 8;
@@ -173,7 +173,7 @@ async fn a_server_without_room_for_a_session_fails_the_run_and_is_said() -> Resu
     is_untouched(&new, "no room").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker());
-    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::of("databases without room") }.tell()
+    Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("databases without room") }.record()
 }
 
 /// `VACUUM FULL` or a migration, say, that keeps a table to itself for longer than a backup waits: a minute.
@@ -194,5 +194,5 @@ async fn long_a_table_that_stays_locked_ends_the_backup_with_a_clear_record() ->
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     client.batch_execute("ROLLBACK").await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    Figures { faults_tried: 1, snapshots_taken: 2, ..Figures::of("locked tables") }.tell()
+    Figures { faults_tried: 1, snapshots_taken: 2, ..Figures::new("locked tables") }.record()
 }

@@ -30,7 +30,7 @@ async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() ->
     let mut witness = Witness::of(&store);
     let last = machine.path("var/lib/svc/last-backup.json");
     for place in ["var/lib/svc", "home/svc/home/system/logs"] {
-        let Some(disk) = SmallDisk::at(machine.path(place), 1)? else { return Ok(()) };
+        let Some(disk) = SmallDisk::mount(machine.path(place), 1)? else { return Ok(()) };
         // No line fits into what is left of the last page either.
         let log = machine.path("home/svc/home/system/logs/backup.jsonl");
         if place.ends_with("logs") {
@@ -55,8 +55,8 @@ async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() ->
         assert_eq!(line["status"], "success", "{line}");
         witness.look()?;
     }
-    Figures { faults_tried: 2, snapshots_taken: witness.completed(), ..Figures::of("full disks of backups") }
-        .tell()
+    Figures { faults_tried: 2, snapshots_taken: witness.completed(), ..Figures::new("full disks of backups") }
+        .record()
 }
 
 /// Fills the disk while the restore is at a point, which its databases show, and waits for its end.
@@ -78,7 +78,7 @@ async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() 
     // As on a machine, where root's directory has only a link to where the marker is written.
     let marker = new.path("var/lib/svc/restore-complete");
     std::os::unix::fs::symlink(&marker, new.path("opt/svc/restore-complete"))?;
-    let Some(disk) = SmallDisk::at(new.path("var/lib/svc"), ROOM)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), ROOM)? else { return Ok(()) };
 
     disk.fill(10 * MIB)?;
     let ended = new.run(&["svc-restore"])?.expect(70);
@@ -119,7 +119,7 @@ async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() 
     svc::fsx::remove_if_exists(&marker)?;
     svc::fsx::remove_if_exists(&new.path("opt/svc/restore-complete"))?;
     reset(&new).await?;
-    Figures { faults_tried: 4, ..Figures::of("full disks of restores") }.tell()
+    Figures { faults_tried: 4, ..Figures::new("full disks of restores") }.record()
 }
 
 /// What is asked for and how it ended, where the disk was full.
@@ -138,7 +138,7 @@ async fn apply_full(
 #[tokio::test(flavor = "multi_thread")]
 async fn a_release_without_room_is_not_unpacked_and_is_with_room() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::at(stage.machine.path("opt/svc/releases"), ROOM)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), ROOM)? else { return Ok(()) };
     disk.fill(10 * MIB)?;
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("bytes are free and"), "{}", ended.stderr);
@@ -161,13 +161,13 @@ async fn a_release_without_room_is_not_unpacked_and_is_with_room() -> Result<()>
 
     stage.apply(NEW).await?.expect(0);
     stage.runs(NEW)?;
-    Figures { faults_tried: 2, ..Figures::of("full disks of unpacked releases") }.tell()
+    Figures { faults_tried: 2, ..Figures::new("full disks of unpacked releases") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_update_whose_journal_finds_no_room_is_finished_with_room() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::at(stage.machine.path("var/lib/svc"), 4)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(stage.machine.path("var/lib/svc"), 4)? else { return Ok(()) };
     disk.fill(0)?;
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
@@ -185,13 +185,13 @@ async fn an_update_whose_journal_finds_no_room_is_finished_with_room() -> Result
     stage.run(&["resume"], None).await?.expect(0);
     stage.runs(NEW)?;
     assert_eq!(stage.last()?["outcome"], "updated");
-    Figures { faults_tried: 2, ..Figures::of("full disks of journals") }.tell()
+    Figures { faults_tried: 2, ..Figures::new("full disks of journals") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn units_without_room_take_the_machine_back() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::at(stage.machine.path("etc/systemd"), 1)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(stage.machine.path("etc/systemd"), 1)? else { return Ok(()) };
     let long = "#\n".repeat(4000);
     let unit = format!("systemd/system/svc-{NEW}.service.d/10-long.conf");
     Published::new(NEW, &[(&unit, &long)])?.serve(&stage.source)?;
@@ -206,5 +206,5 @@ async fn units_without_room_take_the_machine_back() -> Result<()> {
     assert!(current.ends_with(OLD), "{}", current.display());
     stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
     assert_eq!(stage.last()?["outcome"], "updated");
-    Figures { faults_tried: 1, ..Figures::of("full disks of units") }.tell()
+    Figures { faults_tried: 1, ..Figures::new("full disks of units") }.record()
 }

@@ -193,7 +193,7 @@ async fn whatever_was_tampered_with_is_refused() -> Result<()> {
     }
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker() && is_restored(&new).await?);
-    Figures { faults_tried: rows, ..Figures::of("tampered objects") }.tell()
+    Figures { faults_tried: rows, ..Figures::new("tampered objects") }.record()
 }
 
 /// Files below a directory whose name begins so.

@@ -244,7 +244,7 @@ fn file_is_replaced_only_if_unchanged() {
 fn full_disk_resumes_where_it_stopped_and_reports_the_gap() {
     let dir = tempfile::tempdir().unwrap();
     let logs = dir.path().join("logs");
-    let Some(disk) = kit::disk::SmallDisk::at(logs.clone(), 8).unwrap() else { return };
+    let Some(disk) = kit::disk::SmallDisk::mount(logs.clone(), 8).unwrap() else { return };
     disk.fill(50_000).unwrap();
     let writer = Writer::start(logs.clone()).unwrap();
     let (records, path, text) = (writer.records(), logs.join("audit.jsonl"), "x".repeat(9_001));

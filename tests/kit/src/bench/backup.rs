@@ -1,5 +1,5 @@
-//! A backup: `svc-db-backup` dumps, hashes, reads the dump through, uploads it and moves the pointer; beside it a dump
-//! that only becomes a file, and one that goes to the store with no look at it.
+//! Backup benchmark: `svc-db-backup` dumps, hashes, verifies the dump, uploads it and moves the pointer. Its peers dump
+//! to a file, or upload without verification.
 
 use std::fs;
 use std::path::Path;
@@ -9,101 +9,105 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::database;
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::s5cmd::S5cmd;
-use super::task::{self, Ran};
+use super::task::{self, RunStats};
 use super::vault::{BUCKET, Machine, Vault};
-use super::{Options, said};
+use super::{Options, print_round};
 use crate::pg::PgServer;
 
-const WALL: &str = "one backup";
-const CPU: &str = "processor time, without the servers'";
-const SERVED: &str = "processor time of the store";
-const DISK: &str = "written to disk meanwhile";
+const WALL_TIME: &str = "one backup";
+const CPU: &str = "CPU time without the servers";
+const STORE_CPU: &str = "CPU time of the store";
+const DISK: &str = "written to disk";
 const LIMIT: &str = "pg_dump to a file";
 const PIPE: &str = "pg_dump | s5cmd pipe";
 
-const MEMORY: &str = "most memory, database of 1.9 GB";
-/// Databases of other sizes, by scale; memory does not grow with them.
-const OTHERS: [(&str, u32); 3] = [
-    ("most memory, database of 0.1 GB", 5),
-    ("most memory, database of 1 GB", 53),
-    ("most memory, database of 4 GB", 210),
+const MEMORY: &str = "peak memory, database of 1.9 GB";
+/// Databases of other sizes, with their scales; memory must not grow with the size.
+const OTHER_SIZES: [(&str, u32); 3] = [
+    ("peak memory, database of 0.1 GB", 5),
+    ("peak memory, database of 1 GB", 53),
+    ("peak memory, database of 4 GB", 210),
 ];
 
 pub const ROWS: [Spec; 10] = [
-    Spec { name: WALL, unit: "s", against: Some(LIMIT), target: Target::RatioAtMost(1.25) },
-    Spec { name: WALL, unit: "s", against: Some(PIPE), target: Target::RatioAtMost(1.1) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(LIMIT), target: Target::RatioAtMost(1.25) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(PIPE), target: Target::RatioAtMost(1.1) },
     Spec { name: CPU, unit: "s", against: Some(LIMIT), target: Target::None },
     Spec { name: CPU, unit: "s", against: Some(PIPE), target: Target::None },
-    Spec { name: SERVED, unit: "s", against: Some(PIPE), target: Target::None },
-    Spec { name: OTHERS[0].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
-    Spec { name: OTHERS[1].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
+    Spec { name: STORE_CPU, unit: "s", against: Some(PIPE), target: Target::None },
+    Spec { name: OTHER_SIZES[0].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
+    Spec { name: OTHER_SIZES[1].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
     Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(32.0) },
-    Spec { name: OTHERS[2].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
-    // The records of the run, and no dump.
+    Spec { name: OTHER_SIZES[2].0, unit: "MiB", against: None, target: Target::AtMost(32.0) },
+    // Only the records of the run; no dump.
     Spec { name: DISK, unit: "KiB", against: None, target: Target::AtMost(512.0) },
 ];
 
-/// The database that is kept, the largest other one, their logs, the dumps of some rounds, and air.
-const ROOM: u64 = 14 << 30;
-const DEADLINE: Duration = Duration::from_secs(1800);
-/// What a machine's records of one run may add to its directory.
-const RECORDS: u64 = 256 << 10;
-/// Of two dumps of the same rows; they differ by the time in their heads.
-const SLACK: u64 = 64 << 10;
+/// The cached database, the largest of the others, their WAL, the dumps of a few rounds, and a margin.
+const MIN_FREE_BYTES: u64 = 14 << 30;
+const TIMEOUT: Duration = Duration::from_secs(1800);
+/// Maximum growth of the machine's directory in one run, for its records.
+const MAX_RECORD_BYTES: u64 = 256 << 10;
+/// Maximum difference between two dumps of the same rows, whose headers contain the time.
+const MAX_SIZE_DIFFERENCE: u64 = 64 << 10;
 
 pub async fn measure(options: &Options) -> Result<Tally> {
-    let dir = database::place(&options.out, ROOM)?;
-    let s5cmd = S5cmd::fetched()?;
+    let dir = database::run_dir(&options.out, MIN_FREE_BYTES)?;
+    let s5cmd = S5cmd::fetch()?;
     let vault = Vault::open(dir.path())?;
-    let server = database::kept(&options.out).await?;
-    let stage = Stage::set(dir.path(), options, &vault, &server, database::SCALE)?;
+    let server = database::open_cached(&options.out).await?;
+    let testbed = Testbed::prepare(dir.path(), options, &vault, &server, database::SCALE)?;
     let mut tally = Tally::default();
-    // The first reads of the database are not the store's, the disk's, or anybody's of the three.
-    let size = stage.to_file()?.1;
+    // Warms up: the first reads of the database would distort the first measurement.
+    let size = testbed.dump_to_file()?.1;
     println!(
         "  {} MB of database, {} MB of dump",
-        database::bytes(&server).await? / 1_000_000,
+        database::size_bytes(&server).await? / 1_000_000,
         size / 1_000_000
     );
     for round in 0..options.rounds {
-        said(round, options.rounds);
-        // Whoever comes first in a round finds the caches as the last one left them: they take turns.
+        print_round(round, options.rounds);
+        // The order rotates, because each side finds the caches as the previous one left them.
         for turn in 0..3 {
-            // What the last one left to be written is written before the next one begins.
+            // Flush pending writes of the previous run.
             nix::unistd::sync();
-            let (name, (ran, dumped)) = match (turn + round) % 3 {
-                0 => (OURS, stage.ours()?),
-                1 => (LIMIT, stage.to_file()?),
-                _ => (PIPE, stage.to_store(&s5cmd)?),
+            let (name, (stats, dumped)) = match (turn + round) % 3 {
+                0 => (PRODUCT, testbed.run_svc_backup()?),
+                1 => (LIMIT, testbed.dump_to_file()?),
+                _ => (PIPE, testbed.dump_to_store(&s5cmd)?),
             };
-            ensure!(dumped.abs_diff(size) <= SLACK, "{name} dumped {dumped} bytes, another time {size}");
-            tally.add(WALL, name, ran.wall.as_secs_f64());
-            tally.add(CPU, name, ran.cpu.as_secs_f64());
-            tally.add(SERVED, name, ran.served.as_secs_f64());
-            if name == OURS {
-                tally.add(MEMORY, OURS, ran.most_mib);
-                let written = ran.written.context("the kernel does not count what a process writes")?;
-                tally.add(DISK, OURS, written as f64 / 1024.0);
+            ensure!(
+                dumped.abs_diff(size) <= MAX_SIZE_DIFFERENCE,
+                "{name} dumped {dumped} bytes, expected about {size}"
+            );
+            tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
+            tally.add(CPU, name, stats.cpu.as_secs_f64());
+            tally.add(STORE_CPU, name, stats.store_cpu.as_secs_f64());
+            if name == PRODUCT {
+                tally.add(MEMORY, PRODUCT, stats.peak_mib);
+                let written = stats.written.context("the kernel does not count written bytes")?;
+                tally.add(DISK, PRODUCT, written as f64 / 1024.0);
             }
         }
     }
     drop(server);
-    for (name, scale) in OTHERS {
+    for (name, scale) in OTHER_SIZES {
         println!("  {name}");
         let dir = tempfile::tempdir_in(dir.path())?;
-        let server = database::made(dir.path(), scale).await?;
-        let (ran, _) = Stage::set(dir.path(), options, &vault, &server, scale)?.ours()?;
-        tally.add(name, OURS, ran.most_mib);
-        let (database, most) = (database::bytes(&server).await?, ran.most_mib);
-        println!("    {} MB of database: {most:.1} MiB in {:.1?}", database / 1_000_000, ran.wall);
+        let server = database::create(dir.path(), scale).await?;
+        let (stats, _) = Testbed::prepare(dir.path(), options, &vault, &server, scale)?.run_svc_backup()?;
+        tally.add(name, PRODUCT, stats.peak_mib);
+        let (database, peak) = (database::size_bytes(&server).await?, stats.peak_mib);
+        println!("    {} MB of database: {peak:.1} MiB in {:.1?}", database / 1_000_000, stats.wall);
     }
     Ok(tally)
 }
 
-/// One database, and who backs it up. A run gives what it took and the size of its dump, which is then forgotten.
-struct Stage<'a> {
+/// One database and the machine that backs it up. A run returns its statistics and the size of its dump, which is then
+/// deleted.
+struct Testbed<'a> {
     dir: &'a Path,
     svc: &'a Path,
     vault: &'a Vault,
@@ -112,8 +116,8 @@ struct Stage<'a> {
     machine: Machine,
 }
 
-impl<'a> Stage<'a> {
-    fn set(
+impl<'a> Testbed<'a> {
+    fn prepare(
         dir: &'a Path,
         options: &'a Options,
         vault: &'a Vault,
@@ -125,43 +129,43 @@ impl<'a> Stage<'a> {
         Ok(Self { dir, svc: &options.svc, vault, server, scale, machine })
     }
 
-    fn ours(&self) -> Result<(Ran, u64)> {
-        let (moves, before) = (self.vault.moves()?, self.machine.bytes()?);
-        let ran = task::run(self.machine.command(self.svc, "svc-db-backup"), DEADLINE)?;
-        let snapshot = self.vault.snapshot(moves, self.scale)?;
-        let left = self.machine.bytes()?.saturating_sub(before);
-        ensure!(left <= RECORDS, "{left} bytes were left on the machine");
-        self.vault.forget(&self.vault.key(&snapshot));
-        Ok((ran, snapshot.size_bytes))
+    fn run_svc_backup(&self) -> Result<(RunStats, u64)> {
+        let (pointer_seq, before) = (self.vault.pointer_seq()?, self.machine.disk_bytes()?);
+        let stats = task::run(self.machine.command(self.svc, "svc-db-backup"), TIMEOUT)?;
+        let snapshot = self.vault.snapshot(pointer_seq, self.scale)?;
+        let leftover = self.machine.disk_bytes()?.saturating_sub(before);
+        ensure!(leftover <= MAX_RECORD_BYTES, "{leftover} bytes were left on the machine");
+        self.vault.purge(&self.vault.key(&snapshot));
+        Ok((stats, snapshot.size_bytes))
     }
 
-    fn to_file(&self) -> Result<(Ran, u64)> {
+    fn dump_to_file(&self) -> Result<(RunStats, u64)> {
         let file = self.dir.join("limit.dump");
-        // By the shell: `--file` would wait for the disk.
+        // Redirected by the shell, because `--file` would fsync.
         let mut command = self.shell(r#""$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" >"$0""#);
         command.arg(&file);
-        let ran = task::run(command, DEADLINE)?;
+        let stats = task::run(command, TIMEOUT)?;
         let size = fs::metadata(&file)?.len();
         fs::remove_file(&file)?;
-        Ok((ran, size))
+        Ok((stats, size))
     }
 
-    fn to_store(&self, s5cmd: &S5cmd) -> Result<(Ran, u64)> {
+    fn dump_to_store(&self, s5cmd: &S5cmd) -> Result<(RunStats, u64)> {
         const KEY: &str = "peer/database.dump";
         let script = r#"set -o pipefail; "$PG_DUMP" -Fc -Z gzip:1 "$DATABASE" | "$S5CMD" pipe "$0""#;
         let mut command = self.shell(script);
         command.arg(format!("s3://{BUCKET}/{KEY}")).envs(s5cmd.env(&self.vault.store));
-        let ran = task::run(command, DEADLINE)?;
-        let size = self.vault.size(KEY).context("s5cmd left nothing at the store")?;
-        self.vault.forget(KEY);
-        Ok((ran, size))
+        let stats = task::run(command, TIMEOUT)?;
+        let size = self.vault.size(KEY).context("s5cmd stored no object")?;
+        self.vault.purge(KEY);
+        Ok((stats, size))
     }
 
     fn shell(&self, script: &str) -> Command {
         let mut command = Command::new("bash");
         command.args(["-c", script]).env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
         command.env("PG_DUMP", self.server.binaries().dir().join("pg_dump")).env("DATABASE", database::NAME);
-        database::connected(&mut command, self.server);
+        database::set_connection_env(&mut command, self.server);
         command
     }
 }

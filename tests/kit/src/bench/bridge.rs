@@ -1,18 +1,18 @@
-//! The bridge beside PostgREST, and below pgbench: the same rows in the same PostgreSQL, which waits for its disk.
+//! Bridge benchmark: the gateway, PostgREST and pgbench on the same rows in the same PostgreSQL, with fsync on.
 //!
-//! Ours is the whole gateway: TLS, the platform's proof, validation, the app's own role. PostgREST checks a JWT and
-//! becomes the same role, without TLS. pgbench runs the statement alone.
+//! The gateway is measured as a whole: TLS, the platform's proof, validation, the app's own role. PostgREST checks a
+//! JWT and switches to the same role, without TLS. pgbench only runs the statement.
 
 use anyhow::{Result, ensure};
 use serde_json::json;
 
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::gateway::{Gateway, Machine};
 use super::peers::pgbench;
-use super::peers::postgrest::{self, Postgrest, Serving};
+use super::peers::postgrest::{self, Postgrest, RunningPostgrest};
 use super::peers::wrk::{Request, Wrk};
 use super::process::cpu;
-use super::{Options, said, workplace};
+use super::{Options, print_round, temp_dir};
 use crate::fetch::target_dir;
 use crate::pg::{Durability, PgBinaries, PgOptions, PgServer};
 
@@ -48,24 +48,24 @@ const DATABASE: &str = "svc";
 const APP: &str = "bench";
 /// The app's schema, and its role.
 const SCHEMA: &str = "app_bench";
-const POOL: u32 = 16;
+const POOL_SIZE: u32 = 16;
 /// Rows of `docs`; a hundred of each kind.
-const DOCS: u32 = 2000;
-const FOUND: usize = 20;
+const DOCS_ROWS: u32 = 2000;
+const FIND_LIMIT: usize = 20;
 
-/// One of the two calls, as each side is asked it.
+/// A call, in the form of each side.
 struct Call {
-    ours: String,
+    bridge_body: String,
     postgrest_path: &'static str,
     postgrest_body: Option<String>,
     sql: String,
 }
 
-struct Stage {
+struct Testbed {
     server: PgServer,
     machine: Machine,
     gateway: Gateway,
-    postgrest: Serving,
+    postgrest: RunningPostgrest,
     wrk: Wrk,
     insert: Call,
     find: Call,
@@ -73,27 +73,27 @@ struct Stage {
 }
 
 pub async fn measure(options: &Options) -> Result<Tally> {
-    let stage = Stage::set(options).await?;
+    let testbed = Testbed::prepare(options).await?;
     let mut tally = Tally::default();
     for round in 0..options.rounds {
-        said(round, options.rounds);
-        // Each round begins with the same table.
-        let admin = stage.server.connect(DATABASE).await?;
+        print_round(round, options.rounds);
+        // Each round starts with the same table.
+        let admin = testbed.server.connect(DATABASE).await?;
         admin.batch_execute(&format!("TRUNCATE {SCHEMA}.items; CHECKPOINT")).await?;
         for (connections, name) in [1, 8, 32].into_iter().zip(INSERT) {
-            stage.load(&mut tally, &stage.insert, name, connections, options.seconds)?;
+            testbed.load(&mut tally, &testbed.insert, name, connections, options.seconds)?;
         }
         for (connections, name) in [8, 32].into_iter().zip(FIND) {
-            stage.load(&mut tally, &stage.find, name, connections, options.seconds)?;
+            testbed.load(&mut tally, &testbed.find, name, connections, options.seconds)?;
         }
     }
     Ok(tally)
 }
 
-impl Stage {
-    async fn set(options: &Options) -> Result<Self> {
-        let dir = workplace()?;
-        let (wrk, postgrest) = (Wrk::fetched()?, Postgrest::fetched()?);
+impl Testbed {
+    async fn prepare(options: &Options) -> Result<Self> {
+        let dir = temp_dir()?;
+        let (wrk, postgrest) = (Wrk::fetch()?, Postgrest::fetch()?);
         let pg = PgBinaries::locate_or_fetch(&target_dir())?;
         let settings = vec![("shared_buffers".to_owned(), "256MB".to_owned())];
         let server = PgServer::start(
@@ -106,27 +106,27 @@ impl Stage {
         let columns =
             json!({ "kind": "text", "body": "text", "done": "boolean", "rank": "bigint", "extra": "jsonb" });
         let docs = json!({ "columns": columns.clone(), "indexes": [["kind", "created_at", "id"]] });
-        machine.app(APP, &json!({ "items": { "columns": columns }, "docs": docs }))?;
+        machine.install_app(APP, &json!({ "items": { "columns": columns }, "docs": docs }))?;
         let gateway = machine.start(&options.svc)?;
-        gateway.until_ready(&machine, 1).await?;
+        gateway.wait_until_ready(&machine, 1).await?;
         let login = prepare(&server).await?;
-        let postgrest = postgrest.serve(dir.path(), &login, SCHEMA, POOL).await?;
-        let stage =
+        let postgrest = postgrest.serve(dir.path(), &login, SCHEMA, POOL_SIZE).await?;
+        let testbed =
             Self { server, machine, gateway, postgrest, wrk, insert: insert(), find: find(), _dir: dir };
-        stage.agree().await?;
-        Ok(stage)
+        testbed.check_results_agree().await?;
+        Ok(testbed)
     }
 
-    /// All sides do the same: figures of an error page would be good ones.
-    async fn agree(&self) -> Result<()> {
-        let made = self.gateway.query(&self.machine, &self.insert.ours).await?;
-        ensure!(made["data"]["id"].is_string(), "the bridge's insert: {made}");
-        let found = self.gateway.query(&self.machine, &self.find.ours).await?;
-        let ours = found["data"].as_array().map_or(0, Vec::len);
+    /// Checks that all sides do the same: error pages would yield good figures.
+    async fn check_results_agree(&self) -> Result<()> {
+        let inserted = self.gateway.query(&self.machine, &self.insert.bridge_body).await?;
+        ensure!(inserted["data"]["id"].is_string(), "the bridge's insert: {inserted}");
+        let found = self.gateway.query(&self.machine, &self.find.bridge_body).await?;
+        let found_rows = found["data"].as_array().map_or(0, Vec::len);
         let client = reqwest::Client::builder().no_proxy().build()?;
-        let mut answers = Vec::new();
+        let mut results = Vec::new();
         for call in [&self.insert, &self.find] {
-            let Request { url, headers, body } = self.theirs(call);
+            let Request { url, headers, body } = self.postgrest_request(call);
             let mut request = match body {
                 Some(body) => client.post(url).body(body),
                 None => client.get(url),
@@ -134,38 +134,46 @@ impl Stage {
             for (name, value) in headers {
                 request = request.header(name, value);
             }
-            let answer = request.send().await?;
-            let (status, told) = (answer.status(), answer.text().await?);
-            ensure!(status.is_success(), "PostgREST: {status}: {told}\n{}", self.postgrest.process.said());
-            let rows: Vec<serde_json::Value> = serde_json::from_str(&told)?;
-            answers.push(rows);
+            let response = request.send().await?;
+            let (status, body) = (response.status(), response.text().await?);
+            ensure!(
+                status.is_success(),
+                "PostgREST: {status}: {body}\n{}",
+                self.postgrest.process.log_tail()
+            );
+            let rows: Vec<serde_json::Value> = serde_json::from_str(&body)?;
+            results.push(rows);
         }
         ensure!(
-            answers[0].len() == 1 && answers[0][0]["id"].is_string(),
+            results[0].len() == 1 && results[0][0]["id"].is_string(),
             "PostgREST's insert: {:?}",
-            answers[0]
+            results[0]
         );
-        ensure!(ours == FOUND && answers[1].len() == FOUND, "found {ours} and {}", answers[1].len());
         ensure!(
-            found["data"][0]["id"] == answers[1][0]["id"],
-            "found {} first, PostgREST {}",
+            found_rows == FIND_LIMIT && results[1].len() == FIND_LIMIT,
+            "found {found_rows} and {}",
+            results[1].len()
+        );
+        ensure!(
+            found["data"][0]["id"] == results[1][0]["id"],
+            "the bridge found {} first, PostgREST {}",
             found["data"][0],
-            answers[1][0]
+            results[1][0]
         );
         Ok(())
     }
 
-    fn ours(&self, call: &Call) -> Request {
+    fn bridge_request(&self, call: &Call) -> Request {
         let headers =
             [("Content-Type", "application/json".to_owned()), ("X-Svc-Proof", self.machine.proof())];
         Request {
             url: self.gateway.bridge_url(),
             headers: headers.map(|(name, value)| (name.to_owned(), value)).into(),
-            body: Some(call.ours.clone()),
+            body: Some(call.bridge_body.clone()),
         }
     }
 
-    fn theirs(&self, call: &Call) -> Request {
+    fn postgrest_request(&self, call: &Call) -> Request {
         let bearer = format!("Bearer {}", self.postgrest.token(SCHEMA));
         let mut headers = vec![("Authorization".to_owned(), bearer)];
         if call.postgrest_body.is_some() {
@@ -190,17 +198,17 @@ impl Stage {
             _ => None,
         };
         let sides = [
-            (OURS, self.ours(call), &self.gateway.process),
-            (POSTGREST, self.theirs(call), &self.postgrest.process),
+            (PRODUCT, self.bridge_request(call), &self.gateway.process),
+            (POSTGREST, self.postgrest_request(call), &self.postgrest.process),
         ];
-        for (whose, request, process) in sides {
+        for (side, request, process) in sides {
             let before = cpu(process.pid())?;
             let outcome = self.wrk.load(&request, connections, seconds)?;
             let spent = cpu(process.pid())? - before;
-            tally.add(name, whose, outcome.per_second());
+            tally.add(name, side, outcome.per_second());
             if let Some((cost, p99)) = extra {
-                tally.add(cost, whose, outcome.cpu_micros(spent));
-                tally.add(p99, whose, if whose == OURS { outcome.p99 } else { outcome.p50 });
+                tally.add(cost, side, outcome.cpu_micros(spent));
+                tally.add(p99, side, if side == PRODUCT { outcome.p99 } else { outcome.p50 });
             }
         }
         tally.add(name, PGBENCH, pgbench::load(&self.server, DATABASE, &call.sql, connections, seconds)?);
@@ -208,7 +216,7 @@ impl Stage {
     }
 }
 
-/// Fills `docs`, and makes PostgREST's login; gives its URL.
+/// Fills `docs` and creates PostgREST's login; returns its URL.
 async fn prepare(server: &PgServer) -> Result<String> {
     let admin = server.connect(DATABASE).await?;
     let (login, password) = (postgrest::LOGIN, uuid::Uuid::new_v4().simple().to_string());
@@ -216,7 +224,7 @@ async fn prepare(server: &PgServer) -> Result<String> {
         .batch_execute(&format!(
             "INSERT INTO {SCHEMA}.docs (kind, body, done, rank, extra, created_at) \
              SELECT 'kind' || n % 20, repeat('x', 100), n % 2 = 0, n, jsonb_build_object('n', n, 'tag', 'bench'), \
-             timestamptz '2026-01-01' + n * interval '1 second' FROM generate_series(1, {DOCS}) n; \
+             timestamptz '2026-01-01' + n * interval '1 second' FROM generate_series(1, {DOCS_ROWS}) n; \
              ANALYZE {SCHEMA}.docs; \
              CREATE ROLE {login} LOGIN NOINHERIT PASSWORD '{password}'; GRANT {SCHEMA} TO {login}"
         ))
@@ -228,7 +236,7 @@ fn insert() -> Call {
     let body = "x".repeat(100);
     let row = json!({ "kind": "kind7", "body": body, "done": false, "rank": 7, "extra": { "n": 7, "tag": "bench" } });
     Call {
-        ours: json!({ "action": "insert", "app": APP, "table": "items", "data": row }).to_string(),
+        bridge_body: json!({ "action": "insert", "app": APP, "table": "items", "data": row }).to_string(),
         postgrest_path: "/items?select=id",
         postgrest_body: Some(row.to_string()),
         sql: format!(
@@ -240,13 +248,13 @@ fn insert() -> Call {
 
 fn find() -> Call {
     Call {
-        ours: json!({ "action": "find", "app": APP, "table": "docs", "filter": { "kind": "kind7" },
-            "orderBy": [{ "column": "created_at", "direction": "desc" }], "limit": FOUND })
+        bridge_body: json!({ "action": "find", "app": APP, "table": "docs", "filter": { "kind": "kind7" },
+            "orderBy": [{ "column": "created_at", "direction": "desc" }], "limit": FIND_LIMIT })
         .to_string(),
         postgrest_path: "/docs?kind=eq.kind7&order=created_at.desc,id.desc&limit=20",
         postgrest_body: None,
         sql: format!(
-            "SELECT * FROM {SCHEMA}.docs WHERE kind = 'kind7' ORDER BY created_at DESC, id DESC LIMIT {FOUND};"
+            "SELECT * FROM {SCHEMA}.docs WHERE kind = 'kind7' ORDER BY created_at DESC, id DESC LIMIT {FIND_LIMIT};"
         ),
     }
 }

@@ -1,5 +1,5 @@
-//! A release's way onto a machine: `svc-update boot` downloads, hashes and unpacks in one pass; beside it the tools that
-//! one would use from a shell, which read the archive from memory. All write to a tmpfs: disks are too unlike.
+//! Bundle benchmark: `svc-update boot` downloads, hashes and unpacks in one pass. Its peers are shell tools that read
+//! the archive from memory. All write to a tmpfs, because disks vary too much.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -14,53 +14,53 @@ use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use tempfile::TempDir;
 
 use super::archive;
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::pigz;
-use super::{Options, said, task};
+use super::{Options, print_round, task};
 use crate::child;
 
-const WALL: &str = "download, hash, unpack";
-const CPU: &str = "processor time";
-const MEMORY: &str = "most memory";
+const WALL_TIME: &str = "download, hash, unpack";
+const CPU: &str = "CPU time";
+const MEMORY: &str = "peak memory";
 const TWO_STEP: &str = "sha256sum -c && tar -xzf";
 const ONE_PASS: &str = "tee | sha256sum | pigz | tar";
 
 pub const ROWS: [Spec; 5] = [
-    Spec { name: WALL, unit: "s", against: Some(TWO_STEP), target: Target::RatioAtMost(0.5) },
-    Spec { name: WALL, unit: "s", against: Some(ONE_PASS), target: Target::RatioAtMost(1.0) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(TWO_STEP), target: Target::RatioAtMost(0.5) },
+    Spec { name: WALL_TIME, unit: "s", against: Some(ONE_PASS), target: Target::RatioAtMost(1.0) },
     Spec { name: CPU, unit: "s", against: Some(TWO_STEP), target: Target::None },
     Spec { name: CPU, unit: "s", against: Some(ONE_PASS), target: Target::None },
     Spec { name: MEMORY, unit: "MiB", against: None, target: Target::AtMost(16.0) },
 ];
 
 const MEMORY_DIR: &str = "/dev/shm";
-/// The archive, what is unpacked of it twice over, and air.
-const ROOM: u64 = 2 << 30;
-const DEADLINE: Duration = Duration::from_secs(120);
+/// The archive, two unpacked copies, and a margin.
+const MIN_FREE_BYTES: u64 = 2 << 30;
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 pub async fn measure(options: &Options) -> Result<Tally> {
     let (svc, rounds, out) = (options.svc.clone(), options.rounds, options.out.clone());
-    tokio::task::spawn_blocking(move || rounds_of(&svc, rounds, &out)).await?
+    tokio::task::spawn_blocking(move || run_rounds(&svc, rounds, &out)).await?
 }
 
-/// Who unpacks, and how, into which directory.
+/// Name of a side, and its command for a target directory.
 type Side<'a> = (&'static str, &'a dyn Fn(&Path) -> Command);
 
-fn rounds_of(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
-    let (kept, digest) = archive::made(&out.join("archive"))?;
-    let dir = in_memory()?;
+fn run_rounds(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
+    let (cached, digest) = archive::ensure(&out.join("archive"))?;
+    let dir = create_memory_dir()?;
     let archive = dir.path().join("bundle.tar.gz");
-    fs::copy(&kept, &archive)?;
+    fs::copy(&cached, &archive)?;
     fs::write(dir.path().join("bundle.tar.gz.sha256"), format!("{digest}  bundle.tar.gz\n"))?;
     let packed = fs::metadata(&archive)?.len() / 1_000_000;
-    println!("  {packed} MB, {} MB in {} files", archive::BYTES / 1_000_000, archive::FILES);
+    println!("  {packed} MB, {} MB in {} files", archive::TOTAL_BYTES / 1_000_000, archive::FILE_COUNT);
     let address = serve(fs::read(&archive)?)?;
-    let pigz = pigz::fetched()?.command();
+    let pigz = pigz::fetch()?.command();
     let mut tally = Tally::default();
     for round in 0..rounds {
-        said(round, rounds);
+        print_round(round, rounds);
         let sides: [Side<'_>; 3] = [
-            (OURS, &|root| ours(svc, root, address, &digest)),
+            (PRODUCT, &|root| svc_command(svc, root, address, &digest)),
             (TWO_STEP, &|into| {
                 shell(
                     dir.path(),
@@ -79,33 +79,38 @@ fn rounds_of(svc: &Path, rounds: u32, out: &Path) -> Result<Tally> {
                 command
             }),
         ];
-        // Whoever comes first in a round finds the processor's caches as the last one left them: they take turns.
+        // The order rotates, because each side finds the CPU caches as the previous one left them.
         for at in 0..sides.len() {
             let (name, command) = sides[(at + round as usize) % sides.len()];
             let into = tempfile::tempdir_in(dir.path())?;
-            let ran = task::run(command(into.path()), DEADLINE)?;
-            unpacked(into.path(), name == OURS)?;
-            tally.add(WALL, name, ran.wall.as_secs_f64());
-            tally.add(CPU, name, ran.cpu.as_secs_f64());
-            if name == OURS {
-                tally.add(MEMORY, OURS, ran.most_mib);
+            let stats = task::run(command(into.path()), TIMEOUT)?;
+            check_unpacked(into.path(), name == PRODUCT)?;
+            tally.add(WALL_TIME, name, stats.wall.as_secs_f64());
+            tally.add(CPU, name, stats.cpu.as_secs_f64());
+            if name == PRODUCT {
+                tally.add(MEMORY, PRODUCT, stats.peak_mib);
             }
         }
     }
     Ok(tally)
 }
 
-fn in_memory() -> Result<TempDir> {
-    let stats = statfs(MEMORY_DIR).with_context(|| format!("look at {MEMORY_DIR}"))?;
-    ensure!(stats.filesystem_type() == TMPFS_MAGIC, "{MEMORY_DIR} is no tmpfs");
+fn create_memory_dir() -> Result<TempDir> {
+    let stats = statfs(MEMORY_DIR).with_context(|| format!("statfs {MEMORY_DIR}"))?;
+    ensure!(stats.filesystem_type() == TMPFS_MAGIC, "{MEMORY_DIR} is not a tmpfs");
     let free = stats.blocks_available() * u64::try_from(stats.block_size())?;
-    ensure!(free > ROOM, "{MEMORY_DIR} has {} MiB free, {} are needed", free >> 20, ROOM >> 20);
+    ensure!(
+        free > MIN_FREE_BYTES,
+        "{MEMORY_DIR} has {} MiB free, {} are needed",
+        free >> 20,
+        MIN_FREE_BYTES >> 20
+    );
     let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in(MEMORY_DIR)?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     Ok(dir)
 }
 
-fn ours(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Command {
+fn svc_command(svc: &Path, root: &Path, source: SocketAddr, digest: &str) -> Command {
     let mut command = Command::new(svc);
     command.args(["svc-update", "boot"]).env_clear();
     let url = format!("http://{source}/svc-host-bundle.tar.gz");
@@ -129,10 +134,10 @@ fn shell(dir: &Path, into: &Path, script: &str) -> Command {
     command
 }
 
-/// That it was done at all: as many files, as many bytes.
-fn unpacked(dir: &Path, is_ours: bool) -> Result<()> {
-    let release = if is_ours { dir.join("opt/svc/releases").join(archive::VERSION) } else { dir.to_owned() };
-    let (mut files, mut bytes, mut dirs) = (0, 0, vec![release]);
+/// Verifies the number of files and bytes.
+fn check_unpacked(dir: &Path, is_product: bool) -> Result<()> {
+    let root = if is_product { dir.join("opt/svc/releases").join(archive::VERSION) } else { dir.to_owned() };
+    let (mut files, mut bytes, mut dirs) = (0, 0, vec![root]);
     while let Some(dir) = dirs.pop() {
         for entry in fs::read_dir(&dir).with_context(|| dir.display().to_string())? {
             let entry = entry?;
@@ -145,31 +150,34 @@ fn unpacked(dir: &Path, is_ours: bool) -> Result<()> {
             }
         }
     }
-    ensure!(files == archive::FILES && bytes > archive::BYTES, "{files} files, {bytes} bytes were unpacked");
+    ensure!(
+        files == archive::FILE_COUNT && bytes > archive::TOTAL_BYTES,
+        "{files} files, {bytes} bytes unpacked"
+    );
     Ok(())
 }
 
-/// Gives `content` to everybody who asks, as the platform's tunnel would: it costs next to nothing here.
+/// Serves `content` over plain HTTP; the cost of the platform's tunnel is negligible here.
 fn serve(content: Vec<u8>) -> Result<SocketAddr> {
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let (address, content) = (listener.local_addr()?, Arc::new(content));
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let content = Arc::clone(&content);
-            // A client that goes away is its own affair.
-            std::thread::spawn(move || answer(stream, &content).ok());
+            // Errors of a disconnected client are irrelevant.
+            std::thread::spawn(move || respond(stream, &content).ok());
         }
     });
     Ok(address)
 }
 
-fn answer(mut stream: TcpStream, content: &[u8]) -> Result<()> {
-    let mut asked = Vec::new();
-    while !asked.windows(4).any(|end| end == b"\r\n\r\n") {
+fn respond(mut stream: TcpStream, content: &[u8]) -> Result<()> {
+    let mut request = Vec::new();
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
         let mut piece = [0; 1024];
         let read = stream.read(&mut piece)?;
         ensure!(read > 0, "no request");
-        asked.extend_from_slice(&piece[..read]);
+        request.extend_from_slice(&piece[..read]);
     }
     let length = content.len();
     let head = format!(

@@ -1,4 +1,4 @@
-//! A machine's WebSocket: behind TLS, it answers each message with itself. The same for all routers.
+//! A WebSocket echo server behind TLS, which stands in for a machine. It is the same for all routers.
 
 use std::io::{BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -14,12 +14,12 @@ use rustls::{ServerConfig, ServerConnection, StreamOwned};
 
 use super::wire::read_head;
 
-/// Thousands of them lie idle.
-const STACK: usize = 256 * 1024;
+/// Small, because thousands of threads idle.
+const STACK_BYTES: usize = 256 * 1024;
 /// RFC 6455, section 1.3.
 const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
-/// Serves for as long as this process lives; gives its address.
+/// Serves until the process ends; returns the address.
 pub fn serve(cert_pem: &str, key_pem: &str) -> Result<SocketAddr> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ServerConfig::builder_with_provider(provider)
@@ -35,15 +35,15 @@ pub fn serve(cert_pem: &str, key_pem: &str) -> Result<SocketAddr> {
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let config = Arc::clone(&config);
-            let thread = std::thread::Builder::new().stack_size(STACK);
-            // A connection that ends, ends its thread; how is the business of who opened it.
-            let _ = thread.spawn(move || connection(stream, config));
+            let thread = std::thread::Builder::new().stack_size(STACK_BYTES);
+            // An error only ends its own connection; the client reports it.
+            let _ = thread.spawn(move || serve_connection(stream, config));
         }
     });
     Ok(address)
 }
 
-fn connection(tcp: TcpStream, config: Arc<ServerConfig>) -> Result<()> {
+fn serve_connection(tcp: TcpStream, config: Arc<ServerConfig>) -> Result<()> {
     tcp.set_nodelay(true)?;
     let mut tls = BufReader::with_capacity(4096, StreamOwned::new(ServerConnection::new(config)?, tcp));
     let head = read_head(&mut tls)?;
@@ -51,18 +51,18 @@ fn connection(tcp: TcpStream, config: Arc<ServerConfig>) -> Result<()> {
         let (name, value) = line.split_once(':')?;
         name.eq_ignore_ascii_case("sec-websocket-key").then(|| value.trim().to_owned())
     });
-    let accept = accept(&key.context("no WebSocket is asked for")?);
-    let answer = format!(
+    let accept_key = accept_key(&key.context("the request has no WebSocket key")?);
+    let response = format!(
         "HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: websocket\r\n\
-         sec-websocket-accept: {accept}\r\n\r\n"
+         sec-websocket-accept: {accept_key}\r\n\r\n"
     );
-    send(&mut tls, answer.as_bytes())?;
+    send(&mut tls, response.as_bytes())?;
     let mut frame = Vec::new();
     loop {
         let mut start = [0; 6];
         tls.read_exact(&mut start)?;
         let length = usize::from(start[1] & 0x7f);
-        ensure!(start[1] & 0x80 != 0 && length < 126, "only short frames of a client are known here");
+        ensure!(start[1] & 0x80 != 0 && length < 126, "only short, masked frames are supported");
         let mask = &start[2..6];
         frame.clear();
         frame.extend([start[0], start[1] & 0x7f]);
@@ -79,30 +79,30 @@ fn send(tls: &mut BufReader<StreamOwned<ServerConnection, TcpStream>>, bytes: &[
     Ok(stream.flush()?)
 }
 
-fn accept(key: &str) -> String {
+fn accept_key(key: &str) -> String {
     let text = format!("{key}{GUID}");
     STANDARD.encode(digest::digest(&digest::SHA1_FOR_LEGACY_USE_ONLY, text.as_bytes()))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::wire::{self, Door};
+    use super::super::wire::{self, Endpoint};
     use super::*;
     use crate::ca::Ca;
 
     #[test]
-    fn the_answer_to_a_key_is_that_of_the_standard() {
-        assert_eq!(accept("dGhlIHNhbXBsZSBub25jZQ=="), "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+    fn accept_key_matches_rfc_6455_example() {
+        assert_eq!(accept_key("dGhlIHNhbXBsZSBub25jZQ=="), "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
     }
 
     #[test]
-    fn messages_come_back_over_many_connections() {
+    fn server_echoes_on_many_connections() {
         let ca = Ca::new().expect("a CA");
         let (cert, key) = ca.issue(&["echo.test"]).expect("a certificate");
         let address = serve(&cert, &key).expect("serves");
-        let door = Door::new(address, "echo.test", "a=b", &ca.root_pem()).expect("a door");
-        assert_eq!(wire::open(10, || door.websocket()).expect("open").len(), 10);
-        assert!(wire::messages_per_second(&door, 3, 1).expect("messages") > 10.0);
-        assert!(door.https().is_err(), "it is no HTTP server");
+        let endpoint = Endpoint::new(address, "echo.test", "a=b", &ca.root_pem()).expect("an endpoint");
+        assert_eq!(wire::open(10, || endpoint.websocket()).expect("open").len(), 10);
+        assert!(wire::messages_per_second(&endpoint, 3, 1).expect("messages") > 10.0);
+        assert!(endpoint.https().is_err(), "it is not an HTTP server");
     }
 }

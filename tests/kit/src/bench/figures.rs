@@ -1,23 +1,23 @@
-//! What a measurement is made of: samples per round, their medians and spread, and whether a target holds.
+//! Samples per round, their medians and spread, and whether a target is met.
 //!
-//! Pure. A ratio is the median of each round's own ratio, because what disturbs a round disturbs both of its sides.
+//! Pure functions. A ratio is the median of the per-round ratios, because a disturbance affects both sides of a round.
 
 use std::collections::BTreeMap;
 
-/// What is expected of a figure.
+/// Expected value of a figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Target {
-    /// Ours divided by theirs.
+    /// Our value divided by the peer's.
     RatioAtLeast(f64),
     RatioAtMost(f64),
-    /// Ours alone, in the row's unit.
+    /// Our value, in the unit of the row.
     AtLeast(f64),
     AtMost(f64),
     /// Shown for comparison.
     None,
 }
 
-/// One row that an area reports: a figure of ours beside one peer's.
+/// One row of a report: the figure of the product next to one peer's.
 #[derive(Debug, Clone, Copy)]
 pub struct Spec {
     pub name: &'static str,
@@ -26,8 +26,8 @@ pub struct Spec {
     pub target: Target,
 }
 
-/// Who a sample is of.
-pub const OURS: &str = "svc";
+/// Name of the product as a side.
+pub const PRODUCT: &str = "svc";
 
 /// The samples of all rounds.
 #[derive(Debug, Default)]
@@ -52,30 +52,30 @@ pub struct Row {
     pub theirs: Option<Figure>,
     pub ratio: Option<f64>,
     pub target: Target,
-    /// `None` where nothing is expected.
+    /// `None` if there is no target.
     pub holds: Option<bool>,
 }
 
 impl Tally {
-    pub fn add(&mut self, name: &'static str, whose: &'static str, value: f64) {
-        self.samples.entry((name, whose)).or_default().push(value);
+    pub fn add(&mut self, name: &'static str, side: &'static str, value: f64) {
+        self.samples.entry((name, side)).or_default().push(value);
     }
 
-    fn of(&self, name: &'static str, whose: &'static str) -> &[f64] {
-        self.samples.get(&(name, whose)).map_or(&[], Vec::as_slice)
+    fn samples_of(&self, name: &'static str, side: &'static str) -> &[f64] {
+        self.samples.get(&(name, side)).map_or(&[], Vec::as_slice)
     }
 
-    /// The row of a spec; `None` where one of its sides was never measured.
+    /// Computes the row of a spec; `None` if one of its sides was not measured.
     pub fn row(&self, spec: &Spec) -> Option<Row> {
-        let ours = self.of(spec.name, OURS);
-        let ours_figure = Figure::of(ours)?;
+        let ours = self.samples_of(spec.name, PRODUCT);
+        let ours_figure = Figure::from_samples(ours)?;
         let (theirs, ratio) = match spec.against {
             None => (None, None),
             Some(peer) => {
-                let theirs = self.of(spec.name, peer);
+                let theirs = self.samples_of(spec.name, peer);
                 let paired: Vec<f64> =
                     ours.iter().zip(theirs).filter(|(_, t)| **t != 0.0).map(|(o, t)| o / t).collect();
-                (Some(Figure::of(theirs)?), median(&paired))
+                (Some(Figure::from_samples(theirs)?), median(&paired))
             }
         };
         let holds = spec.target.holds(ours_figure.median, ratio);
@@ -95,28 +95,28 @@ impl Tally {
 impl Target {
     fn holds(self, ours: f64, ratio: Option<f64>) -> Option<bool> {
         match self {
-            Self::RatioAtLeast(least) => Some(ratio.is_some_and(|ratio| ratio >= least)),
-            Self::RatioAtMost(most) => Some(ratio.is_some_and(|ratio| ratio <= most)),
-            Self::AtLeast(least) => Some(ours >= least),
-            Self::AtMost(most) => Some(ours <= most),
+            Self::RatioAtLeast(min) => Some(ratio.is_some_and(|ratio| ratio >= min)),
+            Self::RatioAtMost(max) => Some(ratio.is_some_and(|ratio| ratio <= max)),
+            Self::AtLeast(min) => Some(ours >= min),
+            Self::AtMost(max) => Some(ours <= max),
             Self::None => None,
         }
     }
 
-    /// In words; empty where nothing is expected.
-    pub fn words(self, unit: &str) -> String {
+    /// Describes the target; empty if there is none.
+    pub fn describe(self, unit: &str) -> String {
         match self {
-            Self::RatioAtLeast(least) => format!("ratio ≥ {least}"),
-            Self::RatioAtMost(most) => format!("ratio ≤ {most}"),
-            Self::AtLeast(least) => format!("≥ {least} {unit}"),
-            Self::AtMost(most) => format!("≤ {most} {unit}"),
+            Self::RatioAtLeast(min) => format!("ratio ≥ {min}"),
+            Self::RatioAtMost(max) => format!("ratio ≤ {max}"),
+            Self::AtLeast(min) => format!("≥ {min} {unit}"),
+            Self::AtMost(max) => format!("≤ {max} {unit}"),
             Self::None => String::new(),
         }
     }
 }
 
 impl Figure {
-    pub fn of(samples: &[f64]) -> Option<Self> {
+    pub fn from_samples(samples: &[f64]) -> Option<Self> {
         let median = median(samples)?;
         let (low, high) = (quantile(samples, 0.25)?, quantile(samples, 0.75)?);
         let spread_percent = if median == 0.0 { 0.0 } else { (high - low) / 2.0 / median.abs() * 100.0 };
@@ -128,14 +128,14 @@ pub fn median(samples: &[f64]) -> Option<f64> {
     quantile(samples, 0.5)
 }
 
-/// Between two samples it is interpolated.
+/// Interpolates between two samples.
 fn quantile(samples: &[f64], q: f64) -> Option<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
     let last = sorted.len().checked_sub(1)?;
-    let place = q * last as f64;
-    let (below, above) = (place.floor() as usize, place.ceil() as usize);
-    Some(sorted[below] + (sorted[above] - sorted[below]) * (place - place.floor()))
+    let position = q * last as f64;
+    let (below, above) = (position.floor() as usize, position.ceil() as usize);
+    Some(sorted[below] + (sorted[above] - sorted[below]) * (position - position.floor()))
 }
 
 #[cfg(test)]
@@ -144,7 +144,7 @@ mod tests {
 
     fn tally(ours: &[f64], theirs: &[f64]) -> Tally {
         let mut tally = Tally::default();
-        ours.iter().for_each(|value| tally.add("speed", OURS, *value));
+        ours.iter().for_each(|value| tally.add("speed", PRODUCT, *value));
         theirs.iter().for_each(|value| tally.add("speed", "peer", *value));
         tally
     }
@@ -154,19 +154,19 @@ mod tests {
     }
 
     #[test]
-    fn medians_and_quartiles_are_of_the_sorted_samples() {
+    fn median_and_spread_use_sorted_samples() {
         assert_eq!(median(&[]), None);
         assert_eq!(median(&[3.0]), Some(3.0));
         assert_eq!(median(&[9.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 100.0]), Some(3.0));
-        let figure = Figure::of(&[50.0, 90.0, 100.0, 110.0, 1000.0]).expect("samples");
-        assert_eq!((figure.median, figure.spread_percent), (100.0, 10.0), "outliers count for nothing");
-        assert_eq!(Figure::of(&[0.0, 0.0]).expect("samples").spread_percent, 0.0);
+        let figure = Figure::from_samples(&[50.0, 90.0, 100.0, 110.0, 1000.0]).expect("samples");
+        assert_eq!((figure.median, figure.spread_percent), (100.0, 10.0), "outliers are ignored");
+        assert_eq!(Figure::from_samples(&[0.0, 0.0]).expect("samples").spread_percent, 0.0);
     }
 
     #[test]
-    fn a_ratio_is_paired_round_by_round() {
-        // The machine was half as fast in the second round, for both.
+    fn ratio_is_paired_by_round() {
+        // The machine was half as fast in the second round, for both sides.
         let row = tally(&[100.0, 55.0, 110.0], &[100.0, 50.0, 100.0]);
         let row = row.row(&spec(Some("peer"), Target::RatioAtLeast(1.1))).expect("measured");
         assert_eq!((row.ours.median, row.theirs.expect("peer").median), (100.0, 100.0));
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn targets_hold_at_their_bound_and_not_beyond() {
+    fn targets_include_their_bound() {
         let equal = tally(&[10.0], &[10.0]);
         let holds = |tally: &Tally, target| tally.row(&spec(Some("peer"), target)).expect("measured").holds;
         assert_eq!(holds(&equal, Target::RatioAtLeast(1.0)), Some(true));
@@ -186,15 +186,15 @@ mod tests {
         assert_eq!(holds(&equal, Target::AtLeast(10.0)), Some(true));
         assert_eq!(holds(&equal, Target::AtLeast(10.1)), Some(false));
         assert_eq!(holds(&equal, Target::None), None);
-        // A peer that did nothing at all is no pass.
+        // A peer with a zero figure does not pass the target.
         assert_eq!(holds(&tally(&[10.0], &[0.0]), Target::RatioAtLeast(0.1)), Some(false));
     }
 
     #[test]
-    fn a_side_that_was_not_measured_makes_no_row() {
+    fn unmeasured_side_yields_no_row() {
         assert_eq!(tally(&[1.0], &[]).row(&spec(Some("peer"), Target::None)), None);
         assert_eq!(tally(&[], &[1.0]).row(&spec(Some("peer"), Target::None)), None);
-        let alone = tally(&[1.0], &[]).row(&spec(None, Target::AtMost(2.0))).expect("ours alone");
-        assert_eq!((alone.ratio, alone.holds), (None, Some(true)));
+        let row = tally(&[1.0], &[]).row(&spec(None, Target::AtMost(2.0))).expect("a row without a peer");
+        assert_eq!((row.ratio, row.holds), (None, Some(true)));
     }
 }

@@ -1,4 +1,4 @@
-//! A gateway on a directory of its own, as on a user's machine, and the platform's key to it.
+//! A gateway on its own directory, as on a user's machine, and the platform's key that signs its proofs.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -13,14 +13,14 @@ use ring::signature::{Ed25519KeyPair, KeyPair};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use super::process::Running;
+use super::process::ServerProcess;
 use crate::net;
 
 const USER: &str = "user_bench";
-const PATIENCE: Duration = Duration::from_secs(30);
+const READY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEY_ID: &str = "bench";
 
-/// A machine's directory; its gateway can be started on it.
+/// A machine's directory, on which a gateway can be started.
 pub struct Machine {
     root: TempDir,
     id: String,
@@ -31,8 +31,8 @@ pub struct Machine {
 /// A running gateway.
 pub struct Gateway {
     pub address: SocketAddr,
-    pub process: Running,
-    /// From exec to listening.
+    pub process: ServerProcess,
+    /// Time from exec to listening.
     pub started_in: Duration,
     client: reqwest::Client,
 }
@@ -41,15 +41,15 @@ impl Machine {
     pub fn new(database_url: &str) -> Result<Self> {
         let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).ok().context("randomness")?;
         let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).ok().context("a fresh key")?;
-        // Short: a unix socket lies in it, whose path has room for 107 bytes.
+        // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
         let root = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
-        crate::child::remove_with_us(root.path());
+        crate::child::remove_on_exit(root.path());
         let id = uuid::Uuid::now_v7().to_string();
         Ok(Self { root, id, key, database_url: database_url.to_owned() })
     }
 
-    /// Puts an app's manifest into the owner's apps folder.
-    pub fn app(&self, slug: &str, tables: &Value) -> Result<()> {
+    /// Installs an app's manifest into the owner's apps folder.
+    pub fn install_app(&self, slug: &str, tables: &Value) -> Result<()> {
         let dir = self.root.path().join("home/svc/home/apps").join(slug);
         std::fs::create_dir_all(&dir)?;
         let manifest = json!({ "name": slug, "slug": slug, "version": "1.0.0", "runtime": "static",
@@ -57,7 +57,7 @@ impl Machine {
         Ok(std::fs::write(dir.join("svc.json"), manifest.to_string())?)
     }
 
-    /// What the platform's router would send along for the owner; it is good for a minute.
+    /// A proof for the owner, as signed by the platform's router; valid for a minute.
     pub fn proof(&self) -> String {
         let now = jiff::Timestamp::now().as_second();
         let part = |value: Value| B64.encode(value.to_string());
@@ -85,23 +85,26 @@ impl Machine {
             ("DATABASE_URL", &self.database_url),
             ("GATEWAY_LISTEN", &address.to_string()),
         ]);
-        let (process, started_in) = Running::start(command, address, &self.root.path().join("gateway.log"))?;
-        // Whatever its certificate: that the router pins it is not what is measured here.
-        let client =
-            reqwest::Client::builder().tls_danger_accept_invalid_certs(true).timeout(PATIENCE).no_proxy();
+        let (process, started_in) =
+            ServerProcess::start(command, address, &self.root.path().join("gateway.log"))?;
+        // Any certificate is accepted: pinning is measured with the router.
+        let client = reqwest::Client::builder()
+            .tls_danger_accept_invalid_certs(true)
+            .timeout(READY_TIMEOUT)
+            .no_proxy();
         Ok(Gateway { address, process, started_in, client: client.build()? })
     }
 }
 
 impl Gateway {
-    /// Waits until these apps can be used.
-    pub async fn until_ready(&self, machine: &Machine, apps: usize) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+    /// Waits until this many apps are ready.
+    pub async fn wait_until_ready(&self, machine: &Machine, apps: usize) -> Result<()> {
+        let deadline = Instant::now() + READY_TIMEOUT;
         loop {
             let request = self.client.get(format!("https://{}/api/apps", self.address));
-            let answer = request.header("x-svc-proof", machine.proof()).send().await?;
-            let told = answer.text().await?;
-            let listed: Value = serde_json::from_str(&told).unwrap_or_default();
+            let response = request.header("x-svc-proof", machine.proof()).send().await?;
+            let body = response.text().await?;
+            let listed: Value = serde_json::from_str(&body).unwrap_or_default();
             let ready =
                 listed["apps"].as_array().into_iter().flatten().filter(|app| app["status"] == "ready");
             if ready.count() == apps {
@@ -109,8 +112,8 @@ impl Gateway {
             }
             ensure!(
                 Instant::now() < deadline,
-                "{apps} apps do not get ready: {told}\n{}",
-                self.process.said()
+                "{apps} apps did not become ready: {body}\n{}",
+                self.process.log_tail()
             );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -120,13 +123,13 @@ impl Gateway {
         format!("https://{}/api/bridge/query", self.address)
     }
 
-    /// One query of the bridge; its answer.
+    /// Sends one query to the bridge; returns its response.
     pub async fn query(&self, machine: &Machine, body: &str) -> Result<Value> {
         let request = self.client.post(self.bridge_url()).header("content-type", "application/json");
-        let answer = request.header("x-svc-proof", machine.proof()).body(body.to_owned()).send().await?;
-        let status = answer.status();
-        let told = answer.text().await?;
-        ensure!(status.is_success(), "{body}: {status}: {told}");
-        serde_json::from_str(&told).context("the bridge's answer")
+        let response = request.header("x-svc-proof", machine.proof()).body(body.to_owned()).send().await?;
+        let status = response.status();
+        let text = response.text().await?;
+        ensure!(status.is_success(), "{body}: {status}: {text}");
+        serde_json::from_str(&text).context("parse the bridge's response")
     }
 }

@@ -1,7 +1,7 @@
-//! `cargo xtask bench`: ours beside its peers and limits, in rounds that alternate between them.
+//! `cargo xtask bench`: measures the product, its peers and upper bounds in alternating rounds.
 //!
-//! What is measured is the static binary as it is shipped, with all on that a user has on: TLS, sessions, proofs,
-//! validation, the app's role. Absolute figures are the machine's; a target is a ratio within one run where it can be.
+//! The subject is the shipped static binary with everything that a user has enabled: TLS, sessions, proofs, validation,
+//! the app's role. Absolute figures depend on the machine; targets are ratios within one run where possible.
 
 mod archive;
 mod backup;
@@ -33,7 +33,7 @@ use self::figures::{Spec, Tally};
 pub use self::report::Report;
 use crate::child;
 
-/// What is measured.
+/// Area of measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Area {
     Footprint,
@@ -81,24 +81,24 @@ impl FromStr for Area {
 
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The binary that is measured; of the records the program that links what is measured.
+    /// The measured binary; for records, the program that links the measured code.
     pub svc: PathBuf,
     pub rounds: u32,
-    /// How long one load takes.
+    /// Duration of one load.
     pub seconds: u32,
-    /// Where `AREA.json` goes.
+    /// Directory of `AREA.json`.
     pub out: PathBuf,
 }
 
 /// Measures an area, prints its table, and writes its JSON.
 ///
 /// # Errors
-/// When something could not be measured; a target that does not hold is no error.
+/// Fails if something could not be measured; a missed target is not an error.
 pub async fn run(area: Area, options: &Options) -> Result<Report> {
-    // Installed once per process; a second measurement finds it there.
+    // The provider is installed once per process; a second measurement finds it installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let svc = options.svc.display();
-    println!("bench {}: {svc}, {} rounds, {} s a load", area.name(), options.rounds, options.seconds);
+    println!("bench {}: {svc}, {} rounds, {} s per load", area.name(), options.rounds, options.seconds);
     let (specs, tally): (&[Spec], Tally) = match area {
         Area::Footprint => (&footprint::ROWS, footprint::measure(options).await?),
         Area::Router => (&router::ROWS, router::measure(options).await?),
@@ -118,19 +118,19 @@ pub async fn run(area: Area, options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-/// A directory for sockets, logs and settings, which goes with the run.
-fn workplace() -> Result<TempDir> {
-    // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
+/// A temporary directory for sockets, logs and settings.
+fn temp_dir() -> Result<TempDir> {
+    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
     let dir = tempfile::Builder::new().prefix("svc-bench-").tempdir_in("/tmp")?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     Ok(dir)
 }
 
-fn said(round: u32, rounds: u32) {
+fn print_round(round: u32, rounds: u32) {
     println!("  round {} of {rounds}", round + 1);
 }
 
 fn mib(file: &Path) -> Result<f64> {
-    let size = std::fs::metadata(file).with_context(|| format!("look at {}", file.display()))?.len();
+    let size = std::fs::metadata(file).with_context(|| format!("stat {}", file.display()))?.len();
     Ok(size as f64 / f64::from(1 << 20))
 }

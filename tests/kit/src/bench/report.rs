@@ -1,4 +1,4 @@
-//! What a measurement looks like: a table for people, JSON for programs. Pure, but for the writing of the file.
+//! The report: a table for people, JSON for programs. Only `write` has side effects.
 
 use std::path::Path;
 
@@ -17,15 +17,15 @@ pub struct Report {
 const HEAD: [&str; 8] = ["", "svc", "against", "theirs", "unit", "ratio", "target", "holds"];
 
 impl Report {
-    /// How many of the targets hold, and how many there are.
+    /// The number of targets that are met, and of all targets.
     pub fn score(&self) -> (usize, usize) {
-        let judged = self.rows.iter().filter_map(|row| row.holds);
-        (judged.clone().filter(|holds| *holds).count(), judged.count())
+        let targets = self.rows.iter().filter_map(|row| row.holds);
+        (targets.clone().filter(|holds| *holds).count(), targets.count())
     }
 
     pub fn all_hold(&self) -> bool {
-        let (held, of) = self.score();
-        held == of
+        let (met, all) = self.score();
+        met == all
     }
 
     pub fn table(&self) -> String {
@@ -36,7 +36,7 @@ impl Report {
         let mut text = String::new();
         for line in &lines {
             let padded = line.iter().zip(&widths).enumerate().map(|(column, (cell, width))| {
-                // Words to the left, numbers to the right.
+                // Text is left-aligned, numbers are right-aligned.
                 if matches!(column, 1 | 3 | 5) {
                     format!("{cell:>width$}")
                 } else {
@@ -46,9 +46,9 @@ impl Report {
             text.push_str(padded.collect::<Vec<_>>().join("  ").trim_end());
             text.push('\n');
         }
-        let (held, of) = self.score();
+        let (met, all) = self.score();
         let rounds = self.rounds;
-        text.push_str(&format!("{}: {held} of {of} targets hold; medians of {rounds} rounds\n", self.area));
+        text.push_str(&format!("{}: {met} of {all} targets hold; medians of {rounds} rounds\n", self.area));
         text
     }
 
@@ -58,7 +58,7 @@ impl Report {
     }
 
     /// # Errors
-    /// When the file cannot be written.
+    /// Fails if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir)?;
@@ -69,7 +69,7 @@ impl Report {
 }
 
 fn row_json(row: &Row) -> Value {
-    let target = row.target.words(row.unit);
+    let target = row.target.describe(row.unit);
     json!({
         "name": row.name,
         "ours": rounded(row.ours.median),
@@ -96,7 +96,7 @@ fn cells(row: &Row) -> [String; 8] {
         row.theirs.map(figure).unwrap_or_default(),
         row.unit.to_owned(),
         row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default(),
-        row.target.words(row.unit),
+        row.target.describe(row.unit),
         match row.holds {
             Some(true) => "yes",
             Some(false) => "NO",
@@ -110,7 +110,7 @@ fn figure(figure: Figure) -> String {
     let Figure { median, spread_percent } = figure;
     let digits = match median.abs() {
         small if small < 10.0 => 2,
-        middling if middling < 100.0 => 1,
+        medium if medium < 100.0 => 1,
         _ => 0,
     };
     format!("{median:.digits$} ±{spread_percent:.0}%")
@@ -118,15 +118,15 @@ fn figure(figure: Figure) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::figures::{OURS, Spec, Tally, Target};
+    use super::super::figures::{PRODUCT, Spec, Tally, Target};
     use super::*;
 
     fn report() -> Report {
         let mut tally = Tally::default();
         for (ours, theirs) in [(1500.0, 1000.0), (1200.0, 1000.0), (1800.0, 1000.0)] {
-            tally.add("requests/s", OURS, ours);
+            tally.add("requests/s", PRODUCT, ours);
             tally.add("requests/s", "peer", theirs);
-            tally.add("idle memory", OURS, 21.5);
+            tally.add("idle memory", PRODUCT, 21.5);
         }
         let specs = [
             Spec {
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_lines_up_and_counts_what_holds() {
+    fn table_is_aligned_and_counts_met_targets() {
         let table = report().table();
         let lines: Vec<&str> = table.lines().collect();
         assert_eq!(lines[0], "                   svc  against    theirs  unit  ratio  target       holds");
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn the_json_has_the_fields_that_programs_read() {
+    fn json_has_documented_fields() {
         let json = report().json();
         assert_eq!(json["area"], "test");
         let first = &json["rows"][0];
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_with_a_target_that_does_not_hold_says_so() {
+    fn all_hold_is_false_if_a_target_is_missed() {
         let mut report = report();
         assert!(!report.all_hold());
         report.rows.remove(1);

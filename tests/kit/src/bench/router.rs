@@ -1,6 +1,6 @@
-//! The router beside nginx and HAProxy: TLS in, TLS on to one upstream that is the same for all, keep-alive.
+//! Router benchmark: the product, nginx and HAProxy, with TLS to the client and to a common upstream, and keep-alive.
 //!
-//! Ours looks up the session, strips cookies, signs the proof and pins the upstream's key within these figures.
+//! The product's figures include session lookup, cookie filtering, proof signing and pinning of the upstream's key.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -8,17 +8,17 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-use super::figures::{OURS, Spec, Tally, Target};
+use super::figures::{PRODUCT, Spec, Tally, Target};
 use super::peers::haproxy::HaProxy;
-use super::peers::nginx::{Nginx, Onward, Pem, Served};
-use super::peers::wrk::{Outcome, Request, Wrk};
+use super::peers::nginx::{Nginx, Pem, RunningPeer, Upstreams};
+use super::peers::wrk::{LoadResult, Request, Wrk};
 use super::process::{cpu, memory};
 use super::site::{Identity, Site};
-use super::wire::{Line, messages_per_second, open};
-use super::{Options, echo, said, workplace};
+use super::wire::{Connection, messages_per_second, open};
+use super::{Options, echo, print_round, temp_dir};
 
 const C1: &str = "requests/s, 1 connection";
-const ADDED: &str = "added to the median latency, 1 connection";
+const ADDED_LATENCY: &str = "added to the median latency, 1 connection";
 const C32: &str = "requests/s, 32 connections";
 const C128: &str = "requests/s, 128 connections";
 const CPU32: &str = "CPU per request, 32 connections";
@@ -32,17 +32,17 @@ const SOCKETS: &str = "memory of 1,000 idle WebSockets";
 
 const NGINX: &str = "nginx";
 const HAPROXY: &str = "HAProxy";
-/// wrk straight at the upstream: what client and upstream alone can do here.
-const ALONE: &str = "no router";
+/// wrk directly against the upstream: the upper bound of client and upstream.
+const DIRECT: &str = "no router";
 
 pub const ROWS: [Spec; 20] = [
     Spec { name: C1, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(0.9) },
     Spec { name: C1, unit: "1/s", against: Some(HAPROXY), target: Target::None },
-    Spec { name: ADDED, unit: "µs", against: Some(NGINX), target: Target::None },
-    Spec { name: ADDED, unit: "µs", against: Some(HAPROXY), target: Target::None },
+    Spec { name: ADDED_LATENCY, unit: "µs", against: Some(NGINX), target: Target::None },
+    Spec { name: ADDED_LATENCY, unit: "µs", against: Some(HAPROXY), target: Target::None },
     Spec { name: C32, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.0) },
     Spec { name: C32, unit: "1/s", against: Some(HAPROXY), target: Target::None },
-    Spec { name: C32, unit: "1/s", against: Some(ALONE), target: Target::None },
+    Spec { name: C32, unit: "1/s", against: Some(DIRECT), target: Target::None },
     Spec { name: C128, unit: "1/s", against: Some(NGINX), target: Target::RatioAtLeast(1.1) },
     Spec { name: C128, unit: "1/s", against: Some(HAPROXY), target: Target::None },
     Spec { name: CPU32, unit: "µs", against: Some(NGINX), target: Target::RatioAtMost(1.0) },
@@ -58,153 +58,155 @@ pub const ROWS: [Spec; 20] = [
     Spec { name: SOCKETS, unit: "MiB", against: Some(NGINX), target: Target::AtMost(35.0) },
 ];
 
-const BODY: usize = 10 << 20;
+const BODY_BYTES: usize = 10 << 20;
 const IDLE_CONNECTIONS: usize = 1000;
-const SETTLE: Duration = Duration::from_millis(300);
-/// Whose machine is nginx, and whose is the echo.
+const SETTLE_DELAY: Duration = Duration::from_millis(300);
+/// Users whose machines are nginx and the echo server.
 const READER: &str = "user-reader";
-const TALKER: &str = "user-talker";
+const ECHO_USER: &str = "user-talker";
 
-/// All that stands still between rounds.
-struct Stage {
+/// State that is shared by all rounds.
+struct Testbed {
     site: Site,
     dir: tempfile::TempDir,
     wrk: Wrk,
     nginx: Nginx,
     haproxy: HaProxy,
-    upstream: Served,
+    upstream: RunningPeer,
     echo: SocketAddr,
     trusted: PathBuf,
     reader: String,
-    talker: String,
+    echo_user: String,
 }
 
-/// A router under load: where it is, and whose processor time counts.
+/// A router under load, with its process.
 #[derive(Clone, Copy)]
-struct Front {
-    whose: &'static str,
+struct RouterSide {
+    side: &'static str,
     address: SocketAddr,
     pid: u32,
 }
 
 pub async fn measure(options: &Options) -> Result<Tally> {
-    let mut stage = Stage::set(options).await?;
+    let mut testbed = Testbed::prepare(options).await?;
     let mut tally = Tally::default();
     for round in 0..options.rounds {
-        said(round, options.rounds);
-        stage.idle(&mut tally).await?;
-        let (nginx, haproxy) = (stage.nginx_router()?, stage.haproxy_router()?);
-        let fronts = [
-            Front { whose: OURS, address: stage.site.router()?, pid: stage.site.pid()? },
-            Front { whose: NGINX, address: nginx.address, pid: nginx.process.pid() },
-            Front { whose: HAPROXY, address: haproxy.address, pid: haproxy.process.pid() },
+        print_round(round, options.rounds);
+        testbed.measure_idle_memory(&mut tally).await?;
+        let (nginx, haproxy) = (testbed.nginx_router()?, testbed.haproxy_router()?);
+        let routers = [
+            RouterSide { side: PRODUCT, address: testbed.site.router()?, pid: testbed.site.pid()? },
+            RouterSide { side: NGINX, address: nginx.address, pid: nginx.process.pid() },
+            RouterSide { side: HAPROXY, address: haproxy.address, pid: haproxy.process.pid() },
         ];
-        stage.loads(&mut tally, &fronts, options.seconds)?;
+        testbed.run_loads(&mut tally, &routers, options.seconds)?;
     }
-    stage.site.stop().await?;
+    testbed.site.stop().await?;
     Ok(tally)
 }
 
-impl Stage {
-    async fn set(options: &Options) -> Result<Self> {
-        let dir = workplace()?;
-        let (wrk, nginx, haproxy) = (Wrk::fetched()?, Nginx::fetched()?, HaProxy::fetched()?);
+impl Testbed {
+    async fn prepare(options: &Options) -> Result<Self> {
+        let dir = temp_dir()?;
+        let (wrk, nginx, haproxy) = (Wrk::fetch()?, Nginx::fetch()?, HaProxy::fetch()?);
         let identity = Identity::fresh()?;
         let pem = Pem::write(dir.path(), "upstream", &identity.cert_pem, &identity.key_pem)?;
         let large = dir.path().join("large");
-        std::fs::write(&large, vec![7; BODY])?;
+        std::fs::write(&large, vec![7; BODY_BYTES])?;
         let upstream = nginx.upstream(dir.path(), &pem, &large)?;
         let echo = echo::serve(&identity.cert_pem, &identity.key_pem)?;
         let mut site = Site::prepare(&options.svc, dir.path()).await?;
         site.start().await?;
-        site.machine(READER, upstream.address, &identity).await?;
-        site.machine(TALKER, echo, &identity).await?;
-        let (reader, talker) = (site.session(READER).await?, site.session(TALKER).await?);
-        Ok(Self { site, dir, wrk, nginx, haproxy, upstream, echo, trusted: pem.cert, reader, talker })
+        site.register_machine(READER, upstream.address, &identity).await?;
+        site.register_machine(ECHO_USER, echo, &identity).await?;
+        let (reader, echo_user) = (site.open_session(READER).await?, site.open_session(ECHO_USER).await?);
+        Ok(Self { site, dir, wrk, nginx, haproxy, upstream, echo, trusted: pem.cert, reader, echo_user })
     }
 
-    fn onward(&self) -> Onward<'_> {
-        Onward { upstream: self.upstream.address, websocket: self.echo, trusted: &self.trusted }
+    fn upstreams(&self) -> Upstreams<'_> {
+        Upstreams { upstream: self.upstream.address, websocket: self.echo, trusted: &self.trusted }
     }
 
-    fn nginx_router(&self) -> Result<Served> {
-        self.nginx.router(self.dir.path(), &self.site.front, &self.onward())
+    fn nginx_router(&self) -> Result<RunningPeer> {
+        self.nginx.router(self.dir.path(), &self.site.router_pem, &self.upstreams())
     }
 
-    fn haproxy_router(&self) -> Result<Served> {
-        self.haproxy.router(self.dir.path(), &self.site.front, &self.onward())
+    fn haproxy_router(&self) -> Result<RunningPeer> {
+        self.haproxy.router(self.dir.path(), &self.site.router_pem, &self.upstreams())
     }
 
-    /// Memory, of processes that have just been started: what an allocator keeps would hide the next growth.
-    async fn idle(&mut self, tally: &mut Tally) -> Result<()> {
+    /// Measures memory of freshly started processes: pages that an allocator retains would hide growth.
+    async fn measure_idle_memory(&mut self, tally: &mut Tally) -> Result<()> {
         self.site.start().await?;
-        // Until the router has read the machines; a session is found in the database.
-        self.site.session(READER).await?;
+        // Waits until the router has loaded the machines; the session itself is in the database.
+        self.site.open_session(READER).await?;
         let pid = self.site.pid()?;
-        tally.add(IDLE, OURS, memory(pid)?);
-        self.grows(tally, HTTPS, OURS, pid, self.site.router()?)?;
+        tally.add(IDLE, PRODUCT, memory(pid)?);
+        self.measure_growth(tally, HTTPS, PRODUCT, pid, self.site.router()?)?;
         self.site.start().await?;
-        self.site.session(TALKER).await?;
-        self.grows(tally, SOCKETS, OURS, self.site.pid()?, self.site.router()?)?;
+        self.site.open_session(ECHO_USER).await?;
+        self.measure_growth(tally, SOCKETS, PRODUCT, self.site.pid()?, self.site.router()?)?;
         for name in [HTTPS, SOCKETS] {
             let nginx = self.nginx_router()?;
             let pid = nginx.process.pid();
             if name == HTTPS {
-                std::thread::sleep(SETTLE);
+                std::thread::sleep(SETTLE_DELAY);
                 tally.add(IDLE, NGINX, memory(pid)?);
             }
-            self.grows(tally, name, NGINX, pid, nginx.address)?;
+            self.measure_growth(tally, name, NGINX, pid, nginx.address)?;
         }
         self.site.start().await?;
-        self.site.session(READER).await.map(|_| ())
+        self.site.open_session(READER).await.map(|_| ())
     }
 
-    fn grows(
+    fn measure_growth(
         &self,
         tally: &mut Tally,
         name: &'static str,
-        whose: &'static str,
+        side: &'static str,
         pid: u32,
         address: SocketAddr,
     ) -> Result<()> {
         let before = memory(pid)?;
-        let cookie = if name == SOCKETS { &self.talker } else { &self.reader };
-        let door = self.site.door(address, cookie)?;
-        let line = || -> Result<Line> { if name == SOCKETS { door.websocket() } else { door.https() } };
-        let lines = open(IDLE_CONNECTIONS, line)?;
-        std::thread::sleep(SETTLE);
-        tally.add(name, whose, memory(pid)? - before);
-        drop(lines);
+        let cookie = if name == SOCKETS { &self.echo_user } else { &self.reader };
+        let endpoint = self.site.endpoint(address, cookie)?;
+        let connect = || -> Result<Connection> {
+            if name == SOCKETS { endpoint.websocket() } else { endpoint.https() }
+        };
+        let connections = open(IDLE_CONNECTIONS, connect)?;
+        std::thread::sleep(SETTLE_DELAY);
+        tally.add(name, side, memory(pid)? - before);
+        drop(connections);
         Ok(())
     }
 
-    fn loads(&self, tally: &mut Tally, fronts: &[Front; 3], seconds: u32) -> Result<()> {
-        let alone = self.load(self.upstream.address, "/", false, 1, seconds)?;
-        for front in fronts {
-            let outcome = self.load(front.address, "/", false, 1, seconds)?;
-            tally.add(C1, front.whose, outcome.per_second());
-            tally.add(ADDED, front.whose, outcome.p50 - alone.p50);
+    fn run_loads(&self, tally: &mut Tally, routers: &[RouterSide; 3], seconds: u32) -> Result<()> {
+        let direct = self.load(self.upstream.address, "/", false, 1, seconds)?;
+        for router in routers {
+            let outcome = self.load(router.address, "/", false, 1, seconds)?;
+            tally.add(C1, router.side, outcome.per_second());
+            tally.add(ADDED_LATENCY, router.side, outcome.p50 - direct.p50);
         }
-        tally.add(C32, ALONE, self.load(self.upstream.address, "/", false, 32, seconds)?.per_second());
+        tally.add(C32, DIRECT, self.load(self.upstream.address, "/", false, 32, seconds)?.per_second());
         for (connections, rate, cost) in [(32, C32, CPU32), (128, C128, CPU128)] {
-            for front in fronts {
-                let before = cpu(front.pid)?;
-                let outcome = self.load(front.address, "/", false, connections, seconds)?;
-                tally.add(rate, front.whose, outcome.per_second());
-                tally.add(cost, front.whose, outcome.cpu_micros(cpu(front.pid)? - before));
+            for router in routers {
+                let before = cpu(router.pid)?;
+                let outcome = self.load(router.address, "/", false, connections, seconds)?;
+                tally.add(rate, router.side, outcome.per_second());
+                tally.add(cost, router.side, outcome.cpu_micros(cpu(router.pid)? - before));
             }
         }
-        for front in fronts {
-            let outcome = self.load(front.address, "/large", false, 4, seconds)?;
-            tally.add(BODIES, front.whose, outcome.mib_per_second());
+        for router in routers {
+            let outcome = self.load(router.address, "/large", false, 4, seconds)?;
+            tally.add(BODIES, router.side, outcome.mib_per_second());
         }
-        for front in &fronts[..2] {
-            let door = self.site.door(front.address, &self.talker)?;
-            tally.add(MESSAGES, front.whose, messages_per_second(&door, 32, seconds)?);
+        for router in &routers[..2] {
+            let endpoint = self.site.endpoint(router.address, &self.echo_user)?;
+            tally.add(MESSAGES, router.side, messages_per_second(&endpoint, 32, seconds)?);
         }
-        for front in &fronts[..2] {
-            let outcome = self.load(front.address, "/", true, 32, seconds)?;
-            tally.add(HANDSHAKES, front.whose, outcome.per_second());
+        for router in &routers[..2] {
+            let outcome = self.load(router.address, "/", true, 32, seconds)?;
+            tally.add(HANDSHAKES, router.side, outcome.per_second());
         }
         Ok(())
     }
@@ -216,7 +218,7 @@ impl Stage {
         close: bool,
         connections: u32,
         seconds: u32,
-    ) -> Result<Outcome> {
+    ) -> Result<LoadResult> {
         let mut headers = vec![
             ("Host".to_owned(), self.site.host().to_owned()),
             ("Cookie".to_owned(), format!("theme=dark; {}", self.reader)),

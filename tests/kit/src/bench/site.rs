@@ -1,7 +1,7 @@
-//! A platform with two running machines, and a browser's sessions with their owners: what the router is measured with.
+//! A platform with two running machines, and browser sessions of their owners, for the router benchmark.
 //!
-//! The machines are rows as registration leaves them. Behind one is nginx, behind the other a WebSocket that echoes;
-//! what a host does with a request is measured elsewhere.
+//! The machines exist only as database rows. Behind one is nginx, behind the other a WebSocket echo server; the host's
+//! own work is measured elsewhere.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use reqwest::Certificate;
 use sha2::{Digest, Sha256};
 
 use super::peers::nginx::Pem;
-use super::wire::Door;
+use super::wire::Endpoint;
 use crate::ca::Ca;
 use crate::fetch::target_dir;
 use crate::idp::{Idp, MintOptions};
@@ -26,9 +26,9 @@ use crate::story::program::Program;
 const APP_HOST: &str = "app.svc-bench.test";
 const CODE_HOST: &str = "code.svc-bench.test";
 const BUCKET: &str = "svc-bench";
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A self-signed identity, as a host makes it.
+/// A self-signed identity, like that of a host.
 pub struct Identity {
     pub cert_pem: String,
     pub key_pem: String,
@@ -47,8 +47,8 @@ impl Identity {
 
 pub struct Site {
     pub ca: Ca,
-    /// The front's certificate, for every router.
-    pub front: Pem,
+    /// Certificate of the public side, for all routers.
+    pub router_pem: Pem,
     program: Program,
     log: PathBuf,
     platform: Option<Platform>,
@@ -59,7 +59,7 @@ pub struct Site {
 }
 
 impl Site {
-    /// Starts everything but the platform.
+    /// Starts everything except the platform.
     pub async fn prepare(svc: &Path, dir: &Path) -> Result<Self> {
         let pg = PgBinaries::locate_or_fetch(&target_dir())?;
         let options = PgOptions { durability: Durability::FsyncOn, ..PgOptions::default() };
@@ -71,13 +71,13 @@ impl Site {
         let idp = Idp::start()?;
         let ca = Ca::new()?;
         let (cert, key) = ca.issue(&[APP_HOST, CODE_HOST])?;
-        let front = Pem::write(dir, "front", &cert, &key)?;
+        let router_pem = Pem::write(dir, "front", &cert, &key)?;
         let mut env = store.env(BUCKET);
         env.extend(store.sts_env());
         env.extend(idp.env());
         let database_url = database.url("platform");
         let key = uuid::Uuid::new_v4().simple().to_string();
-        let (cert, private) = (front.cert.display().to_string(), front.key.display().to_string());
+        let (cert, private) = (router_pem.cert.display().to_string(), router_pem.key.display().to_string());
         let (sign_in, base) = (format!("{}/sign-in", idp.issuer()), provider.base_url());
         let own = [
             ("PLATFORM_PUBLIC_URL", "http://127.0.0.1:1"),
@@ -88,10 +88,10 @@ impl Site {
             ("CUSTOMER_VPS_IMAGE_VERSION", "bench"),
             ("PROVIDER_API_URL", &base),
             ("PROVIDER_API_TOKEN", provider.token()),
-            // The machines are rows alone, whose servers nobody should miss.
+            // The machines are only rows; without reconciliation, their missing servers go unnoticed.
             ("RECONCILE_SECONDS", "86400"),
             ("APP_HOST", APP_HOST),
-            // One user is the whole load here: counted as always, and never refused.
+            // The whole load comes from one user: it is counted as usual, but never throttled.
             ("ROUTER_USER_REQUESTS_PER_SECOND", "1000000"),
             ("CODE_HOST", CODE_HOST),
             ("IDP_SIGN_IN_URL", &sign_in),
@@ -102,7 +102,7 @@ impl Site {
         env.extend(own.map(|(name, value)| (name.to_owned(), value.to_owned())));
         Ok(Self {
             ca,
-            front,
+            router_pem,
             program: Program::new(svc, env),
             log: dir.join("platform.log"),
             platform: None,
@@ -113,7 +113,7 @@ impl Site {
         })
     }
 
-    /// Starts the platform, in the place of the one that runs; sessions and machines are in its database.
+    /// Starts the platform, or restarts it; sessions and machines persist in its database.
     pub async fn start(&mut self) -> Result<()> {
         self.stop().await?;
         self.platform = Some(Platform::start(&self.program, &self.log).await?);
@@ -128,7 +128,7 @@ impl Site {
     }
 
     fn running(&self) -> Result<&Platform> {
-        self.platform.as_ref().context("the platform is not started")
+        self.platform.as_ref().context("the platform is not running")
     }
 
     pub fn pid(&self) -> Result<u32> {
@@ -139,8 +139,8 @@ impl Site {
         Ok(self.running()?.router)
     }
 
-    /// Registers a running machine for a user, behind `address`.
-    pub async fn machine(&self, user: &str, address: SocketAddr, identity: &Identity) -> Result<()> {
+    /// Registers a running machine at `address` for a user.
+    pub async fn register_machine(&self, user: &str, address: SocketAddr, identity: &Identity) -> Result<()> {
         let (id, pin) = (uuid::Uuid::now_v7(), &identity.pin);
         let (ip, port) = (address.ip(), address.port());
         let sql = format!(
@@ -155,17 +155,17 @@ impl Site {
         client.batch_execute(&sql).await.context("register a machine")
     }
 
-    /// Opens a user's session as a browser does, once the router knows the machine; gives its cookie.
-    pub async fn session(&self, user: &str) -> Result<String> {
+    /// Opens a session as a browser does, once the router knows the machine; returns its cookie.
+    pub async fn open_session(&self, user: &str) -> Result<String> {
         let token = self.idp.mint(user, &MintOptions::default());
         let router = self.router()?;
         let client = reqwest::Client::builder()
             .tls_certs_only([Certificate::from_pem(self.ca.root_pem().as_bytes())?])
             .resolve(APP_HOST, router)
-            .timeout(PATIENCE)
+            .timeout(TIMEOUT)
             .no_proxy()
             .build()?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let request = client.get(format!("https://{APP_HOST}:{}/_svc/slots", router.port()));
             let request =
@@ -175,24 +175,24 @@ impl Site {
             if slots.text().await?.contains("primary") {
                 break;
             }
-            ensure!(Instant::now() < deadline, "the router does not learn of {user}'s machine ({status})");
+            ensure!(Instant::now() < deadline, "the router did not load {user}'s machine ({status})");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         let request = client.get(format!("https://{APP_HOST}:{}/", router.port()));
         let request = request.header("accept", "text/html").header("cookie", format!("__session={token}"));
-        let answer = request.send().await?;
-        for line in answer.headers().get_all("set-cookie") {
+        let response = request.send().await?;
+        for line in response.headers().get_all("set-cookie") {
             let pair = line.to_str()?.split(';').next().unwrap_or_default();
             if pair.starts_with("__Host-svc_session=") {
                 return Ok(pair.to_owned());
             }
         }
-        bail!("no session was opened: {} {}", answer.status(), answer.text().await?)
+        bail!("no session was opened: {} {}", response.status(), response.text().await?)
     }
 
-    /// A way to a front that has this site's certificate.
-    pub fn door(&self, address: SocketAddr, cookie: &str) -> Result<Door> {
-        Door::new(address, APP_HOST, cookie, &self.ca.root_pem())
+    /// An endpoint that trusts this site's certificate.
+    pub fn endpoint(&self, address: SocketAddr, cookie: &str) -> Result<Endpoint> {
+        Endpoint::new(address, APP_HOST, cookie, &self.ca.root_pem())
     }
 
     pub fn host(&self) -> &'static str {

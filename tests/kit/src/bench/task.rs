@@ -1,4 +1,4 @@
-//! A program under measurement that ends by itself: its time, its processor time, its memory, and what it wrote.
+//! A program under measurement that runs to completion: wall time, CPU time, memory, and bytes written.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -14,81 +14,82 @@ use nix::unistd::Pid;
 
 use crate::child::{self, AtExit};
 
-/// For memory alone, and next to no load; the end is seen at once.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// For sampling memory, at negligible load; the end of the program is noticed at once.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What a run took.
-pub struct Ran {
+/// Statistics of a run.
+pub struct RunStats {
     pub wall: Duration,
-    /// The processor time of the program and its children.
+    /// CPU time of the program and its children.
     pub cpu: Duration,
-    /// The processor time of this process meanwhile: of the servers of the kit that the program speaks to.
-    pub served: Duration,
-    /// The most memory of the program that ever was resident, without its children.
-    pub most_mib: f64,
-    /// What program and children wrote to disks, whatever became of the files; `None` where the kernel does not count.
+    /// CPU time of this process during the run: that of the kit's servers which the program uses.
+    pub store_cpu: Duration,
+    /// Peak resident memory of the program, without its children.
+    pub peak_mib: f64,
+    /// Bytes that the program and its children wrote to disks, including deleted files; `None` if the kernel does not
+    /// count them.
     pub written: Option<u64>,
 }
 
-/// Runs a program to its end, which has to be a good one. It leads a process group, which ends with it.
-pub fn run(mut command: Command, deadline: Duration) -> Result<Ran> {
+/// Runs a program, which must succeed, as the leader of a process group that is killed after it.
+pub fn run(mut command: Command, timeout: Duration) -> Result<RunStats> {
     let log = tempfile::NamedTempFile::new()?;
     command.process_group(0).stdin(Stdio::null()).stdout(log.reopen()?).stderr(log.reopen()?);
-    let (before, served_before) = (spent(UsageWho::RUSAGE_CHILDREN)?, spent(UsageWho::RUSAGE_SELF)?);
-    let began = Instant::now();
+    let (before, own_before) = (cpu_time(UsageWho::RUSAGE_CHILDREN)?, cpu_time(UsageWho::RUSAGE_SELF)?);
+    let started = Instant::now();
     let mut process = command.spawn()?;
-    child::end_with_us(process.id(), AtExit::KillGroup);
+    child::kill_on_exit(process.id(), AtExit::KillGroup);
     let group = Pid::from_raw(i32::try_from(process.id())?);
-    let of = |file: &str| format!("/proc/{}/{file}", process.id());
-    let (status, io) = (of("status"), of("io"));
-    let (tell, told) = mpsc::channel();
-    // It is waited for and not yet reaped: what the kernel counted of it can still be read, and its id is its own.
+    let proc_file = |file: &str| format!("/proc/{}/{file}", process.id());
+    let (status, io) = (proc_file("status"), proc_file("io"));
+    let (sender, receiver) = mpsc::channel();
+    // The process stays a zombie until `wait`: its kernel counters remain readable and its pid cannot be reused.
     std::thread::spawn(move || {
-        let ended = waitid(Id::Pid(group), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
-        // Nobody listens where the wait for it was given up.
-        tell.send(ended.map(|_| began.elapsed())).ok();
+        let status = waitid(Id::Pid(group), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
+        // The receiver is gone if the wait was abandoned.
+        sender.send(status.map(|_| started.elapsed())).ok();
     });
-    let mut most = 0;
+    let mut peak_kib = 0;
     let wall = loop {
-        match told.recv_timeout(LOOK_EVERY) {
+        match receiver.recv_timeout(POLL_INTERVAL) {
             Ok(wall) => break wall,
-            Err(RecvTimeoutError::Disconnected) => bail!("the thread that waits has ended"),
-            // The kernel keeps the most that there ever was: the last look sees it.
-            Err(RecvTimeoutError::Timeout) => most = number_in(&status, "VmHWM:").unwrap_or(most),
+            Err(RecvTimeoutError::Disconnected) => bail!("the waiting thread has ended"),
+            // VmHWM is the kernel's high-water mark, so the last sample suffices.
+            Err(RecvTimeoutError::Timeout) => peak_kib = number_in(&status, "VmHWM:").unwrap_or(peak_kib),
         }
-        if began.elapsed() > deadline {
+        if started.elapsed() > timeout {
             killpg(group, Signal::SIGKILL).ok();
         }
     };
     let written = number_in(&io, "write_bytes:");
-    // Whoever is left of a pipeline that broke.
+    // Kills remaining processes of a broken pipeline.
     killpg(group, Signal::SIGKILL).ok();
-    let (ended, wall) = (process.wait()?, wall?);
-    child::ended(process.id());
-    ensure!(ended.success(), "{ended} after {wall:.1?}: {}", fs::read_to_string(log.path())?);
-    Ok(Ran {
+    let (exit, wall) = (process.wait()?, wall?);
+    child::unregister(process.id());
+    ensure!(exit.success(), "{exit} after {wall:.1?}: {}", fs::read_to_string(log.path())?);
+    Ok(RunStats {
         wall,
-        cpu: spent(UsageWho::RUSAGE_CHILDREN)?.saturating_sub(before),
-        served: spent(UsageWho::RUSAGE_SELF)?.saturating_sub(served_before),
-        most_mib: most as f64 / 1024.0,
+        cpu: cpu_time(UsageWho::RUSAGE_CHILDREN)?.saturating_sub(before),
+        store_cpu: cpu_time(UsageWho::RUSAGE_SELF)?.saturating_sub(own_before),
+        peak_mib: peak_kib as f64 / 1024.0,
         written,
     })
 }
 
-/// The number after a name in a file of `/proc`; `None` where there is none, or the process has ended.
+/// The number after a name in a file of `/proc`; `None` if it is missing or the process has ended.
 fn number_in(file: &str, name: &str) -> Option<u64> {
     let text = fs::read_to_string(file).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Of this process, or of all children that have ended and of theirs.
-fn spent(who: UsageWho) -> Result<Duration> {
+/// CPU time of this process, or of all its terminated descendants.
+fn cpu_time(who: UsageWho) -> Result<Duration> {
     let usage = getrusage(who)?;
-    let of = |time: nix::sys::time::TimeVal| {
+    let micros = |time: nix::sys::time::TimeVal| {
         Duration::from_micros((time.tv_sec() * 1_000_000 + time.tv_usec()).unsigned_abs())
     };
-    Ok(of(usage.user_time()) + of(usage.system_time()))
+    Ok(micros(usage.user_time()) + micros(usage.system_time()))
 }
 
 #[cfg(test)]
@@ -102,14 +103,14 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_timed_and_its_memory_is_its_own() {
-        let ran = run(shell("sleep 0.2; true"), Duration::from_secs(20)).expect("it ends well");
-        assert!(ran.wall >= Duration::from_millis(200), "{:?}", ran.wall);
-        assert!(ran.most_mib > 0.0 && ran.most_mib < 64.0, "{} MiB", ran.most_mib);
+    fn run_measures_time_and_memory() {
+        let stats = run(shell("sleep 0.2; true"), Duration::from_secs(20)).expect("it succeeds");
+        assert!(stats.wall >= Duration::from_millis(200), "{:?}", stats.wall);
+        assert!(stats.peak_mib > 0.0 && stats.peak_mib < 64.0, "{} MiB", stats.peak_mib);
     }
 
     #[test]
-    fn a_run_that_fails_or_outlasts_its_deadline_is_an_error() {
+    fn run_fails_on_exit_code_and_timeout() {
         let failed = run(shell("echo the reason >&2; exit 3"), Duration::from_secs(20)).err();
         assert!(failed.expect("exit 3").to_string().contains("the reason"));
         let late = run(shell("sleep 600 | cat"), Duration::from_millis(50)).err();

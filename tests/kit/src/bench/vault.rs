@@ -1,4 +1,4 @@
-//! An object store, a machine below a directory of its own, and what `svc-db-backup` left of a run at the store.
+//! An object store, a machine in its own directory, and the results of `svc-db-backup` in the store.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,12 +17,12 @@ pub const BUCKET: &str = "svc-bench";
 const USER: &str = "user_bench";
 const SLOT: &str = "primary";
 
-/// The store. It works in this process, for us and for the peers.
+/// The store, which runs in this process and serves all sides.
 pub struct Vault {
     pub store: S3Server,
 }
 
-/// A snapshot as the pointer names it.
+/// A snapshot as recorded in the pointer.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Snapshot {
@@ -54,29 +54,30 @@ impl Vault {
         Ok(Self { store })
     }
 
-    /// How often the pointer was moved.
-    pub fn moves(&self) -> Result<u64> {
+    /// Sequence number of the pointer; 0 if there is none.
+    pub fn pointer_seq(&self) -> Result<u64> {
         Ok(self.pointer()?.map_or(0, |pointer| pointer.seq))
     }
 
-    /// What the run after `moves` left: a pointer that moved once, a dump of the size that it says, a record of every row.
-    pub fn snapshot(&self, moves: u64, scale: u32) -> Result<Snapshot> {
+    /// Verifies the run after `before`: the pointer has moved once, the dump has the recorded size, every row is
+    /// recorded.
+    pub fn snapshot(&self, before: u64, scale: u32) -> Result<Snapshot> {
         let pointer = self.pointer()?.context("there is no pointer")?;
         ensure!(
-            pointer.seq == moves + 1,
-            "the pointer was moved {} times instead of once",
-            pointer.seq - moves
+            pointer.seq == before + 1,
+            "the pointer moved {} times instead of once",
+            pointer.seq - before
         );
         let snapshot = pointer.snapshot.context("the pointer names no snapshot")?;
         let key = self.key(&snapshot);
-        ensure!(
-            self.size(&key) == Some(snapshot.size_bytes),
-            "{key} is not of the size that the pointer says"
-        );
+        ensure!(self.size(&key) == Some(snapshot.size_bytes), "the size of {key} differs from the pointer");
         let side: SideRecord = self.json(&format!("{key}.json"))?.context("there is no side record")?;
         let recorded: Vec<(&str, u64)> = side.tables.iter().map(|table| (&*table.name, table.rows)).collect();
-        ensure!(recorded == database::tables(scale), "the side record says: {recorded:?}");
-        ensure!(self.store.uploads(BUCKET).is_empty(), "an upload was not completed");
+        ensure!(
+            recorded == database::tables(scale),
+            "unexpected row counts in the side record: {recorded:?}"
+        );
+        ensure!(self.store.uploads(BUCKET).is_empty(), "an upload is incomplete");
         Ok(snapshot)
     }
 
@@ -88,8 +89,8 @@ impl Vault {
         self.store.objects(BUCKET, key).into_iter().find(|object| object.key == key).map(|object| object.size)
     }
 
-    /// The store keeps what a key held before: only a content that was replaced twice is gone.
-    pub fn forget(&self, key: &str) {
+    /// Deletes an object. The store keeps the previous content of a key, so it is overwritten first.
+    pub fn purge(&self, key: &str) {
         self.store.write(BUCKET, key, "");
         self.store.remove(BUCKET, key);
     }
@@ -104,14 +105,14 @@ impl Vault {
     }
 }
 
-/// A machine's directory, and what its programs are told.
+/// A machine's directory, and the environment of its programs.
 pub struct Machine {
     root: TempDir,
     env: Vec<(String, String)>,
 }
 
 impl Machine {
-    /// With nothing in it yet: its gate is shut.
+    /// The directory is empty: the gate is closed.
     pub fn new(dir: &Path, vault: &Vault, server: &PgServer) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("machine-").tempdir_in(dir)?;
         let own = [
@@ -133,7 +134,7 @@ impl Machine {
         Ok(Self { root, env })
     }
 
-    /// The machine is in use.
+    /// Marks the machine as in use.
     pub fn open_gate(&self) -> Result<()> {
         let marker = self.marker();
         fs::create_dir_all(marker.parent().context("a directory")?)?;
@@ -148,26 +149,26 @@ impl Machine {
         self.root.path().join("opt/svc/restore-complete")
     }
 
-    /// A program of the machine, with the environment that its unit gives it.
+    /// A program of the machine, with the environment from its unit.
     pub fn command(&self, svc: &Path, applet: &str) -> Command {
         let mut command = Command::new(svc);
         command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));
         command
     }
 
-    /// What lies in its directory, all told.
-    pub fn bytes(&self) -> Result<u64> {
-        let (mut bytes, mut dirs) = (0, vec![self.root.path().to_owned()]);
+    /// Total size of the files in its directory.
+    pub fn disk_bytes(&self) -> Result<u64> {
+        let (mut total, mut dirs) = (0, vec![self.root.path().to_owned()]);
         while let Some(dir) = dirs.pop() {
             for entry in fs::read_dir(&dir).with_context(|| dir.display().to_string())? {
                 let (entry, meta) = entry.and_then(|entry| entry.metadata().map(|meta| (entry, meta)))?;
                 if meta.is_dir() {
                     dirs.push(entry.path());
                 } else {
-                    bytes += meta.len();
+                    total += meta.len();
                 }
             }
         }
-        Ok(bytes)
+        Ok(total)
     }
 }

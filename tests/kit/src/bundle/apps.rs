@@ -1,4 +1,4 @@
-//! The first-party apps and the shell, built by `scripts/build-default-apps.mjs`, and a look at what came out.
+//! Builds the first-party apps and the shell with `scripts/build-default-apps.mjs`, and checks the result.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,34 +13,34 @@ use serde_json::Value;
 use super::{Apps, Options, Part, project};
 use crate::child;
 
-/// The publishable key of the identity provider, which the shell is built with.
+/// Variable with the identity provider's publishable key, which is embedded in the shell.
 pub const KEY: &str = "NEXT_PUBLIC_IDP_PUBLISHABLE_KEY";
-/// Hosts that no bundle may name: the one that a shell without a key would ask, and the one of examples.
+/// Hosts that must not occur in a bundle: the fallback of a shell without a key, and the example host.
 pub const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.com"];
 
-const DEADLINE: Duration = Duration::from_secs(1200);
+const TIMEOUT: Duration = Duration::from_secs(1200);
 
-/// A publishable key as the identity provider of that host would hand it out.
+/// A publishable key like one of the identity provider at `host`.
 pub fn test_key(host: &str) -> String {
     format!("pk_test_{}", STANDARD.encode(format!("{host}$")))
 }
 
-/// Builds all into `dir` and makes it part of a bundle; `key: None` leaves the shell out.
+/// Builds everything into `dir` and adds it to a bundle; without a key, the shell is left out.
 pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()> {
     let mut node = Command::new("node");
     node.arg(project().join("scripts/build-default-apps.mjs")).arg("--out").arg(dir);
     match key {
         Some("") => bail!(
-            "{KEY} is not set, and is baked into the shell: without it browsers would ask a placeholder identity \
+            "{KEY} is not set. It is embedded in the shell, which would otherwise use a placeholder identity \
              provider. Set it to the publishable key of your identity provider (pk_test_… or pk_live_…), or leave the \
              shell out with --no-shell"
         ),
         Some(key) => node.env(KEY, key),
         None => node.arg("--no-shell"),
     };
-    child::run(node, DEADLINE).context("build the default apps (it takes Node.js 20 or newer, and npm)")?;
+    child::run(node, TIMEOUT).context("build the default apps (requires Node.js 20 or newer, and npm)")?;
     for part in ["apps", "shell", "packages"] {
-        check(&dir.join(part))?;
+        check_placeholders(&dir.join(part))?;
     }
     options.apps = Apps::Built(dir.join("apps"));
     let part = |name: &str, dir: PathBuf, manifest: &Path| -> Result<Part> {
@@ -57,7 +57,7 @@ pub fn build(options: &mut Options, dir: &Path, key: Option<&str>) -> Result<()>
     Ok(())
 }
 
-/// The version that a `package.json` says; `None` where there is no such file.
+/// Reads the version from a `package.json`; `None` if the file does not exist.
 pub fn version_in(manifest: &Path) -> Result<Option<String>> {
     let Ok(text) = fs::read(manifest) else { return Ok(None) };
     let json: Value =
@@ -65,9 +65,9 @@ pub fn version_in(manifest: &Path) -> Result<Option<String>> {
     Ok(json["version"].as_str().map(str::to_owned))
 }
 
-/// Refuses a built file that names a placeholder, as it is or inside a publishable key.
-pub fn check(dir: &Path) -> Result<()> {
-    let signs: Vec<(&str, Vec<u8>)> = PLACEHOLDER_HOSTS.into_iter().flat_map(signs).collect();
+/// Refuses built files that contain a placeholder host, in plain text or inside a publishable key.
+pub fn check_placeholders(dir: &Path) -> Result<()> {
+    let encodings: Vec<(&str, Vec<u8>)> = PLACEHOLDER_HOSTS.into_iter().flat_map(encodings).collect();
     let mut open = vec![dir.to_owned()];
     while let Some(dir) = open.pop() {
         let Ok(entries) = fs::read_dir(&dir) else { continue };
@@ -78,11 +78,11 @@ pub fn check(dir: &Path) -> Result<()> {
                 continue;
             }
             let content = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
-            let found = signs.iter().find(|(_, sign)| holds(&content, sign));
+            let found = encodings.iter().find(|(_, encoding)| contains(&content, encoding));
             let host = found.map(|(host, _)| *host).unwrap_or_default();
             ensure!(
                 found.is_none(),
-                "{} names the placeholder identity provider {host}: {KEY} is missing or is an example's",
+                "{} contains the placeholder identity provider {host}: {KEY} is missing or is that of the examples",
                 path.display()
             );
         }
@@ -90,14 +90,14 @@ pub fn check(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A host's name, and how base64 begins that begins with it: what follows changes no whole group of three bytes.
-fn signs(host: &str) -> [(&str, Vec<u8>); 2] {
+/// A host name in plain text, and the base64 prefix of all texts that start with it.
+fn encodings(host: &str) -> [(&str, Vec<u8>); 2] {
     let whole = host.len() / 3 * 3;
     [(host, host.as_bytes().to_vec()), (host, STANDARD.encode(&host[..whole]).into_bytes())]
 }
 
-fn holds(content: &[u8], sign: &[u8]) -> bool {
-    content.windows(sign.len()).any(|part| part.eq_ignore_ascii_case(sign))
+fn contains(content: &[u8], encoding: &[u8]) -> bool {
+    content.windows(encoding.len()).any(|part| part.eq_ignore_ascii_case(encoding))
 }
 
 #[cfg(test)]
@@ -105,23 +105,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_placeholder_is_found_plain_and_inside_a_key() {
+    fn check_finds_placeholder_in_text_and_key() {
         for host in PLACEHOLDER_HOSTS {
             for content in [format!("const h=\"https://{host}/x\""), format!("k=\"{}\"", test_key(host))] {
                 let dir = tempfile::tempdir().unwrap();
                 fs::create_dir(dir.path().join("assets")).unwrap();
                 fs::write(dir.path().join("assets/index.js"), &content).unwrap();
-                let error = check(dir.path()).unwrap_err().to_string();
+                let error = check_placeholders(dir.path()).unwrap_err().to_string();
                 assert!(error.contains(host) && error.contains("index.js"), "{error}");
             }
         }
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("index.js"), test_key("idp.svc.test")).unwrap();
-        check(dir.path()).unwrap();
+        check_placeholders(dir.path()).unwrap();
     }
 
     #[test]
-    fn a_shell_without_its_key_is_refused_with_what_to_do() {
+    fn build_refuses_shell_without_key() {
         let dir = tempfile::tempdir().unwrap();
         let mut options = Options::new(Path::new("svc"), "v1", dir.path()).unwrap();
         let error = build(&mut options, dir.path(), Some("")).unwrap_err().to_string();

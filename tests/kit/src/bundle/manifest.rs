@@ -1,4 +1,4 @@
-//! The signed manifest beside a bundle: `….tar.gz.json`, and `….tar.gz.json.sig` by an Ed25519 key.
+//! The signed manifest of a bundle: `….tar.gz.json`, and `….tar.gz.json.sig` with Ed25519 signatures.
 
 use std::fs;
 use std::path::Path;
@@ -13,10 +13,10 @@ use rustls::pki_types::pem::PemObject;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-/// Before the manifest's bytes in what is signed, so that the signature is of nothing else.
+/// Prefix of the signed bytes, for domain separation.
 const CONTEXT: &[u8] = b"svc-host-bundle-manifest-v1\n";
 
-/// The file's fields, in their order.
+/// The fields of the file, in order.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Manifest {
@@ -24,20 +24,20 @@ pub struct Manifest {
     pub image_version: String,
     pub sha256: String,
     pub size_bytes: u64,
-    /// The oldest release that can be updated to this one; all, where there is none.
+    /// The oldest release that can update to this one; `None` allows all.
     pub min_version: Option<String>,
     pub created_at: String,
     pub expires_at: String,
-    /// What hosts trust once this release runs on them and is well; as before, where there is none.
+    /// Keys that hosts trust once this release is healthy on them; `None` keeps the current set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trusted_keys: Option<KeySet>,
 }
 
-/// Keys that hosts trust, and the number of the set, which grows with each.
+/// Keys that hosts trust, with the sequence number of the set.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KeySet {
     pub sequence: u32,
-    /// Base64 of raw Ed25519 keys.
+    /// Raw Ed25519 keys in base64.
     pub keys: Vec<String>,
 }
 
@@ -48,8 +48,8 @@ impl Manifest {
     }
 }
 
-/// As times stand on the wire.
-pub fn time(at: Timestamp) -> String {
+/// Formats a time as on the wire.
+pub fn format_time(at: Timestamp) -> String {
     format!("{at:.3}")
 }
 
@@ -63,15 +63,16 @@ pub struct SigningKey {
 }
 
 impl SigningKey {
-    /// From a file as `openssl genpkey -algorithm ed25519` writes it.
+    /// Reads a key file from `openssl genpkey -algorithm ed25519`.
     pub fn read(path: &Path) -> Result<Self> {
         let text = fs::read(path).with_context(|| format!("read {}", path.display()))?;
-        Self::from_pem(&text).with_context(|| format!("{} is no Ed25519 key in PKCS#8 PEM", path.display()))
+        Self::from_pem(&text)
+            .with_context(|| format!("{} is not an Ed25519 key in PKCS#8 PEM", path.display()))
     }
 
     pub fn from_pem(text: &[u8]) -> Result<Self> {
         let der = PrivatePkcs8KeyDer::from_pem_slice(text).map_err(|error| anyhow!("{error}"))?;
-        // OpenSSL leaves the public key out, which the stricter function wants.
+        // OpenSSL omits the public key, which `from_pkcs8` requires.
         let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der())
             .map_err(|error| anyhow!("{error}"))?;
         Ok(Self { pair })
@@ -81,7 +82,7 @@ impl SigningKey {
         self.pair.public_key().as_ref()
     }
 
-    /// As `BUNDLE_PUBLIC_KEYS` lists it.
+    /// The public key as in `BUNDLE_PUBLIC_KEYS`.
     pub fn public_key_base64(&self) -> String {
         STANDARD.encode(self.public_key())
     }
@@ -91,7 +92,7 @@ impl SigningKey {
         hex::encode(Sha256::digest(self.public_key()))[..16].to_owned()
     }
 
-    /// The content of the `.sig` file for a manifest's bytes.
+    /// Line of the `.sig` file for a manifest.
     pub fn signature_line(&self, manifest: &[u8]) -> String {
         let signature = self.pair.sign(&[CONTEXT, manifest].concat());
         format!("{} {}\n", self.id(), STANDARD.encode(signature.as_ref()))
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn the_manifest_is_one_line_of_json() {
+    fn text_is_one_json_line() {
         assert_eq!(
             sample().text().unwrap(),
             format!(
@@ -129,10 +130,10 @@ mod tests {
         );
     }
 
-    /// Made by OpenSSL 3: `openssl genpkey -algorithm ed25519`, `openssl pkey -pubout -outform DER | tail -c 32`, and
+    /// Expected values from OpenSSL 3: `openssl genpkey -algorithm ed25519`, `openssl pkey -pubout -outform DER | tail -c 32`, and
     /// `openssl pkeyutl -sign -rawin -inkey KEY -in FILE` over the context line and the sample above.
     #[test]
-    fn the_signature_is_the_one_that_openssl_makes() {
+    fn signature_matches_openssl() {
         let key = SigningKey::from_pem(KEY).unwrap();
         assert_eq!(key.public_key_base64(), "WtxURLNJAYCP61tmwP8WL0BM8LhargbjuIxJwP8EXW0=");
         assert_eq!(key.id(), "63617f15e8f62763");
@@ -144,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_refused() {
+    fn from_pem_refuses_malformed_keys() {
         assert!(
             SigningKey::from_pem(b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n").is_err()
         );

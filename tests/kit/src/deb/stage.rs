@@ -1,4 +1,4 @@
-//! A package as a directory: what `packaging/` mirrors, the binary, and what the binary says of itself.
+//! The staging directory of a package: files of `packaging/`, the binary, its manual pages and completions.
 
 use std::fs;
 use std::io::Write;
@@ -13,10 +13,10 @@ use flate2::{Compression, GzBuilder};
 use super::{Options, architecture};
 use crate::child;
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const MAINTAINER: &str = "svc developers <svc@localhost.invalid>";
 const PROGRAM: &str = "usr/lib/svc/svc";
-/// Where each shell looks for a program's completions.
+/// Completion file of each shell.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "usr/share/bash-completion/completions/svcctl"),
     ("zsh", "usr/share/zsh/vendor-completions/_svcctl"),
@@ -29,71 +29,71 @@ pub fn fill(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str
     let program = stage.join(PROGRAM);
     make_parent(&program)?;
     fs::copy(&options.svc, &program).with_context(|| format!("copy {}", options.svc.display()))?;
-    mode(&program, 0o755)?;
+    set_mode(&program, 0o755)?;
     make_parent(&stage.join("usr/bin/svcctl"))?;
     symlink("../lib/svc/svc", stage.join("usr/bin/svcctl"))?;
     if name == "svc-host" {
-        units(&options.source.join("systemd"), stage)?;
+        copy_units(&options.source.join("systemd"), stage)?;
     }
-    described(&program, name, stage)?;
-    documents(stage, options, name, bill, epoch)?;
+    write_pages_and_completions(&program, name, stage)?;
+    write_documents(stage, options, name, bill, epoch)?;
     compress_pages(&stage.join("usr/share/man"))?;
-    control(stage, &options.version)?;
-    settle(stage, Duration::from_secs(epoch.parse().context("SOURCE_DATE_EPOCH is no number")?))
+    write_control(stage, &options.version)?;
+    normalize(stage, Duration::from_secs(epoch.parse().context("SOURCE_DATE_EPOCH is not a number")?))
 }
 
-/// The host's units, users and directories: the same that a bundle carries.
-fn units(from: &Path, stage: &Path) -> Result<()> {
-    for (folder, place) in [
+/// Copies the host's units, users and directories, which are the same as in a bundle.
+fn copy_units(from: &Path, stage: &Path) -> Result<()> {
+    for (folder, target) in [
         ("system", "usr/lib/systemd/system"),
         ("sysusers.d", "usr/lib/sysusers.d"),
         ("tmpfiles.d", "usr/lib/tmpfiles.d"),
     ] {
-        copy(&from.join(folder), &stage.join(place))?;
+        copy(&from.join(folder), &stage.join(target))?;
     }
     Ok(())
 }
 
-/// Manual pages of the applets that this side has, and completions.
-fn described(program: &Path, name: &str, stage: &Path) -> Result<()> {
+/// Writes manual pages of this package's applets, and completions.
+fn write_pages_and_completions(program: &Path, name: &str, stage: &Path) -> Result<()> {
     let pages = tempfile::tempdir()?;
     let mut list = Command::new(program);
     list.arg("--list").env_clear();
-    for applet in child::run(list, DEADLINE)?.lines() {
-        let of_platform = applet == "svc-platform";
-        if applet != "svcctl" && of_platform != (name == "svc-platform") {
+    for applet in child::run(list, TIMEOUT)?.lines() {
+        let is_platform = applet == "svc-platform";
+        if applet != "svcctl" && is_platform != (name == "svc-platform") {
             continue;
         }
         let mut write = Command::new(program);
         write.args([applet, "--write-man"]).arg(pages.path()).env_clear();
-        child::run(write, DEADLINE).with_context(|| format!("the manual pages of {applet}"))?;
+        child::run(write, TIMEOUT).with_context(|| format!("the manual pages of {applet}"))?;
     }
     for entry in fs::read_dir(pages.path())? {
         let page = entry?.path();
         let section = page.extension().and_then(|section| section.to_str()).context("a section")?;
-        let place = stage.join(format!("usr/share/man/man{section}"));
-        fs::create_dir_all(&place)?;
-        fs::copy(&page, place.join(page.file_name().context("a name")?))?;
+        let target = stage.join(format!("usr/share/man/man{section}"));
+        fs::create_dir_all(&target)?;
+        fs::copy(&page, target.join(page.file_name().context("a name")?))?;
     }
-    for (shell, place) in COMPLETIONS {
+    for (shell, target) in COMPLETIONS {
         let mut print = Command::new(program);
         print.args(["svcctl", "completions", shell]).env_clear();
-        let script = child::run(print, DEADLINE)?;
-        let place = stage.join(place);
-        make_parent(&place)?;
-        fs::write(place, script)?;
+        let script = child::run(print, TIMEOUT)?;
+        let target = stage.join(target);
+        make_parent(&target)?;
+        fs::write(target, script)?;
     }
     Ok(())
 }
 
-fn documents(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
+fn write_documents(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &str) -> Result<()> {
     let dir = stage.join("usr/share/doc").join(name);
     fs::create_dir_all(&dir)?;
     fs::write(dir.join("svc.cdx.json"), bill)?;
     let copyright = "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\
                      Upstream-Name: svc\n\nFiles: *\nCopyright: 2026 the svc developers\nLicense: Apache-2.0\n \
                      On Debian systems the text is in /usr/share/common-licenses/Apache-2.0.\nComment:\n \
-                     What is linked in, with its licences, is in svc.cdx.json.\n";
+                     Linked components and their licences are listed in svc.cdx.json.\n";
     fs::write(dir.join("copyright"), copyright)?;
     let changes = fs::read(options.source.join("CHANGELOG.md")).context("CHANGELOG.md")?;
     gzip(&changes, &dir.join("CHANGELOG.md.gz"))?;
@@ -105,9 +105,9 @@ fn documents(stage: &Path, options: &Options, name: &str, bill: &str, epoch: &st
     gzip(entry.as_bytes(), &dir.join("changelog.gz"))
 }
 
-/// As Debian's changelogs have it (RFC 5322).
+/// Formats a date for a Debian changelog (RFC 5322).
 fn date(epoch: &str) -> Result<String> {
-    let at = jiff::Timestamp::from_second(epoch.parse().context("SOURCE_DATE_EPOCH is no number")?)?;
+    let at = jiff::Timestamp::from_second(epoch.parse().context("SOURCE_DATE_EPOCH is not a number")?)?;
     Ok(jiff::fmt::rfc2822::to_string(&at.to_zoned(jiff::tz::TimeZone::UTC))?)
 }
 
@@ -123,7 +123,7 @@ fn compress_pages(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Without a name and a time in it.
+/// Compresses without name and time in the header.
 fn gzip(content: &[u8], to: &Path) -> Result<()> {
     let mut packed = GzBuilder::new().write(fs::File::create(to)?, Compression::best());
     packed.write_all(content)?;
@@ -131,7 +131,7 @@ fn gzip(content: &[u8], to: &Path) -> Result<()> {
     Ok(())
 }
 
-fn control(stage: &Path, version: &str) -> Result<()> {
+fn write_control(stage: &Path, version: &str) -> Result<()> {
     let size: u64 =
         files(stage)?.iter().filter_map(|path| path.symlink_metadata().ok()).map(|meta| meta.len()).sum();
     let path = stage.join("DEBIAN/control");
@@ -140,31 +140,34 @@ fn control(stage: &Path, version: &str) -> Result<()> {
         .replace("@VERSION@", version)
         .replace("@ARCH@", &architecture()?)
         .replace("@SIZE@", &size.div_ceil(1024).to_string());
-    ensure!(!text.contains('@') || text.matches('@').count() == 1, "a place of DEBIAN/control is left open");
+    ensure!(
+        !text.contains('@') || text.matches('@').count() == 1,
+        "DEBIAN/control has an unresolved placeholder"
+    );
     fs::write(path, text)?;
     Ok(())
 }
 
-/// Modes that do not depend on who builds, and one date for all.
-fn settle(stage: &Path, date: Duration) -> Result<()> {
+/// Sets modes independent of the umask, and one modification time for all.
+fn normalize(stage: &Path, date: Duration) -> Result<()> {
     let at = SystemTime::UNIX_EPOCH + date;
     for path in files(stage)? {
         let meta = path.symlink_metadata()?;
         if meta.is_symlink() {
             continue;
         }
-        let shown = path.strip_prefix(stage)?;
-        let is_script = shown.parent() == Some(Path::new("DEBIAN")) && fs::read(&path)?.starts_with(b"#!");
-        let wanted = match shown {
-            _ if is_script || shown == Path::new(PROGRAM) => 0o755,
-            shown if shown.starts_with("etc/svc") => 0o640,
+        let relative = path.strip_prefix(stage)?;
+        let is_script = relative.parent() == Some(Path::new("DEBIAN")) && fs::read(&path)?.starts_with(b"#!");
+        let expected = match relative {
+            _ if is_script || relative == Path::new(PROGRAM) => 0o755,
+            relative if relative.starts_with("etc/svc") => 0o640,
             _ => 0o644,
         };
-        mode(&path, wanted)?;
+        set_mode(&path, expected)?;
         fs::File::options().append(true).open(&path)?.set_modified(at)?;
     }
     for dir in directories(stage)? {
-        mode(&dir, if dir.ends_with("etc/svc") { 0o750 } else { 0o755 })?;
+        set_mode(&dir, if dir.ends_with("etc/svc") { 0o750 } else { 0o755 })?;
         fs::File::open(&dir)?.set_modified(at)?;
     }
     Ok(())
@@ -172,19 +175,19 @@ fn settle(stage: &Path, date: Duration) -> Result<()> {
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
     for path in files(from).with_context(|| format!("read {}", from.display()))? {
-        let place = to.join(path.strip_prefix(from)?);
-        make_parent(&place)?;
-        fs::copy(&path, &place)?;
+        let target = to.join(path.strip_prefix(from)?);
+        make_parent(&target)?;
+        fs::copy(&path, &target)?;
     }
     Ok(())
 }
 
-/// All files and links below `dir`, in order.
+/// All files and links below `dir`, sorted.
 fn files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(walk(dir)?.into_iter().filter(|path| path.is_symlink() || !path.is_dir()).collect())
 }
 
-/// All directories of `dir`, itself too; what is inside before what it is in.
+/// All directories below `dir` and `dir` itself, children first.
 fn directories(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut found: Vec<_> =
         walk(dir)?.into_iter().filter(|path| path.is_dir() && !path.is_symlink()).collect();
@@ -211,6 +214,6 @@ fn make_parent(path: &Path) -> Result<()> {
     Ok(fs::create_dir_all(path.parent().context("a path with a parent")?)?)
 }
 
-fn mode(path: &Path, mode: u32) -> Result<()> {
-    fs::set_permissions(path, fs::Permissions::from_mode(mode)).with_context(|| path.display().to_string())
+fn set_mode(path: &Path, bits: u32) -> Result<()> {
+    fs::set_permissions(path, fs::Permissions::from_mode(bits)).with_context(|| path.display().to_string())
 }

@@ -1,4 +1,4 @@
-//! `dev.json`: where everything is and with which credentials it is reached, for programs.
+//! `dev.json`: addresses and credentials of all services, for programs.
 
 use std::process;
 
@@ -6,27 +6,27 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::provider::Simulator;
-use crate::story::first_life::Machine;
+use crate::story::first_life::MachineRecord;
 use crate::story::slot::BUCKET;
 use crate::story::stack::{HANDLE, Stack, USER};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub(crate) struct Handbill {
+pub(crate) struct ServiceInfo {
     pub(crate) platform_url: String,
-    /// A request for the router carries one of these as its `Host`.
+    /// Requests for the router carry one of these as `Host`.
     pub(crate) app_host: String,
     pub(crate) code_host: String,
     pub(crate) router_url: String,
     pub(crate) operator_token: String,
     pub(crate) idp: IdentityProvider,
     pub(crate) s3: Store,
-    /// The provider's API; its control stands beside it, at `/_sim`.
+    /// The provider's API; the control API of the simulator is at `/_sim`.
     pub(crate) provider_url: String,
     pub(crate) provider_token: String,
     pub(crate) platform_database_url: String,
     pub(crate) owner: Owner,
-    /// Disks and logs.
+    /// Directory of disks and logs.
     pub(crate) dir: String,
     pub(crate) pid: u32,
 }
@@ -35,7 +35,7 @@ pub(crate) struct Handbill {
 #[serde(rename_all = "camelCase")]
 pub(crate) struct IdentityProvider {
     pub(crate) issuer: String,
-    /// With `?sub=<user>`, and `&ttl=<seconds>` for longer than five minutes, it answers a session JWT as plain text.
+    /// Returns a session JWT as plain text; takes `?sub=<user>`, and `&ttl=<seconds>` for more than five minutes.
     pub(crate) mint_url: String,
 }
 
@@ -59,13 +59,13 @@ pub(crate) struct Owner {
     pub(crate) home: String,
 }
 
-impl Handbill {
-    pub(crate) fn of(stack: &Stack, machine: &Machine) -> Result<Self> {
+impl ServiceInfo {
+    pub(crate) fn collect(stack: &Stack, machine: &MachineRecord) -> Result<Self> {
         let issuer = stack.issuer();
         Ok(Self {
             platform_url: stack.api.clone(),
-            app_host: stack.front.app_host().to_owned(),
-            code_host: stack.front.code_host().to_owned(),
+            app_host: stack.transport.app_host().to_owned(),
+            code_host: stack.transport.code_host().to_owned(),
             router_url: stack.router_url(),
             operator_token: stack.secret.clone(),
             idp: IdentityProvider { mint_url: format!("{issuer}/mint"), issuer },
@@ -91,12 +91,12 @@ impl Handbill {
     }
 }
 
-fn home(provider: &Simulator, machine: &Machine) -> Result<String> {
+fn home(provider: &Simulator, machine: &MachineRecord) -> Result<String> {
     Ok(provider.disk(&machine.server)?.join("home/svc/home").display().to_string())
 }
 
-/// As the machine's own first boot wrote it down.
-fn database_url(provider: &Simulator, machine: &Machine) -> Result<String> {
+/// The database URL that the machine's first boot wrote.
+fn database_url(provider: &Simulator, machine: &MachineRecord) -> Result<String> {
     let env = provider.disk(&machine.server)?.join("opt/svc/env/host.env");
     let text = std::fs::read_to_string(&env).with_context(|| format!("read {}", env.display()))?;
     let url = text.lines().find_map(|line| line.strip_prefix("DATABASE_URL="));

@@ -1,7 +1,7 @@
-//! The story's parts, kept running for a developer: `cargo xtask dev`.
+//! `cargo xtask dev`: the services of the story, kept running for a developer.
 //!
-//! Everything that the demo starts, with one owner's machine provisioned and its two apps in use, until a signal ends it.
-//! The invariants: one per directory at a time, and after its end, however it ends, nothing of it runs.
+//! It starts all services of the demo, provisions an owner's machine and uses its two apps, until a signal stops it.
+//! Invariants: at most one instance per directory; however it ends, no process remains.
 
 mod guide;
 pub(crate) mod handbill;
@@ -13,100 +13,100 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-pub use self::place::{Claim, Taken};
+pub use self::place::{AlreadyRunning, DevLock};
 use crate::bundle;
 use crate::child;
-use crate::story::first_life::Machine;
-use crate::story::stack::{Front, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
+use crate::story::first_life::MachineRecord;
+use crate::story::stack::{HANDLE, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
 
-/// The router learns of a new machine within a second.
-const ROUTED: Duration = Duration::from_secs(20);
+/// The router loads a new machine within a second.
+const ROUTE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Starts all of it, says how it is used, and keeps it until SIGINT, SIGTERM or SIGHUP.
+/// Starts everything, prints how to use it, and runs until SIGINT, SIGTERM or SIGHUP.
 ///
 /// # Errors
-/// When it cannot start, or the platform ends by itself.
-pub async fn run(claim: Claim, svc: &Path, bundle: Option<&Path>) -> Result<()> {
+/// Fails if something cannot start, or if the platform exits.
+pub async fn run(lock: DevLock, svc: &Path, bundle: Option<&Path>) -> Result<()> {
     let started = Instant::now();
-    let mut stop = Stop::listen()?;
-    // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
+    let mut stop = StopSignals::listen()?;
+    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
     let dir =
         tempfile::Builder::new().prefix("svc-dev-").tempdir_in("/tmp").context("a directory for disks")?;
-    child::remove_with_us(dir.path());
+    child::remove_on_exit(dir.path());
     println!("dev: starting platform, router, provider, store, database, identity provider");
     let mut stack = tokio::select! {
-        up = Stack::up(svc, dir.path(), Front::Plain) => up?.0,
-        () = stop.asked() => return Ok(()),
+        started = Stack::start(svc, dir.path(), RouterTransport::Plain) => started?.0,
+        () = stop.received() => return Ok(()),
     };
-    let end = tokio::select! {
-        end = keep(&mut stack, &claim, svc, bundle, started) => end,
-        () = stop.asked() => Ok(()),
+    let result = tokio::select! {
+        result = provision_and_wait(&mut stack, &lock, svc, bundle, started) => result,
+        () = stop.received() => Ok(()),
     };
-    if end.is_err() {
+    if result.is_err() {
         stack.print_logs();
     }
     println!("dev: stopping");
-    claim.withdraw();
-    stack.down().await;
-    end
+    lock.unpublish();
+    stack.stop().await;
+    result
 }
 
-async fn keep(
+async fn provision_and_wait(
     stack: &mut Stack,
-    claim: &Claim,
+    lock: &DevLock,
     svc: &Path,
     bundle: Option<&Path>,
     started: Instant,
 ) -> Result<()> {
     println!("dev: provisioning the machine of {USER}");
-    let machine = machine(stack, bundle).await?;
-    let handbill = handbill::Handbill::of(stack, &machine)?;
-    let files = claim.publish(&handbill, stack.operator_env(), svc)?;
-    println!("{}", guide::text(stack, &handbill, &files, started.elapsed()));
-    stack.platform_ended().await
+    let machine = provision(stack, bundle).await?;
+    let info = handbill::ServiceInfo::collect(stack, &machine)?;
+    let files = lock.publish(&info, stack.operator_env(), svc)?;
+    println!("{}", guide::text(stack, &info, &files, started.elapsed()));
+    stack.wait_for_platform_exit().await
 }
 
-/// The demo owner's machine, running, and reached through the router. Without a bundle it gets the smallest one.
-pub(crate) async fn machine(stack: &Stack, bundle: Option<&Path>) -> Result<Machine> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.good()?;
+/// Provisions the demo owner's machine and waits until the router reaches it. The default is the minimal bundle.
+pub(crate) async fn provision(stack: &Stack, bundle: Option<&Path>) -> Result<MachineRecord> {
+    stack.svcctl(&["slot", "set", USER, "--plan", "max"]).await?.success()?;
     let (dir, version) = match bundle {
         Some(dir) => (dir.to_owned(), bundle::version_of(dir)?),
         None => {
             let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
-            let build = move || bundle::minimal(&svc, IMAGE_VERSION, &out);
+            let build = move || bundle::build_minimal(&svc, IMAGE_VERSION, &out);
             (tokio::task::spawn_blocking(build).await??.dir, IMAGE_VERSION.to_owned())
         }
     };
     let dir = dir.display().to_string();
-    stack.svcctl(&["bundle", "publish", &dir, "--image-version", &version]).await?.good()?;
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", &version]).await?.success()?;
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--image-version", &version, "--wait=200"];
-    let machine = Machine::read(&stack.svcctl(&args).await?.good()?.stdout)?;
+    let machine = MachineRecord::read(&stack.svcctl(&args).await?.success()?.stdout)?;
     let owner = stack.owner();
-    eventually("the owner reaches the machine", ROUTED, || async {
+    eventually("the owner reaches the machine", ROUTE_TIMEOUT, || async {
         let apps = stack.web.get("/api/apps", Some(&owner), "application/json").await?;
-        ensure!(apps.status.is_success(), "GET /api/apps: {}: {}", apps.status, apps.short());
+        ensure!(apps.status.is_success(), "GET /api/apps: {}: {}", apps.status, apps.excerpt());
         Ok(())
     })
     .await?;
     Ok(machine)
 }
 
-/// `target/dev`, or wherever it was asked to be.
+/// The default directory, `target/dev`.
 pub fn default_dir() -> PathBuf {
     crate::fetch::target_dir().join("dev")
 }
 
-/// What asks for the end.
-struct Stop([Signal; 3]);
+/// The signals that stop the run.
+struct StopSignals([Signal; 3]);
 
-impl Stop {
+impl StopSignals {
     fn listen() -> Result<Self> {
         let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
         let [interrupt, terminate, hangup] = kinds.map(signal);
         Ok(Self([interrupt?, terminate?, hangup?]))
     }
 
-    async fn asked(&mut self) {
+    async fn received(&mut self) {
         let [interrupt, terminate, hangup] = &mut self.0;
         tokio::select! {
             _ = interrupt.recv() => {}

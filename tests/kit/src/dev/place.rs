@@ -1,7 +1,7 @@
-//! The directory that says that one runs: `dev.json`, the operator's credential, a link to `svcctl`.
+//! The directory of a running instance: `dev.json`, the operator's credential, a link to `svcctl`.
 //!
-//! A lock of the file system decides who has it, so that one that was killed is in nobody's way: the lock goes with the
-//! process, and the files that it left are replaced. Only files that were made here are removed.
+//! A file lock decides who owns it. A killed instance releases the lock, and its files are replaced. Only files that
+//! were created here are removed.
 
 use std::fmt;
 use std::fs::{self, File, TryLockError};
@@ -11,148 +11,147 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::handbill::Handbill;
+use super::handbill::ServiceInfo;
 use crate::story::stack::Stack;
 
-const HANDBILL: &str = "dev.json";
-const OPERATOR: &str = "operator.env";
-const SVCCTL: &str = "svcctl";
+const INFO_FILE: &str = "dev.json";
+const OPERATOR_FILE: &str = "operator.env";
+const SVCCTL_LINK: &str = "svcctl";
 
-/// The right to be the one; given up when dropped.
+/// Ownership of the directory, released on drop.
 #[derive(Debug)]
-pub struct Claim {
+pub struct DevLock {
     dir: PathBuf,
     _lock: File,
 }
 
-/// Somebody else has it.
+/// Error: another instance owns the directory.
 #[derive(Debug)]
-pub struct Taken {
+pub struct AlreadyRunning {
     pid: Option<u32>,
-    /// What the other one published; nothing while it starts.
+    /// URLs of the other instance; `None` while it starts.
     urls: Option<(String, String)>,
-    handbill: PathBuf,
+    info: PathBuf,
 }
 
-/// Where the published files are.
+/// Paths of the published files.
 #[derive(Debug)]
 pub(super) struct Files {
-    pub(super) handbill: PathBuf,
+    pub(super) info: PathBuf,
     pub(super) operator: PathBuf,
 }
 
-impl Claim {
+impl DevLock {
     /// # Errors
-    /// [`Taken`], or when the directory cannot be made.
-    pub fn of(dir: &Path) -> Result<Self> {
-        fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    /// [`AlreadyRunning`], or if the directory cannot be created.
+    pub fn acquire(dir: &Path) -> Result<Self> {
+        fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
         let dir = dir.canonicalize()?;
-        // Beside the directory, because the directory goes.
+        // Next to the directory, because the directory is removed.
         let path = dir.with_added_extension("lock");
         let mut lock = File::options().read(true).write(true).create(true).truncate(false).open(&path)?;
         match lock.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(Taken::read(&dir, lock).into()),
+            Err(TryLockError::WouldBlock) => return Err(AlreadyRunning::read(&dir, lock).into()),
             Err(TryLockError::Error(error)) => return Err(error).context(path.display().to_string()),
         }
         lock.set_len(0)?;
         write!(lock, "{}", std::process::id())?;
-        let claim = Self { dir, _lock: lock };
-        claim.remove_files();
-        Ok(claim)
+        let dev_lock = Self { dir, _lock: lock };
+        dev_lock.remove_files();
+        Ok(dev_lock)
     }
 
-    pub(super) fn publish(&self, handbill: &Handbill, env: &[(String, String)], svc: &Path) -> Result<Files> {
+    pub(super) fn publish(&self, info: &ServiceInfo, env: &[(String, String)], svc: &Path) -> Result<Files> {
         fs::create_dir_all(&self.dir)?;
-        let files = Files { handbill: self.dir.join(HANDBILL), operator: self.dir.join(OPERATOR) };
-        symlink(svc, self.dir.join(SVCCTL)).context("link svcctl")?;
-        self.write(&files.operator, &self.operator(env))?;
-        // The last: whoever waits for it finds all else.
-        let mut text = serde_json::to_string_pretty(handbill)?;
+        let files = Files { info: self.dir.join(INFO_FILE), operator: self.dir.join(OPERATOR_FILE) };
+        symlink(svc, self.dir.join(SVCCTL_LINK)).context("link svcctl")?;
+        self.write(&files.operator, &self.operator_script(env))?;
+        // Written last: programs that wait for it find everything else.
+        let mut text = serde_json::to_string_pretty(info)?;
         text.push('\n');
-        self.write(&files.handbill, &text)?;
+        self.write(&files.info, &text)?;
         Ok(files)
     }
 
-    /// For `.` in a shell: the operator's environment, with `svcctl` in the path.
-    fn operator(&self, env: &[(String, String)]) -> String {
-        let exports = env.iter().map(|(name, value)| format!("export {name}={}\n", quoted(value)));
-        let dir = quoted(&self.dir.display().to_string());
+    /// The operator's environment for a shell's `.`, with `svcctl` in the path.
+    fn operator_script(&self, env: &[(String, String)]) -> String {
+        let exports = env.iter().map(|(name, value)| format!("export {name}={}\n", shell_quote(value)));
+        let dir = shell_quote(&self.dir.display().to_string());
         exports.chain([format!("export PATH={dir}:\"$PATH\"\n")]).collect()
     }
 
     fn write(&self, path: &Path, text: &str) -> Result<()> {
-        let unfinished = path.with_added_extension("new");
-        let mut file =
-            File::options().write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
+        let staged = path.with_added_extension("new");
+        let mut file = File::options().write(true).create(true).truncate(true).mode(0o600).open(&staged)?;
         file.write_all(text.as_bytes())?;
-        fs::rename(&unfinished, path).with_context(|| format!("write {}", path.display()))
+        fs::rename(&staged, path).with_context(|| format!("write {}", path.display()))
     }
 
-    /// Takes back what was published, before what it speaks of ends.
-    pub(super) fn withdraw(&self) {
+    /// Removes the published files, before the services stop.
+    pub(super) fn unpublish(&self) {
         self.remove_files();
     }
 
     fn remove_files(&self) {
-        for name in [HANDBILL, OPERATOR, SVCCTL] {
+        for name in [INFO_FILE, OPERATOR_FILE, SVCCTL_LINK] {
             fs::remove_file(self.dir.join(name)).ok();
         }
     }
 }
 
-impl Drop for Claim {
+impl Drop for DevLock {
     fn drop(&mut self) {
         self.remove_files();
-        // Only if nobody put anything else there.
+        // Fails, as intended, if the directory contains other files.
         fs::remove_dir(&self.dir).ok();
     }
 }
 
-impl Taken {
+impl AlreadyRunning {
     fn read(dir: &Path, mut lock: File) -> Self {
         let mut pid = String::new();
         lock.rewind().and_then(|()| lock.read_to_string(&mut pid)).ok();
-        let handbill = dir.join(HANDBILL);
-        let published: Option<Handbill> =
-            fs::read(&handbill).ok().and_then(|text| serde_json::from_slice(&text).ok());
-        let urls = published.map(|handbill| (handbill.platform_url, handbill.router_url));
-        Self { pid: pid.trim().parse().ok(), urls, handbill }
+        let info = dir.join(INFO_FILE);
+        let published: Option<ServiceInfo> =
+            fs::read(&info).ok().and_then(|text| serde_json::from_slice(&text).ok());
+        let urls = published.map(|info| (info.platform_url, info.router_url));
+        Self { pid: pid.trim().parse().ok(), urls, info }
     }
 }
 
-impl std::error::Error for Taken {}
+impl std::error::Error for AlreadyRunning {}
 
-impl fmt::Display for Taken {
+impl fmt::Display for AlreadyRunning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.urls {
             Some((platform, router)) => write!(
                 f,
-                "`cargo xtask dev` runs already: platform {platform}, router {router} (all of it: {})",
-                self.handbill.display()
+                "`cargo xtask dev` is already running: platform {platform}, router {router} (all values: {})",
+                self.info.display()
             )?,
             None => write!(f, "`cargo xtask dev` is starting or stopping")?,
         }
         if let Some(pid) = self.pid {
-            write!(f, "\n  next: use it, or end it with Ctrl-C or `kill {pid}`")?;
+            write!(f, "\n  next: use it, or stop it with Ctrl-C or `kill {pid}`")?;
         }
-        write!(f, "; `--dir DIR` starts another beside it")
+        write!(f, "; `--dir DIR` starts another one")
     }
 }
 
-/// A word of a shell, whatever is in it.
-pub(super) fn quoted(word: &str) -> String {
+/// Quotes a word for a shell.
+pub(super) fn shell_quote(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=@%+,".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
-        return word.to_owned();
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
     }
-    format!("'{}'", word.replace('\'', r"'\''"))
+    format!("'{}'", text.replace('\'', r"'\''"))
 }
 
-/// `psql` of the PostgreSQL that runs, where it came with one.
+/// Path of `psql` of the running PostgreSQL, if it includes one.
 pub(super) fn psql(stack: &Stack) -> String {
-    let beside = stack.pg.dir().join("psql");
-    if beside.exists() { quoted(&beside.display().to_string()) } else { "psql".to_owned() }
+    let bundled = stack.pg.dir().join("psql");
+    if bundled.exists() { shell_quote(&bundled.display().to_string()) } else { "psql".to_owned() }
 }
 
 #[cfg(test)]
@@ -160,34 +159,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_at_a_time_and_none_is_stopped_by_what_a_killed_one_left() {
+    fn acquire_is_exclusive_and_replaces_stale_files() {
         let home = tempfile::tempdir().unwrap();
         let dir = home.path().join("dev");
         fs::create_dir_all(&dir).unwrap();
-        fs::write(dir.join(HANDBILL), r#"{"platformUrl": "stale"}"#).unwrap();
-        let first = Claim::of(&dir).unwrap();
-        assert!(!dir.join(HANDBILL).exists(), "what was left by another is gone");
-        let refused = Claim::of(&dir).unwrap_err().to_string();
+        fs::write(dir.join(INFO_FILE), r#"{"platformUrl": "stale"}"#).unwrap();
+        let first = DevLock::acquire(&dir).unwrap();
+        assert!(!dir.join(INFO_FILE).exists(), "stale files are removed");
+        let refused = DevLock::acquire(&dir).unwrap_err().to_string();
         assert!(refused.contains(&format!("kill {}", std::process::id())), "{refused}");
         drop(first);
         assert!(!dir.exists());
-        drop(Claim::of(&dir).unwrap());
+        drop(DevLock::acquire(&dir).unwrap());
     }
 
     #[test]
-    fn what_is_not_ours_stays() {
+    fn drop_keeps_other_files() {
         let home = tempfile::tempdir().unwrap();
         let other = home.path().join("notes.txt");
         fs::write(&other, "mine").unwrap();
-        drop(Claim::of(home.path()).unwrap());
+        drop(DevLock::acquire(home.path()).unwrap());
         assert!(other.exists());
         fs::remove_file(home.path().with_added_extension("lock")).unwrap();
     }
 
     #[test]
-    fn a_word_for_a_shell_is_quoted_when_it_must_be() {
-        assert_eq!(quoted("http://127.0.0.1:1/a"), "http://127.0.0.1:1/a");
-        assert_eq!(quoted("it's"), r"'it'\''s'");
-        assert_eq!(quoted(""), "''");
+    fn shell_quote_quotes_only_when_needed() {
+        assert_eq!(shell_quote("http://127.0.0.1:1/a"), "http://127.0.0.1:1/a");
+        assert_eq!(shell_quote("it's"), r"'it'\''s'");
+        assert_eq!(shell_quote(""), "''");
     }
 }

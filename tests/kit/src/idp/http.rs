@@ -1,10 +1,10 @@
-//! What the issuer answers over HTTP.
+//! HTTP endpoints of the issuer.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::Router;
-use axum::extract::{Query, State as Extracted};
+use axum::extract::{Query, State as StateExtractor};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::get;
@@ -25,7 +25,7 @@ pub(super) async fn serve(state: Arc<State>, stream: TcpStream) {
         .route("/mint", get(mint_by_query))
         .with_state(state);
     let service = TowerToHyperService::new(router);
-    // How a connection ends is the client's affair.
+    // Errors of a connection concern only its client.
     hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
 }
 
@@ -40,7 +40,7 @@ async fn discovery(headers: HeaderMap) -> Json<Value> {
     }))
 }
 
-async fn jwks(Extracted(state): Extracted<Arc<State>>) -> Response {
+async fn jwks(StateExtractor(state): StateExtractor<Arc<State>>) -> Response {
     state.jwks_fetches.fetch_add(1, Ordering::SeqCst);
     let status = *state.jwks_status.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     match StatusCode::from_u16(status) {
@@ -59,7 +59,7 @@ struct MintQuery {
 }
 
 async fn mint_by_query(
-    Extracted(state): Extracted<Arc<State>>,
+    StateExtractor(state): StateExtractor<Arc<State>>,
     headers: HeaderMap,
     Query(query): Query<MintQuery>,
 ) -> Result<String, (StatusCode, &'static str)> {
@@ -68,12 +68,12 @@ async fn mint_by_query(
     options.aud = query.aud.map(Value::from).or(options.aud);
     if let Some(name) = query.alg {
         options.alg =
-            Alg::from_name(&name).ok_or((StatusCode::BAD_REQUEST, "alg is EdDSA, ES256 or RS256"))?;
+            Alg::from_name(&name).ok_or((StatusCode::BAD_REQUEST, "alg must be EdDSA, ES256 or RS256"))?;
     }
     Ok(mint::mint(&state.keys(), &issuer(&headers), &query.sub, &options))
 }
 
-// The address that the issuer was reached at is its name: it listens on one only.
+// The issuer's name is the address in the request: it listens on one address only.
 fn issuer(headers: &HeaderMap) -> String {
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
     format!("http://{host}")

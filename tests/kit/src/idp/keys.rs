@@ -1,4 +1,4 @@
-//! The issuer's keys: one of each algorithm at a time, and those before them that are still published.
+//! The issuer's keys: a current one per algorithm, and older ones that are still published.
 
 use anyhow::{Context, Result};
 use base64::Engine;
@@ -10,12 +10,12 @@ use ring::signature::{
 };
 use serde_json::{Value, json};
 
-/// A signature algorithm of the issuer's.
+/// A signature algorithm of the issuer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Alg {
     EdDsa,
     Es256,
-    /// What most identity providers sign sessions with.
+    /// The algorithm that most identity providers use for sessions.
     #[default]
     Rs256,
 }
@@ -23,7 +23,7 @@ pub enum Alg {
 impl Alg {
     pub const ALL: [Self; 3] = [Self::EdDsa, Self::Es256, Self::Rs256];
 
-    /// As in a token's header.
+    /// Name in a token's header.
     pub fn name(self) -> &'static str {
         match self {
             Self::EdDsa => "EdDSA",
@@ -49,7 +49,7 @@ enum Signer {
     Rsa(Box<RsaKeyPair>),
 }
 
-/// The newest keys first.
+/// Keys, newest first.
 #[derive(Default)]
 pub(super) struct KeySet(Vec<Key>);
 
@@ -64,10 +64,10 @@ impl KeySet {
     }
 
     pub(super) fn current(&self, alg: Alg) -> &Key {
-        self.0.iter().find(|key| key.alg == alg).expect("a set is generated with a key of each algorithm")
+        self.0.iter().find(|key| key.alg == alg).expect("a set has a key of each algorithm")
     }
 
-    /// RFC 7517.
+    /// The JWKS (RFC 7517).
     pub(super) fn jwks(&self) -> Value {
         json!({ "keys": self.0.iter().map(Key::jwk).collect::<Vec<_>>() })
     }
@@ -87,10 +87,10 @@ impl Key {
                 Signer::P256(EcdsaKeyPair::from_pkcs8(algorithm, key.as_ref(), &random)?)
             }
             Alg::Rs256 => {
-                // ring makes no RSA keys.
+                // ring cannot generate RSA keys.
                 let key: String = include_str!("rsa-test-only.txt").lines().skip(1).collect();
                 Signer::Rsa(Box::new(
-                    RsaKeyPair::from_pkcs8(&STANDARD.decode(key)?).context("the test's RSA key")?,
+                    RsaKeyPair::from_pkcs8(&STANDARD.decode(key)?).context("parse the test RSA key")?,
                 ))
             }
         };
@@ -102,17 +102,19 @@ impl Key {
         let random = SystemRandom::new();
         match &self.signer {
             Signer::Ed25519(key) => key.sign(message).as_ref().to_vec(),
-            Signer::P256(key) => key.sign(&random, message).expect("randomness is there").as_ref().to_vec(),
+            Signer::P256(key) => {
+                key.sign(&random, message).expect("randomness is available").as_ref().to_vec()
+            }
             Signer::Rsa(key) => {
                 let mut signature = vec![0; key.public().modulus_len()];
                 key.sign(&RSA_PKCS1_SHA256, &random, message, &mut signature)
-                    .expect("the length is the modulus'");
+                    .expect("the buffer has the modulus length");
                 signature
             }
         }
     }
 
-    /// What whoever reads the JWKS could mistake for an HMAC secret.
+    /// Public key bytes that a faulty verifier could use as an HMAC secret.
     pub(super) fn public_bytes(&self) -> &[u8] {
         match &self.signer {
             Signer::Ed25519(key) => key.public_key().as_ref(),

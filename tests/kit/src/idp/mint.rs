@@ -1,4 +1,4 @@
-//! Session tokens, and all that can be wrong with one.
+//! Session tokens, valid ones and flawed ones.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -8,22 +8,22 @@ use serde_json::{Map, Value, json};
 use super::Idp;
 use super::keys::{Alg, KeySet};
 
-/// A token's content; the default is a good session for five minutes.
+/// Content of a token; the default is a valid session of five minutes.
 #[derive(Clone, Debug)]
 pub struct MintOptions {
-    /// Seconds from now to `exp`; negative for a token that has expired.
+    /// Seconds from now to `exp`; negative for an expired token.
     pub ttl: i64,
-    /// Seconds from now to `nbf` and `iat`; positive for a token that is not yet valid.
+    /// Seconds from now to `nbf` and `iat`; positive for a token that is not valid yet.
     pub nbf: i64,
-    /// Another issuer's name than ours.
+    /// Overrides the issuer.
     pub iss: Option<String>,
-    /// No `aud` at all with `None`.
+    /// `None` leaves `aud` out.
     pub aud: Option<Value>,
     pub azp: Option<String>,
     pub alg: Alg,
-    /// Another key id in the header than the signing key's.
+    /// Overrides the key id in the header.
     pub kid: Option<String>,
-    /// Further claims, or other values for the ones above; `null` leaves a claim out.
+    /// Additional claims, or overrides of those above; `null` removes a claim.
     pub claims: Map<String, Value>,
     pub flaw: Option<Flaw>,
 }
@@ -44,20 +44,20 @@ impl Default for MintOptions {
     }
 }
 
-/// What a verifier has to refuse whatever the claims say.
+/// A flaw that a verifier must refuse regardless of the claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flaw {
-    /// One bit of the signature is another.
+    /// One bit of the signature is flipped.
     BadSignature,
-    /// The claims are not those that were signed.
+    /// The claims differ from the signed ones.
     ChangedClaims,
-    /// `alg: none`, no signature.
+    /// `alg: none`, without signature.
     AlgNone,
     /// `alg: HS256`, with the public key as the secret.
     HmacOfPublicKey,
-    /// No signature, though the header names an algorithm.
+    /// No signature, although the header names an algorithm.
     NoSignature,
-    /// The header says another algorithm than the key's.
+    /// The header names another algorithm than the key's.
     WrongAlg,
     /// No key id.
     NoKid,
@@ -94,14 +94,14 @@ pub(super) fn mint(keys: &KeySet, issuer: &str, sub: &str, options: &MintOptions
         header.shift_remove("kid");
     }
     let claims = claims(issuer, sub, options);
-    let mut signed = format!("{}.{}", encoded(&header), encoded(&claims));
+    let mut signed = format!("{}.{}", encode(&header), encode(&claims));
     let mut signature = key.sign(signed.as_bytes());
     match options.flaw {
         Some(Flaw::BadSignature) => signature[10] ^= 1,
         Some(Flaw::ChangedClaims) => {
             let mut changed = claims;
             changed["sub"] = format!("{sub}x").into();
-            signed = format!("{}.{}", encoded(&header), encoded(&changed));
+            signed = format!("{}.{}", encode(&header), encode(&changed));
         }
         Some(Flaw::AlgNone | Flaw::NoSignature) => signature.clear(),
         Some(Flaw::HmacOfPublicKey) => {
@@ -133,6 +133,6 @@ fn claims(issuer: &str, sub: &str, options: &MintOptions) -> Value {
     claims
 }
 
-fn encoded(part: &Value) -> String {
+fn encode(part: &Value) -> String {
     URL_SAFE_NO_PAD.encode(part.to_string())
 }

@@ -1,4 +1,4 @@
-//! An identity provider on loopback: discovery, JWKS, rotation, and every kind of session token, good and bad.
+//! An identity provider on loopback: discovery, JWKS, key rotation, and valid or flawed session tokens.
 //!
 //! ```no_run
 //! # fn f() -> anyhow::Result<()> {
@@ -8,12 +8,12 @@
 //! let session = idp.mint("user_1", &MintOptions::default());
 //! let expired = idp.mint("user_1", &MintOptions { ttl: -60, ..MintOptions::default() });
 //! let forged = idp.mint("user_1", &MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
-//! idp.rotate(kit::idp::Old::Withdrawn); // what was minted before no longer verifies
+//! idp.rotate(kit::idp::OldKeys::Withdrawn); // tokens minted before no longer verify
 //! # Ok(()) }
 //! ```
 //!
 //! Over HTTP: `/.well-known/openid-configuration`, `/.well-known/jwks.json`, and `/mint?sub=…&ttl=…&aud=…&azp=…&alg=…`,
-//! which answers a token as text.
+//! which returns a token as text.
 
 mod http;
 mod keys;
@@ -27,20 +27,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 
-use crate::net::Gate;
+use crate::net::ReopenableListener;
 use keys::KeySet;
 
-/// What becomes of the keys there were, when new ones come.
+/// What rotation does with the previous keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Old {
-    /// They stay in the JWKS: tokens of theirs still verify.
+pub enum OldKeys {
+    /// They stay in the JWKS: their tokens still verify.
     Published,
     Withdrawn,
 }
 
-/// The issuer; dropped, it answers no more.
+/// The issuer; it stops serving on drop.
 pub struct Idp {
-    gate: Gate,
+    listener: ReopenableListener,
     state: Arc<State>,
 }
 
@@ -51,20 +51,20 @@ struct State {
 }
 
 impl Idp {
-    /// The audience that tokens are for unless asked otherwise.
+    /// Default audience of tokens.
     pub const AUDIENCE: &str = "svc-test";
 
     pub fn start() -> Result<Self> {
         let keys = Mutex::new(KeySet::generate()?);
         let state = Arc::new(State { keys, jwks_fetches: AtomicUsize::new(0), jwks_status: Mutex::new(200) });
         let serving = Arc::clone(&state);
-        let gate = Gate::open(move |stream| http::serve(Arc::clone(&serving), stream))?;
-        Ok(Self { gate, state })
+        let listener = ReopenableListener::open(move |stream| http::serve(Arc::clone(&serving), stream))?;
+        Ok(Self { listener, state })
     }
 
     /// The issuer's name and address, `http://127.0.0.1:<port>`.
     pub fn issuer(&self) -> String {
-        format!("http://{}", self.gate.addr())
+        format!("http://{}", self.listener.addr())
     }
 
     pub fn jwks_url(&self) -> String {
@@ -81,18 +81,19 @@ impl Idp {
         pairs.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// A token for a subject, signed with the newest key of the algorithm that the options name.
+    /// Mints a token for a subject, signed with the newest key of the chosen algorithm.
     pub fn mint(&self, sub: &str, options: &MintOptions) -> String {
         mint::mint(&self.state.keys(), &self.issuer(), sub, options)
     }
 
-    /// New keys under new ids, which sign from now on. (The RSA key, which takes long to make, gets only a new id.)
-    pub fn rotate(&self, old: Old) -> Result<()> {
+    /// Generates new keys with new ids, which sign from now on. (The RSA key is slow to generate and only gets a new
+    /// id.)
+    pub fn rotate(&self, old: OldKeys) -> Result<()> {
         let new = KeySet::generate()?;
         let mut keys = self.state.keys();
         *keys = match old {
-            Old::Published => new.followed_by(std::mem::take(&mut *keys)),
-            Old::Withdrawn => new,
+            OldKeys::Published => new.followed_by(std::mem::take(&mut *keys)),
+            OldKeys::Withdrawn => new,
         };
         Ok(())
     }
@@ -102,23 +103,23 @@ impl Idp {
         self.state.keys().current(alg).kid.clone()
     }
 
-    /// How often the JWKS has been fetched, whatever the answer was.
+    /// Number of JWKS requests, regardless of their response.
     pub fn jwks_fetches(&self) -> usize {
         self.state.jwks_fetches.load(Ordering::SeqCst)
     }
 
-    /// Answers JWKS requests with this status and no keys, until it is 200 again.
-    pub fn jwks_status(&self, status: u16) {
+    /// Sets the status of JWKS responses; without keys unless it is 200.
+    pub fn set_jwks_status(&self, status: u16) {
         *self.state.jwks_status.lock().unwrap_or_else(PoisonError::into_inner) = status;
     }
 
     /// Refuses connections until [`Idp::up`].
     pub fn down(&self) {
-        self.gate.close();
+        self.listener.close();
     }
 
     pub fn up(&self) -> Result<()> {
-        Ok(self.gate.reopen()?)
+        Ok(self.listener.reopen()?)
     }
 }
 

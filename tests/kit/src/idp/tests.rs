@@ -1,4 +1,4 @@
-//! Tokens and keys of the issuer, good and bad, as a verifier sees them.
+//! Tokens and keys of the issuer, from a verifier's point of view.
 
 use anyhow::{Context, Result};
 use base64::Engine;
@@ -23,8 +23,8 @@ async fn get(url: &str) -> Result<String> {
     Ok(reqwest::get(url).await?.error_for_status()?.text().await?)
 }
 
-/// The claims of a token, if a key of the published set has signed it with the algorithm that the set says.
-async fn verified(idp: &Idp, token: &str) -> Result<Value> {
+/// Returns the claims of a token if a published key has signed it with the algorithm of that key.
+async fn verify(idp: &Idp, token: &str) -> Result<Value> {
     let jwks: Value = serde_json::from_str(&get(&idp.jwks_url()).await?)?;
     let (signed, signature) = token.rsplit_once('.').context("parts")?;
     let (header, claims) = signed.split_once('.').context("three parts")?;
@@ -50,12 +50,12 @@ async fn verified(idp: &Idp, token: &str) -> Result<Value> {
 }
 
 #[tokio::test]
-async fn tokens_of_each_algorithm_verify_by_the_published_keys() -> Result<()> {
+async fn tokens_verify_with_published_keys() -> Result<()> {
     let idp = Idp::start()?;
     for alg in Alg::ALL {
         let token =
             idp.mint("user_1", &MintOptions { alg, azp: Some("app".into()), ..MintOptions::default() });
-        let claims = verified(&idp, &token).await?;
+        let claims = verify(&idp, &token).await?;
         assert_eq!((&claims["sub"], &claims["azp"]), (&"user_1".into(), &"app".into()), "{alg:?}");
         assert_eq!(
             (claims["iss"].as_str(), claims["aud"].as_str()),
@@ -69,16 +69,16 @@ async fn tokens_of_each_algorithm_verify_by_the_published_keys() -> Result<()> {
 }
 
 #[tokio::test]
-async fn no_flawed_token_verifies() -> Result<()> {
+async fn flawed_tokens_do_not_verify() -> Result<()> {
     let idp = Idp::start()?;
     for alg in Alg::ALL {
         for flaw in Flaw::ALL {
             let token = idp.mint("user_1", &MintOptions { alg, flaw: Some(flaw), ..MintOptions::default() });
-            assert!(verified(&idp, &token).await.is_err(), "{alg:?} {flaw:?}");
+            assert!(verify(&idp, &token).await.is_err(), "{alg:?} {flaw:?}");
         }
         let kid = Some("of-nobody".to_owned());
         assert!(
-            verified(&idp, &idp.mint("user_1", &MintOptions { alg, kid, ..MintOptions::default() }))
+            verify(&idp, &idp.mint("user_1", &MintOptions { alg, kid, ..MintOptions::default() }))
                 .await
                 .is_err()
         );
@@ -87,7 +87,7 @@ async fn no_flawed_token_verifies() -> Result<()> {
 }
 
 #[tokio::test]
-async fn claims_are_as_asked_for() -> Result<()> {
+async fn mint_applies_claim_overrides() -> Result<()> {
     let idp = Idp::start()?;
     let mut options = MintOptions {
         ttl: -60,
@@ -98,7 +98,7 @@ async fn claims_are_as_asked_for() -> Result<()> {
     };
     options.claims.insert("sid".into(), Value::Null);
     options.claims.insert("role".into(), "admin".into());
-    let claims = verified(&idp, &idp.mint("user_1", &options)).await?;
+    let claims = verify(&idp, &idp.mint("user_1", &options)).await?;
     let now = jiff::Timestamp::now().as_second();
     assert!(claims["exp"].as_i64() < Some(now - 50), "{claims}");
     assert_eq!((&claims["iss"], &claims["role"]), (&"https://other".into(), &"admin".into()));
@@ -107,18 +107,18 @@ async fn claims_are_as_asked_for() -> Result<()> {
 }
 
 #[tokio::test]
-async fn rotation_keeps_or_withdraws_the_old_keys() -> Result<()> {
+async fn rotation_publishes_or_withdraws_old_keys() -> Result<()> {
     let idp = Idp::start()?;
     let options = MintOptions { alg: Alg::EdDsa, ..MintOptions::default() };
     let (first_kid, first) = (idp.kid(Alg::EdDsa), idp.mint("user_1", &options));
-    idp.rotate(Old::Published)?;
+    idp.rotate(OldKeys::Published)?;
     assert_ne!(idp.kid(Alg::EdDsa), first_kid);
     let second = idp.mint("user_1", &options);
-    verified(&idp, &first).await?;
-    verified(&idp, &second).await?;
-    idp.rotate(Old::Withdrawn)?;
-    assert!(verified(&idp, &second).await.is_err());
-    verified(&idp, &idp.mint("user_1", &options)).await?;
+    verify(&idp, &first).await?;
+    verify(&idp, &second).await?;
+    idp.rotate(OldKeys::Withdrawn)?;
+    assert!(verify(&idp, &second).await.is_err());
+    verify(&idp, &idp.mint("user_1", &options)).await?;
     Ok(())
 }
 
@@ -132,7 +132,7 @@ async fn discovery_and_mint_work_over_http() -> Result<()> {
         (&idp.issuer().into(), &idp.jwks_url().into())
     );
     let token = get(&format!("{}/mint?sub=user_2&ttl=30&alg=ES256&aud=other", idp.issuer())).await?;
-    let claims = verified(&idp, &token).await?;
+    let claims = verify(&idp, &token).await?;
     assert_eq!(
         (&claims["sub"], &claims["aud"], &claims["iss"]),
         (&"user_2".into(), &"other".into(), &idp.issuer().into())
@@ -142,11 +142,11 @@ async fn discovery_and_mint_work_over_http() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_jwks_can_be_out_of_order_and_the_issuer_down() -> Result<()> {
+async fn jwks_errors_and_outages_can_be_simulated() -> Result<()> {
     let idp = Idp::start()?;
-    idp.jwks_status(503);
+    idp.set_jwks_status(503);
     assert!(get(&idp.jwks_url()).await.is_err());
-    idp.jwks_status(200);
+    idp.set_jwks_status(200);
     get(&idp.jwks_url()).await?;
     assert_eq!(idp.jwks_fetches(), 2);
     idp.down();

@@ -1,4 +1,4 @@
-//! The acts, in the story's order: the one list that the lab plays from.
+//! The list of all acts, in order.
 
 use anyhow::{Result, bail};
 use futures_util::future::LocalBoxFuture;
@@ -6,111 +6,128 @@ use futures_util::future::LocalBoxFuture;
 use super::{agent, data, faults, life, look, packages, stages, updates};
 use crate::story::{self, MachineRecord, Stack};
 
-/// What is played on the machine once it is provisioned.
+/// Acts to run on the machine after provisioning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Acts {
-    /// The main job: use, reboot, backup, loss, recovery.
+    /// The main scenario: use, reboot, backup, loss, recovery.
     Quick,
-    /// What only a machine shows, too.
-    Whole,
-    /// These alone, in the story's order: for whoever works on one of them.
+    /// Also the checks that need a real machine.
+    Full,
+    /// Only these, in the same order: for working on one of them.
     Only(Vec<String>),
 }
 
-/// The slot's machines as the story goes on.
-pub(super) struct Lives {
+/// The machines of the slot.
+pub(super) struct SlotMachines {
     pub(super) first: MachineRecord,
-    /// The one that serves; the first, until there was a recovery.
-    pub(super) now: MachineRecord,
+    /// The serving machine; equal to `first` until a recovery.
+    pub(super) current: MachineRecord,
 }
 
-type Play = for<'a> fn(&'a Stack, &'a mut Lives) -> LocalBoxFuture<'a, Result<((), String)>>;
+type RunAct = for<'a> fn(&'a Stack, &'a mut SlotMachines) -> LocalBoxFuture<'a, Result<((), String)>>;
 
-pub(super) struct Act {
+pub(super) struct LabAct {
     pub(super) name: &'static str,
     is_quick: bool,
-    pub(super) play: Play,
+    pub(super) run: RunAct,
 }
 
-const fn quick(name: &'static str, play: Play) -> Act {
-    Act { name, is_quick: true, play }
+const fn quick_act(name: &'static str, run: RunAct) -> LabAct {
+    LabAct { name, is_quick: true, run }
 }
 
-const fn whole(name: &'static str, play: Play) -> Act {
-    Act { name, is_quick: false, play }
+const fn full_act(name: &'static str, run: RunAct) -> LabAct {
+    LabAct { name, is_quick: false, run }
 }
 
-static ACTS: [Act; 32] = [
-    quick("boot", |stack, lives| Box::pin(stages::of_boot(stack, &lives.now))),
-    quick("sound", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
-    quick("use", |stack, _| Box::pin(life::insert_and_find(stack))),
-    quick("dispatch", |stack, lives| Box::pin(agent::dispatch(stack, &lives.now))),
-    quick("reboot", |stack, lives| Box::pin(life::reboot(stack, &lives.now))),
-    whole("database-dies", |stack, lives| Box::pin(faults::database_killed(stack, &lives.now))),
-    whole("disk-full", |stack, lives| Box::pin(faults::disk_full(stack, &lives.now))),
-    whole("resize", |stack, lives| Box::pin(life::resize(stack, &lives.now))),
-    quick("backup", |stack, lives| {
-        Box::pin(async { life::backup(stack, &lives.now).await.map(|(_, said)| ((), said)) })
+static ACTS: [LabAct; 32] = [
+    quick_act("boot", |stack, machines| Box::pin(stages::measure_boot(stack, &machines.current))),
+    quick_act("sound", |stack, machines| Box::pin(look::check_machine(stack, &machines.current))),
+    quick_act("use", |stack, _| Box::pin(life::insert_and_find(stack))),
+    quick_act("dispatch", |stack, machines| Box::pin(agent::run_dispatch(stack, &machines.current))),
+    quick_act("reboot", |stack, machines| Box::pin(life::reboot(stack, &machines.current))),
+    full_act("database-dies", |stack, machines| Box::pin(faults::kill_database(stack, &machines.current))),
+    full_act("disk-full", |stack, machines| Box::pin(faults::fill_disk(stack, &machines.current))),
+    full_act("resize", |stack, machines| Box::pin(life::resize(stack, &machines.current))),
+    quick_act("backup", |stack, machines| {
+        Box::pin(async { life::backup(stack, &machines.current).await.map(|(_, detail)| ((), detail)) })
     }),
-    whole("drill", |stack, lives| Box::pin(life::drill(stack, &lives.now))),
-    whole("store-away", |stack, lives| Box::pin(data::store_away(stack, &lives.now))),
-    whole("side-database", |stack, lives| Box::pin(data::side_database(stack, &lives.now))),
-    whole("archive", |stack, lives| Box::pin(data::archive(stack, &lives.now))),
-    whole("failed-recovery", |stack, lives| {
+    full_act("drill", |stack, machines| Box::pin(life::run_drill(stack, &machines.current))),
+    full_act("store-away", |stack, machines| Box::pin(data::interrupt_store(stack, &machines.current))),
+    full_act("side-database", |stack, machines| {
+        Box::pin(data::restore_side_database(stack, &machines.current))
+    }),
+    full_act("archive", |stack, machines| Box::pin(data::export_and_import(stack, &machines.current))),
+    full_act("failed-recovery", |stack, machines| {
         Box::pin(async {
-            let (back, said) = story::fail_half_way(stack, &lives.now, life::PATIENCE).await?;
-            (lives.first, lives.now) = (back.clone(), back);
-            Ok(((), said))
+            let (machine, detail) =
+                story::fail_recovery_midway(stack, &machines.current, life::TIMEOUTS).await?;
+            (machines.first, machines.current) = (machine.clone(), machine);
+            Ok(((), detail))
         })
     }),
-    quick("later-row", |stack, _| Box::pin(life::insert_later(stack))),
-    quick("loss", |stack, lives| Box::pin(life::lose(stack, &lives.now))),
-    whole("bad-restore", |stack, _| Box::pin(life::refused_restore(stack))),
-    quick("recover", |stack, lives| {
+    quick_act("later-row", |stack, _| Box::pin(life::insert_later_row(stack))),
+    quick_act("loss", |stack, machines| Box::pin(life::lose_machine(stack, &machines.current))),
+    full_act("bad-restore", |stack, _| Box::pin(life::refuse_damaged_restore(stack))),
+    quick_act("recover", |stack, machines| {
         Box::pin(async {
-            let (second, said) = life::recover(stack, &lives.now).await?;
-            lives.now = second;
-            Ok(((), said))
+            let (second, detail) = life::recover(stack, &machines.current).await?;
+            machines.current = second;
+            Ok(((), detail))
         })
     }),
-    quick("rows", |stack, _| Box::pin(life::rows_are_back(stack))),
-    whole("undelete", |stack, lives| Box::pin(story::undelete(stack, &lives.now, life::PATIENCE))),
-    whole("fenced", |stack, lives| Box::pin(life::old_machine_learns(stack, &lives.first))),
-    whole("clock-jump", |stack, lives| Box::pin(faults::clock_jump(stack, &lives.now))),
-    whole("update", |stack, lives| Box::pin(updates::update(stack, &lives.now))),
-    whole("cut-in-update", |stack, lives| Box::pin(updates::power_cut_in_update(stack, &lives.now))),
-    whole("bad-update", |stack, lives| Box::pin(updates::broken_update(stack, &lives.now))),
-    whole("cut-in-backup", |stack, lives| Box::pin(faults::power_cut_in_backup(stack, &lives.now))),
-    whole("full-release", |stack, lives| Box::pin(updates::full_release(stack, &lives.now))),
-    whole("attacks", |stack, lives| Box::pin(agent::attacks(stack, &lives.now))),
-    // After the full release, which brings code-server.
-    whole("terminal", |stack, lives| Box::pin(agent::terminal(stack, &lives.now))),
-    whole("platform-package", |stack, lives| Box::pin(packages::platform_package(stack, &lives.now))),
-    whole("sound-again", |stack, lives| Box::pin(look::sound(stack, &lives.now))),
-    // Last, since it ends what runs.
-    whole("host-package", |stack, lives| Box::pin(packages::host_package(stack, &lives.now))),
+    quick_act("rows", |stack, _| Box::pin(life::check_restored_rows(stack))),
+    full_act("undelete", |stack, machines| {
+        Box::pin(story::undelete(stack, &machines.current, life::TIMEOUTS))
+    }),
+    full_act("fenced", |stack, machines| Box::pin(life::fence_old_machine(stack, &machines.first))),
+    full_act("clock-jump", |stack, machines| Box::pin(faults::jump_clock(stack, &machines.current))),
+    full_act("update", |stack, machines| Box::pin(updates::deploy_update(stack, &machines.current))),
+    full_act("cut-in-update", |stack, machines| {
+        Box::pin(updates::cut_power_during_update(stack, &machines.current))
+    }),
+    full_act("bad-update", |stack, machines| {
+        Box::pin(updates::roll_back_broken_update(stack, &machines.current))
+    }),
+    full_act("cut-in-backup", |stack, machines| {
+        Box::pin(faults::cut_power_during_backup(stack, &machines.current))
+    }),
+    full_act("full-release", |stack, machines| {
+        Box::pin(updates::deploy_full_release(stack, &machines.current))
+    }),
+    full_act("attacks", |stack, machines| Box::pin(agent::run_attacks(stack, &machines.current))),
+    // Requires the full release, which contains code-server.
+    full_act("terminal", |stack, machines| Box::pin(agent::attack_from_terminal(stack, &machines.current))),
+    full_act("platform-package", |stack, machines| {
+        Box::pin(packages::check_platform_package(stack, &machines.current))
+    }),
+    full_act("sound-again", |stack, machines| Box::pin(look::check_machine(stack, &machines.current))),
+    // Last, because it stops the services.
+    full_act("host-package", |stack, machines| {
+        Box::pin(packages::check_host_package(stack, &machines.current))
+    }),
 ];
 
 impl Acts {
-    /// These alone.
+    /// Selects acts by name.
     ///
     /// # Errors
-    /// When one is named that there is not.
+    /// Fails for an unknown name.
     pub fn only(names: Vec<String>) -> Result<Self> {
         if let Some(unknown) = names.iter().find(|name| ACTS.iter().all(|act| act.name != **name)) {
             let known: Vec<&str> = ACTS.iter().map(|act| act.name).collect();
-            bail!("the lab has no act {unknown}; its acts are {}", known.join(", "));
+            bail!("unknown act {unknown}: choose from {}", known.join(", "));
         }
         Ok(Self::Only(names))
     }
 
-    /// Those that are played.
-    pub(super) fn chosen(&self) -> Vec<&'static Act> {
-        let is_played = |act: &&Act| match self {
+    /// The selected acts.
+    pub(super) fn selected(&self) -> Vec<&'static LabAct> {
+        let is_selected = |act: &&LabAct| match self {
             Self::Quick => act.is_quick,
-            Self::Whole => true,
+            Self::Full => true,
             Self::Only(names) => names.iter().any(|name| name == act.name),
         };
-        ACTS.iter().filter(is_played).collect()
+        ACTS.iter().filter(is_selected).collect()
     }
 }

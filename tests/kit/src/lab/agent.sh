@@ -1,5 +1,5 @@
-# One dispatch on a machine: its agent runs as the owner's user in a unit of its own, its files are audited by a watcher that
-# it cannot touch, and nothing of it is left. Prints what held; ends at the first that does not.
+# One dispatch on a machine: its agent runs as the owner's user in its own unit, a protected watcher audits its files,
+# and no process remains. Prints a summary; exits at the first violation.
 set -eu
 home=/home/svc/home
 broken() {
@@ -10,7 +10,7 @@ broken() {
   exit 1
 }
 as_svc() { setpriv --reuid=svc --regid=svc --init-groups "$@"; }
-ask() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
+call_gateway() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
 
 cat >$home/lab-agent.sh <<'AGENT'
 read -r prompt
@@ -23,7 +23,7 @@ kill -9 "$(cat lab-watch.pid)" 2>/dev/null && echo killed >>lab/deep/where
 for socket in gateway/gateway.sock owner/agent.sock owner/code.sock; do
   curl -sS --max-time 5 --unix-socket /run/svc/$socket http://localhost/api/usage >/dev/null 2>&1 && echo "reached $socket" >>lab/deep/where
 done
-# By another process's view of the file system: one of the same user can look there.
+# Through another process's view of the file system, which processes of the same user can access.
 for of in /proc/[0-9]*/root; do
   code=$(curl -sS -o /dev/null -w '%{http_code}' --max-time 5 --unix-socket $of/run/svc/gateway/gateway.sock http://localhost/api/usage 2>/dev/null)
   [ "${code:-0}" = 200 ] && echo "reached the gateway by $of" >>lab/deep/where
@@ -44,26 +44,26 @@ timeout 120 systemctl is-system-running --wait >/dev/null || true
 [ "$(systemctl is-active svc-agent.socket)" = active ] || broken "svc-agent.socket is $(systemctl is-active svc-agent.socket)"
 [ "$(systemctl is-active svc-watch.service)" = active ] || broken "svc-watch is $(systemctl is-active svc-watch.service)"
 systemctl show -P MainPID svc-watch.service >$home/lab-watch.pid
-[ "$(stat -c %U /proc/"$(cat $home/lab-watch.pid)")" = svc-gateway ] || broken "svc-watch is somebody else's"
+[ "$(stat -c %U /proc/"$(cat $home/lab-watch.pid)")" = svc-gateway ] || broken "svc-watch runs as another user"
 as_svc grep -q svc-hook /home/svc/.claude/settings.json || broken "no hook in the owner's settings"
 
-# The owner's own processes read, and decide nothing.
+# The owner's own processes may read, but not change anything.
 code() { as_svc curl -sS -o /dev/null -w '%{http_code}' --max-time 20 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
 [ "$(code http://localhost/api/limits)" = 200 ] || broken "a terminal may not read the limits"
 [ "$(code -X PUT -d '{"daily": 1000}' http://localhost/api/limits)" = 403 ] || broken "a terminal may change the limits"
 [ "$(code -d '{"prompt": "x"}' http://localhost/api/dispatch)" = 403 ] || broken "a terminal may start a dispatch"
 
-# A hook lets go after 100 ms, and on an emulated processor a program's start alone takes half of that: a call that was
-# not audited has to be a recorded gap, and one of some calls is audited.
+# A hook gives up after 100 ms, and on an emulated processor starting a program takes half of that: a call without an
+# audit entry must be recorded as a gap, and at least one of several calls must be audited.
 audit=$home/system/logs/audit.jsonl
 for try in 1 2 3 4 5 6 7 8; do
   id=lab-$try
   rm -rf $home/lab
-  told=$(ask -d "{\"id\": \"$id\", \"prompt\": \"do it\"}" http://localhost/api/dispatch)
-  echo "$told" | grep -q '"text":"it is done"' || broken "the dispatch came to: $told"
+  response=$(call_gateway -d "{\"id\": \"$id\", \"prompt\": \"do it\"}" http://localhost/api/dispatch)
+  echo "$response" | grep -q '"text":"it is done"' || broken "unexpected result of the dispatch: $response"
   [ "$(cat $home/lab/deep/who)" = svc ] || broken "the agent was $(cat $home/lab/deep/who)"
-  grep -q '/svcagents.slice/svc-agent@' $home/lab/deep/where || broken "it ran in $(cat $home/lab/deep/where)"
-  grep -q '^read$\|^killed$\|^reached' $home/lab/deep/where && broken "it may do what it should not: $(cat $home/lab/deep/where)"
+  grep -q '/svcagents.slice/svc-agent@' $home/lab/deep/where || broken "the agent ran in $(cat $home/lab/deep/where)"
+  grep -q '^read$\|^killed$\|^reached' $home/lab/deep/where && broken "the agent reached forbidden resources: $(cat $home/lab/deep/where)"
   for of in /proc/[0-9]*/cmdline; do
     [ "$(tr '\0' ' ' <"$of" 2>/dev/null)" = 'sleep 4321 ' ] && broken "a process outlived its dispatch"
   done
@@ -82,4 +82,4 @@ done
 as_svc sh -c "echo x >>$home/system/logs/audit.jsonl" 2>/dev/null && broken "svc may write the audit"
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
 [ -z "$failed" ] || broken "$failed"
-echo "one dispatch as svc in a unit of its own, \$0.125, $audited names audited at try $try, nothing left"
+echo "one dispatch as svc in its own unit, \$0.125, $audited names audited at try $try, no process left"

@@ -1,19 +1,19 @@
-# What the owner's user tries and must not reach: run by a process of the editor's unit, in its terminal, and by a dispatched agent.
-# Writes to lab-attack.out each thing that it reached, then where it ran.
+# Attacks by the owner's user, run by a process of the editor's unit, in its terminal, and by a dispatched agent. Writes
+# each resource that it reached to lab-attack.out, then the unit in which it ran.
 read -r prompt || true
 cd /home/svc/home
 reached() { echo "$*" >>lab-attack.out; }
-# Links from an app's folder, and its manifest as a FIFO.
+# Links from an app's folder, and a FIFO as manifest.
 mkdir -p apps/lab-linked apps/lab-fifo
 echo '{"name": "lab", "slug": "lab-linked", "version": "1.0.0", "runtime": "static", "build": {"output": "dist"}}' >apps/lab-linked/svc.json
 ln -sfn /opt/svc/env apps/lab-linked/dist
 [ -p apps/lab-fifo/svc.json ] || mkfifo apps/lab-fifo/svc.json
-# What an export meets: links to root's files and a FIFO, and its own folders swapped while it runs.
+# Traps for an export: links to root's files, a FIFO, and folders that are swapped while it runs.
 mkdir -p lab-export
 ln -sfn /opt/svc/env lab-export/env
 ln -sf /opt/svc/env/host.env lab-export/host.env
 [ -p lab-export/fifo ] || mkfifo lab-export/fifo
-# Names in root's ways.
+# Files and directories of root.
 for path in /opt/svc/env/host.env /opt/svc/env/update.env /var/lib/svc/tls/key.pem; do
   cat $path >/dev/null 2>&1 && reached "read $path"
   (echo x >>$path) 2>/dev/null && reached "wrote $path"
@@ -25,7 +25,7 @@ for dir in system system/logs; do
   (: >$dir/lab-planted) 2>/dev/null && reached "made a file in $dir"
   mv $dir $dir-moved 2>/dev/null && reached "moved $dir"
 done
-# The right of the request: limits, dispatches, the side database, the end of another's dispatch.
+# Forbidden requests: limits, dispatches, the side database, the end of another dispatch.
 for call in 'PUT /api/limits {"daily":1000}' 'POST /api/dispatch {"prompt":"x"}' 'POST /api/side-database {}'; do
   set -- $call
   code=$(curl -sS -o /dev/null -w '%{http_code}' --max-time 10 --unix-socket /run/svc/gateway/gateway.sock -X "$1" -H 'content-type: application/json' -d "$3" "http://localhost$2" 2>/dev/null)

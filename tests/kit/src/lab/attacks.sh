@@ -1,5 +1,6 @@
-# The attacks of a review, as the owner's user on a machine: attack.sh as a process of the editor's unit, and as a dispatched
-# agent. What it plants is then met by the gateway and by root's own commands. Prints what held; ends at the first that does not.
+# Attacks from a security review, as the owner's user on a machine: attack.sh runs as a process of the editor's unit and
+# as a dispatched agent. Then the gateway and root's commands encounter the planted files. Prints a summary; exits at
+# the first violation.
 set -eu
 PATH=/opt/svc/bin:$PATH
 home=/home/svc/home
@@ -9,9 +10,9 @@ broken() { echo "BROKEN $*"; exit 1; }
 secret=$(sed -n 's/^UPGRADE_TOKEN=//p' /opt/svc/env/host.env | tr -d '"')
 [ -n "$secret" ] || broken "the machine has no UPGRADE_TOKEN"
 [ -s $home/lab-attack.sh ] || broken "there is no lab-attack.sh"
-ask() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
+call_gateway() { curl -sS --max-time 90 --unix-socket /run/svc/gateway/gateway.sock -H 'content-type: application/json' "$@"; }
 
-# As a process of the editor's unit: its view of the file system, its control group, its user.
+# Runs as a process of the editor's unit: with its view of the file system, its control group, its user.
 attack_in() {
   pid=$(systemctl show -P MainPID "$1")
   group=/sys/fs/cgroup$(systemctl show -P ControlGroup "$1")
@@ -22,25 +23,25 @@ attack_in() {
       sh $home/lab-attack.sh </dev/null >/dev/null 2>&1
   ) || true
 }
-came_to() {
+check_outcome() {
   grep -q '^done as svc in ' $home/lab-attack.out || broken "$1: the attack did not run: $(cat $home/lab-attack.out 2>&1)"
-  grep -v '^done as svc in ' $home/lab-attack.out && broken "$1 may do what it should not"
+  grep -v '^done as svc in ' $home/lab-attack.out && broken "$1 reached forbidden resources"
   return 0
 }
 unit=svc-code.service
 [ "$(systemctl is-active $unit)" = active ] || unit=svc-shell.service
-[ "$(systemctl is-active $unit)" = active ] || broken "neither editor nor shell run"
+[ "$(systemctl is-active $unit)" = active ] || broken "neither the editor nor the shell is running"
 attack_in $unit
-came_to "a process of $unit"
+check_outcome "a process of $unit"
 
 # As a dispatched agent.
 cp $home/system/config.json /var/tmp/lab-config.json 2>/dev/null || true
 echo '{"agents": {"lab": {"adapter": "json-lines", "command": ["sh", "lab-attack.sh"]}}}' >$home/system/config.json
 chown svc-gateway:svc $home/system/config.json
 rm -f $home/lab-attack.out
-told=$(ask -d '{"id": "lab-attack", "prompt": "attack"}' http://localhost/api/dispatch)
-echo "$told" | grep -q '"text":"attacked"' || broken "the dispatch came to: $told"
-came_to "a dispatched agent"
+response=$(call_gateway -d '{"id": "lab-attack", "prompt": "attack"}' http://localhost/api/dispatch)
+echo "$response" | grep -q '"text":"attacked"' || broken "unexpected result of the dispatch: $response"
+check_outcome "a dispatched agent"
 grep -q '/svcagents.slice/svc-agent@' $home/lab-attack.out || broken "it ran in $(cat $home/lab-attack.out)"
 for _ in 1 2 3 4 5 6 7 8 9 10; do
   forged=$(grep -c '"why":"forged"' $home/system/logs/audit.jsonl 2>/dev/null || true)
@@ -49,14 +50,14 @@ for _ in 1 2 3 4 5 6 7 8 9 10; do
 done
 [ "${forged:-0}" -ge 1 ] || broken "a forged end of a dispatch left no gap in the audit"
 
-# What was planted, met by the gateway.
+# The gateway encounters the planted files.
 for path in /apps/lab-linked/ /apps/lab-linked/host.env /apps/lab-linked/update.env /icons/lab-linked /apps/lab-fifo/; do
-  ask "http://localhost$path" | grep -qF "$secret" && broken "$path serves an env file"
+  call_gateway "http://localhost$path" | grep -qF "$secret" && broken "$path serves an env file"
 done
 [ "$(curl -sS -o /dev/null -w '%{http_code}' --max-time 20 --unix-socket /run/svc/gateway/gateway.sock http://localhost/readyz)" = 200 ] ||
-  broken "the gateway is not ready any more"
+  broken "the gateway is no longer ready"
 
-# Met by root: an export, while folders are swapped for links all the time.
+# Root exports while folders are constantly swapped for links.
 setsid setpriv --reuid=svc --regid=svc --init-groups sh -c "cd $home && mkdir -p lab-swap && echo mine >lab-swap/file && while :; do mv lab-swap lab-swapped && ln -s /opt/svc/env lab-swap && rm lab-swap && mv lab-swapped lab-swap; done" >/dev/null 2>&1 &
 swapper=$!
 mkdir -p -m 0700 /var/backups/lab
@@ -67,14 +68,14 @@ swapper=
 grep -qF "$secret" /var/backups/lab/ada.tar && broken "the export has a secret of the machine"
 tar -tf /var/backups/lab/ada.tar | grep -q 'lab-export/fifo' && broken "the export has a FIFO"
 
-# Root runs no program that svc-gateway's settings name.
+# Root must not run programs named in svc-gateway's settings.
 mkdir -p $home/lab-bin && printf '#!/bin/sh\nid -un >>/var/tmp/lab-ran-as\nexit 1\n' >$home/lab-bin/pg_dump
 for tool in pg_restore psql pg_dumpall; do cp $home/lab-bin/pg_dump $home/lab-bin/$tool; done
 chmod -R a+rx $home/lab-bin && chown -R svc:svc $home/lab-bin
 rm -f /var/tmp/lab-ran-as && install -m 0666 /dev/null /var/tmp/lab-ran-as
-# They can show who ran them, and commands of ours do run them where root's own environment names them.
+# The planted programs work, and commands run them if root's own environment names them.
 $home/lab-bin/pg_dump || true
-grep -qx root /var/tmp/lab-ran-as || broken "the planted programs show nothing"
+grep -qx root /var/tmp/lab-ran-as || broken "the planted programs do not work"
 : >/var/tmp/lab-ran-as
 SVC_PG_BIN_DIR=$home/lab-bin timeout 300 svc-db-backup export --output /var/backups/lab/own.tar >/dev/null 2>&1 || true
 [ -s /var/tmp/lab-ran-as ] || broken "an export runs no program of SVC_PG_BIN_DIR"
@@ -91,4 +92,4 @@ rm -rf /var/backups/lab $home/lab-* $home/apps/lab-* /var/tmp/lab-host.env
 [ -f /var/tmp/lab-config.json ] && cat /var/tmp/lab-config.json >$home/system/config.json
 failed=$(systemctl --failed --plain --no-legend | grep svc- || true)
 [ -z "$failed" ] || broken "$failed"
-echo "links, FIFOs and swapped folders, root's settings, rights and a forged end, from $unit and from an agent: nothing reached"
+echo "links, FIFOs, swapped folders, root's settings, permissions and a forged end, from $unit and from an agent: nothing reached"

@@ -1,4 +1,4 @@
-//! Looks inside a machine: what must hold on every one that runs.
+//! Invariants of every running machine, and its journal.
 
 use std::fs;
 use std::path::Path;
@@ -8,41 +8,41 @@ use anyhow::{Result, bail};
 
 use crate::story::{MachineRecord, Stack};
 
-const SOUND: &str = include_str!("sound.sh");
-const DEADLINE: Duration = Duration::from_secs(300);
+const CHECKS: &str = include_str!("sound.sh");
+const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Every check of `sound.sh`.
-pub async fn sound(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
-    let on = stack.provider.machine(&machine.server)?;
-    let said = on.run(SOUND, DEADLINE).await?;
-    let (held, broken): (Vec<&str>, Vec<&str>) = said
+/// Runs all checks of `sound.sh`.
+pub async fn check_machine(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    let vm = stack.provider.machine(&machine.server)?;
+    let output = vm.run(CHECKS, TIMEOUT).await?;
+    let (passed, broken): (Vec<&str>, Vec<&str>) = output
         .stdout
         .lines()
         .filter(|line| line.starts_with("ok ") || line.starts_with("BROKEN "))
         .partition(|line| line.starts_with("ok "));
-    if !said.status.success() || !broken.is_empty() || held.is_empty() {
-        bail!("{} hold; {}\n{}{}", held.len(), broken.join("; "), said.stdout, said.stderr);
+    if !output.status.success() || !broken.is_empty() || passed.is_empty() {
+        bail!("{} checks passed; {}\n{}{}", passed.len(), broken.join("; "), output.stdout, output.stderr);
     }
-    Ok(((), format!("{} looks inside: {}", held.len(), held.join(", ").replace("ok ", ""))))
+    Ok(((), format!("{} checks: {}", passed.len(), passed.join(", ").replace("ok ", ""))))
 }
 
-/// Before a machine goes away for good.
-pub async fn keep_journal(stack: &Stack, machine: &MachineRecord) {
-    if let Ok(on) = stack.provider.machine(&machine.server)
-        && let Err(error) = on.keep_journal().await
+/// Saves the journal of a machine before it is deleted.
+pub async fn save_journal(stack: &Stack, machine: &MachineRecord) {
+    if let Ok(vm) = stack.provider.machine(&machine.server)
+        && let Err(error) = vm.save_journal().await
     {
         println!("      (no journal of {}: {error:#})", machine.server);
     }
 }
 
-/// Of every machine that is still on.
-pub async fn keep_journals(stack: &Stack, machines: &Path) {
+/// Saves the journals of all machines that are on.
+pub async fn save_journals(stack: &Stack, machines: &Path) {
     for entry in fs::read_dir(machines).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         if let Ok(machine) = stack.provider.machine(&name)
             && machine.is_on()
         {
-            machine.keep_journal().await.ok();
+            machine.save_journal().await.ok();
         }
     }
 }

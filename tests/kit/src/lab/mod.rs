@@ -1,8 +1,8 @@
-//! The lab: the main job on real machines, then what only a machine shows. Debian in QEMU, booted by cloud-init, run by
-//! systemd, with the database in its container.
+//! The lab: the main scenario on real machines, and checks that need them. Debian in QEMU, provisioned by cloud-init,
+//! run by systemd, with the database in a container.
 //!
-//! It drives what an operator has: `svcctl`, HTTP, the provider's console, and SSH for looks inside.
-//! Everything it saw stays below `target/lab`: a directory for each machine with its console and its journal.
+//! It uses the interfaces of an operator: `svcctl`, HTTP, the provider's console, and SSH for inspection. Consoles and
+//! journals are stored below `target/lab`, in a directory per machine.
 
 mod acts;
 mod agent;
@@ -23,16 +23,16 @@ use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::acts::Acts;
-use self::acts::{Act, Lives};
+use self::acts::{LabAct, SlotMachines};
 use crate::child;
 use crate::fetch::target_dir;
 use crate::pg::PgBinaries;
 use crate::provider::MachineSettings;
-use crate::story::{Front, Ground, Report, Stack, Stopped};
+use crate::story::{HostBackend, Report, RouterTransport, Stack, StepFailed};
 use crate::vm::{Accel, Image};
 
-/// Under emulation, and with whatever else this machine is doing.
-const LONGEST_STEP: Duration = Duration::from_secs(1800);
+/// Long enough for emulation on a busy machine.
+const STEP_TIMEOUT: Duration = Duration::from_secs(1800);
 
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -41,33 +41,33 @@ pub struct Options {
     pub acts: Acts,
 }
 
-/// Plays it to its end, or to the step that fails; no machine runs when this returns.
+/// Runs all steps, or until one fails; no machine is running when this returns.
 ///
 /// # Errors
-/// When it cannot begin: no root, no QEMU, no image.
-pub async fn play(options: Options) -> Result<Report> {
-    let acts = options.acts.chosen();
-    let mut report = Report::of("lab", LONGEST_STEP);
+/// Fails if it cannot start: no root, no QEMU, no image.
+pub async fn run(options: Options) -> Result<Report> {
+    let acts = options.acts.selected();
+    let mut report = Report::with_timeout("lab", STEP_TIMEOUT);
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    // Sockets lie in it, whose paths have room for 107 bytes.
+    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
     let sockets = tempfile::Builder::new().prefix("svc-lab-").tempdir_in("/tmp")?;
-    child::remove_with_us(sockets.path());
+    child::remove_on_exit(sockets.path());
     let dir = target_dir().join("lab");
-    fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
-    // One at a time: they would delete each other's disks.
+    fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
+    // Only one at a time: concurrent runs would delete each other's disks.
     let lock = fs::File::create(dir.join("lock"))?;
-    lock.try_lock().context("another lab is played in this target directory")?;
+    lock.try_lock().context("another lab is running in this target directory")?;
     let machines = dir.join("machines");
-    // Disks of gigabytes, and the logs of another run.
+    // Deletes disks of gigabytes, and logs of an earlier run.
     fs::remove_dir_all(&machines).ok();
-    fs::create_dir_all(&machines).with_context(|| format!("make {}", machines.display()))?;
-    let ended = tokio::select! {
-        end = whole(&mut report, &options.svc, &acts, &machines, sockets.path()) => Some(end.is_ok()),
+    fs::create_dir_all(&machines).with_context(|| format!("create {}", machines.display()))?;
+    let outcome = tokio::select! {
+        result = run_all(&mut report, &options.svc, &acts, &machines, sockets.path()) => Some(result.is_ok()),
         _ = terminate.recv() => None,
         _ = interrupt.recv() => None,
     };
-    report.ok = ended == Some(true);
+    report.ok = outcome == Some(true);
     remove_disks(&machines);
     println!("{}", report.summary());
     println!("consoles and journals: {}", machines.display());
@@ -75,63 +75,63 @@ pub async fn play(options: Options) -> Result<Report> {
     Ok(report)
 }
 
-async fn whole(
+async fn run_all(
     report: &mut Report,
     svc: &Path,
-    acts: &[&Act],
+    acts: &[&LabAct],
     machines: &Path,
     sockets: &Path,
-) -> Result<(), Stopped> {
+) -> Result<(), StepFailed> {
     let (image, accel) =
-        report.step("image", image(acts.iter().any(|act| act.name == "full-release"))).await?;
+        report.step("image", build_image(acts.iter().any(|act| act.name == "full-release"))).await?;
     let settings = MachineSettings { image, accel, dir: machines.to_owned(), sockets: sockets.to_owned() };
-    let ground = Ground::Machines(settings);
-    let stack = Stack::up_on(svc, sockets, Front::Tls, ground, &[]);
+    let backend = HostBackend::Machines(settings);
+    let stack = Stack::start_on(svc, sockets, RouterTransport::Tls, backend, &[]);
     let stack = report.step("stack", stack).await?;
-    let end = story(report, acts, &stack).await;
-    if end.is_err() {
+    let result = run_acts(report, acts, &stack).await;
+    if result.is_err() {
         stack.print_logs();
     }
-    look::keep_journals(&stack, machines).await;
-    stack.down().await;
-    end
+    look::save_journals(&stack, machines).await;
+    stack.stop().await;
+    result
 }
 
-async fn image(with_full_release: bool) -> Result<((Image, Accel), String)> {
+async fn build_image(with_full_release: bool) -> Result<((Image, Accel), String)> {
     let built = tokio::task::spawn_blocking(move || {
         if with_full_release {
             release::prepare()?;
         }
-        let image = Image::built(&target_dir(), &PgBinaries::locate_or_fetch(&target_dir())?)?;
+        let image = Image::build_or_reuse(&target_dir(), &PgBinaries::locate_or_fetch(&target_dir())?)?;
         let accel = Accel::probe(&image)?;
         Ok::<_, anyhow::Error>((image, accel))
     });
     let (image, accel) = built.await??;
-    let how = match accel {
+    let accel_name = match accel {
         Accel::Kvm => "KVM",
-        Accel::Tcg => "emulation: /dev/kvm is missing or runs no kernel",
+        Accel::Tcg => "emulation: /dev/kvm is missing or unusable",
     };
-    Ok(((image, accel), format!("Debian with podman and PostgreSQL 16; processors by {how}")))
+    Ok(((image, accel), format!("Debian with podman and PostgreSQL 16; {accel_name}")))
 }
 
-async fn story(report: &mut Report, acts: &[&Act], stack: &Stack) -> Result<(), Stopped> {
+async fn run_acts(report: &mut Report, acts: &[&LabAct], stack: &Stack) -> Result<(), StepFailed> {
     report.step("publish", life::publish(stack)).await?;
     let first = report.step("provision", life::provision(stack)).await?;
-    let mut lives = Lives { now: first.clone(), first };
+    let mut slot_machines = SlotMachines { current: first.clone(), first };
     for act in acts {
-        report.step(act.name, (act.play)(stack, &mut lives)).await?;
+        report.step(act.name, (act.run)(stack, &mut slot_machines)).await?;
     }
-    look::keep_journal(stack, &lives.now).await;
-    report.step("delete", life::delete(stack, &lives.now)).await?;
-    report.step("gone", life::nobody_is_served(stack)).await
+    look::save_journal(stack, &slot_machines.current).await;
+    report.step("delete", life::delete(stack, &slot_machines.current)).await?;
+    report.step("gone", life::check_owner_gets_503(stack)).await
 }
 
-/// What is left is small, and says what happened.
+/// Deletes large files; the logs remain.
 fn remove_disks(machines: &Path) {
     for machine in fs::read_dir(machines).into_iter().flatten().flatten() {
         fs::remove_file(machine.path().join("disk.qcow2")).ok();
         fs::remove_file(machine.path().join("seed.iso")).ok();
-        // It has credentials in it, if of a fleet that is gone.
+        // It contains credentials.
         fs::remove_file(machine.path().join("user-data")).ok();
     }
 }

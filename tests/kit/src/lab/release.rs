@@ -1,5 +1,5 @@
-//! The bundles of the lab: a small one, with the executable, the units, the kit's apps and PostgreSQL's client tools; and
-//! a full one, with all that a release may have.
+//! Bundles of the lab: a small one with the executable, the units, the kit's apps and PostgreSQL's client tools, and a
+//! full one with every part of a release.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,19 +11,21 @@ use crate::bundle::{Options, apps, runtime};
 use crate::fetch::target_dir;
 use crate::pg::PgBinaries;
 
-/// Of no identity provider; nothing here asks it.
+/// Not a real host: nothing here contacts it.
 const IDP_HOST: &str = "idp.svc.test";
 
-/// What [`full`] fetches and builds, once; it takes Node.js 20 or newer and npm.
+/// Prefetches the parts of [`full`]; requires Node.js 20 or newer and npm.
 pub fn prepare() -> Result<()> {
     for program in ["node", "npm"] {
         let found = Command::new(program).arg("--version").output();
-        found.with_context(|| format!("a full release takes Node.js 20 or newer: there is no {program}"))?;
+        found.with_context(|| {
+            format!("a full release requires Node.js 20 or newer and npm: {program} is missing")
+        })?;
     }
     browser::code_server().map(drop)
 }
 
-/// As [`small`], with the default apps, the shell, code-server and its Node.js.
+/// Like [`small`], with the default apps, the shell, code-server and its Node.js.
 pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = small(svc, postgres, version, dir)?;
     apps::build(&mut options, &target_dir().join("lab/apps"), Some(&apps::test_key(IDP_HOST)))?;
@@ -31,9 +33,9 @@ pub fn full(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Res
     Ok(options)
 }
 
-/// Options for a bundle that boots on a machine; `dir` is a place to put its parts together.
+/// Options of a bundle that boots on a machine; its parts are assembled in `dir`.
 pub fn small(svc: &Path, postgres: &PgBinaries, version: &str, dir: &Path) -> Result<Options> {
     let mut options = Options::new(svc, version, &dir.join("out"))?;
-    options.runtime.push(runtime::client_tools(postgres, &dir.join("postgres"))?);
+    options.runtime.push(runtime::copy_client_tools(postgres, &dir.join("postgres"))?);
     Ok(options)
 }

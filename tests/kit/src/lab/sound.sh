@@ -1,8 +1,8 @@
-# What must hold on a machine that runs. Each check prints a line; nothing here changes the machine for good.
+# Invariants of a running machine. Each check prints a line; nothing is changed permanently.
 set -u
 check() {
   name=$1; shift
-  if said=$("$@" 2>&1); then echo "ok $name"; else echo "BROKEN $name: $said"; fi
+  if output=$("$@" 2>&1); then echo "ok $name"; else echo "BROKEN $name: $output"; fi
 }
 as() { user=$1; shift; setpriv --reuid="$user" --regid="$(id -g "$user")" --init-groups "$@"; }
 value() { sed -n "s/^$1=//p" "$2" | tr -d '"'; }
@@ -13,17 +13,17 @@ no_unit_failed() {
   [ -z "$failed" ] || { echo "$failed"; systemctl --failed --plain --no-legend | while read -r unit _; do journalctl -u "$unit" -n 5 --no-pager; done; return 1; }
 }
 ports() {
-  others=$(ss -Hltn | awk '{print $4}' | grep -vE '^(0\.0\.0\.0|\*|\[::\]):(443|22)$' | grep -vE '^127\.|^\[::1\]' || true)
-  [ -z "$others" ] || { echo "also listens at $others"; return 1; }
+  unexpected=$(ss -Hltn | awk '{print $4}' | grep -vE '^(0\.0\.0\.0|\*|\[::\]):(443|22)$' | grep -vE '^127\.|^\[::1\]' || true)
+  [ -z "$unexpected" ] || { echo "also listens at $unexpected"; return 1; }
   for port in 443 22; do ss -Hltn | awk '{print $4}' | grep -q ":$port\$" || { echo "nothing at $port"; return 1; }; done
   udp=$(ss -Hlun | awk '{print $4}' | grep -vE '^127\.|^\[::1\]|:(68|123)$' || true)
   [ -z "$udp" ] || { echo "also UDP at $udp"; return 1; }
 }
 env_files() {
-  others=$(find /opt/svc/env -type f ! -perm 0600)
-  [ -z "$others" ] && [ "$(find /opt/svc/env -name '*.env' | wc -l)" -ge 3 ] || { ls -la /opt/svc/env; return 1; }
+  unexpected=$(find /opt/svc/env -type f ! -perm 0600)
+  [ -z "$unexpected" ] && [ "$(find /opt/svc/env -name '*.env' | wc -l)" -ge 3 ] || { ls -la /opt/svc/env; return 1; }
 }
-# The provider's metadata service has the user-data, with all its secrets.
+# The provider's metadata service returns the user-data with all its secrets.
 metadata() {
   ip netns add lab-metadata
   ip link add lab-m0 type veth peer name lab-m1 netns lab-metadata
@@ -46,43 +46,43 @@ secrets() {
   value AWS_SESSION_TOKEN /opt/svc/env/r2.env
 }
 list=$(mktemp); secrets | grep . >"$list"; chmod 0600 "$list"
-# The searches below find what is there: a look that could not fail would say nothing.
+# Verifies that the searches below can find secrets at all.
 searches_work() {
   for canary in /opt/svc/lab-canary /run/lab-canary; do
     (umask 022 && head -n 1 "$list" >$canary)
     for user in svc nobody; do
-      all_of $user | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q "^$canary\$" || { echo "$user does not find $canary"; rm -f $canary; return 1; }
+      files_readable_by $user | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q "^$canary\$" || { echo "$user does not find $canary"; rm -f $canary; return 1; }
     done
     rm -f $canary
   done
   [ ${#password} -ge 32 ] && [ "$(wc -l <"$list")" -ge 3 ] && grep -qF -f "$list" /opt/svc/env/host.env || return 1
-  all_of svc-gateway | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q '^/opt/svc/env/host.env$' || { echo "host.env was not found by its owner"; return 1; }
+  files_readable_by svc-gateway | xargs -0 grep -lF -f "$list" -- 2>/dev/null | grep -q '^/opt/svc/env/host.env$' || { echo "host.env was not found by its owner"; return 1; }
 }
-# Files that a user may read, as far as they are the machine's and not Debian's.
-all_of() {
+# Files that a user may read, without those of Debian.
+files_readable_by() {
   as "$1" find / /run /dev/shm -xdev \( -path /proc -o -path /sys -o -path /usr -o -path /var/lib/dpkg -o -path '/opt/svc/releases/*/bin' \) -prune -o -type f -readable -size -4096k -print0 2>/dev/null
 }
-svc_cannot_read_it() {
-  found=$(all_of svc | xargs -0 grep -lF -f "$list" -- 2>/dev/null)
+svc_cannot_read_secrets() {
+  found=$(files_readable_by svc | xargs -0 grep -lF -f "$list" -- 2>/dev/null)
   [ -z "$found" ] || { echo "$found"; return 1; }
   seen=$(as svc sh -c 'cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null' | tr '\0' '\n' | grep -cF -f "$list")
   [ "$seen" = 0 ] || { echo "in $seen words of /proc"; return 1; }
   psql=/opt/svc/runtime/postgres/bin/psql
-  said=$(as svc env PGCONNECT_TIMEOUT=10 $psql -w -h 127.0.0.1 -U postgres -d svc -c 'select 1' 2>&1) && { echo "the database lets svc in"; return 1; }
-  case $said in *password*) ;; *) echo "$said"; return 1 ;; esac
+  output=$(as svc env PGCONNECT_TIMEOUT=10 $psql -w -h 127.0.0.1 -U postgres -d svc -c 'select 1' 2>&1) && { echo "the database accepts svc without a password"; return 1; }
+  case $output in *password*) ;; *) echo "$output"; return 1 ;; esac
   for socket in $(find /run /tmp /var/lib -type s -name '.s.PGSQL*' 2>/dev/null); do
     as svc test -w "$socket" && { echo "svc may use $socket"; return 1; }
   done
   return 0
 }
-# `nobody` reads what everybody may.
+# `nobody` can read world-readable files.
 no_secret_in_the_open() {
   seen=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' | grep -cF -f "$list")
   [ "$seen" = 0 ] || { echo "$seen arguments of processes"; return 1; }
   journalctl --no-pager -o cat --all 2>/dev/null | grep -aqF -f "$list" && { echo "the journal"; return 1; }
-  # What cloud-init keeps for root alone, from its second boot on with all of user-data, is not in the open.
+  # cloud-init's copies of user-data are readable by root only; its logs must not contain secrets.
   grep -lF -f "$list" /var/log/cloud-init*.log 2>/dev/null && return 1
-  found=$(all_of nobody | xargs -0 grep -lF -f "$list" -- 2>/dev/null)
+  found=$(files_readable_by nobody | xargs -0 grep -lF -f "$list" -- 2>/dev/null)
   [ -z "$found" ] || { echo "readable by all: $found"; return 1; }
 }
 no_stray_root() { [ "$(stat -c %U /proc/"$(systemctl show -P MainPID svc-gateway)")" = svc-gateway ]; }
@@ -90,7 +90,7 @@ own_users() { as svc test ! -w /opt/svc && as svc-gateway test ! -w /opt/svc && 
 timers() { for t in svc-db-backup.timer svc-db-verify.timer svc-db-drill.timer svc-heartbeat.timer; do [ "$(systemctl is-active $t)" = active ] || { echo "$t is $(systemctl is-active $t)"; return 1; }; done; }
 swap() { [ "$(awk '/SwapTotal/ {print $2}' /proc/meminfo)" -gt 0 ]; }
 doctor() {
-  said=$(/opt/svc/bin/svcctl doctor host) || { echo "exit $?: $said"; return 1; }
+  output=$(/opt/svc/bin/svcctl doctor host) || { echo "exit $?: $output"; return 1; }
 }
 path() { su -l -s /bin/sh svc -c 'echo "$PATH"' | grep -q /opt/svc/runtime/node/bin; }
 
@@ -98,14 +98,14 @@ check "all units settled" settled
 check "no unit failed" no_unit_failed
 check "443, ssh and loopback only" ports
 check "env files 0600" env_files
-check "metadata for root alone" metadata
-check "searches find what is there" searches_work
-check "svc cannot read the password" svc_cannot_read_it
+check "metadata for root only" metadata
+check "searches find secrets" searches_work
+check "svc cannot read the password" svc_cannot_read_secrets
 check "no secret in the open" no_secret_in_the_open
 check "the gateway is not root" no_stray_root
 check "releases are root's" own_users
 check "timers run" timers
 check "swap is on" swap
-check "doctor finds nothing" doctor
+check "doctor finds no problem" doctor
 check "runtime in the PATH" path
 rm -f "$list"

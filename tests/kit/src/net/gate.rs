@@ -1,6 +1,7 @@
-//! A listener that can be closed, so that connections are refused, and opened again on the same port.
+//! A listener that can be closed, so that connections are refused, and reopened on the same port.
 //!
-//! When [`Gate::close`] or [`Gate::cut`] returns, what it ends has ended: no answer comes after it.
+//! When [`ReopenableListener::close`] or [`ReopenableListener::cut`] returns, the affected tasks have ended and send no
+//! more data.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -16,59 +17,59 @@ use crate::runtime;
 
 type Serve = Arc<dyn Fn(TcpStream) -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
-/// Serves each connection by one future on the kit's runtime; dropped, it is closed.
-pub(crate) struct Gate {
+/// Serves each connection with a future on the kit's runtime; closed on drop.
+pub(crate) struct ReopenableListener {
     addr: SocketAddr,
     serve: Serve,
     accepting: Mutex<Option<Tasks>>,
     connections: Arc<Mutex<Tasks>>,
 }
 
-/// Tasks that are ended, and waited for, together.
+/// Tasks that are cancelled and awaited together.
 struct Tasks {
     stop: CancellationToken,
-    /// Each task holds a clone: when all are gone, `ended` is disconnected.
+    /// Each task holds a clone; `ended` is disconnected when all tasks have ended.
     alive: mpsc::Sender<()>,
     ended: mpsc::Receiver<()>,
 }
 
-impl Gate {
+impl ReopenableListener {
     /// Opens on a free loopback port.
     pub(crate) fn open<F, Fut>(serve: F) -> io::Result<Self>
     where
         F: Fn(TcpStream) -> Fut + Send + Sync + 'static,
         Fut: Future<Output = ()> + Send + 'static,
     {
-        let gate = Self {
+        let listener = Self {
             addr: (Ipv4Addr::LOCALHOST, free_port()?).into(),
             serve: Arc::new(move |stream| Box::pin(serve(stream))),
             accepting: Mutex::default(),
             connections: Arc::default(),
         };
-        gate.reopen()?;
-        Ok(gate)
+        listener.reopen()?;
+        Ok(listener)
     }
 
     pub(crate) fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// Refuses new connections and cuts those there are.
+    /// Refuses new connections and cuts existing ones.
     pub(crate) fn close(&self) {
         let accepting = self.accepting.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(accepting) = accepting {
-            accepting.end();
+            accepting.cancel();
         }
         self.cut();
     }
 
-    /// Cuts the connections there are; new ones are served.
+    /// Cuts existing connections; new ones are served.
     pub(crate) fn cut(&self) {
         let cut = std::mem::take(&mut *self.connections.lock().unwrap_or_else(PoisonError::into_inner));
-        cut.end();
+        cut.cancel();
     }
 
-    /// Listens again on the same port; already listening is fine.
+    /// Listens again on the same port; does nothing if already listening.
     pub(crate) fn reopen(&self) -> io::Result<()> {
         let mut accepting = self.accepting.lock().unwrap_or_else(PoisonError::into_inner);
         if accepting.is_none() {
@@ -92,7 +93,7 @@ impl Gate {
             }
         };
         listener.set_nonblocking(true)?;
-        let _on_its_runtime = runtime::servers().enter();
+        let _guard = runtime::servers().enter();
         TcpListener::from_std(listener)
     }
 }
@@ -104,7 +105,7 @@ async fn accept(listener: TcpListener, serve: Serve, connections: Arc<Mutex<Task
                 stream.set_nodelay(true).ok();
                 connections.lock().unwrap_or_else(PoisonError::into_inner).spawn(serve(stream));
             }
-            // Out of file descriptors, say: the next attempt may go better.
+            // May be temporary, such as a lack of file descriptors.
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }
@@ -119,7 +120,7 @@ impl Tasks {
         });
     }
 
-    fn end(self) {
+    fn cancel(self) {
         self.stop.cancel();
         drop(self.alive);
         self.ended.recv_timeout(Duration::from_secs(10)).ok();
@@ -133,7 +134,7 @@ impl Default for Tasks {
     }
 }
 
-impl Drop for Gate {
+impl Drop for ReopenableListener {
     fn drop(&mut self) {
         self.close();
     }

@@ -1,12 +1,12 @@
-//! Ports, listeners that can go away and come back, and a wire that can be bad.
+//! Ports, reopenable listeners, and a faulty network.
 //!
 //! ```no_run
 //! # fn f(upstream: std::net::SocketAddr) -> anyhow::Result<()> {
-//! let wire = kit::net::Proxy::start(upstream)?;
-//! let address_for_the_client = wire.addr();
-//! wire.reset_after(64 * 1024); // each further connection is reset after 64 KiB of answer
-//! wire.heal();
-//! wire.cut(); // the connections there are, once
+//! let proxy = kit::net::Proxy::start(upstream)?;
+//! let address_for_the_client = proxy.addr();
+//! proxy.reset_after(64 * 1024); // each new connection is reset after 64 KiB of response
+//! proxy.heal();
+//! proxy.cut(); // breaks existing connections
 //! # Ok(()) }
 //! ```
 
@@ -14,6 +14,6 @@ mod gate;
 mod ports;
 mod proxy;
 
-pub(crate) use gate::Gate;
+pub(crate) use gate::ReopenableListener;
 pub use ports::free_port;
 pub use proxy::Proxy;

@@ -1,4 +1,4 @@
-//! A TCP proxy that behaves as a bad network does.
+//! A TCP proxy that simulates a bad network.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,16 +10,15 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
-use super::Gate;
+use super::ReopenableListener;
 
-/// Stands before one upstream. A fault holds for connections and bytes from then on, until [`Proxy::heal`]; dropped, the
-/// proxy is gone with all its connections.
+/// Forwards to one upstream. A fault affects connections and data until [`Proxy::heal`]. Drop closes all connections.
 pub struct Proxy {
-    gate: Gate,
-    wire: Arc<Wire>,
+    listener: ReopenableListener,
+    shared: Arc<Shared>,
 }
 
-struct Wire {
+struct Shared {
     upstream: SocketAddr,
     faults: Mutex<Faults>,
     connections: AtomicUsize,
@@ -34,57 +33,56 @@ struct Faults {
 
 impl Proxy {
     pub fn start(upstream: SocketAddr) -> io::Result<Self> {
-        let wire = Arc::new(Wire { upstream, faults: Mutex::default(), connections: AtomicUsize::new(0) });
-        let on_wire = Arc::clone(&wire);
-        let gate = Gate::open(move |stream| carry(stream, Arc::clone(&on_wire)))?;
-        Ok(Self { gate, wire })
+        let shared =
+            Arc::new(Shared { upstream, faults: Mutex::default(), connections: AtomicUsize::new(0) });
+        let task_shared = Arc::clone(&shared);
+        let listener = ReopenableListener::open(move |stream| forward(stream, Arc::clone(&task_shared)))?;
+        Ok(Self { listener, shared })
     }
 
-    /// Where clients connect to.
+    /// Address for clients.
     pub fn addr(&self) -> SocketAddr {
-        self.gate.addr()
+        self.listener.addr()
     }
 
-    /// How many connections have been accepted so far.
+    /// Number of connections accepted so far.
     pub fn connections(&self) -> usize {
-        self.wire.connections.load(Ordering::SeqCst)
+        self.shared.connections.load(Ordering::SeqCst)
     }
 
-    /// Breaks the connections there are; new ones work.
+    /// Breaks existing connections; new ones work.
     pub fn cut(&self) {
-        self.gate.cut();
+        self.listener.cut();
     }
 
-    /// Each piece of data waits this long, in both directions.
+    /// Delays each chunk of data in both directions.
     pub fn delay(&self, delay: Duration) {
-        self.wire.change(|faults| faults.delay = delay);
+        self.shared.change(|faults| faults.delay = delay);
     }
 
-    /// Each connection is reset (RST) when it has carried this many bytes to the client.
+    /// Resets each connection (RST) after this many bytes to the client.
     pub fn reset_after(&self, bytes: u64) {
-        self.wire.change(|faults| faults.reset_after = Some(bytes));
+        self.shared.change(|faults| faults.reset_after = Some(bytes));
     }
 
-    /// Nothing arrives any more, and nobody is told: for deadlines.
+    /// Withholds all data without closing connections, to provoke timeouts.
     pub fn silence(&self) {
-        self.wire.change(|faults| faults.silent = true);
+        self.shared.change(|faults| faults.silent = true);
     }
 
-    /// Connections are refused, and those there are broken.
+    /// Refuses connections, and breaks existing ones.
     pub fn refuse(&self) {
-        self.gate.close();
+        self.listener.close();
     }
 
-    /// A good network again; what was broken stays broken.
+    /// Removes all faults; broken connections stay broken.
     pub fn heal(&self) {
-        self.wire.change(|faults| *faults = Faults::default());
-        self.gate
-            .reopen()
-            .expect("the proxy's own port, which no other process was given, can be bound again");
+        self.shared.change(|faults| *faults = Faults::default());
+        self.listener.reopen().expect("rebind the reserved port");
     }
 }
 
-impl Wire {
+impl Shared {
     fn faults(&self) -> Faults {
         *self.faults.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -93,7 +91,7 @@ impl Wire {
         change(&mut self.faults.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits as long as the network makes data wait.
+    /// Waits for the configured delay, and while data is withheld.
     async fn hold(&self) {
         tokio::time::sleep(self.faults().delay).await;
         while self.faults().silent {
@@ -102,47 +100,47 @@ impl Wire {
     }
 }
 
-async fn carry(client: TcpStream, wire: Arc<Wire>) {
-    wire.connections.fetch_add(1, Ordering::SeqCst);
-    let Ok(upstream) = TcpStream::connect(wire.upstream).await else {
+async fn forward(client: TcpStream, shared: Arc<Shared>) {
+    shared.connections.fetch_add(1, Ordering::SeqCst);
+    let Ok(upstream) = TcpStream::connect(shared.upstream).await else {
         return;
     };
     upstream.set_nodelay(true).ok();
     let ((from_client, to_client), (from_upstream, to_upstream)) =
         (client.into_split(), upstream.into_split());
-    let up = pass(from_client, Sink(Some(to_upstream)), &wire, |_| None);
-    let down = pass(from_upstream, Sink(Some(to_client)), &wire, |faults| faults.reset_after);
-    // One broken direction ends both.
+    let up = copy(from_client, Sink(Some(to_upstream)), &shared, |_| None);
+    let down = copy(from_upstream, Sink(Some(to_client)), &shared, |faults| faults.reset_after);
+    // A broken direction ends both.
     tokio::try_join!(up, down).ok();
 }
 
-/// Carries one direction to its end. `Err` is a broken connection.
-async fn pass(
+/// Copies one direction until its end. `Err` means a broken connection.
+async fn copy(
     mut from: OwnedReadHalf,
     mut sink: Sink,
-    wire: &Wire,
+    shared: &Shared,
     limit: impl Fn(&Faults) -> Option<u64>,
 ) -> io::Result<()> {
     let mut chunk = vec![0; 16 * 1024];
-    let mut carried = 0;
+    let mut copied = 0;
     loop {
         let read = from.read(&mut chunk).await?;
-        wire.hold().await;
+        shared.hold().await;
         if read == 0 {
             return sink.finish().await;
         }
-        let left = limit(&wire.faults()).map_or(u64::MAX, |limit| limit.saturating_sub(carried));
-        let allowed = read.min(usize::try_from(left).unwrap_or(usize::MAX));
+        let remaining = limit(&shared.faults()).map_or(u64::MAX, |limit| limit.saturating_sub(copied));
+        let allowed = read.min(usize::try_from(remaining).unwrap_or(usize::MAX));
         sink.write(&chunk[..allowed]).await?;
-        carried += allowed as u64;
-        if allowed as u64 == left {
+        copied += allowed as u64;
+        if allowed as u64 == remaining {
             return Err(io::ErrorKind::ConnectionReset.into());
         }
     }
 }
 
-/// Where one direction goes. Dropped before it is finished, the connection is reset: data was lost, and an orderly end
-/// would hide that.
+/// The receiving side of one direction. If it is dropped before `finish`, the connection is reset, because an orderly
+/// close would hide the loss of data.
 struct Sink(Option<OwnedWriteHalf>);
 
 impl Sink {
@@ -165,7 +163,7 @@ impl Drop for Sink {
     fn drop(&mut self) {
         if let Some(half) = self.0.take() {
             half.as_ref().set_zero_linger().ok();
-            // Its own drop would say an orderly goodbye first.
+            // Its own drop would close the connection in order.
             half.forget();
         }
     }
@@ -179,7 +177,7 @@ mod tests {
 
     use super::*;
 
-    /// An upstream that answers each connection's bytes with the same bytes.
+    /// An echo server.
     fn echo() -> SocketAddr {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("bind");
         let addr = listener.local_addr().expect("bound");
@@ -201,13 +199,13 @@ mod tests {
 
     fn round_trip(stream: &mut Stream, data: &[u8]) -> io::Result<Vec<u8>> {
         stream.write_all(data)?;
-        let mut answer = vec![0; data.len()];
-        stream.read_exact(&mut answer)?;
-        Ok(answer)
+        let mut received = vec![0; data.len()];
+        stream.read_exact(&mut received)?;
+        Ok(received)
     }
 
     #[test]
-    fn a_good_wire_carries_everything_and_the_end() {
+    fn proxy_forwards_all_data_and_the_close() {
         let proxy = Proxy::start(echo()).expect("starts");
         let mut stream = connect(&proxy);
         let sent = vec![7; 3_000_000];
@@ -217,15 +215,15 @@ mod tests {
             writing.write_all(&sent).expect("written");
             writing.shutdown(std::net::Shutdown::Write).expect("half closed");
         });
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).expect("an orderly end");
+        let mut received = Vec::new();
+        stream.read_to_end(&mut received).expect("an orderly end");
         writer.join().expect("writer");
-        assert!(answer == expected, "{} bytes came back", answer.len());
+        assert!(received == expected, "{} bytes came back", received.len());
         assert_eq!(proxy.connections(), 1);
     }
 
     #[test]
-    fn cut_breaks_what_is_there_and_nothing_else() {
+    fn cut_breaks_existing_connections_only() {
         let proxy = Proxy::start(echo()).expect("starts");
         let mut stream = connect(&proxy);
         assert_eq!(round_trip(&mut stream, b"hi").expect("echo"), b"hi");
@@ -235,21 +233,21 @@ mod tests {
     }
 
     #[test]
-    fn reset_comes_after_that_many_bytes() {
+    fn reset_after_resets_at_byte_limit() {
         let proxy = Proxy::start(echo()).expect("starts");
         proxy.reset_after(5);
         let mut stream = connect(&proxy);
         stream.write_all(b"123456789").expect("sent");
-        let mut answer = Vec::new();
-        assert_eq!(stream.read_to_end(&mut answer).expect_err("reset").kind(), ErrorKind::ConnectionReset);
-        // A reset may overtake data, never add to it.
-        assert!(b"12345".starts_with(&answer[..]), "{answer:?}");
+        let mut received = Vec::new();
+        assert_eq!(stream.read_to_end(&mut received).expect_err("reset").kind(), ErrorKind::ConnectionReset);
+        // A reset may discard data, but never adds any.
+        assert!(b"12345".starts_with(&received[..]), "{received:?}");
         proxy.heal();
         assert_eq!(round_trip(&mut connect(&proxy), b"123456789").expect("echo"), b"123456789");
     }
 
     #[test]
-    fn delay_holds_both_ways_and_silence_until_healed() {
+    fn delay_and_silence_withhold_data() {
         let proxy = Proxy::start(echo()).expect("starts");
         let mut stream = connect(&proxy);
         proxy.delay(Duration::from_millis(50));
@@ -267,18 +265,18 @@ mod tests {
         proxy.heal();
         stream.set_read_timeout(Some(Duration::from_secs(20))).expect("set");
         let mut byte = [0];
-        stream.read_exact(&mut byte).expect("what was held arrives");
+        stream.read_exact(&mut byte).expect("withheld data arrives");
         assert_eq!(&byte, b"y");
     }
 
     #[test]
-    fn refused_until_healed_on_the_same_port() {
+    fn refuse_lasts_until_heal_on_same_port() {
         let proxy = Proxy::start(echo()).expect("starts");
         let mut stream = connect(&proxy);
         round_trip(&mut stream, b"x").expect("echo");
         proxy.refuse();
         assert_eq!(Stream::connect(proxy.addr()).expect_err("refused").kind(), ErrorKind::ConnectionRefused);
-        assert!(stream.read(&mut [0]).is_err(), "the open connection is broken too");
+        assert!(stream.read(&mut [0]).is_err(), "the existing connection is broken, too");
         proxy.heal();
         round_trip(&mut connect(&proxy), b"x").expect("echo");
     }

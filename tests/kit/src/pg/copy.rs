@@ -1,20 +1,20 @@
-//! A copy of the platform's tables inside their own database, as a dump of it and its restore would give. The keys and the
-//! installation stay as they are.
+//! A copy of the platform's tables inside their own database, equivalent to a dump and its restore. Keys and
+//! installation are excluded.
 
 use anyhow::Result;
 use tokio_postgres::Client;
 use tokio_postgres::error::SqlState;
 
-pub struct Copy {
+pub struct TablesCopy {
     empty: String,
 }
 
-impl Copy {
-    /// Of the database of this connection, on which no trigger fires from now on.
+impl TablesCopy {
+    /// Prepares a copy of this connection's database. Triggers are disabled on the connection from now on.
     ///
     /// # Errors
-    /// Of the database.
-    pub async fn of(client: &Client) -> Result<Self> {
+    /// Fails on a database error.
+    pub async fn new(client: &Client) -> Result<Self> {
         client.batch_execute("SET session_replication_role = replica").await?;
         let empty = "SELECT string_agg('DELETE FROM ' || quote_ident(tablename), '; ') FROM pg_tables \
                      WHERE schemaname = 'public' AND tablename \
@@ -25,41 +25,41 @@ impl Copy {
     /// Empties the tables.
     ///
     /// # Errors
-    /// Of the database.
+    /// Fails on a database error.
     pub async fn empty(&self, client: &Client) -> Result<()> {
-        insist(client, &self.empty).await
+        execute_with_retry(client, &self.empty).await
     }
 
-    /// Copies every table and sequence, in place of an earlier copy.
+    /// Saves all tables and sequences, and replaces an earlier copy.
     ///
     /// # Errors
-    /// Of the database.
+    /// Fails on a database error.
     pub async fn save(&self, client: &Client) -> Result<()> {
-        insist(client, SAVE).await
+        execute_with_retry(client, SAVE).await
     }
 
-    /// Brings the copy back; `false` without one.
+    /// Restores the copy; returns `false` if there is none.
     ///
     /// # Errors
-    /// Of the database.
+    /// Fails on a database error.
     pub async fn restore(&self, client: &Client) -> Result<bool> {
         let found = client.query_opt("SELECT 1 FROM pg_namespace WHERE nspname = 'saved'", &[]).await?;
         if found.is_none() {
             return Ok(false);
         }
         self.empty(client).await?;
-        insist(client, RESTORE).await?;
+        execute_with_retry(client, RESTORE).await?;
         Ok(true)
     }
 
     /// # Errors
-    /// Of the database.
+    /// Fails on a database error.
     pub async fn drop(&self, client: &Client) -> Result<()> {
         Ok(client.batch_execute("DROP SCHEMA IF EXISTS saved CASCADE").await?)
     }
 }
 
-/// All as of one instant.
+/// Saves one consistent snapshot.
 const SAVE: &str = "ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ; DROP SCHEMA IF EXISTS saved CASCADE; CREATE SCHEMA saved; DO $$ DECLARE name text; BEGIN
     FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'public'
         AND tablename NOT IN ('signing_keys', 'installation', 'refinery_schema_history') LOOP
@@ -78,16 +78,16 @@ const RESTORE: &str = "DO $$ DECLARE name text; columns text; BEGIN
     PERFORM setval(quote_ident(sequencename), coalesce(last_value, 1)) FROM saved.sequences;
     END $$";
 
-/// Runs SQL, again where what the platform is doing, or has left, is in the way for a moment.
+/// Executes SQL, and retries when a lock of the platform causes a deadlock.
 ///
 /// # Errors
-/// Of the database.
-pub async fn insist(client: &Client, sql: &str) -> Result<()> {
+/// Fails on a database error.
+pub async fn execute_with_retry(client: &Client, sql: &str) -> Result<()> {
     for _ in 0..20 {
         match client.batch_execute(sql).await {
             Err(error) if error.code() == Some(&SqlState::T_R_DEADLOCK_DETECTED) => {}
-            ended => return Ok(ended?),
+            result => return Ok(result?),
         }
     }
-    anyhow::bail!("the database's locks are never free for: {sql}")
+    anyhow::bail!("deadlocks persist: {sql}")
 }

@@ -1,4 +1,4 @@
-//! A fresh database for each test, on one server for the whole test process.
+//! A fresh database per test, on one server per test process.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,8 +11,8 @@ use tokio_postgres::Client;
 use super::{PgBinaries, PgOptions, PgServer};
 use crate::fetch;
 
-/// The server that all tests of this process share, started by the first who asks, ended with the process.
-pub async fn shared() -> Result<&'static PgServer> {
+/// The server shared by all tests of this process. It is started on first use and stopped with the process.
+pub async fn shared_server() -> Result<&'static PgServer> {
     static SHARED: OnceCell<PgServer> = OnceCell::const_new();
     SHARED
         .get_or_try_init(|| async {
@@ -23,27 +23,27 @@ pub async fn shared() -> Result<&'static PgServer> {
         .await
 }
 
-/// A database of one test's own, on the shared server; dropped some time after the value is.
+/// A test's own database on the shared server, dropped at some point after the value.
 #[derive(Debug)]
 pub struct TestDatabase {
     server: &'static PgServer,
     name: String,
 }
 
-/// A fresh, empty database.
+/// Creates an empty database.
 pub async fn test_database() -> Result<TestDatabase> {
     database_from("template1").await
 }
 
-/// A fresh copy of the database that `prepare` has made. `prepare` runs once per `key` in this process, with the URL of an
-/// empty database, and has to close its connections.
+/// Creates a copy of a prepared database. `prepare` runs once per `key` and process, with the URL of an empty database;
+/// it must close its connections.
 pub async fn test_database_from<F, Fut>(key: &str, prepare: F) -> Result<TestDatabase>
 where
     F: FnOnce(String) -> Fut,
     Fut: Future<Output = Result<()>>,
 {
     static TEMPLATES: LazyLock<Mutex<HashMap<String, Arc<OnceCell<String>>>>> = LazyLock::new(Mutex::default);
-    let server = shared().await?;
+    let server = shared_server().await?;
     let template = {
         let mut templates = TEMPLATES.lock().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(templates.entry(key.to_owned()).or_default())
@@ -60,9 +60,9 @@ where
 }
 
 async fn database_from(template: &str) -> Result<TestDatabase> {
-    let server = shared().await?;
-    let forsaken = std::mem::take(&mut *FORSAKEN.lock().unwrap_or_else(PoisonError::into_inner));
-    for name in forsaken {
+    let server = shared_server().await?;
+    let names = std::mem::take(&mut *PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner));
+    for name in names {
         server.drop_database(&name).await?;
     }
     let name = next_name("test");
@@ -70,8 +70,8 @@ async fn database_from(template: &str) -> Result<TestDatabase> {
     Ok(TestDatabase { server, name })
 }
 
-// A `Drop` cannot wait for the server, so the next test that wants a database drops what the last ones left.
-static FORSAKEN: Mutex<Vec<String>> = Mutex::new(Vec::new());
+// `Drop` cannot await the server, so the next request for a database drops these.
+static PENDING_DROPS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn next_name(kind: &str) -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
@@ -91,7 +91,7 @@ impl TestDatabase {
         self.server
     }
 
-    /// A connection as superuser; it ends with the client.
+    /// Connects as superuser. The connection is closed when the client is dropped.
     pub async fn connect(&self) -> Result<Client> {
         self.server.connect(&self.name).await
     }
@@ -99,6 +99,6 @@ impl TestDatabase {
 
 impl Drop for TestDatabase {
     fn drop(&mut self) {
-        FORSAKEN.lock().unwrap_or_else(PoisonError::into_inner).push(std::mem::take(&mut self.name));
+        PENDING_DROPS.lock().unwrap_or_else(PoisonError::into_inner).push(std::mem::take(&mut self.name));
     }
 }

@@ -1,19 +1,19 @@
-//! PostgreSQL 16, the real one.
+//! Real PostgreSQL 16 servers.
 //!
-//! A test takes a database of its own from the server that its process shares:
+//! A test gets its own database on a server shared by its process:
 //!
 //! ```no_run
 //! # async fn f() -> anyhow::Result<()> {
 //! let database = kit::pg::test_database().await?;
 //! let client = database.connect().await?;
 //! client.batch_execute("CREATE TABLE t (id int)").await?;
-//! // To pay for a schema once and have it in each test's database:
+//! // Prepare a schema once and copy it for each test:
 //! let prepared = kit::pg::test_database_from("my schema", |url| async move { migrate(&url).await }).await?;
 //! # async fn migrate(_: &str) -> anyhow::Result<()> { Ok(()) }
 //! # Ok(()) }
 //! ```
 //!
-//! Whoever needs a server that can be stopped and killed starts one:
+//! Tests that stop or kill a server start their own:
 //!
 //! ```no_run
 //! # async fn f() -> anyhow::Result<()> {
@@ -21,7 +21,7 @@
 //! let server = PgServer::start(&PgBinaries::locate_or_fetch(&kit::fetch::target_dir())?, PgOptions::default()).await?;
 //! server.create_database("svc").await?;
 //! server.kill9().await?;
-//! server.start_again().await?; // same data, same port, same password
+//! server.restart().await?; // same data, same port, same password
 //! # Ok(()) }
 //! ```
 
@@ -32,7 +32,7 @@ mod databases;
 mod server;
 
 pub use binaries::PgBinaries;
-pub use databases::{TestDatabase, shared, test_database, test_database_from};
+pub use databases::{TestDatabase, shared_server, test_database, test_database_from};
 pub use server::{Durability, PgOptions, PgServer};
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
-//! One PostgreSQL server: its data, its process, its end.
+//! A PostgreSQL server: its data, its process, its termination.
 //!
-//! Passwords are asked for on every way in, as on a customer's host; nothing is `trust`.
+//! All connections require a password, as on a customer's host; nothing is `trust`.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
@@ -18,35 +18,34 @@ use super::{PgBinaries, binaries};
 use crate::child::{self, AtExit};
 use crate::net;
 
-const START_DEADLINE: Duration = Duration::from_secs(60);
-const STOP_DEADLINE: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What differs from server to server; the default is a throw-away server on a free port.
+/// Options of a server; the default is a temporary server on a free port.
 #[derive(Clone, Debug, Default)]
 pub struct PgOptions {
-    /// Where the data lives and stays; without it, in a directory that goes with the server.
+    /// Persistent data directory; by default a temporary one.
     pub data_dir: Option<PathBuf>,
-    /// The loopback port; without it a free one, kept for the server's life.
+    /// The loopback port; by default a free one, reserved for the server's lifetime.
     pub port: Option<u16>,
-    /// The superuser's password; without it a random one.
+    /// The superuser's password; by default a random one.
     pub password: Option<String>,
     pub durability: Durability,
-    /// Further `postgresql.conf` settings, which win over the kit's.
+    /// Additional `postgresql.conf` settings, which override the kit's.
     pub settings: Vec<(String, String)>,
 }
 
 /// Whether a commit waits for the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
-    /// Survives a killed server, not a machine without power: right for tests.
+    /// Survives a killed server, but not a power loss: for tests.
     #[default]
     FsyncOff,
-    /// As in production: right for measurements.
+    /// As in production: for benchmarks.
     FsyncOn,
 }
 
-/// A PostgreSQL 16 on `127.0.0.1` and on a unix socket. Dropped, it is shut down at once and, if the directory was the
-/// kit's, its data is gone.
+/// A PostgreSQL 16 on `127.0.0.1` and a unix socket. Drop stops it immediately and deletes a temporary data directory.
 #[derive(Debug)]
 pub struct PgServer {
     binaries: PgBinaries,
@@ -55,40 +54,40 @@ pub struct PgServer {
     password: String,
     settings: Vec<(String, String)>,
     process: Mutex<Option<Child>>,
-    /// Log, socket, and the data unless it was given a place: removed last.
-    own: TempDir,
+    /// Directory of log, socket, and temporary data; removed last.
+    temp_dir: TempDir,
 }
 
 impl PgServer {
-    /// Makes a new cluster and starts it. A given `data_dir` has to be missing or empty.
+    /// Creates a new cluster and starts it. A given `data_dir` must be missing or empty.
     pub async fn start(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
         let any_port = options.port.is_none();
         let mut server = Self::prepare(binaries, options)?;
         let (initdb, data_dir, password) =
             (server.initdb(), server.data_dir.clone(), server.password.clone());
         tokio::task::spawn_blocking(move || -> Result<()> {
-            binaries::check_not_root_works()?;
+            binaries::check_user_namespace()?;
             let password_file = tempfile::NamedTempFile::new()?;
             fs::write(&password_file, password)?;
             fs::create_dir_all(&data_dir)?;
             let mut initdb = initdb;
             initdb.arg("--pwfile").arg(password_file.path());
-            child::run(initdb, START_DEADLINE).context("make a PostgreSQL cluster")?;
+            child::run(initdb, START_TIMEOUT).context("create a PostgreSQL cluster")?;
             Ok(())
         })
         .await??;
         loop {
-            match server.start_again().await {
-                // Another process took it between the look and the bind.
+            match server.restart().await {
+                // Another process bound the port first.
                 Err(error) if any_port && format!("{error:#}").contains("Address already in use") => {
                     server.port = net::free_port()?;
                 }
-                end => return end.map(|()| server),
+                result => return result.map(|()| server),
             }
         }
     }
 
-    /// Starts a server on data that an earlier one left, with that one's port and password.
+    /// Starts a server on existing data, with its port and password.
     pub async fn open(binaries: &PgBinaries, data_dir: &Path, port: u16, password: &str) -> Result<Self> {
         let options = PgOptions {
             data_dir: Some(data_dir.to_owned()),
@@ -99,37 +98,37 @@ impl PgServer {
         Self::open_with(binaries, options).await
     }
 
-    /// As [`Self::open`], on the options' data with the options' password, which is the one that the data has.
+    /// Like [`Self::open`], with the data directory and password of the options; the password must match the data.
     pub async fn open_with(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
-        let there = options.data_dir.as_ref().filter(|dir| dir.join("PG_VERSION").exists());
-        ensure!(there.is_some(), "{:?} holds no PostgreSQL cluster", options.data_dir);
+        let data_dir = options.data_dir.as_ref().filter(|dir| dir.join("PG_VERSION").exists());
+        ensure!(data_dir.is_some(), "{:?} is not a PostgreSQL cluster", options.data_dir);
         let server = Self::prepare(binaries, options)?;
-        server.start_again().await?;
+        server.restart().await?;
         Ok(server)
     }
 
     fn prepare(binaries: &PgBinaries, options: PgOptions) -> Result<Self> {
-        // In /tmp and not below a long TMPDIR: a unix socket's path has room for 107 bytes.
-        let own = tempfile::Builder::new().prefix("kit-pg-").tempdir_in("/tmp")?;
-        child::remove_with_us(own.path());
+        // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
+        let temp_dir = tempfile::Builder::new().prefix("kit-pg-").tempdir_in("/tmp")?;
+        child::remove_on_exit(temp_dir.path());
         let mut settings = vec![
             ("shared_buffers".to_owned(), "32MB".to_owned()),
             ("max_connections".to_owned(), "200".to_owned()),
             ("jit".to_owned(), "off".to_owned()),
         ];
         if options.durability == Durability::FsyncOff {
-            // Not `synchronous_commit` too: a killed server would then lose what it had said was committed.
+            // `synchronous_commit` stays on: otherwise a killed server would lose acknowledged commits.
             settings.extend(["fsync", "full_page_writes"].map(|s| (s.to_owned(), "off".to_owned())));
         }
         settings.extend(options.settings);
         Ok(Self {
             binaries: binaries.clone(),
-            data_dir: options.data_dir.unwrap_or_else(|| own.path().join("data")),
+            data_dir: options.data_dir.unwrap_or_else(|| temp_dir.path().join("data")),
             port: options.port.map_or_else(net::free_port, Ok)?,
             password: options.password.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
             settings,
             process: Mutex::new(None),
-            own,
+            temp_dir,
         })
     }
 
@@ -140,21 +139,21 @@ impl PgServer {
         initdb
     }
 
-    /// Starts a stopped or killed server on the same data and port, and waits until it answers.
-    pub async fn start_again(&self) -> Result<()> {
-        let deadline = Instant::now() + START_DEADLINE;
+    /// Starts a stopped or killed server on the same data and port, and waits until it accepts connections.
+    pub async fn restart(&self) -> Result<()> {
+        let deadline = Instant::now() + START_TIMEOUT;
         self.spawn()?;
         loop {
             match self.connect("postgres").await {
                 Ok(_) => return Ok(()),
                 Err(error) if Instant::now() >= deadline => {
-                    self.end(Signal::SIGKILL, STOP_DEADLINE)?;
-                    bail!("no answer within {START_DEADLINE:?}: {error:#}\n{}", self.log());
+                    self.terminate(Signal::SIGKILL, STOP_TIMEOUT)?;
+                    bail!("no connection within {START_TIMEOUT:?}: {error:#}\n{}", self.log());
                 }
                 Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             }
-            if self.take_exited() {
-                // A killed predecessor's last processes may still hold its shared memory.
+            if self.reap_if_exited() {
+                // Processes of a killed predecessor may still hold its shared memory.
                 ensure!(
                     self.log().contains("is still in use") && Instant::now() < deadline,
                     "PostgreSQL did not start:\n{}",
@@ -166,21 +165,21 @@ impl PgServer {
         }
     }
 
-    /// A fast shutdown as by systemd: open connections are cut, what is committed is on disk.
+    /// A fast shutdown as by systemd: connections are closed, commits are on disk.
     pub async fn stop(&self) -> Result<()> {
-        self.end(Signal::SIGINT, STOP_DEADLINE)
+        self.terminate(Signal::SIGINT, STOP_TIMEOUT)
     }
 
-    /// `kill -9` of the server and all its processes at once, as when the machine dies.
+    /// Kills the server and all its processes with SIGKILL, like a machine failure.
     pub async fn kill9(&self) -> Result<()> {
         if let Some(postmaster) = self.pid() {
-            // Stopped first, so that it can neither start a process nor see one die.
+            // Suspended first, so that it can neither start a process nor notice the death of one.
             kill(postmaster, Signal::SIGSTOP).ok();
             for process in children_of(postmaster) {
                 kill(process, Signal::SIGKILL).ok();
             }
         }
-        self.end(Signal::SIGKILL, STOP_DEADLINE)
+        self.terminate(Signal::SIGKILL, STOP_TIMEOUT)
     }
 
     pub fn is_running(&self) -> bool {
@@ -202,20 +201,20 @@ impl PgServer {
 
     /// The directory of the unix socket, as `host` in a connection string.
     pub fn socket_dir(&self) -> &Path {
-        self.own.path()
+        self.temp_dir.path()
     }
 
     pub fn binaries(&self) -> &PgBinaries {
         &self.binaries
     }
 
-    /// What the server has logged so far.
+    /// The server's log.
     pub fn log(&self) -> String {
         fs::read(self.log_file()).map(|log| String::from_utf8_lossy(&log).into_owned()).unwrap_or_default()
     }
 
     fn log_file(&self) -> PathBuf {
-        self.own.path().join("postgres.log")
+        self.temp_dir.path().join("postgres.log")
     }
 
     fn spawn(&self) -> Result<()> {
@@ -225,14 +224,14 @@ impl PgServer {
         let mut command = self.binaries.server("postgres");
         command.arg("-D").arg(&self.data_dir);
         command.arg("-c").arg("listen_addresses=127.0.0.1").arg("-c").arg(format!("port={}", self.port));
-        command.arg("-c").arg(format!("unix_socket_directories={}", self.own.path().display()));
+        command.arg("-c").arg(format!("unix_socket_directories={}", self.temp_dir.path().display()));
         for (name, value) in &self.settings {
             command.arg("-c").arg(format!("{name}={value}"));
         }
-        // Ctrl-C on a terminal is for us alone: it would shut PostgreSQL down below whoever still needs it.
+        // Ctrl-C on a terminal must reach only this process, because others may still need PostgreSQL.
         command.process_group(0).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let child = command.spawn().context("start postgres")?;
-        child::end_with_us(child.id(), AtExit::Quit);
+        child::kill_on_exit(child.id(), AtExit::Quit);
         *process = Some(child);
         Ok(())
     }
@@ -242,18 +241,18 @@ impl PgServer {
         process.as_ref().and_then(|child| i32::try_from(child.id()).ok()).map(Pid::from_raw)
     }
 
-    /// Whether the process ended by itself; if so, it is reaped and forgotten.
-    fn take_exited(&self) -> bool {
+    /// Reaps the process if it has exited, and returns whether it had.
+    fn reap_if_exited(&self) -> bool {
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let exited = process.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(Some(_))));
         if exited && let Some(child) = process.take() {
-            child::ended(child.id());
+            child::unregister(child.id());
         }
         exited
     }
 
-    /// A killed server leaves a segment of System V shared memory, which only its next start would return.
-    fn return_shared_memory(&self) {
+    /// Releases the System V shared memory of a killed server, which only its next start would release.
+    fn release_shared_memory(&self) {
         let pid_file = fs::read_to_string(self.data_dir.join("postmaster.pid")).unwrap_or_default();
         let segment = pid_file.lines().nth(6).and_then(|line| line.split_whitespace().nth(1));
         if let Some(segment) = segment {
@@ -263,29 +262,29 @@ impl PgServer {
         }
     }
 
-    fn end(&self, signal: Signal, patience: Duration) -> Result<()> {
+    fn terminate(&self, signal: Signal, timeout: Duration) -> Result<()> {
         let pid = self.pid();
         let mut process = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let (Some(mut child), Some(pid)) = (process.take(), pid) else {
             return Ok(());
         };
         kill(pid, signal).ok();
-        let in_time = child::wait_until(&mut child, Instant::now() + patience).is_some();
+        let in_time = child::wait_until(&mut child, Instant::now() + timeout).is_some();
         if !in_time {
             child.kill().ok();
             child.wait().ok();
         }
-        child::ended(child.id());
-        ensure!(in_time, "PostgreSQL needed SIGKILL: it was still running {patience:?} after {signal}");
+        child::unregister(child.id());
+        ensure!(in_time, "PostgreSQL needed SIGKILL: it was still running {timeout:?} after {signal}");
         Ok(())
     }
 }
 
 impl Drop for PgServer {
     fn drop(&mut self) {
-        self.end(Signal::SIGQUIT, Duration::from_secs(3)).ok();
-        if self.data_dir.starts_with(self.own.path()) {
-            self.return_shared_memory();
+        self.terminate(Signal::SIGQUIT, Duration::from_secs(3)).ok();
+        if self.data_dir.starts_with(self.temp_dir.path()) {
+            self.release_shared_memory();
         }
     }
 }

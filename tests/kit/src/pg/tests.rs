@@ -1,4 +1,4 @@
-//! The server as tests use it: databases, passwords, ends.
+//! The server as tests use it: databases, passwords, termination.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ async fn count(server: &PgServer, database: &str) -> Result<i64> {
 }
 
 #[tokio::test]
-async fn it_is_a_16_and_asks_for_the_password_on_every_way_in() -> Result<()> {
+async fn server_is_16_and_requires_password() -> Result<()> {
     let server = server(PgOptions::default()).await?;
     let version: String =
         server.connect("postgres").await?.query_one("SHOW server_version", &[]).await?.get(0);
@@ -40,7 +40,7 @@ async fn it_is_a_16_and_asks_for_the_password_on_every_way_in() -> Result<()> {
 }
 
 #[tokio::test]
-async fn committed_rows_survive_a_stop_and_a_kill() -> Result<()> {
+async fn committed_rows_survive_stop_and_kill() -> Result<()> {
     let server = server(PgOptions::default()).await?;
     server.create_database("svc").await?;
     let client = server.connect("svc").await?;
@@ -50,25 +50,25 @@ async fn committed_rows_survive_a_stop_and_a_kill() -> Result<()> {
     server.stop().await?;
     assert!(!server.is_running());
     assert!(server.connect("svc").await.is_err());
-    server.start_again().await?;
+    server.restart().await?;
     assert_eq!((server.port(), count(&server, "svc").await?), (port, 1));
 
     for round in 2..5 {
         let client = server.connect("svc").await?;
         client.batch_execute(&format!("INSERT INTO kept VALUES ({round})")).await?;
         server.kill9().await?;
-        server.start_again().await?;
+        server.restart().await?;
         assert_eq!(count(&server, "svc").await?, round);
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn kill9_leaves_no_process_of_it() -> Result<()> {
+async fn kill9_kills_all_processes() -> Result<()> {
     let server = server(PgOptions::default()).await?;
     let client = server.connect("postgres").await?;
     let backend: i32 = client.query_one("SELECT pg_backend_pid()", &[]).await?.get(0);
-    // A backend that computes does not look up to see its postmaster dead.
+    // A busy backend does not notice the death of its postmaster.
     tokio::spawn(
         async move { client.batch_execute("SELECT count(*) FROM generate_series(1, 300000000)").await },
     );
@@ -87,9 +87,9 @@ async fn kill9_leaves_no_process_of_it() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_kept_data_directory_opens_again_under_its_port_and_password() -> Result<()> {
-    let place = tempfile::tempdir()?;
-    let data_dir = place.path().join("var/lib/postgresql");
+async fn open_reuses_data_with_port_and_password() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let data_dir = dir.path().join("var/lib/postgresql");
     let first = server(PgOptions { data_dir: Some(data_dir.clone()), ..PgOptions::default() }).await?;
     first.create_database("svc").await?;
     first.connect("svc").await?.batch_execute("CREATE TABLE kept (id int)").await?;
@@ -100,12 +100,12 @@ async fn a_kept_data_directory_opens_again_under_its_port_and_password() -> Resu
     assert_eq!(count(&again, "svc").await?, 0);
     drop(again);
     assert!(data_dir.join("PG_VERSION").exists(), "a given data directory is kept");
-    assert!(PgServer::open(&binaries, place.path(), port, &password).await.is_err(), "not a cluster");
+    assert!(PgServer::open(&binaries, dir.path(), port, &password).await.is_err(), "not a cluster");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_dropped_server_leaves_neither_process_nor_files() -> Result<()> {
+async fn drop_removes_process_and_files() -> Result<()> {
     let server = server(PgOptions::default()).await?;
     let (port, dir) = (server.port(), server.socket_dir().to_owned());
     drop(server);
@@ -115,7 +115,7 @@ async fn a_dropped_server_leaves_neither_process_nor_files() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_server_that_cannot_start_says_why() -> Result<()> {
+async fn start_reports_bad_setting() -> Result<()> {
     let options =
         PgOptions { settings: vec![("shared_buffers".into(), "lots".into())], ..PgOptions::default() };
     let error = format!("{:#}", server(options).await.expect_err("a bad setting"));
@@ -124,7 +124,7 @@ async fn a_server_that_cannot_start_says_why() -> Result<()> {
 }
 
 #[tokio::test]
-async fn each_test_has_a_database_of_its_own() -> Result<()> {
+async fn test_databases_are_separate() -> Result<()> {
     let (one, two) = tokio::try_join!(test_database(), test_database())?;
     one.connect().await?.batch_execute("CREATE TABLE mine (id int)").await?;
     assert!(two.connect().await?.query("SELECT * FROM mine", &[]).await.is_err(), "databases are shared");
@@ -133,7 +133,7 @@ async fn each_test_has_a_database_of_its_own() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_template_is_prepared_once_and_copied_for_each() -> Result<()> {
+async fn template_is_prepared_once_and_copied() -> Result<()> {
     static PREPARED: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
     let make = || {
         test_database_from("counted", |url| async move {
@@ -153,14 +153,14 @@ async fn a_template_is_prepared_once_and_copied_for_each() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_forsaken_database_is_dropped_by_the_next() -> Result<()> {
-    let forsaken = test_database().await?;
-    let (server, name) = (forsaken.server(), forsaken.name().to_owned());
-    let _still_connected = forsaken.connect().await?;
-    drop(forsaken);
+async fn dropped_database_is_removed_by_next_request() -> Result<()> {
+    let dropped = test_database().await?;
+    let (server, name) = (dropped.server(), dropped.name().to_owned());
+    let _still_connected = dropped.connect().await?;
+    drop(dropped);
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        // Another test may have taken the list and not be done with it.
+        // A concurrent test may have taken the list and still be dropping.
         let next = test_database().await?;
         let client = next.connect().await?;
         if client.query("SELECT 1 FROM pg_database WHERE datname = $1", &[&name]).await?.is_empty() {

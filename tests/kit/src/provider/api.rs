@@ -1,4 +1,4 @@
-//! The routes of the API v1 that the platform uses.
+//! The routes of API v1 that the platform uses.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::book::Order;
+use super::book::CreateRequest;
 use super::catalog;
 use super::cloud::{Cloud, Outcome};
 use super::labels;
@@ -19,33 +19,33 @@ use super::refusal::Refusal;
 use super::wire;
 
 type Shared = State<Arc<Cloud>>;
-type Answer = Result<Json<Value>, Refusal>;
-type Made = Result<(StatusCode, Json<Value>), Refusal>;
+type ApiResult = Result<Json<Value>, Refusal>;
+type CreatedResult = Result<(StatusCode, Json<Value>), Refusal>;
 
 pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
     Router::new()
-        .route("/v1/servers", get(list).post(create))
-        .route("/v1/servers/{id}", get(one).delete(delete))
-        .route("/v1/servers/{id}/actions/{action}", post(act).get(action_of))
-        .route("/v1/actions/{id}", get(action))
-        .route("/v1/server_types", get(server_types))
-        .route("/v1/locations", get(locations))
-        .fallback(nothing)
+        .route("/v1/servers", get(list_servers).post(create_server))
+        .route("/v1/servers/{id}", get(get_server).delete(delete_server))
+        .route("/v1/servers/{id}/actions/{action}", post(start_action).get(get_server_action))
+        .route("/v1/actions/{id}", get(get_action))
+        .route("/v1/server_types", get(list_server_types))
+        .route("/v1/locations", get(list_locations))
+        .fallback(not_found)
         .with_state(cloud)
 }
 
 #[derive(Deserialize)]
-struct Listing {
+struct ListQuery {
     name: Option<String>,
     #[serde(default)]
     label_selector: String,
-    #[serde(default = "first")]
+    #[serde(default = "first_page")]
     page: usize,
     #[serde(default = "default_size")]
     per_page: usize,
 }
 
-fn first() -> usize {
+fn first_page() -> usize {
     1
 }
 
@@ -53,25 +53,29 @@ fn default_size() -> usize {
     25
 }
 
-async fn list(State(cloud): Shared, Query(listing): Query<Listing>) -> Answer {
-    let book = cloud.book();
+async fn list_servers(State(cloud): Shared, Query(query): Query<ListQuery>) -> ApiResult {
+    let inventory = cloud.inventory();
     let mut found = Vec::new();
-    for record in book.servers.values().filter(|record| !book.hidden.contains(&record.name)) {
-        let named = listing.name.as_ref().is_none_or(|name| *name == record.name);
-        if named && labels::selects(&listing.label_selector, &record.labels)? {
-            found.push(wire::server(record, book.is_locked(record.id)));
+    for record in inventory.servers.values().filter(|record| !inventory.hidden.contains(&record.name)) {
+        let matches_name = query.name.as_ref().is_none_or(|name| *name == record.name);
+        if matches_name && labels::selects(&query.label_selector, &record.labels)? {
+            found.push(wire::server(record, inventory.is_locked(record.id)));
         }
     }
-    let (page, per_page) = (listing.page.max(1), listing.per_page.clamp(1, 50));
+    let (page, per_page) = (query.page.max(1), query.per_page.clamp(1, 50));
     let meta = wire::pagination(page, per_page, found.len());
     let servers: Vec<Value> = found.into_iter().skip((page - 1) * per_page).take(per_page).collect();
     Ok(Json(json!({"servers": servers, "meta": meta})))
 }
 
-async fn create(State(cloud): Shared, outcome: Option<Extension<Outcome>>, body: Bytes) -> Made {
-    let order: Order = serde_json::from_slice(&body)
+async fn create_server(
+    State(cloud): Shared,
+    outcome: Option<Extension<Outcome>>,
+    body: Bytes,
+) -> CreatedResult {
+    let create_request: CreateRequest = serde_json::from_slice(&body)
         .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, "json_error", error.to_string()))?;
-    let (record, actions) = cloud.create(order, outcome_of(outcome))?;
+    let (record, actions) = cloud.create(create_request, outcome_of(outcome))?;
     let mut actions = actions.iter().map(wire::action);
     let body = json!({
         "server": wire::server(&record, true),
@@ -82,34 +86,34 @@ async fn create(State(cloud): Shared, outcome: Option<Extension<Outcome>>, body:
     Ok((StatusCode::CREATED, Json(body)))
 }
 
-async fn one(State(cloud): Shared, Path(id): Path<i64>) -> Answer {
-    let book = cloud.book();
-    let found = Some(book.server(id)?).filter(|record| !book.hidden.contains(&record.name));
+async fn get_server(State(cloud): Shared, Path(id): Path<i64>) -> ApiResult {
+    let inventory = cloud.inventory();
+    let found = Some(inventory.server(id)?).filter(|record| !inventory.hidden.contains(&record.name));
     let found = found.ok_or_else(|| Refusal::not_found("server", id))?;
-    Ok(Json(json!({"server": wire::server(found, book.is_locked(id))})))
+    Ok(Json(json!({"server": wire::server(found, inventory.is_locked(id))})))
 }
 
-async fn delete(State(cloud): Shared, Path(id): Path<i64>) -> Answer {
+async fn delete_server(State(cloud): Shared, Path(id): Path<i64>) -> ApiResult {
     Ok(Json(json!({"action": wire::action(&cloud.delete(id).await?)})))
 }
 
-async fn act(
+async fn start_action(
     State(cloud): Shared,
     Path((id, command)): Path<(i64, String)>,
     outcome: Option<Extension<Outcome>>,
     body: Bytes,
-) -> Made {
+) -> CreatedResult {
     let action = cloud.act(id, &command, &body, outcome_of(outcome))?;
     Ok((StatusCode::CREATED, Json(json!({"action": wire::action(&action)}))))
 }
 
-async fn action(State(cloud): Shared, Path(id): Path<i64>) -> Answer {
-    Ok(Json(json!({"action": wire::action(cloud.book().action(id)?)})))
+async fn get_action(State(cloud): Shared, Path(id): Path<i64>) -> ApiResult {
+    Ok(Json(json!({"action": wire::action(cloud.inventory().action(id)?)})))
 }
 
-async fn action_of(State(cloud): Shared, Path((server, id)): Path<(i64, i64)>) -> Answer {
-    let book = cloud.book();
-    let action = book.action(id)?;
+async fn get_server_action(State(cloud): Shared, Path((server, id)): Path<(i64, i64)>) -> ApiResult {
+    let inventory = cloud.inventory();
+    let action = inventory.action(id)?;
     if action.server != server {
         return Err(Refusal::not_found("action", id));
     }
@@ -117,26 +121,26 @@ async fn action_of(State(cloud): Shared, Path((server, id)): Path<(i64, i64)>) -
 }
 
 #[derive(Deserialize)]
-struct Named {
+struct NameQuery {
     name: Option<String>,
 }
 
-async fn server_types(Query(named): Query<Named>) -> Json<Value> {
-    let wanted = |known: &&catalog::CatalogType| named.name.as_deref().is_none_or(|name| name == known.name);
-    let types: Vec<Value> = catalog::TYPES.iter().filter(wanted).map(catalog::CatalogType::json).collect();
+async fn list_server_types(Query(query): Query<NameQuery>) -> Json<Value> {
+    let matches = |known: &&catalog::CatalogType| query.name.as_deref().is_none_or(|name| name == known.name);
+    let types: Vec<Value> = catalog::TYPES.iter().filter(matches).map(catalog::CatalogType::json).collect();
     let meta = wire::pagination(1, 50, types.len());
     Json(json!({"server_types": types, "meta": meta}))
 }
 
-async fn locations(Query(named): Query<Named>) -> Json<Value> {
-    let wanted = |known: &&&str| named.name.as_deref().is_none_or(|name| name == **known);
+async fn list_locations(Query(query): Query<NameQuery>) -> Json<Value> {
+    let matches = |known: &&&str| query.name.as_deref().is_none_or(|name| name == **known);
     let found: Vec<Value> =
-        catalog::LOCATIONS.iter().filter(wanted).map(|name| json!({"name": name})).collect();
+        catalog::LOCATIONS.iter().filter(matches).map(|name| json!({"name": name})).collect();
     let meta = wire::pagination(1, 50, found.len());
     Json(json!({"locations": found, "meta": meta}))
 }
 
-async fn nothing() -> Result<Response, Refusal> {
+async fn not_found() -> Result<Response, Refusal> {
     Err(Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such route"))
 }
 

@@ -1,6 +1,7 @@
-//! The provider's books: servers, actions, and every creation that ever was. The rules of the API are here, without I/O.
+//! The provider's inventory: servers, actions, and the log of all creations. The rules of the API are implemented here,
+//! without I/O.
 //!
-//! The invariant: one server per name, one running action per server, and a disk never becomes smaller.
+//! Invariants: names are unique, a server has at most one running action, and a disk never shrinks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -14,7 +15,7 @@ use super::labels::{self, Labels};
 use super::refusal::Refusal;
 use http::StatusCode;
 
-const LARGEST_USER_DATA: usize = 32 * 1024;
+const MAX_USER_DATA_BYTES: usize = 32 * 1024;
 
 /// The state of a server's power, as the API names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,9 +28,9 @@ pub enum Power {
     Off,
 }
 
-/// A server in the books.
+/// A server of the inventory.
 #[derive(Debug, Clone)]
-pub(super) struct Record {
+pub(super) struct ServerRecord {
     pub(super) id: i64,
     pub(super) name: String,
     pub(super) power: Power,
@@ -41,18 +42,18 @@ pub(super) struct Record {
     pub(super) user_data: String,
     pub(super) ipv4: Ipv4Addr,
     pub(super) created: Timestamp,
-    /// Whether the operating system hears the power button.
+    /// Whether the operating system reacts to the power button.
     pub(super) obeys_shutdown: bool,
 }
 
-/// An action in the books.
+/// An action of the inventory.
 #[derive(Debug, Clone)]
 pub(super) struct ActionRecord {
     pub(super) id: i64,
     pub(super) command: &'static str,
     pub(super) server: i64,
     pub(super) started: Timestamp,
-    /// `None` while it runs.
+    /// `None` while it is running.
     pub(super) end: Option<ActionEnd>,
 }
 
@@ -62,7 +63,7 @@ pub(super) struct ActionEnd {
     pub(super) failed: bool,
 }
 
-/// One server that was made, and when it ended; the log that shows orphans and doubles.
+/// A server that was created, with the time of its end; the log reveals orphans and duplicates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Creation {
@@ -70,13 +71,13 @@ pub struct Creation {
     pub name: String,
     pub labels: BTreeMap<String, String>,
     pub created: Timestamp,
-    /// Deleted or vanished.
+    /// Time of deletion or disappearance.
     pub ended: Option<Timestamp>,
 }
 
-/// `POST /servers`, as far as it matters.
+/// The relevant fields of `POST /servers`.
 #[derive(Debug, Deserialize)]
-pub(super) struct Order {
+pub(super) struct CreateRequest {
     name: String,
     server_type: String,
     image: String,
@@ -86,17 +87,17 @@ pub(super) struct Order {
     labels: Labels,
     #[serde(default)]
     user_data: Option<String>,
-    #[serde(default = "yes")]
+    #[serde(default = "default_true")]
     pub(super) start_after_create: bool,
 }
 
-fn yes() -> bool {
+fn default_true() -> bool {
     true
 }
 
-pub(super) struct Book {
-    pub(super) servers: BTreeMap<i64, Record>,
-    /// Servers that reads deny: they run, and neither a listing nor a look by id shows them.
+pub(super) struct Inventory {
+    pub(super) servers: BTreeMap<i64, ServerRecord>,
+    /// Running servers that reads hide, both in listings and by id.
     pub(super) hidden: BTreeSet<String>,
     actions: BTreeMap<i64, ActionRecord>,
     creations: Vec<Creation>,
@@ -105,7 +106,7 @@ pub(super) struct Book {
     next_id: i64,
 }
 
-impl Book {
+impl Inventory {
     pub(super) fn new(addresses: Addresses, server_limit: usize) -> Self {
         Self {
             servers: BTreeMap::new(),
@@ -118,19 +119,22 @@ impl Book {
         }
     }
 
-    pub(super) fn create(&mut self, order: Order) -> Result<(Record, Vec<ActionRecord>), Refusal> {
-        let server_type = self.check(&order)?;
-        let starts = order.start_after_create;
-        let record = Record {
-            id: self.id(),
-            name: order.name,
+    pub(super) fn create(
+        &mut self,
+        request: CreateRequest,
+    ) -> Result<(ServerRecord, Vec<ActionRecord>), Refusal> {
+        let server_type = self.validate(&request)?;
+        let starts = request.start_after_create;
+        let record = ServerRecord {
+            id: self.next_id(),
+            name: request.name,
             power: Power::Initializing,
             server_type,
             disk_gb: server_type.disk_gb,
-            image: order.image,
-            location: order.location.unwrap_or_else(|| catalog::LOCATIONS[0].to_owned()),
-            labels: order.labels,
-            user_data: order.user_data.unwrap_or_default(),
+            image: request.image,
+            location: request.location.unwrap_or_else(|| catalog::LOCATIONS[0].to_owned()),
+            labels: request.labels,
+            user_data: request.user_data.unwrap_or_default(),
             ipv4: self.addresses.next(),
             created: Timestamp::now(),
             obeys_shutdown: true,
@@ -143,36 +147,36 @@ impl Book {
             ended: None,
         });
         self.servers.insert(record.id, record.clone());
-        let mut actions = vec![self.open(record.id, "create_server")];
+        let mut actions = vec![self.add_action(record.id, "create_server")];
         if starts {
-            actions.push(self.open(record.id, "start_server"));
+            actions.push(self.add_action(record.id, "start_server"));
         }
         Ok((record, actions))
     }
 
-    fn check(&self, order: &Order) -> Result<&'static CatalogType, Refusal> {
+    fn validate(&self, request: &CreateRequest) -> Result<&'static CatalogType, Refusal> {
         let hostname = |text: &str| {
             (1..=63).contains(&text.len())
                 && text.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
                 && text.starts_with(|c: char| c.is_ascii_alphanumeric())
         };
-        if !hostname(&order.name) {
+        if !hostname(&request.name) {
             return Err(Refusal::invalid("name", "is not a valid hostname"));
         }
-        let Some(server_type) = catalog::by_name(&order.server_type) else {
+        let Some(server_type) = catalog::by_name(&request.server_type) else {
             return Err(Refusal::invalid("server_type", "server type not found"));
         };
-        if order.image.is_empty() {
+        if request.image.is_empty() {
             return Err(Refusal::invalid("image", "must not be empty"));
         }
-        if order.location.as_deref().is_some_and(|name| !catalog::LOCATIONS.contains(&name)) {
+        if request.location.as_deref().is_some_and(|name| !catalog::LOCATIONS.contains(&name)) {
             return Err(Refusal::invalid("location", "location not found"));
         }
-        labels::check(&order.labels)?;
-        if order.user_data.as_ref().is_some_and(|data| data.len() > LARGEST_USER_DATA) {
+        labels::validate(&request.labels)?;
+        if request.user_data.as_ref().is_some_and(|data| data.len() > MAX_USER_DATA_BYTES) {
             return Err(Refusal::invalid("user_data", "must be at most 32 KiB"));
         }
-        if self.servers.values().any(|server| server.name == order.name) {
+        if self.servers.values().any(|server| server.name == request.name) {
             let text = "server name is already used";
             return Err(Refusal::new(StatusCode::CONFLICT, "uniqueness_error", text));
         }
@@ -183,36 +187,36 @@ impl Book {
         Ok(server_type)
     }
 
-    /// Starts an action on an unlocked server, after the rules of its kind.
+    /// Starts an action on an unlocked server that satisfies `rule`.
     pub(super) fn begin(
         &mut self,
         server: i64,
         command: &'static str,
-        rule: impl FnOnce(&Record) -> Result<(), Refusal>,
+        rule: impl FnOnce(&ServerRecord) -> Result<(), Refusal>,
     ) -> Result<ActionRecord, Refusal> {
         let record = self.server(server)?;
         rule(record)?;
-        self.unlocked(server)?;
-        Ok(self.open(server, command))
+        self.check_unlocked(server)?;
+        Ok(self.add_action(server, command))
     }
 
-    /// Ends an action; the first end counts.
+    /// Ends an action; only the first call counts.
     pub(super) fn settle(&mut self, action: i64, failed: bool) {
         if let Some(action) = self.actions.get_mut(&action).filter(|action| action.end.is_none()) {
             action.end = Some(ActionEnd { at: Timestamp::now(), failed });
         }
     }
 
-    pub(super) fn delete(&mut self, server: i64) -> Result<(Record, ActionRecord), Refusal> {
+    pub(super) fn delete(&mut self, server: i64) -> Result<(ServerRecord, ActionRecord), Refusal> {
         self.server(server)?;
-        self.unlocked(server)?;
-        let action = self.open(server, "delete_server");
-        let record = self.remove(server).expect("it was there a moment ago");
+        self.check_unlocked(server)?;
+        let action = self.add_action(server, "delete_server");
+        let record = self.remove(server).expect("the server exists");
         Ok((record, self.action(action.id)?.clone()))
     }
 
-    /// Takes a server out of the books, locked or not.
-    pub(super) fn remove(&mut self, server: i64) -> Option<Record> {
+    /// Removes a server from the inventory, even if it is locked.
+    pub(super) fn remove(&mut self, server: i64) -> Option<ServerRecord> {
         let record = self.servers.remove(&server)?;
         let now = Timestamp::now();
         for creation in self.creations.iter_mut().filter(|creation| creation.id == server) {
@@ -226,7 +230,7 @@ impl Book {
         Some(record)
     }
 
-    pub(super) fn server(&self, id: i64) -> Result<&Record, Refusal> {
+    pub(super) fn server(&self, id: i64) -> Result<&ServerRecord, Refusal> {
         self.servers.get(&id).ok_or_else(|| Refusal::not_found("server", id))
     }
 
@@ -242,17 +246,18 @@ impl Book {
         &self.creations
     }
 
-    fn unlocked(&self, server: i64) -> Result<(), Refusal> {
+    fn check_unlocked(&self, server: i64) -> Result<(), Refusal> {
         if self.is_locked(server) { Err(Refusal::locked()) } else { Ok(()) }
     }
 
-    fn open(&mut self, server: i64, command: &'static str) -> ActionRecord {
-        let action = ActionRecord { id: self.id(), command, server, started: Timestamp::now(), end: None };
+    fn add_action(&mut self, server: i64, command: &'static str) -> ActionRecord {
+        let action =
+            ActionRecord { id: self.next_id(), command, server, started: Timestamp::now(), end: None };
         self.actions.insert(action.id, action.clone());
         action
     }
 
-    fn id(&mut self) -> i64 {
+    fn next_id(&mut self) -> i64 {
         self.next_id += 1;
         self.next_id
     }

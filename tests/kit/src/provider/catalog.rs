@@ -1,8 +1,8 @@
-//! What the simulated provider sells: server types and locations.
+//! Server types and locations of the simulated provider.
 
 use serde_json::{Value, json};
 
-/// One server type.
+/// A server type.
 #[derive(Debug, PartialEq)]
 pub struct CatalogType {
     pub id: i64,
@@ -12,7 +12,7 @@ pub struct CatalogType {
     pub disk_gb: u32,
 }
 
-/// `cpx12` has less disk than any plan's type, to be refused by a resize.
+/// `cpx12` has less disk than the type of any plan, so that a resize to it is refused.
 pub const TYPES: [CatalogType; 5] = [
     CatalogType { id: 107, name: "cpx12", cores: 1, memory_gb: 2, disk_gb: 40 },
     CatalogType { id: 108, name: "cpx22", cores: 2, memory_gb: 4, disk_gb: 80 },

@@ -1,4 +1,4 @@
-//! The provider at work: what a call does to the books, and what an action does to the machine when its time is over.
+//! The provider's behaviour: effects of calls on the inventory, and of actions on machines after their duration.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -6,16 +6,16 @@ use std::time::Duration;
 use http::StatusCode;
 use serde::Deserialize;
 
-use super::book::{ActionRecord, Book, Order, Power, Record};
+use super::book::{ActionRecord, CreateRequest, Inventory, Power, ServerRecord};
 use super::catalog::{self, CatalogType};
 use super::faults::Script;
 use super::guest::Guests;
 use super::rate::Bucket;
 use super::refusal::Refusal;
 
-/// What all calls share.
+/// State shared by all calls.
 pub(super) struct Cloud {
-    pub(super) book: Mutex<Book>,
+    pub(super) inventory: Mutex<Inventory>,
     pub(super) script: Mutex<Script>,
     pub(super) bucket: Mutex<Bucket>,
     pub(super) guests: Guests,
@@ -23,14 +23,14 @@ pub(super) struct Cloud {
     pub(super) action_time: Duration,
 }
 
-/// Set by the listener on a call whose action shall fail.
+/// Set by the listener if the action of a call must fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
     Success,
     Failure,
 }
 
-/// What an action does to its server when it ends well.
+/// Effect of a successful action on its server.
 #[derive(Debug, Clone, Copy)]
 enum Effect {
     Boot,
@@ -51,10 +51,10 @@ pub(super) struct ChangeType {
 impl Cloud {
     pub(super) fn create(
         self: &Arc<Self>,
-        order: Order,
+        request: CreateRequest,
         outcome: Outcome,
-    ) -> Result<(Record, Vec<ActionRecord>), Refusal> {
-        let (record, actions) = self.book().create(order)?;
+    ) -> Result<(ServerRecord, Vec<ActionRecord>), Refusal> {
+        let (record, actions) = self.inventory().create(request)?;
         self.guests.install(&record);
         match actions.as_slice() {
             [created, started] => {
@@ -71,7 +71,7 @@ impl Cloud {
     }
 
     pub(super) async fn delete(&self, id: i64) -> Result<ActionRecord, Refusal> {
-        let (record, action) = self.book().delete(id)?;
+        let (record, action) = self.inventory().delete(id)?;
         self.guests.cut(&record.name).await;
         Ok(action)
     }
@@ -93,11 +93,11 @@ impl Cloud {
             _ => return Err(Refusal::new(StatusCode::NOT_FOUND, "not_found", "no such action")),
         };
         let mut power = Power::Off;
-        let action = self.book().begin(id, name, |record| {
+        let action = self.inventory().begin(id, name, |record| {
             power = record.power;
             Ok(())
         })?;
-        // The provider accepts what is already so, and does nothing.
+        // The provider accepts an action that changes nothing.
         let effect = match (effect, power) {
             (Effect::Boot, Power::Running) | (Effect::Cut | Effect::ShutDown, Power::Off) => Effect::Nothing,
             (effect, _) => effect,
@@ -112,13 +112,13 @@ impl Cloud {
         body: &[u8],
         outcome: Outcome,
     ) -> Result<ActionRecord, Refusal> {
-        let wanted: ChangeType = serde_json::from_slice(body)
+        let request: ChangeType = serde_json::from_slice(body)
             .map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, "json_error", error.to_string()))?;
-        let Some(to) = catalog::by_name(&wanted.server_type) else {
+        let Some(to) = catalog::by_name(&request.server_type) else {
             return Err(Refusal::invalid("server_type", "server type not found"));
         };
         let refuse = |code: &str, text: &str| Err(Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, code, text));
-        let action = self.book().begin(id, "change_server_type", |record| {
+        let action = self.inventory().begin(id, "change_server_type", |record| {
             if record.power != Power::Off {
                 return refuse("server_not_stopped", "server is not stopped");
             }
@@ -130,25 +130,25 @@ impl Cloud {
             }
             Ok(())
         })?;
-        self.run(action.id, id, Effect::Retype { to, grow_disk: wanted.upgrade_disk }, outcome);
+        self.run(action.id, id, Effect::Retype { to, grow_disk: request.upgrade_disk }, outcome);
         Ok(action)
     }
 
-    /// Lets the action take its time, then settles it; the effect comes first, so that a success is true.
+    /// Runs an action: waits for its duration, applies the effect, then reports the result.
     fn run(self: &Arc<Self>, action: i64, server: i64, effect: Effect, outcome: Outcome) {
         let cloud = Arc::clone(self);
         let work = async move {
             tokio::time::sleep(cloud.action_time).await;
             match outcome {
                 Outcome::Success => cloud.apply(action, server, effect).await,
-                Outcome::Failure => cloud.book().settle(action, true),
+                Outcome::Failure => cloud.inventory().settle(action, true),
             }
         };
         crate::runtime::servers().spawn(work);
     }
 
     async fn apply(self: &Arc<Self>, action: i64, server: i64, effect: Effect) {
-        let Ok(name) = self.book().server(server).map(|record| record.name.clone()) else {
+        let Ok(name) = self.inventory().server(server).map(|record| record.name.clone()) else {
             return;
         };
         match effect {
@@ -163,29 +163,29 @@ impl Cloud {
                 self.guests.shut_down(&name).await;
                 self.boot(server);
             }
-            // The button is pressed, the action has succeeded; the machine takes its time.
+            // The action succeeds as soon as the button is pressed; the machine takes its time.
             Effect::ShutDown => {
-                self.book().settle(action, false);
-                if self.book().server(server).is_ok_and(|record| record.obeys_shutdown) {
+                self.inventory().settle(action, false);
+                if self.inventory().server(server).is_ok_and(|record| record.obeys_shutdown) {
                     self.set_power(server, Power::Stopping);
                     self.guests.shut_down(&name).await;
                     self.set_power(server, Power::Off);
                 }
             }
             Effect::Retype { to, grow_disk } => {
-                if let Some(record) = self.book().servers.get_mut(&server) {
+                if let Some(record) = self.inventory().servers.get_mut(&server) {
                     record.server_type = to;
                     record.disk_gb = if grow_disk { to.disk_gb } else { record.disk_gb };
                 }
             }
         }
-        self.book().settle(action, false);
+        self.inventory().settle(action, false);
     }
 
-    /// Power first, then the machine: a server deleted in between is never started.
+    /// Sets the power first: a server that is deleted concurrently is never started.
     pub(super) fn boot(&self, server: i64) {
-        let mut book = self.book();
-        if let Some(record) = book.servers.get_mut(&server) {
+        let mut inventory = self.inventory();
+        if let Some(record) = inventory.servers.get_mut(&server) {
             record.power = Power::Running;
             self.guests.boot(record);
         }
@@ -197,13 +197,13 @@ impl Cloud {
     }
 
     pub(super) fn set_power(&self, server: i64, power: Power) {
-        if let Some(record) = self.book().servers.get_mut(&server) {
+        if let Some(record) = self.inventory().servers.get_mut(&server) {
             record.power = power;
         }
     }
 
-    pub(super) fn book(&self) -> MutexGuard<'_, Book> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn inventory(&self) -> MutexGuard<'_, Inventory> {
+        self.inventory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn script(&self) -> MutexGuard<'_, Script> {

@@ -1,4 +1,4 @@
-//! The control over HTTP under `/_sim/`, for whoever is not in the simulator's process. JSON both ways, no token.
+//! Control over HTTP below `/_sim/`, for other processes. JSON requests and responses, no token.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -19,14 +19,14 @@ use super::faults::{CallRecord, FaultRule};
 use super::view::{HostView, ServerView};
 
 type Shared = State<Arc<Cloud>>;
-type Done = Result<Json<Value>, Failed>;
+type ControlResult = Result<Json<Value>, ControlError>;
 
 pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
     Router::new()
         .route("/_sim/servers", get(servers))
         .route("/_sim/servers/{name}/kill", post(kill))
         .route("/_sim/servers/{name}/vanish", post(vanish))
-        .route("/_sim/servers/{name}/obey-shutdown", post(obey_shutdown))
+        .route("/_sim/servers/{name}/obey-shutdown", post(set_obeys_shutdown))
         .route("/_sim/hosts", get(hosts))
         .route("/_sim/hosts/{name}", get(host))
         .route("/_sim/hosts/{name}/start-from-disk", post(start_from_disk))
@@ -42,16 +42,16 @@ pub(super) fn routes(cloud: Arc<Cloud>) -> Router {
         .with_state(cloud)
 }
 
-/// An error of the control: 409 with its whole chain.
-pub(super) struct Failed(anyhow::Error);
+/// Error of a control request: 409 with the whole error chain.
+pub(super) struct ControlError(anyhow::Error);
 
-impl From<anyhow::Error> for Failed {
+impl From<anyhow::Error> for ControlError {
     fn from(error: anyhow::Error) -> Self {
         Self(error)
     }
 }
 
-impl IntoResponse for Failed {
+impl IntoResponse for ControlError {
     fn into_response(self) -> Response {
         (StatusCode::CONFLICT, Json(json!({"error": format!("{:#}", self.0)}))).into_response()
     }
@@ -61,50 +61,54 @@ async fn servers(State(cloud): Shared) -> Json<Vec<ServerView>> {
     Json(cloud.views())
 }
 
-async fn kill(State(cloud): Shared, Path(name): Path<String>) -> Done {
+async fn kill(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
     cloud.kill(&name).await?;
     Ok(Json(json!({})))
 }
 
-async fn vanish(State(cloud): Shared, Path(name): Path<String>) -> Done {
+async fn vanish(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
     cloud.vanish(&name).await?;
     Ok(Json(json!({})))
 }
 
 #[derive(Deserialize)]
-struct Obeys {
+struct ShutdownBehavior {
     obeys: bool,
 }
 
-async fn obey_shutdown(State(cloud): Shared, Path(name): Path<String>, Json(body): Json<Obeys>) -> Done {
-    cloud.obey_shutdown(&name, body.obeys)?;
+async fn set_obeys_shutdown(
+    State(cloud): Shared,
+    Path(name): Path<String>,
+    Json(body): Json<ShutdownBehavior>,
+) -> ControlResult {
+    cloud.set_obeys_shutdown(&name, body.obeys)?;
     Ok(Json(json!({})))
 }
 
-async fn hosts(State(cloud): Shared) -> Result<Json<Vec<HostView>>, Failed> {
+async fn hosts(State(cloud): Shared) -> Result<Json<Vec<HostView>>, ControlError> {
     Ok(Json(cloud.host_views()?))
 }
 
-async fn host(State(cloud): Shared, Path(name): Path<String>) -> Result<Json<HostView>, Failed> {
+async fn host(State(cloud): Shared, Path(name): Path<String>) -> Result<Json<HostView>, ControlError> {
     let found = cloud.host_views()?.into_iter().find(|host| host.name == name);
-    Ok(Json(found.with_context(|| format!("no server {name} was ever made"))?))
+    Ok(Json(found.with_context(|| format!("no server {name} was ever created"))?))
 }
 
-async fn start_from_disk(State(cloud): Shared, Path(name): Path<String>) -> Done {
+async fn start_from_disk(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
     cloud.start_from_disk(&name)?;
     Ok(Json(json!({})))
 }
 
-async fn stop_unlisted(State(cloud): Shared, Path(name): Path<String>) -> Done {
+async fn stop_unlisted(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
     cloud.stop_unlisted(&name).await?;
     Ok(Json(json!({})))
 }
 
-async fn start_database(State(cloud): Shared, Path(name): Path<String>) -> Done {
+async fn start_database(State(cloud): Shared, Path(name): Path<String>) -> ControlResult {
     Ok(Json(json!({"databaseUrl": cloud.start_database_only(&name).await?})))
 }
 
-/// Arguments and environment of a run; both may be left out.
+/// Arguments and environment of a run; both are optional.
 #[derive(Deserialize, Default)]
 #[serde(default)]
 struct UnitRun {
@@ -112,12 +116,12 @@ struct UnitRun {
     env: BTreeMap<String, String>,
 }
 
-/// `code` is null where a signal ended it.
+/// `code` is null if a signal ended the process.
 async fn run_unit(
     State(cloud): Shared,
     Path((name, unit)): Path<(String, String)>,
     body: Option<Json<UnitRun>>,
-) -> Done {
+) -> ControlResult {
     let Json(run) = body.unwrap_or_default();
     let env: Vec<(String, String)> = run.env.into_iter().collect();
     let finished = cloud.run_unit(&name, &unit, &run.args, &env).await?;
@@ -129,7 +133,7 @@ async fn run_unit(
     })))
 }
 
-async fn stop_service(State(cloud): Shared, Path((name, unit)): Path<(String, String)>) -> Done {
+async fn stop_service(State(cloud): Shared, Path((name, unit)): Path<(String, String)>) -> ControlResult {
     cloud.guests.hosts()?.machine(&name)?.stop_service(&unit).await?;
     Ok(Json(json!({})))
 }
@@ -138,12 +142,12 @@ async fn next_env(
     State(cloud): Shared,
     Path(name): Path<String>,
     Json(env): Json<BTreeMap<String, String>>,
-) -> Done {
+) -> ControlResult {
     cloud.guests.hosts()?.machine(&name)?.set_next_env(env.into_iter().collect());
     Ok(Json(json!({})))
 }
 
-async fn next_server_env(State(cloud): Shared, Json(env): Json<BTreeMap<String, String>>) -> Done {
+async fn next_server_env(State(cloud): Shared, Json(env): Json<BTreeMap<String, String>>) -> ControlResult {
     cloud.guests.hosts()?.set_next_create_env(env.into_iter().collect());
     Ok(Json(json!({})))
 }
@@ -167,5 +171,5 @@ async fn calls(State(cloud): Shared) -> Json<Vec<CallRecord>> {
 }
 
 async fn creations(State(cloud): Shared) -> Json<Vec<Creation>> {
-    Json(cloud.book().creations().to_vec())
+    Json(cloud.inventory().creations().to_vec())
 }

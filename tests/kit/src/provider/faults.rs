@@ -1,31 +1,31 @@
-//! Scripted faults of the provider, and the log of the calls that it got.
+//! Scripted faults of the provider, and the log of its calls.
 
 use serde::{Deserialize, Serialize};
 
-/// What goes wrong with a call.
+/// A fault of a call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "kind")]
 pub enum Fault {
-    /// Refused with this status and code, nothing done. `reset_in_seconds` sets the rate headers to "nothing left".
+    /// Refused with this status and code. `reset_in_seconds` sets the rate headers to "exhausted".
     Status {
         status: u16,
         code: String,
         #[serde(default)]
         reset_in_seconds: Option<u64>,
     },
-    /// Done, then the connection is cut without an answer.
+    /// Executed, then the connection is cut without a response.
     LostReplyAfterCommit,
-    /// The connection is cut before anything is done.
+    /// The connection is cut before execution.
     LostRequest,
-    /// Done, answered this much later.
+    /// Executed, with a delayed response.
     SlowReply { ms: u64 },
-    /// Accepted; the action that it starts ends as an error, without its effect.
+    /// Accepted; its action ends as an error, without effect.
     ActionError,
-    /// Never done, never answered; the caller has to give up.
+    /// Neither executed nor answered, until the caller gives up.
     Timeout,
 }
 
-/// A fault for the calls that match. `method: None` matches all.
+/// A fault for matching calls. `method: None` matches all methods.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FaultRule {
@@ -33,7 +33,7 @@ pub struct FaultRule {
     pub method: Option<String>,
     #[serde(default)]
     pub path_contains: String,
-    /// Matching calls that pass unharmed before the first fault.
+    /// Number of matching calls to let through first.
     #[serde(default)]
     pub skip: u32,
     pub times: u32,
@@ -41,7 +41,7 @@ pub struct FaultRule {
 }
 
 impl FaultRule {
-    /// For the next call of this method whose path contains this.
+    /// Applies to the next call with this method whose path contains `path_contains`.
     pub fn once(method: &str, path_contains: &str, fault: Fault) -> Self {
         Self::times(1, method, path_contains, fault)
     }
@@ -57,15 +57,15 @@ impl FaultRule {
     }
 }
 
-/// One call, as it was answered; `status: None` where it was cut or abandoned.
+/// A call with its response; `status: None` if it was cut or abandoned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CallRecord {
     pub method: String,
-    /// With its query.
+    /// Includes the query.
     pub path: String,
     pub status: Option<u16>,
-    /// What the caller named it in `x-request-id`.
+    /// The caller's `x-request-id`.
     pub request_id: Option<String>,
 }
 
@@ -84,23 +84,23 @@ impl Script {
         self.rules.clear();
     }
 
-    /// The rules that still have faults to give.
+    /// Rules with remaining faults.
     pub(super) fn pending(&self) -> Vec<FaultRule> {
         self.rules.clone()
     }
 
-    pub(super) fn named(&mut self, call: usize, request_id: &str) {
+    pub(super) fn set_request_id(&mut self, call: usize, request_id: &str) {
         if let Some(call) = self.calls.get_mut(call) {
             call.request_id = Some(request_id.to_owned());
         }
     }
 
-    /// Notes the call; gives its number in the log and its fault, if any.
+    /// Logs the call; returns its index and its fault, if any.
     pub(super) fn call(&mut self, method: &str, path: &str) -> (usize, Option<Fault>) {
         let (method_name, path_name) = (method.to_owned(), path.to_owned());
         self.calls.push(CallRecord { method: method_name, path: path_name, status: None, request_id: None });
         let fault = self.rules.iter_mut().find_map(|rule| {
-            let matches = rule.method.as_deref().is_none_or(|wanted| wanted == method)
+            let matches = rule.method.as_deref().is_none_or(|expected| expected == method)
                 && path.contains(&rule.path_contains);
             if !matches {
                 return None;
@@ -116,7 +116,7 @@ impl Script {
         (self.calls.len() - 1, fault)
     }
 
-    pub(super) fn answered(&mut self, call: usize, status: u16) {
+    pub(super) fn set_status(&mut self, call: usize, status: u16) {
         if let Some(call) = self.calls.get_mut(call) {
             call.status = Some(status);
         }
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rule_skips_then_strikes_then_is_gone() {
+    fn rule_skips_then_applies_then_expires() {
         let mut script = Script::default();
         script.add(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::LostRequest) });
         assert_eq!(script.call("GET", "/v1/servers").1, None);

@@ -4,37 +4,37 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 
-use super::book::Record;
+use super::book::ServerRecord;
 use super::host::Hosts;
 use super::machines::Machines;
 use crate::vm::Machine;
 
-/// Chosen once for a simulator.
+/// Chosen once per simulator.
 pub(super) enum Guests {
-    /// Servers are lines in the books.
+    /// Servers exist only in the inventory.
     None,
-    /// Servers are child processes below a root directory of their own.
+    /// Servers are child processes with their own root directories.
     Processes(Hosts),
     /// Servers are virtual machines.
     Machines(Machines),
 }
 
 impl Guests {
-    /// Gives the new server its disk and user-data.
-    pub(super) fn install(&self, record: &Record) {
+    /// Provides the disk and user-data of a new server.
+    pub(super) fn install(&self, record: &ServerRecord) {
         match self {
             Self::None => {}
             Self::Processes(hosts) => hosts.install(record),
             Self::Machines(machines) => {
                 if let Err(error) = machines.install(record) {
-                    println!("      (the machine {} could not be made: {error:#})", record.name);
+                    println!("      (the machine {} could not be created: {error:#})", record.name);
                 }
             }
         }
     }
 
-    /// Starts the machine; returns at once, as power does.
-    pub(super) fn boot(&self, record: &Record) {
+    /// Powers the machine on; returns immediately.
+    pub(super) fn boot(&self, record: &ServerRecord) {
         match self {
             Self::None => {}
             Self::Processes(hosts) => hosts.boot(&record.name),
@@ -42,7 +42,7 @@ impl Guests {
         }
     }
 
-    /// Cuts the power: every process is dead when this returns.
+    /// Cuts the power: all processes are dead when this returns.
     pub(super) async fn cut(&self, name: &str) {
         match self {
             Self::None => {}
@@ -70,8 +70,8 @@ impl Guests {
 
     pub(super) fn hosts(&self) -> Result<&Hosts> {
         match self {
-            Self::None => bail!("the servers of this simulator are records: nothing runs in them"),
-            Self::Machines(_) => bail!("the servers of this simulator are machines: ask them by SSH"),
+            Self::None => bail!("the servers of this simulator are records only"),
+            Self::Machines(_) => bail!("the servers of this simulator are virtual machines: use SSH"),
             Self::Processes(hosts) => Ok(hosts),
         }
     }
@@ -79,11 +79,11 @@ impl Guests {
     pub(super) fn machine(&self, name: &str) -> Result<Arc<Machine>> {
         match self {
             Self::Machines(machines) => machines.machine(name),
-            _ => bail!("the servers of this simulator are no virtual machines"),
+            _ => bail!("the servers of this simulator are not virtual machines"),
         }
     }
 
-    /// Ends everything at once.
+    /// Kills everything immediately.
     pub(super) fn kill_all(&self) {
         match self {
             Self::None => {}

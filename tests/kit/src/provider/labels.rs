@@ -1,4 +1,4 @@
-//! Labels of servers: their syntax, and the selectors that choose by them.
+//! Labels of servers: syntax and selectors.
 
 use std::collections::BTreeMap;
 
@@ -6,8 +6,8 @@ use super::refusal::Refusal;
 
 pub(super) type Labels = BTreeMap<String, String>;
 
-/// Keys may have a DNS prefix; values are empty or 63 characters at most.
-pub(super) fn check(labels: &Labels) -> Result<(), Refusal> {
+/// Checks the syntax: keys may have a DNS prefix; values are empty or at most 63 characters.
+pub(super) fn validate(labels: &Labels) -> Result<(), Refusal> {
     let name = |text: &str| {
         let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
         text.len() <= 63
@@ -15,21 +15,21 @@ pub(super) fn check(labels: &Labels) -> Result<(), Refusal> {
             && ends(text.chars().last())
             && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
-    let sound = labels.iter().all(|(key, value)| {
+    let is_valid = labels.iter().all(|(key, value)| {
         let bare = key.split_once('/').map_or(key.as_str(), |(_, bare)| bare);
         name(bare) && (value.is_empty() || name(value))
     });
-    if sound { Ok(()) } else { Err(Refusal::invalid("labels", "keys or values are not valid labels")) }
+    if is_valid { Ok(()) } else { Err(Refusal::invalid("labels", "keys or values are not valid labels")) }
 }
 
-/// Whether the labels satisfy every term of `k`, `!k`, `k=v`, `k==v`, `k!=v`, joined by commas.
+/// Whether the labels match every term of `k`, `!k`, `k=v`, `k==v`, `k!=v`, separated by commas.
 pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> {
-    let mut all = true;
+    let mut matches_all = true;
     for term in selector.split(',').map(str::trim).filter(|term| !term.is_empty()) {
         if term.contains(['(', ')', ' ']) {
-            return Err(Refusal::invalid("label_selector", "this simulator knows no set terms"));
+            return Err(Refusal::invalid("label_selector", "this simulator does not support set terms"));
         }
-        all &= if let Some((key, value)) = term.split_once("!=") {
+        matches_all &= if let Some((key, value)) = term.split_once("!=") {
             labels.get(key).is_none_or(|has| has != value)
         } else if let Some((key, value)) = term.split_once('=') {
             labels.get(key).is_some_and(|has| has == value.trim_start_matches('='))
@@ -39,7 +39,7 @@ pub(super) fn selects(selector: &str, labels: &Labels) -> Result<bool, Refusal> 
             labels.contains_key(term)
         };
     }
-    Ok(all)
+    Ok(matches_all)
 }
 
 #[cfg(test)]
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn every_term_must_hold() {
+    fn selects_requires_all_terms() {
         let has = labels(&[("a", "1"), ("b", "")]);
         for (selector, expected) in [
             ("", true),
@@ -71,10 +71,10 @@ mod tests {
     }
 
     #[test]
-    fn labels_that_the_provider_refuses_are_refused() {
-        assert!(check(&labels(&[("machine", "0190-x"), ("svc.example/slot", "a_b.c")])).is_ok());
+    fn validate_refuses_invalid_labels() {
+        assert!(validate(&labels(&[("machine", "0190-x"), ("svc.example/slot", "a_b.c")])).is_ok());
         for (key, value) in [("", "x"), ("a", "b c"), ("a", "-b"), ("a", "user:1"), ("a", &"x".repeat(64))] {
-            assert!(check(&labels(&[(key, value)])).is_err(), "{key}={value}");
+            assert!(validate(&labels(&[(key, value)])).is_err(), "{key}={value}");
         }
     }
 }

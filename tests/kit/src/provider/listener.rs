@@ -1,6 +1,6 @@
-//! The door: accepts connections, checks the token and the rate, and plays the scripted faults around a call.
+//! The HTTP server: accepts connections, checks the token and the rate limit, and applies scripted faults to calls.
 //!
-//! A fault that cuts the connection does it here, below HTTP, so that a client sees what a lost packet shows.
+//! Faults that cut the connection act below HTTP, so that the client sees the same as with a lost packet.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,22 +21,22 @@ use super::cloud::{Cloud, Outcome};
 use super::faults::Fault;
 use super::refusal::Refusal;
 
-/// Longer than any deadline that a client under test has.
-const NEVER: Duration = Duration::from_secs(300);
+/// Longer than any client timeout under test.
+const HANG_DURATION: Duration = Duration::from_secs(300);
 
-/// The connection is dropped without an answer.
+/// Error that drops the connection without a response.
 #[derive(Debug)]
-struct Cut;
+struct ConnectionCut;
 
-impl std::fmt::Display for Cut {
+impl std::fmt::Display for ConnectionCut {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("cut by the script")
+        f.write_str("cut by a scripted fault")
     }
 }
 
-impl std::error::Error for Cut {}
+impl std::error::Error for ConnectionCut {}
 
-/// Serves until it is aborted; connections end with it.
+/// Serves until it is aborted; connections are closed with it.
 pub(super) async fn serve(listener: TcpListener, cloud: Arc<Cloud>, api: Router, control: Router) {
     let mut connections = JoinSet::new();
     loop {
@@ -45,13 +45,13 @@ pub(super) async fn serve(listener: TcpListener, cloud: Arc<Cloud>, api: Router,
                 let Ok((stream, _)) = accepted else { continue };
                 let (cloud, api, control) = (Arc::clone(&cloud), api.clone(), control.clone());
                 connections.spawn(async move {
-                    let answer = service_fn(move |request| {
+                    let handle = service_fn(move |request| {
                         let (cloud, api, control) = (Arc::clone(&cloud), api.clone(), control.clone());
-                        async move { answer(&cloud, api, control, request).await }
+                        async move { handle(&cloud, api, control, request).await }
                     });
-                    // A cut connection ends as an error here, and so it shall.
+                    // A cut connection is an expected error.
                     let _ = hyper::server::conn::http1::Builder::new()
-                        .serve_connection(TokioIo::new(stream), answer)
+                        .serve_connection(TokioIo::new(stream), handle)
                         .await;
                 });
             }
@@ -60,67 +60,67 @@ pub(super) async fn serve(listener: TcpListener, cloud: Arc<Cloud>, api: Router,
     }
 }
 
-async fn answer(
+async fn handle(
     cloud: &Cloud,
     api: Router,
     control: Router,
     mut request: Request<Incoming>,
-) -> Result<Response<Body>, Cut> {
+) -> Result<Response<Body>, ConnectionCut> {
     if request.uri().path().starts_with("/_sim/") {
-        return Ok(pass(control, request).await);
+        return Ok(forward(control, request).await);
     }
     let path = request.uri().path_and_query().map_or("", |path| path.as_str()).to_owned();
     let (call, fault) = cloud.script().call(request.method().as_str(), &path);
     if let Some(id) = request.headers().get("x-request-id").and_then(|id| id.to_str().ok()) {
-        cloud.script().named(call, id);
+        cloud.script().set_request_id(call, id);
     }
     let mut rate = cloud.bucket().take();
 
-    let refused = if !authorized(cloud, &request) {
+    let error = if !authorized(cloud, &request) {
         Some(Refusal::new(StatusCode::UNAUTHORIZED, "unauthorized", "unable to authenticate"))
     } else if !rate.allowed {
         Some(Refusal::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", "rate limit exceeded"))
     } else {
         None
     };
-    let mut response = match (refused, fault) {
+    let mut response = match (error, fault) {
         (Some(refusal), _) => refusal.into_response(),
-        (None, None) => pass(api, request).await,
+        (None, None) => forward(api, request).await,
         (None, Some(Fault::Status { status, code, reset_in_seconds })) => {
             if let Some(seconds) = reset_in_seconds {
-                rate = rate.spent(seconds);
+                rate = rate.exhausted(seconds);
             }
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
             Refusal::new(status, &code, "a scripted fault").into_response()
         }
-        (None, Some(Fault::LostRequest)) => return Err(Cut),
+        (None, Some(Fault::LostRequest)) => return Err(ConnectionCut),
         (None, Some(Fault::LostReplyAfterCommit)) => {
-            pass(api, request).await;
-            return Err(Cut);
+            forward(api, request).await;
+            return Err(ConnectionCut);
         }
         (None, Some(Fault::SlowReply { ms })) => {
-            let response = pass(api, request).await;
+            let response = forward(api, request).await;
             tokio::time::sleep(Duration::from_millis(ms)).await;
             response
         }
         (None, Some(Fault::ActionError)) => {
             request.extensions_mut().insert(Outcome::Failure);
-            pass(api, request).await
+            forward(api, request).await
         }
         (None, Some(Fault::Timeout)) => {
-            tokio::time::sleep(NEVER).await;
-            return Err(Cut);
+            tokio::time::sleep(HANG_DURATION).await;
+            return Err(ConnectionCut);
         }
     };
     rate.write(response.headers_mut());
-    cloud.script().answered(call, response.status().as_u16());
+    cloud.script().set_status(call, response.status().as_u16());
     Ok(response)
 }
 
-async fn pass(router: Router, request: Request<Incoming>) -> Response<Body> {
+async fn forward(router: Router, request: Request<Incoming>) -> Response<Body> {
     match TowerToHyperService::new(router).call(request).await {
         Ok(response) => response,
-        Err(never) => match never {},
+        Err(infallible) => match infallible {},
     }
 }
 

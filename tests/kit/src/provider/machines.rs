@@ -1,6 +1,6 @@
-//! Simulated servers that are virtual machines: one for each record, with the power that the books say.
+//! Simulated servers as virtual machines: one per record, with the power state of the inventory.
 //!
-//! A machine outlives its server's record, as a host of processes does: its disk is kept while the simulator is.
+//! A machine outlives its server's record: its disk is kept as long as the simulator.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -8,18 +8,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result};
 
-use super::book::Record;
+use super::book::ServerRecord;
 use super::catalog::CatalogType;
-use crate::vm::{Accel, Image, Machine, Plan, Size};
+use crate::vm::{Accel, Image, Machine, MachineSpec, Size};
 
-/// What all machines of a simulator share.
+/// Settings shared by all machines of a simulator.
 #[derive(Debug, Clone)]
 pub struct MachineSettings {
     pub image: Image,
     pub accel: Accel,
-    /// Each machine's files are a directory in here.
+    /// Parent of the machines' directories.
     pub dir: PathBuf,
-    /// For sockets, whose paths are short.
+    /// Directory of the sockets; must be short.
     pub sockets: PathBuf,
 }
 
@@ -34,16 +34,16 @@ impl Machines {
         Self { settings, https_port, machines: Mutex::default() }
     }
 
-    pub(super) fn install(&self, record: &Record) -> Result<()> {
+    pub(super) fn install(&self, record: &ServerRecord) -> Result<()> {
         let mut machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        let machine = Machine::new(Plan {
+        let machine = Machine::new(MachineSpec {
             name: &record.name,
             user_data: &record.user_data,
             size: size(record.server_type),
             address: record.ipv4,
             https_port: self.https_port,
             dir: self.settings.dir.join(&record.name),
-            control: self.settings.sockets.join(format!("{}.qmp", record.id)),
+            qmp_socket: self.settings.sockets.join(format!("{}.qmp", record.id)),
             image: &self.settings.image,
             accel: self.settings.accel,
         })?;
@@ -51,17 +51,17 @@ impl Machines {
         Ok(())
     }
 
-    pub(super) fn boot(&self, record: &Record) {
+    pub(super) fn boot(&self, record: &ServerRecord) {
         let started =
             self.machine(&record.name).and_then(|machine| machine.switch_on(size(record.server_type)));
         if let Err(error) = started {
-            println!("      (the machine {} has no power: {error:#})", record.name);
+            println!("      (the machine {} could not be powered on: {error:#})", record.name);
         }
     }
 
     pub(super) fn machine(&self, name: &str) -> Result<Arc<Machine>> {
         let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        machines.get(name).cloned().with_context(|| format!("no server {name} was ever made"))
+        machines.get(name).cloned().with_context(|| format!("no server {name} was ever created"))
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Machine>> {
@@ -73,7 +73,7 @@ impl Machines {
     }
 }
 
-/// Half the memory that the type is sold with, and a fifth of its disk: a test machine has several at once.
+/// Half of the type's memory and a fifth of its disk, because a test machine runs several at once.
 fn size(kind: &CatalogType) -> Size {
     Size {
         cores: kind.cores.min(4),

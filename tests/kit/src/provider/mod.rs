@@ -1,7 +1,7 @@
 //! A simulator of the cloud provider: the Hetzner Cloud API v1 over HTTP on loopback.
 //!
-//! It keeps the API's rules (unique names, one action at a time, power and disk rules, rate limit, pages) and plays
-//! scripted faults. What a server *is* beyond its record is chosen by [`SimulatorKind`].
+//! It implements the API's rules (unique names, one action at a time, power and disk rules, rate limit, pagination) and
+//! scripted faults. [`SimulatorKind`] selects what a server is beyond its record.
 //!
 //! ```no_run
 //! # async fn f() -> anyhow::Result<()> {
@@ -13,13 +13,14 @@
 //! # Ok(()) }
 //! ```
 //!
-//! With [`SimulatorKind::Process`], a server is a host: its user-data's files land below a directory that stands for `/`,
-//! and the applets start in the order of the real units, with a PostgreSQL of their own. Such a server can be killed,
-//! vanish, and be started again from its disk; single units can be run in it, as an operator would by `systemctl start`.
+//! With [`SimulatorKind::Process`], a server is a host: the files of its user-data are written below a directory that
+//! serves as its `/`, and the applets start in the order of the real units, with their own PostgreSQL. Such a server
+//! can be killed, can vanish, and can be restarted from its disk; single units can be run on it, like an operator's
+//! `systemctl start`.
 //!
 //! With [`SimulatorKind::Machine`], a server is a virtual machine that boots a real Debian with its user-data.
 //!
-//! All of it can be had over HTTP as well, below [`Simulator::control_url`].
+//! Everything is also available over HTTP, below [`Simulator::control_url`].
 
 mod address;
 mod api;

@@ -1,10 +1,10 @@
-//! The provider's rate limit: a bucket that refills evenly, and its three headers.
+//! The provider's rate limit: a token bucket and its three headers.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use http::HeaderMap;
 
-/// How many calls are let through at once, and how fast they come back.
+/// Size of the bucket, and its refill rate.
 #[derive(Debug, Clone, Copy)]
 pub struct RateLimit {
     pub limit: u32,
@@ -12,7 +12,7 @@ pub struct RateLimit {
 }
 
 impl Default for RateLimit {
-    /// The provider's own: 3600 an hour.
+    /// The provider's default: 3600 per hour.
     fn default() -> Self {
         Self { limit: 3600, per_second: 1.0 }
     }
@@ -20,13 +20,13 @@ impl Default for RateLimit {
 
 pub(super) struct Bucket {
     rate: RateLimit,
-    left: f64,
-    at: Instant,
+    tokens: f64,
+    refilled_at: Instant,
 }
 
-/// What the bucket said to one call.
+/// Decision of the bucket for one call.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Verdict {
+pub(super) struct RateDecision {
     pub(super) allowed: bool,
     limit: u32,
     remaining: u32,
@@ -35,37 +35,38 @@ pub(super) struct Verdict {
 
 impl Bucket {
     pub(super) fn new(rate: RateLimit) -> Self {
-        Self { rate, left: f64::from(rate.limit), at: Instant::now() }
+        Self { rate, tokens: f64::from(rate.limit), refilled_at: Instant::now() }
     }
 
-    pub(super) fn take(&mut self) -> Verdict {
+    pub(super) fn take(&mut self) -> RateDecision {
         let now = Instant::now();
         let limit = f64::from(self.rate.limit);
-        self.left = (self.left + (now - self.at).as_secs_f64() * self.rate.per_second).min(limit);
-        self.at = now;
-        let allowed = self.left >= 1.0;
+        self.tokens =
+            (self.tokens + (now - self.refilled_at).as_secs_f64() * self.rate.per_second).min(limit);
+        self.refilled_at = now;
+        let allowed = self.tokens >= 1.0;
         if allowed {
-            self.left -= 1.0;
+            self.tokens -= 1.0;
         }
-        let full_in = Duration::from_secs_f64((limit - self.left) / self.rate.per_second);
-        Verdict {
+        let full_in = Duration::from_secs_f64((limit - self.tokens) / self.rate.per_second);
+        RateDecision {
             allowed,
             limit: self.rate.limit,
-            remaining: self.left as u32,
+            remaining: self.tokens as u32,
             reset_unix: (since_epoch() + full_in).as_secs_f64().ceil() as u64,
         }
     }
 }
 
-impl Verdict {
+impl RateDecision {
     pub(super) fn write(self, headers: &mut HeaderMap) {
         headers.insert("ratelimit-limit", self.limit.into());
         headers.insert("ratelimit-remaining", self.remaining.into());
         headers.insert("ratelimit-reset", self.reset_unix.into());
     }
 
-    /// As if nothing were left until then.
-    pub(super) fn spent(self, reset_in_seconds: u64) -> Self {
+    /// Reports an empty bucket until the reset.
+    pub(super) fn exhausted(self, reset_in_seconds: u64) -> Self {
         Self { remaining: 0, reset_unix: since_epoch().as_secs() + reset_in_seconds, ..self }
     }
 }

@@ -1,4 +1,4 @@
-//! The provider's error answers: `{"error": {"code", "message", "details"}}` under their status.
+//! Error responses of the provider: `{"error": {"code", "message", "details"}}` with their status.
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -11,7 +11,7 @@ pub(super) struct Refusal {
     pub(super) status: StatusCode,
     pub(super) code: String,
     message: String,
-    /// The field that does not fit, and why.
+    /// The invalid field, with the reason.
     field: Option<(&'static str, &'static str)>,
 }
 
@@ -20,7 +20,7 @@ impl Refusal {
         Self { status, code: code.to_owned(), message: message.into(), field: None }
     }
 
-    /// A field that does not fit.
+    /// Error for an invalid field.
     pub(super) fn invalid(field: &'static str, message: &'static str) -> Self {
         let text = format!("invalid input in field '{field}'");
         Self {

@@ -1,4 +1,4 @@
-//! The simulator as a test holds it.
+//! The public interface of the simulator.
 
 use std::path::PathBuf;
 use std::process::Output;
@@ -10,7 +10,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
 use super::address::Addresses;
-use super::book::{Book, Creation, Power};
+use super::book::{Creation, Inventory, Power};
 use super::cloud::Cloud;
 use super::faults::{CallRecord, FaultRule, Script};
 use super::guest::Guests;
@@ -32,16 +32,16 @@ pub enum SimulatorKind {
     Machine(MachineSettings),
 }
 
-/// How a simulator behaves.
+/// Options of a simulator.
 #[derive(Debug, Clone)]
 pub struct SimulatorOptions {
     pub kind: SimulatorKind,
-    /// The API token; a random one unless given.
+    /// The API token; random by default.
     pub token: Option<String>,
-    /// How long an action runs before it takes effect.
+    /// Duration of an action before it takes effect.
     pub action_time: Duration,
     pub rate_limit: RateLimit,
-    /// The project's quota.
+    /// The project's quota of servers.
     pub server_limit: usize,
 }
 
@@ -65,7 +65,7 @@ impl SimulatorOptions {
     }
 }
 
-/// A running simulator; dropped, it is gone with all that ran in its servers.
+/// A running simulator. Drop kills everything that runs in its servers.
 pub struct Simulator {
     cloud: Arc<Cloud>,
     address: std::net::SocketAddr,
@@ -75,7 +75,7 @@ pub struct Simulator {
 
 impl Simulator {
     pub async fn start(options: SimulatorOptions) -> Result<Self> {
-        // On the kit's own runtime: a test may block its thread on a program that talks to us.
+        // On the kit's own runtime, because a test may block its thread on a program that calls the simulator.
         crate::runtime::servers().spawn(Self::start_here(options)).await?
     }
 
@@ -88,26 +88,26 @@ impl Simulator {
             SimulatorKind::Machine(settings) => Guests::Machines(Machines::new(settings, https_port)),
         };
         let cloud = Arc::new(Cloud {
-            book: Mutex::new(Book::new(addresses, options.server_limit)),
+            inventory: Mutex::new(Inventory::new(addresses, options.server_limit)),
             script: Mutex::new(Script::default()),
             bucket: Mutex::new(Bucket::new(options.rate_limit)),
             guests,
             token: options.token.unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string()),
             action_time: options.action_time,
         });
-        let listener = TcpListener::bind(("127.0.0.1", 0)).await.context("the simulator's listener")?;
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.context("bind the simulator's listener")?;
         let address = listener.local_addr()?;
         let (api, control) = (api::routes(Arc::clone(&cloud)), control::routes(Arc::clone(&cloud)));
         let serve = listener::serve(listener, Arc::clone(&cloud), api, control);
         Ok(Self { cloud, address, https_port, listener: tokio::spawn(serve) })
     }
 
-    /// `http://127.0.0.1:<port>/v1`, the adapter's base.
+    /// Base URL of the API, `http://127.0.0.1:<port>/v1`.
     pub fn base_url(&self) -> String {
         format!("http://{}/v1", self.address)
     }
 
-    /// `http://127.0.0.1:<port>/_sim`, the control's base.
+    /// Base URL of the control API, `http://127.0.0.1:<port>/_sim`.
     pub fn control_url(&self) -> String {
         format!("http://{}/_sim", self.address)
     }
@@ -116,12 +116,12 @@ impl Simulator {
         &self.cloud.token
     }
 
-    /// The port on which every host of this simulator serves HTTPS (`CUSTOMER_VPS_HTTPS_PORT`).
+    /// HTTPS port of all hosts of this simulator (`CUSTOMER_VPS_HTTPS_PORT`).
     pub fn https_port(&self) -> u16 {
         self.https_port
     }
 
-    /// The servers that the provider has now, the oldest first.
+    /// The provider's current servers, oldest first.
     pub fn servers(&self) -> Vec<ServerView> {
         self.cloud.views()
     }
@@ -130,12 +130,12 @@ impl Simulator {
         self.servers().into_iter().find(|server| server.name == name)
     }
 
-    /// Every server that was ever made.
+    /// All servers that were ever created.
     pub fn creations(&self) -> Vec<Creation> {
-        self.cloud.book().creations().to_vec()
+        self.cloud.inventory().creations().to_vec()
     }
 
-    /// Scripts a fault.
+    /// Adds a scripted fault.
     pub fn fault(&self, rule: FaultRule) {
         self.cloud.script().add(rule);
     }
@@ -144,53 +144,53 @@ impl Simulator {
         self.cloud.script().clear();
     }
 
-    /// Scripted faults that did not happen yet.
+    /// Scripted faults that have not occurred yet.
     pub fn pending_faults(&self) -> Vec<FaultRule> {
         self.cloud.script().pending()
     }
 
-    /// Every API call so far.
+    /// All API calls so far.
     pub fn calls(&self) -> Vec<CallRecord> {
         self.cloud.script().calls().to_vec()
     }
 
-    /// How many API calls of this method had this in their path.
+    /// Number of API calls with this method whose path contains `path_contains`.
     pub fn call_count(&self, method: &str, path_contains: &str) -> usize {
         let matches = |call: &&CallRecord| call.method == method && call.path.contains(path_contains);
         self.cloud.script().calls().iter().filter(matches).count()
     }
 
-    /// The machine dies: every process of it is killed at once, and the provider shows it as off.
+    /// The machine dies: all its processes are killed, and the provider shows it as off.
     pub async fn kill_server(&self, name: &str) -> Result<()> {
         self.cloud.kill(name).await
     }
 
-    /// The machine dies and the provider knows nothing of it any more; its disk is kept.
+    /// The machine dies and disappears from the provider; its disk is kept.
     pub async fn vanish_server(&self, name: &str) -> Result<()> {
         self.cloud.vanish(name).await
     }
 
-    /// From now on reads show none of these servers, which run on; an empty list shows all again.
+    /// Hides these servers from reads, while they keep running; an empty list shows all again.
     pub fn hide_servers(&self, names: &[String]) {
-        self.cloud.book().hidden = names.iter().cloned().collect();
+        self.cloud.inventory().hidden = names.iter().cloned().collect();
     }
 
-    /// Whether the operating system of the server hears the power button (it does, unless told otherwise here).
-    pub fn obey_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
-        self.cloud.obey_shutdown(name, obeys)
+    /// Whether the server's operating system reacts to the power button (default: it does).
+    pub fn set_obeys_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
+        self.cloud.set_obeys_shutdown(name, obeys)
     }
 
-    /// The provider switches a server on that is off.
+    /// Powers on a server that is off.
     pub fn switch_on(&self, name: &str) -> Result<()> {
         self.cloud.switch_on(name)
     }
 
-    /// The virtual machine of a server that was ever made.
+    /// The virtual machine of a server, even of a deleted one.
     pub fn machine(&self, name: &str) -> Result<Arc<Machine>> {
         self.cloud.guests.machine(name)
     }
 
-    /// Waits until the server shows this power state.
+    /// Waits until the server has this power state.
     pub async fn wait_for_power(&self, name: &str, power: Power) -> Result<ServerView> {
         for _ in 0..1500 {
             if let Some(server) = self.server_by_name(name).filter(|server| server.status == power) {
@@ -198,35 +198,35 @@ impl Simulator {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        bail!("{name} is not {power:?} within 30 s: {:?}", self.server_by_name(name))
+        bail!("{name} did not become {power:?} within 30 s: {:?}", self.server_by_name(name))
     }
 }
 
-/// What only servers of the process kind can do; with records, each is an error.
+/// Operations on servers of the process kind; with records, each is an error.
 impl Simulator {
-    /// Every host that ever was, listed at the provider or not.
+    /// All hosts, listed at the provider or not.
     pub fn hosts(&self) -> Result<Vec<HostView>> {
         self.cloud.host_views()
     }
 
-    /// The directory that stands for the host's `/`.
+    /// The directory that serves as the host's `/`.
     pub fn disk(&self, name: &str) -> Result<PathBuf> {
         Ok(self.cloud.guests.hosts()?.machine(name)?.disk())
     }
 
-    /// What the processes of a unit have printed on the host, and what its init said of them.
+    /// Output of a unit's processes, with messages of the init.
     pub fn unit_log(&self, name: &str, unit: &str) -> Result<String> {
         let log = self.disk(name)?.join("var/log").join(format!("{unit}.log"));
         let bytes = std::fs::read(&log).with_context(|| log.display().to_string())?;
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// Waits until the host's init has come through: the gateway ready, the machine registered.
-    pub async fn booted(&self, name: &str, deadline: Duration) -> Result<()> {
-        self.cloud.guests.hosts()?.machine(name)?.booted(deadline).await
+    /// Waits until the host's init has finished: the gateway is ready, the machine registered.
+    pub async fn wait_until_booted(&self, name: &str, timeout: Duration) -> Result<()> {
+        self.cloud.guests.hosts()?.machine(name)?.wait_until_booted(timeout).await
     }
 
-    /// Starts the kept disk of a server that vanished or was deleted, on its old address, unknown to the provider.
+    /// Starts a vanished or deleted server from its disk, on its old address, unlisted at the provider.
     pub fn start_from_disk(&self, name: &str) -> Result<()> {
         self.cloud.start_from_disk(name)
     }
@@ -236,12 +236,12 @@ impl Simulator {
         self.cloud.stop_unlisted(name).await
     }
 
-    /// Runs a unit as `systemctl start` does: a oneshot to its end, a service until it is ready.
+    /// Runs a unit like `systemctl start`: a oneshot to completion, a service until it is ready.
     pub async fn run_unit(&self, name: &str, unit: &str, args: &[&str]) -> Result<Output> {
         self.run_unit_with(name, unit, args, &[]).await
     }
 
-    /// [`Self::run_unit`] with further environment, such as `FAILPOINTS`, for this run of a oneshot.
+    /// Like [`Self::run_unit`], with extra environment, such as `FAILPOINTS`, for this run of a oneshot.
     pub async fn run_unit_with(
         &self,
         name: &str,
@@ -250,34 +250,34 @@ impl Simulator {
         env: &[(&str, &str)],
     ) -> Result<Output> {
         let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
-        self.cloud.run_unit(name, unit, &args, &owned(env)).await
+        self.cloud.run_unit(name, unit, &args, &to_owned_env(env)).await
     }
 
-    /// Stops a service as `systemctl stop` does.
+    /// Stops a service like `systemctl stop`.
     pub async fn stop_service(&self, name: &str, service: &str) -> Result<()> {
         self.cloud.guests.hosts()?.machine(name)?.stop_service(service).await
     }
 
-    /// Starts PostgreSQL on the disk of a host that is off, and nothing else; gives the URL of its database.
+    /// Starts only PostgreSQL on the disk of a host that is off; returns the URL of its database.
     pub async fn start_database_only(&self, name: &str) -> Result<String> {
         self.cloud.start_database_only(name).await
     }
 
-    /// Further environment, such as `FAILPOINTS`, for all processes of the host's next start only.
+    /// Extra environment, such as `FAILPOINTS`, for all processes of the host's next start only.
     pub fn set_next_start_env(&self, name: &str, env: &[(&str, &str)]) -> Result<()> {
-        self.cloud.guests.hosts()?.machine(name)?.set_next_env(owned(env));
+        self.cloud.guests.hosts()?.machine(name)?.set_next_env(to_owned_env(env));
         Ok(())
     }
 
-    /// The same for the first start of the next server that is made, whatever its name.
+    /// Like [`Self::set_next_start_env`], for the first start of the next server to be created.
     pub fn set_next_server_env(&self, env: &[(&str, &str)]) -> Result<()> {
-        self.cloud.guests.hosts()?.set_next_create_env(owned(env));
+        self.cloud.guests.hosts()?.set_next_create_env(to_owned_env(env));
         Ok(())
     }
 }
 
 impl Simulator {
-    /// Cuts the power of every host and waits until nothing of them runs.
+    /// Cuts the power of all hosts and waits until none of their processes runs.
     pub async fn stop(self) {
         match self.cloud.guests.hosts() {
             Ok(hosts) => hosts.stop().await,
@@ -293,6 +293,6 @@ impl Drop for Simulator {
     }
 }
 
-fn owned(env: &[(&str, &str)]) -> Vec<(String, String)> {
+fn to_owned_env(env: &[(&str, &str)]) -> Vec<(String, String)> {
     env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
 }

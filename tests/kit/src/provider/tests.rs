@@ -14,24 +14,24 @@ pub(super) struct Api {
     token: String,
 }
 
-pub(super) struct Answer {
+pub(super) struct ApiResponse {
     pub(super) status: u16,
     pub(super) body: Value,
     headers: reqwest::header::HeaderMap,
 }
 
 impl Api {
-    pub(super) fn of(simulator: &Simulator) -> Self {
-        // One per process; the second attempt finds the first.
+    pub(super) fn for_simulator(simulator: &Simulator) -> Self {
+        // The provider is installed once per process; later attempts find it.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        Self::at(simulator.base_url(), simulator.token().to_owned())
+        Self::new(simulator.base_url(), simulator.token().to_owned())
     }
 
-    pub(super) fn at(base: String, token: String) -> Self {
+    pub(super) fn new(base: String, token: String) -> Self {
         Self { client: reqwest::Client::new(), base, token }
     }
 
-    pub(super) async fn call(&self, method: Method, path: &str, body: Option<Value>) -> Result<Answer> {
+    pub(super) async fn call(&self, method: Method, path: &str, body: Option<Value>) -> Result<ApiResponse> {
         let mut request =
             self.client.request(method, format!("{}{path}", self.base)).bearer_auth(&self.token);
         if let Some(body) = body {
@@ -39,43 +39,43 @@ impl Api {
         }
         let response = request.send().await?;
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        Ok(Answer { status, headers, body: response.json().await? })
+        Ok(ApiResponse { status, headers, body: response.json().await? })
     }
 
-    pub(super) async fn get(&self, path: &str) -> Result<Answer> {
+    pub(super) async fn get(&self, path: &str) -> Result<ApiResponse> {
         self.call(Method::GET, path, None).await
     }
 
-    pub(super) async fn post(&self, path: &str, body: Value) -> Result<Answer> {
+    pub(super) async fn post(&self, path: &str, body: Value) -> Result<ApiResponse> {
         self.call(Method::POST, path, Some(body)).await
     }
 
-    /// Makes a server and gives its id.
+    /// Creates a server; returns its id.
     pub(super) async fn create(&self, name: &str, user_data: &str) -> Result<i64> {
-        let mut order = order(name);
-        order["user_data"] = user_data.into();
-        let answer = self.post("/servers", order).await?;
-        ensure!(answer.status == 201, "{}", answer.body);
-        Ok(answer.body["server"]["id"].as_i64().unwrap_or_default())
+        let mut server_order = server_order(name);
+        server_order["user_data"] = user_data.into();
+        let response = self.post("/servers", server_order).await?;
+        ensure!(response.status == 201, "{}", response.body);
+        Ok(response.body["server"]["id"].as_i64().unwrap_or_default())
     }
 
     /// Waits until no action runs on the server.
-    pub(super) async fn unlocked(&self, id: i64) -> Result<()> {
+    pub(super) async fn wait_until_unlocked(&self, id: i64) -> Result<()> {
         while self.get(&format!("/servers/{id}")).await?.body["server"]["locked"] == true {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         Ok(())
     }
 
-    pub(super) async fn delete(&self, id: i64) -> Result<Answer> {
+    pub(super) async fn delete(&self, id: i64) -> Result<ApiResponse> {
         self.call(Method::DELETE, &format!("/servers/{id}"), None).await
     }
 
-    /// Asks for an action and waits for its end; gives its status.
-    pub(super) async fn act(&self, id: i64, action: &str, body: Value) -> Result<String> {
-        let answer = self.post(&format!("/servers/{id}/actions/{action}"), body).await?;
-        ensure!(answer.status == 201, "{}", answer.body);
-        let path = format!("/actions/{}", answer.body["action"]["id"]);
+    /// Starts an action and waits for its end; returns its status.
+    pub(super) async fn run_action(&self, id: i64, action: &str, body: Value) -> Result<String> {
+        let response = self.post(&format!("/servers/{id}/actions/{action}"), body).await?;
+        ensure!(response.status == 201, "{}", response.body);
+        let path = format!("/actions/{}", response.body["action"]["id"]);
         loop {
             let action = self.get(&path).await?.body["action"].take();
             if action["status"] != "running" {
@@ -87,33 +87,33 @@ impl Api {
     }
 }
 
-fn order(name: &str) -> Value {
+fn server_order(name: &str) -> Value {
     json!({"name": name, "server_type": "cpx22", "image": "debian-12", "location": "nbg1"})
 }
 
-fn code(answer: &Answer) -> (u16, &str) {
-    (answer.status, answer.body["error"]["code"].as_str().unwrap_or("none"))
+fn code(response: &ApiResponse) -> (u16, &str) {
+    (response.status, response.body["error"]["code"].as_str().unwrap_or("none"))
 }
 
-async fn started() -> Result<(Simulator, Api)> {
+async fn start() -> Result<(Simulator, Api)> {
     let simulator = Simulator::start(SimulatorOptions::record()).await?;
-    let api = Api::of(&simulator);
+    let api = Api::for_simulator(&simulator);
     Ok((simulator, api))
 }
 
 #[tokio::test]
-async fn a_wrong_token_is_unauthorized_and_counts_nothing_as_done() -> Result<()> {
-    let (simulator, mut api) = started().await?;
+async fn wrong_token_is_refused_without_effect() -> Result<()> {
+    let (simulator, mut api) = start().await?;
     api.token = "wrong".to_owned();
-    let answer = api.post("/servers", order("a")).await?;
-    assert_eq!(code(&answer), (401, "unauthorized"));
+    let response = api.post("/servers", server_order("a")).await?;
+    assert_eq!(code(&response), (401, "unauthorized"));
     assert!(simulator.creations().is_empty());
     Ok(())
 }
 
 #[tokio::test]
-async fn orders_that_break_a_rule_are_refused_with_the_field() -> Result<()> {
-    let (simulator, api) = started().await?;
+async fn create_server_names_invalid_field() -> Result<()> {
+    let (simulator, api) = start().await?;
     for (field, value) in [
         ("name", json!("not a host name")),
         ("server_type", json!("cx1")),
@@ -122,11 +122,11 @@ async fn orders_that_break_a_rule_are_refused_with_the_field() -> Result<()> {
         ("labels", json!({"a": "not a label"})),
         ("user_data", json!("x".repeat(32 * 1024 + 1))),
     ] {
-        let mut bad = order("a");
+        let mut bad = server_order("a");
         bad[field] = value;
-        let answer = api.post("/servers", bad).await?;
-        assert_eq!(code(&answer), (422, "invalid_input"), "{field}");
-        assert_eq!(answer.body["error"]["details"]["fields"][0]["name"], field);
+        let response = api.post("/servers", bad).await?;
+        assert_eq!(code(&response), (422, "invalid_input"), "{field}");
+        assert_eq!(response.body["error"]["details"]["fields"][0]["name"], field);
     }
     assert_eq!(api.post("/servers", json!([])).await?.status, 400);
     assert!(simulator.servers().is_empty());
@@ -134,12 +134,12 @@ async fn orders_that_break_a_rule_are_refused_with_the_field() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_name_is_one_servers_at_a_time() -> Result<()> {
-    let (simulator, api) = started().await?;
+async fn names_are_unique_among_existing_servers() -> Result<()> {
+    let (simulator, api) = start().await?;
     let first = api.create("a", "").await?;
-    assert_eq!(code(&api.post("/servers", order("a")).await?), (409, "uniqueness_error"));
+    assert_eq!(code(&api.post("/servers", server_order("a")).await?), (409, "uniqueness_error"));
     simulator.wait_for_power("a", Power::Running).await?;
-    api.unlocked(first).await?;
+    api.wait_until_unlocked(first).await?;
     assert_eq!(api.delete(first).await?.status, 200);
     let second = api.create("a", "").await?;
     assert_ne!(first, second);
@@ -149,10 +149,10 @@ async fn a_name_is_one_servers_at_a_time() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_server_is_locked_while_an_action_runs() -> Result<()> {
+async fn server_is_locked_while_an_action_runs() -> Result<()> {
     let options = SimulatorOptions { action_time: Duration::from_millis(300), ..SimulatorOptions::record() };
     let simulator = Simulator::start(options).await?;
-    let api = Api::of(&simulator);
+    let api = Api::for_simulator(&simulator);
     let id = api.create("a", "").await?;
     assert_eq!(simulator.server_by_name("a").map(|server| server.status), Some(Power::Initializing));
     assert_eq!(api.get(&format!("/servers/{id}")).await?.body["server"]["locked"], true);
@@ -164,49 +164,49 @@ async fn a_server_is_locked_while_an_action_runs() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_change_of_type_keeps_to_the_rules_of_power_and_disk() -> Result<()> {
-    let (simulator, api) = started().await?;
+async fn change_type_enforces_power_and_disk_rules() -> Result<()> {
+    let (simulator, api) = start().await?;
     let id = api.create("a", "").await?;
     simulator.wait_for_power("a", Power::Running).await?;
     let change = format!("/servers/{id}/actions/change_type");
     let to = |name: &str, grow: bool| json!({"server_type": name, "upgrade_disk": grow});
 
-    api.unlocked(id).await?;
+    api.wait_until_unlocked(id).await?;
     assert_eq!(code(&api.post(&change, to("cpx32", false)).await?), (422, "server_not_stopped"));
-    assert_eq!(api.act(id, "poweroff", json!({})).await?, "success");
+    assert_eq!(api.run_action(id, "poweroff", json!({})).await?, "success");
     assert_eq!(code(&api.post(&change, to("cpx12", false)).await?), (422, "invalid_server_type"));
     assert_eq!(code(&api.post(&change, to("cpx22", false)).await?), (422, "invalid_server_type"));
 
-    assert_eq!(api.act(id, "change_type", to("cpx32", false)).await?, "success");
+    assert_eq!(api.run_action(id, "change_type", to("cpx32", false)).await?, "success");
     assert_eq!(simulator.server_by_name("a").map(|s| (s.server_type, s.disk_gb)), Some(("cpx32".into(), 80)));
-    assert_eq!(api.act(id, "change_type", to("cpx52", true)).await?, "success");
+    assert_eq!(api.run_action(id, "change_type", to("cpx52", true)).await?, "success");
     assert_eq!(simulator.server_by_name("a").map(|s| s.disk_gb), Some(480));
     assert_eq!(code(&api.post(&change, to("cpx32", false)).await?), (422, "invalid_server_type"));
     Ok(())
 }
 
 #[tokio::test]
-async fn a_shutdown_is_heard_or_not() -> Result<()> {
-    let (simulator, api) = started().await?;
+async fn shutdown_can_be_ignored() -> Result<()> {
+    let (simulator, api) = start().await?;
     let id = api.create("a", "").await?;
     simulator.wait_for_power("a", Power::Running).await?;
-    api.unlocked(id).await?;
+    api.wait_until_unlocked(id).await?;
 
-    simulator.obey_shutdown("a", false)?;
-    assert_eq!(api.act(id, "shutdown", json!({})).await?, "success");
+    simulator.set_obeys_shutdown("a", false)?;
+    assert_eq!(api.run_action(id, "shutdown", json!({})).await?, "success");
     assert_eq!(simulator.server_by_name("a").map(|server| server.status), Some(Power::Running));
-    simulator.obey_shutdown("a", true)?;
-    assert_eq!(api.act(id, "shutdown", json!({})).await?, "success");
+    simulator.set_obeys_shutdown("a", true)?;
+    assert_eq!(api.run_action(id, "shutdown", json!({})).await?, "success");
     simulator.wait_for_power("a", Power::Off).await?;
-    assert_eq!(api.act(id, "shutdown", json!({})).await?, "success", "already off");
-    assert_eq!(api.act(id, "poweron", json!({})).await?, "success");
+    assert_eq!(api.run_action(id, "shutdown", json!({})).await?, "success", "already off");
+    assert_eq!(api.run_action(id, "poweron", json!({})).await?, "success");
     simulator.wait_for_power("a", Power::Running).await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn pages_tell_where_the_next_one_is() -> Result<()> {
-    let (_simulator, api) = started().await?;
+async fn list_is_paginated() -> Result<()> {
+    let (_simulator, api) = start().await?;
     for nth in 0..7 {
         api.create(&format!("a{nth}"), "").await?;
     }
@@ -221,28 +221,31 @@ async fn pages_tell_where_the_next_one_is() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_rate_limit_is_told_and_enforced() -> Result<()> {
+async fn rate_limit_is_reported_and_enforced() -> Result<()> {
     let rate_limit = RateLimit { limit: 2, per_second: 0.01 };
     let simulator = Simulator::start(SimulatorOptions { rate_limit, ..SimulatorOptions::record() }).await?;
-    let api = Api::of(&simulator);
-    let answer = api.get("/servers").await?;
+    let api = Api::for_simulator(&simulator);
+    let response = api.get("/servers").await?;
     assert_eq!(
-        (&answer.headers["ratelimit-limit"], &answer.headers["ratelimit-remaining"]),
+        (&response.headers["ratelimit-limit"], &response.headers["ratelimit-remaining"]),
         (&"2".parse()?, &"1".parse()?)
     );
-    assert!(answer.headers["ratelimit-reset"].to_str()?.parse::<i64>()? > jiff::Timestamp::now().as_second());
+    assert!(
+        response.headers["ratelimit-reset"].to_str()?.parse::<i64>()? > jiff::Timestamp::now().as_second()
+    );
     api.get("/servers").await?;
     assert_eq!(code(&api.get("/servers").await?), (429, "rate_limit_exceeded"));
     Ok(())
 }
 
 #[tokio::test]
-async fn a_lost_reply_is_done_and_a_lost_request_is_not() -> Result<()> {
-    let (simulator, api) = started().await?;
-    for (name, fault, made) in [("a", Fault::LostReplyAfterCommit, true), ("b", Fault::LostRequest, false)] {
+async fn lost_reply_takes_effect_and_lost_request_does_not() -> Result<()> {
+    let (simulator, api) = start().await?;
+    for (name, fault, created) in [("a", Fault::LostReplyAfterCommit, true), ("b", Fault::LostRequest, false)]
+    {
         simulator.fault(FaultRule::once("POST", "/servers", fault));
         assert!(api.create(name, "").await.is_err(), "the connection was not cut");
-        assert_eq!(simulator.server_by_name(name).is_some(), made, "{name}");
+        assert_eq!(simulator.server_by_name(name).is_some(), created, "{name}");
     }
     assert!(simulator.pending_faults().is_empty());
     assert_eq!(simulator.calls().iter().filter(|call| call.status.is_none()).count(), 2);
@@ -250,9 +253,9 @@ async fn a_lost_reply_is_done_and_a_lost_request_is_not() -> Result<()> {
 }
 
 #[tokio::test]
-async fn everything_can_be_scripted_over_http() -> Result<()> {
-    let (simulator, api) = started().await?;
-    let control = Api::at(simulator.control_url(), String::new());
+async fn faults_and_control_work_over_http() -> Result<()> {
+    let (simulator, api) = start().await?;
+    let control = Api::new(simulator.control_url(), String::new());
     let rule = json!({"method": "GET", "pathContains": "/servers", "times": 1,
         "fault": {"kind": "status", "status": 503, "code": "unavailable"}});
     assert_eq!(control.post("/faults", rule).await?.status, 200);

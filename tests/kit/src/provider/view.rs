@@ -1,4 +1,4 @@
-//! A server as a test sees it, and what a test does to it behind the API's back.
+//! Servers from a test's point of view, and operations that bypass the API.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -9,11 +9,11 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::book::{Power, Record};
+use super::book::{Power, ServerRecord};
 use super::cloud::Cloud;
 use super::host::BootState;
 
-/// A server that the provider has.
+/// A server of the provider.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ServerView {
@@ -36,15 +36,15 @@ pub struct HostView {
     pub name: String,
     pub ipv4: Ipv4Addr,
     pub disk: PathBuf,
-    /// Whether the provider has its server.
+    /// Whether the provider lists its server.
     pub listed: bool,
     pub boot: BootState,
 }
 
 impl Cloud {
     pub(super) fn views(&self) -> Vec<ServerView> {
-        let book = self.book();
-        let view = |record: &Record| ServerView {
+        let inventory = self.inventory();
+        let view = |record: &ServerRecord| ServerView {
             id: record.id,
             name: record.name.clone(),
             status: record.power,
@@ -56,7 +56,7 @@ impl Cloud {
             location: record.location.clone(),
             user_data: record.user_data.clone(),
         };
-        book.servers.values().map(view).collect()
+        inventory.servers.values().map(view).collect()
     }
 
     pub(super) async fn kill(&self, name: &str) -> Result<()> {
@@ -73,14 +73,14 @@ impl Cloud {
 
     pub(super) async fn vanish(&self, name: &str) -> Result<()> {
         let id = self.id_of(name)?;
-        self.book().remove(id);
+        self.inventory().remove(id);
         self.guests.cut(name).await;
         Ok(())
     }
 
-    pub(super) fn obey_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
+    pub(super) fn set_obeys_shutdown(&self, name: &str, obeys: bool) -> Result<()> {
         let id = self.id_of(name)?;
-        if let Some(record) = self.book().servers.get_mut(&id) {
+        if let Some(record) = self.inventory().servers.get_mut(&id) {
             record.obeys_shutdown = obeys;
         }
         Ok(())
@@ -88,7 +88,7 @@ impl Cloud {
 
     pub(super) fn host_views(&self) -> Result<Vec<HostView>> {
         let machines = self.guests.hosts()?.machines();
-        let view = |machine: Arc<super::host::Machine>| HostView {
+        let view = |machine: Arc<super::host::ProcessHost>| HostView {
             listed: self.id_of(&machine.name).is_ok(),
             name: machine.name.clone(),
             ipv4: machine.ipv4,
@@ -127,16 +127,16 @@ impl Cloud {
         crate::runtime::servers().spawn(async move { machine.run_unit(&unit, &args, &env).await }).await?
     }
 
-    /// A machine that the provider does not list: its power is nobody's but the test's.
-    fn unlisted(&self, name: &str) -> Result<Arc<super::host::Machine>> {
+    /// A machine that the provider does not list; only the test controls its power.
+    fn unlisted(&self, name: &str) -> Result<Arc<super::host::ProcessHost>> {
         let machine = self.guests.hosts()?.machine(name)?;
-        ensure!(self.id_of(name).is_err(), "the provider has {name}: use its API");
+        ensure!(self.id_of(name).is_err(), "the provider lists {name}: use its API");
         Ok(machine)
     }
 
     fn id_of(&self, name: &str) -> Result<i64> {
-        let book = self.book();
-        let record = book.servers.values().find(|record| record.name == name);
+        let inventory = self.inventory();
+        let record = inventory.servers.values().find(|record| record.name == name);
         record.map(|record| record.id).with_context(|| format!("the provider has no server {name}"))
     }
 }

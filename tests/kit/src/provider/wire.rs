@@ -1,16 +1,16 @@
-//! The books as the provider's JSON.
+//! JSON representations of the inventory.
 
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use super::book::{ActionRecord, Record};
+use super::book::{ActionRecord, ServerRecord};
 
-pub(super) fn server(record: &Record, locked: bool) -> Value {
+pub(super) fn server(record: &ServerRecord, locked: bool) -> Value {
     json!({
         "id": record.id,
         "name": record.name,
         "status": record.power,
-        "created": time(record.created),
+        "created": format_time(record.created),
         "public_net": {
             "ipv4": {
                 "id": record.id, "ip": record.ipv4, "blocked": false,
@@ -49,8 +49,8 @@ pub(super) fn action(record: &ActionRecord) -> Value {
         "command": record.command,
         "status": status,
         "progress": progress,
-        "started": time(record.started),
-        "finished": record.end.as_ref().map(|end| time(end.at)),
+        "started": format_time(record.started),
+        "finished": record.end.as_ref().map(|end| format_time(end.at)),
         "resources": [{"id": record.server, "type": "server"}],
         "error": error,
     })
@@ -69,7 +69,7 @@ pub(super) fn pagination(page: usize, per_page: usize, total: usize) -> Value {
     }})
 }
 
-/// The provider's form: seconds and a numeric offset.
-fn time(at: Timestamp) -> String {
+/// The provider's time format: seconds and a numeric offset.
+fn format_time(at: Timestamp) -> String {
     at.strftime("%Y-%m-%dT%H:%M:%S+00:00").to_string()
 }

@@ -1,4 +1,4 @@
-//! Every request against the policy of the session that signed it. The owner may do everything.
+//! Authorises each request with the policy of its session. The owner may do everything.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use s3s::dto::DeleteObjectsInput;
 use s3s::path::S3Path;
 use s3s::{S3Error, S3Request, S3Result, s3_error};
 
-use super::policy::{Creation, Policy, Wish};
+use super::policy::{AccessRequest, Creation, Policy};
 use super::session::Sessions;
 
 pub(super) struct Access(pub(super) Arc<Sessions>);
 
-/// Set on a request whose session may not list the whole bucket: to it, what is not there is forbidden, as S3 has it.
+/// Set on a request whose session may not list the whole bucket: like in S3, a missing object is reported as forbidden.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct AbsenceHidden;
+pub(super) struct HideMissing;
 
 #[async_trait::async_trait]
 impl S3Access for Access {
@@ -27,17 +27,17 @@ impl S3Access for Access {
         if self.0.is_owner(&key) {
             return Ok(());
         }
-        let session = self.0.check(&key, token(cx.headers(), cx.uri()).as_deref())?;
+        let session = self.0.check(&key, session_token(cx.headers(), cx.uri()).as_deref())?;
         let Some(policy) = session.policy else { return Ok(()) };
-        let creation = Creation::of(cx);
-        for mut wish in wishes(cx)? {
-            wish.creation = creation.clone();
-            permit(&policy, &wish)?;
+        let creation = Creation::from_request(cx);
+        for mut access_request in required_access(cx)? {
+            access_request.creation = creation.clone();
+            authorize(&policy, &access_request)?;
         }
         if let S3Path::Object { bucket, .. } = cx.s3_path() {
             let resource = format!("arn:aws:s3:::{bucket}");
-            if !policy.allows(&Wish::new("s3:ListBucket", resource)) {
-                cx.extensions_mut().insert(AbsenceHidden);
+            if !policy.allows(&AccessRequest::new("s3:ListBucket", resource)) {
+                cx.extensions_mut().insert(HideMissing);
             }
         }
         cx.extensions_mut().insert(Arc::new(policy));
@@ -46,41 +46,49 @@ impl S3Access for Access {
 
     async fn delete_objects(&self, request: &mut S3Request<DeleteObjectsInput>) -> S3Result<()> {
         let Some(policy) = request.extensions.get::<Arc<Policy>>().cloned() else { return Ok(()) };
-        for named in &request.input.delete.objects {
-            let resource = format!("arn:aws:s3:::{}/{}", request.input.bucket, named.key);
-            permit(&policy, &Wish::new("s3:DeleteObject", resource))?;
+        for object in &request.input.delete.objects {
+            let resource = format!("arn:aws:s3:::{}/{}", request.input.bucket, object.key);
+            authorize(&policy, &AccessRequest::new("s3:DeleteObject", resource))?;
         }
         Ok(())
     }
 }
 
-fn permit(policy: &Policy, wish: &Wish<'_>) -> S3Result<()> {
-    if policy.allows(wish) {
+fn authorize(policy: &Policy, access_request: &AccessRequest<'_>) -> S3Result<()> {
+    if policy.allows(access_request) {
         return Ok(());
     }
-    Err(s3_error!(AccessDenied, "the session's policy does not allow {} on {}", wish.action, wish.resource))
+    Err(s3_error!(
+        AccessDenied,
+        "the session's policy does not allow {} on {}",
+        access_request.action,
+        access_request.resource
+    ))
 }
 
-/// The token of a signed request, or of a presigned URL.
-pub(super) fn token(headers: &HeaderMap, uri: &Uri) -> Option<String> {
+/// The session token of a signed request or a presigned URL.
+pub(super) fn session_token(headers: &HeaderMap, uri: &Uri) -> Option<String> {
     let header = headers.get("x-amz-security-token").and_then(|value| value.to_str().ok()).map(str::to_owned);
     header.or_else(|| query(uri, "X-Amz-Security-Token"))
 }
 
-fn query(uri: &Uri, wanted: &str) -> Option<String> {
+fn query(uri: &Uri, expected_name: &str) -> Option<String> {
     let pairs = url::form_urlencoded::parse(uri.query().unwrap_or_default().as_bytes());
-    pairs.into_iter().find(|(name, _)| name == wanted).map(|(_, value)| value.into_owned())
+    pairs.into_iter().find(|(name, _)| name == expected_name).map(|(_, value)| value.into_owned())
 }
 
-fn wishes(cx: &S3AccessContext<'_>) -> S3Result<Vec<Wish<'static>>> {
+fn required_access(cx: &S3AccessContext<'_>) -> S3Result<Vec<AccessRequest<'static>>> {
     let object = match cx.s3_path() {
         S3Path::Object { bucket, key } => format!("arn:aws:s3:::{bucket}/{key}"),
         S3Path::Bucket { bucket } => format!("arn:aws:s3:::{bucket}"),
         S3Path::Root => "*".to_owned(),
     };
-    let one = |action: &'static str| Ok(vec![Wish::new(action, object.clone())]);
+    let one = |action: &'static str| Ok(vec![AccessRequest::new(action, object.clone())]);
     let listing = |action: &'static str| {
-        Ok(vec![Wish { prefix: query(cx.uri(), "prefix"), ..Wish::new(action, object.clone()) }])
+        Ok(vec![AccessRequest {
+            prefix: query(cx.uri(), "prefix"),
+            ..AccessRequest::new(action, object.clone())
+        }])
     };
     match cx.s3_op().name() {
         "GetObject" | "HeadObject" => one("s3:GetObject"),
@@ -88,11 +96,11 @@ fn wishes(cx: &S3AccessContext<'_>) -> S3Result<Vec<Wish<'static>>> {
             one("s3:PutObject")
         }
         "CopyObject" | "UploadPartCopy" => {
-            let source = Wish::new("s3:GetObject", copy_source(cx.headers())?);
-            Ok(vec![source, Wish::new("s3:PutObject", object.clone())])
+            let source = AccessRequest::new("s3:GetObject", copy_source(cx.headers())?);
+            Ok(vec![source, AccessRequest::new("s3:PutObject", object.clone())])
         }
         "DeleteObject" => one("s3:DeleteObject"),
-        // Each key is looked at once the body is read.
+        // The keys are checked when the body has been read.
         "DeleteObjects" => Ok(Vec::new()),
         "AbortMultipartUpload" => one("s3:AbortMultipartUpload"),
         "ListParts" => one("s3:ListMultipartUploadParts"),
@@ -103,13 +111,13 @@ fn wishes(cx: &S3AccessContext<'_>) -> S3Result<Vec<Wish<'static>>> {
         "GetBucketLocation" => one("s3:GetBucketLocation"),
         "CreateBucket" => one("s3:CreateBucket"),
         "DeleteBucket" => one("s3:DeleteBucket"),
-        name => Err(s3_error!(AccessDenied, "no session may do {name} here")),
+        name => Err(s3_error!(AccessDenied, "{name} is not available to sessions")),
     }
 }
 
 impl Creation {
-    /// As AWS has it: of the calls that need `s3:PutObject`, those that only begin or feed an upload create nothing.
-    fn of(cx: &S3AccessContext<'_>) -> Self {
+    /// Like in AWS, calls that only start an upload or add a part to it do not create an object.
+    fn from_request(cx: &S3AccessContext<'_>) -> Self {
         let creates = matches!(cx.s3_op().name(), "PutObject" | "CompleteMultipartUpload" | "CopyObject");
         let header = |name: &str| cx.headers().get(name)?.to_str().ok().map(str::to_owned);
         Self { creates, if_none_match: header("if-none-match") }
@@ -124,7 +132,7 @@ fn copy_source(headers: &HeaderMap) -> S3Result<String> {
 }
 
 mod percent {
-    //! Percent-decoding of a path: unlike in a form, `+` is itself.
+    //! Percent-decoding of a path: unlike in a form, `+` stands for itself.
 
     pub(super) fn decode(text: &str) -> String {
         let plus_kept = text.replace('+', "%2B");

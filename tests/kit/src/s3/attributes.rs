@@ -1,8 +1,8 @@
-//! What travels with an object's content and is given back as it came.
+//! Attributes that are stored with an object's content and returned unchanged.
 //!
-//! The protocol's inputs and outputs share these fields but no type, so macros carry them over.
+//! The protocol's inputs and outputs share these fields but no type, so macros copy them.
 
-/// What an upload says about its content and gets back with it.
+/// Attributes of an object's content.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Attributes {
     pub(super) content_type: Option<String>,
@@ -13,7 +13,7 @@ pub(super) struct Attributes {
     pub(super) metadata: Option<s3s::dto::Metadata>,
 }
 
-/// The attributes in a `PutObject` or `CreateMultipartUpload`.
+/// Extracts the attributes of a `PutObject` or `CreateMultipartUpload`.
 macro_rules! attributes_of {
     ($input:expr) => {
         $crate::s3::attributes::Attributes {
@@ -27,7 +27,7 @@ macro_rules! attributes_of {
     };
 }
 
-/// The answer to a `GetObject` or `HeadObject`, with what both say of an object.
+/// The output of a `GetObject` or `HeadObject`, with their common fields.
 macro_rules! described {
     ($output:ident, $object:expr) => {{
         let attributes = $object.attributes.clone();
@@ -49,10 +49,10 @@ macro_rules! described {
 
 pub(super) use {attributes_of, described};
 
-/// `aws-chunked` was the transfer's encoding, not the content's.
+/// Removes `aws-chunked`, which is the encoding of the transfer, not of the content.
 pub(super) fn plain(content_encoding: Option<String>) -> Option<String> {
     let encodings = content_encoding?;
-    let own: Vec<_> =
+    let content_encodings: Vec<_> =
         encodings.split(',').map(str::trim).filter(|e| !e.is_empty() && *e != "aws-chunked").collect();
-    (!own.is_empty()).then(|| own.join(","))
+    (!content_encodings.is_empty()).then(|| content_encodings.join(","))
 }

@@ -1,4 +1,4 @@
-//! The bytes of objects: immutable once written, small ones in memory, others in files that go with their last user.
+//! The immutable bytes of objects: small ones in memory, others in files that are deleted with their last user.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -12,10 +12,10 @@ use s3s::{S3Result, s3_error};
 use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWriteExt};
 use tokio_util::io::ReaderStream;
 
-use super::checksum::Claims;
+use super::checksum::ProvidedChecksums;
 
-const IN_MEMORY: usize = 64 * 1024;
-const READ_SIZE: usize = 256 * 1024;
+const MAX_IN_MEMORY_BYTES: usize = 64 * 1024;
+const READ_CHUNK_BYTES: usize = 256 * 1024;
 
 #[derive(Debug)]
 pub(super) struct Blob {
@@ -37,8 +37,8 @@ impl Drop for Blob {
     }
 }
 
-/// What one upload brought.
-pub(super) struct Received {
+/// A received upload.
+pub(super) struct ReceivedUpload {
     pub(super) blob: Arc<Blob>,
     pub(super) sha256: [u8; 32],
 }
@@ -49,22 +49,22 @@ impl Blob {
         Self { len: bytes.len() as u64, content: Content::Memory(bytes) }
     }
 
-    /// Takes an upload in, with never more than [`IN_MEMORY`] and a few chunks of it in memory.
+    /// Receives an upload, with at most [`MAX_IN_MEMORY_BYTES`] and a few chunks in memory.
     pub(super) async fn receive(
         dir: &Path,
         body: Option<StreamingBlob>,
-        claims: &Claims,
-    ) -> S3Result<Received> {
+        checksums: &ProvidedChecksums,
+    ) -> S3Result<ReceivedUpload> {
         let mut sha256 = ring::digest::Context::new(&ring::digest::SHA256);
-        let mut hasher = claims.hasher();
+        let mut hasher = checksums.hasher();
         let mut small = BytesMut::new();
         let mut large: Option<Spill> = None;
         let mut body = body.unwrap_or_else(|| s3s::Body::empty().into());
         while let Some(chunk) = body.next().await {
-            let chunk = chunk.map_err(|e| broken_upload(&e))?;
+            let chunk = chunk.map_err(|e| upload_error(&e))?;
             sha256.update(&chunk);
             hasher.update(&chunk);
-            if large.is_none() && small.len() + chunk.len() > IN_MEMORY {
+            if large.is_none() && small.len() + chunk.len() > MAX_IN_MEMORY_BYTES {
                 let mut spill = Spill::new(dir).await.map_err(|e| s3_error!(e, InternalError))?;
                 spill.write(&small).await.map_err(|e| s3_error!(e, InternalError))?;
                 large = Some(spill);
@@ -78,23 +78,23 @@ impl Blob {
             Some(spill) => spill.finish().await.map_err(|e| s3_error!(e, InternalError))?,
             None => Self::in_memory(small),
         };
-        claims.verify(hasher)?;
+        checksums.verify(hasher)?;
         let mut digest = [0; 32];
         digest.copy_from_slice(sha256.finish().as_ref());
-        Ok(Received { blob: Arc::new(blob), sha256: digest })
+        Ok(ReceivedUpload { blob: Arc::new(blob), sha256: digest })
     }
 }
 
-// The signature covers the length and the hash of what was to come, and s3s compares both as it reads.
-fn broken_upload(error: &s3s::StdError) -> s3s::S3Error {
+// The signature covers the length and the hash of the body; s3s verifies both while reading.
+fn upload_error(error: &s3s::StdError) -> s3s::S3Error {
     let text = error.to_string();
     if text.contains("Sha256Mismatch") {
         return s3_error!(BadDigest, "the body does not have the signed SHA-256");
     }
-    s3_error!(IncompleteBody, "the body broke off: {text}")
+    s3_error!(IncompleteBody, "the body is incomplete: {text}")
 }
 
-/// A blob on its way into a file, which is removed unless it gets there.
+/// A blob that is being written to a file, which is deleted unless the write completes.
 struct Spill {
     blob: Blob,
     file: tokio::io::BufWriter<tokio::fs::File>,
@@ -103,7 +103,8 @@ struct Spill {
 impl Spill {
     async fn new(dir: &Path) -> io::Result<Self> {
         let path = dir.join(uuid::Uuid::new_v4().simple().to_string());
-        let file = tokio::io::BufWriter::with_capacity(READ_SIZE, tokio::fs::File::create_new(&path).await?);
+        let file =
+            tokio::io::BufWriter::with_capacity(READ_CHUNK_BYTES, tokio::fs::File::create_new(&path).await?);
         Ok(Self { blob: Blob { len: 0, content: Content::File(path) }, file })
     }
 
@@ -118,7 +119,7 @@ impl Spill {
     }
 }
 
-/// An object's content: its parts one after another, as they were uploaded.
+/// An object's content: the uploaded parts in order.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Body(Vec<Arc<Blob>>);
 
@@ -173,7 +174,7 @@ async fn open(blob: Arc<Blob>, range: Range<u64>) -> io::Result<ByteStream> {
         Content::File(path) => {
             let mut file = tokio::fs::File::open(path).await?;
             file.seek(io::SeekFrom::Start(range.start)).await?;
-            Ok(Box::pin(ReaderStream::with_capacity(file.take(range.end - range.start), READ_SIZE)))
+            Ok(Box::pin(ReaderStream::with_capacity(file.take(range.end - range.start), READ_CHUNK_BYTES)))
         }
     }
 }

@@ -1,6 +1,6 @@
-//! The checksums that an upload's sender claims, in headers or after the body, and that the body has to have.
+//! Verification of the checksums that the sender of an upload provides in headers or after the body.
 //!
-//! (The SHA-256 in the signature is another matter: s3s compares that one.)
+//! (s3s verifies the SHA-256 in the signature.)
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -18,22 +18,22 @@ const CHECKSUMS: [&str; 5] = [
     "x-amz-checksum-sha256",
 ];
 
-/// Which checksums a request claims. Values that follow the body are known only when it has been read.
-pub(super) struct Claims {
+/// The checksums provided by a request. Trailing values are known only after the body has been read.
+pub(super) struct ProvidedChecksums {
     headers: HeaderMap,
-    /// Names announced by `x-amz-trailer`.
+    /// Names announced in `x-amz-trailer`.
     announced: Vec<String>,
     trailers: Option<TrailingHeaders>,
 }
 
-/// All that was claimed, computed along the body.
+/// Computes all provided checksums along the body.
 pub(super) struct Hasher {
     md5: Option<Md5>,
     checksums: ChecksumHasher,
 }
 
-impl Claims {
-    pub(super) fn of<T>(request: &S3Request<T>) -> Self {
+impl ProvidedChecksums {
+    pub(super) fn from_request<T>(request: &S3Request<T>) -> Self {
         let announced =
             request.headers.get_all("x-amz-trailer").iter().filter_map(|value| value.to_str().ok());
         Self {
@@ -46,14 +46,14 @@ impl Claims {
         }
     }
 
-    fn claims(&self, name: &str) -> bool {
+    fn provides(&self, name: &str) -> bool {
         self.headers.contains_key(name) || self.announced.iter().any(|announced| announced == name)
     }
 
     pub(super) fn hasher(&self) -> Hasher {
-        let [crc32, crc32c, crc64nvme, sha1, sha256] = CHECKSUMS.map(|name| self.claims(name));
+        let [crc32, crc32c, crc64nvme, sha1, sha256] = CHECKSUMS.map(|name| self.provides(name));
         Hasher {
-            md5: self.claims(MD5).then(Md5::new),
+            md5: self.provides(MD5).then(Md5::new),
             checksums: ChecksumHasher {
                 crc32: crc32.then(Crc32::new),
                 crc32c: crc32c.then(Crc32c::new),
@@ -64,10 +64,10 @@ impl Claims {
         }
     }
 
-    /// Refuses a body that does not have what was claimed of it, or of which something announced was then not said.
+    /// Refuses a body that does not match, or whose announced checksum is missing.
     pub(super) fn verify(&self, hasher: Hasher) -> S3Result<()> {
         let trailers = self.trailers.as_ref().and_then(TrailingHeaders::take).unwrap_or_default();
-        let claimed = |name: &str| {
+        let provided = |name: &str| {
             let value = self.headers.get(name).or_else(|| trailers.get(name));
             value.and_then(|value| value.to_str().ok()).map(str::to_owned)
         };
@@ -82,9 +82,9 @@ impl Claims {
         let md5 = hasher.md5.map(|md5| STANDARD.encode(md5.finalize()));
         for (name, value) in CHECKSUMS.into_iter().zip(values).chain([(MD5, md5)]) {
             if let Some(value) = value
-                && claimed(name).as_ref() != Some(&value)
+                && provided(name).as_ref() != Some(&value)
             {
-                return Err(s3_error!(BadDigest, "{name} is {value}, not what was claimed"));
+                return Err(s3_error!(BadDigest, "{name} is {value}, which differs from the provided value"));
             }
         }
         Ok(())

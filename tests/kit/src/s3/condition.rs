@@ -1,4 +1,4 @@
-//! The conditions that a request puts on the object it reads or writes.
+//! Conditional headers of reads and writes.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -16,16 +16,16 @@ pub(super) struct WriteCondition {
 }
 
 impl WriteCondition {
-    /// As R2 and RFC 9110 have it: a missing object does not match, 412.
+    /// Like in R2 and RFC 9110, a missing object does not match: 412.
     pub(super) fn check(&self, current: Option<&Arc<Object>>) -> S3Result<()> {
         let matches = |condition: &ETagCondition| {
             current.is_some_and(|object| condition.as_etag().is_none_or(|etag| etag.strong_cmp(&object.etag)))
         };
         if self.if_match.as_ref().is_some_and(|c| !matches(c)) {
-            return Err(s3_error!(PreconditionFailed, "the object is not the one that If-Match names"));
+            return Err(s3_error!(PreconditionFailed, "the object does not match If-Match"));
         }
         if self.if_none_match.as_ref().is_some_and(matches) {
-            return Err(s3_error!(PreconditionFailed, "there is an object that If-None-Match names"));
+            return Err(s3_error!(PreconditionFailed, "the object matches If-None-Match"));
         }
         Ok(())
     }
@@ -41,7 +41,7 @@ pub(super) struct ReadCondition {
 
 impl ReadCondition {
     pub(super) fn check(&self, object: &Object) -> S3Result<()> {
-        // Headers carry whole seconds.
+        // Headers have a resolution of one second.
         let since_epoch = object.modified.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let modified = &Timestamp::from(SystemTime::UNIX_EPOCH + Duration::from_secs(since_epoch.as_secs()));
         match (&self.if_match, &self.if_unmodified_since) {

@@ -1,4 +1,4 @@
-//! What goes wrong between a client and an object store, on demand.
+//! Faults between a client and an object store, on demand.
 //!
 //! ```no_run
 //! # use std::time::Duration;
@@ -19,32 +19,32 @@ use std::time::Duration;
 
 use http::Uri;
 
-/// What happens to a request.
+/// A fault of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing is done, and the answer has this status (5xx, 429, 403…).
+    /// Not executed; the response has this status (5xx, 429, 403…).
     Status(u16),
-    /// Nothing is done, and the answer is an error of S3 with this status and code (`403`, `RequestTimeTooSkewed`).
+    /// Not executed; the response is an S3 error with this status and code (`403`, `RequestTimeTooSkewed`).
     Code(u16, &'static str),
-    /// All is done, and the answer's ETag is another.
+    /// Executed; the response has another ETag.
     WrongEtag,
-    /// It takes this much longer; further faults still apply.
+    /// Delayed by this duration; further faults still apply.
     Delay(Duration),
-    /// All is done, and the connection is cut before a word of the answer.
+    /// Executed; the connection is cut before the response.
     LostReply,
-    /// All is done, and the answer has this status all the same.
+    /// Executed; the response has this status regardless.
     StatusAfterCommit(u16),
-    /// The answer's body breaks off after so many bytes.
+    /// The body of the response is truncated after this many bytes.
     TruncateBody(u64),
-    /// One byte in the middle of the answer's body is another.
+    /// One byte in the middle of the response's body is changed.
     CorruptBody,
-    /// A read sees what was there before the last write to the key.
+    /// A read returns the content before the last write to the key.
     StaleRead,
-    /// Nothing is done, and the connection is cut.
+    /// Not executed; the connection is cut.
     Refuse,
 }
 
-/// Which requests a [`Fault`] happens to: unless said otherwise, the next one of any kind, once.
+/// Selects the requests of a [`Fault`]: by default the next request of any kind, once.
 #[derive(Clone, Debug)]
 pub struct Rule {
     fault: Fault,
@@ -68,13 +68,13 @@ impl Rule {
         self
     }
 
-    /// Only requests whose path, `/bucket/key` as it stands in the URL, contains this.
+    /// Only requests whose path, `/bucket/key` as in the URL, contains this.
     pub fn key(mut self, contained: &str) -> Self {
         self.key = Some(contained.to_owned());
         self
     }
 
-    /// Only requests whose path ends so.
+    /// Only requests whose path has this suffix.
     pub fn key_ending(mut self, end: &str) -> Self {
         self.key_end = Some(end.to_owned());
         self
@@ -86,16 +86,16 @@ impl Rule {
         self
     }
 
-    /// Only requests whose query contains this: `uploads` creates a multipart upload, `partNumber=2` brings a part,
+    /// Only requests whose query contains this: `uploads` creates a multipart upload, `partNumber=2` uploads a part,
     /// `list-type=2` lists.
     pub fn query(mut self, contained: &str) -> Self {
         self.query = Some(contained.to_owned());
         self
     }
 
-    /// Lets so many matching requests pass first.
-    pub fn after(mut self, passed: usize) -> Self {
-        self.after = passed;
+    /// Skips this many matching requests first.
+    pub fn after(mut self, skipped: usize) -> Self {
+        self.after = skipped;
         self
     }
 
@@ -108,7 +108,7 @@ impl Rule {
         self.times(usize::MAX)
     }
 
-    fn concerns(&self, method: &str, uri: &Uri) -> bool {
+    fn matches(&self, method: &str, uri: &Uri) -> bool {
         self.method.as_ref().is_none_or(|m| m == method)
             && (!self.is_sts || (method == "POST" && uri.path() == "/"))
             && self.key.as_ref().is_none_or(|key| uri.path().contains(key.as_str()))
@@ -120,31 +120,31 @@ impl Rule {
     }
 }
 
-/// Counts how often a rule's fault has happened.
+/// Counts the occurrences of a rule's fault.
 #[derive(Clone, Debug)]
-pub struct Hits(Arc<AtomicUsize>);
+pub struct HitCounter(Arc<AtomicUsize>);
 
-impl Hits {
+impl HitCounter {
     pub fn hits(&self) -> usize {
         self.0.load(Ordering::SeqCst)
     }
 }
 
-/// The rules in force.
+/// The active rules.
 #[derive(Debug, Default)]
-pub(super) struct Faults(Mutex<Vec<Active>>);
+pub(super) struct Faults(Mutex<Vec<ActiveRule>>);
 
 #[derive(Debug)]
-struct Active {
+struct ActiveRule {
     rule: Rule,
     seen: usize,
     hits: Arc<AtomicUsize>,
 }
 
 impl Faults {
-    pub(super) fn add(&self, rule: Rule) -> Hits {
-        let hits = Hits(Arc::default());
-        let active = Active { rule, seen: 0, hits: Arc::clone(&hits.0) };
+    pub(super) fn add(&self, rule: Rule) -> HitCounter {
+        let hits = HitCounter(Arc::default());
+        let active = ActiveRule { rule, seen: 0, hits: Arc::clone(&hits.0) };
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(active);
         hits
     }
@@ -153,12 +153,12 @@ impl Faults {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
-    /// What happens to this request: all the delays that concern it, and the first other fault.
-    pub(super) fn of(&self, method: &str, uri: &Uri) -> (Duration, Option<Fault>) {
+    /// The faults of this request: the sum of all matching delays, and the first other fault.
+    pub(super) fn next_for(&self, method: &str, uri: &Uri) -> (Duration, Option<Fault>) {
         let (mut delay, mut fault) = (Duration::ZERO, None);
         for active in self.0.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
             let is_delay = matches!(active.rule.fault, Fault::Delay(_));
-            if !active.rule.concerns(method, uri) || (fault.is_some() && !is_delay) {
+            if !active.rule.matches(method, uri) || (fault.is_some() && !is_delay) {
                 continue;
             }
             active.seen += 1;

@@ -1,21 +1,21 @@
-//! The listings, and the parts of multipart uploads, in the protocol's words.
+//! Listings and parts of multipart uploads, as types of the protocol.
 
 use s3s::dto::*;
 use s3s::{S3Request, S3Result, s3_error};
 
 use super::blob::Blob;
-use super::checksum::Claims;
+use super::checksum::ProvidedChecksums;
 use super::condition::WriteCondition;
 use super::store::{Cursor, Page, Store};
 use super::upload::Part;
 
-const PAGE: i32 = 1000;
+const MAX_PAGE_KEYS: i32 = 1000;
 
 impl Store {
     pub(super) fn list_v2(&self, input: ListObjectsV2Input) -> S3Result<ListObjectsV2Output> {
         let start_after = input.start_after.clone().map(Cursor::After);
         let from = input.continuation_token.as_deref().map(from_token).transpose()?.or(start_after);
-        let max_keys = input.max_keys.unwrap_or(PAGE);
+        let max_keys = input.max_keys.unwrap_or(MAX_PAGE_KEYS);
         let page = self.page(&input.bucket, &input.prefix, &input.delimiter, from, max_keys)?;
         let (contents, common_prefixes) = entries(&page);
         Ok(ListObjectsV2Output {
@@ -40,7 +40,7 @@ impl Store {
             Some(_) if !delimiter.is_empty() => Cursor::AfterPrefix(marker),
             _ => Cursor::After(marker),
         });
-        let max_keys = input.max_keys.unwrap_or(PAGE);
+        let max_keys = input.max_keys.unwrap_or(MAX_PAGE_KEYS);
         let page = self.page(&input.bucket, &input.prefix, &input.delimiter, from, max_keys)?;
         let (contents, common_prefixes) = entries(&page);
         Ok(ListObjectsOutput {
@@ -65,7 +65,8 @@ impl Store {
         from: Option<Cursor>,
         max_keys: i32,
     ) -> S3Result<Page> {
-        let max = usize::try_from(max_keys.min(PAGE)).map_err(|_| s3_error!(InvalidArgument, "max-keys"))?;
+        let max = usize::try_from(max_keys.min(MAX_PAGE_KEYS))
+            .map_err(|_| s3_error!(InvalidArgument, "max-keys"))?;
         let delimiter = delimiter.as_deref().filter(|delimiter| !delimiter.is_empty());
         self.with(bucket, |bucket| {
             Ok(bucket.list(prefix.as_deref().unwrap_or_default(), delimiter, from, max))
@@ -76,13 +77,13 @@ impl Store {
         &self,
         request: S3Request<UploadPartInput>,
     ) -> S3Result<UploadPartOutput> {
-        let claims = Claims::of(&request);
+        let checksums = ProvidedChecksums::from_request(&request);
         let input = request.input;
         if !(1..=10_000).contains(&input.part_number) {
-            return Err(s3_error!(InvalidArgument, "part numbers are 1 to 10000"));
+            return Err(s3_error!(InvalidArgument, "part numbers must be 1 to 10000"));
         }
         self.with(&input.bucket, |bucket| bucket.upload(&input.key, &input.upload_id).map(|_| ()))?;
-        let part = Part::new(&Blob::receive(self.dir(), input.body, &claims).await?);
+        let part = Part::new(&Blob::receive(self.dir(), input.body, &checksums).await?);
         let e_tag = Some(part.etag.clone());
         self.with(&input.bucket, |bucket| {
             bucket.upload(&input.key, &input.upload_id)?.parts.insert(input.part_number, part);
@@ -180,6 +181,6 @@ fn from_token(token: &str) -> S3Result<Cursor> {
     match (text.strip_prefix('k'), text.strip_prefix('p')) {
         (Some(key), _) => Ok(Cursor::After(key.to_owned())),
         (_, Some(prefix)) => Ok(Cursor::AfterPrefix(prefix.to_owned())),
-        _ => Err(s3_error!(InvalidArgument, "not a continuation token of this server")),
+        _ => Err(s3_error!(InvalidArgument, "invalid continuation token")),
     }
 }

@@ -1,4 +1,4 @@
-//! An S3 server over HTTP on loopback: signatures and checksums checked, conditional writes exact, faults on demand.
+//! An S3 server over HTTP on loopback: verified signatures and checksums, exact conditional writes, faults on demand.
 //!
 //! ```no_run
 //! # fn f() -> anyhow::Result<()> {
@@ -8,15 +8,15 @@
 //! store.write("fleet", "user/primary/system/db/latest", "…");
 //! assert_eq!(store.objects("fleet", "user/").len(), 1);
 //! store.down(); // connections are refused …
-//! store.up()?; // … until now; the objects are still there
+//! store.up()?; // … until now; the objects are kept
 //! # Ok(()) }
 //! ```
 //!
-//! STS answers at the same endpoint: [`S3Server::sts_env`] has the platform give hosts sessions, whose policies are
-//! enforced on every key and action.
+//! STS is available at the same endpoint: with [`S3Server::sts_env`] the platform issues sessions to hosts. Their
+//! policies are enforced for every key and action.
 //!
-//! Where S3 and R2 differ it is R2: `If-Match` on a missing object is 412, and all parts of a multipart upload but the
-//! last have one size. Buckets are addressed by path. Objects live as long as the server.
+//! Where S3 and R2 differ, it behaves like R2: `If-Match` on a missing object is 412, and all parts of a multipart
+//! upload except the last have the same size. Buckets are addressed by path. Objects are deleted with the server.
 
 mod access;
 mod attributes;
@@ -33,9 +33,9 @@ mod sts;
 mod upload;
 mod wire;
 
-pub use fault::{Fault, Hits, Rule};
+pub use fault::{Fault, HitCounter, Rule};
 pub use session::SessionInfo;
-pub use wire::Seen;
+pub use wire::RequestRecord;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,28 +47,28 @@ use s3s::service::S3ServiceBuilder;
 use tempfile::TempDir;
 
 use crate::child;
-use crate::net::Gate;
+use crate::net::ReopenableListener;
 use attributes::Attributes;
 use blob::Blob;
 use condition::WriteCondition;
 use session::Sessions;
 use store::{Object, Store};
-use wire::Wire;
+use wire::HttpLayer;
 
 const ACCESS_KEY: &str = "KITACCESSKEY";
 const ROLE_ARN: &str = "arn:aws:iam::000000000000:role/svc-host";
 
-/// The server; dropped, it is gone with all that it held.
+/// The server. Drop stops it and deletes its objects.
 pub struct S3Server {
-    gate: Gate,
-    wire: Arc<Wire>,
+    listener: ReopenableListener,
+    http: Arc<HttpLayer>,
     store: Arc<Store>,
     sessions: Arc<Sessions>,
     secret_key: String,
     _blobs: TempDir,
 }
 
-/// What there is under a key.
+/// Metadata of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ObjectInfo {
     pub key: String,
@@ -79,10 +79,10 @@ pub struct ObjectInfo {
 }
 
 impl S3Server {
-    /// Starts on a free port. Larger contents lie below `dir` (which has to exist) until the server is dropped.
+    /// Starts on a free port. Larger objects are stored below `dir`, which must exist, until the server is dropped.
     pub fn start(dir: &Path) -> Result<Self> {
         let blobs = tempfile::Builder::new().prefix("s3-").tempdir_in(dir)?;
-        child::remove_with_us(blobs.path());
+        child::remove_on_exit(blobs.path());
         let secret_key = uuid::Uuid::new_v4().simple().to_string();
         let store = Arc::new(Store::new(blobs.path()));
         let mut service = S3ServiceBuilder::new(service::Service { store: Arc::clone(&store) });
@@ -90,19 +90,19 @@ impl S3Server {
         service.set_auth(session::Auth(Arc::clone(&sessions)));
         service.set_access(access::Access(Arc::clone(&sessions)));
         service.set_route(sts::Sts(Arc::clone(&sessions)));
-        let wire = Arc::new(Wire {
+        let http = Arc::new(HttpLayer {
             service: service.build(),
             faults: fault::Faults::default(),
             log: Mutex::default(),
         });
-        let serving = Arc::clone(&wire);
-        let gate = Gate::open(move |stream| Arc::clone(&serving).serve(stream))?;
-        Ok(Self { gate, wire, store, sessions, secret_key, _blobs: blobs })
+        let serving = Arc::clone(&http);
+        let listener = ReopenableListener::open(move |stream| Arc::clone(&serving).serve(stream))?;
+        Ok(Self { listener, http, store, sessions, secret_key, _blobs: blobs })
     }
 
     /// `http://127.0.0.1:<port>`.
     pub fn endpoint(&self) -> String {
-        format!("http://{}", self.gate.addr())
+        format!("http://{}", self.listener.addr())
     }
 
     pub fn access_key(&self) -> &str {
@@ -117,7 +117,7 @@ impl S3Server {
         "auto"
     }
 
-    /// The product's settings for this store and a bucket of it.
+    /// The product's settings for a bucket of this store.
     pub fn env(&self, bucket: &str) -> Vec<(String, String)> {
         let pairs = [
             ("OBJECT_STORE_URL", format!("s3://{bucket}")),
@@ -129,44 +129,44 @@ impl S3Server {
         pairs.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// The platform's settings for giving hosts short-lived credentials by this server's STS.
+    /// The platform's settings for issuing short-lived credentials to hosts with this server's STS.
     pub fn sts_env(&self) -> Vec<(String, String)> {
         let pairs = [("STORE_HOST_CREDENTIALS", "sts"), ("STS_ROLE_ARN", ROLE_ARN)];
         let pairs = pairs.map(|(name, value)| (name.to_owned(), value.to_owned()));
         pairs.into_iter().chain([("STS_ENDPOINT".to_owned(), self.endpoint())]).collect()
     }
 
-    /// Sessions live so long from now on, whatever is asked for; `None` for what is asked.
-    pub fn set_session_life(&self, life: Option<Duration>) {
-        self.sessions.set_life(life);
+    /// Overrides the lifetime of new sessions; `None` restores the requested lifetime.
+    pub fn set_session_lifetime(&self, lifetime: Option<Duration>) {
+        self.sessions.set_lifetime(lifetime);
     }
 
-    /// All sessions that were ever given.
+    /// All sessions that were ever issued.
     pub fn sessions(&self) -> Vec<SessionInfo> {
         self.sessions.all()
     }
 
-    /// All sessions that there are have run out.
+    /// Secret keys and tokens of all sessions.
     pub fn session_secrets(&self) -> Vec<(String, String)> {
         self.sessions.secrets()
     }
 
-    /// Lets every session that there is expire.
+    /// Expires all existing sessions.
     pub fn expire_sessions(&self) {
         self.sessions.expire_all();
     }
 
-    /// Takes the sessions of this name away; says how many there were.
+    /// Revokes the sessions with this name; returns their number.
     pub fn revoke_sessions(&self, name: &str) -> usize {
         self.sessions.revoke(name)
     }
 
-    /// Makes a bucket; one that is there stays as it is.
+    /// Creates a bucket; does nothing if it exists.
     pub fn create_bucket(&self, name: &str) {
         self.store.create_bucket(name);
     }
 
-    /// What is stored under keys that start with `prefix`, in order; nothing in a bucket that is not there.
+    /// Objects whose keys start with `prefix`, sorted; empty if the bucket does not exist.
     pub fn objects(&self, bucket: &str, prefix: &str) -> Vec<ObjectInfo> {
         let list = |bucket: &mut store::Bucket| Ok(bucket.list(prefix, None, None, usize::MAX).objects);
         let objects = self.store.with(bucket, list).unwrap_or_default().into_iter();
@@ -179,13 +179,13 @@ impl S3Server {
         objects.map(info).collect()
     }
 
-    /// An object's content.
+    /// Returns an object's content.
     pub fn read(&self, bucket: &str, key: &str) -> Option<Vec<u8>> {
         let object = self.store.with(bucket, |bucket| Ok(bucket.get(key))).ok()??;
         object.body.read().ok()
     }
 
-    /// Puts an object there, whatever was, making the bucket if need be.
+    /// Writes an object unconditionally, and creates the bucket if necessary.
     pub fn write(&self, bucket: &str, key: &str, content: impl Into<Bytes>) {
         let content = content.into();
         let digest = ring::digest::digest(&ring::digest::SHA256, &content);
@@ -193,15 +193,15 @@ impl S3Server {
         let object = Object::simple(Arc::new(Blob::in_memory(content)), &sha256, Attributes::default());
         self.store.create_bucket(bucket);
         let put = |bucket: &mut store::Bucket| bucket.put(key, Arc::new(object), &WriteCondition::default());
-        self.store.with(bucket, put).expect("without a condition, in a bucket that is there");
+        self.store.with(bucket, put).expect("unconditional write to an existing bucket");
     }
 
-    /// Takes an object away; says whether it was there.
+    /// Deletes an object; returns whether it existed.
     pub fn remove(&self, bucket: &str, key: &str) -> bool {
         self.store.with(bucket, |bucket| bucket.remove(key, &WriteCondition::default())).unwrap_or(false)
     }
 
-    /// The keys of multipart uploads that were neither completed nor aborted.
+    /// Keys of multipart uploads that were neither completed nor aborted.
     pub fn uploads(&self, bucket: &str) -> Vec<String> {
         let keys = |bucket: &mut store::Bucket| {
             Ok(bucket.uploads.values().map(|upload| upload.key.clone()).collect())
@@ -211,7 +211,7 @@ impl S3Server {
         keys
     }
 
-    /// Those of them that hold parts, and so take room.
+    /// Like [`Self::uploads`], but only those with parts.
     pub fn uploads_with_parts(&self, bucket: &str) -> Vec<String> {
         let keys = |bucket: &mut store::Bucket| {
             let filled = bucket.uploads.values().filter(|upload| !upload.parts.is_empty());
@@ -222,34 +222,34 @@ impl S3Server {
         keys
     }
 
-    /// Lets a fault happen to the requests that the rule names.
-    pub fn fault(&self, rule: Rule) -> Hits {
-        self.wire.faults.add(rule)
+    /// Activates a fault for the requests selected by the rule.
+    pub fn fault(&self, rule: Rule) -> HitCounter {
+        self.http.faults.add(rule)
     }
 
-    /// No more faults.
+    /// Removes all faults.
     pub fn heal(&self) {
-        self.wire.faults.clear();
+        self.http.faults.clear();
     }
 
-    /// Refuses connections, and cuts those there are, until [`S3Server::up`].
+    /// Refuses connections, and cuts existing ones, until [`S3Server::up`].
     pub fn down(&self) {
-        self.gate.close();
+        self.listener.close();
     }
 
-    /// Serves again, on the same port and with the same objects.
+    /// Serves again on the same port, with the same objects.
     pub fn up(&self) -> Result<()> {
-        Ok(self.gate.reopen()?)
+        Ok(self.listener.reopen()?)
     }
 
-    /// All requests that were answered or cut so far, in the order of their ends; the first 100,000.
-    pub fn requests(&self) -> Vec<Seen> {
-        self.wire.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// All requests that were answered or cut so far, in order of completion; at most 100,000.
+    pub fn requests(&self) -> Vec<RequestRecord> {
+        self.http.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Forgets the requests so far, before a part of a test that counts.
-    pub fn forget_requests(&self) {
-        self.wire.log.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    /// Clears the log of requests.
+    pub fn clear_requests(&self) {
+        self.http.log.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 

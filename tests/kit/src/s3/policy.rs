@@ -1,31 +1,31 @@
-//! Session policies: the part of IAM's policy language that such policies use, parsed strictly and evaluated.
+//! Session policies: a strictly parsed subset of IAM's policy language.
 //!
-//! What is not known here (another operator, another condition key) is refused when it is given, never ignored.
+//! Anything unsupported (another operator, another condition key) is refused, never ignored.
 
 use serde_json::{Map, Value};
 
-/// What a request wants to do to what.
+/// An access to be authorised.
 #[derive(Clone, Debug)]
-pub(super) struct Wish<'a> {
-    /// `s3:GetObject`.
+pub(super) struct AccessRequest<'a> {
+    /// Such as `s3:GetObject`.
     pub(super) action: &'a str,
-    /// `arn:aws:s3:::bucket/key`.
+    /// Such as `arn:aws:s3:::bucket/key`.
     pub(super) resource: String,
     /// `s3:prefix` of a listing.
     pub(super) prefix: Option<String>,
     pub(super) creation: Creation,
 }
 
-/// What conditions can ask of a write.
+/// Properties of a write that conditions can use.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Creation {
     /// `s3:ObjectCreationOperation`.
     pub(super) creates: bool,
-    /// `s3:if-none-match`: the header, where there is one.
+    /// `s3:if-none-match`: the header, if present.
     pub(super) if_none_match: Option<String>,
 }
 
-impl<'a> Wish<'a> {
+impl<'a> AccessRequest<'a> {
     pub(super) fn new(action: &'a str, resource: String) -> Self {
         Self { action, resource, prefix: None, creation: Creation::default() }
     }
@@ -39,9 +39,9 @@ struct Statement {
     allows: bool,
     actions: Vec<String>,
     resources: Vec<String>,
-    /// Patterns of `s3:prefix`; each condition has to hold.
+    /// Patterns of `s3:prefix`; all conditions must hold.
     prefixes: Vec<Vec<String>>,
-    /// `Null` of `s3:if-none-match`: whether the header has to be missing.
+    /// `Null` of `s3:if-none-match`: whether the header must be missing.
     if_none_match_is_null: Option<bool>,
     /// `Bool` of `s3:ObjectCreationOperation`.
     creates: Option<bool>,
@@ -50,40 +50,43 @@ struct Statement {
 impl Policy {
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let value: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-        let mut whole = object(value, "the policy")?;
-        let version = whole.remove("Version");
+        let mut fields = object(value, "the policy")?;
+        let version = fields.remove("Version");
         if version.as_ref().and_then(Value::as_str) != Some("2012-10-17") {
             return Err(format!("Version {version:?}"));
         }
-        let statements = match whole.remove("Statement") {
+        let statements = match fields.remove("Statement") {
             Some(Value::Array(all)) => all,
             Some(one @ Value::Object(_)) => vec![one],
             other => return Err(format!("Statement {other:?}")),
         };
-        nothing_else(&whole)?;
+        refuse_unknown_fields(&fields)?;
         statements.into_iter().map(statement).collect::<Result<_, _>>().map(Self)
     }
 
-    /// An explicit deny wins; without an allow there is none.
-    pub(super) fn allows(&self, wish: &Wish<'_>) -> bool {
-        let concerned = || self.0.iter().filter(|statement| statement.concerns(wish));
-        concerned().any(|statement| statement.allows) && !concerned().any(|statement| !statement.allows)
+    /// An explicit deny wins; without an allow, access is denied.
+    pub(super) fn allows(&self, access_request: &AccessRequest<'_>) -> bool {
+        let matching = || self.0.iter().filter(|statement| statement.matches(access_request));
+        matching().any(|statement| statement.allows) && !matching().any(|statement| !statement.allows)
     }
 }
 
 impl Statement {
-    fn concerns(&self, wish: &Wish<'_>) -> bool {
-        let action = wish.action.to_ascii_lowercase();
-        self.actions.iter().any(|pattern| like(&pattern.to_ascii_lowercase(), &action))
-            && self.resources.iter().any(|pattern| like(pattern, &wish.resource))
+    fn matches(&self, access_request: &AccessRequest<'_>) -> bool {
+        let action = access_request.action.to_ascii_lowercase();
+        self.actions.iter().any(|pattern| matches_pattern(&pattern.to_ascii_lowercase(), &action))
+            && self.resources.iter().any(|pattern| matches_pattern(pattern, &access_request.resource))
             && self.prefixes.iter().all(|patterns| {
-                // A key that the request does not have fulfils no condition.
-                wish.prefix
+                // A condition on a missing key does not hold.
+                access_request
+                    .prefix
                     .as_ref()
-                    .is_some_and(|prefix| patterns.iter().any(|pattern| like(pattern, prefix)))
+                    .is_some_and(|prefix| patterns.iter().any(|pattern| matches_pattern(pattern, prefix)))
             })
-            && self.if_none_match_is_null.is_none_or(|null| null == wish.creation.if_none_match.is_none())
-            && self.creates.is_none_or(|creates| creates == wish.creation.creates)
+            && self
+                .if_none_match_is_null
+                .is_none_or(|null| null == access_request.creation.if_none_match.is_none())
+            && self.creates.is_none_or(|creates| creates == access_request.creation.creates)
     }
 }
 
@@ -95,37 +98,37 @@ fn statement(value: Value) -> Result<Statement, String> {
         Some("Deny") => false,
         other => return Err(format!("Effect {other:?}")),
     };
-    let actions = texts(fields.remove("Action"), "Action")?;
-    let resources = texts(fields.remove("Resource"), "Resource")?;
+    let actions = parse_strings(fields.remove("Action"), "Action")?;
+    let resources = parse_strings(fields.remove("Resource"), "Resource")?;
     let (mut prefixes, mut if_none_match_is_null, mut creates) = (Vec::new(), None, None);
     for (operator, tests) in fields.remove("Condition").map_or(Ok(Map::new()), |c| object(c, "Condition"))? {
         for (key, patterns) in object(tests, &operator)? {
             match (operator.as_str(), key.as_str()) {
                 ("Null", "s3:if-none-match") => {
-                    if_none_match_is_null = Some(truth(&patterns)?);
+                    if_none_match_is_null = Some(parse_bool(&patterns)?);
                     continue;
                 }
                 ("Bool", "s3:ObjectCreationOperation") => {
-                    creates = Some(truth(&patterns)?);
+                    creates = Some(parse_bool(&patterns)?);
                     continue;
                 }
                 _ => {}
             }
             if operator != "StringLike" && operator != "StringEquals" || key != "s3:prefix" {
-                return Err(format!("the condition {operator} of {key} is not known"));
+                return Err(format!("unsupported condition {operator} of {key}"));
             }
-            let patterns = texts(Some(patterns), &key)?;
+            let patterns = parse_strings(Some(patterns), &key)?;
             if operator == "StringEquals" && patterns.iter().any(|pattern| pattern.contains(['*', '?'])) {
                 return Err("StringEquals has no wildcards".to_owned());
             }
             prefixes.push(patterns);
         }
     }
-    nothing_else(&fields)?;
+    refuse_unknown_fields(&fields)?;
     Ok(Statement { allows, actions, resources, prefixes, if_none_match_is_null, creates })
 }
 
-fn truth(value: &Value) -> Result<bool, String> {
+fn parse_bool(value: &Value) -> Result<bool, String> {
     match value.as_str() {
         Some("true") => Ok(true),
         Some("false") => Ok(false),
@@ -140,11 +143,11 @@ fn object(value: Value, what: &str) -> Result<Map<String, Value>, String> {
     }
 }
 
-fn nothing_else(map: &Map<String, Value>) -> Result<(), String> {
-    map.keys().next().map_or(Ok(()), |key| Err(format!("{key} is not known")))
+fn refuse_unknown_fields(map: &Map<String, Value>) -> Result<(), String> {
+    map.keys().next().map_or(Ok(()), |key| Err(format!("unsupported field {key}")))
 }
 
-fn texts(value: Option<Value>, what: &str) -> Result<Vec<String>, String> {
+fn parse_strings(value: Option<Value>, what: &str) -> Result<Vec<String>, String> {
     let all = match value {
         Some(Value::Array(all)) => all,
         Some(one) => vec![one],
@@ -154,18 +157,21 @@ fn texts(value: Option<Value>, what: &str) -> Result<Vec<String>, String> {
     all.into_iter().map(text).collect()
 }
 
-/// `*` is any text, `?` one character.
-fn like(pattern: &str, text: &str) -> bool {
+/// `*` matches any text, `?` one character.
+fn matches_pattern(pattern: &str, text: &str) -> bool {
     match pattern.chars().next() {
         None => text.is_empty(),
         Some('*') => {
             let rest = &pattern[1..];
-            text.char_indices().map(|(at, _)| at).chain([text.len()]).any(|at| like(rest, &text[at..]))
+            text.char_indices()
+                .map(|(at, _)| at)
+                .chain([text.len()])
+                .any(|at| matches_pattern(rest, &text[at..]))
         }
         Some(first) => {
             let mut chars = text.chars();
             chars.next().is_some_and(|c| first == '?' || first == c)
-                && like(&pattern[first.len_utf8()..], chars.as_str())
+                && matches_pattern(&pattern[first.len_utf8()..], chars.as_str())
         }
     }
 }
@@ -174,13 +180,13 @@ fn like(pattern: &str, text: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn wish<'a>(action: &'a str, resource: &str, prefix: Option<&str>) -> Wish<'a> {
+    fn access_request<'a>(action: &'a str, resource: &str, prefix: Option<&str>) -> AccessRequest<'a> {
         let prefix = prefix.map(str::to_owned);
-        Wish { prefix, ..Wish::new(action, format!("arn:aws:s3:::{resource}")) }
+        AccessRequest { prefix, ..AccessRequest::new(action, format!("arn:aws:s3:::{resource}")) }
     }
 
     #[test]
-    fn policy_can_ask_that_objects_are_created_once() {
+    fn policy_can_require_create_only_writes() {
         let policy = Policy::parse(
             r#"{"Version": "2012-10-17", "Statement": [
                 {"Effect": "Allow", "Action": "s3:PutObject", "Resource": "arn:aws:s3:::b/u/s/*"},
@@ -190,16 +196,16 @@ mod tests {
         .expect("a policy");
         let put = |key: &str, creates: bool, header: Option<&str>| {
             let creation = Creation { creates, if_none_match: header.map(str::to_owned) };
-            policy.allows(&Wish { creation, ..wish("s3:PutObject", key, None) })
+            policy.allows(&AccessRequest { creation, ..access_request("s3:PutObject", key, None) })
         };
         assert!(put("b/u/s/x", true, None));
         assert!(!put("b/u/s/once/x", true, None));
         assert!(put("b/u/s/once/x", true, Some("*")));
-        assert!(put("b/u/s/once/x", false, None), "a part of an upload makes no object");
+        assert!(put("b/u/s/once/x", false, None), "a part of an upload creates no object");
     }
 
     #[test]
-    fn an_allow_is_needed_and_a_deny_wins() {
+    fn access_requires_allow_and_deny_wins() {
         let policy = Policy::parse(
             r#"{"Version": "2012-10-17", "Statement": [
                 {"Effect": "Allow", "Action": ["s3:Get*", "s3:PutObject"], "Resource": "arn:aws:s3:::b/u/s/*"},
@@ -208,19 +214,19 @@ mod tests {
                  "Condition": {"StringLike": {"s3:prefix": ["u/s/*"]}}}]}"#,
         )
         .expect("a policy");
-        assert!(policy.allows(&wish("s3:GetObject", "b/u/s/x/y", None)));
-        assert!(policy.allows(&wish("s3:PutObject", "b/u/s/x", None)));
-        assert!(!policy.allows(&wish("s3:PutObject", "b/u/s/fixed", None)));
-        assert!(!policy.allows(&wish("s3:GetObject", "b/u/s2/x", None)));
-        assert!(!policy.allows(&wish("s3:DeleteObject", "b/u/s/x", None)));
-        assert!(policy.allows(&wish("s3:ListBucket", "b", Some("u/s/"))));
+        assert!(policy.allows(&access_request("s3:GetObject", "b/u/s/x/y", None)));
+        assert!(policy.allows(&access_request("s3:PutObject", "b/u/s/x", None)));
+        assert!(!policy.allows(&access_request("s3:PutObject", "b/u/s/fixed", None)));
+        assert!(!policy.allows(&access_request("s3:GetObject", "b/u/s2/x", None)));
+        assert!(!policy.allows(&access_request("s3:DeleteObject", "b/u/s/x", None)));
+        assert!(policy.allows(&access_request("s3:ListBucket", "b", Some("u/s/"))));
         for other in [None, Some(""), Some("u/"), Some("u/s"), Some("u/s2/")] {
-            assert!(!policy.allows(&wish("s3:ListBucket", "b", other)), "{other:?}");
+            assert!(!policy.allows(&access_request("s3:ListBucket", "b", other)), "{other:?}");
         }
     }
 
     #[test]
-    fn what_is_not_known_is_refused() {
+    fn parse_refuses_unsupported_elements() {
         let with = |statement: &str| {
             Policy::parse(&format!(r#"{{"Version": "2012-10-17", "Statement": [{statement}]}}"#))
         };

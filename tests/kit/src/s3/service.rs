@@ -1,4 +1,4 @@
-//! The S3 operations on one object or bucket, and the index of both traits' methods; s3s does the protocol.
+//! The S3 operations on objects and buckets, and the dispatch of all methods; s3s implements the protocol.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -6,10 +6,10 @@ use std::time::SystemTime;
 use s3s::dto::*;
 use s3s::{S3, S3Request, S3Response, S3Result, s3_error};
 
-use super::access::AbsenceHidden;
+use super::access::HideMissing;
 use super::attributes::{attributes_of, described};
 use super::blob::Blob;
-use super::checksum::Claims;
+use super::checksum::ProvidedChecksums;
 use super::condition::{WriteCondition, read_condition};
 use super::store::{Object, Store};
 
@@ -17,33 +17,33 @@ pub(super) struct Service {
     pub(super) store: Arc<Store>,
 }
 
-/// Set on a request that is to see what was there before the last write.
+/// Set on a request that must return the content before the last write.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StaleRead;
 
-type Answer<T> = S3Result<S3Response<T>>;
+type ServiceResult<T> = S3Result<S3Response<T>>;
 
-fn answer<T>(output: T) -> Answer<T> {
+fn respond<T>(output: T) -> ServiceResult<T> {
     Ok(S3Response::new(output))
 }
 
 #[async_trait::async_trait]
 impl S3 for Service {
-    async fn put_object(&self, request: S3Request<PutObjectInput>) -> Answer<PutObjectOutput> {
-        let claims = Claims::of(&request);
+    async fn put_object(&self, request: S3Request<PutObjectInput>) -> ServiceResult<PutObjectOutput> {
+        let checksums = ProvidedChecksums::from_request(&request);
         let input = request.input;
-        // Known before the body is: a bucket that is not there takes no gigabyte to refuse.
+        // Checked before the body is read: a missing bucket is reported without transferring gigabytes.
         self.store.with(&input.bucket, |_| Ok(()))?;
         let attributes = attributes_of!(input);
         let condition = WriteCondition { if_match: input.if_match, if_none_match: input.if_none_match };
-        let received = Blob::receive(self.store.dir(), input.body, &claims).await?;
+        let received = Blob::receive(self.store.dir(), input.body, &checksums).await?;
         let object = Arc::new(Object::simple(received.blob, &received.sha256, attributes));
         let e_tag = Some(object.etag.clone());
         self.store.with(&input.bucket, |bucket| bucket.put(&input.key, object, &condition))?;
-        answer(PutObjectOutput { e_tag, ..PutObjectOutput::default() })
+        respond(PutObjectOutput { e_tag, ..PutObjectOutput::default() })
     }
 
-    async fn get_object(&self, request: S3Request<GetObjectInput>) -> Answer<GetObjectOutput> {
+    async fn get_object(&self, request: S3Request<GetObjectInput>) -> ServiceResult<GetObjectOutput> {
         let object = self.find(&request, &request.input.bucket, &request.input.key)?;
         let input = request.input;
         read_condition!(input).check(&object)?;
@@ -65,41 +65,47 @@ impl S3 for Service {
         Ok(response)
     }
 
-    async fn head_object(&self, request: S3Request<HeadObjectInput>) -> Answer<HeadObjectOutput> {
+    async fn head_object(&self, request: S3Request<HeadObjectInput>) -> ServiceResult<HeadObjectOutput> {
         let object = self.find(&request, &request.input.bucket, &request.input.key)?;
         let input = request.input;
         read_condition!(input).check(&object)?;
-        answer(described!(HeadObjectOutput, object))
+        respond(described!(HeadObjectOutput, object))
     }
 
-    async fn delete_object(&self, request: S3Request<DeleteObjectInput>) -> Answer<DeleteObjectOutput> {
+    async fn delete_object(
+        &self,
+        request: S3Request<DeleteObjectInput>,
+    ) -> ServiceResult<DeleteObjectOutput> {
         let input = request.input;
         let condition = WriteCondition { if_match: input.if_match, if_none_match: None };
         self.store.with(&input.bucket, |bucket| bucket.remove(&input.key, &condition))?;
-        answer(DeleteObjectOutput::default())
+        respond(DeleteObjectOutput::default())
     }
 
-    async fn delete_objects(&self, request: S3Request<DeleteObjectsInput>) -> Answer<DeleteObjectsOutput> {
+    async fn delete_objects(
+        &self,
+        request: S3Request<DeleteObjectsInput>,
+    ) -> ServiceResult<DeleteObjectsOutput> {
         let input = request.input;
         let mut deleted = Vec::new();
         self.store.with(&input.bucket, |bucket| {
-            for named in input.delete.objects {
-                bucket.remove(&named.key, &WriteCondition::default())?;
-                deleted.push(DeletedObject { key: Some(named.key), ..DeletedObject::default() });
+            for object in input.delete.objects {
+                bucket.remove(&object.key, &WriteCondition::default())?;
+                deleted.push(DeletedObject { key: Some(object.key), ..DeletedObject::default() });
             }
             Ok(())
         })?;
         let is_quiet = input.delete.quiet.unwrap_or_default();
-        answer(DeleteObjectsOutput {
+        respond(DeleteObjectsOutput {
             deleted: (!is_quiet).then_some(deleted),
             ..DeleteObjectsOutput::default()
         })
     }
 
-    async fn copy_object(&self, request: S3Request<CopyObjectInput>) -> Answer<CopyObjectOutput> {
+    async fn copy_object(&self, request: S3Request<CopyObjectInput>) -> ServiceResult<CopyObjectOutput> {
         let input = request.input;
         let CopySource::Bucket { bucket, key, .. } = &input.copy_source else {
-            return Err(s3_error!(NotImplemented, "copies are made from buckets only"));
+            return Err(s3_error!(NotImplemented, "only copies from buckets are supported"));
         };
         let source = self.store.with(bucket, |bucket| bucket.get(key).ok_or_else(|| s3_error!(NoSuchKey)))?;
         let copy = Arc::new(Object {
@@ -114,62 +120,71 @@ impl S3 for Service {
             ..CopyObjectResult::default()
         };
         self.store.with(&input.bucket, |bucket| bucket.put(&input.key, copy, &WriteCondition::default()))?;
-        answer(CopyObjectOutput { copy_object_result: Some(result), ..CopyObjectOutput::default() })
+        respond(CopyObjectOutput { copy_object_result: Some(result), ..CopyObjectOutput::default() })
     }
 
-    async fn create_bucket(&self, request: S3Request<CreateBucketInput>) -> Answer<CreateBucketOutput> {
+    async fn create_bucket(
+        &self,
+        request: S3Request<CreateBucketInput>,
+    ) -> ServiceResult<CreateBucketOutput> {
         if !self.store.create_bucket(&request.input.bucket) {
             return Err(s3_error!(BucketAlreadyOwnedByYou));
         }
-        answer(CreateBucketOutput::default())
+        respond(CreateBucketOutput::default())
     }
 
-    async fn delete_bucket(&self, request: S3Request<DeleteBucketInput>) -> Answer<DeleteBucketOutput> {
+    async fn delete_bucket(
+        &self,
+        request: S3Request<DeleteBucketInput>,
+    ) -> ServiceResult<DeleteBucketOutput> {
         self.store.delete_bucket(&request.input.bucket)?;
-        answer(DeleteBucketOutput::default())
+        respond(DeleteBucketOutput::default())
     }
 
-    async fn head_bucket(&self, request: S3Request<HeadBucketInput>) -> Answer<HeadBucketOutput> {
+    async fn head_bucket(&self, request: S3Request<HeadBucketInput>) -> ServiceResult<HeadBucketOutput> {
         self.store.with(&request.input.bucket, |_| Ok(()))?;
-        answer(HeadBucketOutput::default())
+        respond(HeadBucketOutput::default())
     }
 
     async fn get_bucket_location(
         &self,
         request: S3Request<GetBucketLocationInput>,
-    ) -> Answer<GetBucketLocationOutput> {
+    ) -> ServiceResult<GetBucketLocationOutput> {
         self.store.with(&request.input.bucket, |_| Ok(()))?;
-        answer(GetBucketLocationOutput::default())
+        respond(GetBucketLocationOutput::default())
     }
 
-    async fn list_buckets(&self, _request: S3Request<ListBucketsInput>) -> Answer<ListBucketsOutput> {
+    async fn list_buckets(&self, _request: S3Request<ListBucketsInput>) -> ServiceResult<ListBucketsOutput> {
         let buckets = self.store.buckets().into_iter();
         let buckets = buckets.map(|(name, created)| Bucket {
             name: Some(name),
             creation_date: Some(created.into()),
             ..Bucket::default()
         });
-        answer(ListBucketsOutput { buckets: Some(buckets.collect()), ..ListBucketsOutput::default() })
+        respond(ListBucketsOutput { buckets: Some(buckets.collect()), ..ListBucketsOutput::default() })
     }
 
-    async fn list_objects(&self, request: S3Request<ListObjectsInput>) -> Answer<ListObjectsOutput> {
-        answer(self.store.list_v1(request.input)?)
+    async fn list_objects(&self, request: S3Request<ListObjectsInput>) -> ServiceResult<ListObjectsOutput> {
+        respond(self.store.list_v1(request.input)?)
     }
 
-    async fn list_objects_v2(&self, request: S3Request<ListObjectsV2Input>) -> Answer<ListObjectsV2Output> {
-        answer(self.store.list_v2(request.input)?)
+    async fn list_objects_v2(
+        &self,
+        request: S3Request<ListObjectsV2Input>,
+    ) -> ServiceResult<ListObjectsV2Output> {
+        respond(self.store.list_v2(request.input)?)
     }
 
     async fn create_multipart_upload(
         &self,
         request: S3Request<CreateMultipartUploadInput>,
-    ) -> Answer<CreateMultipartUploadOutput> {
+    ) -> ServiceResult<CreateMultipartUploadOutput> {
         let input = request.input;
         let attributes = attributes_of!(input);
         let id = self
             .store
             .with(&input.bucket, |bucket| Ok(bucket.create_upload(input.key.clone(), attributes)))?;
-        answer(CreateMultipartUploadOutput {
+        respond(CreateMultipartUploadOutput {
             bucket: Some(input.bucket),
             key: Some(input.key),
             upload_id: Some(id),
@@ -177,47 +192,47 @@ impl S3 for Service {
         })
     }
 
-    async fn upload_part(&self, request: S3Request<UploadPartInput>) -> Answer<UploadPartOutput> {
-        answer(self.store.upload_part(request).await?)
+    async fn upload_part(&self, request: S3Request<UploadPartInput>) -> ServiceResult<UploadPartOutput> {
+        respond(self.store.upload_part(request).await?)
     }
 
     async fn complete_multipart_upload(
         &self,
         request: S3Request<CompleteMultipartUploadInput>,
-    ) -> Answer<CompleteMultipartUploadOutput> {
-        answer(self.store.complete_multipart(request.input)?)
+    ) -> ServiceResult<CompleteMultipartUploadOutput> {
+        respond(self.store.complete_multipart(request.input)?)
     }
 
     async fn abort_multipart_upload(
         &self,
         request: S3Request<AbortMultipartUploadInput>,
-    ) -> Answer<AbortMultipartUploadOutput> {
+    ) -> ServiceResult<AbortMultipartUploadOutput> {
         let input = request.input;
         self.store.with(&input.bucket, |bucket| bucket.abort_upload(&input.key, &input.upload_id))?;
-        answer(AbortMultipartUploadOutput::default())
+        respond(AbortMultipartUploadOutput::default())
     }
 
     async fn list_multipart_uploads(
         &self,
         request: S3Request<ListMultipartUploadsInput>,
-    ) -> Answer<ListMultipartUploadsOutput> {
-        answer(self.store.list_uploads(request.input)?)
+    ) -> ServiceResult<ListMultipartUploadsOutput> {
+        respond(self.store.list_uploads(request.input)?)
     }
 
-    async fn list_parts(&self, request: S3Request<ListPartsInput>) -> Answer<ListPartsOutput> {
-        answer(self.store.list_parts(request.input)?)
+    async fn list_parts(&self, request: S3Request<ListPartsInput>) -> ServiceResult<ListPartsOutput> {
+        respond(self.store.list_parts(request.input)?)
     }
 }
 
 impl Service {
     fn find<T>(&self, request: &S3Request<T>, bucket: &str, key: &str) -> S3Result<Arc<Object>> {
         let is_stale = request.extensions.get::<StaleRead>().is_some();
-        let look = |bucket: &mut super::store::Bucket| {
+        let get = |bucket: &mut super::store::Bucket| {
             Ok(if is_stale { bucket.get_stale(key) } else { bucket.get(key) })
         };
-        let is_hidden = request.extensions.get::<AbsenceHidden>().is_some();
-        self.store.with(bucket, look)?.ok_or_else(|| match is_hidden {
-            true => s3_error!(AccessDenied, "whether it is there is not for this session to know"),
+        let is_hidden = request.extensions.get::<HideMissing>().is_some();
+        self.store.with(bucket, get)?.ok_or_else(|| match is_hidden {
+            true => s3_error!(AccessDenied, "the session may not learn whether the object exists"),
             false => s3_error!(NoSuchKey),
         })
     }

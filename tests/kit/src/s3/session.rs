@@ -1,4 +1,4 @@
-//! Who may ask: the bucket's owner, and the sessions that STS gave out, each with its token, its policy and its end.
+//! Principals: the bucket's owner, and the sessions issued by STS, each with a token, a policy and an expiry.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,16 +9,16 @@ use s3s::{S3Result, s3_error};
 
 use super::policy::Policy;
 
-/// A session as a test sees it; its secrets stay inside.
+/// A session without its secrets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
     pub access_key: String,
-    /// What the caller of AssumeRole named it.
+    /// RoleSessionName of the AssumeRole call.
     pub name: String,
     pub policy: Option<String>,
     pub expires: SystemTime,
-    /// What was asked for, whatever was given.
-    pub asked_life: Duration,
+    /// The requested lifetime, which may differ from the actual one.
+    pub requested_lifetime: Duration,
 }
 
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ pub(super) struct Session {
     pub(super) is_revoked: bool,
 }
 
-/// All that may ask.
+/// All principals.
 #[derive(Debug)]
 pub(super) struct Sessions {
     owner: (String, String),
@@ -40,7 +40,7 @@ pub(super) struct Sessions {
 #[derive(Debug, Default)]
 struct Inner {
     sessions: BTreeMap<String, Session>,
-    life: Option<Duration>,
+    lifetime: Option<Duration>,
 }
 
 impl Sessions {
@@ -56,25 +56,30 @@ impl Sessions {
         self.owner.0 == access_key
     }
 
-    pub(super) fn set_life(&self, life: Option<Duration>) {
-        self.inner().life = life;
+    pub(super) fn set_lifetime(&self, lifetime: Option<Duration>) {
+        self.inner().lifetime = lifetime;
     }
 
-    pub(super) fn open(&self, name: &str, policy: Option<(String, Policy)>, asked_life: Duration) -> Session {
+    pub(super) fn open(
+        &self,
+        name: &str,
+        policy: Option<(String, Policy)>,
+        requested_lifetime: Duration,
+    ) -> Session {
         let mut inner = self.inner();
         let hex = || uuid::Uuid::new_v4().simple().to_string();
-        let life = inner.life.unwrap_or(asked_life);
+        let lifetime = inner.lifetime.unwrap_or(requested_lifetime);
         let (text, policy) = policy.unzip();
         let session = Session {
             info: SessionInfo {
                 access_key: format!("ASIA{}", &hex()[..16].to_ascii_uppercase()),
                 name: name.to_owned(),
                 policy: text,
-                expires: SystemTime::now() + life,
-                asked_life,
+                expires: SystemTime::now() + lifetime,
+                requested_lifetime,
             },
             secret: hex(),
-            // With what base64 has, as real ones.
+            // Contains all characters of base64, like real tokens.
             token: format!("{}/{}+{}==", hex(), hex(), hex()),
             policy,
             is_revoked: false,
@@ -92,11 +97,11 @@ impl Sessions {
         self.inner().sessions.values().map(|session| session.info.clone()).collect()
     }
 
-    /// How many sessions it concerned.
+    /// Revokes the sessions with this name; returns their number.
     pub(super) fn revoke(&self, name: &str) -> usize {
         let mut inner = self.inner();
-        let named = inner.sessions.values_mut().filter(|session| session.info.name == name);
-        named.map(|session| session.is_revoked = true).count()
+        let matching = inner.sessions.values_mut().filter(|session| session.info.name == name);
+        matching.map(|session| session.is_revoked = true).count()
     }
 
     pub(super) fn expire_all(&self) {
@@ -105,12 +110,12 @@ impl Sessions {
         }
     }
 
-    /// The session of this access key, if its token came with the request and it still holds.
+    /// Returns the session of this access key, if the request has its token and it is still valid.
     pub(super) fn check(&self, access_key: &str, token: Option<&str>) -> S3Result<Session> {
         let session = self.inner().sessions.get(access_key).cloned();
         let session = session.ok_or_else(|| s3_error!(InvalidAccessKeyId))?;
         if token != Some(session.token.as_str()) {
-            return Err(s3_error!(InvalidToken, "the session token is missing, or another's"));
+            return Err(s3_error!(InvalidToken, "the session token is missing or wrong"));
         }
         if session.is_revoked {
             return Err(s3_error!(AccessDenied, "the session was revoked"));
@@ -122,7 +127,7 @@ impl Sessions {
     }
 }
 
-/// Signatures are checked of whoever is known; whether a session still holds is `access`'s to say.
+/// Provides the secret keys for signature checks; `access` checks whether a session is still valid.
 pub(super) struct Auth(pub(super) Arc<Sessions>);
 
 #[async_trait::async_trait]

@@ -1,7 +1,7 @@
-//! What the server holds: buckets, and in each a sorted index of objects and the uploads under way.
+//! The server's state: buckets, each with a sorted index of objects and its open uploads.
 //!
-//! Content is written before, and outside of, any lock; what decides about a write is one short critical section that
-//! compares and replaces. So of any number of racing conditional writes exactly one wins, on every key.
+//! Content is written before, and outside of, any lock; a short critical section compares and replaces. Therefore
+//! exactly one of several racing conditional writes to a key succeeds.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -27,7 +27,7 @@ pub(super) struct Store {
 pub(super) struct Bucket {
     created: SystemTime,
     objects: BTreeMap<String, Arc<Object>>,
-    /// What each key held before its last change, for stale reads.
+    /// The previous content of each key, for stale reads.
     replaced: BTreeMap<String, Arc<Object>>,
     pub(super) uploads: BTreeMap<String, Upload>,
 }
@@ -41,7 +41,7 @@ pub(super) struct Object {
 }
 
 impl Object {
-    /// An object of one blob; its tag is that of its content.
+    /// An object of one blob; its ETag is derived from the content.
     pub(super) fn simple(blob: Arc<Blob>, sha256: &[u8; 32], attributes: Attributes) -> Self {
         Self {
             body: Body::new(vec![blob]),
@@ -56,12 +56,12 @@ impl Object {
     }
 }
 
-/// Looks like the MD5 that S3 has there: 32 hexadecimal digits that say which content this is.
+/// Has the form of S3's MD5 tag: 32 hexadecimal digits that identify the content.
 pub(super) fn content_tag(sha256: &[u8; 32]) -> ETag {
     ETag::Strong(hex::encode(&sha256[..16]))
 }
 
-/// One page of a listing.
+/// A page of a listing.
 #[derive(Debug, Default)]
 pub(super) struct Page {
     pub(super) objects: Vec<(String, Arc<Object>)>,
@@ -69,11 +69,11 @@ pub(super) struct Page {
     pub(super) next: Option<Cursor>,
 }
 
-/// Where a listing goes on.
+/// Position from which a listing continues.
 #[derive(Clone, Debug)]
 pub(super) enum Cursor {
     After(String),
-    /// After all keys that start so.
+    /// After all keys with this prefix.
     AfterPrefix(String),
 }
 
@@ -82,7 +82,7 @@ impl Store {
         Self { dir: dir.to_owned(), buckets: Mutex::default() }
     }
 
-    /// Where blobs lie.
+    /// Directory of the blobs.
     pub(super) fn dir(&self) -> &Path {
         &self.dir
     }
@@ -112,7 +112,7 @@ impl Store {
         Ok(())
     }
 
-    /// Runs `work` on a bucket, alone.
+    /// Runs `work` on a bucket under the lock.
     pub(super) fn with<T>(&self, bucket: &str, work: impl FnOnce(&mut Bucket) -> S3Result<T>) -> S3Result<T> {
         let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
         work(buckets.get_mut(bucket).ok_or_else(|| s3_error!(NoSuchBucket))?)
@@ -124,7 +124,7 @@ impl Bucket {
         self.objects.get(key).cloned()
     }
 
-    /// What the key held before its last change.
+    /// The previous content of the key.
     pub(super) fn get_stale(&self, key: &str) -> Option<Arc<Object>> {
         self.replaced.get(key).cloned()
     }
@@ -138,7 +138,7 @@ impl Bucket {
         Ok(())
     }
 
-    /// Whether there was something to remove.
+    /// Removes an object; returns whether it existed.
     pub(super) fn remove(&mut self, key: &str, condition: &WriteCondition) -> S3Result<bool> {
         condition.check(self.objects.get(key))?;
         let Some(old) = self.objects.remove(key) else {
@@ -148,7 +148,8 @@ impl Bucket {
         Ok(true)
     }
 
-    /// Up to `max` keys and, with a delimiter, common prefixes, in order; costs what it gives, not what the bucket holds.
+    /// Up to `max` keys and, with a delimiter, common prefixes, in order. The cost depends on the result, not on the
+    /// size of the bucket.
     pub(super) fn list(
         &self,
         prefix: &str,
@@ -177,17 +178,20 @@ impl Bucket {
     }
 
     fn first_after(&self, prefix: &str, cursor: Option<&Cursor>) -> Option<(&String, &Arc<Object>)> {
-        let (start, folded) = match cursor {
+        let (start, common_prefix) = match cursor {
             Some(Cursor::After(key)) if key.as_str() >= prefix => (Bound::Excluded(key.clone()), None),
-            // Past nearly all keys that start so at once; the rest, with this very character there, one by one.
-            Some(Cursor::AfterPrefix(folded)) if folded.as_str() >= prefix => {
-                (Bound::Excluded(format!("{folded}\u{10FFFF}")), Some(folded))
+            // Skips nearly all keys with this prefix at once; remaining ones (with U+10FFFF after the prefix) are
+            // skipped one by one.
+            Some(Cursor::AfterPrefix(common_prefix)) if common_prefix.as_str() >= prefix => {
+                (Bound::Excluded(format!("{common_prefix}\u{10FFFF}")), Some(common_prefix))
             }
             _ => (Bound::Included(prefix.to_owned()), None),
         };
         self.objects
             .range((start, Bound::Unbounded))
-            .find(|(key, _)| folded.is_none_or(|folded| !key.starts_with(folded.as_str())))
+            .find(|(key, _)| {
+                common_prefix.is_none_or(|common_prefix| !key.starts_with(common_prefix.as_str()))
+            })
             .filter(|(key, _)| key.starts_with(prefix))
     }
 }

@@ -1,4 +1,5 @@
-//! AssumeRole at the store's own endpoint, as MinIO has it: a signed form in, XML out, errors in the form of AWS.
+//! AssumeRole at the store's endpoint, like in MinIO: a signed form as request, an XML response, errors in AWS's
+//! format.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -11,21 +12,21 @@ use s3s::{Body, S3Request, S3Response, S3Result, s3_error};
 use super::policy::Policy;
 use super::session::{Session, Sessions};
 
-const LARGEST: usize = 8192;
-/// Of a session policy in plain text.
-const LONGEST_POLICY: usize = 2048;
+const MAX_FORM_BYTES: usize = 8192;
+/// Maximum length of a session policy in plain text.
+const MAX_POLICY_CHARS: usize = 2048;
 
 pub(super) struct Sts(pub(super) Arc<Sessions>);
 
-/// An answer that is no session.
-struct Refusal {
+/// An error response.
+struct StsError {
     status: StatusCode,
     code: &'static str,
     message: String,
 }
 
-fn invalid(message: impl Into<String>) -> Refusal {
-    Refusal { status: StatusCode::BAD_REQUEST, code: "ValidationError", message: message.into() }
+fn invalid(message: impl Into<String>) -> StsError {
+    StsError { status: StatusCode::BAD_REQUEST, code: "ValidationError", message: message.into() }
 }
 
 #[async_trait::async_trait]
@@ -40,28 +41,29 @@ impl S3Route for Sts {
         let caller = request.credentials.as_ref().map(|credentials| credentials.access_key.clone());
         let service = request.service.clone();
         let mut body = request.input;
-        let form = body.store_all_limited(LARGEST).await.map_err(|e| s3_error!(InvalidRequest, "{e}"))?;
-        let answered = if service.as_ref().is_none_or(|service| !service.eq_ignore_ascii_case("sts")) {
-            Err(Refusal {
+        let form =
+            body.store_all_limited(MAX_FORM_BYTES).await.map_err(|e| s3_error!(InvalidRequest, "{e}"))?;
+        let result = if service.as_ref().is_none_or(|service| !service.eq_ignore_ascii_case("sts")) {
+            Err(StsError {
                 status: StatusCode::FORBIDDEN,
                 code: "SignatureDoesNotMatch",
                 message: "Credential should be scoped to correct service: 'sts'.".to_owned(),
             })
         } else if caller.as_deref().is_none_or(|key| !self.0.is_owner(key)) {
             let message = "only the owner may assume a role".to_owned();
-            Err(Refusal { status: StatusCode::FORBIDDEN, code: "AccessDenied", message })
+            Err(StsError { status: StatusCode::FORBIDDEN, code: "AccessDenied", message })
         } else {
             self.assume(&form)
         };
-        Ok(match answered {
-            Ok(session) => response(StatusCode::OK, granted(&session)),
-            Err(refusal) => response(refusal.status, refused(&refusal)),
+        Ok(match result {
+            Ok(session) => response(StatusCode::OK, session_xml(&session)),
+            Err(error) => response(error.status, error_xml(&error)),
         })
     }
 }
 
 impl Sts {
-    fn assume(&self, form: &[u8]) -> Result<Session, Refusal> {
+    fn assume(&self, form: &[u8]) -> Result<Session, StsError> {
         let pairs: Vec<(String, String)> = url::form_urlencoded::parse(form).into_owned().collect();
         let field = |name: &str| {
             pairs
@@ -72,27 +74,27 @@ impl Sts {
         };
         if (field("Action"), field("Version")) != (Some("AssumeRole"), Some("2011-06-15")) {
             let message = "Could not find operation".to_owned();
-            return Err(Refusal { status: StatusCode::BAD_REQUEST, code: "InvalidAction", message });
+            return Err(StsError { status: StatusCode::BAD_REQUEST, code: "InvalidAction", message });
         }
         if field("RoleArn").is_none_or(|arn| arn.len() < 20) {
-            return Err(invalid("RoleArn has at least 20 characters"));
+            return Err(invalid("RoleArn must have at least 20 characters"));
         }
         let name = field("RoleSessionName").unwrap_or_default();
         let plain = |c: char| c.is_ascii_alphanumeric() || "_+=,.@-".contains(c);
         if !(2..=64).contains(&name.len()) || !name.chars().all(plain) {
-            return Err(invalid("RoleSessionName is 2 to 64 of [\\w+=,.@-]"));
+            return Err(invalid("RoleSessionName must have 2 to 64 of [\\w+=,.@-]"));
         }
         let seconds = field("DurationSeconds").map_or(Ok(3600), str::parse);
         let Some(seconds) = seconds.ok().filter(|seconds| (900..=43_200).contains(seconds)) else {
-            return Err(invalid("DurationSeconds is 900 to 43200"));
+            return Err(invalid("DurationSeconds must be 900 to 43200"));
         };
         let policy = match field("Policy") {
             None => None,
-            Some(text) if text.len() > LONGEST_POLICY => {
-                return Err(invalid(format!("Policy has at most {LONGEST_POLICY} characters")));
+            Some(text) if text.len() > MAX_POLICY_CHARS => {
+                return Err(invalid(format!("Policy must have at most {MAX_POLICY_CHARS} characters")));
             }
             Some(text) => {
-                let malformed = |message| Refusal {
+                let malformed = |message| StsError {
                     status: StatusCode::BAD_REQUEST,
                     code: "MalformedPolicyDocument",
                     message,
@@ -104,7 +106,7 @@ impl Sts {
     }
 }
 
-fn granted(session: &Session) -> String {
+fn session_xml(session: &Session) -> String {
     let expires = jiff::Timestamp::try_from(session.info.expires).unwrap_or(jiff::Timestamp::MAX);
     let mut xml = String::from(
         "<AssumeRoleResponse xmlns=\"https://sts.amazonaws.com/doc/2011-06-15/\"><AssumeRoleResult>",
@@ -123,12 +125,12 @@ fn granted(session: &Session) -> String {
     xml
 }
 
-fn refused(refusal: &Refusal) -> String {
-    let message = refusal.message.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+fn error_xml(error: &StsError) -> String {
+    let message = error.message.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
     format!(
         "<ErrorResponse xmlns=\"https://sts.amazonaws.com/doc/2011-06-15/\"><Error><Type>Sender</Type>\
          <Code>{}</Code><Message>{message}</Message></Error></ErrorResponse>",
-        refusal.code
+        error.code
     )
 }
 

@@ -1,6 +1,6 @@
-//! Multipart uploads. A finished one is the list of its parts' blobs: nothing is copied.
+//! Multipart uploads. A completed upload consists of its parts' blobs: nothing is copied.
 //!
-//! The rules are those of R2, the stricter of the two: all parts but the last of one size, and at least 5 MiB.
+//! It enforces R2's stricter rules: all parts except the last have the same size, of at least 5 MiB.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use s3s::dto::{CompletedPart, ETag};
 use s3s::{S3Result, s3_error};
 
 use super::attributes::Attributes;
-use super::blob::{Blob, Body, Received};
+use super::blob::{Blob, Body, ReceivedUpload};
 use super::condition::WriteCondition;
 use super::store::{Bucket, Object, content_tag};
 
-const MIN_PART: u64 = 5 * 1024 * 1024;
+const MIN_PART_BYTES: u64 = 5 * 1024 * 1024;
 
 #[derive(Debug)]
 pub(super) struct Upload {
@@ -34,7 +34,7 @@ pub(super) struct Part {
 }
 
 impl Part {
-    pub(super) fn new(received: &Received) -> Self {
+    pub(super) fn new(received: &ReceivedUpload) -> Self {
         Self {
             body: Body::new(vec![Arc::clone(&received.blob)]),
             etag: content_tag(&received.sha256),
@@ -63,16 +63,17 @@ impl Bucket {
         Ok(())
     }
 
-    /// Makes the object of the named parts. Refused, the upload stays as it is, to be aborted or completed otherwise.
+    /// Creates the object from the given parts. If this fails, the upload is unchanged and can be aborted or completed
+    /// again.
     pub(super) fn complete_upload(
         &mut self,
         key: &str,
         id: &str,
-        named: &[CompletedPart],
+        completed: &[CompletedPart],
         condition: &WriteCondition,
     ) -> S3Result<ETag> {
         let upload = self.upload(key, id)?;
-        let parts = chosen(upload, named)?;
+        let parts = select_parts(upload, completed)?;
         let attributes = upload.attributes.clone();
         let mut digests = ring::digest::Context::new(&ring::digest::SHA256);
         for part in &parts {
@@ -87,35 +88,36 @@ impl Bucket {
     }
 }
 
-fn chosen(upload: &Upload, named: &[CompletedPart]) -> S3Result<Vec<Part>> {
-    let mut parts: Vec<Part> = Vec::with_capacity(named.len());
+fn select_parts(upload: &Upload, completed: &[CompletedPart]) -> S3Result<Vec<Part>> {
+    let mut parts: Vec<Part> = Vec::with_capacity(completed.len());
     let mut last_number = 0;
-    for named in named {
-        let number = named.part_number.unwrap_or_default();
+    for entry in completed {
+        let number = entry.part_number.unwrap_or_default();
         if number <= last_number {
             return Err(s3_error!(InvalidPartOrder));
         }
         last_number = number;
         let part = upload.parts.get(&number);
-        let same = |part: &&Part| named.e_tag.as_ref().is_some_and(|etag| etag.strong_cmp(&part.etag));
-        let part =
-            part.filter(same).ok_or_else(|| s3_error!(InvalidPart, "part {number} was not uploaded so"))?;
+        let same = |part: &&Part| entry.e_tag.as_ref().is_some_and(|etag| etag.strong_cmp(&part.etag));
+        let part = part
+            .filter(same)
+            .ok_or_else(|| s3_error!(InvalidPart, "part {number} does not match its upload"))?;
         parts.push(part.clone());
     }
-    let Some((_, but_last)) = parts.split_last() else {
-        return Err(s3_error!(MalformedXML, "an upload is completed with at least one part"));
+    let Some((_, all_but_last)) = parts.split_last() else {
+        return Err(s3_error!(MalformedXML, "an upload needs at least one part"));
     };
-    let first = but_last.first().map_or(MIN_PART, |part| part.body.len());
-    if first < MIN_PART {
+    let first = all_but_last.first().map_or(MIN_PART_BYTES, |part| part.body.len());
+    if first < MIN_PART_BYTES {
         return Err(s3_error!(
             EntityTooSmall,
-            "a part that is not the last has {first} bytes, at least {MIN_PART} are due"
+            "a part before the last has {first} bytes; the minimum is {MIN_PART_BYTES}"
         ));
     }
-    if but_last.iter().any(|part| part.body.len() != first)
+    if all_but_last.iter().any(|part| part.body.len() != first)
         || parts.last().is_some_and(|l| l.body.len() > first && parts.len() > 1)
     {
-        return Err(s3_error!(InvalidPart, "all parts but the last must have one size"));
+        return Err(s3_error!(InvalidPart, "all parts except the last must have the same size"));
     }
     Ok(parts)
 }

@@ -1,4 +1,4 @@
-//! HTTP before the S3 service: serves connections, keeps a log of requests, and lets faults happen.
+//! The HTTP layer in front of the S3 service: serves connections, logs requests, and applies faults.
 
 use std::future::ready;
 use std::pin::Pin;
@@ -20,43 +20,43 @@ use tokio::net::TcpStream;
 use super::fault::{Fault, Faults};
 use super::service::StaleRead;
 
-const DISCARD_DEADLINE: Duration = Duration::from_secs(5);
-const LOG_LENGTH: usize = 100_000;
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+const LOG_CAPACITY: usize = 100_000;
 
 type Body = UnsyncBoxBody<Bytes, StdError>;
 
-/// One request as the server saw it.
+/// A request in the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seen {
+pub struct RequestRecord {
     pub method: String,
-    /// `/bucket/key` as it stands in the URL.
+    /// `/bucket/key` as in the URL.
     pub path: String,
     pub query: String,
-    /// The status it was answered with; none where a fault cut the connection.
+    /// The status of the response; `None` if a fault cut the connection.
     pub status: Option<u16>,
 }
 
-pub(super) struct Wire {
+pub(super) struct HttpLayer {
     pub(super) service: S3Service,
     pub(super) faults: Faults,
-    pub(super) log: Mutex<Vec<Seen>>,
+    pub(super) log: Mutex<Vec<RequestRecord>>,
 }
 
-impl Wire {
+impl HttpLayer {
     pub(super) async fn serve(self: Arc<Self>, stream: TcpStream) {
-        let service = hyper::service::service_fn(|request| self.answer(request));
-        // How a connection ends is the client's affair.
+        let service = hyper::service::service_fn(|request| self.handle(request));
+        // Errors of a connection concern only its client.
         hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), service).await.ok();
     }
 
-    async fn answer(&self, request: Request<Incoming>) -> Result<Response<Body>, HttpError> {
+    async fn handle(&self, request: Request<Incoming>) -> Result<Response<Body>, HttpError> {
         let (method, uri) = (request.method().as_str().to_owned(), request.uri().clone());
-        let (delay, fault) = self.faults.of(&method, &uri);
+        let (delay, fault) = self.faults.next_for(&method, &uri);
         tokio::time::sleep(delay).await;
-        let result = self.answer_with(request, fault).await;
+        let result = self.handle_with(request, fault).await;
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-        if log.len() < LOG_LENGTH {
-            log.push(Seen {
+        if log.len() < LOG_CAPACITY {
+            log.push(RequestRecord {
                 method,
                 path: uri.path().to_owned(),
                 query: uri.query().unwrap_or_default().to_owned(),
@@ -67,50 +67,50 @@ impl Wire {
     }
 
     /// An `Err` cuts the connection.
-    async fn answer_with(
+    async fn handle_with(
         &self,
         mut request: Request<Incoming>,
         fault: Option<Fault>,
     ) -> Result<Response<Body>, HttpError> {
         match fault {
-            Some(Fault::Refuse) => return Err(cut("refused")),
-            Some(Fault::Status(status)) => return refusal(request, status, code_of(status)).await,
-            Some(Fault::Code(status, code)) => return refusal(request, status, code).await,
+            Some(Fault::Refuse) => return Err(connection_cut("refused")),
+            Some(Fault::Status(status)) => return drain_and_refuse(request, status, code_of(status)).await,
+            Some(Fault::Code(status, code)) => return drain_and_refuse(request, status, code).await,
             Some(Fault::StaleRead) => {
                 request.extensions_mut().insert(StaleRead);
             }
             _ => {}
         }
         let (parts, body) = request.into_parts();
-        let body = Lent(Arc::new(Mutex::new(body)));
+        let body = SharedBody(Arc::new(Mutex::new(body)));
         let rest = BodyStream::new(body.clone());
         let request = Request::from_parts(parts, s3s::Body::http_body(body));
         let response = self.service.call(request).await?;
         if response.status().is_client_error() {
-            // A connection that is closed on unread bytes can lose the answer.
-            let discarded = rest.take_while(|frame| ready(frame.is_ok())).for_each(|_| ready(()));
-            tokio::time::timeout(DISCARD_DEADLINE, discarded).await.ok();
+            // Closing a connection with unread data can lose the response.
+            let drained = rest.take_while(|frame| ready(frame.is_ok())).for_each(|_| ready(()));
+            tokio::time::timeout(DRAIN_TIMEOUT, drained).await.ok();
         }
         match fault {
-            Some(Fault::LostReply) => Err(cut("the reply was lost")),
-            Some(Fault::StatusAfterCommit(status)) => trouble(status, code_of(status)),
-            Some(Fault::WrongEtag) => Ok(with_other_etag(response.map(BodyExt::boxed_unsync))),
-            Some(Fault::TruncateBody(after)) => Ok(response.map(|body| truncated(body, after))),
+            Some(Fault::LostReply) => Err(connection_cut("the reply was lost")),
+            Some(Fault::StatusAfterCommit(status)) => error_response(status, code_of(status)),
+            Some(Fault::WrongEtag) => Ok(replace_etag(response.map(BodyExt::boxed_unsync))),
+            Some(Fault::TruncateBody(after)) => Ok(response.map(|body| truncate(body, after))),
             Some(Fault::CorruptBody) => {
                 let length = response.headers().get(http::header::CONTENT_LENGTH);
                 let length = length.and_then(|l| l.to_str().ok()?.parse().ok()).unwrap_or(0u64);
-                Ok(response.map(|body| corrupted(body, length / 2)))
+                Ok(response.map(|body| corrupt(body, length / 2)))
             }
             _ => Ok(response.map(BodyExt::boxed_unsync)),
         }
     }
 }
 
-/// A request's body that can be read to its end by us where the service did not.
+/// A request's body that can be drained after the service has stopped reading it.
 #[derive(Clone)]
-struct Lent(Arc<Mutex<Incoming>>);
+struct SharedBody(Arc<Mutex<Incoming>>);
 
-impl hyper::body::Body for Lent {
+impl hyper::body::Body for SharedBody {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -130,15 +130,15 @@ impl hyper::body::Body for Lent {
     }
 }
 
-/// As a store in trouble answers: it has read the request, and has not done it.
-async fn refusal(
+/// Like an overloaded store: reads the request without executing it.
+async fn drain_and_refuse(
     request: Request<Incoming>,
     status: u16,
     code: &'static str,
 ) -> Result<Response<Body>, HttpError> {
     let mut body = BodyStream::new(request.into_body());
     while body.next().await.is_some_and(|frame| frame.is_ok()) {}
-    trouble(status, code)
+    error_response(status, code)
 }
 
 fn code_of(status: u16) -> &'static str {
@@ -149,18 +149,18 @@ fn code_of(status: u16) -> &'static str {
     }
 }
 
-/// Its form is that of a good one: nothing but the content would tell.
-fn with_other_etag(mut response: Response<Body>) -> Response<Body> {
+/// The replaced ETag has the form of a real one, so that only its value differs.
+fn replace_etag(mut response: Response<Body>) -> Response<Body> {
     let etag = http::HeaderValue::from_static("\"00000000000000000000000000000000\"");
-    if let Some(there) = response.headers_mut().get_mut(http::header::ETAG) {
-        *there = etag;
+    if let Some(value) = response.headers_mut().get_mut(http::header::ETAG) {
+        *value = etag;
     }
     response
 }
 
-fn trouble(status: u16, code: &'static str) -> Result<Response<Body>, HttpError> {
+fn error_response(status: u16, code: &'static str) -> Result<Response<Body>, HttpError> {
     let xml = format!(
-        "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>a fault of the test's</Message></Error>"
+        "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>a fault of the test</Message></Error>"
     );
     let body = Full::new(Bytes::from(xml)).map_err(|never| match never {}).boxed_unsync();
     Response::builder()
@@ -170,27 +170,27 @@ fn trouble(status: u16, code: &'static str) -> Result<Response<Body>, HttpError>
         .map_err(|e| HttpError::new(e.into()))
 }
 
-fn cut(why: &'static str) -> HttpError {
+fn connection_cut(why: &'static str) -> HttpError {
     HttpError::new(why.into())
 }
 
-fn truncated(body: s3s::Body, after: u64) -> Body {
-    let mut left = after;
+fn truncate(body: s3s::Body, after: u64) -> Body {
+    let mut remaining = after;
     let data = body.into_data_stream().map(move |chunk| {
         let mut chunk = chunk?;
-        if left == 0 && !chunk.is_empty() {
-            return Err("the body broke off".into());
+        if remaining == 0 && !chunk.is_empty() {
+            return Err("the body was truncated".into());
         }
-        chunk.truncate(usize::try_from(left).unwrap_or(usize::MAX));
-        left -= chunk.len() as u64;
+        chunk.truncate(usize::try_from(remaining).unwrap_or(usize::MAX));
+        remaining -= chunk.len() as u64;
         Ok(Frame::data(chunk))
     });
-    // Also where the body was shorter, or the limit fell on a chunk's end.
-    let broken_off = stream::once(std::future::ready(Err("the body broke off".into())));
-    StreamBody::new(data.chain(broken_off)).boxed_unsync()
+    // Also fails if the body is shorter, or the limit falls on the end of a chunk.
+    let truncation_error = stream::once(std::future::ready(Err("the body was truncated".into())));
+    StreamBody::new(data.chain(truncation_error)).boxed_unsync()
 }
 
-fn corrupted(body: s3s::Body, at: u64) -> Body {
+fn corrupt(body: s3s::Body, at: u64) -> Body {
     let mut position = 0;
     let data = body.into_data_stream().map(move |chunk| {
         let chunk = chunk?;

@@ -1,4 +1,4 @@
-//! What can be broken in the story, each from outside: at the store, or on a disk. The product has no hook for it.
+//! Deliberate defects of the story, caused from outside: in the store, or on a disk. The product has no hook for them.
 
 use std::fmt;
 use std::fs;
@@ -7,7 +7,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::first_life::Machine;
+use super::first_life::MachineRecord;
 use super::stack::Stack;
 use crate::s3::{Fault, Rule};
 
@@ -15,11 +15,11 @@ use crate::s3::{Fault, Rule};
 pub enum Breakage {
     /// The store refuses snapshots.
     Backup,
-    /// The store gives back other bytes than were put.
+    /// The store returns corrupted content.
     Restore,
-    /// The host presents another TLS key than it registered.
+    /// The host presents another TLS key than the registered one.
     Pin,
-    /// The fence of the recovery is taken away.
+    /// The fence of the recovery is removed.
     Fence,
 }
 
@@ -70,17 +70,17 @@ pub fn fail_snapshot_puts(stack: &Stack) {
 
 pub fn corrupt_snapshot_gets(stack: &Stack) {
     stack.store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").always());
-    println!("      (broken: the store corrupts every snapshot that is read)");
+    println!("      (broken: the store corrupts every snapshot on reading)");
 }
 
-/// Another certificate and key on the host's disk, and its gateway started again.
-pub async fn replace_tls_key(stack: &Stack, machine: &Machine) {
-    let end = with_other_key(stack, machine).await;
-    let said = end.map_or_else(|error| format!("tried to: {error:#}"), |()| "broken".to_owned());
-    println!("      ({said}: the host's TLS key is another one)");
+/// Replaces the certificate and key on the host's disk, and restarts its gateway.
+pub async fn replace_tls_key(stack: &Stack, machine: &MachineRecord) {
+    let result = swap_tls_key(stack, machine).await;
+    let outcome = result.map_or_else(|error| format!("attempt failed: {error:#}"), |()| "broken".to_owned());
+    println!("      ({outcome}: the host has another TLS key)");
 }
 
-async fn with_other_key(stack: &Stack, machine: &Machine) -> Result<()> {
+async fn swap_tls_key(stack: &Stack, machine: &MachineRecord) -> Result<()> {
     let (cert, key) = stack.ca.issue(&["svc-host"])?;
     let tls = stack.provider.disk(&machine.server)?.join("var/lib/svc/tls");
     stack.provider.stop_service(&machine.server, "svc-gateway").await?;
@@ -90,20 +90,20 @@ async fn with_other_key(stack: &Stack, machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-/// The pointer as it would be had nobody fenced: at the first machine's epoch.
-pub fn put_fence_back(stack: &Stack, first: &Machine) {
-    let end = stack.slot.pointer(&stack.store).map(|mut pointer| {
+/// Restores the pointer to the first machine's epoch, as if nothing had been fenced.
+pub fn remove_fence(stack: &Stack, first: &MachineRecord) {
+    let result = stack.slot.pointer(&stack.store).map(|mut pointer| {
         pointer["fenceEpoch"] = Value::from(first.epoch);
         if let Some(fields) = pointer.as_object_mut() {
             fields.remove("fenceMachineId");
         }
         stack.slot.write(&stack.store, "system/db/latest", &pointer);
-        // The log says the same, or its fence would hold.
+        // The log must agree, otherwise its fence would hold.
         let entry = format!("system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or_default());
         stack.slot.write(&stack.store, &entry, &pointer);
     });
-    let said = end
+    let outcome = result
         .context("no pointer")
-        .map_or_else(|error| format!("tried to: {error:#}"), |()| "broken".to_owned());
-    println!("      ({said}: the pointer's fence is back at epoch {})", first.epoch);
+        .map_or_else(|error| format!("attempt failed: {error:#}"), |()| "broken".to_owned());
+    println!("      ({outcome}: the pointer's fence is back at epoch {})", first.epoch);
 }

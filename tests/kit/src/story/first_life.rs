@@ -1,4 +1,4 @@
-//! The first machine: bundle, provision, boot behind the gate, the owner's rows, a backup.
+//! The first machine: bundle, provisioning, boot behind the gate, the owner's rows, a backup, updates.
 
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
@@ -17,16 +17,16 @@ use super::web;
 use crate::bundle;
 use crate::child;
 
-/// The rows before the backup, in the order of their titles.
+/// Rows inserted before the backup, sorted by title.
 pub const TITLES: [&str; 3] = ["first", "second", "third"];
-/// Of the plan `builder`.
-const RESIZED: &str = "cpx32";
-pub const LATER: &str = "zz after the backup";
+/// A server type of the plan `builder`.
+const RESIZED_TYPE: &str = "cpx32";
+pub const LATER_TITLE: &str = "zz after the backup";
 
-/// What the platform's record says, as far as the story looks at it.
+/// The fields of the platform's record that the story uses.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Machine {
+pub struct MachineRecord {
     #[serde(rename = "machineId")]
     pub id: String,
     /// The server's name at the provider.
@@ -42,68 +42,72 @@ pub struct Machine {
     pub image_version: String,
 }
 
-impl Machine {
+impl MachineRecord {
     pub fn read(record: &str) -> Result<Self> {
-        let mut machine: Self =
-            serde_json::from_str(record).with_context(|| format!("a running machine's record: {record}"))?;
+        let mut machine: Self = serde_json::from_str(record)
+            .with_context(|| format!("parse the record of a running machine: {record}"))?;
         machine.server = format!("svc-{}", machine.id);
         Ok(machine)
     }
 }
 
 pub async fn publish(stack: &Stack) -> Result<((), String)> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.good()?;
+    stack.svcctl(&["slot", "set", USER, "--plan", "starter"]).await?.success()?;
     let (svc, out) = (stack.svc.clone(), stack.dir.join("bundle"));
-    let built = tokio::task::spawn_blocking(move || bundle::minimal(&svc, IMAGE_VERSION, &out)).await??;
+    let built =
+        tokio::task::spawn_blocking(move || bundle::build_minimal(&svc, IMAGE_VERSION, &out)).await??;
     let dir = built.dir.display().to_string();
-    stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.good()?;
+    stack.svcctl(&["bundle", "publish", &dir, "--image-version", IMAGE_VERSION]).await?.success()?;
     let key = format!("system-bundles/{IMAGE_VERSION}/{}", bundle::ARCHIVE);
-    let there = stack.store.read(BUCKET, &key).context("no bundle in the store")?;
+    let stored = stack.store.read(BUCKET, &key).context("no bundle in the store")?;
     ensure!(
-        hex::encode(Sha256::digest(&there)) == built.sha256,
-        "the store has another bundle than was built"
+        hex::encode(Sha256::digest(&stored)) == built.sha256,
+        "the stored bundle differs from the built one"
     );
     let mib = built.size_bytes / (1 << 20);
     Ok(((), format!("slot {USER}/primary on starter; {key}, {mib} MiB")))
 }
 
-pub async fn provision(stack: &Stack) -> Result<(Machine, String)> {
+pub async fn provision(stack: &Stack) -> Result<(MachineRecord, String)> {
     let args = ["--json", "provision", USER, "--handle", HANDLE, "--wait=200"];
-    let run = stack.svcctl(&args).await?.good()?;
-    let machine = Machine::read(&run.stdout)?;
+    let run = stack.svcctl(&args).await?.success()?;
+    let machine = MachineRecord::read(&run.stdout)?;
     ensure!(machine.status == "running", "the machine is {}", machine.status);
     ensure!(machine.epoch == 1, "the first machine has epoch {}", machine.epoch);
     Ok((machine.clone(), format!("machine {} is running at {}", machine.id, machine.ip)))
 }
 
-pub async fn boot(stack: &Stack, machine: &Machine) -> Result<((), String)> {
+pub async fn boot(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let servers = stack.provider.servers();
     ensure!(servers.len() == 1 && servers[0].name == machine.server, "at the provider: {servers:?}");
     ensure!(
         machine.tls_spki_sha256.len() == 64 && !machine.registered_at.is_empty(),
         "not registered: {machine:?}"
     );
-    ensure!(machine.image_version == IMAGE_VERSION, "it runs {}", machine.image_version);
+    ensure!(machine.image_version == IMAGE_VERSION, "the machine runs {}", machine.image_version);
     let disk = stack.provider.disk(&machine.server)?;
-    ensure!(disk.join("opt/svc/restore-complete").exists(), "the gate has no marker");
+    ensure!(disk.join("opt/svc/restore-complete").exists(), "the gate's marker is missing");
     for unit in ["svc-update", "svc-restore", "svc-gateway", "svc-register", "svc-sync-agent"] {
         ensure!(disk.join(format!("var/log/{unit}.log")).exists(), "{unit} has not run");
     }
     let fence = stack.slot.pointer(&stack.store)?;
     ensure!(fence["fenceEpoch"] == 1 && fence["snapshot"].is_null(), "the first fence is {fence}");
     let (ip, port) = (machine.ip, machine.https_port);
-    let live = web::at_host(ip, port, "/livez", None).await?;
+    let live = web::get_from_host(ip, port, "/livez", None).await?;
     ensure!(live.status.is_success(), "/livez: {}", live.status);
     for bearer in [None, Some("not.a.token")] {
-        let answer = web::at_host(ip, port, "/api/apps", bearer).await?;
-        ensure!(answer.status == StatusCode::UNAUTHORIZED, "without a proof: {}", answer.status);
+        let response = web::get_from_host(ip, port, "/api/apps", bearer).await?;
+        ensure!(response.status == StatusCode::UNAUTHORIZED, "without a proof: {}", response.status);
     }
-    registered_once(stack, machine, &disk).await?;
-    Ok(((), "bundle, gate, gateway, registration; registers once; refuses whoever has no proof".to_owned()))
+    check_single_registration(stack, machine, &disk).await?;
+    Ok((
+        (),
+        "bundle, gate, gateway, registration; registers only once; refuses requests without proof".to_owned(),
+    ))
 }
 
-/// The token that the host has used is worth nothing to anybody else.
-async fn registered_once(stack: &Stack, machine: &Machine, disk: &Path) -> Result<()> {
+/// A used registration token is not accepted again.
+async fn check_single_registration(stack: &Stack, machine: &MachineRecord, disk: &Path) -> Result<()> {
     let env = std::fs::read_to_string(disk.join("opt/svc/env/boot.env"))?;
     let token = env.lines().find_map(|line| line.strip_prefix("REGISTRATION_TOKEN="));
     let token = token.context("no REGISTRATION_TOKEN in boot.env")?.trim_matches('"');
@@ -118,7 +122,7 @@ async fn registered_once(stack: &Stack, machine: &Machine, disk: &Path) -> Resul
 pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner();
     for title in TITLES {
-        // The router learns of a new machine within a second.
+        // The router loads a new machine within a second.
         let insert = || stack.web.insert(&owner, title);
         let row = if title == TITLES[0] {
             eventually("insert a row", Duration::from_secs(5), insert).await?
@@ -132,25 +136,29 @@ pub async fn insert_and_find(stack: &Stack) -> Result<((), String)> {
     let stranger = stack.web.get("/api/apps", None, "application/json").await?;
     ensure!(stranger.status == StatusCode::UNAUTHORIZED, "without identity: {}", stranger.status);
     let other = stack.web.get("/api/apps", Some(&stack.session("user_other")), "application/json").await?;
-    ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without machine: {}", other.status);
+    ensure!(other.status == StatusCode::SERVICE_UNAVAILABLE, "a user without a machine: {}", other.status);
     Ok(((), format!("{} rows inserted and found through the app host", found.len())))
 }
 
-/// Gives the snapshot's key.
-pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(String, String)> {
-    let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.good()?;
-    let told: serde_json::Value = run.json()?;
+/// Takes a backup; returns the key of the snapshot.
+pub async fn backup(stack: &Stack, machine: &MachineRecord) -> Result<(String, String)> {
+    let run = stack.svcctl(&["--json", "backup", "now", HANDLE, "--wait=120"]).await?.success()?;
+    let report: serde_json::Value = run.json()?;
     let pointer = stack.slot.pointer(&stack.store)?;
-    let named = &pointer["snapshot"];
-    ensure!(pointer["fenceEpoch"] == 1 && named["epoch"] == 1, "the pointer is {pointer}");
-    ensure!(named["machineId"] == machine.id.as_str(), "the pointer is of machine {}", named["machineId"]);
-    let key = named["key"].as_str().context("the pointer names no key")?.to_owned();
-    ensure!(told["key"] == key.as_str() && told["latest"] == true, "the operator was told of {told}");
+    let snapshot = &pointer["snapshot"];
+    ensure!(pointer["fenceEpoch"] == 1 && snapshot["epoch"] == 1, "the pointer is {pointer}");
+    ensure!(
+        snapshot["machineId"] == machine.id.as_str(),
+        "the pointer is of machine {}",
+        snapshot["machineId"]
+    );
+    let key = snapshot["key"].as_str().context("no key in the pointer")?.to_owned();
+    ensure!(report["key"] == key.as_str() && report["latest"] == true, "svcctl reported {report}");
     let dump = stack.slot.read(&stack.store, &key)?;
     let sha256 = hex::encode(Sha256::digest(&dump));
     ensure!(
-        named["sizeBytes"] == dump.len() && named["sha256"] == sha256.as_str(),
-        "{key} is not what the pointer says"
+        snapshot["sizeBytes"] == dump.len() && snapshot["sha256"] == sha256.as_str(),
+        "{key} differs from the pointer"
     );
     let side = stack.slot.json(&stack.store, &format!("{key}.json"))?;
     ensure!(side["sha256"] == sha256.as_str() && side["key"] == key.as_str(), "the side record is {side}");
@@ -167,24 +175,24 @@ pub async fn backup(stack: &Stack, machine: &Machine) -> Result<(String, String)
     Ok((key, detail))
 }
 
-/// A release that is like the first.
+/// A release like the first.
 const NEXT_VERSION: &str = "story-2";
-/// One whose gateway does not start.
+/// A release whose gateway does not start.
 const BROKEN_VERSION: &str = "story-3";
 
-/// Another release for the running machine: rows stay, and the machine says what it runs.
-pub async fn update(stack: &Stack, machine: &Machine) -> Result<((), String)> {
+/// Updates the running machine: rows are kept, and the machine reports its release.
+pub async fn update(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     publish_signed(stack, NEXT_VERSION, stack.svc.clone()).await?;
     let args = ["--json", "deploy", "start", NEXT_VERSION, "--yes", "--wait=200"];
-    let rollout: serde_json::Value = stack.svcctl(&args).await?.good()?.json()?;
+    let rollout: serde_json::Value = stack.svcctl(&args).await?.success()?.json()?;
     ensure!(rollout["state"] == "succeeded" && rollout["totals"]["updated"] == 1, "the rollout is {rollout}");
-    ensure!(record(stack).await?["imageVersion"] == NEXT_VERSION, "the record names another release");
-    runs(stack, machine, NEXT_VERSION).await?;
+    ensure!(record(stack).await?["imageVersion"] == NEXT_VERSION, "the record has another release");
+    check_running_release(stack, machine, NEXT_VERSION).await?;
     Ok(((), format!("{IMAGE_VERSION} to {NEXT_VERSION}, signed; the rows are there")))
 }
 
-/// A release whose gateway does not start: the machine goes back by itself, and everybody is told.
-pub async fn roll_back(stack: &Stack, machine: &Machine) -> Result<((), String)> {
+/// Deploys a release whose gateway does not start: the machine rolls back, and rollout, host and fleet report it.
+pub async fn roll_back(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
     let svc = stack.dir.join("broken-svc");
     let script = format!(
         "#!/bin/sh\nname=$(basename \"$0\")\ncase $name in\n  svc-gateway) echo broken >&2; exit 70 ;;\n  \
@@ -195,37 +203,40 @@ pub async fn roll_back(stack: &Stack, machine: &Machine) -> Result<((), String)>
     std::fs::set_permissions(&svc, std::fs::Permissions::from_mode(0o755))?;
     publish_signed(stack, BROKEN_VERSION, svc).await?;
     let run = stack.svcctl(&["--json", "deploy", "start", BROKEN_VERSION, "--yes", "--wait=200"]).await?;
-    ensure!(run.code == Some(69), "svcctl ended with {:?}: {}", run.code, run.stderr);
+    ensure!(run.code == Some(69), "svcctl exited with {:?}: {}", run.code, run.stderr);
     let rollout: serde_json::Value = serde_json::from_str(&run.stdout)?;
     ensure!(
         rollout["state"] == "stopped" && rollout["why"] == "the canary failed",
         "the rollout is {rollout}"
     );
-    let told = &record(stack).await?["lastUpdate"];
-    ensure!(told["version"] == BROKEN_VERSION && told["outcome"] == "rolled_back", "the host tells {told}");
-    let fleet: serde_json::Value = stack.svcctl(&["--json", "fleet"]).await?.good()?.json()?;
+    let last_update = &record(stack).await?["lastUpdate"];
+    ensure!(
+        last_update["version"] == BROKEN_VERSION && last_update["outcome"] == "rolled_back",
+        "the host reported {last_update}"
+    );
+    let fleet: serde_json::Value = stack.svcctl(&["--json", "fleet"]).await?.success()?.json()?;
     let reasons = &fleet["attention"][0]["reasons"];
-    let named = reasons.as_array().is_some_and(|all| all.iter().any(|one| one == "update_rolled_back"));
-    ensure!(named, "the fleet says {fleet}");
-    runs(stack, machine, NEXT_VERSION).await?;
+    let is_reported = reasons.as_array().is_some_and(|all| all.iter().any(|one| one == "update_rolled_back"));
+    ensure!(is_reported, "the fleet is {fleet}");
+    check_running_release(stack, machine, NEXT_VERSION).await?;
     let status = stack.provider.run_unit(&machine.server, "svc-update", &["status", "--json"]).await?;
     let status: serde_json::Value = serde_json::from_slice(&status.stdout)?;
-    ensure!(status["quarantined"][0]["version"] == BROKEN_VERSION, "svc-update says {status}");
+    ensure!(status["quarantined"][0]["version"] == BROKEN_VERSION, "svc-update status: {status}");
     Ok((
         (),
         format!(
-            "{BROKEN_VERSION} is not well at {}; back to {NEXT_VERSION} by itself, fleet and rollout say so",
-            told["stage"]
+            "{BROKEN_VERSION} failed at {}; rolled back to {NEXT_VERSION}, reported by fleet and rollout",
+            last_update["stage"]
         ),
     ))
 }
 
 async fn record(stack: &Stack) -> Result<serde_json::Value> {
-    stack.svcctl(&["--json", "status", HANDLE]).await?.good()?.json()
+    stack.svcctl(&["--json", "status", HANDLE]).await?.success()?.json()
 }
 
-/// The machine's disk names this release, and the owner's rows are served by it.
-async fn runs(stack: &Stack, machine: &Machine, version: &str) -> Result<()> {
+/// Checks that the machine's current release is this one, and that it serves the owner's rows.
+async fn check_running_release(stack: &Stack, machine: &MachineRecord, version: &str) -> Result<()> {
     let current = std::fs::read_link(stack.provider.disk(&machine.server)?.join("opt/svc/current"))?;
     ensure!(current.ends_with(version), "the current release is {}", current.display());
     let owner = stack.owner();
@@ -241,36 +252,38 @@ async fn publish_signed(stack: &Stack, version: &'static str, svc: PathBuf) -> R
         bundle::build(&bundle::Options { signing_keys: vec![key], ..options })
     });
     let dir = built.await??.dir.display().to_string();
-    let said = stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.good()?.stdout;
-    ensure!(!said.contains("cannot update"), "{said}");
+    let output =
+        stack.svcctl(&["bundle", "publish", &dir, "--image-version", version]).await?.success()?.stdout;
+    ensure!(!output.contains("cannot update"), "{output}");
     Ok(())
 }
 
-/// Another server type: the same server on the same disk, with the same rows, and no restore.
-pub async fn resize(stack: &Stack, machine: &Machine) -> Result<((), String)> {
-    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.good()?;
+/// Changes the server type: the same server and disk with the same rows, and no restore.
+pub async fn resize(stack: &Stack, machine: &MachineRecord) -> Result<((), String)> {
+    stack.svcctl(&["slot", "set", USER, "--plan", "builder"]).await?.success()?;
     let before = stack.provider.server_by_name(&machine.server).context("no server")?;
     let marker = stack.provider.disk(&machine.server)?.join("opt/svc/restore-complete");
     let restored = std::fs::metadata(&marker)?.modified()?;
-    let run = stack.svcctl(&["--json", "resize", HANDLE, RESIZED, "--yes", "--wait=200"]).await?.good()?;
+    let run =
+        stack.svcctl(&["--json", "resize", HANDLE, RESIZED_TYPE, "--yes", "--wait=200"]).await?.success()?;
     let record: serde_json::Value = run.json()?;
-    ensure!(record["status"] == "running" && record["serverType"] == RESIZED, "the record is {record}");
-    ensure!(record["machineId"] == machine.id.as_str() && record["epoch"] == machine.epoch, "it is {record}");
-    let after = stack.provider.server_by_name(&machine.server).context("no server any more")?;
-    ensure!(after.server_type == RESIZED && after.id == before.id, "at the provider: {after:?}");
+    ensure!(record["status"] == "running" && record["serverType"] == RESIZED_TYPE, "the record is {record}");
+    ensure!(
+        record["machineId"] == machine.id.as_str() && record["epoch"] == machine.epoch,
+        "the record is {record}"
+    );
+    let after = stack.provider.server_by_name(&machine.server).context("the server is gone")?;
+    ensure!(after.server_type == RESIZED_TYPE && after.id == before.id, "at the provider: {after:?}");
     ensure!(after.disk_gb == before.disk_gb, "its disk went from {} to {}", before.disk_gb, after.disk_gb);
-    ensure!(std::fs::metadata(&marker)?.modified()? == restored, "it was restored again");
+    ensure!(std::fs::metadata(&marker)?.modified()? == restored, "the machine was restored again");
     let owner = stack.owner();
     let found = eventually("find the rows", Duration::from_secs(5), || stack.web.titles(&owner)).await?;
     ensure!(found == TITLES, "found {found:?}");
     let from = before.server_type;
-    Ok((
-        (),
-        format!("{from} to {RESIZED} on the same disk; {} rows are there, nothing was restored", found.len()),
-    ))
+    Ok(((), format!("{from} to {RESIZED_TYPE} on the same disk; {} rows, nothing restored", found.len())))
 }
 
-/// The dump as PostgreSQL's own tool sees it.
+/// Lists the dump with PostgreSQL's own tool.
 async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
     let file = stack.dir.join("backup.dump");
     tokio::fs::write(&file, dump).await?;
@@ -279,10 +292,10 @@ async fn list_dump(stack: &Stack, dump: &[u8]) -> Result<String> {
     tokio::task::spawn_blocking(move || child::run(list, Duration::from_secs(60))).await?
 }
 
-pub async fn insert_later(stack: &Stack) -> Result<((), String)> {
+pub async fn insert_later_row(stack: &Stack) -> Result<((), String)> {
     let owner = stack.owner();
-    stack.web.insert(&owner, LATER).await?;
+    stack.web.insert(&owner, LATER_TITLE).await?;
     let found = stack.web.titles(&owner).await?;
     ensure!(found.len() == TITLES.len() + 1, "found {found:?}");
-    Ok(((), "one more row, which no backup has".to_owned()))
+    Ok(((), "one more row, which is in no backup".to_owned()))
 }

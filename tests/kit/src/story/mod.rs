@@ -1,8 +1,8 @@
-//! The whole main job, played on real parts: a stack is started, a machine provisioned, used, backed up, lost,
-//! recovered, its predecessor fenced off, and deleted.
+//! The main scenario against real services: a stack is started; a machine is provisioned, used, backed up, lost and
+//! recovered; its predecessor is fenced off; and the successor is deleted.
 //!
-//! It drives what users have — the CLI, HTTP, signals — and looks at what they could look at: records, disks, objects.
-//! [`Breakage`] breaks one thing from outside; the story must then stop at the step that this is about.
+//! It uses the interfaces of users — the CLI, HTTP, signals — and checks what users could check: records, disks,
+//! objects. [`Breakage`] causes one defect from outside; the story must then fail at the matching step.
 
 mod breakage;
 pub(crate) mod first_life;
@@ -21,61 +21,63 @@ use tempfile::TempDir;
 use tokio::signal::unix::{SignalKind, signal};
 
 pub use self::breakage::Breakage;
-pub use self::first_life::{Machine as MachineRecord, backup, insert_and_find, insert_later};
-pub use self::report::{Report, Step, Stopped};
-pub use self::second_life::{Patience, delete, fail_half_way, nobody_is_served, rows_are_back, undelete};
+pub use self::first_life::{MachineRecord, backup, insert_and_find, insert_later_row};
+pub use self::report::{Report, Step, StepFailed};
+pub use self::second_life::{
+    Timeouts, check_owner_gets_503, check_restored_rows, delete, fail_recovery_midway, undelete,
+};
 pub use self::slot::BUCKET;
-pub use self::stack::{Front, Ground, HANDLE, IMAGE_VERSION, Stack, USER, eventually};
-pub use self::web::Web;
+pub use self::stack::{HANDLE, HostBackend, IMAGE_VERSION, RouterTransport, Stack, USER, eventually};
+pub use self::web::WebClient;
 use crate::child;
 
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The binary that is played with.
+    /// The binary to run.
     pub svc: PathBuf,
     pub breakage: Option<Breakage>,
-    /// Keep disks and logs when all went well, too.
+    /// Keep disks and logs even after success.
     pub keep: bool,
-    /// Where `report.json` goes.
+    /// Path of `report.json`.
     pub report: Option<PathBuf>,
 }
 
-/// Plays the story to its end, or to the step that fails. All that was started has ended when this returns.
+/// Runs the story to its end, or until a step fails. Everything has been stopped when this returns.
 ///
 /// # Errors
-/// When it cannot even begin, or the report cannot be written; a story that fails is a report.
-pub async fn play(options: Options) -> Result<Report> {
-    play_watched(options, &[], async |_, _| Ok(())).await
+/// Fails if the story cannot start or the report cannot be written; a failed story is a report, not an error.
+pub async fn run(options: Options) -> Result<Report> {
+    run_inspected(options, &[], async |_, _| Ok(())).await
 }
 
-/// Where the story stands when somebody looks at it.
+/// A point of the story for an inspection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Moment {
-    /// All parts run, and there is no machine yet.
-    Begun,
-    /// The second machine runs and holds the rows; the first has been told that it is replaced.
-    Lived,
+pub enum Checkpoint {
+    /// All services run; there is no machine yet.
+    Started,
+    /// The second machine runs and has the rows; the first knows that it is replaced.
+    Recovered,
 }
 
-/// [`play`] with further settings for every process of ours, shown to `look` at each [`Moment`].
+/// Like [`run`], with extra settings for every process of the product, and an inspection at each [`Checkpoint`].
 ///
 /// # Errors
-/// As [`play`].
-pub async fn play_watched(
+/// Like [`run`].
+pub async fn run_inspected(
     options: Options,
-    more: &[(&str, &str)],
-    mut look: impl AsyncFnMut(&Stack, Moment) -> Result<()>,
+    extra_env: &[(&str, &str)],
+    mut inspect: impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
 ) -> Result<Report> {
-    // Short, and not below `target`: unix sockets lie in it, whose paths have room for 107 bytes.
+    // In `/tmp`, because the path of a unix socket is limited to 107 bytes.
     let dir =
-        tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("a directory to play in")?;
-    child::remove_with_us(dir.path());
+        tempfile::Builder::new().prefix("svc-demo-").tempdir_in("/tmp").context("create a directory")?;
+    child::remove_on_exit(dir.path());
     let mut report = Report::new();
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let interrupted = tokio::select! {
-        end = whole(&mut report, &options, more, dir.path(), &mut look) => {
-            report.ok = end.is_ok();
+        result = run_all(&mut report, &options, extra_env, dir.path(), &mut inspect) => {
+            report.ok = result.is_ok();
             false
         }
         _ = terminate.recv() => true,
@@ -84,7 +86,7 @@ pub async fn play_watched(
     let as_expected =
         options.breakage.map(Breakage::fails_at) == report.failed().map(|step| step.name.as_str());
     if options.keep || (!interrupted && !report.ok && !as_expected) {
-        println!("kept: {}", kept(dir)?.display());
+        println!("kept: {}", keep_dir(dir)?.display());
     }
     println!("{}", report.summary());
     if let Some(path) = &options.report {
@@ -93,38 +95,39 @@ pub async fn play_watched(
     Ok(report)
 }
 
-/// Under another name, because the one that is known is removed when this process ends.
-fn kept(dir: TempDir) -> Result<PathBuf> {
+/// Renames the directory, because the registered name is removed when this process ends.
+fn keep_dir(dir: TempDir) -> Result<PathBuf> {
     let dir = dir.keep();
     let kept = dir.with_added_extension("kept");
     std::fs::rename(&dir, &kept)?;
     Ok(kept)
 }
 
-async fn whole(
+async fn run_all(
     report: &mut Report,
     options: &Options,
-    more: &[(&str, &str)],
+    extra_env: &[(&str, &str)],
     dir: &Path,
-    look: &mut impl AsyncFnMut(&Stack, Moment) -> Result<()>,
-) -> Result<(), Stopped> {
-    let mut stack = report.step("stack", Stack::up_with(&options.svc, dir, Front::Tls, more)).await?;
-    let end = acts(report, options.breakage, &mut stack, look).await;
-    if end.is_err() {
+    inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
+) -> Result<(), StepFailed> {
+    let mut stack =
+        report.step("stack", Stack::start_with(&options.svc, dir, RouterTransport::Tls, extra_env)).await?;
+    let result = run_steps(report, options.breakage, &mut stack, inspect).await;
+    if result.is_err() {
         stack.print_logs();
     }
-    stack.down().await;
-    end
+    stack.stop().await;
+    result
 }
 
-async fn acts(
+async fn run_steps(
     report: &mut Report,
     breakage: Option<Breakage>,
     stack: &mut Stack,
-    look: &mut impl AsyncFnMut(&Stack, Moment) -> Result<()>,
-) -> Result<(), Stopped> {
+    inspect: &mut impl AsyncFnMut(&Stack, Checkpoint) -> Result<()>,
+) -> Result<(), StepFailed> {
     let broken = |what: Breakage| breakage == Some(what);
-    report.quietly("watched", look(stack, Moment::Begun)).await?;
+    report.hidden_step("watched", inspect(stack, Checkpoint::Started)).await?;
     report.step("publish", first_life::publish(stack)).await?;
     let first = report.step("provision", first_life::provision(stack)).await?;
     report.step("boot", first_life::boot(stack, &first)).await?;
@@ -139,22 +142,23 @@ async fn acts(
     report.step("resize", first_life::resize(stack, &first)).await?;
     report.step("update", first_life::update(stack, &first)).await?;
     report.step("roll-back", first_life::roll_back(stack, &first)).await?;
-    let first =
-        report.step("failed-recovery", second_life::fail_half_way(stack, &first, Patience::DEMO)).await?;
-    report.step("later-row", first_life::insert_later(stack)).await?;
-    report.step("loss", second_life::lose(stack, &first)).await?;
+    let first = report
+        .step("failed-recovery", second_life::fail_recovery_midway(stack, &first, Timeouts::DEMO))
+        .await?;
+    report.step("later-row", first_life::insert_later_row(stack)).await?;
+    report.step("loss", second_life::lose_machine(stack, &first)).await?;
     if broken(Breakage::Restore) {
         breakage::corrupt_snapshot_gets(stack);
     }
     let second = report.step("recover", second_life::recover(stack, &first)).await?;
-    report.step("rows", second_life::rows_are_back(stack)).await?;
+    report.step("rows", second_life::check_restored_rows(stack)).await?;
     if broken(Breakage::Fence) {
-        breakage::put_fence_back(stack, &first);
+        breakage::remove_fence(stack, &first);
     }
-    report.step("fenced", second_life::old_machine_is_fenced(stack, &first, &backup)).await?;
-    report.step("superseded", second_life::old_machine_learns(stack, &first, &backup)).await?;
-    report.quietly("watched", look(stack, Moment::Lived)).await?;
-    report.step("undelete", second_life::undelete(stack, &second, Patience::DEMO)).await?;
+    report.step("fenced", second_life::check_old_backup_refused(stack, &first, &backup)).await?;
+    report.step("superseded", second_life::check_old_machine_superseded(stack, &first, &backup)).await?;
+    report.hidden_step("watched", inspect(stack, Checkpoint::Recovered)).await?;
+    report.step("undelete", second_life::undelete(stack, &second, Timeouts::DEMO)).await?;
     report.step("delete", second_life::delete(stack, &second)).await?;
-    report.step("gone", second_life::nobody_is_served(stack)).await
+    report.step("gone", second_life::check_owner_gets_503(stack)).await
 }

@@ -14,33 +14,33 @@ use tokio::process::Child;
 use super::program::Program;
 use crate::child::{self, AtExit};
 
-const START: Duration = Duration::from_secs(60);
-const DRAIN: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 
 pub struct Platform {
     process: Child,
     pid: u32,
     pub router: SocketAddr,
-    /// `https`, or `http` where the router has no certificate.
+    /// `https`, or `http` if the router has no certificate.
     pub scheme: String,
 }
 
 impl Platform {
-    /// Starts `svc-platform` and waits until it says where both of its listeners are.
+    /// Starts `svc-platform` and waits until it prints the addresses of both listeners.
     pub async fn start(program: &Program, log: &Path) -> Result<Self> {
         let out = File::create(log)?;
         let mut command = program.command("svc-platform");
-        // Ctrl-C on a terminal is for us alone, who end the platform in order.
+        // Ctrl-C on a terminal must reach only this process, which stops the platform in order.
         command.process_group(0).stdout(out.try_clone()?).stderr(out);
         let mut process = command.spawn().context("start svc-platform")?;
-        let pid = process.id().context("svc-platform has ended already")?;
-        child::end_with_us(pid, AtExit::Kill);
-        let deadline = Instant::now() + START;
+        let pid = process.id().context("svc-platform has already exited")?;
+        child::kill_on_exit(pid, AtExit::Kill);
+        let deadline = Instant::now() + START_TIMEOUT;
         loop {
-            let said = std::fs::read_to_string(log)?;
-            let api = said.lines().any(|line| line.starts_with("listening api "));
+            let output = std::fs::read_to_string(log)?;
+            let api = output.lines().any(|line| line.starts_with("listening api "));
             let router =
-                said.lines().find_map(|line| line.strip_prefix("listening router ")?.split_once("://"));
+                output.lines().find_map(|line| line.strip_prefix("listening router ")?.split_once("://"));
             if let (true, Some((scheme, router))) = (api, router) {
                 let scheme = scheme.to_owned();
                 let router =
@@ -48,10 +48,13 @@ impl Platform {
                 return Ok(Self { process, pid, router, scheme });
             }
             if let Some(status) = process.try_wait()? {
-                child::ended(pid);
-                bail!("svc-platform ended at its start ({status}):\n{said}");
+                child::unregister(pid);
+                bail!("svc-platform exited during start-up ({status}):\n{output}");
             }
-            ensure!(Instant::now() < deadline, "svc-platform does not listen after {START:?}:\n{said}");
+            ensure!(
+                Instant::now() < deadline,
+                "svc-platform does not listen after {START_TIMEOUT:?}:\n{output}"
+            );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -60,26 +63,27 @@ impl Platform {
         self.pid
     }
 
-    /// Waits until it ends by itself, which it should not.
-    pub async fn ended(&mut self) -> Result<ExitStatus> {
+    /// Waits for an unexpected exit.
+    pub async fn wait(&mut self) -> Result<ExitStatus> {
         Ok(self.process.wait().await?)
     }
 
-    /// SIGTERM; what is under way is finished first.
+    /// Sends SIGTERM and waits for the drain.
     pub async fn stop(mut self) -> Result<()> {
         if let Ok(pid) = i32::try_from(self.pid) {
             kill(Pid::from_raw(pid), Signal::SIGTERM)?;
         }
-        let status = tokio::time::timeout(DRAIN, self.process.wait()).await.context("still running")??;
-        ensure!(status.success(), "it ended with {status}");
+        let status =
+            tokio::time::timeout(DRAIN_TIMEOUT, self.process.wait()).await.context("still running")??;
+        ensure!(status.success(), "svc-platform exited with {status}");
         Ok(())
     }
 }
 
 impl Drop for Platform {
     fn drop(&mut self) {
-        // Killed and waited for by tokio (`kill_on_drop`), where `stop` has not done so.
+        // If `stop` was not called, tokio kills and reaps the process (`kill_on_drop`).
         self.process.start_kill().ok();
-        child::ended(self.pid);
+        child::unregister(self.pid);
     }
 }

@@ -1,4 +1,5 @@
-//! The product's binary as its users run it: arguments, environment, exit code, output; nothing of our environment.
+//! The product's binary as its users run it: arguments, environment, exit code, output. The environment of this process
+//! is not inherited.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -11,20 +12,20 @@ use tokio::process::Command;
 
 use crate::child::{self, AtExit};
 
-/// `svc` with the environment that its applets get here.
+/// `svc` with the environment of its applets.
 #[derive(Debug, Clone)]
 pub struct Program {
     path: PathBuf,
     env: Vec<(String, String)>,
 }
 
-/// How a run ended.
+/// Result of a command.
 #[derive(Debug)]
-pub struct Run {
+pub struct CommandOutput {
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
-    what: String,
+    command_line: String,
 }
 
 impl Program {
@@ -36,7 +37,7 @@ impl Program {
         &self.env
     }
 
-    /// A command of this program, not yet started.
+    /// A command of this program, not started yet.
     pub fn command(&self, applet: &str) -> Command {
         let mut command = Command::new(&self.path);
         command.arg(applet).env_clear().envs(self.env.iter().map(|(name, value)| (name, value)));
@@ -49,37 +50,47 @@ impl Program {
         command
     }
 
-    /// Runs an applet to its end.
-    pub async fn run<A: AsRef<OsStr>>(&self, applet: &str, args: &[A], deadline: Duration) -> Result<Run> {
-        let words = args.iter().map(|arg| arg.as_ref().to_string_lossy().into_owned());
-        let what = std::iter::once(applet.to_owned()).chain(words).collect::<Vec<_>>().join(" ");
+    /// Runs an applet to completion.
+    pub async fn run<A: AsRef<OsStr>>(
+        &self,
+        applet: &str,
+        args: &[A],
+        timeout: Duration,
+    ) -> Result<CommandOutput> {
+        let arg_texts = args.iter().map(|arg| arg.as_ref().to_string_lossy().into_owned());
+        let command_line = std::iter::once(applet.to_owned()).chain(arg_texts).collect::<Vec<_>>().join(" ");
         let mut command = self.command(applet);
         command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let started = command.spawn().with_context(|| format!("start {what}"))?;
+        let started = command.spawn().with_context(|| format!("start {command_line}"))?;
         let pid = started.id();
-        pid.inspect(|pid| child::end_with_us(*pid, AtExit::Kill));
-        let end = tokio::time::timeout(deadline, started.wait_with_output()).await;
-        pid.inspect(|pid| child::ended(*pid));
-        let Ok(output) = end else { bail!("{what}: not done after {} s", deadline.as_secs()) };
+        pid.inspect(|pid| child::kill_on_exit(*pid, AtExit::Kill));
+        let result = tokio::time::timeout(timeout, started.wait_with_output()).await;
+        pid.inspect(|pid| child::unregister(*pid));
+        let Ok(output) = result else { bail!("{command_line}: timeout after {} s", timeout.as_secs()) };
         let output = output?;
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-        Ok(Run { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr), what })
+        Ok(CommandOutput {
+            code: output.status.code(),
+            stdout: text(output.stdout),
+            stderr: text(output.stderr),
+            command_line,
+        })
     }
 }
 
-impl Run {
-    /// The run, if it ended well.
-    pub fn good(self) -> Result<Self> {
+impl CommandOutput {
+    /// Returns the output if the exit code is 0.
+    pub fn success(self) -> Result<Self> {
         if self.code == Some(0) {
             return Ok(self);
         }
-        let end = self.code.map_or_else(|| "killed".to_owned(), |code| format!("exit {code}"));
-        bail!("`{}`: {end}: {}", self.what, self.stderr.trim());
+        let status = self.code.map_or_else(|| "killed".to_owned(), |code| format!("exit {code}"));
+        bail!("`{}`: {status}: {}", self.command_line, self.stderr.trim());
     }
 
-    /// What it printed, as JSON.
+    /// Parses the standard output as JSON.
     pub fn json<T: DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_str(&self.stdout)
-            .with_context(|| format!("`{}` printed no such JSON: {}", self.what, self.stdout))
+            .with_context(|| format!("`{}` printed unexpected JSON: {}", self.command_line, self.stdout))
     }
 }

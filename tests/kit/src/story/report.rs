@@ -1,4 +1,4 @@
-//! What the story did: each step with its time, printed as it happens and written as `report.json`.
+//! The report of a story: each step with its duration, printed as it happens and written as `report.json`.
 
 use std::fs;
 use std::future::Future;
@@ -9,18 +9,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use serde::Serialize;
 
-/// No step of the story takes this long; one that does has got stuck.
-const LONGEST_STEP: Duration = Duration::from_secs(240);
+/// A step that takes longer is considered stuck.
+const STEP_TIMEOUT: Duration = Duration::from_secs(240);
 
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
     pub ok: bool,
     pub steps: Vec<Step>,
-    /// Whose story it is.
+    /// Name of the story.
     #[serde(skip)]
     name: &'static str,
     #[serde(skip)]
-    longest_step: Duration,
+    step_timeout: Duration,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -31,59 +31,59 @@ pub struct Step {
     pub detail: String,
 }
 
-/// The story stopped at a step; the report says where and why.
+/// A step failed; the report has the details.
 #[derive(Debug)]
-pub struct Stopped;
+pub struct StepFailed;
 
 impl Report {
     pub fn new() -> Self {
-        Self::of("demo", LONGEST_STEP)
+        Self::with_timeout("demo", STEP_TIMEOUT)
     }
 
-    /// Of a story by another name, with steps that take at most so long.
-    pub fn of(name: &'static str, longest_step: Duration) -> Self {
-        Self { ok: false, steps: Vec::new(), name, longest_step }
+    /// A report of the story `name`, with a timeout per step.
+    pub fn with_timeout(name: &'static str, step_timeout: Duration) -> Self {
+        Self { ok: false, steps: Vec::new(), name, step_timeout }
     }
 
-    /// Runs one step, which gives its result and a line that says what was seen.
+    /// Runs a step, which returns its result and a line of details.
     pub async fn step<T>(
         &mut self,
         name: &str,
         work: impl Future<Output = Result<(T, String)>>,
-    ) -> Result<T, Stopped> {
+    ) -> Result<T, StepFailed> {
         let started = Instant::now();
-        let end = match tokio::time::timeout(self.longest_step, work).await {
-            Ok(end) => end,
-            Err(_) => Err(anyhow!("not done after {} s", self.longest_step.as_secs())),
+        let result = match tokio::time::timeout(self.step_timeout, work).await {
+            Ok(result) => result,
+            Err(_) => Err(anyhow!("timeout after {} s", self.step_timeout.as_secs())),
         };
         let ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let (value, ok, detail) = match end {
+        let (value, ok, detail) = match result {
             Ok((value, detail)) => (Some(value), true, detail),
             Err(error) => (None, false, format!("{error:#}")),
         };
         let step = Step { name: name.to_owned(), ok, ms, detail };
         println!("{}", step.line());
         self.steps.push(step);
-        value.ok_or(Stopped)
+        value.ok_or(StepFailed)
     }
 
-    /// Runs what is no part of the story; only its failure is a step.
-    pub async fn quietly(
+    /// Runs a step that is reported only if it fails.
+    pub async fn hidden_step(
         &mut self,
         name: &str,
         work: impl Future<Output = Result<()>>,
-    ) -> Result<(), Stopped> {
-        let end = match tokio::time::timeout(self.longest_step, work).await {
-            Ok(end) => end,
-            Err(_) => Err(anyhow!("not done after {} s", self.longest_step.as_secs())),
+    ) -> Result<(), StepFailed> {
+        let result = match tokio::time::timeout(self.step_timeout, work).await {
+            Ok(result) => result,
+            Err(_) => Err(anyhow!("timeout after {} s", self.step_timeout.as_secs())),
         };
-        match end {
+        match result {
             Ok(()) => Ok(()),
             Err(error) => self.step(name, async { Err(error) }).await,
         }
     }
 
-    /// The step that failed.
+    /// The first failed step.
     pub fn failed(&self) -> Option<&Step> {
         self.steps.iter().find(|step| !step.ok)
     }
@@ -93,16 +93,16 @@ impl Report {
         let passed = self.steps.iter().filter(|step| step.ok).count();
         let failed = self.steps.len() - passed;
         let verdict = match self.failed() {
-            None if self.ok => "the story holds".to_owned(),
+            None if self.ok => "the story passed".to_owned(),
             None => "the story was interrupted".to_owned(),
             Some(step) => format!("the story failed at `{}`", step.name),
         };
         format!("{}: {verdict}; {passed} passed, {failed} failed, {:.1} s", self.name, seconds(ms))
     }
 
-    /// Written whole or not at all: two demos at once do not mix.
+    /// Written atomically, so that concurrent demos do not interfere.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let dir = path.parent().context("a report lies in a directory")?;
+        let dir = path.parent().context("the report's path has no directory")?;
         fs::create_dir_all(dir)?;
         let mut file = tempfile::NamedTempFile::new_in(dir)?;
         serde_json::to_writer_pretty(&mut file, self)?;

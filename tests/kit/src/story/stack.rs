@@ -1,4 +1,4 @@
-//! All real parts of one story, on ports and in a directory of its own.
+//! All services of a story, on their own ports and in their own directory.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,9 +7,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 
 use super::platform::Platform;
-use super::program::{Program, Run};
+use super::program::{CommandOutput, Program};
 use super::slot::{BUCKET, Slot};
-use super::web::Web;
+use super::web::WebClient;
 use crate::bundle::SigningKey;
 use crate::ca::Ca;
 use crate::fetch::target_dir;
@@ -24,29 +24,29 @@ pub const USER: &str = "user_story";
 pub const HANDLE: &str = "ada";
 pub const IMAGE_VERSION: &str = "story-1";
 
-/// Of tests alone: nothing else trusts it.
+/// For tests only: nothing else trusts it.
 const SIGNING_KEY: &str = include_str!("../bundle/ed25519-test-only.txt");
 const LOG_LINES: usize = 25;
 
-/// What the provider's servers are.
+/// Kind of the provider's servers.
 #[derive(Debug, Clone)]
-pub enum Ground {
-    /// Processes of this machine.
+pub enum HostBackend {
+    /// Processes on this machine.
     Processes,
     /// Virtual machines.
     Machines(MachineSettings),
 }
 
-/// How the router is reached from outside.
+/// Transport of the router's public listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Front {
-    /// As in production: TLS, here with a certificate of our own CA.
+pub enum RouterTransport {
+    /// As in production: TLS, with a certificate of the test CA.
     Tls,
-    /// For people: names that browsers and curl find on loopback by themselves, without a certificate.
+    /// For people: names that resolve to loopback in browsers and curl, without a certificate.
     Plain,
 }
 
-impl Front {
+impl RouterTransport {
     pub fn app_host(self) -> &'static str {
         match self {
             Self::Tls => "app.svc-demo.test",
@@ -71,51 +71,51 @@ pub struct Stack {
     idp: Idp,
     pub provider: Simulator,
     pub ca: Ca,
-    pub web: Web,
-    /// As [`Self::web`], for the owner's code-server.
-    pub code: Web,
+    pub web: WebClient,
+    /// Like [`Self::web`], for the owner's code-server.
+    pub code: WebClient,
     pub api: String,
-    pub front: Front,
+    pub transport: RouterTransport,
     /// The operators' bearer token.
     pub secret: String,
     /// `PLATFORM_KEY`, from which the hosts' tokens are derived.
     pub key: String,
-    /// Whose public half hosts trust.
+    /// The key whose public half the hosts trust.
     pub signing_key: PathBuf,
     operator: Program,
     platform_env: Vec<(String, String)>,
-    /// The longest that a call of `svcctl` may take.
-    patience: Duration,
+    /// Timeout of one call of `svcctl`.
+    svcctl_timeout: Duration,
     platform: Platform,
     database: PgServer,
 }
 
 impl Stack {
-    /// Starts everything; gives a line that says what runs.
-    pub async fn up(svc: &Path, dir: &Path, front: Front) -> Result<(Self, String)> {
-        Self::up_with(svc, dir, front, &[]).await
+    /// Starts everything; also returns a line with the addresses.
+    pub async fn start(svc: &Path, dir: &Path, transport: RouterTransport) -> Result<(Self, String)> {
+        Self::start_with(svc, dir, transport, &[]).await
     }
 
-    /// [`Self::up`] with further settings for every process of ours: platform, hosts and `svcctl`.
-    pub async fn up_with(
+    /// Like [`Self::start`], with extra settings for every process of the product: platform, hosts and `svcctl`.
+    pub async fn start_with(
         svc: &Path,
         dir: &Path,
-        front: Front,
-        more: &[(&str, &str)],
+        transport: RouterTransport,
+        extra_env: &[(&str, &str)],
     ) -> Result<(Self, String)> {
-        Self::up_on(svc, dir, front, Ground::Processes, more).await
+        Self::start_on(svc, dir, transport, HostBackend::Processes, extra_env).await
     }
 
-    /// [`Self::up_with`] on servers of another kind. Virtual machines get no settings beyond their user-data.
-    pub async fn up_on(
+    /// Like [`Self::start_with`], on servers of another kind. Virtual machines get no settings except their user-data.
+    pub async fn start_on(
         svc: &Path,
         dir: &Path,
-        front: Front,
-        ground: Ground,
-        more: &[(&str, &str)],
+        transport: RouterTransport,
+        backend: HostBackend,
+        extra_env: &[(&str, &str)],
     ) -> Result<(Self, String)> {
-        let more = more.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        // Installed once per process; a second story finds it there.
+        let extra_env = extra_env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        // The provider is installed once per process; a second story finds it installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let pg = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&target_dir())).await??;
         let database = PgServer::start(&pg, PgOptions::default()).await?;
@@ -123,15 +123,15 @@ impl Stack {
         let store = S3Server::start(dir)?;
         store.create_bucket(BUCKET);
         let idp = Idp::start()?;
-        let machines = matches!(ground, Ground::Machines(_));
-        let servers = match ground {
-            Ground::Machines(settings) => SimulatorOptions::machine(settings),
-            Ground::Processes => {
+        let machines = matches!(backend, HostBackend::Machines(_));
+        let servers = match backend {
+            HostBackend::Machines(settings) => SimulatorOptions::machine(settings),
+            HostBackend::Processes => {
                 let mut hosts = HostSettings::new(svc.to_owned(), pg.clone(), dir.join("hosts"));
-                // Nobody here wants to wait half a minute for a host's word.
+                // The default of half a minute would slow down the story.
                 hosts.extra_env.push(("HEARTBEAT_SECONDS".to_owned(), "5".to_owned()));
                 hosts.extra_env.push(("SVC_UPDATE_HEALTH_SECONDS".to_owned(), "60".to_owned()));
-                hosts.extra_env.extend(more.clone());
+                hosts.extra_env.extend(extra_env.clone());
                 SimulatorOptions::process(hosts)
             }
         };
@@ -144,8 +144,8 @@ impl Stack {
         let mut set = |name: &str, value: &str| env.push((name.to_owned(), value.to_owned()));
         set("PLATFORM_PUBLIC_URL", &api);
         set("PLATFORM_SECRET", &secret);
-        env.extend(more);
-        let signing_key = PathBuf::from(written(dir, "bundle-key.pem", SIGNING_KEY)?);
+        env.extend(extra_env);
+        let signing_key = PathBuf::from(write_file(dir, "bundle-key.pem", SIGNING_KEY)?);
         let public_key = SigningKey::read(&signing_key)?.public_key_base64();
         env.push(("BUNDLE_PUBLIC_KEYS".to_owned(), public_key));
         let operator = Program::new(svc, env.clone());
@@ -166,28 +166,29 @@ impl Stack {
         set("SERVER_CHECK_SECONDS", if machines { "60" } else { "1" });
         set("SERVER_GONE_SILENCE_SECONDS", if machines { "120" } else { "15" });
         if machines {
-            // There, 127.0.0.1 is the machine itself.
+            // In a guest, 127.0.0.1 is the guest itself.
             let from_guest = |url: &str| url.replace("127.0.0.1", HOST_FROM_GUEST);
             set("PLATFORM_INTERNAL_URL", &from_guest(&api));
             set("SVC_HOST_BUNDLE_BASE_URL", &from_guest(&api));
             set("HOST_OBJECT_STORE_ENDPOINT", &from_guest(&store.endpoint()));
         }
-        set("APP_HOST", front.app_host());
-        set("CODE_HOST", front.code_host());
+        set("APP_HOST", transport.app_host());
+        set("CODE_HOST", transport.code_host());
         set("IDP_SIGN_IN_URL", &format!("{}/sign-in", idp.issuer()));
         set("ROUTER_LISTEN", "127.0.0.1:0");
-        if front == Front::Tls {
-            let (cert, key) = ca.issue(&[front.app_host(), front.code_host()])?;
-            set("ROUTER_TLS_CERT_FILE", &written(dir, "router.pem", &cert)?);
-            set("ROUTER_TLS_KEY_FILE", &written(dir, "router.key", &key)?);
+        if transport == RouterTransport::Tls {
+            let (cert, key) = ca.issue(&[transport.app_host(), transport.code_host()])?;
+            set("ROUTER_TLS_CERT_FILE", &write_file(dir, "router.pem", &cert)?);
+            set("ROUTER_TLS_KEY_FILE", &write_file(dir, "router.key", &key)?);
         }
         let platform_env = env.clone();
         let platform = Platform::start(&Program::new(svc, env), &dir.join("platform.log")).await?;
         let router = format!("{}://{}", platform.scheme, platform.router);
-        let web = Web::new(&ca.root_pem(), &platform.scheme, front.app_host(), platform.router)?;
-        let code = Web::new(&ca.root_pem(), &platform.scheme, front.code_host(), platform.router)?;
+        let web = WebClient::new(&ca.root_pem(), &platform.scheme, transport.app_host(), platform.router)?;
+        let code = WebClient::new(&ca.root_pem(), &platform.scheme, transport.code_host(), platform.router)?;
 
-        let said = format!("platform {api}, router {router}, provider, store, database, identity provider");
+        let summary =
+            format!("platform {api}, router {router}, provider, store, database, identity provider");
         let stack = Self {
             dir: dir.to_owned(),
             svc: svc.to_owned(),
@@ -200,26 +201,26 @@ impl Stack {
             web,
             code,
             api,
-            front,
+            transport,
             secret,
             key,
             signing_key,
             operator,
             platform_env,
-            patience: Duration::from_secs(if machines { 900 } else { 230 }),
+            svcctl_timeout: Duration::from_secs(if machines { 900 } else { 230 }),
             platform,
             database,
         };
-        Ok((stack, said))
+        Ok((stack, summary))
     }
 
-    /// `svcctl` as the operator calls it.
-    pub async fn svcctl(&self, args: &[&str]) -> Result<Run> {
-        self.svcctl_within(self.patience, args).await
+    /// Runs `svcctl` as the operator.
+    pub async fn svcctl(&self, args: &[&str]) -> Result<CommandOutput> {
+        self.svcctl_with_timeout(self.svcctl_timeout, args).await
     }
 
-    pub async fn svcctl_within(&self, patience: Duration, args: &[&str]) -> Result<Run> {
-        self.operator.run("svcctl", args, patience).await
+    pub async fn svcctl_with_timeout(&self, timeout: Duration, args: &[&str]) -> Result<CommandOutput> {
+        self.operator.run("svcctl", args, timeout).await
     }
 
     /// The platform's own settings.
@@ -227,7 +228,7 @@ impl Stack {
         &self.platform_env
     }
 
-    /// The environment that `svcctl` has here.
+    /// The environment of `svcctl`.
     pub fn operator_env(&self) -> &[(String, String)] {
         self.operator.env()
     }
@@ -244,20 +245,20 @@ impl Stack {
         self.database.url("platform")
     }
 
-    /// The password of every database of the platform's server.
+    /// The superuser password of the platform's database server.
     pub fn database_password(&self) -> &str {
         self.database.password()
     }
 
-    /// What the platform's server itself has logged.
+    /// The log of the platform's database server.
     pub fn database_log(&self) -> String {
         self.database.log()
     }
 
-    /// Waits until the platform ends without having been asked to.
-    pub async fn platform_ended(&mut self) -> Result<()> {
-        let status = self.platform.ended().await?;
-        bail!("the platform ended by itself: {status}");
+    /// Waits for an unexpected exit of the platform.
+    pub async fn wait_for_platform_exit(&mut self) -> Result<()> {
+        let status = self.platform.wait().await?;
+        bail!("the platform exited: {status}");
     }
 
     /// A session token of the owner.
@@ -265,18 +266,18 @@ impl Stack {
         self.session(USER)
     }
 
-    /// A session token of any user of the identity provider.
+    /// A session token of any user.
     pub fn session(&self, user: &str) -> String {
         self.idp.mint(user, &MintOptions::default())
     }
 
-    /// The end of each log, for a story that failed.
+    /// Prints the end of each log, for a failed story.
     pub fn print_logs(&self) {
         let mut logs = vec![self.dir.join("platform.log")];
         let hosts = fs::read_dir(self.dir.join("hosts")).into_iter().flatten().flatten();
         for host in hosts {
-            let of_host = fs::read_dir(host.path().join("var/log")).into_iter().flatten().flatten();
-            logs.extend(of_host.map(|log| log.path()));
+            let host_logs = fs::read_dir(host.path().join("var/log")).into_iter().flatten().flatten();
+            logs.extend(host_logs.map(|log| log.path()));
         }
         logs.sort();
         for log in logs {
@@ -290,8 +291,8 @@ impl Stack {
         }
     }
 
-    /// Ends the platform in order, then the servers; the rest goes with the values.
-    pub async fn down(self) {
+    /// Stops the platform in order, then the servers; everything else ends on drop.
+    pub async fn stop(self) {
         let Self { platform, provider, .. } = self;
         if let Err(error) = platform.stop().await {
             println!("      (the platform did not drain: {error:#})");
@@ -300,23 +301,23 @@ impl Stack {
     }
 }
 
-fn written(dir: &Path, name: &str, text: &str) -> Result<String> {
+fn write_file(dir: &Path, name: &str, text: &str) -> Result<String> {
     let path = dir.join(name);
     fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
     Ok(path.display().to_string())
 }
 
-/// Looks again and again until `look` finds something.
-pub async fn eventually<T, F>(what: &str, within: Duration, mut look: impl FnMut() -> F) -> Result<T>
+/// Repeats `check` until it succeeds or the timeout expires.
+pub async fn eventually<T, F>(what: &str, timeout: Duration, mut check: impl FnMut() -> F) -> Result<T>
 where
     F: Future<Output = Result<T>>,
 {
-    let deadline = tokio::time::Instant::now() + within;
+    let deadline = tokio::time::Instant::now() + timeout;
     loop {
-        match look().await {
-            Ok(found) => return Ok(found),
+        match check().await {
+            Ok(value) => return Ok(value),
             Err(error) if tokio::time::Instant::now() >= deadline => {
-                bail!("{what}: not within {} s: {error:#}", within.as_secs());
+                bail!("{what}: timeout after {} s: {error:#}", timeout.as_secs());
             }
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
         }

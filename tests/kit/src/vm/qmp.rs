@@ -1,4 +1,4 @@
-//! QEMU's control socket (QMP), as far as the power button needs it.
+//! The subset of QEMU's control protocol (QMP) that the power button needs.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,27 +8,29 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
-const DEADLINE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Runs one command.
+/// Executes a command.
 pub(super) async fn command(socket: &Path, name: &str) -> Result<()> {
-    let said = tokio::time::timeout(DEADLINE, talk(socket, name)).await;
-    said.with_context(|| format!("QMP {name}: no answer in time"))?.with_context(|| format!("QMP {name}"))
+    let response = tokio::time::timeout(TIMEOUT, exchange(socket, name)).await;
+    response
+        .with_context(|| format!("QMP {name}: no response in time"))?
+        .with_context(|| format!("QMP {name}"))
 }
 
-async fn talk(socket: &Path, name: &str) -> Result<()> {
+async fn exchange(socket: &Path, name: &str) -> Result<()> {
     let (read, mut write) = UnixStream::connect(socket).await?.into_split();
     let mut lines = BufReader::new(read).lines();
     for command in ["qmp_capabilities", name] {
         write.write_all(format!("{}\n", json!({ "execute": command })).as_bytes()).await?;
         loop {
-            let line = lines.next_line().await?.context("it has ended")?;
-            let said: Value = serde_json::from_str(&line)?;
-            if said.get("error").is_some() {
+            let line = lines.next_line().await?.context("the connection was closed")?;
+            let response: Value = serde_json::from_str(&line)?;
+            if response.get("error").is_some() {
                 bail!("{line}");
             }
-            // Greeting and events come in between.
-            if said.get("return").is_some() {
+            // The greeting and events are skipped.
+            if response.get("return").is_some() {
                 break;
             }
         }

@@ -1,4 +1,4 @@
-//! Commands in a machine, as root by SSH: what an operator would look at with their own eyes.
+//! Commands on a machine, as root over SSH.
 
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -8,39 +8,44 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use tokio::process::Command;
 
-/// The port that stands for a machine's 22.
+/// The port that is forwarded to a machine's port 22.
 pub(super) const PORT: u16 = 2222;
-/// What ssh itself leaves when it does not come through.
-const NO_CONNECTION: i32 = 255;
+/// Exit status of ssh itself for a failed connection.
+const CONNECTION_FAILED: i32 = 255;
 
 pub(super) struct Shell {
     pub(super) address: Ipv4Addr,
     pub(super) key: PathBuf,
 }
 
-/// What a command has printed, and its end.
+/// Output and exit status of a command.
 #[derive(Debug, Clone)]
-pub struct Said {
+pub struct ShellOutput {
     pub status: ExitStatus,
     pub stdout: String,
     pub stderr: String,
 }
 
-impl Said {
-    /// Its output, where it ended well.
-    pub fn good(self) -> Result<String> {
+impl ShellOutput {
+    /// The standard output of a successful command.
+    pub fn success(self) -> Result<String> {
         ensure!(self.status.success(), "{}: {}{}", self.status, self.stdout, self.stderr);
         Ok(self.stdout)
     }
 }
 
 impl Shell {
-    pub(super) async fn run(&self, script: &str, deadline: Duration) -> Result<Said> {
-        self.run_with(Stdio::null(), script, deadline).await
+    pub(super) async fn run(&self, script: &str, timeout: Duration) -> Result<ShellOutput> {
+        self.run_with(Stdio::null(), script, timeout).await
     }
 
-    /// A script that reads this.
-    pub(super) async fn run_with(&self, input: Stdio, script: &str, deadline: Duration) -> Result<Said> {
+    /// Runs a script with this standard input.
+    pub(super) async fn run_with(
+        &self,
+        input: Stdio,
+        script: &str,
+        timeout: Duration,
+    ) -> Result<ShellOutput> {
         let mut ssh = Command::new("ssh");
         ssh.arg("-q").arg("-i").arg(&self.key).args(["-p", &PORT.to_string()]);
         for option in [
@@ -53,10 +58,10 @@ impl Shell {
             ssh.args(["-o", option]);
         }
         ssh.arg(format!("root@{}", self.address)).arg(script).stdin(input).kill_on_drop(true);
-        let output = tokio::time::timeout(deadline, ssh.output()).await;
-        let output = output.with_context(|| format!("{script:?} still runs after {deadline:?}"))??;
-        ensure!(output.status.code() != Some(NO_CONNECTION), "no connection to the machine by SSH");
+        let output = tokio::time::timeout(timeout, ssh.output()).await;
+        let output = output.with_context(|| format!("{script:?} still runs after {timeout:?}"))??;
+        ensure!(output.status.code() != Some(CONNECTION_FAILED), "no connection to the machine by SSH");
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-        Ok(Said { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) })
+        Ok(ShellOutput { status: output.status, stdout: text(output.stdout), stderr: text(output.stderr) })
     }
 }

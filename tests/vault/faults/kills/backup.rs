@@ -79,9 +79,9 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
         kills_survived: campaign.killer.kills,
         snapshots_taken: campaign.witness.completed(),
         lost: u64::from(campaign.witness.look().is_err()),
-        ..Figures::of("kills of backups")
+        ..Figures::new("kills of backups")
     };
-    figures.tell()?;
+    figures.record()?;
     end
 }
 

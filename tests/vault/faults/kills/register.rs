@@ -137,7 +137,7 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
         anyhow::Ok(())
     };
     let end = end.await;
-    Figures { kills_survived: campaign.killer.kills, ..Figures::of("kills of registrations") }.tell()?;
+    Figures { kills_survived: campaign.killer.kills, ..Figures::new("kills of registrations") }.record()?;
     end
 }
 

@@ -129,7 +129,7 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
     let end = end.await;
     let kills_survived = campaign.killer.kills;
     println!("{} restores", campaign.restored);
-    Figures { kills_survived, snapshots_taken: 1, ..Figures::of("kills of restores") }.tell()?;
+    Figures { kills_survived, snapshots_taken: 1, ..Figures::new("kills of restores") }.record()?;
     end
 }
 

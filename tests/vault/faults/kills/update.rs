@@ -93,7 +93,7 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
     };
     let end = end.await;
     println!("{} updates", campaign.updates);
-    Figures { kills_survived: campaign.killer.kills, ..Figures::of("kills of updates") }.tell()?;
+    Figures { kills_survived: campaign.killer.kills, ..Figures::new("kills of updates") }.record()?;
     end
 }
 

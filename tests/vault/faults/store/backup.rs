@@ -179,8 +179,8 @@ async fn every_fault_of_the_store_has_its_end_and_costs_no_snapshot() -> Result<
     }
     field.machine.run(&["svc-db-backup"])?.expect(0);
     witness.look()?;
-    Figures { faults_tried: rows, snapshots_taken: witness.completed(), ..Figures::of("store of backups") }
-        .tell()
+    Figures { faults_tried: rows, snapshots_taken: witness.completed(), ..Figures::new("store of backups") }
+        .record()
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -91,7 +91,7 @@ async fn every_fault_of_the_store_opens_the_gate_on_all_or_not_at_all() -> Resul
     field.machine.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&field.machine).await?);
     assert_eq!((witness.seq(), witness.completed()), (1, 1), "a restore writes nothing");
-    Figures { faults_tried: rows, ..Figures::of("store of restores") }.tell()
+    Figures { faults_tried: rows, ..Figures::new("store of restores") }.record()
 }
 
 /// A store that shows an old state for a while: whatever it shows is whole, and absence is not believed lightly.

@@ -1,4 +1,5 @@
-// An app's page as the README describes it: a token from its address, rows by the bridge, live by its changes.
+// An app's page as described in the README: a token from its address, rows through the bridge, live updates from its
+// changes.
 let token = location.pathname.split("/")[3].slice(1);
 addEventListener("message", (event) => {
   if (event.source === parent && event.data?.type === "svc:app-token") token = event.data.token;
@@ -7,35 +8,35 @@ addEventListener("message", (event) => {
 const list = document.querySelector("ul");
 const status = document.querySelector("[role=status]");
 
-async function ask(question) {
-  const answer = await fetch("/api/bridge/query", {
+async function callBridge(call) {
+  const response = await fetch("/api/bridge/query", {
     method: "POST",
     headers: { authorization: `Bearer ${token}`, "content-type": "application/json" },
-    body: JSON.stringify({ app: "notes", table: "notes", ...question }),
+    body: JSON.stringify({ app: "notes", table: "notes", ...call }),
   });
-  const body = await answer.json();
-  if (!answer.ok) throw new Error(`${body.code}: ${body.detail}`);
+  const body = await response.json();
+  if (!response.ok) throw new Error(`${body.code}: ${body.detail}`);
   return body.data;
 }
 
-async function show() {
-  const rows = await ask({ action: "find" });
+async function renderRows() {
+  const rows = await callBridge({ action: "find" });
   list.replaceChildren(...rows.map(({ title }) => Object.assign(document.createElement("li"), { textContent: title })));
 }
 
-async function listen() {
-  const answer = await fetch("/api/bridge/changes?app=notes", { headers: { authorization: `Bearer ${token}` } });
-  if (!answer.ok) throw new Error(`changes: ${answer.status}`);
+async function followChanges() {
+  const response = await fetch("/api/bridge/changes?app=notes", { headers: { authorization: `Bearer ${token}` } });
+  if (!response.ok) throw new Error(`changes: ${response.status}`);
   status.textContent = "live";
-  for await (const events of answer.body.pipeThrough(new TextDecoderStream())) {
-    if (events.includes("data:")) await show();
+  for await (const events of response.body.pipeThrough(new TextDecoderStream())) {
+    if (events.includes("data:")) await renderRows();
   }
 }
 
-const told = (error) => { status.textContent = error.message; };
+const showError = (error) => { status.textContent = error.message; };
 document.querySelector("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const form = event.target;
-  ask({ action: "insert", data: { title: form.elements.title.value } }).then(() => form.reset(), told);
+  callBridge({ action: "insert", data: { title: form.elements.title.value } }).then(() => form.reset(), showError);
 });
-show().then(listen).catch(told);
+renderRows().then(followChanges).catch(showError);

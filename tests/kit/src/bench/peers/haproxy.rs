@@ -1,4 +1,4 @@
-//! HAProxy as a router: TLS in, TLS on to the upstream, cookies dropped.
+//! HAProxy as a router: TLS on both sides, cookies dropped.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -6,10 +6,10 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::nginx::{Onward, Pem, Served};
-use crate::bench::process::Running;
+use super::nginx::{Pem, RunningPeer, Upstreams};
+use crate::bench::process::ServerProcess;
 use crate::net;
-use crate::packages::{Deb, Located, Program};
+use crate::packages::{Deb, FetchedProgram, Program};
 
 const HAPROXY: Program = Program {
     path: "usr/sbin/haproxy",
@@ -39,21 +39,21 @@ const HAPROXY: Program = Program {
 
 #[derive(Clone)]
 pub struct HaProxy {
-    program: Located,
+    program: FetchedProgram,
 }
 
 impl HaProxy {
-    pub fn fetched() -> Result<Self> {
+    pub fn fetch() -> Result<Self> {
         Ok(Self { program: HAPROXY.locate()? })
     }
 
-    pub fn router(&self, dir: &Path, pem: &Pem, to: &Onward<'_>) -> Result<Served> {
-        let own = dir.join("haproxy");
-        fs::create_dir_all(&own)?;
-        let both = own.join("front.pem");
+    pub fn router(&self, dir: &Path, pem: &Pem, upstreams: &Upstreams<'_>) -> Result<RunningPeer> {
+        let server_dir = dir.join("haproxy");
+        fs::create_dir_all(&server_dir)?;
+        let both = server_dir.join("front.pem");
         fs::write(&both, fs::read_to_string(&pem.cert)? + &fs::read_to_string(&pem.key)?)?;
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
-        let ca = to.trusted.display();
+        let ca = upstreams.trusted.display();
         let server = |name: &str, at: SocketAddr| {
             format!(
                 "backend {name}\n  http-reuse always\n  server one {at} ssl verify required ca-file {ca} \
@@ -67,14 +67,14 @@ impl HaProxy {
              bind {address} ssl crt {pem} backlog 4096\n  http-request del-header Cookie\n  \
              use_backend sockets if {{ path /ws }}\n  default_backend machine\n{machine}{sockets}",
             pem = both.display(),
-            machine = server("machine", to.upstream),
-            sockets = server("sockets", to.websocket),
+            machine = server("machine", upstreams.upstream),
+            sockets = server("sockets", upstreams.websocket),
         );
-        let file = own.join("haproxy.cfg");
+        let file = server_dir.join("haproxy.cfg");
         fs::write(&file, conf)?;
         let mut command = self.program.command();
         command.arg("-db").arg("-f").arg(&file);
-        let (process, started_in) = Running::start(command, address, &own.join("log"))?;
-        Ok(Served { address, process, started_in })
+        let (process, started_in) = ServerProcess::start(command, address, &server_dir.join("log"))?;
+        Ok(RunningPeer { address, process, started_in })
     }
 }

@@ -1,5 +1,4 @@
-//! The programs that we are measured against, and those that make the load: pinned, fetched once into `target/tools`,
-//! never installed.
+//! Peers of the benchmarks and load generators: pinned, fetched once into `target/tools`, never installed.
 
 pub mod haproxy;
 pub mod nginx;

@@ -1,4 +1,4 @@
-//! pgbench: the same statements, prepared, with nothing in between. No server above PostgreSQL can be faster.
+//! pgbench: the same prepared statements without a server in between, as the upper bound.
 
 use std::fs;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use crate::child;
 use crate::pg::PgServer;
 
-/// Transactions a second of one statement.
+/// Transactions per second of one statement.
 pub fn load(server: &PgServer, database: &str, sql: &str, clients: u32, seconds: u32) -> Result<f64> {
     let dir = tempfile::tempdir()?;
     let script = dir.path().join("statement.sql");
@@ -21,19 +21,22 @@ pub fn load(server: &PgServer, database: &str, sql: &str, clients: u32, seconds:
     tps(&child::run(command, Duration::from_secs(u64::from(seconds) + 30))?)
 }
 
-fn tps(said: &str) -> Result<f64> {
-    let line = said.lines().find_map(|line| line.strip_prefix("tps = "));
+fn tps(output: &str) -> Result<f64> {
+    let line = output.lines().find_map(|line| line.strip_prefix("tps = "));
     let number = line.and_then(|line| line.split_whitespace().next());
-    number.with_context(|| format!("pgbench said no tps: {said}"))?.parse().context("pgbench's tps")
+    number
+        .with_context(|| format!("pgbench printed no tps: {output}"))?
+        .parse()
+        .context("parse pgbench's tps")
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn tps_is_found_in_what_pgbench_says() {
-        let said = "number of failed transactions: 0 (0.000%)\ninitial connection time = 9.1 ms\n\
+    fn tps_is_parsed_from_output() {
+        let output = "number of failed transactions: 0 (0.000%)\ninitial connection time = 9.1 ms\n\
             tps = 13835.250000 (without initial connection time)\n";
-        assert_eq!(super::tps(said).expect("tps"), 13835.25);
+        assert_eq!(super::tps(output).expect("tps"), 13835.25);
         assert!(super::tps("pgbench: error: connection refused").is_err());
     }
 }

@@ -1,8 +1,8 @@
-//! pigz: gzip on several processors.
+//! pigz: multi-threaded gzip.
 
 use anyhow::Result;
 
-use crate::packages::{Deb, Located, Program};
+use crate::packages::{Deb, FetchedProgram, Program};
 
 const PIGZ: Program = Program {
     path: "usr/bin/pigz",
@@ -20,6 +20,6 @@ const PIGZ: Program = Program {
     ],
 };
 
-pub fn fetched() -> Result<Located> {
+pub fn fetch() -> Result<FetchedProgram> {
     PIGZ.locate()
 }

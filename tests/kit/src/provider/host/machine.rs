@@ -1,4 +1,4 @@
-//! One host: its disk for good, and a session while its power is on.
+//! A host: a persistent disk, and a session while its power is on.
 
 use std::net::Ipv4Addr;
 use std::os::unix::process::ExitStatusExt;
@@ -12,13 +12,13 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-use super::super::book::Record;
+use super::super::book::ServerRecord;
 use super::HostSettings;
 use super::boot;
 use super::disk::Disk;
-use super::session::Session;
+use super::session::PowerSession;
 
-/// How far the boot of a host is.
+/// State of a host's boot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "state")]
 pub enum BootState {
@@ -28,7 +28,7 @@ pub enum BootState {
     Failed { stage: String, message: String },
 }
 
-pub(in super::super) struct Machine {
+pub(in super::super) struct ProcessHost {
     pub(in super::super) name: String,
     pub(in super::super) ipv4: Ipv4Addr,
     disk: Disk,
@@ -37,13 +37,13 @@ pub(in super::super) struct Machine {
     settings: Arc<HostSettings>,
     closed: Arc<AtomicBool>,
     next_env: Mutex<Vec<(String, String)>>,
-    session: Mutex<Option<Arc<Session>>>,
+    session: Mutex<Option<Arc<PowerSession>>>,
     state: watch::Sender<BootState>,
 }
 
-impl Machine {
+impl ProcessHost {
     pub(super) fn new(
-        record: &Record,
+        record: &ServerRecord,
         root: PathBuf,
         https_port: u16,
         settings: Arc<HostSettings>,
@@ -71,12 +71,12 @@ impl Machine {
         self.state.borrow().clone()
     }
 
-    /// Further environment for every process of the next session only.
+    /// Extra environment for all processes of the next session only.
     pub(in super::super) fn set_next_env(&self, env: Vec<(String, String)>) {
         *self.next_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
 
-    /// Power on: the boot goes on in the background. A machine that is on stays as it is.
+    /// Powers on; the boot runs in the background. Does nothing if the machine is on.
     pub(in super::super) fn boot(self: &Arc<Self>) {
         let Some(session) = self.power_on().unwrap_or_else(|error| {
             self.fail("power", &error);
@@ -89,12 +89,12 @@ impl Machine {
         let tasks = session.tasks.clone();
         tasks.spawn_on(
             async move {
-                let end = boot::boot(&session, &machine.settings, &machine.user_data).await;
-                // A session that is over says nothing about the machine any more.
+                let result = boot::boot(&session, &machine.settings, &machine.user_data).await;
+                // A terminated session must not change the machine's state.
                 if session.off.is_cancelled() || session.stopping.is_cancelled() {
                     return;
                 }
-                match end {
+                match result {
                     Ok(()) => {
                         machine.state.send_replace(BootState::Up);
                     }
@@ -105,12 +105,12 @@ impl Machine {
         );
     }
 
-    /// Waits for the end of the boot: an error where it failed or the power went away.
-    pub(in super::super) async fn booted(&self, deadline: Duration) -> Result<()> {
+    /// Waits for the end of the boot; fails if the boot failed or the power was cut.
+    pub(in super::super) async fn wait_until_booted(&self, timeout: Duration) -> Result<()> {
         let mut state = self.state.subscribe();
-        let ended = tokio::time::timeout(deadline, state.wait_for(|state| *state != BootState::Booting));
+        let ended = tokio::time::timeout(timeout, state.wait_for(|state| *state != BootState::Booting));
         let state =
-            ended.await.with_context(|| format!("{} is still booting after {deadline:?}", self.name))?;
+            ended.await.with_context(|| format!("{} is still booting after {timeout:?}", self.name))?;
         match &*state.context("the machine is gone")? {
             BootState::Up => Ok(()),
             BootState::Failed { stage, message } => bail!("{}: boot failed at {stage}: {message}", self.name),
@@ -118,7 +118,7 @@ impl Machine {
         }
     }
 
-    /// Power off: every process is killed.
+    /// Powers off: all processes are killed.
     pub(in super::super) async fn cut(&self) {
         let session = self.session().take();
         if let Some(session) = session {
@@ -127,14 +127,14 @@ impl Machine {
         self.state.send_replace(BootState::Off);
     }
 
-    /// Shuts down in order: services, then the database.
+    /// Shuts down in order: services first, then the database.
     pub(in super::super) async fn shut_down(&self) {
         let session = self.session().clone();
         if let Some(session) = session {
             session.stopping.cancel();
             let services: Vec<_> = session.services().values().cloned().collect();
             for service in services {
-                service.ended().await;
+                service.wait_until_ended().await;
             }
             let database = session.take_database();
             if let Some(database) = database {
@@ -144,7 +144,7 @@ impl Machine {
         self.cut().await;
     }
 
-    /// What of [`Self::cut`] can be done in a `Drop`.
+    /// The part of [`Self::cut`] that is possible in `Drop`.
     pub(super) fn kill_now(&self) {
         if let Some(session) = self.session().take() {
             session.kill_processes();
@@ -152,79 +152,80 @@ impl Machine {
         }
     }
 
-    /// Runs a unit as `systemctl start` does: a oneshot to its end, a service until it is ready.
+    /// Runs a unit like `systemctl start`: a oneshot to completion, a service until it is ready.
     pub(in super::super) async fn run_unit(
         &self,
         unit: &str,
         args: &[String],
         env: &[(String, String)],
     ) -> Result<Output> {
-        let session = self.on()?;
+        let session = self.current_session()?;
         let Some(service) = boot::SERVICES.into_iter().find(|service| *service == unit) else {
             let program = boot::program(&session, &self.settings, unit);
-            return session.run_oneshot(unit, &program, args, env, self.settings.unit_deadline).await;
+            return session.run_oneshot(unit, &program, args, env, self.settings.unit_timeout).await;
         };
-        ensure!(args.is_empty() && env.is_empty(), "{unit} is a service: it takes no arguments here");
-        let (code, words) = match boot::service(&session, &self.settings, service).ready().await {
-            Ok(()) => (0, String::new()),
-            Err(error) => (1, format!("{error:#}\n")),
-        };
+        ensure!(args.is_empty() && env.is_empty(), "{unit} is a service and takes no arguments here");
+        let (code, message) =
+            match boot::start_service(&session, &self.settings, service).wait_until_ready().await {
+                Ok(()) => (0, String::new()),
+                Err(error) => (1, format!("{error:#}\n")),
+            };
         let status = ExitStatus::from_raw(code << 8);
-        Ok(Output { status, stdout: Vec::new(), stderr: words.into_bytes() })
+        Ok(Output { status, stdout: Vec::new(), stderr: message.into_bytes() })
     }
 
-    /// `systemctl stop` of a service: SIGTERM, waited for, not started again.
+    /// Like `systemctl stop`: sends SIGTERM, waits, and does not restart.
     pub(in super::super) async fn stop_service(&self, name: &str) -> Result<()> {
-        let service = self.on()?.services().get(name).cloned();
-        let service = service.with_context(|| format!("{name} does not run on {}", self.name))?;
+        let service = self.current_session()?.services().get(name).cloned();
+        let service = service.with_context(|| format!("{name} is not running on {}", self.name))?;
         service.stop.cancel();
-        service.ended().await;
+        service.wait_until_ended().await;
         Ok(())
     }
 
-    /// Starts PostgreSQL on the disk and nothing else; gives the URL of the database `svc`.
+    /// Starts only PostgreSQL on the disk; returns the URL of the database `svc`.
     pub(in super::super) async fn start_database_only(&self) -> Result<String> {
         ensure!(self.disk.exists(), "{} was never started", self.name);
         if let Some(session) = self.power_on()? {
-            let started = boot::database(&session, &self.settings).await;
+            let started = boot::start_database(&session, &self.settings).await;
             if let Err(error) = started {
                 self.cut().await;
                 return Err(error);
             }
         }
-        self.on()?.database_url().context("the machine is on, but its database is not up")
+        self.current_session()?.database_url().context("the machine is on, but its database is not up")
     }
 
-    /// A new session, or `None` where there is one.
-    fn power_on(&self) -> Result<Option<Arc<Session>>> {
+    /// Creates a session; `None` if there is one.
+    fn power_on(&self) -> Result<Option<Arc<PowerSession>>> {
         let mut current = self.session();
-        ensure!(!self.closed.load(Ordering::SeqCst), "the simulator is gone");
+        ensure!(!self.closed.load(Ordering::SeqCst), "the simulator is closed");
         if current.is_some() {
             return Ok(None);
         }
         std::fs::create_dir_all(&self.disk.root)?;
-        let session = Arc::new(Session::new(self.disk.clone(), self.env())?);
+        let session = Arc::new(PowerSession::new(self.disk.clone(), self.env())?);
         *current = Some(Arc::clone(&session));
         Ok(Some(session))
     }
 
-    /// What every process of the host sees, and nothing else of ours.
+    /// The environment of all processes of the host; nothing else of this process is inherited.
     fn env(&self) -> Vec<(String, String)> {
-        let own = |name: &str, value: String| (name.to_owned(), value);
+        let pair = |name: &str, value: String| (name.to_owned(), value);
         let mut env = vec![
-            own("SVC_ROOT", self.disk.root.display().to_string()),
-            own("GATEWAY_LISTEN", format!("{}:{}", self.ipv4, self.https_port)),
-            own("SVC_PG_BIN_DIR", self.settings.pg.dir().display().to_string()),
+            pair("SVC_ROOT", self.disk.root.display().to_string()),
+            pair("GATEWAY_LISTEN", format!("{}:{}", self.ipv4, self.https_port)),
+            pair("SVC_PG_BIN_DIR", self.settings.pg.dir().display().to_string()),
         ];
         for name in ["PATH", "RUST_LOG", "RUST_BACKTRACE"] {
-            env.extend(std::env::var(name).ok().map(|value| own(name, value)));
+            env.extend(std::env::var(name).ok().map(|value| pair(name, value)));
         }
         env.extend(self.settings.extra_env.iter().cloned());
         env.append(&mut self.next_env.lock().unwrap_or_else(PoisonError::into_inner));
         env
     }
 
-    fn on(&self) -> Result<Arc<Session>> {
+    fn current_session(&self) -> Result<Arc<PowerSession>> {
         self.session().clone().with_context(|| format!("{} is off", self.name))
     }
 
@@ -233,7 +234,7 @@ impl Machine {
         self.state.send_replace(failed);
     }
 
-    fn session(&self) -> MutexGuard<'_, Option<Arc<Session>>> {
+    fn session(&self) -> MutexGuard<'_, Option<Arc<PowerSession>>> {
         self.session.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,7 +1,7 @@
-//! Simulated servers that are hosts: below a root directory of its own each runs the applets, with its own PostgreSQL,
-//! as cloud-init and systemd would run them.
+//! Simulated servers as hosts: each runs the applets below its own root directory, with its own PostgreSQL, as
+//! cloud-init and systemd would.
 //!
-//! A host outlives its server's record: its disk is kept, so that a machine that was replaced can be started again.
+//! A host outlives its server's record: its disk is kept, so that a replaced machine can be restarted.
 
 mod boot;
 mod disk;
@@ -23,28 +23,28 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 pub use self::machine::BootState;
-pub(super) use self::machine::Machine;
-use super::book::Record;
+pub(super) use self::machine::ProcessHost;
+use super::book::ServerRecord;
 use crate::pg::PgBinaries;
 
-/// What all hosts of a simulator share.
+/// Settings shared by all hosts of a simulator.
 #[derive(Debug, Clone)]
 pub struct HostSettings {
-    /// The binary that a fresh image has: it installs the bundle, and reports a boot that fails before there is one.
+    /// The binary of a fresh image: it installs the bundle, and reports a boot failure before that.
     pub svc_binary: PathBuf,
     pub pg: PgBinaries,
-    /// Each host's disk is a directory in here; kept when the simulator ends.
+    /// Parent of the hosts' disks; kept when the simulator ends.
     pub root_dir: PathBuf,
-    /// For every process of every host.
+    /// Extra environment of all processes of all hosts.
     pub extra_env: Vec<(String, String)>,
-    /// How long a service may take to be ready.
-    pub ready_deadline: Duration,
-    /// How long a service may take to obey SIGTERM.
-    pub stop_deadline: Duration,
-    /// How long registration is tried again while the platform cannot be reached.
-    pub register_deadline: Duration,
-    /// How long any other unit may run.
-    pub unit_deadline: Duration,
+    /// Timeout for a service to become ready.
+    pub ready_timeout: Duration,
+    /// Timeout for a service to react to SIGTERM.
+    pub stop_timeout: Duration,
+    /// Duration of registration retries while the platform is unreachable.
+    pub register_timeout: Duration,
+    /// Timeout of all other units.
+    pub unit_timeout: Duration,
 }
 
 impl HostSettings {
@@ -54,21 +54,21 @@ impl HostSettings {
             pg,
             root_dir,
             extra_env: Vec::new(),
-            ready_deadline: Duration::from_secs(60),
-            stop_deadline: Duration::from_secs(20),
-            register_deadline: Duration::from_secs(120),
-            unit_deadline: Duration::from_secs(600),
+            ready_timeout: Duration::from_secs(60),
+            stop_timeout: Duration::from_secs(20),
+            register_timeout: Duration::from_secs(120),
+            unit_timeout: Duration::from_secs(600),
         }
     }
 }
 
-/// All hosts of a simulator by their server's name, running or not.
+/// All hosts of a simulator by server name, running or not.
 pub(super) struct Hosts {
     settings: Arc<HostSettings>,
     https_port: u16,
-    machines: Mutex<BTreeMap<String, Arc<Machine>>>,
+    machines: Mutex<BTreeMap<String, Arc<ProcessHost>>>,
     next_create_env: Mutex<Vec<(String, String)>>,
-    /// The simulator is gone: no power comes on any more.
+    /// Set when the simulator is closed: no host can be powered on.
     closed: Arc<AtomicBool>,
 }
 
@@ -83,21 +83,22 @@ impl Hosts {
         }
     }
 
-    /// A new disk for a new server. A former server of this name keeps its own, but is no longer reached by name.
-    pub(super) fn install(&self, record: &Record) {
+    /// Creates a disk for a new server. An earlier server with this name keeps its disk, but is no longer reachable by
+    /// name.
+    pub(super) fn install(&self, record: &ServerRecord) {
         let root = (1..)
             .map(|nth| if nth == 1 { record.name.clone() } else { format!("{}.{nth}", record.name) })
             .map(|name| self.settings.root_dir.join(name))
             .find(|root| !root.exists())
-            .expect("there is always a next number");
+            .expect("there is always a free number");
         let (settings, closed) = (Arc::clone(&self.settings), Arc::clone(&self.closed));
-        let machine = Arc::new(Machine::new(record, root, self.https_port, settings, closed));
+        let machine = Arc::new(ProcessHost::new(record, root, self.https_port, settings, closed));
         let env = std::mem::take(&mut *self.next_create_env.lock().unwrap_or_else(PoisonError::into_inner));
         machine.set_next_env(env);
         self.machines.lock().unwrap_or_else(PoisonError::into_inner).insert(record.name.clone(), machine);
     }
 
-    /// Further environment for the first start of the next server that is made.
+    /// Extra environment for the first start of the next server to be created.
     pub(super) fn set_next_create_env(&self, env: Vec<(String, String)>) {
         *self.next_create_env.lock().unwrap_or_else(PoisonError::into_inner) = env;
     }
@@ -120,7 +121,7 @@ impl Hosts {
         }
     }
 
-    /// Kills every process of every host, without waiting, and lets no further one start.
+    /// Kills all processes of all hosts without waiting, and prevents new ones.
     pub(super) fn kill_all(&self) {
         self.closed.store(true, Ordering::SeqCst);
         for machine in self.machines() {
@@ -128,18 +129,18 @@ impl Hosts {
         }
     }
 
-    /// The same, and waits for their ends.
+    /// Like [`Self::kill_all`], and waits until all have ended.
     pub(super) async fn stop(&self) {
         self.closed.store(true, Ordering::SeqCst);
         futures_util::future::join_all(self.machines().iter().map(|machine| machine.cut())).await;
     }
 
-    pub(super) fn machine(&self, name: &str) -> Result<Arc<Machine>> {
+    pub(super) fn machine(&self, name: &str) -> Result<Arc<ProcessHost>> {
         let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
-        machines.get(name).cloned().with_context(|| format!("no server {name} was ever made"))
+        machines.get(name).cloned().with_context(|| format!("no server {name} was ever created"))
     }
 
-    pub(super) fn machines(&self) -> Vec<Arc<Machine>> {
+    pub(super) fn machines(&self) -> Vec<Arc<ProcessHost>> {
         let machines = self.machines.lock().unwrap_or_else(PoisonError::into_inner);
         machines.values().cloned().collect()
     }

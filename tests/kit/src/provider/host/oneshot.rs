@@ -1,47 +1,47 @@
-//! Oneshot units: run once, to their end, within a deadline. Their output is kept and logged.
+//! Oneshot units: run once to completion, with a timeout. Their output is captured and logged.
 
 use std::io;
 use std::path::PathBuf;
-use std::process::{ExitStatus, Output as Finished};
+use std::process::{ExitStatus, Output as ProcessOutput};
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use nix::sys::signal::{Signal, killpg};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-use super::session::{Output, Session};
+use super::session::{Output, PowerSession};
 
-impl Session {
-    /// Runs a unit to its end.
+impl PowerSession {
+    /// Runs a unit to completion.
     pub(super) async fn run_oneshot(
         &self,
         unit: &str,
         program: &[PathBuf],
         args: &[String],
-        more_env: &[(String, String)],
-        deadline: Duration,
-    ) -> Result<Finished> {
-        let mut running = self.spawn(unit, program, args, more_env, Output::Pipe)?;
+        extra_env: &[(String, String)],
+        timeout: Duration,
+    ) -> Result<ProcessOutput> {
+        let mut running = self.spawn(unit, program, args, extra_env, Output::Pipe)?;
         let (stdout, stderr) = (running.child.stdout.take(), running.child.stderr.take());
-        let (group, mut late) = (running.group, false);
-        let ends = async {
-            let status = tokio::time::timeout(deadline, running.child.wait()).await;
+        let (group, mut timed_out) = (running.group, false);
+        let wait = async {
+            let status = tokio::time::timeout(timeout, running.child.wait()).await;
             if status.is_err() {
-                late = true;
+                timed_out = true;
                 killpg(group, Signal::SIGKILL).ok();
             }
-            // Whatever it left in its group holds the pipes open until it is reaped.
+            // Remaining processes of its group hold the pipes open until they are killed.
             self.reap(&mut running).await
         };
-        let (status, stdout, stderr) = tokio::join!(ends, read(stdout), read(stderr));
+        let (status, stdout, stderr) = tokio::join!(wait, read(stdout), read(stderr));
         let (status, stdout, stderr): (ExitStatus, _, _) = (status?, stdout?, stderr?);
         self.disk.append_log(unit, &stdout)?;
         self.disk.append_log(unit, &stderr)?;
         self.disk.append_log(unit, format!("[init] {unit} {args:?}: {status}\n").as_bytes())?;
-        if late {
-            bail!("{unit} was still running after {deadline:?}");
+        if timed_out {
+            bail!("{unit} was still running after {timeout:?}");
         }
-        Ok(Finished { status, stdout, stderr })
+        Ok(ProcessOutput { status, stdout, stderr })
     }
 }
 
@@ -53,8 +53,8 @@ async fn read(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The end of a oneshot in one line: its status and the last thing that it said.
-pub(super) fn words(finished: &Finished) -> String {
+/// One-line summary of a oneshot: its status and the last line of its error output.
+pub(super) fn summarize(finished: &ProcessOutput) -> String {
     let stderr = String::from_utf8_lossy(&finished.stderr);
     let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
     let last: String = last.chars().take(400).collect();

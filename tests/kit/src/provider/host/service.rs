@@ -1,7 +1,7 @@
-//! A service of the init, as systemd's `Type=notify` with `Restart=on-failure`.
+//! A service of the init, like systemd's `Type=notify` with `Restart=on-failure`.
 //!
-//! Ready is only what says `READY=1` itself. An end with 0 or 78 is final; any other is followed by a bounded number of
-//! new starts.
+//! A service is ready only after it sends `READY=1`. Exit codes 0 and 78 are final; any other exit is followed by a
+//! limited number of restarts.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -14,84 +14,84 @@ use tokio::net::UnixDatagram;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::session::{Output, Running, Session};
+use super::session::{Output, PowerSession, RunningProcess};
 
 const RESTART_DELAY: Duration = Duration::from_millis(100);
 /// systemd's default limit: five starts in ten seconds.
 const START_LIMIT: (usize, Duration) = (5, Duration::from_secs(10));
-/// `RestartPreventExitStatus=78`: a wrong configuration does not heal.
+/// `RestartPreventExitStatus=78`: a restart does not fix a wrong configuration.
 const EX_CONFIG: i32 = 78;
 
-/// Where a service stands.
+/// State of a service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum ServiceState {
     Starting,
     Ready,
-    /// Ended for good, with the words for it.
+    /// Ended permanently, with the reason.
     Ended(String),
 }
 
 pub(super) struct Service {
     pub(super) state: watch::Receiver<ServiceState>,
-    /// `systemctl stop`: SIGTERM, then no more starts.
+    /// Like `systemctl stop`: SIGTERM, and no restart.
     pub(super) stop: CancellationToken,
 }
 
-/// What a service is started with.
+/// Definition of a service.
 #[derive(Clone)]
 pub(super) struct ServiceUnit {
     pub(super) name: &'static str,
     pub(super) program: Vec<PathBuf>,
-    /// It is not started where this file is missing.
+    /// The service is not started if this file is missing.
     pub(super) condition: Option<PathBuf>,
-    pub(super) ready_deadline: Duration,
-    pub(super) stop_deadline: Duration,
+    pub(super) ready_timeout: Duration,
+    pub(super) stop_timeout: Duration,
 }
 
-enum End {
+enum RunEnd {
     Exit(std::process::ExitStatus),
     NotReady,
-    /// Stopped, or the power is gone.
-    Told,
+    /// Stopped, or powered off.
+    Stopped,
 }
 
 impl Service {
-    /// Starts the service, unless it runs already; the supervision goes on in the background.
-    pub(super) fn start(session: &Arc<Session>, unit: ServiceUnit) -> Arc<Self> {
+    /// Starts the service unless it is running; supervision continues in the background.
+    pub(super) fn start(session: &Arc<PowerSession>, unit: ServiceUnit) -> Arc<Self> {
         let mut services = session.services();
         if let Some(service) = services.get(unit.name).filter(|service| !service.has_ended()) {
             return Arc::clone(service);
         }
-        let (tell, state) = watch::channel(ServiceState::Starting);
+        let (state_sender, state) = watch::channel(ServiceState::Starting);
         let service = Arc::new(Self { state, stop: session.stopping.child_token() });
         services.insert(unit.name.to_owned(), Arc::clone(&service));
-        let (session_of_task, stop) = (Arc::clone(session), service.stop.clone());
+        let (task_session, stop) = (Arc::clone(session), service.stop.clone());
         session.tasks.spawn_on(
             async move {
-                let words = match supervise(&session_of_task, &unit, &stop, &tell).await {
-                    Ok(words) => words,
+                let reason = match supervise(&task_session, &unit, &stop, &state_sender).await {
+                    Ok(reason) => reason,
                     Err(error) => format!("{error:#}"),
                 };
-                session_of_task.disk.append_log(unit.name, format!("[init] {words}\n").as_bytes()).ok();
-                tell.send_replace(ServiceState::Ended(words));
+                task_session.disk.append_log(unit.name, format!("[init] {reason}\n").as_bytes()).ok();
+                state_sender.send_replace(ServiceState::Ended(reason));
             },
             crate::runtime::servers(),
         );
         service
     }
 
-    /// Waits until the service is ready; an error where it ended instead.
-    pub(super) async fn ready(&self) -> Result<()> {
+    /// Waits until the service is ready; fails if it ended instead.
+    pub(super) async fn wait_until_ready(&self) -> Result<()> {
         let mut state = self.state.clone();
         let state =
             state.wait_for(|state| *state != ServiceState::Starting).await.context("supervision ended")?;
         match &*state {
-            ServiceState::Ended(words) => bail!("{words}"),
+            ServiceState::Ended(reason) => bail!("{reason}"),
             ServiceState::Ready | ServiceState::Starting => Ok(()),
         }
     }
 
-    pub(super) async fn ended(&self) {
+    pub(super) async fn wait_until_ended(&self) {
         let mut state = self.state.clone();
         state.wait_for(|state| matches!(state, ServiceState::Ended(_))).await.ok();
     }
@@ -101,12 +101,12 @@ impl Service {
     }
 }
 
-/// Starts and restarts until an end that is final; gives the words for it.
+/// Starts and restarts the service until a final end; returns the reason.
 async fn supervise(
-    session: &Session,
+    session: &PowerSession,
     unit: &ServiceUnit,
     stop: &CancellationToken,
-    tell: &watch::Sender<ServiceState>,
+    state_sender: &watch::Sender<ServiceState>,
 ) -> Result<String> {
     let mut starts = VecDeque::new();
     loop {
@@ -116,18 +116,18 @@ async fn supervise(
         let (limit, window) = START_LIMIT;
         starts.push_back(Instant::now());
         starts.retain(|start: &Instant| start.elapsed() < window);
-        let why = match run_once(session, unit, stop, tell).await? {
-            End::Told => return Ok(format!("{} was stopped", unit.name)),
-            End::Exit(status) if matches!(status.code(), Some(0 | EX_CONFIG)) => {
+        let why = match run_once(session, unit, stop, state_sender).await? {
+            RunEnd::Stopped => return Ok(format!("{} was stopped", unit.name)),
+            RunEnd::Exit(status) if matches!(status.code(), Some(0 | EX_CONFIG)) => {
                 return Ok(format!("{} ended ({status}) and is not restarted", unit.name));
             }
-            End::Exit(status) => status.to_string(),
-            End::NotReady => format!("not ready within {:?}", unit.ready_deadline),
+            RunEnd::Exit(status) => status.to_string(),
+            RunEnd::NotReady => format!("not ready within {:?}", unit.ready_timeout),
         };
         if starts.len() >= limit {
             return Ok(format!("{} failed {limit} times within {window:?}, the last time: {why}", unit.name));
         }
-        tell.send_replace(ServiceState::Starting);
+        state_sender.send_replace(ServiceState::Starting);
         session.disk.append_log(unit.name, format!("[init] {why}; restarting\n").as_bytes())?;
         tokio::select! {
             () = tokio::time::sleep(RESTART_DELAY) => {}
@@ -141,18 +141,18 @@ async fn supervise(
 }
 
 async fn run_once(
-    session: &Session,
+    session: &PowerSession,
     unit: &ServiceUnit,
     stop: &CancellationToken,
-    tell: &watch::Sender<ServiceState>,
-) -> Result<End> {
+    state_sender: &watch::Sender<ServiceState>,
+) -> Result<RunEnd> {
     let path = session.run_dir().join(format!("{}.notify", unit.name));
     std::fs::remove_file(&path).ok();
-    let socket = UnixDatagram::bind(&path).context("notify socket")?;
+    let socket = UnixDatagram::bind(&path).context("bind the notify socket")?;
     let env = [("NOTIFY_SOCKET".to_owned(), path.display().to_string())];
     let mut running = session.spawn(unit.name, &unit.program, &[], &env, Output::Log)?;
 
-    let ready_by = tokio::time::sleep(unit.ready_deadline);
+    let ready_by = tokio::time::sleep(unit.ready_timeout);
     tokio::pin!(ready_by);
     let mut is_ready = false;
     let mut message = [0_u8; 4096];
@@ -161,36 +161,36 @@ async fn run_once(
             biased;
             () = session.off.cancelled() => {
                 session.reap(&mut running).await?;
-                return Ok(End::Told);
+                return Ok(RunEnd::Stopped);
             }
             received = socket.recv(&mut message) => {
                 let text = String::from_utf8_lossy(&message[..received?]).into_owned();
                 if text.lines().any(|line| line == "READY=1") {
                     is_ready = true;
-                    tell.send_replace(ServiceState::Ready);
+                    state_sender.send_replace(ServiceState::Ready);
                 }
             }
             status = running.child.wait() => {
                 let status = status?;
                 session.reap(&mut running).await?;
-                return Ok(End::Exit(status));
+                return Ok(RunEnd::Exit(status));
             }
             () = stop.cancelled() => {
-                end_in_order(session, unit, &mut running).await?;
-                return Ok(End::Told);
+                terminate(session, unit, &mut running).await?;
+                return Ok(RunEnd::Stopped);
             }
             () = &mut ready_by, if !is_ready => {
-                end_in_order(session, unit, &mut running).await?;
-                return Ok(End::NotReady);
+                terminate(session, unit, &mut running).await?;
+                return Ok(RunEnd::NotReady);
             }
         }
     }
 }
 
-/// SIGTERM to the process, and SIGKILL to its group after the deadline.
-async fn end_in_order(session: &Session, unit: &ServiceUnit, running: &mut Running) -> Result<()> {
+/// Sends SIGTERM to the process, and SIGKILL to its group after the timeout.
+async fn terminate(session: &PowerSession, unit: &ServiceUnit, running: &mut RunningProcess) -> Result<()> {
     kill(running.group, Signal::SIGTERM).ok();
-    if tokio::time::timeout(unit.stop_deadline, running.child.wait()).await.is_err() {
+    if tokio::time::timeout(unit.stop_timeout, running.child.wait()).await.is_err() {
         nix::sys::signal::killpg(running.group, Signal::SIGKILL).ok();
     }
     session.reap(running).await?;

@@ -1,7 +1,6 @@
-//! One time that a machine's power is on: its processes, and the certainty that none outlives it.
+//! A period during which a machine is on: its processes, none of which outlives it.
 //!
-//! Every child leads a process group. The invariant: after [`Session::cut`] nothing of the session runs and nothing of it
-//! can start.
+//! Every child leads a process group. Invariant: after [`PowerSession::cut`], nothing of the session runs or can start.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
@@ -23,40 +22,40 @@ use super::systemctl;
 use crate::child::{self, AtExit};
 use crate::pg::PgServer;
 
-pub(super) struct Session {
+pub(super) struct PowerSession {
     pub(super) disk: Disk,
-    /// Without power, nothing starts.
+    /// Cancelled at power-off: nothing starts any more.
     pub(super) off: CancellationToken,
-    /// Set when the machine shuts down in order: nothing is started again.
+    /// Cancelled at an orderly shutdown: nothing is restarted.
     pub(super) stopping: CancellationToken,
     pub(super) tasks: TaskTracker,
-    /// The whole environment of every process, but for what a unit adds.
+    /// The environment of all processes, without a unit's additions.
     env: Vec<(String, String)>,
-    /// For sockets: a unix socket's path has room for 107 bytes.
+    /// For sockets, because the path of a unix socket is limited to 107 bytes.
     run_dir: TempDir,
     groups: Mutex<BTreeSet<i32>>,
     services: Mutex<BTreeMap<String, Arc<Service>>>,
     database: Mutex<Option<Arc<PgServer>>>,
 }
 
-/// Where a process's output goes.
+/// Destination of a process's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Output {
     Log,
-    /// To be read by the caller, who also logs it.
+    /// Read by the caller, who also logs it.
     Pipe,
 }
 
-/// A started process that leads a group.
-pub(super) struct Running {
+/// A process that leads a group.
+pub(super) struct RunningProcess {
     pub(super) child: Child,
     pub(super) group: Pid,
 }
 
-impl Session {
+impl PowerSession {
     pub(super) fn new(disk: Disk, env: Vec<(String, String)>) -> Result<Self> {
         let run_dir = tempfile::Builder::new().prefix("kit-run-").tempdir_in("/tmp")?;
-        child::remove_with_us(run_dir.path());
+        child::remove_on_exit(run_dir.path());
         let systemctl = systemctl::install(run_dir.path())?;
         let mut env = env;
         env.push(("SVC_SYSTEMCTL".to_owned(), systemctl.display().to_string()));
@@ -73,19 +72,19 @@ impl Session {
         })
     }
 
-    /// Starts a process of `unit` as systemd would: its own group, the session's environment, nothing of ours.
+    /// Starts a process of `unit` like systemd: in its own group, with the session's environment only.
     pub(super) fn spawn(
         &self,
         unit: &str,
         program: &[PathBuf],
         args: &[String],
-        more_env: &[(String, String)],
+        extra_env: &[(String, String)],
         output: Output,
-    ) -> Result<Running> {
+    ) -> Result<RunningProcess> {
         let (program, first_args) = program.split_first().context("no program")?;
         let mut command = Command::new(program);
         command.args(first_args).args(args).current_dir(&self.disk.root).process_group(0);
-        command.env_clear().envs(self.env.iter().cloned()).envs(more_env.iter().cloned());
+        command.env_clear().envs(self.env.iter().cloned()).envs(extra_env.iter().cloned());
         command.stdin(Stdio::null()).kill_on_drop(true);
         match output {
             Output::Log => {
@@ -96,29 +95,29 @@ impl Session {
                 command.stdout(Stdio::piped()).stderr(Stdio::piped());
             }
         }
-        // Under the lock, so that a cut either sees the group or prevents it.
+        // Under the lock, so that a concurrent cut either kills the group or prevents the start.
         let mut groups = self.groups();
         ensure!(!self.off.is_cancelled(), "the machine is off");
         let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
         let pid = child.id().context("a child has a pid until it is waited for")?;
-        child::end_with_us(pid, AtExit::KillGroup);
+        child::kill_on_exit(pid, AtExit::KillGroup);
         let group = i32::try_from(pid).context("a pid fits")?;
         groups.insert(group);
-        Ok(Running { child, group: Pid::from_raw(group) })
+        Ok(RunningProcess { child, group: Pid::from_raw(group) })
     }
 
-    /// Waits for a process's end; what it left behind in its group is killed, as systemd does with a unit's cgroup.
-    pub(super) async fn reap(&self, running: &mut Running) -> Result<std::process::ExitStatus> {
+    /// Waits for a process; kills the rest of its group, like systemd with a unit's cgroup.
+    pub(super) async fn reap(&self, running: &mut RunningProcess) -> Result<std::process::ExitStatus> {
         let status = running.child.wait().await;
         let mut groups = self.groups();
         if groups.remove(&running.group.as_raw()) {
             killpg(running.group, Signal::SIGKILL).ok();
         }
-        child::ended(running.group.as_raw().unsigned_abs());
+        child::unregister(running.group.as_raw().unsigned_abs());
         Ok(status?)
     }
 
-    /// Cuts the power: every process is killed before this returns.
+    /// Cuts the power: all processes are killed before this returns.
     pub(super) async fn cut(&self) {
         self.kill_processes();
         let database = self.take_database();
@@ -129,7 +128,7 @@ impl Session {
         self.tasks.wait().await;
     }
 
-    /// What of a cut can be done without waiting.
+    /// The part of a cut that needs no waiting.
     pub(super) fn kill_processes(&self) {
         self.off.cancel();
         for group in self.groups().iter() {

@@ -1,7 +1,7 @@
-//! `systemctl` of a host whose init is this process: a program that hands its words over by files and waits for the answer.
+//! `systemctl` of a simulated host: a script that passes its arguments in files and waits for the response.
 //!
-//! It restarts what the init runs, for real, and says of a service what the init knows. Units that are installed below
-//! the root and that the init does not run are not loaded here.
+//! Restarts affect the services of the init, and `show` reports their state. Installed units that the init does not run
+//! are reported as not loaded.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -12,12 +12,12 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::HostSettings;
-use super::boot::{SERVICES, back_up, service};
+use super::boot::{SERVICES, run_requested_backup, start_service};
 use super::service::ServiceState;
-use super::session::Session;
+use super::session::PowerSession;
 
-const POLL: Duration = Duration::from_millis(30);
-/// As systemd's own, for a unit that is not loaded.
+const POLL_INTERVAL: Duration = Duration::from_millis(30);
+/// systemd's exit code for a unit that is not loaded.
 const NOT_LOADED: i32 = 5;
 
 const PROGRAM: &str = r#"#!/bin/sh
@@ -31,7 +31,7 @@ rm -f "$ask.answer"
 exit "$code"
 "#;
 
-/// Writes the program; what it asks is answered by [`serve`].
+/// Writes the script; [`serve`] responds to it.
 pub(super) fn install(run_dir: &Path) -> Result<PathBuf> {
     let program = run_dir.join("systemctl");
     fs::write(&program, PROGRAM.replace("DIR", &run_dir.display().to_string())).context("systemctl")?;
@@ -39,22 +39,22 @@ pub(super) fn install(run_dir: &Path) -> Result<PathBuf> {
     Ok(program)
 }
 
-/// Answers until the power goes.
-pub(super) fn serve(session: &Arc<Session>, settings: &HostSettings) {
-    let (session_of_task, settings) = (Arc::clone(session), settings.clone());
+/// Serves requests until power-off.
+pub(super) fn serve(session: &Arc<PowerSession>, settings: &HostSettings) {
+    let (task_session, settings) = (Arc::clone(session), settings.clone());
     session.tasks.spawn_on(
         async move {
-            let session = session_of_task;
+            let session = task_session;
             loop {
-                for ask in asked(session.run_dir()) {
-                    let (session_of_answer, settings) = (Arc::clone(&session), settings.clone());
+                for request in pending_requests(session.run_dir()) {
+                    let (request_session, settings) = (Arc::clone(&session), settings.clone());
                     session.tasks.spawn_on(
-                        async move { answer(&session_of_answer, &settings, &ask).await.unwrap_or_default() },
+                        async move { respond(&request_session, &settings, &request).await.unwrap_or_default() },
                         crate::runtime::servers(),
                     );
                 }
                 tokio::select! {
-                    () = tokio::time::sleep(POLL) => {}
+                    () = tokio::time::sleep(POLL_INTERVAL) => {}
                     () = session.off.cancelled() => return,
                 }
             }
@@ -63,36 +63,36 @@ pub(super) fn serve(session: &Arc<Session>, settings: &HostSettings) {
     );
 }
 
-fn asked(run_dir: &Path) -> Vec<PathBuf> {
+fn pending_requests(run_dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(run_dir).into_iter().flatten().flatten().map(|entry| entry.path());
     entries.filter(|path| path.extension().is_some_and(|extension| extension == "asked")).collect()
 }
 
-async fn answer(session: &Arc<Session>, settings: &HostSettings, ask: &Path) -> Result<()> {
-    let words = fs::read_to_string(ask)?;
-    fs::remove_file(ask)?;
-    let (code, said) = tokio::select! {
-        done = obey(session, settings, words.trim()) => done,
+async fn respond(session: &Arc<PowerSession>, settings: &HostSettings, request: &Path) -> Result<()> {
+    let args = fs::read_to_string(request)?;
+    fs::remove_file(request)?;
+    let (code, output) = tokio::select! {
+        result = execute(session, settings, args.trim()) => result,
         () = session.off.cancelled() => return Ok(()),
     };
-    session.disk.append_log("systemctl", format!("[init] {}: {code}\n", words.trim()).as_bytes())?;
-    let (place, whole) = (ask.with_extension("answer"), ask.with_extension("whole"));
-    fs::write(&whole, format!("{code}\n{said}"))?;
-    Ok(fs::rename(whole, place)?)
+    session.disk.append_log("systemctl", format!("[init] {}: {code}\n", args.trim()).as_bytes())?;
+    let (response, staged) = (request.with_extension("answer"), request.with_extension("whole"));
+    fs::write(&staged, format!("{code}\n{output}"))?;
+    Ok(fs::rename(staged, response)?)
 }
 
-async fn obey(session: &Arc<Session>, settings: &HostSettings, words: &str) -> (i32, String) {
-    let mut words = words.split_whitespace().filter(|word| !word.starts_with("--"));
-    let verb = words.next().unwrap_or_default();
-    let unit = words.next().unwrap_or_default().trim_end_matches(".service");
+async fn execute(session: &Arc<PowerSession>, settings: &HostSettings, args: &str) -> (i32, String) {
+    let mut args = args.split_whitespace().filter(|arg| !arg.starts_with("--"));
+    let verb = args.next().unwrap_or_default();
+    let unit = args.next().unwrap_or_default().trim_end_matches(".service");
     let name = SERVICES.into_iter().find(|name| *name == unit);
     match (verb, name) {
         ("daemon-reload", _) => (0, String::new()),
         ("start", None) if unit.ends_with(".target") => (0, String::new()),
         ("start", None) if unit == "svc-db-backup-request" => {
-            let (session_of_task, settings) = (Arc::clone(session), settings.clone());
+            let (task_session, settings) = (Arc::clone(session), settings.clone());
             session.tasks.spawn_on(
-                async move { back_up(&session_of_task, &settings).await },
+                async move { run_requested_backup(&task_session, &settings).await },
                 crate::runtime::servers(),
             );
             (0, String::new())
@@ -101,9 +101,9 @@ async fn obey(session: &Arc<Session>, settings: &HostSettings, words: &str) -> (
             let running = session.services().get(name).cloned();
             if let Some(running) = running {
                 running.stop.cancel();
-                running.ended().await;
+                running.wait_until_ended().await;
             }
-            match service(session, settings, name).ready().await {
+            match start_service(session, settings, name).wait_until_ready().await {
                 Ok(()) => (0, String::new()),
                 Err(_) => (1, String::new()),
             }
@@ -113,7 +113,7 @@ async fn obey(session: &Arc<Session>, settings: &HostSettings, words: &str) -> (
             let (active, result) = match state {
                 Some(ServiceState::Starting) => ("activating", "success"),
                 Some(ServiceState::Ready) => ("active", "success"),
-                Some(ServiceState::Ended(words)) if is_in_order(&words) => ("inactive", "success"),
+                Some(ServiceState::Ended(reason)) if is_clean_end(&reason) => ("inactive", "success"),
                 Some(ServiceState::Ended(_)) => ("failed", "exit-code"),
                 None => ("inactive", "success"),
             };
@@ -124,8 +124,8 @@ async fn obey(session: &Arc<Session>, settings: &HostSettings, words: &str) -> (
     }
 }
 
-fn is_in_order(words: &str) -> bool {
-    words.contains("was stopped")
-        || words.contains("condition is not met")
-        || words.contains("exit status: 0")
+fn is_clean_end(reason: &str) -> bool {
+    reason.contains("was stopped")
+        || reason.contains("condition is not met")
+        || reason.contains("exit status: 0")
 }

@@ -1,7 +1,7 @@
-//! User-data as cloud-init would act on it: the files that it writes at a machine's first boot.
+//! The part of cloud-init that writes the files of user-data at the first boot.
 //!
-//! Only the JSON form of `#cloud-config` is understood, which is the one that the platform renders. `runcmd` is not run:
-//! what it would start, the init plays itself.
+//! Supports only the JSON form of `#cloud-config`, which the platform renders. `runcmd` is ignored, because the init
+//! performs these steps itself.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -29,12 +29,12 @@ struct WriteFile {
 
 impl UserData {
     pub(super) fn parse(text: &str) -> Result<Self> {
-        let (first, rest) = text.split_once('\n').context("user-data is one line")?;
-        ensure!(first.trim_end() == "#cloud-config", "user-data begins with {first:?}, not #cloud-config");
+        let (first, rest) = text.split_once('\n').context("user-data has only one line")?;
+        ensure!(first.trim_end() == "#cloud-config", "user-data starts with {first:?}, not #cloud-config");
         serde_json::from_str(rest).context("user-data is not JSON")
     }
 
-    /// Writes the files below `root` as they would be below `/`.
+    /// Writes the files below `root` instead of `/`.
     pub(super) fn write_files(&self, root: &Path) -> Result<()> {
         for file in &self.write_files {
             file.write(root).with_context(|| format!("write_files: {}", file.path.display()))?;
@@ -53,16 +53,16 @@ impl WriteFile {
         let content = match self.encoding.as_deref() {
             None | Some("" | "text/plain") => self.content.clone().into_bytes(),
             Some("b64" | "base64") => BASE64_STANDARD.decode(&self.content).context("not base64")?,
-            Some(other) => bail!("encoding {other:?} is not known here"),
+            Some(other) => bail!("encoding {other:?} is not supported"),
         };
         let mode = match self.permissions.as_deref() {
             None => 0o644,
             Some(octal) => u32::from_str_radix(octal.trim_start_matches("0o"), 8).context("permissions")?,
         };
-        let place = root.join(inside);
-        fs::create_dir_all(place.parent().unwrap_or(root))?;
-        fs::write(&place, content)?;
-        fs::set_permissions(&place, Permissions::from_mode(mode))?;
+        let target = root.join(inside);
+        fs::create_dir_all(target.parent().unwrap_or(root))?;
+        fs::write(&target, content)?;
+        fs::set_permissions(&target, Permissions::from_mode(mode))?;
         Ok(())
     }
 }
@@ -71,7 +71,7 @@ impl WriteFile {
 mod tests {
     use super::*;
 
-    fn written(files: &str) -> Result<tempfile::TempDir> {
+    fn write(files: &str) -> Result<tempfile::TempDir> {
         let root = tempfile::tempdir()?;
         UserData::parse(&format!("#cloud-config\n{{\"write_files\": {files}, \"runcmd\": []}}"))?
             .write_files(root.path())?;
@@ -79,8 +79,8 @@ mod tests {
     }
 
     #[test]
-    fn files_land_below_the_root_with_their_mode() {
-        let root = written(
+    fn write_files_creates_files_with_modes() {
+        let root = write(
             r#"[{"path": "/opt/svc/env/host.env", "permissions": "0600", "content": "A=1\n"},
                 {"path": "/etc/x", "encoding": "b64", "content": "AAH/"}]"#,
         )
@@ -92,11 +92,11 @@ mod tests {
     }
 
     #[test]
-    fn what_cloud_init_could_not_use_is_an_error() {
+    fn parse_and_write_refuse_unusable_user_data() {
         assert!(UserData::parse("#!/bin/sh\n{}").is_err());
         assert!(UserData::parse("#cloud-config\nwrite_files: []").is_err());
-        assert!(written(r#"[{"path": "/../etc/passwd", "content": ""}]"#).is_err());
-        assert!(written(r#"[{"path": "etc/passwd", "content": ""}]"#).is_err());
-        assert!(written(r#"[{"path": "/x", "encoding": "gzip", "content": ""}]"#).is_err());
+        assert!(write(r#"[{"path": "/../etc/passwd", "content": ""}]"#).is_err());
+        assert!(write(r#"[{"path": "etc/passwd", "content": ""}]"#).is_err());
+        assert!(write(r#"[{"path": "/x", "encoding": "gzip", "content": ""}]"#).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! The server against the client that the product uses.
+//! The server, tested with the product's client.
 
 use std::sync::Arc;
 
@@ -14,17 +14,17 @@ mod faults;
 mod objects;
 mod sessions;
 
-struct Rig {
+struct Fixture {
     server: Arc<S3Server>,
     client: AmazonS3,
     dir: tempfile::TempDir,
 }
 
-fn rig() -> Result<Rig> {
-    rig_with(|builder| builder.with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() }))
+fn fixture() -> Result<Fixture> {
+    fixture_with(|builder| builder.with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() }))
 }
 
-fn rig_with(adapt: impl FnOnce(AmazonS3Builder) -> AmazonS3Builder) -> Result<Rig> {
+fn fixture_with(adapt: impl FnOnce(AmazonS3Builder) -> AmazonS3Builder) -> Result<Fixture> {
     rustls::crypto::ring::default_provider().install_default().ok();
     let dir = tempfile::tempdir()?;
     let server = Arc::new(S3Server::start(dir.path())?);
@@ -37,10 +37,10 @@ fn rig_with(adapt: impl FnOnce(AmazonS3Builder) -> AmazonS3Builder) -> Result<Ri
         .with_access_key_id(server.access_key())
         .with_secret_access_key(server.secret_key())
         .with_conditional_put(S3ConditionalPut::ETagMatch);
-    Ok(Rig { client: adapt(builder).build()?, server, dir })
+    Ok(Fixture { client: adapt(builder).build()?, server, dir })
 }
 
-impl Rig {
+impl Fixture {
     async fn put_if(
         &self,
         key: &str,
@@ -64,7 +64,7 @@ impl Rig {
     }
 }
 
-/// Bytes that differ everywhere, so that a wrong offset shows.
+/// Non-repeating bytes, so that a wrong offset is detected.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
 }

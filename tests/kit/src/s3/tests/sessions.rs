@@ -1,4 +1,4 @@
-//! STS, and what a session may do: exactly what its policy says, with its token, until its end.
+//! STS and sessions: a session may do exactly what its policy allows, with its token, until it expires.
 
 use std::time::Duration;
 
@@ -16,29 +16,29 @@ const POLICY: &str = r#"{"Version":"2012-10-17","Statement":[
     {"Effect":"Allow","Action":"s3:ListBucket","Resource":"arn:aws:s3:::fleet",
      "Condition":{"StringLike":{"s3:prefix":"u/s/*"}}}]}"#;
 
-async fn ask(
-    rig: &Rig,
-    as_whom: &AwsCredential,
+async fn call_sts(
+    fixture: &Fixture,
+    credential: &AwsCredential,
     service: &str,
     form: &[(&str, &str)],
 ) -> Result<(u16, String)> {
     let form = url::form_urlencoded::Serializer::new(String::new()).extend_pairs(form).finish();
     let mut request = HttpRequest::new(form.into());
     *request.method_mut() = http::Method::POST;
-    *request.uri_mut() = format!("{}/", rig.server.endpoint()).parse()?;
+    *request.uri_mut() = format!("{}/", fixture.server.endpoint()).parse()?;
     request.headers_mut().insert("content-type", "application/x-www-form-urlencoded".parse()?);
-    AwsAuthorizer::new(as_whom, service, "auto").try_authorize(&mut request, None)?;
-    let answer = HttpClient::new(reqwest::Client::new()).execute(request).await?;
-    let status = answer.status().as_u16();
-    Ok((status, String::from_utf8(answer.into_body().bytes().await?.to_vec())?))
+    AwsAuthorizer::new(credential, service, "auto").try_authorize(&mut request, None)?;
+    let response = HttpClient::new(reqwest::Client::new()).execute(request).await?;
+    let status = response.status().as_u16();
+    Ok((status, String::from_utf8(response.into_body().bytes().await?.to_vec())?))
 }
 
-fn owner(rig: &Rig) -> AwsCredential {
-    let key_id = rig.server.access_key().to_owned();
-    AwsCredential { key_id, secret_key: rig.server.secret_key().to_owned(), token: None }
+fn owner(fixture: &Fixture) -> AwsCredential {
+    let key_id = fixture.server.access_key().to_owned();
+    AwsCredential { key_id, secret_key: fixture.server.secret_key().to_owned(), token: None }
 }
 
-fn form<'a>(policy: &'a str, more: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
+fn form<'a>(policy: &'a str, overrides: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
     let mut form = vec![
         ("Action", "AssumeRole"),
         ("Version", "2011-06-15"),
@@ -46,16 +46,16 @@ fn form<'a>(policy: &'a str, more: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a s
         ("RoleSessionName", "svc-1"),
         ("Policy", policy),
     ];
-    form.retain(|(name, _)| more.iter().all(|(other, _)| other != name));
-    form.extend(more);
+    form.retain(|(name, _)| overrides.iter().all(|(other, _)| other != name));
+    form.extend(overrides);
     form
 }
 
-async fn session(rig: &Rig) -> Result<AwsCredential> {
-    let (status, xml) = ask(rig, &owner(rig), "sts", &form(POLICY, &[])).await?;
+async fn session(fixture: &Fixture) -> Result<AwsCredential> {
+    let (status, xml) = call_sts(fixture, &owner(fixture), "sts", &form(POLICY, &[])).await?;
     anyhow::ensure!(status == 200, "{xml}");
     let field = |name: &str| {
-        let after = xml.split_once(&format!("<{name}>")).context("the field")?.1;
+        let after = xml.split_once(&format!("<{name}>")).context("find the field")?.1;
         Ok::<_, anyhow::Error>(after.split('<').next().unwrap_or_default().to_owned())
     };
     Ok(AwsCredential {
@@ -65,31 +65,31 @@ async fn session(rig: &Rig) -> Result<AwsCredential> {
     })
 }
 
-fn client(rig: &Rig, credential: AwsCredential) -> Result<AmazonS3> {
+fn client(fixture: &Fixture, credential: AwsCredential) -> Result<AmazonS3> {
     Ok(AmazonS3Builder::new()
-        .with_endpoint(rig.server.endpoint())
+        .with_endpoint(fixture.server.endpoint())
         .with_allow_http(true)
         .with_bucket_name("fleet")
-        .with_region(rig.server.region())
+        .with_region(fixture.server.region())
         .with_credentials(Arc::new(object_store::StaticCredentialProvider::new(credential)))
         .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
         .build()?)
 }
 
 #[track_caller]
-fn denied<T: std::fmt::Debug>(what: &str, result: &object_store::Result<T>) {
-    // The client has no error of its own for a listing that is denied.
+fn assert_denied<T: std::fmt::Debug>(what: &str, result: &object_store::Result<T>) {
+    // The client has no specific error for a denied listing.
     let text = format!("{result:?}");
     let is_denied = matches!(result, Err(Error::PermissionDenied { .. })) || text.contains("AccessDenied");
     assert!(result.is_err() && is_denied, "{what}: {text}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_session_does_what_its_policy_says_and_nothing_else() -> Result<()> {
-    let rig = rig()?;
-    rig.server.write("fleet", "u/other/secret", "another's");
-    rig.server.write("fleet", "system-bundles/1/x", "bundle");
-    let client = client(&rig, session(&rig).await?)?;
+async fn session_may_do_only_what_its_policy_allows() -> Result<()> {
+    let fixture = fixture()?;
+    fixture.server.write("fleet", "u/other/secret", "another's");
+    fixture.server.write("fleet", "system-bundles/1/x", "bundle");
+    let client = client(&fixture, session(&fixture).await?)?;
     let own = Key::from("u/s/a");
     client.put(&own, "mine".into()).await?;
     assert_eq!(client.get(&own).await?.bytes().await?, "mine");
@@ -104,65 +104,66 @@ async fn a_session_does_what_its_policy_says_and_nothing_else() -> Result<()> {
 
     for other in ["u/other/secret", "u/s2/x", "u/s", "system-bundles/1/x", "x"] {
         let key = Key::from(other);
-        denied(other, &client.get(&key).await);
-        denied(other, &client.head(&key).await);
-        denied(other, &client.put(&key, "x".into()).await);
-        denied(other, &client.put_multipart(&key).await);
-        denied(other, &client.copy(&own, &key).await);
-        denied(other, &client.copy(&key, &own).await);
+        assert_denied(other, &client.get(&key).await);
+        assert_denied(other, &client.head(&key).await);
+        assert_denied(other, &client.put(&key, "x".into()).await);
+        assert_denied(other, &client.put_multipart(&key).await);
+        assert_denied(other, &client.copy(&own, &key).await);
+        assert_denied(other, &client.copy(&key, &own).await);
     }
     for prefix in [None, Some("u"), Some("u/other"), Some("u/s2"), Some("system-bundles")] {
         let prefix = prefix.map(Key::from);
-        denied("list", &client.list(prefix.as_ref()).try_collect::<Vec<_>>().await);
+        assert_denied("list", &client.list(prefix.as_ref()).try_collect::<Vec<_>>().await);
     }
-    denied("delete", &client.delete(&own).await);
-    denied("what is not there", &client.get(&Key::from("u/s/none")).await);
-    assert_eq!(rig.server.read("fleet", "u/s/a").as_deref(), Some(&b"mine"[..]));
-    assert_eq!(rig.server.read("fleet", "u/other/secret").as_deref(), Some(&b"another's"[..]));
+    assert_denied("delete", &client.delete(&own).await);
+    assert_denied("a missing object", &client.get(&Key::from("u/s/none")).await);
+    assert_eq!(fixture.server.read("fleet", "u/s/a").as_deref(), Some(&b"mine"[..]));
+    assert_eq!(fixture.server.read("fleet", "u/other/secret").as_deref(), Some(&b"another's"[..]));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_session_needs_its_token_and_ends() -> Result<()> {
-    let rig = rig()?;
+async fn session_requires_token_and_expires() -> Result<()> {
+    let fixture = fixture()?;
     let key = Key::from("u/s/a");
-    let credential = session(&rig).await?;
+    let credential = session(&fixture).await?;
     let with = |token: Option<String>| AwsCredential {
         key_id: credential.key_id.clone(),
         secret_key: credential.secret_key.clone(),
         token,
     };
     for token in [None, Some("another".to_owned())] {
-        let error = client(&rig, with(token))?.put(&key, "x".into()).await.expect_err("no token").to_string();
+        let error =
+            client(&fixture, with(token))?.put(&key, "x".into()).await.expect_err("no token").to_string();
         assert!(error.contains("InvalidToken"), "{error}");
     }
-    let whole = client(&rig, with(credential.token.clone()))?;
-    whole.put(&key, "x".into()).await?;
+    let valid = client(&fixture, with(credential.token.clone()))?;
+    valid.put(&key, "x".into()).await?;
     let wrong = AwsCredential { secret_key: "wrong".to_owned(), ..with(credential.token.clone()) };
-    let error = client(&rig, wrong)?.put(&key, "x".into()).await.expect_err("wrong secret").to_string();
+    let error = client(&fixture, wrong)?.put(&key, "x".into()).await.expect_err("wrong secret").to_string();
     assert!(error.contains("SignatureDoesNotMatch"), "{error}");
 
-    rig.server.expire_sessions();
-    let error = whole.put(&key, "x".into()).await.expect_err("expired").to_string();
+    fixture.server.expire_sessions();
+    let error = valid.put(&key, "x".into()).await.expect_err("expired").to_string();
     assert!(error.contains("ExpiredToken"), "{error}");
 
-    rig.server.set_session_life(Some(Duration::from_millis(300)));
-    let short = client(&rig, session(&rig).await?)?;
+    fixture.server.set_session_lifetime(Some(Duration::from_millis(300)));
+    let short = client(&fixture, session(&fixture).await?)?;
     short.put(&key, "x".into()).await?;
     tokio::time::sleep(Duration::from_millis(350)).await;
-    short.put(&key, "x".into()).await.expect_err("its short life is over");
+    short.put(&key, "x".into()).await.expect_err("expired");
 
-    rig.server.set_session_life(None);
-    let last = client(&rig, session(&rig).await?)?;
+    fixture.server.set_session_lifetime(None);
+    let last = client(&fixture, session(&fixture).await?)?;
     last.put(&key, "x".into()).await?;
-    assert_eq!(rig.server.revoke_sessions("svc-1"), 3);
-    denied("revoked", &last.put(&key, "x".into()).await);
+    assert_eq!(fixture.server.revoke_sessions("svc-1"), 3);
+    assert_denied("revoked", &last.put(&key, "x".into()).await);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sts_refuses_what_aws_refuses() -> Result<()> {
-    let rig = rig()?;
+async fn sts_refuses_invalid_requests_like_aws() -> Result<()> {
+    let fixture = fixture()?;
     let long = format!(r#"{{"Version":"2012-10-17","Statement":[],"Sid":"{}"}}"#, "x".repeat(2048));
     let cases: [(&[(&str, &str)], &str); 6] = [
         (&[("RoleArn", "short")], "ValidationError"),
@@ -172,18 +173,18 @@ async fn sts_refuses_what_aws_refuses() -> Result<()> {
         (&[("Policy", &long)], "ValidationError"),
         (&[("Action", "GetSessionToken")], "InvalidAction"),
     ];
-    for (more, code) in cases {
-        let (status, xml) = ask(&rig, &owner(&rig), "sts", &form(POLICY, more)).await?;
-        assert!(status == 400 && xml.contains(code), "{more:?}: {status} {xml}");
+    for (overrides, code) in cases {
+        let (status, xml) = call_sts(&fixture, &owner(&fixture), "sts", &form(POLICY, overrides)).await?;
+        assert!(status == 400 && xml.contains(code), "{overrides:?}: {status} {xml}");
     }
-    let wrong = AwsCredential { secret_key: "wrong".to_owned(), ..owner(&rig) };
-    let (status, xml) = ask(&rig, &wrong, "sts", &form(POLICY, &[])).await?;
+    let wrong = AwsCredential { secret_key: "wrong".to_owned(), ..owner(&fixture) };
+    let (status, xml) = call_sts(&fixture, &wrong, "sts", &form(POLICY, &[])).await?;
     assert!(status == 403 && xml.contains("SignatureDoesNotMatch"), "{status} {xml}");
-    let (status, _) = ask(&rig, &owner(&rig), "s3", &form(POLICY, &[])).await?;
-    assert_eq!(status, 403, "a signature for the store is none for STS");
-    let host = session(&rig).await?;
-    let (status, xml) = ask(&rig, &host, "sts", &form(POLICY, &[])).await?;
-    assert!(status == 403 && xml.contains("AccessDenied"), "a host makes no sessions of its own: {xml}");
-    assert_eq!(rig.server.sessions().len(), 1);
+    let (status, _) = call_sts(&fixture, &owner(&fixture), "s3", &form(POLICY, &[])).await?;
+    assert_eq!(status, 403, "a signature for the store is invalid for STS");
+    let host = session(&fixture).await?;
+    let (status, xml) = call_sts(&fixture, &host, "sts", &form(POLICY, &[])).await?;
+    assert!(status == 403 && xml.contains("AccessDenied"), "a host may not create sessions: {xml}");
+    assert_eq!(fixture.server.sessions().len(), 1);
     Ok(())
 }

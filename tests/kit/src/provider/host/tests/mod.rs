@@ -1,4 +1,4 @@
-//! The init on a stand-in for the product's binary: order, gate, readiness, restarts, reports, and that nothing survives.
+//! The init with a stand-in for the product's binary: order, gate, readiness, restarts, reports, and cleanup.
 
 mod boots;
 mod lives;
@@ -19,13 +19,13 @@ use super::super::tests::Api;
 use super::super::{BootState, HostSettings, Power, Simulator, SimulatorOptions};
 use crate::pg::PgBinaries;
 
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 const USER_DATA: &str = "#cloud-config\n{\"write_files\": [{\"path\": \"/opt/svc/env/host.env\", \
     \"permissions\": \"0600\", \"content\": \"SVC_HANDLE=ada\\n\"}], \"runcmd\": []}";
 
-/// One call of the stand-in.
+/// A call of the stand-in.
 #[derive(Debug, Deserialize)]
-struct Called {
+struct StandinCall {
     unit: String,
     args: Vec<String>,
     env: BTreeMap<String, String>,
@@ -33,55 +33,55 @@ struct Called {
     child: Option<i32>,
 }
 
-struct Stage {
+struct Testbed {
     simulator: Simulator,
     api: Api,
-    /// Disks and the stand-in; goes last.
+    /// Disks and the stand-in; dropped last.
     _dir: TempDir,
 }
 
-impl Stage {
-    /// `standin` says how the units end.
-    async fn set(standin: &str) -> Result<Self> {
-        Self::set_with(standin, |_| {}).await
+impl Testbed {
+    /// `standin` defines how the units end.
+    async fn start(standin: &str) -> Result<Self> {
+        Self::start_with(standin, |_| {}).await
     }
 
-    async fn set_with(standin: &str, adjust: impl FnOnce(&mut HostSettings)) -> Result<Self> {
+    async fn start_with(standin: &str, adjust: impl FnOnce(&mut HostSettings)) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let pg = PgBinaries::locate_or_fetch(&crate::fetch::target_dir())?;
         let mut settings = HostSettings::new(script(dir.path())?, pg, dir.path().join("hosts"));
         settings.extra_env.push(("STANDIN".to_owned(), standin.to_owned()));
         adjust(&mut settings);
         let simulator = Simulator::start(SimulatorOptions::process(settings)).await?;
-        let api = Api::of(&simulator);
+        let api = Api::for_simulator(&simulator);
         Ok(Self { simulator, api, _dir: dir })
     }
 
-    /// Makes a server and waits for its boot's end.
+    /// Creates a server and waits for the end of its boot.
     async fn boot(&self, name: &str) -> Result<i64> {
         let id = self.api.create(name, USER_DATA).await?;
         self.simulator.wait_for_power(name, Power::Running).await?;
-        self.simulator.booted(name, LONG).await?;
+        self.simulator.wait_until_booted(name, TIMEOUT).await?;
         Ok(id)
     }
 
-    /// Makes a server whose boot fails; gives the stage and the words.
-    async fn fail(&self, name: &str) -> Result<(String, String)> {
-        ensure!(self.boot(name).await.is_err(), "the boot came through");
+    /// Creates a server whose boot fails; returns the stage and the message.
+    async fn boot_failure(&self, name: &str) -> Result<(String, String)> {
+        ensure!(self.boot(name).await.is_err(), "the boot succeeded");
         match self.simulator.hosts()?.into_iter().find(|host| host.name == name).map(|host| host.boot) {
             Some(BootState::Failed { stage, message }) => Ok((stage, message)),
             other => anyhow::bail!("{other:?}"),
         }
     }
 
-    fn calls(&self, name: &str) -> Result<Vec<Called>> {
+    fn calls(&self, name: &str) -> Result<Vec<StandinCall>> {
         let log = fs::read_to_string(self.simulator.disk(name)?.join("calls.jsonl"))?;
         Ok(log.lines().map(serde_json::from_str).collect::<Result<_, _>>()?)
     }
 
     /// `unit args…` of each call.
     fn order(&self, name: &str) -> Result<Vec<String>> {
-        let line = |call: Called| [vec![call.unit], call.args].concat().join(" ");
+        let line = |call: StandinCall| [vec![call.unit], call.args].concat().join(" ");
         Ok(self.calls(name)?.into_iter().map(line).collect())
     }
 
@@ -90,13 +90,13 @@ impl Stage {
     }
 }
 
-/// The stand-in as an executable that needs no environment to start.
+/// Writes the stand-in as an executable that needs no environment.
 fn script(dir: &Path) -> Result<PathBuf> {
     static PYTHON: OnceLock<String> = OnceLock::new();
     let python = PYTHON.get_or_init(|| {
-        let mut ask = Command::new("python3");
-        ask.args(["-c", "import sys; print(sys.executable)"]);
-        crate::child::run(ask, LONG).map(|path| path.trim().to_owned()).unwrap_or_default()
+        let mut find = Command::new("python3");
+        find.args(["-c", "import sys; print(sys.executable)"]);
+        crate::child::run(find, TIMEOUT).map(|path| path.trim().to_owned()).unwrap_or_default()
     });
     ensure!(!python.is_empty(), "python3 is needed for this test");
     let path = dir.join("svc");
@@ -105,17 +105,17 @@ fn script(dir: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-async fn until(what: &str, mut holds: impl FnMut() -> bool) -> Result<()> {
-    let end = Instant::now() + LONG;
-    while !holds() {
-        ensure!(Instant::now() < end, "waited in vain: {what}");
+async fn wait_for(what: &str, mut condition: impl FnMut() -> bool) -> Result<()> {
+    let deadline = Instant::now() + TIMEOUT;
+    while !condition() {
+        ensure!(Instant::now() < deadline, "timeout: {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
 }
 
 fn is_running(pid: i32) -> bool {
-    // A zombie has ended.
+    // A zombie counts as ended.
     fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim_start().starts_with('Z'))
 }
@@ -133,9 +133,9 @@ async fn query(url: &str, sql: &str) -> Result<String> {
     Ok(value.unwrap_or_default())
 }
 
-/// The URL that the init wrote for the applets.
-fn database_url(stage: &Stage, name: &str) -> Result<String> {
-    let env = fs::read_to_string(stage.file(name, "opt/svc/env/host.env")?)?;
+/// The database URL that the init wrote.
+fn database_url(testbed: &Testbed, name: &str) -> Result<String> {
+    let env = fs::read_to_string(testbed.file(name, "opt/svc/env/host.env")?)?;
     let url = env.lines().find_map(|line| line.strip_prefix("DATABASE_URL="));
     url.map(str::to_owned).context("no DATABASE_URL in host.env")
 }

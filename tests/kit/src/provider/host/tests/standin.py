@@ -1,8 +1,8 @@
-"""Stands in for the product's binary: each call is a line of calls.jsonl; what it does is told by $STANDIN.
+"""A stand-in for the product's binary: records each call in calls.jsonl, and behaves as defined in $STANDIN.
 
-STANDIN is JSON: {unit: [how its first call ends, its second, …, all further]}, where a number is an exit code,
-"serve" says READY=1 and waits for SIGTERM, "hang" waits without it, "serve:N" is ready and then exits with N, and
-"skip" exits with 0 without having done anything. `svc-register stage` is no such call: it is a line of `stages`.
+STANDIN is JSON: {unit: [behaviour of its first call, its second, …, all further]}, where a number is an exit code,
+"serve" sends READY=1 and waits for SIGTERM, "hang" waits without it, "serve:N" is ready and then exits with N, and
+"skip" exits with 0 without doing anything. `svc-register stage` is not recorded as a call, but in `stages`.
 """
 import json, os, signal, socket, subprocess, sys, time
 
@@ -11,7 +11,7 @@ args = sys.argv[1:]
 if name == "svc":
     name, args = args[0], args[1:]
 if args == ["install-apps"]:
-    # Another unit's, of the same program.
+    # The same program runs as another unit.
     name = "svc-apps"
 root = os.environ["SVC_ROOT"]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -19,7 +19,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if name == "svc-register" and args[:1] == ["stage"]:
     with open(f"{root}/stages", "a") as log:
         log.write(args[1] + "\n")
-    # It may fail: nobody may mind.
+    # The init ignores this failure.
     sys.exit(69)
 
 try:
@@ -33,7 +33,7 @@ end = ends[min(before, len(ends) - 1)] if ends else "serve" if name in services 
 
 child = None
 if end == "serve":
-    # What a service starts dies with it.
+    # Dies with the service.
     child = subprocess.Popen(["sleep", "600"]).pid
 env = {key: value for key, value in os.environ.items()}
 with open(f"{root}/calls.jsonl", "a") as log:
