@@ -11,7 +11,7 @@ use svc::http::proof::{Claims, Route};
 use svc::machine::id::MachineId;
 
 use super::host::{Host, Machine, USER, signer, unique};
-use crate::contract::{self, Contract, Reply, Side, Stranger, right_body, right_call, variants, wrong_ways};
+use crate::contract::{self, Contract, Reply, Side, WrongCredential, valid_body, valid_call, variants, assert_refuses_wrong_calls};
 
 const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
 const NOWHERE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
@@ -108,7 +108,7 @@ impl World {
 }
 
 impl Side for World {
-    const SCHEMA_IS_ALL: bool = false;
+    const SCHEMA_IS_COMPLETE: bool = false;
 
     fn contract(&self) -> &'static Contract {
         contract::gateway()
@@ -118,7 +118,7 @@ impl Side for World {
         self.path_of(operation, &self.slug)
     }
 
-    fn largest_body(&self, operation: &Operation) -> usize {
+    fn max_body_bytes(&self, operation: &Operation) -> usize {
         match operation.id {
             "query" => 1024 * 1024,
             "dispatch" => 2 * 1024 * 1024,
@@ -137,11 +137,11 @@ impl Side for World {
         }
     }
 
-    fn strangers(&self, operation: &Operation) -> Vec<Stranger> {
+    fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let (path, method) = (self.path(operation), &operation.method);
         let mine = operation.credentials[0].name;
-        let refused = |what, request| Stranger { what, request, status: 401, code: "unauthorized" };
-        let forbidden = |what, request| Stranger { what, request, status: 403, code: "forbidden" };
+        let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
+        let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
         let bare = || self.host.bare(method.clone(), &path);
         let signed = |change: fn(&mut Claims)| {
             let mut claims = self.claims(mine, method, &path);
@@ -224,7 +224,7 @@ async fn own_database() -> PgServer {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_document_is_whole_and_told_to_whoever_may_call_it() {
     let world = World::start(NOWHERE).await;
-    contract::assert_whole(contract::gateway());
+    contract::assert_document_is_valid(contract::gateway());
     for caller in ["owner", "app", "admin"] {
         let told = world.send(world.by(caller, &Method::GET, "/api/bridge/openapi.json")).await;
         assert_eq!((told.status, &told.body), (200, &description()), "{caller}");
@@ -239,13 +239,13 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         "sizeBytes": null, "sha256": null, "durationMs": 5, "error": "x" });
     world.host.machine.write("home/svc/home/system/logs/backup.jsonl", &format!("{line}\n")).unwrap();
     for operation in operations().filter(|operation| operation.id != "query") {
-        let answer = world.send(right_call(&world, operation)).await;
+        let answer = world.send(valid_call(&world, operation)).await;
         assert!(answer.status < 400, "{}: {answer:?}", operation.id);
     }
     let row = json!({ "action": "insert", "app": world.slug, "table": "notes", "data": { "id": ROW } });
     assert_eq!(world.send(world.query(&row)).await.status, 201);
     for schema in variants(&named("query").body.unwrap()()) {
-        let body = right_body(&world, named("query"), &schema);
+        let body = valid_body(&world, named("query"), &schema);
         let answer = world.send(world.query(&body)).await;
         assert!(answer.status < 300, "{body}: {answer:?}");
     }
@@ -256,7 +256,7 @@ async fn every_code_that_a_route_names_is_seen() {
     let database = own_database().await;
     let world = World::with_app(&database.url("svc")).await;
     for operation in operations() {
-        wrong_ways(&world, operation).await;
+        assert_refuses_wrong_calls(&world, operation).await;
     }
     writers(&world).await;
     names(&world).await;
@@ -460,7 +460,7 @@ async fn unverifiable(world: &World) {
 
 async fn without_database(world: &World, kept: &[&str]) {
     for operation in operations() {
-        let answer = world.send(right_call(world, operation)).await;
+        let answer = world.send(valid_call(world, operation)).await;
         let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
             "ready" => assert_eq!(answer.status, 503),

@@ -11,7 +11,7 @@ use svc::platform::router::ROUTES;
 
 use super::machine::TestMachine;
 use super::world::{APP, CODE, World, read};
-use crate::contract::{self, Contract, Reply, Side, Stranger, right_call, wrong_ways};
+use crate::contract::{self, Contract, Reply, Side, WrongCredential, valid_call, assert_refuses_wrong_calls};
 
 /// Of a code session's beginning, in the browser that began it.
 const STATE: &str = "svc_code_state=s";
@@ -57,7 +57,7 @@ impl Side for Visited {
         operation.path.to_owned()
     }
 
-    fn largest_body(&self, _: &Operation) -> usize {
+    fn max_body_bytes(&self, _: &Operation) -> usize {
         64 * 1024
     }
 
@@ -70,10 +70,10 @@ impl Side for Visited {
         self.bare(operation, operation.method.clone(), path).header("cookie", cookie)
     }
 
-    fn strangers(&self, operation: &Operation) -> Vec<Stranger> {
+    fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let call = || self.bare(operation, operation.method.clone(), operation.path);
-        let refused = |what, request| Stranger { what, request, status: 401, code: "unauthorized" };
-        let forbidden = |what, request| Stranger { what, request, status: 403, code: "forbidden" };
+        let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
+        let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
         let minted = |options: MintOptions| self.world.idp.mint("user_1", &options);
         let forged = minted(MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
         let old = minted(MintOptions { ttl: -120, ..MintOptions::default() });
@@ -97,7 +97,7 @@ impl Side for Visited {
         all
     }
 
-    fn takes_others(&self, operation: &Operation) -> bool {
+    fn allows_unknown_query(&self, operation: &Operation) -> bool {
         ["handOverSession", "takeSession"].contains(&operation.id)
     }
 
@@ -126,7 +126,7 @@ fn named(id: &str) -> &'static Operation {
 async fn every_code_that_a_route_names_is_seen() -> Result<()> {
     let visited = Visited::start().await?;
     for operation in operations() {
-        wrong_ways(&visited, operation).await;
+        assert_refuses_wrong_calls(&visited, operation).await;
     }
     what_is_known(&visited).await;
     without_a_machine(&visited).await?;
@@ -144,11 +144,11 @@ async fn every_code_that_a_route_names_is_seen() -> Result<()> {
 async fn a_right_call_of_every_route_is_answered_as_described() -> Result<()> {
     let visited = Visited::start().await?;
     for id in ["listOwnSlots", "chooseSlot", "mintAppToken", "signOut"] {
-        let answer = visited.send(right_call(&visited, named(id))).await;
+        let answer = visited.send(valid_call(&visited, named(id))).await;
         assert!(answer.status < 300, "{id}: {answer:?}");
     }
     let visited = Visited::start().await?;
-    let settled = visited.send(right_call(&visited, named("chooseAccount"))).await;
+    let settled = visited.send(valid_call(&visited, named("chooseAccount"))).await;
     assert_eq!(settled.status, 303, "{settled:?}");
     let hand_over = format!("{}?state=s", named("handOverSession").path);
     let handed = visited.send(visited.known(named("handOverSession"), &hand_over)).await;

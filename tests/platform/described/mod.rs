@@ -13,7 +13,7 @@ use svc::platform::operators::Scope;
 
 use super::deploy;
 use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
-use crate::contract::{self, Contract, Side, Stranger, right_call, wrong_ways};
+use crate::contract::{self, Contract, Side, WrongCredential, valid_call, assert_refuses_wrong_calls};
 
 /// A platform with a machine that runs and one that waits for its registration.
 struct World {
@@ -103,7 +103,7 @@ impl Side for World {
         }
     }
 
-    fn largest_body(&self, _: &Operation) -> usize {
+    fn max_body_bytes(&self, _: &Operation) -> usize {
         64 << 10
     }
 
@@ -119,7 +119,7 @@ impl Side for World {
         }
     }
 
-    fn strangers(&self, operation: &Operation) -> Vec<Stranger> {
+    fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let code = if takes(operation, "registration") { "registration_rejected" } else { "unauthorized" };
         let bare = |path: &str| self.bare(operation, operation.method.clone(), path);
         let call = || bare(&self.path(operation));
@@ -138,16 +138,16 @@ impl Side for World {
         tokens.push(("a token that is cut", cut));
         let with = |(what, token): (&'static str, &str)| {
             let request = call().bearer_auth(token);
-            Stranger { what, request, status: 401, code }
+            WrongCredential { what, request, status: 401, code }
         };
-        let mut all: Vec<Stranger> = tokens.into_iter().map(with).collect();
-        let of = |what, request| Stranger { what, request, status: 401, code };
+        let mut all: Vec<WrongCredential> = tokens.into_iter().map(with).collect();
+        let of = |what, request| WrongCredential { what, request, status: 401, code };
         all.push(of("nobody", call()));
         all.push(of("another scheme", call().header("authorization", "Basic b3A6eA==")));
         let endpoint = ENDPOINTS.iter().find(|endpoint| endpoint.operation.id == operation.id).unwrap();
         if let Some(scopes) = endpoint.access.scopes() {
             let lacking = self.operators.iter().filter(|(scope, _)| !scopes.contains(scope));
-            all.extend(lacking.map(|(scope, token)| Stranger {
+            all.extend(lacking.map(|(scope, token)| WrongCredential {
                 what: scope.as_str(),
                 request: call().bearer_auth(token),
                 status: 403,
@@ -156,7 +156,7 @@ impl Side for World {
         }
         if takes(operation, "host") && operation.path.contains("{id}") {
             let another = bare(&self.path_of(operation, &self.waits.machine)).bearer_auth(self.token("host"));
-            all.push(Stranger { what: "another host", request: another, status: 403, code: "forbidden" });
+            all.push(WrongCredential { what: "another host", request: another, status: 403, code: "forbidden" });
         }
         all
     }
@@ -212,14 +212,14 @@ async fn the_document_is_served_and_whole() {
     let process = stack.platform();
     let served = stack.send(stack.request(&process, Method::GET, "/openapi.json")).await;
     assert_eq!((served.status, &served.body), (200, &description()));
-    contract::assert_whole(contract::platform());
+    contract::assert_document_is_valid(contract::platform());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_route_refuses_what_is_wrong_and_in_order() {
     let world = World::start(&[]).await;
     for operation in operations() {
-        wrong_ways(&world, operation).await;
+        assert_refuses_wrong_calls(&world, operation).await;
         ids(&world, operation).await;
     }
     world
@@ -234,7 +234,7 @@ async fn ids(world: &World, operation: &Operation) {
     }
     let call = |id: &str| {
         let call = world.known(operation, &world.path_of(operation, id));
-        match right_call(world, operation).build().unwrap().body().and_then(reqwest::Body::as_bytes) {
+        match valid_call(world, operation).build().unwrap().body().and_then(reqwest::Body::as_bytes) {
             Some(body) => call.header("content-type", "application/json").body(body.to_vec()),
             None => call,
         }
@@ -270,7 +270,7 @@ async fn without_its_database_every_route_that_needs_it_says_so() {
 
 async fn without_database(world: &World) {
     for operation in operations() {
-        let answer = world.send(right_call(world, operation)).await;
+        let answer = world.send(valid_call(world, operation)).await;
         let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
             // An operator's bundle needs the store alone.
@@ -317,7 +317,7 @@ async fn without_store(world: &World) {
                 let body = json!({"idpUserId": "user_3", "handle": "third"});
                 world.known(operation, operation.path).json(&body)
             }
-            _ => right_call(world, operation),
+            _ => valid_call(world, operation),
         };
         world.send(request).await.assert_problem(503, "store_unavailable");
         tried += 1;
@@ -339,7 +339,7 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         _ => 0,
     });
     for operation in all {
-        let answer = world.send(right_call(&world, operation)).await;
+        let answer = world.send(valid_call(&world, operation)).await;
         // The host of a record does not answer, and it has no snapshot.
         let refused = match operation.id {
             "backUp" | "drill" | "getUsage" => Some((502, "host_unreachable")),

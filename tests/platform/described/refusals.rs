@@ -10,7 +10,7 @@ use svc::http::openapi::Operation;
 use super::super::internal_host;
 use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{World, ids, operations};
-use crate::contract::{Side, right_call, wrong_ways};
+use crate::contract::{Side, valid_call, assert_refuses_wrong_calls};
 
 /// What takes more than one request to provoke: where it is tried instead, or why it is not.
 const EXCUSED: [(&str, &str); 3] = [
@@ -58,7 +58,7 @@ async fn every_code_that_a_route_names_is_seen() {
     let database = super::own_database().await;
     let world = World::start(&[("PLATFORM_DATABASE_URL", &database.url("svc"))]).await;
     for operation in operations() {
-        wrong_ways(&world, operation).await;
+        assert_refuses_wrong_calls(&world, operation).await;
         ids(&world, operation).await;
     }
     let mut rows = Rows { world: &world };
@@ -201,11 +201,11 @@ async fn keys(rows: &mut Rows<'_>) {
                 let other = json!({"idpUserId": "user_keys", "plan": "max", "status": "active"});
                 world.ask(Method::PUT, "/vps/slots", &other)
             }
-            _ => right_call(world, operation),
+            _ => valid_call(world, operation),
         };
         rows.row(other.header("idempotency-key", &key), 422, "idempotency_mismatch").await;
         for bad in ["", &"x".repeat(256), "a\tb"] {
-            let call = right_call(world, operation).header("idempotency-key", bad);
+            let call = valid_call(world, operation).header("idempotency-key", bad);
             rows.row(call, 400, "invalid_request").await;
         }
     }
@@ -363,5 +363,5 @@ async fn ends(rows: &mut Rows<'_>) {
     }
     rows.row(world.ask(Method::DELETE, &format!("/vps/{runs}"), &Value::Null), 409, "invalid_state").await;
     let failure = operations().find(|operation| operation.id == "reportBootFailure").unwrap();
-    rows.row(right_call(world, failure), 409, "invalid_state").await;
+    rows.row(valid_call(world, failure), 409, "invalid_state").await;
 }
