@@ -1,5 +1,5 @@
-//! `svcctl` against a real platform where data is at stake: what it says of copies, how an operation asks, and every way
-//! back. Servers are records of the simulator; the test plays their hosts.
+//! `svcctl` against a real platform when data is at risk: its output about copies, the questions of operations, and
+//! every way to undo. Servers are records of the simulator; the test plays their hosts.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -22,7 +22,7 @@ const HANDLE: &str = "h-user-1";
 struct Operator {
     stack: Stack,
     process: Process,
-    /// The epoch that each machine was last given.
+    /// The latest epoch that each machine received.
     epochs: Mutex<BTreeMap<String, Value>>,
 }
 
@@ -40,12 +40,12 @@ impl Operator {
         Self { stack, process, epochs: Mutex::default() }
     }
 
-    /// What it prints on both streams while hosts live; it must end with `code`.
+    /// Runs `svcctl` while hosts respond, and returns both of its output streams. It must exit with `code`.
     async fn does(&self, code: i32, args: &[&str]) -> String {
         let env = [("PLATFORM_PUBLIC_URL", self.process.base.as_str()), ("PLATFORM_SECRET", SECRET)];
         let output = tokio::select! {
             output = svcctl(args, &env) => output,
-            () = self.play_hosts() => unreachable!("hosts live on"),
+            () = self.run_hosts() => unreachable!("the hosts never stop"),
         };
         let said =
             format!("{}{}", String::from_utf8_lossy(&output.stderr), String::from_utf8_lossy(&output.stdout));
@@ -58,19 +58,19 @@ impl Operator {
         serde_json::from_str(&self.does(0, &args).await).unwrap()
     }
 
-    /// Each server that is switched on registers, and beats under the epoch that it was last given.
-    async fn play_hosts(&self) {
+    /// Every running server registers, and sends heartbeats under its latest epoch.
+    async fn run_hosts(&self) {
         loop {
             for server in self.stack.provider.servers() {
                 if server.status == Power::Running {
-                    self.live(&Guest::of(&server)).await;
+                    self.send_heartbeat(&Guest::of(&server)).await;
                 }
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
 
-    async fn live(&self, guest: &Guest) {
+    async fn send_heartbeat(&self, guest: &Guest) {
         let record = self.stack.get(&self.process, &format!("/vps/{}", guest.machine)).await.body;
         if matches!(record["status"].as_str(), Some("provisioning" | "recovering")) {
             self.stack.register(&self.process, guest).await;
@@ -87,12 +87,12 @@ impl Operator {
         }
     }
 
-    /// A running machine; no host answers on its address.
+    /// A running machine; no host responds at its address.
     async fn running(&self) -> Guest {
         self.stack.running(&self.process, USER).await
     }
 
-    /// A running machine whose host answers every internal call with `status`.
+    /// A running machine whose host responds to every internal call with `status`.
     async fn running_with_host(&self, status: StatusCode) -> (Guest, PlayedHost) {
         let made = self.stack.provision(&self.process, USER).await;
         let guest = self.stack.guest(&self.process, made["machineId"].as_str().unwrap()).await;
@@ -114,7 +114,7 @@ impl Operator {
         self.stack.provider.server_by_name(&format!("svc-{machine}")).is_some()
     }
 
-    async fn server_goes(&self, machine: &str) {
+    async fn wait_for_server_deletion(&self, machine: &str) {
         let gone = || async { (!self.has_server(machine)).then_some(()) };
         self.stack.eventually("its server is deleted", gone).await;
     }
@@ -135,7 +135,7 @@ fn has(said: &str, parts: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn delete_of_silent_host_is_told_undone_and_discarded() {
+async fn delete_of_silent_host_can_be_undone_and_discarded() {
     let operator = Operator::start(&[]).await;
     let guest = operator.running().await;
     let id = guest.machine.as_str();
@@ -155,7 +155,7 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     let again = operator.does(0, &["undelete", HANDLE]).await;
     has(&again, &["the deletion had already been undone; nothing was changed", "status     running"]);
 
-    // Its host cannot be called: what it was written since its registration is on its server alone.
+    // Its host is unreachable: the data written since its registration exists only on its server.
     let answer = operator.json(&["delete", HANDLE, "--yes"]).await;
     assert!(answer["undeletableUntil"].is_string() && answer["newestSnapshotSource"] == "store", "{answer}");
     let operation = answer["operationId"].as_str().unwrap();
@@ -177,7 +177,7 @@ async fn delete_of_silent_host_is_told_undone_and_discarded() {
     assert!(operator.has_server(id), "a refusal deletes nothing");
 
     operator.does(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
-    operator.server_goes(id).await;
+    operator.wait_for_server_deletion(id).await;
     let said = operator.does(65, &["undelete", id]).await;
     has(&said, &["invalid_state", "Its server is deleted", "next: "]);
     has(&operator.does(65, &["undelete", HANDLE]).await, &["no server of h-user-1 is kept", "next: "]);
@@ -210,7 +210,7 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     let said = operator.does(75, &["operation", "continue", &operation, "--wait=60"]).await;
     has(&said, &["the recovery waits for your decision", "its host is asked for the last backup again"]);
-    // For programs the question is in the failure, and the exit says that nothing is over.
+    // For programs the question is part of the failure, and the exit code says that the operation is not over.
     let shown = operator.does(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let shown: Value = serde_json::from_str(shown.lines().last().unwrap()).unwrap();
     assert_eq!(shown["exit"], 75, "{shown}");
@@ -229,7 +229,7 @@ async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
     assert!(!said.contains("svcctl recover"), "{said}");
 }
 
-/// A machine whose server is gone, and which stored a snapshot in an outage that no pointer names.
+/// A machine whose server is lost. An outage session stored a snapshot that no pointer names.
 async fn lost_after_outage(operator: &Operator) -> (Guest, String) {
     let guest = operator.running().await;
     let (old, new) = ("2026-01-02T03:45:03.000Z", "2026-01-02T04:00:15.000Z");
@@ -246,7 +246,7 @@ async fn lost_after_outage(operator: &Operator) -> (Guest, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_asks_which_snapshot_where_an_outage_left_newer() {
+async fn recovery_asks_which_snapshot_after_an_outage_session() {
     let operator = Operator::start(&[]).await;
     let (guest, newer) = lost_after_outage(&operator).await;
     has(&operator.does(0, &["status", HANDLE]).await, &["newer one", &newer]);
@@ -281,7 +281,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
     operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
-    // Nothing has changed: it asks again.
+    // Nothing has changed, so it asks again.
     operator.does(75, &["operation", "continue", &operation, "--wait=60"]).await;
     operator.does(0, &["operation", "continue", &operation, "--accept-loss", "--wait=60"]).await;
     has(&operator.does(0, &["operation", &operation]).await, &[&newer, "is not restored"]);
@@ -291,7 +291,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
         &["status       running", "unrestored", "2026-01-02 04:00:15 UTC", &format!("--snapshot {newer}`")],
     );
 
-    // Lost before its first backup: what was not restored to it is asked about again.
+    // Lost before its first backup: it asks again about the snapshot that was not restored.
     let server = operator.stack.provider.servers().pop().unwrap();
     operator.stack.provider.vanish_server(&server.name).await.unwrap();
     let said = operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
@@ -299,7 +299,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_during_a_recovery_names_both_machines_and_asks() {
+async fn deletion_during_recovery_names_both_machines_and_asks() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     let old = guest.machine.as_str();
@@ -325,7 +325,7 @@ async fn deletion_during_a_recovery_names_both_machines_and_asks() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn accepted_loss_lets_recovery_go_ahead_and_keeps_old_server() {
+async fn accepted_loss_continues_recovery_and_keeps_old_server() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     operator.stack.snapshot(USER);
@@ -338,7 +338,7 @@ async fn accepted_loss_lets_recovery_go_ahead_and_keeps_old_server() {
     has(&status, &["status       running", &format!("of replaced machine {}: kept until ", guest.machine)]);
     assert!(operator.has_server(&guest.machine));
     operator.does(0, &["discard", &guest.machine, "--yes"]).await;
-    operator.server_goes(&guest.machine).await;
+    operator.wait_for_server_deletion(&guest.machine).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -365,14 +365,14 @@ async fn failed_recovery_names_machine_that_has_the_slot() {
         (said.contains("status       running") && said.contains(&guest.machine)).then_some(())
     };
     operator.stack.eventually("the old machine serves again", serves).await;
-    operator.server_goes(&new.machine).await;
+    operator.wait_for_server_deletion(&new.machine).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_fail_is_taken_back_by_resume() {
+async fn resume_undoes_a_mistaken_fail() {
     let operator = Operator::start(&[]).await;
     let guest = operator.running().await;
-    operator.live(&guest).await;
+    operator.send_heartbeat(&guest).await;
     let said = operator.does(0, &["fail", HANDLE, "--reason", "a wrong alarm", "--yes"]).await;
     has(&said, &["status       failed", &format!("svcctl resume {}", guest.machine)]);
     has(&operator.does(0, &["resume", HANDLE]).await, &["status       running"]);

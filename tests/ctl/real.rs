@@ -1,4 +1,4 @@
-//! `svcctl` against the real parts: a person's day, from the first bundle to the end of a machine.
+//! `svcctl` against real components: an operator's day, from the first bundle to the deletion of a machine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,12 +10,12 @@ use serde_json::Value;
 struct Operator(Stack);
 
 impl Operator {
-    /// What it prints on both streams; it must end with `code`.
+    /// Runs `svcctl` and returns both of its output streams. It must exit with `code`.
     async fn does(&self, code: i32, args: &[&str]) -> String {
         let run = self.0.svcctl(args).await.unwrap();
         let said = format!("{}{}", run.stderr, run.stdout);
         assert_eq!(run.code, Some(code), "{args:?}: {said}");
-        assert!(!said.contains('\x1b'), "{args:?} is coloured, and no terminal is there: {said:?}");
+        assert!(!said.contains('\x1b'), "{args:?} is coloured without a terminal: {said:?}");
         said
     }
 
@@ -33,13 +33,13 @@ fn has(said: &str, parts: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_persons_day() {
+async fn operator_runs_a_machine_from_bundle_to_deletion() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
     kit::child::remove_with_us(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::up(svc, dir.path(), Front::Plain).await.unwrap().0);
 
-    // Each refusal says what to do; following it leads to a machine.
+    // Each refusal names the next step; following the steps leads to a running machine.
     has(&operator.does(0, &["list"]).await, &["no machines"]);
     let said = operator.does(65, &["provision", "user_1", "--handle", "ada"]).await;
     has(&said, &["subscription_required", "next: `svcctl slot set"]);
@@ -58,40 +58,40 @@ async fn a_persons_day() {
         stages.iter().map(|stage| said.find(stage).unwrap_or_else(|| panic!("{stage}: {said}"))).collect();
     assert!(at.is_sorted(), "{said}");
     has(&said, &["create_server  done", "await_registration  succeeded", "status       running"]);
-    // Its first heartbeat comes a moment after it is registered.
-    let heard = async || {
+    // The first heartbeat arrives shortly after the registration.
+    let heartbeat_listed = async || {
         let listed = operator.does(0, &["list", "--status", "running"]).await;
         anyhow::ensure!(listed.contains("ago"), "no heartbeat in {listed}");
         Ok(listed)
     };
     let listed =
-        kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heard).await.unwrap();
+        kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heartbeat_listed).await.unwrap();
     has(&listed, &["ada", "user_1", "cpx22", "ago"]);
     has(&operator.does(0, &["status", "ada"]).await, &["gateway ok, database ok", "boot ", "register 0."]);
 
     has(&operator.does(0, &["backup", "list", "ada"]).await, &["no backups"]);
     has(&operator.does(0, &["backup", "now", "ada", "--wait=120"]).await, &["system/db/snapshots/", "KiB"]);
     has(&operator.does(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
-    a_snapshot_is_read(&operator, dir.path()).await;
+    verify_and_download_snapshot(&operator, dir.path()).await;
     has(
         &operator.does(0, &["backup", "drill", "ada", "--wait=120"]).await,
         &["drill   success", "key     system/db"],
     );
-    a_damaged_one_fails_its_drill(&operator).await;
+    damaged_snapshot_fails_its_drill(&operator).await;
 
     let said = operator.does(77, &["resize", "ada", "cpx52", "--yes"]).await;
     has(&said, &["server_type_not_allowed", "next: "]);
     has(&operator.does(64, &["resize", "ada", "cpx32"]).await, &["--yes"]);
     let said = operator.does(0, &["resize", "ada", "cpx32", "--yes", "--wait=200"]).await;
     has(&said, &["change_type  done", "type         cpx32", "status       running"]);
-    assert!(!said.contains("boot: "), "a boot of before is told as if it were this one's: {said}");
+    assert!(!said.contains("boot: "), "an earlier boot is shown: {said}");
 
     let fleet = operator.json(&["fleet"]).await;
     assert_eq!(
         (&fleet["totals"]["machines"], &fleet["totals"]["byStatus"]["running"]),
         (&1.into(), &1.into())
     );
-    // By the heartbeat of a real agent, which has it from the real updater.
+    // Reported by the heartbeat of a real agent, which reads it from the real updater.
     let keys = operator.json(&["bundle", "keys"]).await;
     assert_eq!((&keys["keys"][0]["trusting"], &keys["notReporting"]), (&1.into(), &0.into()), "{keys}");
     let id = keys["keys"][0]["keyId"].as_str().unwrap();
@@ -122,9 +122,9 @@ async fn a_persons_day() {
     operator.0.down().await;
 }
 
-/// A boot that fails is read from the operator's seat: where, why in the host's own words, and what to do.
+/// `svcctl` shows a failed boot completely: its stage, the host's own message, and the next step.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
+async fn failed_boot_shows_its_stage_and_the_host_message() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
     kit::child::remove_with_us(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
@@ -141,7 +141,7 @@ async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
     operator.0.down().await;
 }
 
-async fn a_damaged_one_fails_its_drill(operator: &Operator) {
+async fn damaged_snapshot_fails_its_drill(operator: &Operator) {
     let told = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
     let object = format!("user_1/primary/{}", told["key"].as_str().unwrap());
     let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
@@ -153,8 +153,8 @@ async fn a_damaged_one_fails_its_drill(operator: &Operator) {
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }
 
-/// Verified, downloaded, gone on with, and found to be damaged.
-async fn a_snapshot_is_read(operator: &Operator, dir: &Path) {
+/// Verifies and downloads a snapshot, resumes a download, and detects a damaged object.
+async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let whole = ["system/db/snapshots/", "every byte is as it was written"];
     has(&operator.does(0, &["backup", "verify", "ada"]).await, &whole);
     let told = operator.json(&["backup", "verify", "ada"]).await;
@@ -165,7 +165,7 @@ async fn a_snapshot_is_read(operator: &Operator, dir: &Path) {
 
     let file = dir.join("ada.dump");
     let into = file.to_str().unwrap();
-    // What an interrupted download left.
+    // An interrupted download.
     let partial = dir.join("ada.dump.partial");
     std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
     has(&operator.does(0, &["backup", "download", "ada", name, "--output", into]).await, &["file", into]);

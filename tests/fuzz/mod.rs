@@ -1,10 +1,10 @@
-//! Parsers of what comes from outside, given documents that somebody has changed: none of them panics, and none accepts what
-//! is outside the rules.
+//! Parsers of untrusted input, run on mutated documents: none of them panics, and none accepts a document that
+//! violates its rules.
 //!
-//! A [`Target`] is a parser with its rules, which `cargo xtask fuzz` plays by libFuzzer, too. Valid documents are made and then
-//! mutated, because random bytes are refused at their first. What once broke a rule is kept below `tests/corpus/<target>`, and
-//! is always played again. The short form plays a few cases for every change, the long one (`cargo xtask test --long`) for a
-//! minute by the clock.
+//! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
+//! generated and then mutated, because random bytes are refused at the first check. Inputs that once violated a rule
+//! are kept below `tests/corpus/<target>` and are always replayed. The short form runs a few cases on every change;
+//! the long form (`cargo xtask test --long`) runs for a minute.
 
 mod mutation;
 mod parsers;
@@ -21,11 +21,11 @@ use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 use mutation::{Mutation, mutate};
 use parsers::Target;
 
-const LONG: Duration = Duration::from_secs(60);
-/// Of a round of the long form: the clock is looked at in between.
-const ROUND: u32 = 400;
+const LONG_DURATION: Duration = Duration::from_secs(60);
+/// The deadline of the long form is checked between rounds.
+const CASES_PER_ROUND: u32 = 400;
 
-/// What is given to the parser: a valid document as it is, or changed.
+/// The input of a parser: a valid document, and the mutations to apply.
 type Case = (Vec<u8>, Vec<Mutation>);
 
 impl Target {
@@ -47,7 +47,7 @@ impl Target {
     }
 
     /// # Errors
-    /// The smallest case that broke a rule or panicked.
+    /// The smallest case that violated a rule or panicked.
     fn play(&self, cases: u32) -> Result<(), String> {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);
@@ -56,7 +56,7 @@ impl Target {
             TestError::Fail(why, (valid, mutations)) => {
                 let bytes = mutate(valid, &mutations);
                 let (name, text, hex) = (self.name, String::from_utf8_lossy(&bytes), hex::encode(&bytes));
-                format!("{name}: {why}\nof {text:?}\nkeep as a file of tests/corpus/{name} the bytes {hex}")
+                format!("{name}: {why}\ninput {text:?}\nto keep it, add a file to tests/corpus/{name} with the bytes {hex}")
             }
         })
     }
@@ -73,7 +73,7 @@ impl Target {
     }
 }
 
-/// cloud-init reads user-data, which is another program; the others are libFuzzer's, too.
+/// User-data is parsed by cloud-init, a separate program; libFuzzer also runs the others.
 fn targets() -> Vec<Target> {
     parsers::targets().into_iter().chain([userdata::user_data()]).collect()
 }
@@ -91,9 +91,9 @@ fn long(name: &str) -> Result<()> {
     let target = target(name);
     let (begun, mut fuzz_cases) = (Instant::now(), 0);
     let mut end = Ok(());
-    while begun.elapsed() < LONG && end.is_ok() {
-        end = target.play(ROUND);
-        fuzz_cases += u64::from(ROUND);
+    while begun.elapsed() < LONG_DURATION && end.is_ok() {
+        end = target.play(CASES_PER_ROUND);
+        fuzz_cases += u64::from(CASES_PER_ROUND);
     }
     Figures { fuzz_cases, ..Figures::of(&format!("fuzz of {name}")) }.tell()?;
     end.map_err(anyhow::Error::msg)
@@ -108,13 +108,13 @@ macro_rules! fuzzed {
             }
 
             #[test]
-            #[ignore = "long: a minute by the clock"]
+            #[ignore = "long: runs for a minute"]
             fn $long() -> Result<()> {
                 long($name)
             }
         )+
 
-        /// A target that nobody plays would prove nothing.
+        /// A target without tests would prove nothing.
         #[test]
         fn every_target_is_played() {
             let names: Vec<_> = targets().iter().map(|target| target.name).collect();
@@ -156,7 +156,7 @@ fuzzed! {
     a_changed_user_data_is_one_document, long_a_changed_user_data_is_one_document, "user-data";
 }
 
-/// The page says which parsers are held to rules; one that it leaves out would be taken for one without.
+/// The page lists the parsers with rules; a missing row would suggest a parser without any.
 #[test]
 fn every_target_has_its_row() {
     let page = include_str!("../../docs/security.md");
@@ -182,7 +182,7 @@ fn what_once_broke_a_rule_breaks_none() -> Result<()> {
     Ok(())
 }
 
-/// The player itself: rules that are broken now and then, and a parser that panics, are found.
+/// Tests the runner itself: it detects rules that are violated occasionally, and a parser that panics.
 #[test]
 fn a_parser_that_accepts_too_much_is_found() {
     fn valid() -> BoxedStrategy<Vec<u8>> {
@@ -192,7 +192,7 @@ fn a_parser_that_accepts_too_much_is_found() {
         if bytes.windows(2).any(|pair| pair == b"..") { Err("leads up".to_owned()) } else { Ok(()) }
     }
     fn panics(bytes: &[u8]) -> Result<(), String> {
-        assert!(!bytes.is_empty(), "an index out of bounds, say");
+        assert!(!bytes.is_empty(), "an index out of bounds");
         Ok(())
     }
     fn refuses(_: &[u8]) -> Result<(), String> {

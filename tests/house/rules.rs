@@ -1,8 +1,8 @@
-//! What no file may hold, and what each must.
+//! Content that no file may have, and content that every file must have.
 
 use super::{File, at, source};
 
-const LONGEST: usize = 500;
+const MAX_LINES: usize = 500;
 
 fn is_rust(path: &str) -> bool {
     path.ends_with(".rs")
@@ -30,7 +30,7 @@ pub fn unwraps(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Words that promise later work. They are put together here so that this file does not hold them itself.
+/// Words that promise later work. They are concatenated here so that this file does not contain them.
 pub fn left_to_do(file: &File) -> Vec<String> {
     let words = [concat!("TO", "DO"), concat!("FIX", "ME")];
     let calls = [concat!("to", "do!"), concat!("unimplemen", "ted!")];
@@ -52,11 +52,11 @@ pub fn unopened(file: &File) -> Option<String> {
 
 pub fn too_long(file: &File) -> Option<String> {
     let lines = file.text.lines().count();
-    (is_rust(&file.path) && lines > LONGEST)
-        .then(|| at(&file.path, lines, format!("{lines} lines, more than {LONGEST}")))
+    (is_rust(&file.path) && lines > MAX_LINES)
+        .then(|| at(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
 }
 
-/// Absolute paths below a home directory, other than the product's own, or below a build's work folder.
+/// Absolute paths below a home directory, except the product's own, or below a build directory.
 pub fn build_machine_paths(file: &File) -> Vec<String> {
     let places = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
     let mut found = Vec::new();
@@ -69,7 +69,7 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
                     line[start + place.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
                 let is_the_products = line[start..].starts_with("/home/svc");
                 if is_absolute && names_something && !is_the_products {
-                    found.push(at(&file.path, number + 1, "names a place of the machine that built it"));
+                    found.push(at(&file.path, number + 1, "names a path of the build machine"));
                 }
             }
         }
@@ -77,7 +77,8 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
     found
 }
 
-/// xtask and the kit drive the public CLI, HTTP and signals: their manifests do not name the product's package.
+/// xtask and the kit drive the public CLI, HTTP and signals, so their manifests must not depend on the product's
+/// package.
 pub fn links_to_the_product(file: &File) -> Vec<String> {
     if !matches!(file.path.as_str(), "xtask/Cargo.toml" | "tests/kit/Cargo.toml") {
         return Vec::new();
@@ -90,7 +91,7 @@ pub fn links_to_the_product(file: &File) -> Vec<String> {
     let lines = file.text.lines().enumerate();
     lines
         .filter(|(_, line)| names_it(line) || header(line))
-        .map(|(number, _)| at(&file.path, number + 1, "links the product, which it must drive from outside"))
+        .map(|(number, _)| at(&file.path, number + 1, "depends on the product, which it must drive from outside"))
         .collect()
 }
 
@@ -124,7 +125,7 @@ pub fn unplanned_folders(files: &[File]) -> Vec<String> {
             [folder, ..] => TOP.contains(folder),
         };
         if !planned {
-            found.push(at(&file.path, 1, "stands in a folder that the plan does not have"));
+            found.push(at(&file.path, 1, "is in an unplanned folder"));
         }
     }
     found
@@ -174,8 +175,8 @@ mod tests {
 
     #[test]
     fn a_long_file_is_noticed() {
-        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(LONGEST + 1))).is_some());
-        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(LONGEST))).is_none());
+        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
+        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
     }
 
     #[test]
