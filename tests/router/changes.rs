@@ -116,6 +116,18 @@ async fn the_fallback_of_old_deployments_is_used_only_where_it_is_configured() -
     world.until_status("user_1", StatusCode::TEMPORARY_REDIRECT).await;
     let answer = world.fetch("user_1", "/a?b=c").await;
     assert_eq!(answer.location(), "https://old.test/base/a?b=c");
+
+    let unconfigured = World::start().await?;
+    let began = Instant::now();
+    let answer = loop {
+        let answer = unconfigured.fetch("user_1", "/a?b=c").await;
+        if answer.json()["machineStatus"] == "none" {
+            break answer;
+        }
+        assert!(began.elapsed() < OBEYED_WITHIN, "{answer:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    assert_eq!((answer.status, answer.location()), (StatusCode::SERVICE_UNAVAILABLE, ""));
     Ok(())
 }
 
