@@ -1,4 +1,4 @@
-//! Provision: who may, what is refused, what comes back, and what a new server is told.
+//! Provision: permissions, refusals, responses, and the user-data of a new server.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -48,7 +48,7 @@ async fn only_a_paid_slot_gets_a_machine_of_its_plan() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn switched_off_it_closes_provisioning_alone() {
+async fn disabled_provisioning_closes_no_other_route() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("CUSTOMER_VPS_ENABLED", "false"), ("BILLING_ENFORCEMENT", "off")]);
     stack.post(&process, "/vps/provision", &provision_body("user_1")).await.assert_problem(503, "disabled");
@@ -60,7 +60,7 @@ async fn switched_off_it_closes_provisioning_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_new_server_is_told_who_it_is_and_how_it_starts() {
+async fn new_server_gets_its_identity_and_restore_mode() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let made = stack.provision(&process, "user_1").await;
@@ -75,7 +75,7 @@ async fn a_new_server_is_told_who_it_is_and_how_it_starts() {
     let server = stack.provider.server_by_name(&format!("svc-{machine}")).unwrap();
     assert_eq!((server.labels["svc-machine"].as_str(), server.labels["svc-epoch"].as_str()), (machine, "1"));
     assert_eq!((server.server_type.as_str(), server.image.as_str()), ("cpx22", "debian-12"));
-    // The fence stands before the server does; tokens are nowhere in the database or the log.
+    // The fence precedes the server; tokens appear neither in the database nor in the log.
     let pointer = stack.pointer("user_1");
     let proof = pointer["fenceProof"].clone();
     assert_eq!(proof.as_str().map(str::len), Some(64), "{pointer}");
@@ -93,11 +93,11 @@ async fn a_new_server_is_told_who_it_is_and_how_it_starts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_slot_that_has_a_snapshot_never_starts_empty() {
+async fn slot_with_a_snapshot_never_starts_empty() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.snapshot("user_1");
-    // Of a machine that the database does not know, below the first epoch that it gives.
+    // Of a machine that the database does not know, below the first epoch that it assigns.
     let mut pointer = stack.pointer("user_1");
     (pointer["fenceEpoch"], pointer["snapshot"]["epoch"]) = (json!(0), json!(0));
     stack.write_pointer("user_1", &pointer);

@@ -1,5 +1,5 @@
-//! Delete takes a last backup and keeps the server for a grace, in which the machine can be brought back; provision over
-//! a failed machine and the end of a preview do the same.
+//! Delete makes a last backup and keeps the server for a grace period, in which it can be undone. Provisioning over a
+//! failed machine and the end of a preview do the same.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
-/// Waits for the request and answers it with a snapshot.
+/// Waits for the request and responds with a snapshot.
 async fn backs_up(stack: &Stack, old: &Host) {
     stack
         .eventually("a backup is requested", || async { (old.calls("POST", BACKUP) > 0).then_some(()) })
@@ -42,7 +42,7 @@ async fn operation_ends(stack: &Stack, process: &Process, id: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deleted_machine_is_backed_up_kept_and_brought_back() {
+async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = host(&stack, &process).await;
@@ -83,7 +83,7 @@ async fn deleted_machine_is_backed_up_kept_and_brought_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn undelete_of_a_machine_never_deleted_says_what_it_is() {
+async fn undelete_of_an_active_machine_is_refused() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -96,7 +96,7 @@ async fn undelete_of_a_machine_never_deleted_says_what_it_is() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
+async fn deletion_without_backup_asks_and_can_be_abandoned() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = host(&stack, &process).await;
@@ -112,7 +112,7 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
     assert_eq!(stack.status(&process, &machine).await, "running", "it was never switched off");
     stack.assert_only_server(&machine);
 
-    // While it asks, its server is there, and is not one that is kept.
+    // While it asks, its server exists, but is not a kept one.
     let now = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
     operation_ends(&stack, &process, &now["operationId"]).await;
     let copies = record(&stack, &process, &machine).await["copies"].clone();
@@ -137,7 +137,7 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn grace_of_a_deletion_that_asked_counts_from_its_power_off() {
+async fn grace_counts_from_the_power_off() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
     let old = host(&stack, &process).await;
@@ -150,13 +150,13 @@ async fn grace_of_a_deletion_that_asked_counts_from_its_power_off() {
     is_off(&stack, &machine).await;
     operation_ends(&stack, &process, &deleted["operationId"]).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(power(&stack, &machine).is_some(), "it can still be brought back");
+    assert!(power(&stack, &machine).is_some(), "it can still be undeleted");
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn provision_over_a_failed_machine_takes_its_last_backup_first() {
+async fn provision_over_a_failed_machine_backs_it_up_first() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let old = host(&stack, &process).await;
@@ -196,7 +196,7 @@ async fn slot_with_a_machine_of_another_kind_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deleted_slot_that_was_recovering_keeps_the_machine_that_served() {
+async fn deletion_during_recovery_keeps_the_serving_machine() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = stack.running(&process, "user_1").await;
@@ -218,7 +218,7 @@ async fn deleted_slot_that_was_recovering_keeps_the_machine_that_served() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_of_an_unregistered_machine_promises_no_undelete() {
+async fn deletion_of_an_unregistered_machine_offers_no_undelete() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let made = stack.provision(&process, "user_1").await;

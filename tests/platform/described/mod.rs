@@ -1,6 +1,6 @@
-//! The description against the code: every route is called in every wrong way that it has, and answers as it says.
+//! The platform against its OpenAPI document: every route gets every wrong call, and responds as described.
 //!
-//! The rows are the routes' own descriptions: a new route is tried without a line here.
+//! The rows are the routes' own descriptions, so a new route is covered without a change here.
 
 mod refusals;
 
@@ -15,7 +15,7 @@ use super::deploy;
 use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
 use crate::contract::{self, Contract, Side, WrongCredential, valid_call, assert_refuses_wrong_calls};
 
-/// A platform with a machine that runs and one that waits for its registration.
+/// A platform with a running machine and one that waits for its registration.
 struct World {
     stack: Stack,
     process: Process,
@@ -23,22 +23,22 @@ struct World {
     waits: Guest,
     operation: String,
     rollout: String,
-    /// Operators, each with one of the scopes alone.
+    /// Operators with a single scope each.
     operators: Vec<(Scope, String)>,
 }
 
-/// A snapshot of the machine that runs.
+/// A snapshot of the running machine.
 const DUMP: &str = "2026-01-01T00-00-00.000Z-1.dump";
 
 impl World {
     async fn start(more: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
         deploy::publish_signed(&stack, "v1");
-        // Nothing names it, so that there is none to recover from.
+        // No pointer names it, so it cannot be recovered from.
         stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/{DUMP}"), "dump");
         let keys = deploy::public_key();
         let mut more: Vec<_> = more.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
-        // One host sends thousands of calls: platform::rates.
+        // One host sends thousands of calls; platform::rates covers the limit.
         more.push(("PLATFORM_HOST_REQUESTS_PER_SECOND", "0"));
         let process = stack.platform_with(&more);
         let runs = stack.running(&process, "user_1").await;
@@ -60,7 +60,7 @@ impl World {
         Self { stack, process, runs, waits, operation, rollout, operators }
     }
 
-    /// The machine that an operation's caller would name.
+    /// The machine that the operation's caller names.
     fn guest(&self, operation: &Operation) -> &Guest {
         if takes(operation, "registration") { &self.waits } else { &self.runs }
     }
@@ -84,7 +84,7 @@ impl World {
         self.stack.send(request).await
     }
 
-    /// An operator's call.
+    /// A call by an operator.
     fn ask(&self, method: Method, path: &str, body: &Value) -> RequestBuilder {
         self.stack.request(&self.process, method, path).bearer_auth(SECRET).json(body)
     }
@@ -180,7 +180,7 @@ impl Side for World {
             "bundleSha256" => json!(DIGEST),
             "epoch" => json!(1),
             "allowEmpty" | "empty" => json!(false),
-            // A decision names a snapshot, or accepts the loss.
+            // A decision names a snapshot or accepts the loss.
             "acceptLoss" if is_of_operation(operation) => json!(false),
             "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
             _ => return None,
@@ -192,12 +192,12 @@ fn takes(operation: &Operation, credential: &str) -> bool {
     operation.credentials.iter().any(|one| one.name == credential)
 }
 
-/// Whether its path names a rollout.
+/// Whether its path contains a rollout id.
 fn is_of_rollout(operation: &Operation) -> bool {
     operation.path.starts_with("/vps/deploy/{id}")
 }
 
-/// Whether its path names an operation.
+/// Whether its path contains an operation id.
 fn is_of_operation(operation: &Operation) -> bool {
     operation.path.starts_with("/vps/operations/{id}")
 }
@@ -252,7 +252,7 @@ async fn ids(world: &World, operation: &Operation) {
     }
 }
 
-/// A server of its own, which may be killed.
+/// A separate server, which the test may kill.
 async fn own_database() -> PgServer {
     let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
@@ -273,13 +273,13 @@ async fn without_database(world: &World) {
         let answer = world.send(valid_call(world, operation)).await;
         let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
-            // An operator's bundle needs the store alone.
+            // An operator's bundle download needs only the store.
             "getBundle" => assert_eq!(answer.status, 200),
-            // The platform's secret needs no database, nor do the counts of this process.
+            // The platform's secret needs no database, nor do the metrics of this process.
             "metrics" => assert_eq!(answer.status, 200),
-            // Nor does it to be known; a named operator is looked up there.
+            // Neither does its identity; a named operator is looked up in the database.
             "whoAmI" => assert_eq!(answer.status, 200),
-            // The last routes still serve.
+            // The last loaded routes are still served.
             "ready" => assert_eq!(answer.status, 200),
             "readyToControl" => assert_eq!(answer.status, 503),
             _ if needs => answer.assert_problem(503, "database_unavailable"),
@@ -292,7 +292,7 @@ async fn without_database(world: &World) {
         let call = world.bare(operation, Method::GET, operation.path).bearer_auth(token);
         world.send(call).await.assert_problem(503, "database_unavailable");
     }
-    // A host's is looked up there.
+    // A host's credential is looked up in the database.
     let bundle = operations().find(|operation| operation.id == "getBundle").unwrap();
     let by_host = world.bare(bundle, Method::GET, &world.path(bundle)).bearer_auth(world.token("host"));
     world.send(by_host).await.assert_problem(503, "database_unavailable");
@@ -328,10 +328,10 @@ async fn without_store(world: &World) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_right_call_of_every_route_is_answered_as_described() {
     let world = World::start(&[]).await;
-    // Those that end a machine come last.
+    // Operations that end a machine come last.
     let mut all: Vec<&Operation> = operations().collect();
     all.sort_by_key(|operation| match operation.id {
-        // Only one rollout is open at a time: the first is aborted before.
+        // Only one rollout can be open, so the first is aborted before.
         "deploy" => 1,
         "reportBootFailure" | "resize" => 2,
         "recover" | "power" | "fail" => 3,
@@ -340,18 +340,19 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
     });
     for operation in all {
         let answer = world.send(valid_call(&world, operation)).await;
-        // The host of a record does not answer, and it has no snapshot.
+        // The host of the record does not respond, and the machine has no snapshot.
         let refused = match operation.id {
             "backUp" | "drill" | "getUsage" => Some((502, "host_unreachable")),
-            // It holds none back.
+            // No snapshot is held back.
             "acceptBackup" => Some((409, "invalid_state")),
             "recover" | "rebuildPointer" | "continueOperation" => Some((409, "snapshot_unusable")),
-            // Nothing is missing.
+            // No server is missing.
             "releaseAlarm" => Some((404, "not_found")),
-            // The machine that waited has registered by then.
+            // By then the waiting machine has registered.
             "reportBootFailure" => Some((409, "invalid_state")),
-            // Nothing waits, nothing is deleted, and nothing is kept: platform::{last_backup, undelete, kept_servers}.
-            // It is being resized.
+            // No operation waits, and nothing is deleted or kept: see platform::{last_backup, undelete,
+            // kept_servers}.
+            // The machine is being resized.
             "power" => Some((409, "invalid_state")),
             "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
             _ => None,

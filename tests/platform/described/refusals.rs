@@ -1,5 +1,5 @@
-//! Every code that a route says it may answer with is provoked in one world: by a wrong call, by the state that things
-//! are in, and by each part that stands behind the platform being away.
+//! Every declared code is provoked in one world: by a wrong call, by a conflicting state, or by an outage behind the
+//! platform.
 
 use http::StatusCode;
 use kit::provider::{Fault, FaultRule};
@@ -12,24 +12,24 @@ use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{World, ids, operations};
 use crate::contract::{Side, valid_call, assert_refuses_wrong_calls};
 
-/// What takes more than one request to provoke: where it is tried instead, or why it is not.
+/// Codes that need more than one request, with the test that covers them or the reason why none does.
 const EXCUSED: [(&str, &str); 3] = [
-    // Every operator may ask who they are.
+    // Every operator may query their own identity.
     ("whoAmI", "forbidden"),
-    // A fault of our own that no request leads to.
+    // An internal error that no request can cause.
     ("*", "internal"),
-    // A store of files: platform::credentials.
+    // A store of files: see platform::credentials.
     ("renewStorageCredentials", "disabled"),
 ];
 
-/// What depends on which of two comes first.
+/// Codes that depend on a race.
 const SELDOM: [(&str, &str); 6] = [
-    // Two requests that overlap.
+    // Two overlapping requests.
     ("provision", "unavailable"),
     ("recover", "unavailable"),
     ("resize", "unavailable"),
     ("resume", "unavailable"),
-    // A host that is faster than the answer to its own creation: platform::registration.
+    // A host that is faster than the response to its own creation: see platform::registration.
     ("register", "unavailable"),
     ("register", "invalid_state"),
 ];
@@ -187,12 +187,12 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     world.send(world.ask(Method::PUT, slots, &plan("max", "active"))).await;
 }
 
-/// The same key with another body, of every route that takes one.
+/// The same idempotency key with another body, on every route that accepts one.
 async fn keys(rows: &mut Rows<'_>) {
     let world = rows.world;
     for operation in operations().filter(|one| one.parameters.iter().any(|p| p.name == "Idempotency-Key")) {
         let key = format!("key-{}", operation.id);
-        // Taken by a call of another route.
+        // Used by a call of another route.
         let first = json!({"idpUserId": "user_keys", "plan": "starter", "status": "active"});
         let first = world.ask(Method::PUT, "/vps/slots", &first).header("idempotency-key", &key);
         assert_eq!(world.send(first).await.status, 200);
@@ -233,17 +233,17 @@ async fn rollouts(rows: &mut Rows<'_>) {
     for word in ["pause", "resume"] {
         rows.post(&of(word), &json!({}), 409, "conflict").await;
     }
-    // Only one that ended by itself cannot be aborted.
+    // Only a rollout that has ended cannot be aborted.
     let done = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
     let beat = super::super::stack::beat_of(&world.runs);
     world.stack.beat(&world.process, &world.runs, &beat).await;
     let done = world.send(world.ask(Method::POST, path, &done)).await;
     let done = done.body["rolloutId"].as_str().unwrap().to_owned();
-    let look = || async {
+    let check = || async {
         let now = world.stack.get(&world.process, &format!("/vps/deploy/{done}")).await.body;
         (now["state"] == "succeeded").then_some(())
     };
-    world.stack.eventually("what is there already ends it", look).await;
+    world.stack.eventually("the installed release ends it", check).await;
     rows.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
 }
 
@@ -290,7 +290,7 @@ async fn rates(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     };
     for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
         let path = world.path(operation);
-        // A second in which this process gets no turn is a token that is admitted again.
+        // If this process is stalled for a second, one more token is admitted.
         for attempt in 1.. {
             for _ in 0..12 {
                 world.send(with_wrong_token(&Method::GET, "/vps/fleet")).await;
@@ -322,7 +322,7 @@ async fn bundles(rows: &mut Rows<'_>) {
     rows.row(backup(super::DUMP).header("range", "bytes=100-"), 416, "range_not_satisfiable").await;
 }
 
-/// What the end of a machine leaves: tokens that were good, and a machine that is no more.
+/// The results of a machine's end: revoked tokens, and a deleted machine.
 async fn ends(rows: &mut Rows<'_>) {
     let world = rows.world;
     let (stack, runs) = (&world.stack, &world.runs.machine);
