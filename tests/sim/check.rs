@@ -1,35 +1,35 @@
-//! The invariants, looked at from outside: the database, the provider's books, the store, and what callers were told.
+//! The invariants, checked from outside: the database, the provider's state, the store, and the responses to callers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::ledger::Ledger;
-use super::look::{AuditSeen, Look, MachineSeen};
+use super::look::{AuditSeen, DatabaseState, MachineSeen};
 use super::violation::Violation;
 
-/// What was seen before, for what cannot be seen in a state.
+/// Earlier observations, for invariants that span several states.
 #[derive(Debug, Default)]
-pub struct Memory {
-    /// Ended machines, as they ended.
+pub struct Observations {
+    /// Ended machines, with their state at the end.
     ended: BTreeMap<String, (String, bool, bool)>,
-    /// The epoch that each machine was made with, and the one that it was last seen with.
+    /// The first and the last observed epoch of each machine.
     epochs: BTreeMap<String, (u32, u32)>,
     highest: BTreeMap<String, u32>,
 }
 
-/// What callers knew before a look.
-pub struct Known {
+/// The knowledge of callers before an observation.
+pub struct CallerView {
     pub operations: BTreeSet<String>,
     pub ended: BTreeSet<String>,
 }
 
-impl Known {
+impl CallerView {
     pub fn of(ledger: &Ledger) -> Self {
         Self { operations: ledger.operations(), ended: ledger.ended() }
     }
 }
 
-/// What must hold at any instant.
-pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) -> BTreeSet<Violation> {
+/// The invariants that hold at every instant.
+pub fn always(look: &DatabaseState, memory: &mut Observations, ledger: &Ledger, known: &CallerView) -> BTreeSet<Violation> {
     let mut found = ledger.violations();
     let mut hold = |holds: bool, violation| {
         if !holds {
@@ -52,14 +52,14 @@ pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) 
     hold(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
     hold(memory.epochs_grow(look), Violation::EpochDidNotGrow);
     let there: BTreeSet<&str> = look.operations.iter().map(|it| it.operation_id.as_str()).collect();
-    hold(known.operations.iter().all(|told| there.contains(told.as_str())), Violation::AcceptedAndForgotten);
+    hold(known.operations.iter().all(|id| there.contains(id.as_str())), Violation::AcceptedAndForgotten);
     found
 }
 
-impl Memory {
-    fn has_stayed(&mut self, machine: &MachineSeen, look: &Look) -> bool {
+impl Observations {
+    fn has_stayed(&mut self, machine: &MachineSeen, look: &DatabaseState) -> bool {
         let now = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
-        // Out of an end leads a reinstatement alone, and only under a higher epoch; a deletion ends a replaced one, too.
+        // Only a reinstatement leads out of an end, under a higher epoch; a deletion also ends a replaced machine.
         if let Some(ended) = self.ended.get(&machine.machine_id) {
             let is_deleted_too = !machine.is_active() && machine.deleted_at.is_some();
             if *ended == now || is_deleted_too {
@@ -76,9 +76,9 @@ impl Memory {
         true
     }
 
-    /// Whether its slot was given back to it, as its epoch says: higher than when it was seen first, or than that of a machine
-    /// that was made after it.
-    fn is_reinstated(&self, machine: &MachineSeen, look: &Look) -> bool {
+    /// Whether its slot was given back to it, as its epoch shows: higher than when first observed, or than that of a
+    /// later machine.
+    fn is_reinstated(&self, machine: &MachineSeen, look: &DatabaseState) -> bool {
         let made_after = |other: &&MachineSeen| {
             other.prefix() == machine.prefix() && other.machine_id > machine.machine_id
         };
@@ -86,7 +86,7 @@ impl Memory {
             || look.machines.iter().filter(made_after).any(|other| other.epoch < machine.epoch)
     }
 
-    fn epochs_grow(&mut self, look: &Look) -> bool {
+    fn epochs_grow(&mut self, look: &DatabaseState) -> bool {
         let mut grow = true;
         let mut seen: Vec<&MachineSeen> = look.machines.iter().collect();
         seen.sort_by_key(|machine| machine.epoch);
@@ -106,9 +106,9 @@ impl Memory {
     }
 }
 
-/// No server of a new machine stands before its slot's fence does. A machine that is reinstated takes its new epoch
-/// first, and writes nothing under it before the fence.
-pub fn fenced(look: &Look, live: &[String], fences: &BTreeMap<String, u32>) -> BTreeSet<Violation> {
+/// No server of a new machine exists before its slot's fence. A reinstated machine gets its new epoch first, and
+/// writes nothing under it before the fence.
+pub fn fenced(look: &DatabaseState, live: &[String], fences: &BTreeMap<String, u32>) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
     let new = live.iter().filter_map(|id| look.machine(id)).filter(|machine| machine.registered_at.is_none());
     for machine in new {
@@ -119,8 +119,8 @@ pub fn fenced(look: &Look, live: &[String], fences: &BTreeMap<String, u32>) -> B
     found
 }
 
-/// What must hold besides, once everything had the time it needs and no fault is left.
-pub fn settled(look: &Look, live: &[String], audit: &[AuditSeen], ledger: &Ledger) -> BTreeSet<Violation> {
+/// Additional invariants once everything has settled and no fault remains.
+pub fn settled(look: &DatabaseState, live: &[String], audit: &[AuditSeen], ledger: &Ledger) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
     if look.operations.iter().any(|operation| operation.state == "running") {
         found.insert(Violation::OperationNeverEnds);
@@ -137,22 +137,21 @@ pub fn settled(look: &Look, live: &[String], audit: &[AuditSeen], ledger: &Ledge
     found
 }
 
-/// Whether no server is deleted: there is one that the database forgot when it was restored, about which an operator
-/// decides.
-pub fn holds_deletions(look: &Look, live: &[String], ledger: &Ledger) -> bool {
+/// Whether deletions are suspended: a restored database has forgotten a server, so an operator must decide.
+pub fn holds_deletions(look: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
     ledger.was_restored() && live.iter().any(|id| look.machine(id).is_none())
 }
 
-/// Whether a server is to be gone.
-pub fn is_stray(look: &Look, live: &[String], ledger: &Ledger, machine: &str) -> bool {
+/// Whether a server must be deleted.
+pub fn is_stray(look: &DatabaseState, live: &[String], ledger: &Ledger, machine: &str) -> bool {
     if holds_deletions(look, live, ledger) {
         return false;
     }
     look.machine(machine).is_none_or(|machine| !machine.is_active() && !look.is_kept(machine))
 }
 
-/// Whether a server is left that is to be gone, or whose deletion is still to come.
-pub fn has_leftovers(look: &Look, live: &[String], ledger: &Ledger) -> bool {
+/// Whether a server that must be deleted still exists, or a deletion is still to come.
+pub fn has_leftovers(look: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
     let strays = live.iter().filter(|id| is_stray(look, live, ledger, id));
     let to_come = look.machines.iter().filter(|machine| {
         machine.server_deleted_at.is_none() && is_stray(look, live, ledger, &machine.machine_id)
@@ -160,8 +159,8 @@ pub fn has_leftovers(look: &Look, live: &[String], ledger: &Ledger) -> bool {
     strays.count() + to_come.count() > 0
 }
 
-/// One row for each change, none twice, and none for an answer that was given again.
-fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
+/// Exactly one row for each change, and none for a replayed response.
+fn is_complete(look: &DatabaseState, audit: &[AuditSeen], ledger: &Ledger) -> bool {
     let rows = |actions: &[&str], of: &dyn Fn(&AuditSeen) -> bool| {
         audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
     };
@@ -187,17 +186,17 @@ fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
     machines && resizes && failed && is_once_for_each(audit, ledger)
 }
 
-/// No request has two rows, nor have all that carried one key; and a subscription that was accepted has one.
+/// No request has two rows, nor do all requests with one key; and an accepted subscription has one.
 fn is_once_for_each(audit: &[AuditSeen], ledger: &Ledger) -> bool {
     let mut groups = BTreeMap::<String, (bool, Vec<String>)>::new();
-    for told in ledger.told() {
-        let group = told.key.unwrap_or_else(|| told.request_id.clone());
+    for record in ledger.records() {
+        let group = record.key.unwrap_or_else(|| record.request_id.clone());
         let (accepted, requests) = groups.entry(group).or_default();
-        *accepted |= told.what == "subscribe" && told.status == 200;
-        requests.push(told.request_id);
+        *accepted |= record.what == "subscribe" && record.status == 200;
+        requests.push(record.request_id);
     }
     groups.values().all(|(accepted, requests)| {
-        // What a change meant for another machine of the slot, or for its data, has a row of its own.
+        // A change for another machine of the slot, or for its data, has a separate row.
         let follows = |row: &&AuditSeen| {
             matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
         };
