@@ -1,7 +1,7 @@
-//! An update of a machine that runs: verified before anything is switched, finished after a kill anywhere, taken back by
-//! itself where the release is not well, and never tried again then.
+//! An update of a running machine: verified before the switch, completed after a kill at any point, rolled back if
+//! the release is unhealthy, and then not retried.
 //!
-//! The service manager is a stand-in that writes down how it was called; a release that has `app/broken` does not come up.
+//! A fake service manager records its calls; a release that contains `app/broken` does not start.
 
 use std::fs;
 
@@ -10,14 +10,14 @@ use futures_util::StreamExt;
 use kit::bundle::Manifest;
 use serde_json::Value;
 
-use super::stage::{MADE, NEW, OLD, Published, Stage, key};
+use super::stage::{CREATED_AT, NEW, OLD, Published, Stage, key};
 
 fn broken() -> Result<Published> {
     Published::new(NEW, &[("app/broken", "")])
 }
 
 #[tokio::test]
-async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
+async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
     stage.runs(NEW)?;
@@ -36,18 +36,18 @@ async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
         "restart svc-sync-agent.service",
         "restart svc-watch.service",
     ];
-    assert_eq!(stage.told()?[1..], of_the_update, "after the boot's");
-    let asked = stage.source.asked();
+    assert_eq!(stage.service_calls()?[1..], of_the_update, "after the calls of the boot");
+    let requests = stage.source.requests();
     assert!(
-        asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
+        requests.iter().all(|requests| requests.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
     );
 
-    let before = asked.len();
+    let before = requests.len();
     let again = stage.apply(NEW).await?.expect(0);
     assert!(again.stdout.contains("is current"), "{}", again.stdout);
-    assert_eq!(stage.source.asked().len(), before, "what is current is not asked for");
+    assert_eq!(stage.source.requests().len(), before, "the current release is not requested");
 
-    // Back to the one before, and not forward again by itself.
+    // Rolls back to the previous release, without an automatic update afterwards.
     stage.run(&["rollback"], None).await?.expect(0);
     stage.runs(OLD)?;
     let refused = stage.apply(NEW).await?.expect(65);
@@ -66,7 +66,7 @@ async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
 }
 
 #[tokio::test]
-async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
+async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
     let stage = Stage::new().await?;
     let good = Published::new(NEW, &[])?;
     let end = format!("/{NEW}/svc-host-bundle.tar.gz");
@@ -99,7 +99,7 @@ async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
     refused("a bit of the archive", "download", "").await?;
 
     for (what, words, stage_of, change) in [
-        ("expired", "expired", "manifest", Manifest { expires_at: MADE.to_owned(), ..good.manifest.clone() }),
+        ("expired", "expired", "manifest", Manifest { expires_at: CREATED_AT.to_owned(), ..good.manifest.clone() }),
         (
             "another version",
             "9.9.9",
@@ -139,7 +139,7 @@ async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
 }
 
 #[tokio::test]
-async fn keys_come_from_where_only_root_writes() -> Result<()> {
+async fn keys_are_read_only_from_files_of_root() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     fs::remove_file(stage.machine.path("opt/svc/env/update.env"))?;
     let own = key()?.public_key_base64();
@@ -150,7 +150,7 @@ async fn keys_come_from_where_only_root_writes() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_program_that_does_not_start_is_never_switched_to() -> Result<()> {
+async fn release_whose_program_fails_is_never_current() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[("bin/svc", "#!/no/such/thing\n")])?).await?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert_eq!(stage.last()?["stage"], "trial", "{}", refused.stderr);
@@ -158,9 +158,9 @@ async fn a_program_that_does_not_start_is_never_switched_to() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_release_that_is_not_well_goes_back_and_is_not_tried_again() -> Result<()> {
+async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     let stage = Stage::with(&broken()?).await?;
-    stage.ask_for(NEW)?;
+    stage.request_update(NEW)?;
     let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
     assert!(ended.stdout.contains("the release before runs again"), "{}", ended.stdout);
     stage.runs(OLD)?;
@@ -171,26 +171,26 @@ async fn a_release_that_is_not_well_goes_back_and_is_not_tried_again() -> Result
     );
     assert!(last["error"].as_str().is_some_and(|why| why.contains("svc-gateway.service failed")), "{last}");
     assert_eq!(stage.status().await?["quarantined"][0]["version"], NEW);
-    let before = stage.source.asked().len();
-    stage.ask_for(NEW)?;
+    let before = stage.source.requests().len();
+    stage.request_update(NEW)?;
     stage.run(&["apply", "--request"], None).await?.expect(0);
     assert_eq!(stage.last()?["outcome"], "refused");
-    assert_eq!(stage.source.asked().len(), before, "it was fetched again");
+    assert_eq!(stage.source.requests().len(), before, "the release was fetched again");
     stage.runs(OLD)?;
-    assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "it takes room");
+    assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "a failed release must be removed");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_boot_keeps_the_release_that_is_current() -> Result<()> {
+async fn boot_keeps_the_current_release() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
     let unit = stage.machine.path(&format!("etc/systemd/system/svc-{NEW}.service"));
     fs::remove_file(&unit)?;
-    let before = stage.source.asked().len();
+    let before = stage.source.requests().len();
     stage.run(&["boot"], None).await?.expect(0);
     stage.runs(NEW)?;
-    assert_eq!(stage.source.asked().len(), before, "the release of user-data was fetched");
+    assert_eq!(stage.source.requests().len(), before, "the release of user-data was fetched");
 
     stage.run(&["rollback"], Some("update.activating=return(kill)")).await?.expect_killed();
     let refused = stage.run(&["boot"], None).await?.expect(75);
@@ -201,27 +201,27 @@ async fn a_boot_keeps_the_release_that_is_current() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_a_release_started_ends_with_it() -> Result<()> {
+async fn units_of_a_release_stop_with_it() -> Result<()> {
     let stage = Stage::with(&broken()?).await?;
-    // It is being started when the update begins, and does not come up: nobody waits for it.
+    // It is starting when the update begins, and fails; the update does not wait for it.
     fs::write(stage.machine.path("state-svc-code.service"), "activating\n")?;
     stage.apply(NEW).await?.expect(65);
     stage.runs(OLD)?;
-    let told = stage.told()?;
+    let service_calls = stage.service_calls()?;
     let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
-    assert_eq!(told[2..5], new, "after the boot and the snapshot");
-    let back = told.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
-    assert_eq!(told[back + 1], "daemon-reload", "its unit is gone when it is stopped: {told:?}");
-    for of_one in [&told[..back], &told[back..]] {
-        assert!(of_one.iter().any(|word| word == "restart svc-shell.service"), "{told:?}");
-        assert!(of_one.iter().any(|word| word == "try-restart --no-block svc-code.service"), "{told:?}");
+    assert_eq!(service_calls[2..5], new, "after the calls of the boot and the snapshot");
+    let back = service_calls.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
+    assert_eq!(service_calls[back + 1], "daemon-reload", "the unit file exists until the unit is stopped: {service_calls:?}");
+    for of_one in [&service_calls[..back], &service_calls[back..]] {
+        assert!(of_one.iter().any(|word| word == "restart svc-shell.service"), "{service_calls:?}");
+        assert!(of_one.iter().any(|word| word == "try-restart --no-block svc-code.service"), "{service_calls:?}");
     }
-    assert!(!told.iter().any(|word| word == "restart svc-code.service"), "{told:?}");
+    assert!(!service_calls.iter().any(|word| word == "restart svc-code.service"), "{service_calls:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_release_that_lost_a_part_is_never_switched_to() -> Result<()> {
+async fn release_without_a_required_part_is_never_current() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     let current = stage.machine.path("opt/svc/releases").join(OLD);
     for part in ["app/shell", "runtime/postgres/bin/pg_dump"] {
@@ -234,14 +234,14 @@ async fn a_release_that_lost_a_part_is_never_switched_to() -> Result<()> {
         stage.is_untouched()?;
         fs::remove_dir(&has)?;
     }
-    // The owner's code-server may go.
+    // The owner's code-server is optional.
     fs::create_dir_all(current.join("runtime/code-server"))?;
     stage.apply(NEW).await?.expect(0);
     stage.runs(NEW)
 }
 
 #[tokio::test]
-async fn nothing_asked_for_is_nothing_done() -> Result<()> {
+async fn apply_without_a_request_does_nothing() -> Result<()> {
     let stage = Stage::new().await?;
     stage.run(&["apply", "--request"], None).await?.expect(0);
     stage.run(&["resume"], None).await?.expect(0);
@@ -255,15 +255,15 @@ async fn nothing_asked_for_is_nothing_done() -> Result<()> {
     stage.is_untouched()
 }
 
-/// Kills an update to `published` at each point, finishes it by the unit's own call, and looks at what is there then.
+/// Kills an update to `published` at each point, completes it by the unit's own command, and checks the result.
 async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: &str) -> Result<()> {
     let one = |point: String| async move {
         let stage = Stage::with(published).await?;
-        stage.ask_for(NEW)?;
+        stage.request_update(NEW)?;
         let kill = format!("{point}=return(kill)");
         stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
         let journal = stage.machine.path("var/lib/svc/update/journal.json");
-        assert!(journal.exists(), "{point}: nothing would finish it");
+        assert!(journal.exists(), "{point}: the journal is missing");
         stage.run(&["apply", "--request"], None).await?.expect(0);
         stage.runs(runs).context(point.clone())?;
         assert_eq!(stage.last()?["outcome"], outcome, "{point}");
@@ -276,13 +276,14 @@ async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: 
 }
 
 #[tokio::test]
-async fn an_update_killed_at_any_step_is_finished_by_the_next_run() -> Result<()> {
+async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     let good = Published::new(NEW, &[])?;
     let mut points: Vec<&str> = Vec::new();
     for point in svc::host::update::APPLY_POINTS {
         points.push(point);
     }
-    // Those of bringing a release, which a boot has too; its own first and last steps are not passed here.
+    // Includes the points of fetching a release, which a boot also passes; its own first and last points are not
+    // reached here.
     let shared =
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
     points.extend(shared);
@@ -292,7 +293,7 @@ async fn an_update_killed_at_any_step_is_finished_by_the_next_run() -> Result<()
 }
 
 #[tokio::test]
-async fn a_way_back_killed_at_any_step_is_finished_by_the_next_run() -> Result<()> {
+async fn rollback_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     let mut points: Vec<&str> = Vec::new();
     for point in svc::host::update::ROLLBACK_POINTS {
         points.push(point);
@@ -302,9 +303,9 @@ async fn a_way_back_killed_at_any_step_is_finished_by_the_next_run() -> Result<(
 }
 
 #[tokio::test]
-async fn an_update_that_is_cut_off_again_and_again_is_given_up() -> Result<()> {
+async fn repeatedly_killed_update_is_abandoned() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
-    stage.ask_for(NEW)?;
+    stage.request_update(NEW)?;
     for _ in 0..5 {
         stage.run(&["apply", "--request"], Some("update.restarted=return(kill)")).await?.expect_killed();
     }
@@ -316,7 +317,7 @@ async fn an_update_that_is_cut_off_again_and_again_is_given_up() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_step_that_fails_leaves_a_release_that_is_well() -> Result<()> {
+async fn failed_step_leaves_a_healthy_release() -> Result<()> {
     let good = Published::new(NEW, &[])?;
     let before = ["update.opened", "update.believed", "update.unpacked", "update.tried"];
     let after =

@@ -1,4 +1,4 @@
-//! The first release of a machine: resumed, verified before anything is switched, whole or not there.
+//! The first release of a machine: resumed, verified before the switch, and complete or absent.
 
 use std::fs;
 
@@ -24,7 +24,7 @@ fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Off the test's runtime, which serves the bundle meanwhile.
+/// Runs on another thread, because the test's runtime serves the bundle.
 async fn boot(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
     let running = machine.spawn(&["svc-update", "boot"], extra)?;
     tokio::task::spawn_blocking(move || running.end()).await?
@@ -58,13 +58,13 @@ fn names(dir: &std::path::Path) -> Result<Vec<String>> {
 }
 
 #[tokio::test]
-async fn a_bundle_becomes_the_current_release_once() -> Result<()> {
+async fn bundle_becomes_the_current_release_once() -> Result<()> {
     let (source, digest) = source().await?;
     let machine = machine(source.addr, &digest)?;
     boot(&machine, &[]).await?.expect(0);
     is_current(&machine)?;
     boot(&machine, &[]).await?.expect(0);
-    assert_eq!(source.asked().len(), 1, "what is there is not fetched again");
+    assert_eq!(source.requests().len(), 1, "an installed release is not fetched again");
 
     let json = machine.run(&["svc-update", "status", "--json"])?.expect(0).stdout;
     let status: serde_json::Value = serde_json::from_str(&json)?;
@@ -77,7 +77,7 @@ async fn a_bundle_becomes_the_current_release_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_cut_download_is_resumed_and_still_verified() -> Result<()> {
+async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
     let (source, digest) = source().await?;
     let wire = Proxy::start(source.addr)?;
     let machine = machine(wire.addr(), &digest)?;
@@ -85,39 +85,40 @@ async fn a_cut_download_is_resumed_and_still_verified() -> Result<()> {
     let ended = boot(&machine, &[]).await?.expect(0);
     assert!(!ended.stderr.contains("signature=secret"), "{}", ended.stderr);
     is_current(&machine)?;
-    let asked = source.asked();
-    assert!(asked.len() >= 4, "{asked:?}");
-    assert!(asked[1..].iter().all(|asked| asked.range.is_some()), "{asked:?}");
+    let requests = source.requests();
+    assert!(requests.len() >= 4, "{requests:?}");
+    assert!(requests[1..].iter().all(|requests| requests.range.is_some()), "{requests:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_source_without_range_is_read_again_from_its_start() -> Result<()> {
+async fn source_without_range_is_read_from_the_start() -> Result<()> {
     let (source, digest) = source().await?;
     source.forget_ranges();
     let wire = Proxy::start(source.addr)?;
     let machine = machine(wire.addr(), &digest)?;
     wire.reset_after(700_000);
     let running = machine.spawn(&["svc-update", "boot"], &[])?;
-    super::machine::until("a second try", || source.asked().len() >= 2).await?;
+    super::machine::until("a second try", || source.requests().len() >= 2).await?;
     wire.heal();
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
     is_current(&machine)
 }
 
 #[tokio::test]
-async fn a_bundle_that_changes_under_way_is_refused() -> Result<()> {
+async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
     let (source, digest) = source().await?;
     let wire = Proxy::start(source.addr)?;
     let machine = machine(wire.addr(), &digest)?;
     wire.reset_after(400_000);
     let running =
         machine.spawn(&["svc-update", "boot"], &[("FAILPOINTS", "update.downloading=sleep(20)")])?;
-    super::machine::until("the first try", || !source.asked().is_empty()).await?;
+    super::machine::until("the first try", || !source.requests().is_empty()).await?;
     source.replace(bundle::bundle("9.9.9")?);
     wire.heal();
     let ended = tokio::task::spawn_blocking(move || running.end()).await??;
-    // Either the break was seen and the other ETag refused, or the whole of the first was already on its way.
+    // Either the interruption was noticed and the other ETag refused, or the first version was already in flight
+    // completely.
     if ended.code == Some(0) {
         return is_current(&machine);
     }
@@ -153,18 +154,18 @@ async fn the_token_goes_to_the_platform_alone() -> Result<()> {
     let (source, digest) = source().await?;
     let elsewhere = machine(source.addr, &digest)?;
     boot(&elsewhere, &[]).await?.expect(0);
-    assert_eq!(source.asked()[0].authorization, None);
+    assert_eq!(source.requests()[0].authorization, None);
 
     let (platform, digest) = self::source().await?;
     let own = machine(platform.addr, &digest)?;
     own.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &format!("http://{}", platform.addr))])?;
     boot(&own, &[]).await?.expect(0);
-    assert_eq!(platform.asked()[0].authorization.as_deref(), Some("Bearer upgrade-token-of-a-machine"));
+    assert_eq!(platform.requests()[0].authorization.as_deref(), Some("Bearer upgrade-token-of-a-machine"));
     Ok(())
 }
 
 #[tokio::test]
-async fn a_boot_killed_at_any_step_is_simply_run_again() -> Result<()> {
+async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
     let (source, digest) = source().await?;
     for point in svc::host::update::POINTS {
         let machine = machine(source.addr, &digest)?;
@@ -173,7 +174,7 @@ async fn a_boot_killed_at_any_step_is_simply_run_again() -> Result<()> {
         let current = machine.path("opt/svc/current");
         assert!(
             !current.exists() || current.join("bin/svc").is_file(),
-            "{point}: current leads to no release"
+            "{point}: current does not name a release"
         );
         boot(&machine, &[]).await?.expect(0);
         is_current(&machine).context(*point)?;
@@ -182,7 +183,7 @@ async fn a_boot_killed_at_any_step_is_simply_run_again() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_error_at_any_step_leaves_nothing_half_done() -> Result<()> {
+async fn failed_step_leaves_no_partial_release() -> Result<()> {
     let (source, digest) = source().await?;
     for point in svc::host::update::POINTS {
         let machine = machine(source.addr, &digest)?;

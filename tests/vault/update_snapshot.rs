@@ -1,4 +1,4 @@
-//! An update takes a snapshot before it switches releases, or it waits: real `svc-db-backup`, real PostgreSQL, real S3.
+//! An update makes a snapshot before it switches releases, or waits: real `svc-db-backup`, real PostgreSQL, real S3.
 
 use std::fs;
 
@@ -11,7 +11,7 @@ use super::stage::{NEW, OLD, Published, Stage};
 
 const UNIT: &str = "start --no-block svc-db-backup-request.service";
 
-/// A machine with a database and a store, whose backup unit runs the real job.
+/// A machine with a database and a store, whose backup unit runs the real program.
 async fn stage(store: &S3Server) -> Result<Stage> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
@@ -26,7 +26,7 @@ fn job() -> String {
 }
 
 fn starts(stage: &Stage) -> Result<usize> {
-    Ok(stage.told()?.iter().filter(|call| *call == UNIT).count())
+    Ok(stage.service_calls()?.iter().filter(|call| *call == UNIT).count())
 }
 
 fn waiting(stage: &Stage) -> Option<Value> {
@@ -36,7 +36,7 @@ fn waiting(stage: &Stage) -> Option<Value> {
 }
 
 #[tokio::test]
-async fn update_takes_a_snapshot_before_the_switch() -> Result<()> {
+async fn update_makes_a_snapshot_before_the_switch() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
     // An earlier snapshot does not count.
@@ -59,7 +59,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     stage.set_env("SVC_UPDATE_SNAPSHOT_SECONDS", "3");
     // The store refuses every upload.
     let _hits = store.fault(kit::s3::Rule::new(kit::s3::Fault::Status(403)).method("POST").always());
-    stage.ask_for(NEW)?;
+    stage.request_update(NEW)?;
     let running = stage.spawn(&["apply", "--request"])?;
     until("a reason to wait", || {
         waiting(&stage).is_some_and(|waiting| !waiting["why"].as_str().unwrap_or_default().is_empty())
@@ -73,7 +73,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
     let error = last["error"].as_str().unwrap_or_default();
     assert!(error.contains("--without-snapshot") && error.contains("svc-db-backup"), "{error}");
-    assert!(!stage.told()?.iter().any(|call| call.starts_with("restart")), "a service was restarted");
+    assert!(!stage.service_calls()?.iter().any(|call| call.starts_with("restart")), "a service was restarted");
     Ok(())
 }
 
@@ -100,7 +100,7 @@ async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
     stage.backup_runs("exit 1\n")?;
-    stage.ask_for(NEW)?;
+    stage.request_update(NEW)?;
     let running = stage.spawn(&["apply", "--request"])?;
     until("the wait", || waiting(&stage).is_some()).await?;
     let words = ["apply", "--version", NEW, "--without-snapshot"];
@@ -108,7 +108,7 @@ async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
     stage.runs(NEW)?;
     assert!(machine::pointer(&store).await?.is_none(), "no snapshot was taken");
-    // It was for this update alone.
+    // The request applied only to this update.
     let waiver = stage.machine.path("var/lib/svc/update/without-snapshot.json");
     assert!(!waiver.exists());
     Ok(())
@@ -127,7 +127,7 @@ async fn rollback_needs_no_snapshot() -> Result<()> {
         .run(&["apply", "--version", NEW, "--allow-quarantined", "--without-snapshot"], None)
         .await?
         .expect(0);
-    // By name, to the release before.
+    // By name, to the previous release.
     Published::new(OLD, &[])?.serve(&stage.source)?;
     stage.run(&["apply", "--version", OLD, "--allow-downgrade"], None).await?.expect(0);
     stage.runs(OLD)?;
