@@ -33,13 +33,13 @@ async fn no_secret_of_the_story_is_seen_anywhere() {
     let watch = Watch::start();
     let report = story::play_watched(options, &more, async |stack, moment| match moment {
         Moment::Begun => Ok(()),
-        Moment::Lived => look(stack, &watch).await,
+        Moment::Lived => check_for_leaks(stack, &watch).await,
     });
     let report = report.await.unwrap();
     assert!(report.ok, "{:#?}", report.failed());
 }
 
-async fn look(stack: &Stack, watch: &Watch) -> Result<()> {
+async fn check_for_leaks(stack: &Stack, watch: &Watch) -> Result<()> {
     let mut detector = Detector::default();
     let mut answers = provoke(stack, &mut detector).await?;
     let databases = plant_secrets_of_stack(stack, &mut detector)?;

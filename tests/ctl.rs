@@ -268,21 +268,21 @@ async fn backup_wait_ends_with_the_new_snapshot_or_the_host_error() {
     let backup = |key: &str| json!({"key": key, "sizeBytes": 2048, "sha256": "00", "takenAt": "2026-01-01T00:00:00.000Z", "epoch": 1, "latest": true});
     let page =
         |key: &str| Reply::Json(200, json!({"latest": key, "backups": [backup(key)], "nextCursor": null}));
-    let asked = || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));
+    let accepted = || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));
     let said = |backup: Value| {
         let mut record = record("running", None);
         record["lastBackup"] = backup;
         Reply::Json(200, record)
     };
     let old = json!({"status": "error", "error": "of long ago"});
-    let start = [said(old.clone()), page("old"), asked(), page("old"), said(old.clone())];
+    let start = [said(old.clone()), page("old"), accepted(), page("old"), said(old.clone())];
     let platform = Platform::start(start.into_iter().chain([page("new")])).await;
     let output = platform.svcctl(&["--json", "backup", "now", MACHINE, "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), backup("new"));
 
     let failed = said(json!({"status": "error", "error": "the store refused"}));
-    let platform = Platform::start([said(old), page("old"), asked(), page("old"), failed]).await;
+    let platform = Platform::start([said(old), page("old"), accepted(), page("old"), failed]).await;
     let output = platform.svcctl(&["backup", "now", MACHINE, "--wait"]).await;
     assert_eq!(output.status.code(), Some(69));
     assert!(stderr(&output).contains("the store refused"), "{}", stderr(&output));

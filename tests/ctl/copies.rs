@@ -185,7 +185,7 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_without_last_backup_asks_and_abandon_leaves_old_machine() {
+async fn recovery_without_backup_asks_and_abandon_keeps_old_machine() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     operator.stack.snapshot(USER);

@@ -484,9 +484,9 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     fleet.stack.svcctl(&failed).await.unwrap().good().unwrap();
     let attention = fleet.platform(&[], &[]).await;
     attention.has("fleet", "warning", "ada (primary) is failed");
-    let asked = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
-    asked.has("fleet", "warning", "ada (primary) is failed");
-    asked.has("platform", "ok", "runs");
+    let response = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
+    response.has("fleet", "warning", "ada (primary) is failed");
+    response.has("platform", "ok", "runs");
     fleet.stack.down().await;
 }
 

@@ -142,8 +142,8 @@ async fn failed_boot_shows_its_stage_and_the_host_message() {
 }
 
 async fn damaged_snapshot_fails_its_drill(operator: &Operator) {
-    let told = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
-    let object = format!("user_1/primary/{}", told["key"].as_str().unwrap());
+    let drill = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
+    let object = format!("user_1/primary/{}", drill["key"].as_str().unwrap());
     let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
     let mut damaged = dump.clone();
     damaged[100] ^= 1;
@@ -157,8 +157,8 @@ async fn damaged_snapshot_fails_its_drill(operator: &Operator) {
 async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let whole = ["system/db/snapshots/", "every byte is as it was written"];
     has(&operator.does(0, &["backup", "verify", "ada"]).await, &whole);
-    let told = operator.json(&["backup", "verify", "ada"]).await;
-    let key = told["key"].as_str().unwrap();
+    let verified = operator.json(&["backup", "verify", "ada"]).await;
+    let key = verified["key"].as_str().unwrap();
     let (_, name) = key.rsplit_once('/').unwrap();
     let object = format!("user_1/primary/{key}");
     let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();

@@ -124,36 +124,36 @@ macro_rules! fuzzed {
 }
 
 fuzzed! {
-    a_changed_pointer_leads_nowhere_else, long_a_changed_pointer_leads_nowhere_else, "pointer";
-    a_changed_side_record_is_of_its_dump, long_a_changed_side_record_is_of_its_dump, "side-record";
-    a_changed_manifest_is_not_believed, long_a_changed_manifest_is_not_believed, "manifest";
-    a_changed_signature_is_worth_nothing, long_a_changed_signature_is_worth_nothing, "signature";
-    a_changed_archive_stays_in_its_directory, long_a_changed_archive_stays_in_its_directory, "archive";
-    tar_entries_of_changed_archives_keep_limits, long_tar_entries_of_changed_archives_keep_limits, "tar-entries";
-    a_changed_env_file_reads_back, long_a_changed_env_file_reads_back, "env-file";
-    a_changed_boot_env_is_told_without_secrets, long_a_changed_boot_env_is_told_without_secrets, "boot-env";
-    changed_app_manifest_names_no_more, long_changed_app_manifest_names_no_more, "app-manifest";
-    changed_bridge_request_stays_one_statement, long_changed_bridge_request_stays_one_statement, "bridge-request";
-    changed_bridge_filter_means_the_same_nested, long_changed_bridge_filter_means_the_same_nested, "bridge-filter";
-    changed_cursor_resumes_its_own_order_alone, long_changed_cursor_resumes_its_own_order_alone, "bridge-cursor";
-    changed_jwt_is_never_another_user, long_changed_jwt_is_never_another_user, "jwt";
-    changed_proof_is_never_another_principal, long_changed_proof_is_never_another_principal, "proof";
-    changed_heartbeat_is_stored_within_bounds, long_changed_heartbeat_is_stored_within_bounds, "heartbeat";
-    changed_hook_input_sends_no_content, long_changed_hook_input_sends_no_content, "hook-input";
-    changed_agent_frames_are_written_back, long_changed_agent_frames_are_written_back, "agent-frames";
-    changed_agent_output_keeps_bounded_texts, long_changed_agent_output_keeps_bounded_texts, "agent-output";
-    changed_event_id_is_refused, long_changed_event_id_is_refused, "event-id";
-    changed_listing_loads_nothing_else, long_changed_listing_loads_nothing_else, "import-listing";
-    changed_import_manifest_is_another_archives, long_changed_import_manifest_is_another_archives, "import-manifest";
-    changed_keys_are_for_nothing_else, long_changed_keys_are_for_nothing_else, "jwks";
-    changed_owner_config_keeps_bounds, long_changed_owner_config_keeps_bounds, "owner-config";
-    changed_usage_report_is_safe_to_print, long_changed_usage_report_is_safe_to_print, "usage-report";
-    changed_cookie_takes_no_name_of_ours, long_changed_cookie_takes_no_name_of_ours, "set-cookie";
-    changed_connection_headers_end_at_the_hop, long_changed_connection_headers_end_at_the_hop, "hop-by-hop";
-    changed_path_stays_in_the_apps_folder, long_changed_path_stays_in_the_apps_folder, "app-path";
-    changed_session_counts_its_own_calls, long_changed_session_counts_its_own_calls, "codex-session";
-    changed_dump_head_has_a_number_or_none, long_changed_dump_head_has_a_number_or_none, "dump-head";
-    a_changed_user_data_is_one_document, long_a_changed_user_data_is_one_document, "user-data";
+    mutated_pointer_stays_in_its_slot, long_mutated_pointer_stays_in_its_slot, "pointer";
+    mutated_side_record_must_match_its_dump, long_mutated_side_record_must_match_its_dump, "side-record";
+    mutated_manifest_is_refused, long_mutated_manifest_is_refused, "manifest";
+    mutated_signature_is_refused, long_mutated_signature_is_refused, "signature";
+    mutated_archive_stays_in_its_directory, long_mutated_archive_stays_in_its_directory, "archive";
+    tar_entries_of_mutated_archives_keep_limits, long_tar_entries_of_mutated_archives_keep_limits, "tar-entries";
+    mutated_env_file_parses_back, long_mutated_env_file_parses_back, "env-file";
+    mutated_boot_env_error_has_no_secret, long_mutated_boot_env_error_has_no_secret, "boot-env";
+    mutated_app_manifest_keeps_its_names, long_mutated_app_manifest_keeps_its_names, "app-manifest";
+    mutated_bridge_request_stays_one_statement, long_mutated_bridge_request_stays_one_statement, "bridge-request";
+    mutated_bridge_filter_means_the_same_nested, long_mutated_bridge_filter_means_the_same_nested, "bridge-filter";
+    mutated_cursor_resumes_only_its_own_order, long_mutated_cursor_resumes_only_its_own_order, "bridge-cursor";
+    mutated_jwt_is_never_another_user, long_mutated_jwt_is_never_another_user, "jwt";
+    mutated_proof_is_never_another_principal, long_mutated_proof_is_never_another_principal, "proof";
+    mutated_heartbeat_is_stored_within_bounds, long_mutated_heartbeat_is_stored_within_bounds, "heartbeat";
+    mutated_hook_input_sends_no_content, long_mutated_hook_input_sends_no_content, "hook-input";
+    mutated_agent_frames_parse_back, long_mutated_agent_frames_parse_back, "agent-frames";
+    mutated_agent_output_keeps_bounded_texts, long_mutated_agent_output_keeps_bounded_texts, "agent-output";
+    mutated_event_id_is_refused, long_mutated_event_id_is_refused, "event-id";
+    mutated_listing_loads_no_other_entry, long_mutated_listing_loads_no_other_entry, "import-listing";
+    mutated_import_manifest_is_refused, long_mutated_import_manifest_is_refused, "import-manifest";
+    mutated_keys_keep_their_purpose, long_mutated_keys_keep_their_purpose, "jwks";
+    mutated_owner_config_keeps_bounds, long_mutated_owner_config_keeps_bounds, "owner-config";
+    mutated_usage_report_is_safe_to_print, long_mutated_usage_report_is_safe_to_print, "usage-report";
+    mutated_cookie_takes_no_router_name, long_mutated_cookie_takes_no_router_name, "set-cookie";
+    mutated_hop_headers_end_at_the_hop, long_mutated_hop_headers_end_at_the_hop, "hop-by-hop";
+    mutated_path_stays_in_the_app_folder, long_mutated_path_stays_in_the_app_folder, "app-path";
+    mutated_session_counts_its_own_calls, long_mutated_session_counts_its_own_calls, "codex-session";
+    mutated_dump_head_has_a_number_or_none, long_mutated_dump_head_has_a_number_or_none, "dump-head";
+    mutated_user_data_is_one_document, long_mutated_user_data_is_one_document, "user-data";
 }
 
 /// The page lists the parsers with rules; a missing row would suggest a parser without any.
@@ -184,7 +184,7 @@ fn what_once_broke_a_rule_breaks_none() -> Result<()> {
 
 /// Tests the runner itself: it detects rules that are violated occasionally, and a parser that panics.
 #[test]
-fn a_parser_that_accepts_too_much_is_found() {
+fn runner_detects_parsers_that_violate_their_rules() {
     fn valid() -> BoxedStrategy<Vec<u8>> {
         Just(b"{\"key\":\"a/b.dump\"}".to_vec()).boxed()
     }

@@ -332,8 +332,8 @@ async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<(
     assert_eq!((used(&parent), &parent["status"]), (calls(3 + 2), &json!("success")), "{parent}");
     // A run that is cancelled while it works.
     let slow = json!({ "id": "slow", "prompt": "[[slow]] go" });
-    let asked = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
-    ensure!(answer(asked.json(&slow)).await?.0.is_success());
+    let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
+    ensure!(answer(request.json(&slow)).await?.0.is_success());
     // The last of four threads: its usage is written while its tool still runs.
     let sessions = host.machine.path("home/svc/.codex/sessions");
     host.until("usage is written", async || {

@@ -44,7 +44,7 @@ async fn insert_many_returns_rows_in_request_order() -> Result<()> {
 }
 
 #[tokio::test]
-async fn of_many_rows_with_a_bad_one_none_is_made() -> Result<()> {
+async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
     let app = App::new().await?;
     let taken = "0192d1f0-0000-7000-8000-000000000001";
     let refused = json!([{ "title": "a", "ref": taken }, { "title": "b", "size": "x" }, { "nope": 1 }, 5]);

@@ -438,8 +438,8 @@ async fn records(world: &World) {
         "groupBy=hour",
         "startDate=2026-02-02&endDate=2026-02-01",
     ] {
-        let asked = world.by("owner", &Method::GET, &format!("/api/usage?{wrong}"));
-        world.send(asked).await.assert_problem(400, "invalid_request");
+        let request = world.by("owner", &Method::GET, &format!("/api/usage?{wrong}"));
+        world.send(request).await.assert_problem(400, "invalid_request");
     }
 }
 

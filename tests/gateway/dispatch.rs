@@ -379,8 +379,8 @@ async fn an_edge_under_many_at_once_holds() -> Result<()> {
         "dispatch": { "defaultAgent": "coder", "concurrency": 64 } });
     let (machine, _runner) = machine(&limits)?;
     let host = machine.start()?;
-    let asked = (0..64).map(|_| request_dispatch(&host, json!({ "prompt": "ok" })));
-    let answers = futures_util::future::join_all(asked).await;
+    let requests = (0..64).map(|_| request_dispatch(&host, json!({ "prompt": "ok" })));
+    let answers = futures_util::future::join_all(requests).await;
     let mut taken = Vec::new();
     for answer in answers {
         let (status, body) = answer?;

@@ -217,7 +217,7 @@ async fn batch_survives_restart_in_order() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_batch_has_a_result_for_each_entry() -> Result<()> {
+async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
     let body =

@@ -116,7 +116,7 @@ async fn shell_and_code_requests_lose_platform_headers() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_websocket_passes_through() -> Result<()> {
+async fn websocket_is_proxied() -> Result<()> {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let listener = host.machine.owner_socket("code.sock")?;
@@ -134,12 +134,12 @@ async fn a_websocket_passes_through() -> Result<()> {
         stream.read_exact(&mut frame)?;
         stream.write_all(&frame)
     });
-    let asked = host
+    let request = host
         .bare(Method::GET, "/socket")
         .header("x-svc-proof", host.proof(Route::Code))
         .header("connection", "upgrade")
         .header("upgrade", "websocket");
-    let answer = asked.send().await?;
+    let answer = request.send().await?;
     assert_eq!(answer.status(), StatusCode::SWITCHING_PROTOCOLS);
     let mut socket = answer.upgrade().await?;
     socket.write_all(b"hello").await?;
@@ -181,12 +181,12 @@ async fn more_apps_than_connections_are_all_served() -> Result<()> {
         host.until_registered(app).await?;
     }
     // Nine apps share four connections: 23 less 3 for superusers and a headroom of 16.
-    let asked = (0..360).map(|n| {
+    let requests = (0..360).map(|n| {
         let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
         let host = &host;
         async move { host.data(&body).await }
     });
-    futures_util::future::try_join_all(asked).await?;
+    futures_util::future::try_join_all(requests).await?;
     let held = server
         .connect("svc")
         .await?

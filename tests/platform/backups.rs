@@ -21,8 +21,8 @@ async fn backup_is_requested_from_the_host_with_a_proof() {
 
     let drill = stack.post(&process, &format!("/vps/{}/drill", host.guest.machine), &json!({})).await;
     assert_eq!(drill.status, 202, "{drill:?}");
-    let asked = host.seen.lock().unwrap().last().unwrap().path.clone();
-    assert_eq!(asked.as_deref(), Some("/_svc/internal/drill"));
+    let last_path = host.seen.lock().unwrap().last().unwrap().path.clone();
+    assert_eq!(last_path.as_deref(), Some("/_svc/internal/drill"));
 
     stack.post(&process, &path, &json!({"now": true})).await.assert_problem(400, "invalid_request");
     let machine = host.guest.machine.clone();

@@ -300,8 +300,8 @@ async fn machine_in_its_last_backup_still_gets_credentials() {
     let old = super::internal_host::host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let asked = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
-    stack.eventually("the backup is requested", asked).await;
+    let is_requested = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
+    stack.eventually("the backup is requested", is_requested).await;
     let answer = ask(&stack, &process, &old.guest).await;
     open_store(&answer).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
     let last = of_machine(&stack, &old.guest.machine)
@@ -309,8 +309,8 @@ async fn machine_in_its_last_backup_still_gets_credentials() {
         .find(|session| session.access_key == answer.body["accessKeyId"]);
     assert_eq!(last.unwrap().asked_life, Duration::from_secs(900), "the minimum that STS allows");
     assert_eq!(answer.body["outage"], Value::Null, "no outage session");
-    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("a backup is requested", asked).await;
+    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("a backup is requested", is_requested).await;
     old.backs_up(&stack, "user_1");
     stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
     ask(&stack, &process, &old.guest).await.assert_problem(403, "superseded");

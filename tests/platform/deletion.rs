@@ -38,7 +38,7 @@ async fn deleted_machine_loses_its_server_and_repeats_are_stable() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_names_newest_snapshot_of_the_store_or_the_reported_one() {
+async fn deletion_names_the_newest_stored_or_reported_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;

@@ -307,7 +307,7 @@ async fn rollout_can_be_paused_resumed_and_aborted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_newest_rollouts_are_listed() {
+async fn newest_rollouts_are_listed() {
     let fleet = Fleet::of(1, &[]).await;
     let list = || async {
         let answer = fleet.stack.get(&fleet.process, "/vps/deploy").await;

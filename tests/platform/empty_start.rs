@@ -94,9 +94,9 @@ async fn slot_is_not_provisioned_during_a_deletion_backup() {
     let path = format!("/vps/operations/{operation}");
     let asks = || async { (stack.get(&process, &path).await.body["state"] == "waiting").then_some(()) };
     stack.eventually("the deletion asks", asks).await;
-    let asked = stack.post(&process, "/vps/provision", &allowing_empty()).await;
-    asked.assert_problem(409, "invalid_state");
-    assert!(asked.body["detail"].as_str().unwrap().contains("operator's decision"), "{asked:?}");
+    let response = stack.post(&process, "/vps/provision", &allowing_empty()).await;
+    response.assert_problem(409, "invalid_state");
+    assert!(response.body["detail"].as_str().unwrap().contains("operator's decision"), "{response:?}");
     // Both decisions are still open: no machine holds the slot.
     assert_eq!(stack.post(&process, &format!("{path}/abandon"), &json!({})).await.status, 200);
     assert_eq!(stack.status(&process, &old.guest.machine).await, "running");

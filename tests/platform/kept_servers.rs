@@ -51,14 +51,14 @@ async fn beat_until_running(stack: &Stack, process: &Process, guest: &Guest) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cancelled_recovery_leaves_the_healthy_machine_as_it_was() {
+async fn cancelled_recovery_keeps_the_healthy_machine() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &body()).await;
-    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", asked).await;
+    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", is_requested).await;
     let path = format!("/vps/{}/fail", id(&recovery, "machineId"));
     let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
     assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
@@ -312,8 +312,8 @@ async fn discard_waits_for_the_last_backup_of_a_deletion() {
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", asked).await;
+    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", is_requested).await;
 
     let path = format!("/vps/{machine}/discard");
     let refused = stack.post(&process, &path, &json!({})).await;
@@ -345,8 +345,8 @@ async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
-    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", asked).await;
+    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", is_requested).await;
     let path = format!("/vps/{}/discard", old.guest.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");

@@ -38,22 +38,22 @@ async fn keys_rotate_without_refused_proofs() {
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let mut known = BTreeSet::from([first.clone()]);
     let deadline = Instant::now() + Duration::from_secs(40);
-    let mut asked = 0;
+    let mut requests = 0;
     // Three rotations; the first key is long retired. The host receives a key long after the platform created it.
     while known.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
         assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());
-        let process = if asked % 2 == 0 { &one } else { &two };
-        if asked % 15 == 0 {
+        let process = if requests % 2 == 0 { &one } else { &two };
+        if requests % 15 == 0 {
             let given = beat(&stack, process, &host).await;
             assert!((1..=3).contains(&given.len()), "{given:?}");
             known.extend(given);
         }
         let answer = stack.post(process, &path, &json!({})).await;
         assert_eq!(answer.status, 202, "{answer:?}\n{}", stack.log());
-        asked += 1;
+        requests += 1;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(host.seen.lock().unwrap().len(), asked);
+    assert_eq!(host.seen.lock().unwrap().len(), requests);
     let client = stack.database.connect().await.unwrap();
     let retired =
         client.query("SELECT kid FROM signing_keys WHERE retired_at IS NOT NULL", &[]).await.unwrap();
@@ -61,7 +61,7 @@ async fn keys_rotate_without_refused_proofs() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_stays_while_one_host_has_not_acknowledged_its_successor() {
+async fn key_stays_until_every_host_acknowledges_its_successor() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&FAST);
     let host = host(&stack, &process).await;
@@ -73,8 +73,8 @@ async fn a_key_stays_while_one_host_has_not_acknowledged_its_successor() {
         let given = beat(&stack, &process, &host).await;
         assert!(given.contains(&first), "{given:?}");
         most = most.max(given.len());
-        let asked = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
-        assert_eq!(asked.status, 202, "{asked:?}");
+        let answer = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
+        assert_eq!(answer.status, 202, "{answer:?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     assert!(most >= 2, "other hosts continue with the successor");

@@ -254,7 +254,7 @@ impl UpdatingHosts<'_> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rollout_survives_a_kill_at_every_point_of_every_step() {
+async fn rollout_survives_a_kill_at_every_point_of_every_step() {
     // The canary is requested; it succeeds and the others are requested; they succeed.
     const STEPS: usize = 3;
     let mut points = Vec::new();

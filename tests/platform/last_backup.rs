@@ -128,7 +128,7 @@ async fn invented_fence_is_replaced_before_the_host_is_asked() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn backup_that_makes_progress_is_waited_for_beyond_every_deadline() {
+async fn progressing_backup_extends_every_deadline() {
     let stack = Stack::start().await;
     let short = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
     let process = stack.platform_with(&short);
@@ -409,7 +409,7 @@ fn counts_up(old: &Host, by: u64) -> tokio::task::JoinHandle<()> {
 
 /// The credentials of a replaced machine allow all of these writes.
 #[tokio::test(flavor = "multi_thread")]
-async fn forged_snapshot_is_no_last_backup() {
+async fn forged_snapshot_does_not_count_as_last_backup() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = host(&stack, &process).await;

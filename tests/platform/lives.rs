@@ -140,8 +140,8 @@ async fn next_machine_after_a_delete_has_the_backed_up_data() -> Result<()> {
     let first = lives.provision().await?;
     let client = lives.database(&first).await?;
     client.batch_execute("CREATE TABLE notes (text text); INSERT INTO notes VALUES ('kept')").await?;
-    let asked = lives.stack.post(&lives.process, &format!("/vps/{first}/backup"), &json!({})).await;
-    assert_eq!(asked.status, 202, "{asked:?}\n{}", lives.stack.log());
+    let response = lives.stack.post(&lives.process, &format!("/vps/{first}/backup"), &json!({})).await;
+    assert_eq!(response.status, 202, "{response:?}\n{}", lives.stack.log());
     let path = format!("/vps/{first}/backups");
     let taken = || async {
         let list = lives.stack.get(&lives.process, &path).await.body;

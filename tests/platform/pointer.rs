@@ -116,7 +116,7 @@ async fn unknown_slot_is_not_found_and_not_written() {
 
 /// Otherwise the old host's last backup, which the recovery waits for, would be refused permanently.
 #[tokio::test(flavor = "multi_thread")]
-async fn rebuild_during_a_last_backup_leaves_the_fence_to_the_old_machine() {
+async fn rebuild_during_a_last_backup_keeps_the_old_fence() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "120")]);
     let guest = stack.running(&process, "user_1").await;

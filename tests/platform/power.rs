@@ -103,8 +103,8 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
     let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
     stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     ask(&stack, &process, &guest, "off").await;
-    let asked = || async { (actions(&stack, "shutdown") == 1).then_some(()) };
-    stack.eventually("the host is asked to shut down", asked).await;
+    let is_ordered = || async { (actions(&stack, "shutdown") == 1).then_some(()) };
+    stack.eventually("the host is asked to shut down", is_ordered).await;
     let client = stack.database.connect().await.unwrap();
     let age = |interval: &'static str| {
         let sql =

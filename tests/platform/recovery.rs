@@ -130,7 +130,7 @@ async fn recovery_replaces_the_machine_and_is_idempotent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_under_way_refuses_other_options() {
+async fn recovery_in_progress_refuses_other_options() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.running(&process, "user_1").await;

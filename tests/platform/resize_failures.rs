@@ -281,7 +281,7 @@ async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_recovery_that_is_abandoned_switches_server_on() {
+async fn resize_cancelled_by_abandoned_recovery_switches_server_on() {
     let (stack, process, _guest, _) = stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;

@@ -84,8 +84,8 @@ impl Restorable {
     }
 
     pub async fn backup_requested(&self, host: &Host) {
-        let asked = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
-        self.stack.eventually("the last backup is requested", asked).await;
+        let is_requested = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
+        self.stack.eventually("the last backup is requested", is_requested).await;
     }
 
     pub async fn fenced_at(&self, epoch: u64) {

@@ -14,13 +14,13 @@ async fn two_processes_share_keys_and_work_and_survive_a_kill() {
     let (mut one, two) = (stack.platform(), stack.platform());
     let users: Vec<String> = (0..8).map(|n| format!("user_{n}")).collect();
     // Each process handles one request: one machine each.
-    let asked = users.iter().map(|user| async {
+    let requests = users.iter().map(|user| async {
         let first = stack.provision(&one, user).await;
         let again = stack.post(&two, "/vps/provision", &super::stack::provision_body(user)).await;
         assert_eq!(again.body["machineId"], first["machineId"], "{again:?}");
         first
     });
-    let made = join_all(asked).await;
+    let made = join_all(requests).await;
     one.kill();
     let ended = made.iter().map(|made| stack.ended(&two, made["operationId"].as_str().unwrap()));
     for operation in join_all(ended).await {

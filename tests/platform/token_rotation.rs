@@ -45,8 +45,8 @@ async fn copied_token_ends_after_the_host_has_used_the_next() {
     let process = stack.platform_with(&SHORT_OVERLAP);
     let guest = stack.running(&process, "user_1").await;
     assert_eq!(beat(&stack, &process, &guest).await.body["nextToken"], Value::Null, "no rotation is due");
-    let asked = request(&stack, &process, &guest).await;
-    assert!(asked.body["upgradeToken"]["requestedAt"].is_string(), "{asked:?}");
+    let response = request(&stack, &process, &guest).await;
+    assert!(response.body["upgradeToken"]["requestedAt"].is_string(), "{response:?}");
 
     let offered = beat(&stack, &process, &guest).await;
     assert_eq!(offered.headers["cache-control"], "no-store");

@@ -248,7 +248,7 @@ impl Campaign {
         Ok((groups, all))
     }
 
-    fn tell(&self, name: &str) -> Result<()> {
+    fn print_figures(&self, name: &str) -> Result<()> {
         println!(
             "{name}: {} dispatches, {} kills, {} not written, the oldest {} ms",
             self.dispatches,
@@ -316,7 +316,7 @@ fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<Campaign> {
 #[test]
 fn usage_is_exact_after_random_kills() -> Result<()> {
     let campaign = run_with_kills(3_000, 8, 1)?;
-    campaign.tell("kills of the book")?;
+    campaign.print_figures("kills of the book")?;
     // A stalled machine does not increase the age of lost lines.
     ensure!(campaign.oldest_lost < Duration::from_secs(2), "{:?}", campaign.oldest_lost);
     ensure!(campaign.kills >= 4, "{} kills", campaign.kills);
@@ -337,14 +337,14 @@ fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
     }
     campaign.finish()?;
     campaign.assert_exact()?;
-    campaign.tell("kills of compactions")
+    campaign.print_figures("kills of compactions")
 }
 
 #[test]
 #[ignore = "long: 100 kills during 100,000 dispatches"]
 fn long_usage_of_100_000_dispatches_survives_100_kills() -> Result<()> {
     let campaign = run_with_kills(100_000, 100, now())?;
-    campaign.tell("100 kills of the book")?;
+    campaign.print_figures("100 kills of the book")?;
     ensure!(campaign.kills >= 90, "{} kills", campaign.kills);
     ensure!(campaign.oldest_lost <= Duration::from_millis(200), "{:?}", campaign.oldest_lost);
     Ok(())

@@ -11,9 +11,9 @@ use super::world::{APP, Answer, CODE, World, read};
 
 /// A program of the owner requests an app token.
 async fn app_token(world: &World, user: &str, app: &str) -> String {
-    let asked =
+    let token_request =
         world.post(APP, "/_svc/app-token").bearer_auth(world.token(user)).json(&json!({ "app": app }));
-    let answer = read(asked).await;
+    let answer = read(token_request).await;
     assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
     answer.json()["token"].as_str().expect("a token").to_owned()
 }

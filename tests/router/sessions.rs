@@ -180,8 +180,8 @@ async fn cookies_over_https_are_bound_to_the_host() -> Result<()> {
     assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this one");
     let program = with_cookie(&world, APP, "/", &format!("svc_session={token}")).await;
     assert_eq!(program.status, StatusCode::OK);
-    let asked = read(world.get(CODE, "/").header("accept", "text/html")).await;
-    assert!(asked.cookie("__Host-svc_code_state").is_some(), "{asked:?}");
+    let page_answer = read(world.get(CODE, "/").header("accept", "text/html")).await;
+    assert!(page_answer.cookie("__Host-svc_code_state").is_some(), "{page_answer:?}");
     Ok(())
 }
 
@@ -280,9 +280,9 @@ async fn the_code_host_gets_its_session_by_a_code_that_works_once_and_there_alon
     let page = |host, path: &str, cookie: &str| {
         world.get(host, path).header("accept", "text/html").header("cookie", cookie.to_owned())
     };
-    let asked = read(page(CODE, "/?folder=/home", "")).await;
-    let state = format!("svc_code_state={}", asked.cookie("svc_code_state").unwrap());
-    let handed = read(page(APP, to_host(&asked, APP), &app)).await;
+    let page_answer = read(page(CODE, "/?folder=/home", "")).await;
+    let state = format!("svc_code_state={}", page_answer.cookie("svc_code_state").unwrap());
+    let handed = read(page(APP, to_host(&page_answer, APP), &app)).await;
     let take = to_host(&handed, CODE);
     assert!(take.starts_with("/_svc/session?code="), "{take}");
 

@@ -37,8 +37,8 @@ impl OpenConnections {
         let (mut socket, _) = client_async(request, stream).await?;
         socket.send(Message::text("hello")).await?;
         socket.next().await.context("open")??;
-        let asked = world.post(APP, "/_svc/app-token").header("cookie", session);
-        let minted = read(asked.json(&json!({ "app": "notes" }))).await;
+        let request = world.post(APP, "/_svc/app-token").header("cookie", session);
+        let minted = read(request.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("a token")?.to_owned();
         let own = begun(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
         let of_app = begun(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
@@ -156,12 +156,12 @@ async fn old_sign_out_does_not_block_later_tokens() -> Result<()> {
     world.sql.batch_execute("DELETE FROM sign_outs").await?;
     let never = world.another_process().await?;
     never.until_status("user_1", StatusCode::OK).await;
-    for (minted_by, asked) in [(&never, &knows), (&knows, &never)] {
+    for (minted_by, request) in [(&never, &knows), (&knows, &never)] {
         let session = minted_by.session(APP, "user_1").await;
         let minted = minted_by.post(APP, "/_svc/app-token").header("cookie", &session);
         let minted = read(minted.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("a token")?.to_owned();
-        assert_eq!(read(asked.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK);
+        assert_eq!(read(request.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK);
     }
     Ok(())
 }

@@ -144,8 +144,8 @@ impl World<'_> {
     }
 
     async fn serves(&self, machine: &str) -> Result<bool> {
-        let look = DatabaseState::at(&self.seat.client).await?;
-        Ok(look.machine(machine).is_some_and(MachineSeen::is_running)
+        let database_state = DatabaseState::at(&self.seat.client).await?;
+        Ok(database_state.machine(machine).is_some_and(MachineSeen::is_running)
             && self.sky.on().iter().any(|on| on == machine))
     }
 
@@ -284,8 +284,8 @@ impl World<'_> {
             AcceptedLoss::Nothing => None,
             AcceptedLoss::OfSlot(prefix) => Some(prefix.clone()),
             AcceptedLoss::OfMachine(machine) => {
-                let look = DatabaseState::at(&self.seat.client).await.ok()?;
-                look.machine(machine).map(MachineSeen::prefix)
+                let database_state = DatabaseState::at(&self.seat.client).await.ok()?;
+                database_state.machine(machine).map(MachineSeen::prefix)
             }
         }
     }
@@ -329,11 +329,11 @@ impl World<'_> {
     }
 
     /// An operator answers an operation's question: every second one accepts the loss.
-    async fn decide(&self, operation: &str, machine: &str, look: &DatabaseState) {
+    async fn decide(&self, operation: &str, machine: &str, database_state: &DatabaseState) {
         let goes_ahead = operation.bytes().last().is_some_and(|last| last % 2 == 0);
         let (what, body) =
             if goes_ahead { ("continue", Some(json!({"acceptLoss": true}))) } else { ("abandon", None) };
-        let accepting = look.machine(machine).filter(|_| goes_ahead).map(|it| self.rows.accept(it.prefix()));
+        let accepting = database_state.machine(machine).filter(|_| goes_ahead).map(|it| self.rows.accept(it.prefix()));
         let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation}/{what}"));
         let (key, accepts) = (None, AcceptedLoss::Nothing);
         let planned = PlannedRequest { what, method: "POST", path, token, body, key, accepts };
@@ -344,9 +344,9 @@ impl World<'_> {
     /// Waits for a limited time, or until every operation only waits for a host.
     async fn rest(&mut self) -> Result<()> {
         for _ in 0..20 {
-            let look = DatabaseState::at(&self.seat.client).await?;
+            let database_state = DatabaseState::at(&self.seat.client).await?;
             let busy = |step: &str| !matches!(step, "await_registration" | "await_health");
-            if !look.operations.iter().any(|it| it.state == "running" && busy(&it.step)) {
+            if !database_state.operations.iter().any(|it| it.state == "running" && busy(&it.step)) {
                 return Ok(());
             }
             self.nudge();
@@ -380,12 +380,12 @@ impl World<'_> {
         for round in 0..rounds {
             self.nudge();
             tokio::time::sleep(Duration::from_millis(30)).await;
-            let look = DatabaseState::at(&self.seat.client).await?;
+            let database_state = DatabaseState::at(&self.seat.client).await?;
             let live = self.sky.live();
             let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
-            let under_way = look.operations.iter().any(|it| it.state == "running");
+            let under_way = database_state.operations.iter().any(|it| it.state == "running");
             let quiet =
-                !under_way && !has_leftovers(&look, &live, &self.ledger) && !look.machines.iter().any(bare);
+                !under_way && !has_leftovers(&database_state, &live, &self.ledger) && !database_state.machines.iter().any(bare);
             if quiet {
                 quiet_rounds += 1;
                 if quiet_rounds == 2 {
@@ -395,13 +395,13 @@ impl World<'_> {
                 quiet_rounds = 0;
             }
             for operation in
-                look.operations.iter().filter(|it| it.question.is_some() && it.state == "running")
+                database_state.operations.iter().filter(|it| it.question.is_some() && it.state == "running")
             {
-                self.decide(&operation.operation_id, &operation.machine_id, &look).await;
+                self.decide(&operation.operation_id, &operation.machine_id, &database_state).await;
             }
             // Booting hosts register, resized hosts report healthy; for the others their deadline passes.
             for host in self.hosts().to_vec() {
-                let Some(machine) = look.machine(&host.machine).filter(|_| live.contains(&host.machine))
+                let Some(machine) = database_state.machine(&host.machine).filter(|_| live.contains(&host.machine))
                 else {
                     continue;
                 };
@@ -415,8 +415,8 @@ impl World<'_> {
             self.seat.pass_time(10, false).await?;
         }
         self.ledger.note("the platform did not settle");
-        let look = DatabaseState::at(&self.seat.client).await?;
-        for operation in look.operations.iter().filter(|it| it.state == "running") {
+        let database_state = DatabaseState::at(&self.seat.client).await?;
+        for operation in database_state.operations.iter().filter(|it| it.state == "running") {
             self.ledger.note(format!("under way: {operation:?}"));
         }
         Ok(())

@@ -237,19 +237,19 @@ async fn campaign(seed: u64) -> Result<u32> {
     let times = Times::of(&database).await?;
     let came = settle(&fleet, &database, &times).await?;
     hosts.abort();
-    let look = DatabaseState::at(&database).await?;
+    let database_state = DatabaseState::at(&database).await?;
     let live = live(&fleet.stack);
     let known = CallerView::of(&fleet.ledger);
-    let mut found = check::always(&look, &mut Observations::default(), &fleet.ledger, &known);
-    found.extend(check::settled(&look, &live, &look::audit(&database).await?, &fleet.ledger));
+    let mut found = check::always(&database_state, &mut Observations::default(), &fleet.ledger, &known);
+    found.extend(check::settled(&database_state, &live, &look::audit(&database).await?, &fleet.ledger));
     let log = || format!("{}\n{}", fleet.ledger.lines().join("\n"), fleet.stack.log());
-    assert!(came && found.is_empty(), "seed {seed} broke {found:?}\n{look:#?}\n{}", log());
-    for machine in look.machines.iter().filter(|machine| machine.is_running()) {
+    assert!(came && found.is_empty(), "seed {seed} broke {found:?}\n{database_state:#?}\n{}", log());
+    for machine in database_state.machines.iter().filter(|machine| machine.is_running()) {
         let servers = live.iter().filter(|id| **id == machine.machine_id).count();
         assert_eq!(servers, 1, "{machine:?}\n{}", log());
     }
-    let running = look.machines.iter().filter(|machine| machine.is_running()).count();
-    println!("seed {seed}: {sent} requests, {kills} kills, {} machines, {running} run", look.machines.len());
+    let running = database_state.machines.iter().filter(|machine| machine.is_running()).count();
+    println!("seed {seed}: {sent} requests, {kills} kills, {} machines, {running} run", database_state.machines.len());
     Ok(kills)
 }
 
@@ -261,9 +261,9 @@ fn live(stack: &Stack) -> Vec<String> {
 /// Waits until no operation is open and no server is left over, while it advances the time.
 async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {
-        let look = DatabaseState::at(database).await.context("look")?;
-        let under_way = look.operations.iter().any(|operation| operation.state == "running");
-        if !under_way && !check::has_leftovers(&look, &live(&fleet.stack), &fleet.ledger) {
+        let database_state = DatabaseState::at(database).await.context("look")?;
+        let under_way = database_state.operations.iter().any(|operation| operation.state == "running");
+        if !under_way && !check::has_leftovers(&database_state, &live(&fleet.stack), &fleet.ledger) {
             return Ok(true);
         }
         times.pass(database, 3, false).await?;

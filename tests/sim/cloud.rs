@@ -161,7 +161,7 @@ impl Cloud {
         Ok(Created { server: self.order(order)?, actions: Vec::new() })
     }
 
-    async fn look<T>(&self, call: &'static str, found: impl FnOnce(&CloudState) -> T) -> Result<T, ProviderError> {
+    async fn call_read<T>(&self, call: &'static str, found: impl FnOnce(&CloudState) -> T) -> Result<T, ProviderError> {
         match self.fault_of(Call::DatabaseState) {
             Some(CloudFault::RateLimited) => {
                 Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"))
@@ -312,7 +312,7 @@ impl Provider for SharedCloud {
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
         let blind = matches!(self.0.broken, Some(BrokenRule::NamesRepeat | BrokenRule::NothingIsDeleted));
         let named = |server: &&Server| server.name == name && !blind;
-        self.0.look("find server", |books| books.servers.values().find(named).cloned()).await
+        self.0.call_read("find server", |books| books.servers.values().find(named).cloned()).await
     }
 
     async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
@@ -326,13 +326,13 @@ impl Provider for SharedCloud {
         let every_other = |(nth, _): &(usize, Server)| !partial || nth % 2 == 1;
         let all: Vec<Server> = self
             .0
-            .look("list servers", |books| books.servers.values().filter(chosen).cloned().collect())
+            .call_read("list servers", |books| books.servers.values().filter(chosen).cloned().collect())
             .await?;
         Ok(all.into_iter().enumerate().filter(every_other).map(|(_, server)| server).collect())
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
-        self.0.look("get server", |books| books.servers.get(&id.0).cloned()).await
+        self.0.call_read("get server", |books| books.servers.get(&id.0).cloned()).await
     }
 
     async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
@@ -365,7 +365,7 @@ impl Provider for SharedCloud {
     }
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
-        let found = self.0.look("get action", |books| books.actions.get(&id.0).map(|it| it.action.clone()));
+        let found = self.0.call_read("get action", |books| books.actions.get(&id.0).map(|it| it.action.clone()));
         found.await?.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
     }
 
@@ -395,6 +395,6 @@ impl Provider for SharedCloud {
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let info = |disk_gb| ServerTypeInfo { name: name.clone(), cores: 2, memory_gb: 4.0, disk_gb };
-        self.0.look("get server type", |_| disk_of(name).map(info)).await
+        self.0.call_read("get server type", |_| disk_of(name).map(info)).await
     }
 }

@@ -111,10 +111,10 @@ impl<'a> World<'a> {
         // Servers and responses first, because they depend on older state.
         let live = self.sky.live();
         let known = check::CallerView::of(&self.ledger);
-        let look = DatabaseState::at(&self.seat.client).await?;
+        let database_state = DatabaseState::at(&self.seat.client).await?;
         let fences = self.store.fences().await;
-        let mut found = check::always(&look, &mut self.memory, &self.ledger, &known);
-        found.extend(check::fenced(&look, &live, &fences));
+        let mut found = check::always(&database_state, &mut self.memory, &self.ledger, &known);
+        found.extend(check::fenced(&database_state, &live, &fences));
         found.extend(self.store.violations().await);
         let lost = self.rows.missing(&self.sky.live());
         if !lost.is_empty() {
@@ -124,20 +124,20 @@ impl<'a> World<'a> {
         if self.sky.had_doubles() {
             found.insert(Violation::TwoServersOfOneMachine);
         }
-        if self.is_misrouted(&look).await? {
+        if self.is_misrouted(&database_state).await? {
             found.insert(Violation::RoutedWhileNotRunning);
         }
         Ok(found)
     }
 
     /// Whether a request of a user without a running machine is persistently forwarded.
-    async fn is_misrouted(&mut self, look: &DatabaseState) -> Result<bool> {
+    async fn is_misrouted(&mut self, database_state: &DatabaseState) -> Result<bool> {
         self.turn = (self.turn + 1) % PROCESSES;
         let process = Arc::clone(&self.processes[self.turn]);
         for user in users() {
-            let runs = |look: &DatabaseState| look.machines.iter().any(|it| it.idp_user_id == user && it.is_running());
+            let runs = |database_state: &DatabaseState| database_state.machines.iter().any(|it| it.idp_user_id == user && it.is_running());
             let mut routed = self.is_routed(&process, user).await;
-            self.tally.routed += u32::from(routed && runs(look));
+            self.tally.routed += u32::from(routed && runs(database_state));
             // A change must apply within a second, but this machine may be busy.
             for _ in 0..60 {
                 if !routed || runs(&DatabaseState::at(&self.seat.client).await?) {
@@ -169,19 +169,19 @@ impl<'a> World<'a> {
     /// The additional violations after settling.
     pub async fn check_settled(&mut self) -> Result<BTreeSet<Violation>> {
         let mut found = BTreeSet::new();
-        let look = DatabaseState::at(&self.seat.client).await?;
+        let database_state = DatabaseState::at(&self.seat.client).await?;
         let audit = super::look::audit(&self.seat.client).await?;
-        found.extend(check::settled(&look, &self.sky.live(), &audit, &self.ledger));
+        found.extend(check::settled(&database_state, &self.sky.live(), &audit, &self.ledger));
         let resized = |it: &&super::look::OperationSeen| it.kind == "resize" && it.state == "succeeded";
-        self.tally.resized += look.operations.iter().filter(resized).count() as u32;
+        self.tally.resized += database_state.operations.iter().filter(resized).count() as u32;
         self.tally.rows += u32::try_from(self.rows.acknowledged())?;
-        self.tally.running += look.machines.iter().filter(|machine| machine.is_running()).count() as u32;
-        let is_held = check::holds_deletions(&look, &self.sky.live(), &self.ledger);
+        self.tally.running += database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
+        let is_held = check::holds_deletions(&database_state, &self.sky.live(), &self.ledger);
         for host in self.hosts().to_vec() {
-            let Some(machine) = look.machine(&host.machine) else { continue };
+            let Some(machine) = database_state.machine(&host.machine) else { continue };
             let right = Some((200, Some(!machine.is_active())));
             // A machine that may get its slot back is not told that it is superseded: its writers stay stopped.
-            let is_kept = look.is_kept(machine) || is_held;
+            let is_kept = database_state.is_kept(machine) || is_held;
             let waits = is_kept.then_some((200, Some(false)));
             let mut response = None;
             // The reconciler soon notices that a deleted machine cannot come back.

@@ -112,7 +112,7 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agent_keeps_the_outage_session_young() -> Result<()> {
+async fn agent_renews_the_outage_session() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;

@@ -46,7 +46,7 @@ const KEY: &str = "constraint orders_customer_fkey on table app_shop.orders";
 const VALID: &str = "SELECT convalidated FROM pg_constraint WHERE conname = 'orders_customer_fkey'";
 
 #[tokio::test]
-async fn dropped_table_comes_back_with_its_dependents() -> Result<()> {
+async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
     let store = machine::store()?;
     let machine = dropped(&store).await?;
     let expected = json!([

@@ -91,7 +91,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn restore_without_room_for_the_database_is_refused() -> Result<()> {
+async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
     let Some((_store, new, disk)) = tight(0).await? else { return Ok(()) };
     disk.fill(MARGIN)?;
     let ended = new.run(&["svc-restore"])?.expect(70);

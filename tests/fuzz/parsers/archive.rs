@@ -284,9 +284,9 @@ fn archive_checks_detect_each_violation() {
     ];
     for (what, spoil) in spoils {
         let place = UnpackDir::new();
-        let look = |place: &UnpackDir| place.check_outside().and_then(|()| check_release(&place.within()));
-        look(&place).expect("the directory is unchanged");
+        let violations = |place: &UnpackDir| place.check_outside().and_then(|()| check_release(&place.within()));
+        violations(&place).expect("the directory is unchanged");
         spoil(&place);
-        look(&place).expect_err(what);
+        violations(&place).expect_err(what);
     }
 }

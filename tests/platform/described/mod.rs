@@ -299,7 +299,7 @@ async fn without_database(world: &World) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_its_store_every_route_that_needs_it_says_so() {
+async fn store_outage_is_reported_by_every_route_that_needs_it() {
     let world = World::start(&[]).await;
     world.stack.store.down();
     without_store(&world).await;

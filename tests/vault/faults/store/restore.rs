@@ -96,7 +96,7 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
 
 /// A store with stale reads: every visible state is consistent, and absence needs confirmation.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stale_pointer_leads_to_a_whole_snapshot_or_nowhere() -> Result<()> {
+async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     let (store, old, new) = gate::old_and_new().await?;
     // The state before the first pointer is empty.
     store.fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
