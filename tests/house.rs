@@ -76,22 +76,22 @@ fn assert_none(broken: &[String]) {
 }
 
 #[test]
-fn the_edges_of_the_architecture_hold() {
+fn imports_respect_the_architecture() {
     assert_none(&edges::broken(&files()));
 }
 
 #[test]
-fn nothing_unwraps_outside_tests() {
+fn no_unwrap_outside_tests() {
     assert_none(&rules::unwraps(&files()));
 }
 
 #[test]
-fn nothing_is_left_to_do() {
+fn no_promise_of_later_work_remains() {
     assert_none(&files().iter().flat_map(rules::left_to_do).collect::<Vec<_>>());
 }
 
 #[test]
-fn every_source_file_says_what_it_owns() {
+fn every_source_file_has_a_header() {
     assert_none(&files().iter().filter_map(rules::unopened).collect::<Vec<_>>());
 }
 
@@ -101,12 +101,12 @@ fn no_source_file_is_long() {
 }
 
 #[test]
-fn no_file_names_a_place_of_the_machine_that_built_it() {
+fn no_file_names_a_build_machine_path() {
     assert_none(&files().iter().flat_map(rules::build_machine_paths).collect::<Vec<_>>());
 }
 
 #[test]
-fn the_tools_drive_the_product_from_outside() {
+fn tools_do_not_depend_on_the_product() {
     assert_none(&files().iter().flat_map(rules::links_to_the_product).collect::<Vec<_>>());
 }
 
@@ -126,7 +126,7 @@ fn every_dependency_has_its_reason() {
 }
 
 #[test]
-fn every_link_between_pages_leads_somewhere() {
+fn every_link_between_pages_resolves() {
     assert_none(&links::broken(&files()));
 }
 
@@ -141,6 +141,6 @@ fn every_test_that_a_page_names_exists() {
 }
 
 #[test]
-fn the_folders_are_those_of_the_plan() {
+fn folders_match_the_plan() {
     assert_none(&rules::unplanned_folders(&files()));
 }

@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_test_that_a_page_names_and_nobody_wrote_is_noticed() {
+    fn missing_test_named_by_a_page_is_detected() {
         let page = File::sample("docs/a.md", "kept by `a::b::c_d`, `a::b::e` and `a/b.rs`");
         let test = File::sample("tests/a/b.rs", "#[test]\nfn c_d() {}");
         let found = unknown_tests(&[page, test]);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_is_seen_however_it_is_read() {
+    fn variable_is_found_in_every_form_of_reading() {
         for line in [
             "let a = env.required(\"SVC_A\");",
             "env.or::<u64>(\"SVC_A\", 72)",
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_that_the_readme_does_not_have_is_noticed() {
+    fn undocumented_variable_is_detected() {
         let readme = File::sample(CONFIGURATION, "| `SVC_A` | – | an a |");
         let source = File::sample("src/a.rs", "env.text(\"SVC_A\"); env.text(\"SVC_AB\")");
         let found = undocumented(&[readme, source]);
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_metric_that_the_readme_does_not_have_is_noticed() {
+    fn undocumented_metric_is_detected() {
         let readme = File::sample(METRICS, "| `svc_a_total` | – |");
         let source = File::sample("src/metrics.rs", "Counters::new(\"svc_a_total\", \"svc_b\")");
         let found = undocumented_metrics(&[readme, source]);

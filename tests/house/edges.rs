@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forbidden_import_is_noticed() {
+    fn forbidden_import_is_detected() {
         for (path, text) in [
             ("src/machine/state.rs", "use crate::clock;"),
             ("src/machine/state.rs", "fn f() { super::super::clock::now() }"),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allowed_import_passes() {
+    fn allowed_import_passes() {
         for (path, text) in [
             ("src/main.rs", "use svc::host; use crate::platform;"),
             ("src/lib.rs", "pub mod host; pub use crate::host::system::layout;"),

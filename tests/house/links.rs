@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_link_is_noticed() {
+    fn broken_link_is_detected() {
         assert_eq!(broken_links("[x](b/missing.md)"), 1);
         assert_eq!(broken_links("[x](../b/other.md)"), 1);
         assert_eq!(broken_links("[x](b/other.md#missing)"), 1);
@@ -111,14 +111,14 @@ mod tests {
     }
 
     #[test]
-    fn a_good_link_and_code_are_left_alone() {
+    fn valid_link_and_code_pass() {
         assert_eq!(broken_links("[x](b/other.md#rotate-key_a-how) and [y](https://example.com/z)"), 0);
         assert_eq!(broken_links("# A\n\n[x](#a), [folder](b)"), 0);
         assert_eq!(broken_links("`[x](missing.md)`\n```\n[x](missing.md)\n```"), 0);
     }
 
     #[test]
-    fn a_page_that_is_not_listed_is_noticed() {
+    fn unlisted_page_is_detected() {
         let page = File::sample("docs/c.md", "# C");
         let summary = File::sample("docs/SUMMARY.md", "# Summary");
         assert_eq!(broken(&[page, summary]).len(), 1);

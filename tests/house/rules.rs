@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unwrap_is_noticed_outside_tests_alone() {
+    fn unwrap_is_detected_only_outside_tests() {
         let bad = "fn a() { b().unwrap(); }";
         let lines = |files: &[File]| unwraps(files).len();
         assert_eq!(lines(&[File::sample("src/a.rs", bad)]), 1);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_is_noticed() {
+    fn promise_of_later_work_is_detected() {
         for bad in [concat!("// TO", "DO: x"), concat!("# FIX", "ME"), concat!("fn a() { to", "do!() }")] {
             assert_eq!(left_to_do(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
         }
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_its_opening_is_noticed() {
+    fn file_without_header_is_detected() {
         assert!(unopened(&File::sample("src/a.rs", "use b;\n//! late")).is_some());
         assert!(unopened(&File::sample("xtask/src/main.rs", "fn main() {\n}")).is_some());
         assert!(unopened(&File::sample("src/a.rs", "//! Owns a.\n")).is_none());
@@ -174,13 +174,13 @@ mod tests {
     }
 
     #[test]
-    fn a_long_file_is_noticed() {
+    fn long_file_is_detected() {
         assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
         assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
     }
 
     #[test]
-    fn a_place_of_the_build_machine_is_noticed() {
+    fn build_machine_path_is_detected() {
         for bad in [concat!("\"/ho", "me/ada/x\""), concat!("cd /wo", "rk/a"), concat!("//! see /ro", "ot/x")]
         {
             assert_eq!(build_machine_paths(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_to_the_product_is_noticed() {
+    fn dependency_on_the_product_is_detected() {
         for bad in [
             "svc = { path = \"..\" }",
             "svc.workspace = true",
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unplanned_folder_is_noticed() {
+    fn unplanned_folder_is_detected() {
         let folders = |path: &str| unplanned_folders(&[File::sample(path, "")]).len();
         assert_eq!((folders("lib/a.rs"), folders("src/utils/a.rs")), (1, 1));
         assert_eq!((folders("src/host/a.rs"), folders("README.md"), folders("src/main.rs")), (0, 0, 0));

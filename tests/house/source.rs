@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn comments_and_literals_are_not_code() {
+    fn comments_and_literals_are_blanked() {
         let text = "a // crate::b\n/* x /* y */ crate::c */ \"crate::d\" r#\"crate::\"e\"# b'\\'' '\"' d('a, \"\\\"f\")";
         let code = code(text);
         assert!(!code.contains("crate") && !code.contains('f'), "{code}");
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_read_in_every_form() {
+    fn path_is_read_in_every_form() {
         assert_eq!(
             paths(
                 &["a", "b"],
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_are_told_from_code() {
+    fn tests_are_separated_from_code() {
         let text = "a\n#[cfg(test)]\nmod tests { fn x() { b } }\nc\n#[cfg(test)]\npub mod far;\n#[cfg(all(test, unix))]\n#[x]\nfn d([e; 3]) {}\nf";
         let (kept, modules) = without_tests(&tokens(&code(text)));
         assert_eq!(kept.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(), ["a", "c", "f"]);

@@ -261,7 +261,7 @@ fn live(stack: &Stack) -> Vec<String> {
 /// Waits until no operation is open and no server is left over, while it advances the time.
 async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {
-        let database_state = DatabaseState::at(database).await.context("look")?;
+        let database_state = DatabaseState::at(database).await.context("read the database state")?;
         let under_way = database_state.operations.iter().any(|operation| operation.state == "running");
         if !under_way && !check::has_leftovers(&database_state, &live(&fleet.stack), &fleet.ledger) {
             return Ok(true);
