@@ -201,7 +201,7 @@ fn plant_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTre
             detector.plant("a host's TLS key", line);
         }
     }
-    ensure!(databases.len() == 4, "{} databases, but three hosts with one each", databases.len());
+    ensure!(databases.len() == 4, "expected 4 databases, found {}", databases.len());
     let planted: BTreeSet<&str> = detector.names().collect();
     for name in ["UPGRADE_TOKEN", "REGISTRATION_TOKEN", "AWS_SESSION_TOKEN", "a host's TLS key"] {
         ensure!(planted.contains(name), "no secret of {name} was registered");

@@ -32,7 +32,7 @@ fn bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64>
     Ok(each)
 }
 
-fn is_within_bounds(each: u64) {
+fn assert_within_bounds(each: u64) {
     assert!(each >= HEAD_BYTES as u64 / 2, "the server has not read the heads: {each} bytes each");
     assert!(each <= MAX_BYTES_EACH, "{each} bytes each");
 }
@@ -43,7 +43,7 @@ async fn gateway_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let file = |name: &str| host.machine.path("var/lib/svc/tls").join(name);
     let identity = Identity::read(&file("cert.pem"), &file("key.pem"))?;
     let (pid, address) = (host.pid(), host.address.parse()?);
-    is_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
+    assert_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
     Ok(())
 }
 
@@ -60,6 +60,6 @@ async fn router_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let platform = stack.platform_with(&files);
     let (_, authority) = platform.router.split_once("://").unwrap_or(("", &platform.router));
     let (pid, address) = (platform.pid(), authority.parse()?);
-    is_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
+    assert_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
     Ok(())
 }

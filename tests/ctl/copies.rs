@@ -41,7 +41,7 @@ impl Operator {
     }
 
     /// Runs `svcctl` while hosts respond, and returns both of its output streams. It must exit with `code`.
-    async fn does(&self, code: i32, args: &[&str]) -> String {
+    async fn run(&self, code: i32, args: &[&str]) -> String {
         let env = [("PLATFORM_PUBLIC_URL", self.process.base.as_str()), ("PLATFORM_SECRET", SECRET)];
         let output = tokio::select! {
             output = svcctl(args, &env) => output,
@@ -55,7 +55,7 @@ impl Operator {
 
     async fn json(&self, args: &[&str]) -> Value {
         let args: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
-        serde_json::from_str(&self.does(0, &args).await).unwrap()
+        serde_json::from_str(&self.run(0, &args).await).unwrap()
     }
 
     /// Every running server registers, and sends heartbeats under its latest epoch.
@@ -141,7 +141,7 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
     let id = guest.machine.as_str();
     operator.stack.snapshot(USER);
 
-    let said = operator.does(0, &["delete", HANDLE, "--yes"]).await;
+    let said = operator.run(0, &["delete", HANDLE, "--yes"]).await;
     has(
         &said,
         &[
@@ -150,9 +150,9 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
             &format!("undo       `svcctl undelete {id}` until"),
         ],
     );
-    let said = operator.does(0, &["undelete", HANDLE, "--wait=60"]).await;
+    let said = operator.run(0, &["undelete", HANDLE, "--wait=60"]).await;
     has(&said, &["status       running", "epoch        2", "live server"]);
-    let again = operator.does(0, &["undelete", HANDLE]).await;
+    let again = operator.run(0, &["undelete", HANDLE]).await;
     has(&again, &["the deletion had already been undone; nothing was changed", "status     running"]);
 
     // Its host is unreachable: the data written since its registration exists only on its server.
@@ -161,9 +161,9 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
     let operation = answer["operationId"].as_str().unwrap();
     operator.stack.ended(&operator.process, operation).await;
     let held = format!("of changes that no snapshot has; kept until `svcctl discard {id} --accept-loss`");
-    has(&operator.does(0, &["status", id]).await, &["status       deleted", "kept server", &held]);
+    has(&operator.run(0, &["status", id]).await, &["status       deleted", "kept server", &held]);
     has(
-        &operator.does(0, &["fleet"]).await,
+        &operator.run(0, &["fleet"]).await,
         &[
             HANDLE,
             "deleted",
@@ -172,16 +172,16 @@ async fn delete_of_silent_host_can_be_undone_and_discarded() {
             &format!("svcctl undelete {id}"),
         ],
     );
-    let said = operator.does(65, &["discard", HANDLE, "--yes"]).await;
+    let said = operator.run(65, &["discard", HANDLE, "--yes"]).await;
     has(&said, &["invalid_state", "No snapshot holds", &format!("`svcctl discard {id} --accept-loss`")]);
     assert!(operator.has_server(id), "a refusal deletes nothing");
 
-    operator.does(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
+    operator.run(0, &["discard", HANDLE, "--accept-loss", "--yes"]).await;
     operator.wait_for_server_deletion(id).await;
-    let said = operator.does(65, &["undelete", id]).await;
+    let said = operator.run(65, &["undelete", id]).await;
     has(&said, &["invalid_state", "Its server is deleted", "next: "]);
-    has(&operator.does(65, &["undelete", HANDLE]).await, &["no server of h-user-1 is kept", "next: "]);
-    has(&operator.does(0, &["fleet"]).await, &["no machine needs anybody"]);
+    has(&operator.run(65, &["undelete", HANDLE]).await, &["no server of h-user-1 is kept", "next: "]);
+    has(&operator.run(0, &["fleet"]).await, &["no machine needs anybody"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -189,7 +189,7 @@ async fn recovery_without_backup_asks_and_abandon_keeps_old_machine() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     operator.stack.snapshot(USER);
-    let said = operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    let said = operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     has(
         &said,
         &[
@@ -200,28 +200,28 @@ async fn recovery_without_backup_asks_and_abandon_keeps_old_machine() {
         ],
     );
 
-    let status = operator.does(0, &["status", HANDLE]).await;
+    let status = operator.run(0, &["status", HANDLE]).await;
     has(
         &status,
         &["recover  waiting  at last_backup", "question: ", "--accept-loss`: it goes ahead", "kept server"],
     );
-    has(&operator.does(0, &["fleet"]).await, &["operation_waiting", "svcctl operation show "]);
+    has(&operator.run(0, &["fleet"]).await, &["operation_waiting", "svcctl operation show "]);
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
-    let said = operator.does(75, &["operation", "continue", &operation, "--wait=60"]).await;
+    let said = operator.run(75, &["operation", "continue", &operation, "--wait=60"]).await;
     has(&said, &["the recovery waits for your decision", "its host is asked for the last backup again"]);
     // For programs the question is part of the failure, and the exit code says that the operation is not over.
-    let shown = operator.does(75, &["--json", "operation", &operation, "--wait=5"]).await;
+    let shown = operator.run(75, &["--json", "operation", &operation, "--wait=5"]).await;
     let shown: Value = serde_json::from_str(shown.lines().last().unwrap()).unwrap();
     assert_eq!(shown["exit"], 75, "{shown}");
     assert!(shown["next"].as_str().unwrap().contains("svcctl operation abandon"), "{shown}");
 
-    has(&operator.does(0, &["operation", "abandon", &operation]).await, &["recover  failed  abandoned"]);
-    let said = operator.does(69, &["operation", "show", &operation, "--wait=60"]).await;
+    has(&operator.run(0, &["operation", "abandon", &operation]).await, &["recover  failed  abandoned"]);
+    let said = operator.run(69, &["operation", "show", &operation, "--wait=60"]).await;
     has(&said, &["recovery failed (abandoned)", &format!("machine {} serves the slot now", guest.machine)]);
-    let said = operator.does(0, &["status", HANDLE]).await;
+    let said = operator.run(0, &["status", HANDLE]).await;
     has(&said, &[&guest.machine, "status       running", "epoch        3"]);
-    let said = operator.does(65, &["operation", "abandon", &operation]).await;
+    let said = operator.run(65, &["operation", "abandon", &operation]).await;
     has(
         &said,
         &["invalid_state", "The recovery has ended, and nothing was changed: it failed (abandoned) at "],
@@ -249,8 +249,8 @@ async fn lost_after_outage(operator: &Operator) -> (Guest, String) {
 async fn recovery_asks_which_snapshot_after_an_outage_session() {
     let operator = Operator::start(&[]).await;
     let (guest, newer) = lost_after_outage(&operator).await;
-    has(&operator.does(0, &["status", HANDLE]).await, &["newer one", &newer]);
-    let said = operator.does(75, &["recover", USER, "--accept-loss", "--yes", "--wait=60"]).await;
+    has(&operator.run(0, &["status", HANDLE]).await, &["newer one", &newer]);
+    let said = operator.run(75, &["recover", USER, "--accept-loss", "--yes", "--wait=60"]).await;
     let restores = |operation: &str| format!("`svcctl operation continue {operation} --snapshot {newer}`");
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
@@ -258,10 +258,10 @@ async fn recovery_asks_which_snapshot_after_an_outage_session() {
     has(&said, &["2026-01-02T04:00:15.000Z", "the latest is the snapshot of 2026-01-02T03:45:03.000Z"]);
 
     let other = "system/db/snapshots/2026-01-02T05-00-00.000Z-1.dump";
-    let said = operator.does(65, &["operation", "continue", &operation, "--snapshot", other]).await;
+    let said = operator.run(65, &["operation", "continue", &operation, "--snapshot", other]).await;
     has(&said, &["snapshot_unusable", "the object is missing"]);
-    operator.does(0, &["operation", "continue", &operation, "--snapshot", &newer, "--wait=60"]).await;
-    let shown = operator.does(0, &["operation", &operation]).await;
+    operator.run(0, &["operation", "continue", &operation, "--snapshot", &newer, "--wait=60"]).await;
+    let shown = operator.run(0, &["operation", &operation]).await;
     has(
         &shown,
         &["the newest copy is the snapshot of 2026-01-02T04:00:15.000Z", "the new machine begins with"],
@@ -269,7 +269,7 @@ async fn recovery_asks_which_snapshot_after_an_outage_session() {
     let server = operator.stack.provider.servers().pop().unwrap();
     assert!(server.user_data.contains(&newer), "{}", server.user_data);
     assert_ne!(server.name, format!("svc-{}", guest.machine));
-    let status = operator.does(0, &["status", HANDLE]).await;
+    let status = operator.run(0, &["status", HANDLE]).await;
     assert!(!status.contains("unrestored"), "{status}");
     assert_eq!(operator.stack.pointer(USER)["snapshot"]["takenAt"], "2026-01-02T03:45:03.000Z");
 }
@@ -278,14 +278,14 @@ async fn recovery_asks_which_snapshot_after_an_outage_session() {
 async fn status_shows_the_newer_snapshot_that_was_not_restored() {
     let operator = Operator::start(&[]).await;
     let (_, newer) = lost_after_outage(&operator).await;
-    operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap().to_owned();
     // Nothing has changed, so it asks again.
-    operator.does(75, &["operation", "continue", &operation, "--wait=60"]).await;
-    operator.does(0, &["operation", "continue", &operation, "--accept-loss", "--wait=60"]).await;
-    has(&operator.does(0, &["operation", &operation]).await, &[&newer, "is not restored"]);
-    let status = operator.does(0, &["status", HANDLE]).await;
+    operator.run(75, &["operation", "continue", &operation, "--wait=60"]).await;
+    operator.run(0, &["operation", "continue", &operation, "--accept-loss", "--wait=60"]).await;
+    has(&operator.run(0, &["operation", &operation]).await, &[&newer, "is not restored"]);
+    let status = operator.run(0, &["status", HANDLE]).await;
     has(
         &status,
         &["status       running", "unrestored", "2026-01-02 04:00:15 UTC", &format!("--snapshot {newer}`")],
@@ -294,7 +294,7 @@ async fn status_shows_the_newer_snapshot_that_was_not_restored() {
     // Lost before its first backup: it asks again about the snapshot that was not restored.
     let server = operator.stack.provider.servers().pop().unwrap();
     operator.stack.provider.vanish_server(&server.name).await.unwrap();
-    let said = operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    let said = operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     has(&said, &[&format!("--snapshot {newer}`")]);
 }
 
@@ -304,15 +304,15 @@ async fn deletion_during_recovery_names_both_machines_and_asks() {
     let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     let old = guest.machine.as_str();
     operator.stack.snapshot(USER);
-    operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let new = operator.json(&["status", HANDLE]).await["machineId"].as_str().unwrap().to_owned();
 
-    let said = operator.does(0, &["delete", "user_1/primary", "--yes"]).await;
+    let said = operator.run(0, &["delete", "user_1/primary", "--yes"]).await;
     let along = format!("with it    machine {old}, which was to be replaced");
     let undo = format!("undo       `svcctl undelete {old}` until");
     has(&said, &["slot       h-user-1, slot primary of user_1", &format!("machine    {new}"), &along, &undo]);
     assert!(!said.contains("operation abandon"), "{said}");
-    let said = operator.does(75, &["delete", &new, "--yes", "--wait=60"]).await;
+    let said = operator.run(75, &["delete", &new, "--yes", "--wait=60"]).await;
     has(
         &said,
         &[
@@ -321,7 +321,7 @@ async fn deletion_during_recovery_names_both_machines_and_asks() {
             "the deletion is undone",
         ],
     );
-    has(&operator.does(0, &["undelete", HANDLE, "--wait=60"]).await, &[old, "status       running"]);
+    has(&operator.run(0, &["undelete", HANDLE, "--wait=60"]).await, &[old, "status       running"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -329,15 +329,15 @@ async fn accepted_loss_continues_recovery_and_keeps_old_server() {
     let operator = Operator::start(&[("LAST_BACKUP_STALL_SECONDS", "1")]).await;
     let (guest, _host) = operator.running_with_host(StatusCode::INTERNAL_SERVER_ERROR).await;
     operator.stack.snapshot(USER);
-    operator.does(75, &["recover", USER, "--yes", "--wait=60"]).await;
+    operator.run(75, &["recover", USER, "--yes", "--wait=60"]).await;
     let machine = operator.json(&["status", HANDLE]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap();
-    let said = operator.does(0, &["operation", "continue", operation, "--accept-loss", "--wait=60"]).await;
+    let said = operator.run(0, &["operation", "continue", operation, "--accept-loss", "--wait=60"]).await;
     has(&said, &["recover  succeeded", "the operator accepted the loss"]);
-    let status = operator.does(0, &["status", HANDLE]).await;
+    let status = operator.run(0, &["status", HANDLE]).await;
     has(&status, &["status       running", &format!("of replaced machine {}: kept until ", guest.machine)]);
     assert!(operator.has_server(&guest.machine));
-    operator.does(0, &["discard", &guest.machine, "--yes"]).await;
+    operator.run(0, &["discard", &guest.machine, "--yes"]).await;
     operator.wait_for_server_deletion(&guest.machine).await;
 }
 
@@ -357,11 +357,11 @@ async fn failed_recovery_names_machine_that_has_the_slot() {
         failure.bearer_auth(&new.registration_token).json(&json!({"stage": "restore", "message": "no room"}));
     assert_eq!(operator.stack.send(failure).await.status, 202);
     let operation = recovery["operationId"].as_str().unwrap();
-    let said = operator.does(69, &["operation", "show", operation, "--wait=60"]).await;
+    let said = operator.run(69, &["operation", "show", operation, "--wait=60"]).await;
     has(&said, &["boot_reported at restore: no room", &format!("machine {} ", guest.machine), "next: "]);
     has(&said, &["`svcctl backup list ", "--snapshot KEY`", "--server-type TYPE`"]);
     let serves = || async {
-        let said = operator.does(0, &["status", HANDLE]).await;
+        let said = operator.run(0, &["status", HANDLE]).await;
         (said.contains("status       running") && said.contains(&guest.machine)).then_some(())
     };
     operator.stack.eventually("the old machine serves again", serves).await;
@@ -373,9 +373,9 @@ async fn resume_undoes_a_mistaken_fail() {
     let operator = Operator::start(&[]).await;
     let guest = operator.running().await;
     operator.send_heartbeat(&guest).await;
-    let said = operator.does(0, &["fail", HANDLE, "--reason", "a wrong alarm", "--yes"]).await;
+    let said = operator.run(0, &["fail", HANDLE, "--reason", "a wrong alarm", "--yes"]).await;
     has(&said, &["status       failed", &format!("svcctl resume {}", guest.machine)]);
-    has(&operator.does(0, &["resume", HANDLE]).await, &["status       running"]);
+    has(&operator.run(0, &["resume", HANDLE]).await, &["status       running"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -386,7 +386,7 @@ async fn snapshot_too_large_for_disk_advises_a_type() {
     let mut side: Value = serde_json::from_slice(&operator.stack.store.read(BUCKET, &key).unwrap()).unwrap();
     side["database"] = json!({"owner": null, "sizeBytes": 500_u64 << 30, "grants": null, "settings": []});
     operator.stack.store.write(BUCKET, &key, side.to_string());
-    let said = operator.does(65, &["recover", USER, "--yes"]).await;
+    let said = operator.run(65, &["recover", USER, "--yes"]).await;
     has(&said, &["disk_too_small", "next: ", "--server-type"]);
-    has(&operator.does(0, &["status", HANDLE]).await, &["status       running"]);
+    has(&operator.run(0, &["status", HANDLE]).await, &["status       running"]);
 }

@@ -40,7 +40,7 @@ async fn until_stuck(host: &Host, stuck: f64) -> Result<()> {
     .await
 }
 
-async fn serves(host: &Host) -> Result<()> {
+async fn assert_serves(host: &Host) -> Result<()> {
     for path in ["/api/usage", "/api/limits", "/api/activity", "/api/interactions", "/livez"] {
         let (status, body) = host.get(path).await?;
         ensure!(status == 200, "{path}: {status} {body}");
@@ -65,7 +65,7 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     ensure!(scrape(&host)?.get("svc_records_waiting_bytes").is_some_and(|bytes| bytes > 0.0), "they wait");
     ensure!(host.log().contains("records cannot be written"), "{}", host.log());
     set_limit(&host, 3).await?;
-    serves(&host).await?;
+    assert_serves(&host).await?;
     disk.empty()?;
     until_limit_logged(&host, 2).await?;
     until_limit_logged(&host, 3).await?;
@@ -73,7 +73,7 @@ async fn full_disk_is_reported_and_records_resume() -> Result<()> {
     ensure!(host.log().contains("records are written again"), "{}", host.log());
     let text = fs::read_to_string(logs.join("activity.log"))?;
     ensure!(text.lines().all(|line| line.starts_with("20")), "each line is whole: {text}");
-    serves(&host).await?;
+    assert_serves(&host).await?;
     // A full disk does not prevent a clean exit.
     disk.fill(0)?;
     set_limit(&host, 4).await?;
@@ -106,7 +106,7 @@ async fn renamed_deleted_or_truncated_files_stop_no_record() -> Result<()> {
     set_limit(&host, 5).await?;
     until_limit_logged(&host, 5).await?;
     ensure!(!fs::read_to_string(&current)?.contains("$4.00"), "deleted lines are not restored");
-    serves(&host).await
+    assert_serves(&host).await
 }
 
 /// Files that the gateway must not write: on a machine it is not root, and it never follows a link.
@@ -121,7 +121,7 @@ async fn unwritable_record_is_reported_and_retried() -> Result<()> {
     let host = machine.start()?;
     set_limit(&host, 1).await?;
     until_stuck(&host, 1.0).await?;
-    serves(&host).await?;
+    assert_serves(&host).await?;
     ensure!(fs::read_to_string(&theirs)? == "theirs\n", "the target of the link is unchanged");
     fs::remove_file(logs.join("activity.log"))?;
     until_limit_logged(&host, 1).await?;

@@ -25,11 +25,11 @@ use svc::store::{Bucket, pointer_io, snapshot};
 use super::super::pointer::actors::side_record;
 use super::stack::{Answer, BUCKET, Guest, Process, SECRET, Stack};
 
-async fn ask(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
-    ask_as(stack, process, &guest.machine, &guest.upgrade_token).await
+async fn request_credentials(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
+    request_credentials_as(stack, process, &guest.machine, &guest.upgrade_token).await
 }
 
-async fn ask_as(stack: &Stack, process: &Process, machine: &str, token: &str) -> Answer {
+async fn request_credentials_as(stack: &Stack, process: &Process, machine: &str, token: &str) -> Answer {
     let path = format!("/vps/{machine}/storage-credentials");
     stack.send(stack.request(process, Method::POST, &path).bearer_auth(token)).await
 }
@@ -114,7 +114,7 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
     let env = store_env(&guest);
     let born_with = open(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
     assert_confined(&stack, &born_with, "user_1/primary", &foreign).await;
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     assert_eq!(answer.body["prefix"], "user_1/primary/");
     assert_eq!(answer.headers["cache-control"], "no-store");
     assert!(
@@ -154,7 +154,7 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
     let guest = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     stack.snapshot("user_2");
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     let name = format!("svc-outage-{}", guest.machine);
     let sessions = stack.store.sessions();
     let given: Vec<_> = sessions.iter().filter(|session| session.name == name).collect();
@@ -179,7 +179,7 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
 
     // The shortest lifetime disables outage sessions.
     let process = stack.platform_with(&[("STS_DURATION_SECONDS", "900")]);
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     assert_eq!((answer.status, &answer.body["outage"]), (200, &Value::Null));
 }
 
@@ -188,7 +188,7 @@ async fn absent_object_of_the_own_slot_is_reported_as_absent() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
-    let bucket = open_store(&ask(&stack, &process, &guest).await);
+    let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
     let raw = bucket.raw().get(&Path::from("user_1/primary/system/none")).await.unwrap_err();
     assert!(matches!(raw, object_store::Error::PermissionDenied { .. }), "as S3 answers it: {raw:?}");
     for name in ["none", "db/latest-but-not-quite", "db/snapshots/x.dump"] {
@@ -207,11 +207,11 @@ async fn only_the_current_machine_gets_any() {
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
     let other = stack.running(&process, "user_2").await;
-    ask_as(&stack, &process, &old.machine, "nonsense").await.assert_problem(401, "unauthorized");
-    ask_as(&stack, &process, &old.machine, SECRET).await.assert_problem(401, "unauthorized");
-    ask_as(&stack, &process, &old.machine, &old.registration_token).await.assert_problem(401, "unauthorized");
-    ask_as(&stack, &process, &old.machine, &other.upgrade_token).await.assert_problem(403, "forbidden");
-    ask_as(&stack, &process, "x", &old.upgrade_token).await.assert_problem(400, "invalid_request");
+    request_credentials_as(&stack, &process, &old.machine, "nonsense").await.assert_problem(401, "unauthorized");
+    request_credentials_as(&stack, &process, &old.machine, SECRET).await.assert_problem(401, "unauthorized");
+    request_credentials_as(&stack, &process, &old.machine, &old.registration_token).await.assert_problem(401, "unauthorized");
+    request_credentials_as(&stack, &process, &old.machine, &other.upgrade_token).await.assert_problem(403, "forbidden");
+    request_credentials_as(&stack, &process, "x", &old.upgrade_token).await.assert_problem(400, "invalid_request");
     let path = format!("/vps/{}/storage-credentials", old.machine);
     let more = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
     let more = stack.send(more.json(&json!({"prefix": "user_2/primary"}))).await;
@@ -223,15 +223,15 @@ async fn only_the_current_machine_gets_any() {
     assert_eq!(recovery.status, 202, "{recovery:?}");
     stack.ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
     let given = stack.store.sessions().len();
-    ask(&stack, &process, &old).await.assert_problem(403, "superseded");
+    request_credentials(&stack, &process, &old).await.assert_problem(403, "superseded");
     assert_eq!(stack.store.sessions().len(), given, "a replaced machine gets none");
     let new = stack.guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
-    assert_eq!(ask(&stack, &process, &new).await.status, 200);
+    assert_eq!(request_credentials(&stack, &process, &new).await.status, 200);
 
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     stack.assert_only_server(&other.machine);
-    ask(&stack, &process, &new).await.assert_problem(401, "unauthorized");
+    request_credentials(&stack, &process, &new).await.assert_problem(401, "unauthorized");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -241,7 +241,7 @@ async fn sts_outage_is_reported_and_delays_a_create() {
     let guest = stack.running(&process, "user_1").await;
     for fault in [Fault::Status(503), Fault::Status(403), Fault::Refuse] {
         let hits = stack.store.fault(Rule::new(fault.clone()).sts().always());
-        let answer = ask(&stack, &process, &guest).await;
+        let answer = request_credentials(&stack, &process, &guest).await;
         answer.assert_problem(503, "store_unavailable");
         assert!(hits.hits() > 0);
         stack.store.heal();
@@ -255,7 +255,7 @@ async fn sts_outage_is_reported_and_delays_a_create() {
     assert_eq!(operation["state"], "succeeded", "{operation}");
     // One lost response costs one more session, without further effects.
     stack.store.fault(Rule::new(Fault::LostReply).sts());
-    assert_eq!(ask(&stack, &process, &guest).await.status, 200);
+    assert_eq!(request_credentials(&stack, &process, &guest).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -267,7 +267,7 @@ async fn user_with_special_characters_is_confined() {
     let body = json!({"idpUserId": user, "handle": "special"});
     let made = stack.post(&process, "/vps/provision", &body).await;
     let guest = stack.guest(&process, made.body["machineId"].as_str().unwrap()).await;
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     let prefix = answer.body["prefix"].as_str().unwrap().trim_end_matches('/').to_owned();
     let bucket = open_store(&answer);
     let key = Path::parse(format!("{prefix}/system/db/latest")).unwrap();
@@ -288,7 +288,7 @@ async fn static_mode_hands_out_the_platform_credentials() {
     let env = store_env(&guest);
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
     assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "they do not expire");
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     assert_eq!(answer.body["secretAccessKey"], stack.store.secret_key(), "for hosts created under sts");
     assert!(stack.store.sessions().is_empty());
 }
@@ -302,7 +302,7 @@ async fn machine_in_its_last_backup_still_gets_credentials() {
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
     let is_requested = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
     stack.eventually("the backup is requested", is_requested).await;
-    let answer = ask(&stack, &process, &old.guest).await;
+    let answer = request_credentials(&stack, &process, &old.guest).await;
     open_store(&answer).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
     let last = of_machine(&stack, &old.guest.machine)
         .into_iter()
@@ -311,9 +311,9 @@ async fn machine_in_its_last_backup_still_gets_credentials() {
     assert_eq!(answer.body["outage"], Value::Null, "no outage session");
     let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
     stack.eventually("a backup is requested", is_requested).await;
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
-    ask(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
+    request_credentials(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -321,7 +321,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("STORE_WRITE_ONCE", "on")]);
     let guest = stack.running(&process, "user_1").await;
-    let bucket = open_store(&ask(&stack, &process, &guest).await);
+    let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
 
     // As the host makes a backup.

@@ -57,15 +57,15 @@ impl Host {
 
 impl Host {
     /// Stores a snapshot and reports it.
-    pub fn backs_up(&self, stack: &Stack, user: &str) -> String {
+    pub fn store_backup(&self, stack: &Stack, user: &str) -> String {
         let at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
         let key = stack.snapshot_by(user, &self.guest.machine, &at);
-        self.reports(&key, &at);
+        self.report_backup(&key, &at);
         at
     }
 
     /// Reports this snapshot as the result of the last run.
-    pub fn reports(&self, key: &str, at: &str) {
+    pub fn report_backup(&self, key: &str, at: &str) {
         self.script.lock().unwrap().progress = json!({"running": false,
             "last": {"status": "success", "beganAt": at, "takenAt": at, "key": key}});
     }

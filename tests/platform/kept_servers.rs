@@ -28,7 +28,7 @@ async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
-async fn becomes(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
+async fn until_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
     let is = || async {
         let found = record(stack, process, machine).await;
         (found["status"] == status && found["retiredAt"].is_null()).then_some(found)
@@ -63,7 +63,7 @@ async fn cancelled_recovery_keeps_the_healthy_machine() {
     let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
     assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
 
-    let back = becomes(&stack, &process, &old.guest.machine, "running").await;
+    let back = until_status(&stack, &process, &old.guest.machine, "running").await;
     assert_eq!((&back["epoch"], &back["replacedBy"]), (&json!(3), &Value::Null), "{back}");
     let opened = || async { (old.calls("POST", "/_svc/internal/resume") > 0).then_some(()) };
     stack.eventually("its writers open", opened).await;
@@ -96,7 +96,7 @@ async fn failed_boot_switches_the_old_machine_on_again() {
     let report = report.bearer_auth(&new.registration_token);
     let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
     assert_eq!(report.status, 202, "{report:?}");
-    let back = becomes(&stack, &process, &old.machine, "failed").await;
+    let back = until_status(&stack, &process, &old.machine, "failed").await;
     assert_eq!(back["failure"]["cause"], "reinstating", "{back}");
     let on = || async { (power(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("its server is on", on).await;
@@ -120,7 +120,7 @@ async fn expired_registration_gives_the_slot_back() {
     let old = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &body()).await;
-    becomes(&stack, &process, &old.machine, "failed").await;
+    until_status(&stack, &process, &old.machine, "failed").await;
     beat_until_running(&stack, &process, &old).await;
     let new = record(&stack, &process, &id(&recovery, "machineId")).await;
     assert_eq!(new["failure"]["cause"], "registration_expired");
@@ -322,7 +322,7 @@ async fn discard_waits_for_the_last_backup_of_a_deletion() {
     assert!(refused.body["detail"].as_str().unwrap().contains(&id(&deleted, "operationId")), "{refused:?}");
     assert_eq!(power(&stack, &machine), Some(Power::Running));
 
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     let ended = stack.ended(&process, &id(&deleted, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert!(record(&stack, &process, &machine).await["finalBackupAt"].is_string());

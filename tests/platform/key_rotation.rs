@@ -147,15 +147,15 @@ async fn silent_host_delays_no_rotation_and_keeps_its_key() {
     // Until the process reloads the keys it may sign with the old ones.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
-    let ask = || async { stack.post(&process, &path, &json!({})).await.status };
-    assert_eq!(ask().await, 202, "proofs for this host use the key that it has");
+    let request_backup = || async { stack.post(&process, &path, &json!({})).await.status };
+    assert_eq!(request_backup().await, 202, "proofs for this host use the key that it has");
     // Its next heartbeat delivers the new keys and removes none that still signs for it.
     let given = beat(&stack, &process, &host).await;
     assert!(given.contains(&first) && given.len() >= 2, "{given:?}");
-    assert_eq!(ask().await, 202);
+    assert_eq!(request_backup().await, 202);
     beat(&stack, &process, &host).await;
-    assert_eq!(ask().await, 202);
+    assert_eq!(request_backup().await, 202);
     let given = beat(&stack, &process, &host).await;
     assert!(!given.contains(&first), "{given:?}");
-    assert_eq!(ask().await, 202);
+    assert_eq!(request_backup().await, 202);
 }

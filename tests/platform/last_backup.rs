@@ -93,7 +93,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
@@ -123,7 +123,7 @@ async fn invented_fence_is_replaced_before_the_host_is_asked() {
         (&json!(1), &json!(old.guest.machine)),
         "{pointer}"
     );
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
 }
 
@@ -144,7 +144,7 @@ async fn progressing_backup_extends_every_deadline() {
     }
     let found = operation(&stack, &process, &recovery).await;
     assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
 }
 
@@ -272,7 +272,7 @@ async fn held_snapshot_asks_at_once_and_counts_once_accepted() {
     );
     assert_eq!(old.calls("POST", "/_svc/internal/backup-accept"), 2);
     let key = stack.snapshot_by("user_1", &old.guest.machine, &taken_at);
-    old.reports(&key, &taken_at);
+    old.report_backup(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
     let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
@@ -415,7 +415,7 @@ async fn forged_snapshot_does_not_count_as_last_backup() {
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let earlier = now();
-    old.reports("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
+    old.report_backup("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
     let recovery = recover(&stack, &process, json!({})).await;
     called(&stack, &old, "POST", BACKUP).await;
     // Consistent, but not reported by the machine itself.
@@ -445,7 +445,7 @@ async fn forged_snapshot_does_not_count_as_last_backup() {
     assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
 
     old.script.lock().unwrap().reports_backups = true;
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
 }
 

@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 use super::resize::{actions, record};
 use super::stack::{Answer, Guest, Process, Stack, beat_of};
 
-async fn ask(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Answer {
+async fn request_power(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Answer {
     stack.post(process, &format!("/vps/{}/power", guest.machine), &json!({"action": action})).await
 }
 
 /// Requests the action, plays the host until the operation has ended, and returns the operation.
 async fn done(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Value {
-    let accepted = ask(stack, process, guest, action).await;
+    let accepted = request_power(stack, process, guest, action).await;
     assert_eq!((accepted.status, &accepted.body["action"]), (202, &json!(action)), "{accepted:?}");
     stack.ended_while_beating(process, accepted.body["operationId"].as_str().unwrap()).await
 }
@@ -25,7 +25,7 @@ fn power(stack: &Stack) -> Power {
 }
 
 /// A platform with one running machine, whose host has sent a heartbeat.
-async fn set(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+async fn setup(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.platform_with(settings);
     let guest = stack.running(&process, "user_1").await;
@@ -35,13 +35,13 @@ async fn set(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_keeps_machine_off_until_power_on() {
-    let (stack, process, guest) = set(&[]).await;
+    let (stack, process, guest) = setup(&[]).await;
     let ended = done(&stack, &process, &guest, "off").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_off"), &json!("succeeded")), "{ended}");
     assert_eq!(power(&stack), Power::Off);
     let off = record(&stack, &process, &guest).await;
     assert_eq!((&off["status"], off["poweredOffAt"].is_string()), (&json!("running"), true), "{off}");
-    let again = ask(&stack, &process, &guest, "off").await;
+    let again = request_power(&stack, &process, &guest, "off").await;
     assert_eq!((again.status, &again.body["operationId"]), (200, &Value::Null), "{again:?}");
 
     // Rounds of the reconciler, which check every server, do not change it; nor does a late heartbeat of its host.
@@ -90,7 +90,7 @@ async fn power_off_keeps_machine_off_until_power_on() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_cuts_the_power_of_an_unresponsive_host() {
-    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
+    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
     stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let ended = done(&stack, &process, &guest, "off").await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
@@ -100,9 +100,9 @@ async fn power_off_cuts_the_power_of_an_unresponsive_host() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
-    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
+    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
     stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    ask(&stack, &process, &guest, "off").await;
+    request_power(&stack, &process, &guest, "off").await;
     let is_ordered = || async { (actions(&stack, "shutdown") == 1).then_some(()) };
     stack.eventually("the host is asked to shut down", is_ordered).await;
     let client = stack.database.connect().await.unwrap();
@@ -134,7 +134,7 @@ async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_switched_on_at_provider_is_detected_by_heartbeat() {
-    let (stack, process, guest) = set(&[]).await;
+    let (stack, process, guest) = setup(&[]).await;
     done(&stack, &process, &guest, "off").await;
     stack.provider.switch_on(&format!("svc-{}", guest.machine)).unwrap();
     let found = || async {
@@ -150,21 +150,21 @@ async fn machine_switched_on_at_provider_is_detected_by_heartbeat() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
-    let (stack, process, guest) = set(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let (stack, process, guest) = setup(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     let ended = done(&stack, &process, &guest, "reboot").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("reboot"), &json!("succeeded")), "{ended}");
     assert_eq!((actions(&stack, "reboot"), power(&stack)), (1, Power::Running));
 
     // A failing call is retried.
     stack.provider.fault(FaultRule::once("POST", "/actions/reboot", Fault::LostRequest));
-    let accepted = ask(&stack, &process, &guest, "reboot").await;
+    let accepted = request_power(&stack, &process, &guest, "reboot").await;
     let operation = format!("/vps/operations/{}", accepted.body["operationId"].as_str().unwrap());
-    let same = ask(&stack, &process, &guest, "reboot").await;
+    let same = request_power(&stack, &process, &guest, "reboot").await;
     assert_eq!(
         same.body["operationId"], accepted.body["operationId"],
         "a repeated request is the same operation"
     );
-    ask(&stack, &process, &guest, "off").await.assert_problem(409, "invalid_state");
+    request_power(&stack, &process, &guest, "off").await.assert_problem(409, "invalid_state");
     let ended = || async {
         let found = stack.get(&process, &operation).await.body;
         (found["state"] != "running").then_some(found)
@@ -176,7 +176,7 @@ async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_machine_is_switched_on_and_resumed() {
-    let (stack, process, guest) = set(&[]).await;
+    let (stack, process, guest) = setup(&[]).await;
     let machine = format!("/vps/{}", guest.machine);
     done(&stack, &process, &guest, "off").await;
     stack.post(&process, &format!("{machine}/fail"), &json!({"reason": "r"})).await;
@@ -193,10 +193,10 @@ async fn failed_machine_is_switched_on_and_resumed() {
 /// Its host cannot make a last backup: an operator accepts the loss, or switches it on first.
 #[tokio::test(flavor = "multi_thread")]
 async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
-    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
+    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
     stack.snapshot("user_1");
     stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    let off = ask(&stack, &process, &guest, "off").await;
+    let off = request_power(&stack, &process, &guest, "off").await;
     let recover = async |more: Value| {
         let mut body = json!({"idpUserId": "user_1"});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -225,14 +225,14 @@ async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_left_its_slot_is_not_switched() {
-    let (stack, process, guest) = set(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    let (stack, process, guest) = setup(&[("DELETE_GRACE_SECONDS", "600")]).await;
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    ask(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
+    request_power(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeats_of_a_switched_off_machine_cost_few_calls() {
-    let (stack, process, guest) = set(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
+    let (stack, process, guest) = setup(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
     done(&stack, &process, &guest, "off").await;
     let lookups = || stack.provider.call_count("GET", "/servers/");
     let before = lookups();

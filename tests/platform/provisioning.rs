@@ -14,37 +14,37 @@ async fn slot(stack: &Stack, process: &super::stack::Process, body: Value) {
 async fn only_a_paid_slot_gets_a_machine_of_its_plan() {
     let stack = Stack::start().await;
     let process = stack.platform();
-    let ask = |body: Value| {
+    let provision = |body: Value| {
         let (stack, process) = (&stack, &process);
         async move { stack.post(process, "/vps/provision", &body).await }
     };
-    ask(provision_body("user_1")).await.assert_problem(402, "subscription_required");
+    provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
     slot(
         &stack,
         &process,
         json!({"idpUserId": "user_1", "slot": "second", "plan": "max", "status": "active"}),
     )
     .await;
-    ask(provision_body("user_1")).await.assert_problem(402, "subscription_required");
+    provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
     let ended = json!({"idpUserId": "user_1", "plan": "builder", "status": "active", "currentPeriodEnd": "2020-01-01T00:00:00Z"});
     slot(&stack, &process, ended).await;
-    ask(provision_body("user_1")).await.assert_problem(402, "subscription_required");
+    provision(provision_body("user_1")).await.assert_problem(402, "subscription_required");
     slot(&stack, &process, json!({"idpUserId": "user_1", "plan": "builder", "status": "active"})).await;
     let mut large = provision_body("user_1");
     large["serverType"] = json!("cpx52");
-    ask(large).await.assert_problem(403, "server_type_not_allowed");
+    provision(large).await.assert_problem(403, "server_type_not_allowed");
     let mut unpublished = provision_body("user_1");
     unpublished["imageVersion"] = json!("v9");
-    ask(unpublished).await.assert_problem(404, "bundle_not_found");
+    provision(unpublished).await.assert_problem(404, "bundle_not_found");
     assert!(stack.provider.calls().iter().all(|call| call.method == "GET"));
 
-    let first = ask(provision_body("user_1")).await;
+    let first = provision(provision_body("user_1")).await;
     assert_eq!(first.status, 202, "{first:?}");
-    let again = ask(provision_body("user_1")).await;
+    let again = provision(provision_body("user_1")).await;
     assert_eq!((again.status, &again.body["machineId"]), (200, &first.body["machineId"]));
     slot(&stack, &process, json!({"idpUserId": "user_2", "plan": "starter", "status": "active"})).await;
     let taken = json!({"idpUserId": "user_2", "handle": "h-user-1"});
-    ask(taken).await.assert_problem(409, "handle_taken");
+    provision(taken).await.assert_problem(409, "handle_taken");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -95,8 +95,8 @@ async fn a_host_gets_credentials_at_a_bounded_rate() {
     let path = format!("/vps/{}/storage-credentials", guest.machine);
     let mut answers = Vec::new();
     for _ in 0..30 {
-        let ask = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
-        answers.push(stack.send(ask).await);
+        let request = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+        answers.push(stack.send(request).await);
     }
     assert_eq!(answers[0].status, 200, "{:?}", answers[0]);
     let refused = answers.last().unwrap();

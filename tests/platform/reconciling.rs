@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::stack::{Guest, Process, Stack, provision_body};
 
-async fn failed_with(stack: &Stack, process: &Process, guest: &Guest, cause: &str) {
+async fn assert_fails_with(stack: &Stack, process: &Process, guest: &Guest, cause: &str) {
     let failed = || async {
         let record = stack.get(process, &format!("/vps/{}", guest.machine)).await.body;
         (record["status"] == "failed").then_some(record)
@@ -45,7 +45,7 @@ async fn vanished_server_fails_its_machine_without_replacement() {
     let process = stack.platform();
     let (guest, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
-    failed_with(&stack, &process, &guest, "server_gone").await;
+    assert_fails_with(&stack, &process, &guest, "server_gone").await;
     wait_for_listings(&stack, 2).await;
     assert_eq!(stack.status(&process, &other.machine).await, "running");
     assert_eq!(stack.provider.creations().len(), 2);

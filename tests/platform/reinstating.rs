@@ -9,7 +9,7 @@ fn power(stack: &Stack, machine: &str) -> Option<Power> {
     stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
 }
 
-async fn is_gone(stack: &Stack, machine: &str) {
+async fn until_gone(stack: &Stack, machine: &str) {
     stack
         .eventually("its server is deleted", || async { power(stack, machine).is_none().then_some(()) })
         .await;
@@ -43,7 +43,7 @@ async fn third_machine(stack: &Stack, process: &Process, second_has: &str) -> (G
     (first, recover(stack, process).await)
 }
 
-async fn boot_fails(stack: &Stack, process: &Process, guest: &Guest) {
+async fn fail_boot(stack: &Stack, process: &Process, guest: &Guest) {
     let path = format!("/vps/{}/boot-failure", guest.machine);
     let report = stack.request(process, reqwest::Method::POST, &path).bearer_auth(&guest.registration_token);
     let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
@@ -55,7 +55,7 @@ async fn slot_skips_a_lost_machine_without_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = third_machine(&stack, &process, "").await;
-    boot_fails(&stack, &process, &third).await;
+    fail_boot(&stack, &process, &third).await;
     let on = || async { (power(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("the first machine is on again", on).await;
     let back = record(&stack, &process, &first.machine).await;
@@ -68,7 +68,7 @@ async fn slot_is_never_reinstated_before_a_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = third_machine(&stack, &process, ", backup_taken_at = now()").await;
-    boot_fails(&stack, &process, &third).await;
+    fail_boot(&stack, &process, &third).await;
     let failed = || async { (stack.status(&process, &third.machine).await == "failed").then_some(()) };
     stack.eventually("the third machine fails", failed).await;
     assert_eq!(record(&stack, &process, &third.machine).await["replacedBy"], Value::Null);
@@ -84,7 +84,7 @@ async fn immediate_deletion_keeps_the_other_servers() {
     let new = recover(&stack, &process).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    is_gone(&stack, &new.machine).await;
+    until_gone(&stack, &new.machine).await;
     let off = || async {
         let old = record(&stack, &process, &old.machine).await;
         let operations = old["operations"].as_array()?.clone();
@@ -126,7 +126,7 @@ async fn discard_ends_an_abandoned_removal() {
     let old = abandoned_removal(&stack, &process).await;
     let discarded = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
-    is_gone(&stack, &old.machine).await;
+    until_gone(&stack, &old.machine).await;
     let settled = || async {
         let fleet = stack.get(&process, "/vps/fleet").await.body;
         (fleet["attentionTotal"] == 0).then_some(())
@@ -152,5 +152,5 @@ async fn undelete_ends_an_abandoned_removal() {
     stack.eventually("it runs again", runs).await;
     // Deleted again, its server is removed like any other.
     stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
-    is_gone(&stack, &old.machine).await;
+    until_gone(&stack, &old.machine).await;
 }

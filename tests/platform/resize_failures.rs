@@ -38,11 +38,11 @@ async fn assert_changed(stack: &Stack, process: &Process, guest: &Guest, operati
 }
 
 /// A platform with one running machine.
-async fn set() -> (Stack, Process, Guest) {
-    set_with(&[]).await
+async fn setup() -> (Stack, Process, Guest) {
+    setup_with(&[]).await
 }
 
-async fn set_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+async fn setup_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.platform_with(settings);
     let guest = stack.running(&process, "user_1").await;
@@ -51,7 +51,7 @@ async fn set_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_that_ignores_shutdown_is_powered_off() {
-    let (stack, process, guest) = set().await;
+    let (stack, process, guest) = setup().await;
     stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let ended = resized(&stack, &process, &guest).await;
     assert_changed(&stack, &process, &guest, &ended).await;
@@ -61,7 +61,7 @@ async fn host_that_ignores_shutdown_is_powered_off() {
 #[tokio::test(flavor = "multi_thread")]
 async fn lost_replies_are_resolved_by_the_server_state() {
     for lost in ["shutdown", "change_type", "poweron"] {
-        let (stack, process, guest) = set().await;
+        let (stack, process, guest) = setup().await;
         stack.provider.fault(FaultRule::once("POST", lost, Fault::LostReplyAfterCommit));
         let ended = resized(&stack, &process, &guest).await;
         assert_changed(&stack, &process, &guest, &ended).await;
@@ -79,7 +79,7 @@ async fn transient_failures_are_retried() {
         ("poweron", refusing(502)),
         ("poweron", Fault::ActionError),
     ] {
-        let (stack, process, guest) = set().await;
+        let (stack, process, guest) = setup().await;
         stack.provider.fault(FaultRule::times(2, "POST", step, fault.clone()));
         let ended = resized(&stack, &process, &guest).await;
         assert_changed(&stack, &process, &guest, &ended).await;
@@ -94,7 +94,7 @@ async fn failed_change_keeps_the_old_type_running() {
         (Fault::ActionError, "the provider's change of type ended as an error"),
         (invalid, "the provider refused"),
     ] {
-        let (stack, process, guest) = set().await;
+        let (stack, process, guest) = setup().await;
         stack.provider.fault(FaultRule::once("POST", "change_type", fault));
         let ended = resized(&stack, &process, &guest).await;
         assert_reverted(&stack, &process, &guest, &ended).await;
@@ -108,7 +108,7 @@ async fn failed_change_keeps_the_old_type_running() {
 async fn resize_fails_when_the_provider_never_completes() {
     for step in ["poweroff", "change_type"] {
         let settings = [("RESIZE_SHUTDOWN_SECONDS", "1"), ("RESIZE_CHANGE_SECONDS", "2")];
-        let (stack, process, guest) = set_with(&settings).await;
+        let (stack, process, guest) = setup_with(&settings).await;
         stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
         stack.provider.fault(FaultRule::times(1000, "POST", step, refusing(503)));
         let ended = resized(&stack, &process, &guest).await;
@@ -118,7 +118,7 @@ async fn resize_fails_when_the_provider_never_completes() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
-    let (stack, process, guest) = set_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let (stack, process, guest) = setup_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     stack.provider.fault(FaultRule::times(1000, "POST", "poweron", refusing(503)));
     let ended = resized(&stack, &process, &guest).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("resize")), "{ended}");
@@ -151,7 +151,7 @@ async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn resize_fails_without_a_later_heartbeat() {
-    let (stack, process, guest) = set_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+    let (stack, process, guest) = setup_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
     let path = format!("/vps/operations/{}", answer.body["operationId"].as_str().unwrap());
     let ended = || async {
@@ -167,7 +167,7 @@ async fn resize_fails_without_a_later_heartbeat() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn server_that_vanishes_during_a_resize_fails_as_gone() {
-    let (stack, process, guest) = set().await;
+    let (stack, process, guest) = setup().await;
     stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
@@ -180,7 +180,7 @@ async fn server_that_vanishes_during_a_resize_fails_as_gone() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fail_delete_and_recover_end_an_open_resize() {
-    let (stack, process, guest) = set_with(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
+    let (stack, process, guest) = setup_with(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
     stack.provider.obey_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let operation = resize(&stack, &process, &guest.machine, "cpx32").await.body["operationId"].clone();
     let reason = json!({"reason": "it hangs"});
@@ -214,7 +214,7 @@ async fn fail_delete_and_recover_end_an_open_resize() {
 async fn stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, String) {
     let mut settings = settings.to_vec();
     settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
-    let (stack, process, guest) = set_with(&settings).await;
+    let (stack, process, guest) = setup_with(&settings).await;
     stack.provider.fault(FaultRule::times(1000, "POST", "change_type", refusing(503)));
     let accepted = resize(&stack, &process, &guest.machine, "cpx32").await;
     let operation = accepted.body["operationId"].as_str().unwrap().to_owned();

@@ -58,7 +58,7 @@ impl Restorable {
         self.stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
     }
 
-    pub async fn becomes(&self, machine: &str, status: &str) -> Value {
+    pub async fn until_status(&self, machine: &str, status: &str) -> Value {
         let is = || async {
             let found = self.record(machine).await;
             (found["status"] == status && found["retiredAt"].is_null() && found["deletedAt"].is_null())
@@ -74,7 +74,7 @@ impl Restorable {
     }
 
     /// Waits until a deletion asks because the database is older than the store.
-    pub async fn asks(&self, operation: &str) {
+    pub async fn until_asking(&self, operation: &str) {
         let asks = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
@@ -83,12 +83,12 @@ impl Restorable {
         assert_eq!(asks["question"]["code"], "database_behind_store", "{asks}");
     }
 
-    pub async fn backup_requested(&self, host: &Host) {
+    pub async fn until_backup_requested(&self, host: &Host) {
         let is_requested = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
         self.stack.eventually("the last backup is requested", is_requested).await;
     }
 
-    pub async fn fenced_at(&self, epoch: u64) {
+    pub async fn until_fenced_at(&self, epoch: u64) {
         let fenced = || async { (self.stack.pointer("user_1")["fenceEpoch"] == epoch).then_some(()) };
         self.stack.eventually("the fence", fenced).await;
     }
@@ -103,7 +103,7 @@ impl Restorable {
     }
 
     /// Sends heartbeats under this epoch until the machine runs.
-    pub async fn runs(&self, guest: &Guest, epoch: u64) {
+    pub async fn beat_until_running(&self, guest: &Guest, epoch: u64) {
         let runs = || async {
             self.beat(guest, epoch, Value::Null).await;
             (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
@@ -111,7 +111,7 @@ impl Restorable {
         self.stack.eventually("it runs", runs).await;
     }
 
-    pub async fn shown_in_fleet(&self, what: &str) {
+    pub async fn until_in_fleet(&self, what: &str) {
         let shown = || async {
             let fleet = self.stack.get(self.process(), "/vps/fleet").await.body.to_string();
             fleet.contains(what).then_some(())
@@ -131,17 +131,17 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
     let machine = old.guest.machine.clone();
     it.stack.snapshot("user_1");
     let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    it.backup_requested(&old).await;
+    it.until_backup_requested(&old).await;
     it.save().await;
     it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
-    it.fenced_at(3).await;
-    it.becomes(&machine, "running").await;
+    it.until_fenced_at(3).await;
+    it.until_status(&machine, "running").await;
     it.beat(&old.guest, 3, Value::Null).await;
 
     it.restore(&[]).await;
     // The copy's operation would request a last backup at once.
-    old.backs_up(&it.stack, "user_1");
-    let back = it.becomes(&machine, "running").await;
+    old.store_backup(&it.stack, "user_1");
+    let back = it.until_status(&machine, "running").await;
     assert_eq!(back["epoch"], 3, "{back}");
     let failed = it.record(&id(&recovery, "machineId")).await;
     assert_eq!(failed["failure"]["cause"], "fenced", "{failed}");
@@ -151,7 +151,7 @@ async fn recovery_abandoned_after_the_copy_changes_nothing() {
         assert_eq!(it.stack.provider.call_count("POST", path), 0, "{path}");
     }
     it.stack.assert_only_server(&machine);
-    it.shown_in_fleet("database_behind_store").await;
+    it.until_in_fleet("database_behind_store").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -166,14 +166,14 @@ async fn registration_of_a_recovery_failed_since_is_refused() {
     let report = it.stack.request(it.process(), Method::POST, &path).bearer_auth(&new.registration_token);
     let report = it.stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
     assert_eq!(report.status, 202, "{report:?}");
-    it.fenced_at(3).await;
+    it.until_fenced_at(3).await;
     it.restore(&[]).await;
     let refused = it.stack.register(it.process(), &new).await;
     assert!(matches!(refused.status, 401 | 409), "{refused:?}");
-    it.becomes(&old.machine, "failed").await;
+    it.until_status(&old.machine, "failed").await;
     assert_eq!(it.record(&old.machine).await["failure"]["cause"], "reinstating");
-    it.fenced_at(3).await;
-    it.runs(&old, 3).await;
+    it.until_fenced_at(3).await;
+    it.beat_until_running(&old, 3).await;
 }
 
 /// A deletion that was undone after the copy and asks under the restored copy; returns the path of its operation.
@@ -182,14 +182,14 @@ async fn undone_deletion(query: &str) -> (Restorable, Host, String) {
     let old = host(&it.stack, it.process()).await;
     let machine = old.guest.machine.clone();
     let deleted = it.stack.delete(it.process(), &format!("/vps/{machine}{query}")).await.body;
-    it.backup_requested(&old).await;
+    it.until_backup_requested(&old).await;
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.fenced_at(2).await;
+    it.until_fenced_at(2).await;
     it.restore(&[]).await;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    it.asks(&operation).await;
+    it.until_asking(&operation).await;
     (it, old, operation)
 }
 
@@ -201,7 +201,7 @@ async fn deletion_undone_after_the_copy_asks() {
     // A host that the fence in the store names is not reported as superseded.
     assert_eq!(it.beat(&old.guest, 2, Value::Null).await["superseded"], false);
     it.abandon(&operation).await;
-    it.runs(&old.guest, 2).await;
+    it.beat_until_running(&old.guest, 2).await;
 }
 
 /// An operator's acceptance from before the copy concerned an earlier state.
@@ -211,12 +211,12 @@ async fn deletion_undone_after_the_copy_continues_when_confirmed() {
     let machine = old.guest.machine.clone();
     // A new check is not a confirmation.
     assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
-    it.asks(&operation).await;
+    it.until_asking(&operation).await;
     let accepted =
         it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
     assert_eq!(accepted.status, 200, "{accepted:?}");
     let off = || async {
-        old.backs_up(&it.stack, "user_1");
+        old.store_backup(&it.stack, "user_1");
         (it.power(&machine) == Some(Power::Off)).then_some(())
     };
     it.stack.eventually("its server is off", off).await;
@@ -235,11 +235,11 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.fenced_at(2).await;
+    it.until_fenced_at(2).await;
 
     it.restore(&[("DELETE_GRACE_SECONDS", "0")]).await;
-    it.shown_in_fleet("database_behind_store").await;
-    it.shown_in_fleet("unsaved_changes").await;
+    it.until_in_fleet("database_behind_store").await;
+    it.until_in_fleet("unsaved_changes").await;
     assert!(it.power(&old.machine).is_some());
     assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
     // While the store is unreadable, the host is not reported as superseded.
@@ -248,7 +248,7 @@ async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     it.stack.store.heal();
     let back = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
-    it.runs(&old, 2).await;
+    it.beat_until_running(&old, 2).await;
 }
 
 /// The discard was ordered before the machine got its slot back.
@@ -262,13 +262,13 @@ async fn discard_from_before_the_copy_must_be_repeated() {
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.fenced_at(2).await;
+    it.until_fenced_at(2).await;
     let ordered = "UPDATE saved.user_machines SET discard_ordered_at = now(), unsaved_since = NULL";
     it.client.execute(ordered, &[]).await.unwrap();
 
     it.restore(&[]).await;
-    it.shown_in_fleet("database_behind_store").await;
-    it.shown_in_fleet("unsaved_changes").await;
+    it.until_in_fleet("database_behind_store").await;
+    it.until_in_fleet("unsaved_changes").await;
     assert!(it.power(&old.machine).is_some());
     let discarded = it
         .stack
@@ -285,9 +285,9 @@ async fn machine_adopts_the_later_signed_epoch() {
     it.stack.snapshot("user_1");
     it.save().await;
     let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    it.backup_requested(&old).await;
+    it.until_backup_requested(&old).await;
     it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
-    it.fenced_at(3).await;
+    it.until_fenced_at(3).await;
 
     it.restore(&[]).await;
     // An invented epoch of a host is not trusted.
@@ -341,7 +341,7 @@ async fn serving_host_of_a_failed_machine_is_kept() {
     it.stack.ended(it.process(), &id(&answer.body, "operationId")).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
     assert!(it.power(&guest.machine).is_some(), "{}", it.stack.log());
-    it.shown_in_fleet("unsaved_changes").await;
+    it.until_in_fleet("unsaved_changes").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -364,7 +364,7 @@ async fn slot_of_a_forgotten_machine_requires_an_accepted_loss() {
         .await;
     assert_eq!((taken.status, &taken.body["epoch"]), (202, &json!(3)), "{taken:?}");
     assert!(it.power(&forgotten).is_some());
-    it.fenced_at(3).await;
+    it.until_fenced_at(3).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -396,7 +396,7 @@ async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
     it.save().await;
     let made = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
     assert_eq!(made.status, 202, "{made:?}");
-    it.fenced_at(2).await;
+    it.until_fenced_at(2).await;
     it.restore(&[]).await;
     let path = format!("/vps/{}/undelete", old.machine);
     let refused = it.stack.post(it.process(), &path, &json!({})).await;

@@ -20,19 +20,19 @@ async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
 }
 
 /// Waits for the request and responds with a snapshot.
-async fn backs_up(stack: &Stack, old: &Host) {
+async fn store_backup(stack: &Stack, old: &Host) {
     stack
         .eventually("a backup is requested", || async { (old.calls("POST", BACKUP) > 0).then_some(()) })
         .await;
-    old.backs_up(stack, "user_1");
+    old.store_backup(stack, "user_1");
 }
 
-async fn is_off(stack: &Stack, machine: &str) {
+async fn until_off(stack: &Stack, machine: &str) {
     let off = || async { (power(stack, machine) == Some(Power::Off)).then_some(()) };
     stack.eventually("the server is off", off).await;
 }
 
-async fn operation_ends(stack: &Stack, process: &Process, id: &Value) -> Value {
+async fn until_ended(stack: &Stack, process: &Process, id: &Value) -> Value {
     let path = format!("/vps/operations/{}", id.as_str().unwrap());
     let ended = || async {
         let found = stack.get(process, &path).await.body;
@@ -53,10 +53,10 @@ async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
         deleted.body["undeletableUntil"].is_string() && deleted.body["kind"] == "customer",
         "{deleted:?}"
     );
-    backs_up(&stack, &old).await;
-    let operation = operation_ends(&stack, &process, &deleted.body["operationId"]).await;
+    store_backup(&stack, &old).await;
+    let operation = until_ended(&stack, &process, &deleted.body["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    is_off(&stack, &machine).await;
+    until_off(&stack, &machine).await;
     let kept = record(&stack, &process, &machine).await;
     assert!(kept["finalBackupAt"].is_string(), "{kept}");
     assert_eq!(kept["copies"]["kept"][0]["reason"], "deleted");
@@ -102,7 +102,7 @@ async fn deletion_without_backup_asks_and_can_be_abandoned() {
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    let asks = operation_ends(&stack, &process, &deleted["operationId"]).await;
+    let asks = until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(
         (&asks["state"], &asks["question"]["code"]),
         (&json!("waiting"), &json!("last_backup_missing"))
@@ -114,7 +114,7 @@ async fn deletion_without_backup_asks_and_can_be_abandoned() {
 
     // While it asks, its server exists, but is not a kept one.
     let now = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
-    operation_ends(&stack, &process, &now["operationId"]).await;
+    until_ended(&stack, &process, &now["operationId"]).await;
     let copies = record(&stack, &process, &machine).await["copies"].clone();
     assert_eq!(
         (&copies["kept"][0]["deletedBy"], &copies["kept"][0]["until"]),
@@ -126,7 +126,7 @@ async fn deletion_without_backup_asks_and_can_be_abandoned() {
 
     let deleted = stack.delete(&process, &format!("/vps/{machine}?acceptLoss=true&now=true")).await.body;
     assert_eq!(deleted["undeletableUntil"], Value::Null);
-    let operation = operation_ends(&stack, &process, &deleted["operationId"]).await;
+    let operation = until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let gone = || async { power(&stack, &machine).is_none().then_some(()) };
     stack.eventually("its server is deleted at once", gone).await;
@@ -143,12 +143,12 @@ async fn grace_counts_from_the_power_off() {
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    operation_ends(&stack, &process, &deleted["operationId"]).await;
+    until_ended(&stack, &process, &deleted["operationId"]).await;
     tokio::time::sleep(Duration::from_secs(7)).await;
     let path = format!("/vps/operations/{}/continue", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({"acceptLoss": true})).await.status, 200);
-    is_off(&stack, &machine).await;
-    operation_ends(&stack, &process, &deleted["operationId"]).await;
+    until_off(&stack, &machine).await;
+    until_ended(&stack, &process, &deleted["operationId"]).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert!(power(&stack, &machine).is_some(), "it can still be undeleted");
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
@@ -164,7 +164,7 @@ async fn provision_over_a_failed_machine_backs_it_up_first() {
     stack.post(&process, &format!("/vps/{}/fail", old.guest.machine), &json!({"reason": "r"})).await;
     let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!((made.status, &made.body["kind"]), (202, &json!("customer")), "{made:?}");
-    backs_up(&stack, &old).await;
+    store_backup(&stack, &old).await;
     let operation = stack.ended(&process, made.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(power(&stack, &old.guest.machine), Some(Power::Off), "kept until its successor has served");
@@ -178,8 +178,8 @@ async fn expired_preview_is_backed_up_and_kept() {
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET kind = 'preview', preview_expires_at = now()";
     client.execute(sql, &[]).await.unwrap();
-    backs_up(&stack, &old).await;
-    is_off(&stack, &old.guest.machine).await;
+    store_backup(&stack, &old).await;
+    until_off(&stack, &old.guest.machine).await;
     assert!(record(&stack, &process, &old.guest.machine).await["deletedAt"].is_string());
 }
 

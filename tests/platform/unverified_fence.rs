@@ -52,12 +52,12 @@ async fn fence_of_a_later_key_is_no_free_slot() {
 
     let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    it.asks_for_the_key(&operation).await;
-    it.shown_in_fleet("unverified_fence").await;
+    it.until_key_is_requested(&operation).await;
+    it.until_in_fleet("unverified_fence").await;
     assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
     // Without a decision it checks again, and asks again.
     assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
-    it.asks_for_the_key(&operation).await;
+    it.until_key_is_requested(&operation).await;
     // The other machine may hold the slot, so this one does not get it back either.
     let path = format!("{operation}/abandon");
     it.stack.post(it.process(), &path, &json!({})).await.assert_problem(409, "invalid_state");
@@ -65,7 +65,7 @@ async fn fence_of_a_later_key_is_no_free_slot() {
 }
 
 impl Restorable {
-    async fn asks_for_the_key(&self, operation: &str) {
+    async fn until_key_is_requested(&self, operation: &str) {
         let asks = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
@@ -99,7 +99,7 @@ async fn fence_that_a_host_made_up_locks_no_slot() {
     let deleted =
         it.stack.delete(it.process(), &format!("/vps/{}?acceptLoss=true", guest.machine)).await.body;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    it.asks_for_the_key(&operation).await;
+    it.until_key_is_requested(&operation).await;
     let answer =
         it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
     assert_eq!(answer.status, 200, "{answer:?}");

@@ -182,11 +182,11 @@ async fn token_of_a_replaced_machine_is_refused_and_page_notified() -> Result<()
 #[tokio::test(flavor = "multi_thread")]
 async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let ask = |body: Value| world.post(APP, "/_svc/app-token").json(&body);
-    assert_eq!(read(ask(json!({"app": "notes"}))).await.status, StatusCode::UNAUTHORIZED);
+    let token_request = |body: Value| world.post(APP, "/_svc/app-token").json(&body);
+    assert_eq!(read(token_request(json!({"app": "notes"}))).await.status, StatusCode::UNAUTHORIZED);
     let owner = world.token("user_1");
     for bad in [json!({}), json!({"app": "No"}), json!({"app": "notes", "x": 1}), json!([])] {
-        let answer = read(ask(bad.clone()).bearer_auth(&owner)).await;
+        let answer = read(token_request(bad.clone()).bearer_auth(&owner)).await;
         assert_eq!(
             (answer.status, answer.json()["code"].as_str()),
             (StatusCode::BAD_REQUEST, Some("invalid_request")),
@@ -194,7 +194,7 @@ async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()
         );
     }
     let cookie = format!("__session={owner}");
-    let foreign = ask(json!({"app": "notes"})).header("cookie", &cookie).header("origin", "null");
+    let foreign = token_request(json!({"app": "notes"})).header("cookie", &cookie).header("origin", "null");
     assert_eq!(read(foreign).await.status, StatusCode::FORBIDDEN);
     assert_eq!(
         read(world.get(APP, "/_svc/app-token").bearer_auth(&owner)).await.status,
@@ -203,7 +203,7 @@ async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()
     world.set_status(&machine, "resizing").await?;
     world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
     assert_eq!(
-        read(ask(json!({"app": "notes"})).bearer_auth(&owner)).await.status,
+        read(token_request(json!({"app": "notes"})).bearer_auth(&owner)).await.status,
         StatusCode::SERVICE_UNAVAILABLE
     );
     Ok(())

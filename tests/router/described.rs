@@ -36,8 +36,8 @@ impl RouterSetup {
         let cookie = format!("__session={}", world.token("user_1"));
         let page = world.get(APP, "/").header("accept", "text/html").header("cookie", cookie);
         let session = read(page).await.cookie("svc_session").expect("a session");
-        let ask = world.post(APP, "/_svc/app-token").bearer_auth(world.token("user_1"));
-        let minted = read(ask.json(&json!({ "app": "notes" }))).await.json();
+        let mint = world.post(APP, "/_svc/app-token").bearer_auth(world.token("user_1"));
+        let minted = read(mint.json(&json!({ "app": "notes" }))).await.json();
         let app_token = minted["token"].as_str().expect("a token").to_owned();
         [&session, &app_token].into_iter().for_each(|secret| contract::platform().plant(secret));
         Ok(Self { world, _machine: machine, session: format!("svc_session={session}"), app_token })
@@ -180,9 +180,9 @@ async fn known_state(setup: &RouterSetup) {
 
 /// A user without a running machine.
 async fn without_a_machine(setup: &RouterSetup) -> Result<()> {
-    let ask =
+    let mint =
         setup.world.post(APP, named("mintAppToken").path).bearer_auth(setup.world.token("user_none"));
-    setup.send(ask.json(&json!({ "app": "notes" }))).await.assert_problem(503, "unavailable");
+    setup.send(mint.json(&json!({ "app": "notes" }))).await.assert_problem(503, "unavailable");
     Ok(())
 }
 

@@ -23,7 +23,7 @@ struct OpenConnections {
     token: String,
 }
 
-async fn begun(mut stream: Response) -> Result<Response> {
+async fn started(mut stream: Response) -> Result<Response> {
     assert_eq!(stream.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
     Ok(stream)
 }
@@ -40,8 +40,8 @@ impl OpenConnections {
         let request = world.post(APP, "/_svc/app-token").header("cookie", session);
         let minted = read(request.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("a token")?.to_owned();
-        let own = begun(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
-        let of_app = begun(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
+        let own = started(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
+        let of_app = started(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
         Ok(Self { socket, streams: [own, of_app], token })
     }
 
@@ -117,7 +117,7 @@ async fn a_stream_ends_when_its_session_expires() -> Result<()> {
     let session = world.session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
     tokio::time::sleep(Duration::from_millis(700)).await;
-    let mut stream = begun(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
+    let mut stream = started(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
     let end = timeout(Duration::from_secs(5), stream.chunk()).await.context("the stream is still open")?;
     ensure!(end.is_err());
     Ok(())

@@ -20,7 +20,7 @@ fn broken() -> Result<Published> {
 async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     let last = stage.last()?;
     assert_eq!(
         (&last["version"], &last["outcome"], &last["stage"]),
@@ -49,13 +49,13 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
 
     // Rolls back to the previous release, without an automatic update afterwards.
     stage.run(&["rollback"], None).await?.expect(0);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("--allow-quarantined"), "{}", refused.stderr);
     let none = stage.run(&["rollback"], None).await?.expect(65);
     assert!(none.stderr.contains("no release to go back to"), "{}", none.stderr);
     stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     let status = stage.status().await?;
     assert_eq!((&status["previous"], &status["quarantined"]), (&OLD.into(), &serde_json::json!([])));
     let outcomes: Vec<Value> = stage.history()?.iter().map(|line| line["outcome"].clone()).collect();
@@ -75,7 +75,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
         assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
         let last = stage.last()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &stage_of.into()), "{what}");
-        stage.is_untouched().context(what.to_owned())
+        stage.assert_untouched().context(what.to_owned())
     };
     for suffix in [".json", ".json.sig"] {
         good.serve(&stage.source)?;
@@ -135,7 +135,7 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
         refused(what, stage_of, words).await?;
     }
     stage.run(&["apply", "--version", NEW, "--allow-downgrade"], None).await?.expect(0);
-    stage.runs(NEW)
+    stage.assert_running(NEW)
 }
 
 #[tokio::test]
@@ -146,7 +146,7 @@ async fn keys_are_read_only_from_files_of_root() -> Result<()> {
     stage.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &own)])?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("no key is trusted"), "{}", refused.stderr);
-    stage.is_untouched()
+    stage.assert_untouched()
 }
 
 #[tokio::test]
@@ -154,7 +154,7 @@ async fn release_whose_program_fails_is_never_current() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[("bin/svc", "#!/no/such/thing\n")])?).await?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert_eq!(stage.last()?["stage"], "trial", "{}", refused.stderr);
-    stage.is_untouched()
+    stage.assert_untouched()
 }
 
 #[tokio::test]
@@ -163,7 +163,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     stage.request_update(NEW)?;
     let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
     assert!(ended.stdout.contains("the release before runs again"), "{}", ended.stdout);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let last = stage.last()?;
     assert_eq!(
         (&last["outcome"], &last["stage"], &last["requestId"]),
@@ -176,7 +176,7 @@ async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     stage.run(&["apply", "--request"], None).await?.expect(0);
     assert_eq!(stage.last()?["outcome"], "refused");
     assert_eq!(stage.source.requests().len(), before, "the release was fetched again");
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "a failed release must be removed");
     Ok(())
 }
@@ -189,7 +189,7 @@ async fn boot_keeps_the_current_release() -> Result<()> {
     fs::remove_file(&unit)?;
     let before = stage.source.requests().len();
     stage.run(&["boot"], None).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(stage.source.requests().len(), before, "the release of user-data was fetched");
 
     stage.run(&["rollback"], Some("update.activating=return(kill)")).await?.expect_killed();
@@ -197,7 +197,7 @@ async fn boot_keeps_the_current_release() -> Result<()> {
     assert!(refused.stderr.contains("`svc-update resume` finishes it"), "{}", refused.stderr);
     stage.run(&["resume"], None).await?.expect(0);
     stage.run(&["boot"], None).await?.expect(0);
-    stage.runs(OLD)
+    stage.assert_running(OLD)
 }
 
 #[tokio::test]
@@ -206,7 +206,7 @@ async fn units_of_a_release_stop_with_it() -> Result<()> {
     // It is starting when the update begins, and fails; the update does not wait for it.
     fs::write(stage.machine.path("state-svc-code.service"), "activating\n")?;
     stage.apply(NEW).await?.expect(65);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let service_calls = stage.service_calls()?;
     let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
     assert_eq!(service_calls[2..5], new, "after the calls of the boot and the snapshot");
@@ -231,13 +231,13 @@ async fn release_without_a_required_part_is_never_current() -> Result<()> {
         assert!(refused.stderr.contains(&format!("lacks {part}")), "{}", refused.stderr);
         let last = stage.last()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
-        stage.is_untouched()?;
+        stage.assert_untouched()?;
         fs::remove_dir(&has)?;
     }
     // The owner's code-server is optional.
     fs::create_dir_all(current.join("runtime/code-server"))?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)
+    stage.assert_running(NEW)
 }
 
 #[tokio::test]
@@ -248,11 +248,11 @@ async fn apply_without_a_request_does_nothing() -> Result<()> {
     let path = stage.machine.path("var/lib/svc/requests/update");
     svc::fsx::write_atomic(&path, b"{\"imageVersion\":\"../../etc\"}", 0o600)?;
     stage.run(&["apply", "--request"], None).await?.expect(65);
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
     fs::write(stage.machine.path("var/lib/svc/superseded.json"), "{}")?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("another machine"), "{}", refused.stderr);
-    stage.is_untouched()
+    stage.assert_untouched()
 }
 
 /// Kills an update to `published` at each point, completes it by the unit's own command, and checks the result.
@@ -265,7 +265,7 @@ async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: 
         let journal = stage.machine.path("var/lib/svc/update/journal.json");
         assert!(journal.exists(), "{point}: the journal is missing");
         stage.run(&["apply", "--request"], None).await?.expect(0);
-        stage.runs(runs).context(point.clone())?;
+        stage.assert_running(runs).context(point.clone())?;
         assert_eq!(stage.last()?["outcome"], outcome, "{point}");
         assert_eq!(stage.history()?.len(), 1, "{point}");
         anyhow::Ok(())
@@ -310,7 +310,7 @@ async fn repeatedly_killed_update_is_abandoned() -> Result<()> {
         stage.run(&["apply", "--request"], Some("update.restarted=return(kill)")).await?.expect_killed();
     }
     stage.run(&["resume"], None).await?.expect(0);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"restart".into()));
     Ok(())
@@ -326,7 +326,7 @@ async fn failed_step_leaves_a_healthy_release() -> Result<()> {
         let stage = Stage::with(&good).await?;
         let error = format!("{point}=1*return(error)");
         stage.run(&["apply", "--version", NEW], Some(&error)).await?;
-        stage.runs(OLD).context(*point)?;
+        stage.assert_running(OLD).context(*point)?;
         let expected = if before.contains(point) { "failed" } else { "rolled_back" };
         assert_eq!(stage.last()?["outcome"], expected, "{point}");
     }

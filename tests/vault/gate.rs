@@ -72,7 +72,7 @@ pub async fn is_restored(machine: &Machine) -> Result<bool> {
 }
 
 /// Asserts that the gate is closed, the old database is unchanged, and no other remains.
-pub async fn is_untouched(machine: &Machine, why: &str) -> Result<()> {
+pub async fn assert_untouched(machine: &Machine, why: &str) -> Result<()> {
     assert!(!machine.marker(), "{why}: the gate is open");
     assert!(has_table(machine, "local").await?, "{why}: the old database is missing");
     assert_eq!(machine.databases().await?, ["postgres", "svc"], "{why}");
@@ -187,11 +187,11 @@ async fn damaged_bytes_are_refused_and_the_gate_stays_shut() -> Result<()> {
     store.write(BUCKET, &key, bad);
     let ended = restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
-    is_untouched(&new, "one bit").await?;
+    assert_untouched(&new, "one bit").await?;
 
     store.write(BUCKET, &key, good[..good.len() - 1].to_vec());
     restore(&new, &[])?.expect(70);
-    is_untouched(&new, "one byte short").await?;
+    assert_untouched(&new, "one byte short").await?;
 
     store.write(BUCKET, &key, good);
     restore(&new, &[])?.expect(0);
@@ -205,12 +205,12 @@ async fn unreachable_store_does_not_count_as_absence() -> Result<()> {
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     store.down();
     restore(&new, SHORT)?.expect(69);
-    is_untouched(&new, "store down").await?;
+    assert_untouched(&new, "store down").await?;
     store.up()?;
     for status in [500, 503, 403] {
         store.fault(Rule::new(Fault::Status(status)).always());
         restore(&new, SHORT)?.expect(69);
-        is_untouched(&new, &format!("{status}")).await?;
+        assert_untouched(&new, &format!("{status}")).await?;
         store.heal();
     }
 
@@ -231,7 +231,7 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
     let ended = restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("SVC_RESTORE_MODE"), "{}", ended.stderr);
-    is_untouched(&new, "absent").await?;
+    assert_untouched(&new, "absent").await?;
 
     pointer_io::fence(
         &machine::bucket(&store)?,
@@ -240,7 +240,7 @@ async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     )
     .await?;
     restore(&new, &[])?.expect(70);
-    is_untouched(&new, "tombstone").await?;
+    assert_untouched(&new, "tombstone").await?;
 
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     restore(&new, &[])?.expect(0);
@@ -286,12 +286,12 @@ async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
         for bad in [&b"{"[..], b"", b"{\"version\":9}", b"null"] {
             store.write(BUCKET, &pointer, bad.to_vec());
             restore(&new, &[])?.expect(70);
-            is_untouched(&new, mode).await?;
+            assert_untouched(&new, mode).await?;
         }
         store.write(BUCKET, &pointer, good.0.clone());
         store.remove(BUCKET, &side);
         restore(&new, &[])?.expect(70);
-        is_untouched(&new, "without side record").await?;
+        assert_untouched(&new, "without side record").await?;
         store.write(BUCKET, &side, good.1.clone());
     }
     let mut other: serde_json::Value = serde_json::from_slice(&good.1)?;
@@ -299,7 +299,7 @@ async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
     store.write(BUCKET, &side, serde_json::to_vec(&other)?);
     let ended = restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("501 rows"), "{}", ended.stderr);
-    is_untouched(&new, "a row is missing").await
+    assert_untouched(&new, "a row is missing").await
 }
 
 #[tokio::test]
@@ -325,7 +325,7 @@ async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
     for point in svc::host::snapshots::restore::POINTS.iter().filter(|point| !swapped.contains(point)) {
         let error = format!("{point}=return(error)");
         restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
-        is_untouched(&new, point).await?;
+        assert_untouched(&new, point).await?;
     }
     for point in &swapped[..2] {
         let error = format!("{point}=return(error)");
@@ -392,7 +392,7 @@ async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
     for status in [204, 400, 500] {
         let (_store, new) = lost_and_new().await?;
         let platform = Platform::start(Answer::Json(status, serde_json::json!({}))).await?;
-        platform.serves(&new)?;
+        platform.configure(&new)?;
         restore(&new, &[("FAILPOINTS", "restore.downloaded=sleep(300)")])?.expect(0);
         assert!(is_restored(&new).await?);
         let calls = platform.calls();

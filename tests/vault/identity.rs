@@ -56,7 +56,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(65);
 
     let platform = Platform::start(Answer::Json(400, json!({ "code": "invalid_request" }))).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let running =
         machine.spawn(&["svc-sync-agent"], &[("GATEWAY_LISTEN", &listen), ("HEARTBEAT_SECONDS", "1")])?;

@@ -62,7 +62,7 @@ impl Platform {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).calls.clone()
     }
 
-    pub fn serves(&self, machine: &Machine) -> Result<()> {
+    pub fn configure(&self, machine: &Machine) -> Result<()> {
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &format!("http://{}", self.addr))])
     }
 }

@@ -24,7 +24,7 @@ async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result
 async fn ready(platform: &Platform) -> Result<(Machine, String)> {
     let machine = Machine::bare(1)?;
     machine.run_release("1.0.0", DIGEST)?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let listen = gateway(&machine).await?;
     Ok((machine, format!("0.0.0.0:{}", listen.port())))
 }
@@ -84,12 +84,12 @@ async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
     assert_eq!(platform.calls().len(), 1);
 
     let silent = Platform::start(Answer::Lost).await?;
-    silent.serves(&machine)?;
+    silent.configure(&machine)?;
     register(&machine, &[], &extra).await?.expect(75);
     assert!(silent.calls().len() > 1);
 
     let broken = Platform::start(Answer::Json(400, json!({ "detail": "no" }))).await?;
-    broken.serves(&machine)?;
+    broken.configure(&machine)?;
     register(&machine, &[], &extra).await?.expect(70);
     Ok(())
 }
@@ -112,7 +112,7 @@ async fn registration_waits_for_the_gateway_with_the_stored_key() -> Result<()> 
 async fn failed_boot_is_reported_without_secrets() -> Result<()> {
     let platform = Platform::start(Answer::Json(202, json!({}))).await?;
     let machine = Machine::bare(1)?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     machine.add_env("host.env", &[("DATABASE_URL", "postgres://postgres:hunter2hunter2@127.0.0.1:1/svc")])?;
     let message = format!("no bundle\nupgrade-token-of-a-machine hunter2hunter2 {}", "x".repeat(9000));
     register(&machine, &["failure", "--stage", "bundle", "--message", &message], &[]).await?.expect(0);

@@ -228,7 +228,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let client = machine.client().await?;
-    let ask = |action: Value| -> Result<()> {
+    let request_side = |action: Value| -> Result<()> {
         let request = json!({"requestId": uuid::Uuid::now_v7(), "requestedAt": "2026-01-02T03:04:05.678Z", "action": action});
         Ok(svc::fsx::write_atomic(
             &machine.path("var/lib/svc/requests/side"),
@@ -250,14 +250,14 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
     for point in svc::host::snapshots::backup::SIDE_POINTS {
         let kill = format!("{point}=return(kill)");
         if *point == "side.dropped" {
-            ask(json!({"action": "close"}))?;
+            request_side(json!({"action": "close"}))?;
             serve(&kill)?.expect_killed();
             serve("")?.expect(0);
             assert_eq!(state(&machine)?["status"], "closed");
             continue;
         }
         if !copies.contains(point) {
-            ask(json!({"action": "open"}))?;
+            request_side(json!({"action": "open"}))?;
             serve(&kill)?.expect_killed();
             serve("")?.expect(0);
             assert_eq!(state(&machine)?["status"], "open", "after a kill at {point}");
@@ -268,7 +268,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
             .batch_execute("DELETE FROM app_shop.orders WHERE id = 7; DROP TABLE IF EXISTS app_shop.log")
             .await?;
         let tables = json!(ALL);
-        ask(
+        request_side(
             json!({"action": "copy", "tables": tables, "mode": "overwrite", "dryRun": false, "backup": true}),
         )?;
         serve(&kill)?.expect_killed();
@@ -292,7 +292,7 @@ async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
         }
         assert_as_in_snapshot(&machine, &ALL).await?;
     }
-    ask(json!({"action": "fly"}))?;
+    request_side(json!({"action": "fly"}))?;
     serve("")?.expect(65);
     serve("")?.expect(0);
     Ok(())

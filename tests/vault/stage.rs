@@ -163,7 +163,7 @@ impl Stage {
     }
 
     /// Asserts that this release is current and runs with its units, that nothing is open, and that no other remains.
-    pub fn runs(&self, version: &str) -> Result<()> {
+    pub fn assert_running(&self, version: &str) -> Result<()> {
         let opt = self.machine.path("opt/svc");
         assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(version));
         let mut units: Vec<String> = fs::read_dir(self.machine.path("etc/systemd/system"))?
@@ -185,7 +185,7 @@ impl Stage {
     }
 
     /// Sets the command that a start of the backup unit runs.
-    pub fn backup_runs(&self, command: &str) -> Result<()> {
+    pub fn set_backup_command(&self, command: &str) -> Result<()> {
         Ok(fs::write(self.machine.path("backup"), command)?)
     }
 
@@ -200,8 +200,8 @@ impl Stage {
     }
 
     /// Asserts that no service was restarted or stopped.
-    pub fn is_untouched(&self) -> Result<()> {
-        self.runs(OLD)?;
+    pub fn assert_untouched(&self) -> Result<()> {
+        self.assert_running(OLD)?;
         assert_eq!(self.service_calls()?, ["daemon-reload"], "only the calls of the boot");
         Ok(())
     }

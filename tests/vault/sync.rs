@@ -28,7 +28,7 @@ async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     let platform = Platform::start(alive()).await?;
     let machine = Machine::in_use(&store, 3).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
@@ -74,7 +74,7 @@ async fn replaced_machine_stops() -> Result<()> {
     for answer in answers {
         let platform = Platform::start(answer).await?;
         let machine = Machine::new(&store, 3).await?;
-        platform.serves(&machine)?;
+        platform.configure(&machine)?;
         let ended = end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
         assert!(ended.stderr.contains("taken this one's place"), "{}", ended.stderr);
         let note: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
@@ -97,7 +97,7 @@ async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
         Answer::Json(401, json!({})),
     ]);
     let machine = Machine::new(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     store.down();
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     until("six heartbeats", || platform.calls().len() >= 6).await?;
@@ -119,7 +119,7 @@ async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
     let key = format!("{USER}/primary/system/vps-meta.json");
     for (epoch, expected) in [(3, 3), (5, 5), (4, 5)] {
         let machine = Machine::new(&store, epoch).await?;
-        platform.serves(&machine)?;
+        platform.configure(&machine)?;
         store.forget_requests();
         let running = machine.spawn(&["svc-sync-agent"], &[])?;
         until("a read of the metadata", || {
@@ -145,7 +145,7 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     let asked_for_by = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
     let platform = Platform::start(Answer::Json(200, asked_for_by("rollout-one"))).await?;
     let machine = Machine::in_use(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
@@ -201,7 +201,7 @@ async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     )
     .await?;
     machine.run(&["svc-db-backup"])?.expect(77);
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     until("two heartbeats", || platform.calls().len() >= 2).await?;
     platform.next([Answer::Json(200, json!({ "epoch": 4, "superseded": false }))]);
@@ -226,7 +226,7 @@ async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> 
     let named = json!({ "epoch": 3, "superseded": false, "quiesce": operation.to_string() });
     let platform = Platform::start(Answer::Json(200, named)).await?;
     let machine = Machine::in_use(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
     let lock = svc::host::system::quiesce::lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(operation).write(&layout, &lock)?;
@@ -251,7 +251,7 @@ async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(alive()).await?;
     let machine = Machine::in_use(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let data =
         json!({ "v1": { "instance_id": "4711" }, "ds": { "meta_data": { "public-ipv4": "192.0.2.7" } } });
     let path = machine.path("run/cloud-init/instance-data.json");

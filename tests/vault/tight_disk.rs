@@ -8,7 +8,7 @@ use kit::disk::SmallDisk;
 use kit::s3::{Fault, Rule, S3Server};
 use serde_json::Value;
 
-use super::gate::{dump_key, is_restored, is_untouched, lost_and_new};
+use super::gate::{dump_key, is_restored, assert_untouched, lost_and_new};
 use super::machine::{self, BUCKET, Machine, USER};
 
 const MIB: u64 = 1 << 20;
@@ -72,7 +72,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     write_pointer(&latest.replace(sha256, &other));
     let ended = new.run(&["svc-restore"])?.expect(70);
     assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
-    is_untouched(&new, "another digest").await?;
+    assert_untouched(&new, "another digest").await?;
 
     // Bytes that are not a valid dump.
     store.write(BUCKET, &record, text.clone());
@@ -82,7 +82,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     damaged[middle..middle + 64].fill(0);
     store.write(BUCKET, &key, damaged);
     new.run(&["svc-restore"])?.expect(70);
-    is_untouched(&new, "damaged").await?;
+    assert_untouched(&new, "damaged").await?;
 
     store.write(BUCKET, &key, good);
     new.run(&["svc-restore"])?.expect(0);
@@ -98,7 +98,7 @@ async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
     for words in ["bytes are free and", "are needed for the database", "--server-type"] {
         assert!(ended.stderr.contains(words), "{}", ended.stderr);
     }
-    is_untouched(&new, "no room").await?;
+    assert_untouched(&new, "no room").await?;
     disk.empty()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&new).await?);

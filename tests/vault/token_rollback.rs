@@ -24,7 +24,7 @@ struct Scene {
 }
 
 impl Scene {
-    async fn set() -> Result<Self> {
+    async fn setup() -> Result<Self> {
         let platform = Stack::start().await;
         let process = platform.platform_with(&OVERLAP);
         let guest = platform.running(&process, "user_1").await;
@@ -109,14 +109,14 @@ fn is_rolled_back(record: &Value) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
-    let scene = Scene::set().await?;
+    let scene = Scene::setup().await?;
     scene.request_rotation().await;
     scene.beat_until("the token rotates", |record| generation(record) == 2).await?;
     scene.wait_until_first_token_is_refused().await;
     assert_eq!(scene.token_of_host_env()?, scene.guest.upgrade_token, "the agent cannot write host.env");
     // Manifest and archive are downloaded with the second token; the first is refused by now.
     scene.host.apply(NEW).await?.expect(65);
-    scene.host.runs(OLD)?;
+    scene.host.assert_running(OLD)?;
     assert_eq!(scene.host.last()?["outcome"], "rolled_back");
     // The previous release may read only host.env.
     assert_ne!(scene.token_of_host_env()?, scene.guest.upgrade_token);
@@ -126,7 +126,7 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rotation_requested_during_an_update_follows_its_rollback() -> Result<()> {
-    let scene = Scene::set().await?;
+    let scene = Scene::setup().await?;
     let kill = "update.restarted=return(kill)";
     scene.host.run(&["apply", "--version", NEW], Some(kill)).await?.expect_killed();
     scene.request_rotation().await;
@@ -134,7 +134,7 @@ async fn rotation_requested_during_an_update_follows_its_rollback() -> Result<()
     assert!(!scene.host.machine.path(STORED).exists(), "a token was adopted during an update");
     assert_eq!(generation(&scene.record().await), 1);
     scene.host.run(&["resume"], None).await?;
-    scene.host.runs(OLD)?;
+    scene.host.assert_running(OLD)?;
     scene.beat_until("the rollback is reported", is_rolled_back).await?;
     scene.beat_until("the token rotates", |record| generation(record) == 2).await?;
     scene.wait_until_first_token_is_refused().await;

@@ -29,7 +29,7 @@ async fn end(running: Running) -> Result<Ended> {
 async fn machine_of(platform: &Platform) -> Result<Machine> {
     let store = machine::store()?;
     let machine = Machine::new(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     machine.add_env("host.env", &[("UPGRADE_TOKEN", &token(&machine, 1))])?;
     store.down();
     Ok(machine)

@@ -30,7 +30,7 @@ async fn boot(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
     tokio::task::spawn_blocking(move || running.end()).await?
 }
 
-fn is_current(machine: &Machine) -> Result<()> {
+fn assert_current(machine: &Machine) -> Result<()> {
     let opt = machine.path("opt/svc");
     assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(VERSION));
     for name in ["bin", "app", "runtime"] {
@@ -43,7 +43,7 @@ fn is_current(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-fn is_untouched(machine: &Machine) -> Result<()> {
+fn assert_untouched(machine: &Machine) -> Result<()> {
     assert_eq!(names(&machine.path("opt/svc"))?, ["env", "releases"]);
     assert_eq!(names(&machine.path("opt/svc/releases"))?, Vec::<String>::new());
     Ok(())
@@ -62,7 +62,7 @@ async fn bundle_becomes_the_current_release_once() -> Result<()> {
     let (source, digest) = source().await?;
     let machine = machine(source.addr, &digest)?;
     boot(&machine, &[]).await?.expect(0);
-    is_current(&machine)?;
+    assert_current(&machine)?;
     boot(&machine, &[]).await?.expect(0);
     assert_eq!(source.requests().len(), 1, "an installed release is not fetched again");
 
@@ -84,7 +84,7 @@ async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
     wire.reset_after(400_000);
     let ended = boot(&machine, &[]).await?.expect(0);
     assert!(!ended.stderr.contains("signature=secret"), "{}", ended.stderr);
-    is_current(&machine)?;
+    assert_current(&machine)?;
     let requests = source.requests();
     assert!(requests.len() >= 4, "{requests:?}");
     assert!(requests[1..].iter().all(|requests| requests.range.is_some()), "{requests:?}");
@@ -102,7 +102,7 @@ async fn source_without_range_is_read_from_the_start() -> Result<()> {
     super::machine::until("a second try", || source.requests().len() >= 2).await?;
     wire.heal();
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
-    is_current(&machine)
+    assert_current(&machine)
 }
 
 #[tokio::test]
@@ -120,10 +120,10 @@ async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
     // Either the interruption was noticed and the other ETag refused, or the first version was already in flight
     // completely.
     if ended.code == Some(0) {
-        return is_current(&machine);
+        return assert_current(&machine);
     }
     assert!(ended.stderr.contains("it was changed"), "{}", ended.stderr);
-    is_untouched(&machine)
+    assert_untouched(&machine)
 }
 
 #[tokio::test]
@@ -132,19 +132,19 @@ async fn nothing_is_switched_for_wrong_bytes() -> Result<()> {
     let wrong = machine(source.addr, &"ab".repeat(32))?;
     let ended = boot(&wrong, &[]).await?.expect(70);
     assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
-    is_untouched(&wrong)?;
+    assert_untouched(&wrong)?;
 
     let other = bundle::bundle("9.9.9")?;
     let machine = machine(source.addr, &bundle::digest(&other))?;
     source.replace(other);
     let ended = boot(&machine, &[]).await?.expect(70);
     assert!(ended.stderr.contains("9.9.9"), "{}", ended.stderr);
-    is_untouched(&machine)?;
+    assert_untouched(&machine)?;
 
     source.replace(b"no archive".to_vec());
     machine.add_env("update.env", &[("SVC_BUNDLE_SHA256", &bundle::digest(b"no archive"))])?;
     boot(&machine, &[]).await?.expect(70);
-    is_untouched(&machine)?;
+    assert_untouched(&machine)?;
     let _ = digest;
     Ok(())
 }
@@ -177,7 +177,7 @@ async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
             "{point}: current does not name a release"
         );
         boot(&machine, &[]).await?.expect(0);
-        is_current(&machine).context(*point)?;
+        assert_current(&machine).context(*point)?;
     }
     Ok(())
 }
@@ -193,7 +193,7 @@ async fn failed_step_leaves_no_partial_release() -> Result<()> {
         let left = names(&machine.path("opt/svc/releases")).unwrap_or_default();
         assert!(!left.iter().any(|name| name.contains(".partial-")), "{point}: {left:?}");
         boot(&machine, &[]).await?.expect(0);
-        is_current(&machine).context(*point)?;
+        assert_current(&machine).context(*point)?;
     }
     Ok(())
 }

@@ -80,7 +80,7 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
 
     publish(&stage, release(NEW)?, &[&old], set(1, &[&old, &new]))?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(trusted(&stage)?, expected("1", &[&old, &new]));
     assert_eq!(reported(&stage)?, json!({"sequence": 1, "ids": [old.id(), new.id()]}));
 
@@ -97,17 +97,17 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
 
     // A rollback to the previous release needs no verification, and keeps the keys.
     stage.run(&["rollback"], None).await?.expect(0);
-    stage.runs("2026.3.0")?;
+    stage.assert_running("2026.3.0")?;
     assert_eq!(trusted(&stage)?, expected("2", &[&new]));
     // An older release that is signed again with the new key does not bring the old key back.
     publish(&stage, release(NEW)?, &[&new], set(1, &[&old, &new]))?;
     stage.run(&["apply", "--version", NEW, "--allow-downgrade"], None).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(trusted(&stage)?, expected("2", &[&new]));
     refused_by_key(&stage.apply("2026.5.0").await?.expect(65));
     publish(&stage, release("2026.6.0")?, &[&new], None)?;
     stage.apply("2026.6.0").await?.expect(0);
-    stage.runs("2026.6.0")
+    stage.assert_running("2026.6.0")
 }
 
 /// A machine that was off during the overlap: a release signed with both keys is valid everywhere.
@@ -121,7 +121,7 @@ async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
     // Also where the old key is no longer trusted.
     publish(&stage, release("2026.3.0")?, &[&old, &new], set(2, &[&new]))?;
     stage.apply("2026.3.0").await?.expect(0);
-    stage.runs("2026.3.0")
+    stage.assert_running("2026.3.0")
 }
 
 #[tokio::test]
@@ -131,13 +131,13 @@ async fn rolled_back_release_changes_no_key() -> Result<()> {
     let before = fs::read(stage.machine.path(ENV))?;
     publish(&stage, Published::new(NEW, &[("app/broken", "")])?, &[&old, &new], set(1, &[&new]))?;
     stage.apply(NEW).await?.expect(65);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     assert_eq!(stage.last()?["outcome"], "rolled_back");
     assert_eq!(fs::read(stage.machine.path(ENV))?, before);
     assert_eq!(reported(&stage)?["sequence"], 0);
     publish(&stage, release("2026.3.0")?, &[&old], None)?;
     stage.apply("2026.3.0").await?.expect(0);
-    stage.runs("2026.3.0")
+    stage.assert_running("2026.3.0")
 }
 
 #[tokio::test]
@@ -157,7 +157,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         let ended = stage.apply(NEW).await?.expect(65);
         assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
         assert_eq!(stage.last()?["stage"], "manifest", "{what}");
-        stage.is_untouched().context(what)?;
+        stage.assert_untouched().context(what)?;
         assert_eq!(fs::read(stage.machine.path(ENV))?, before, "{what}");
     }
     // Another key replaces a signed one.
@@ -168,7 +168,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     stage.source.put(&end, Some(forged.manifest.text()?.into_bytes()));
     let ended = stage.apply(NEW).await?.expect(65);
     assert!(ended.stderr.contains("is not of this manifest"), "{}", ended.stderr);
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
     assert_eq!(fs::read(stage.machine.path(ENV))?, before);
     Ok(())
 }
@@ -189,7 +189,7 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
         // The next release is verified in the run that completes this one.
         publish(&stage, release("2026.3.0")?, &[new], None)?;
         stage.apply("2026.3.0").await?.expect(0);
-        stage.runs("2026.3.0").context(point)?;
+        stage.assert_running("2026.3.0").context(point)?;
         assert_eq!(trusted(&stage)?, expected("1", &[new]), "{point}");
         assert_eq!(reported(&stage)?, json!({"sequence": 1, "ids": [new.id()]}), "{point}");
         let outcomes: Vec<Value> = stage.history()?.iter().map(|line| line["outcome"].clone()).collect();
@@ -219,7 +219,7 @@ async fn rollback_killed_at_any_step_changes_no_key() -> Result<()> {
         let kill = format!("{point}=return(kill)");
         stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
         stage.run(&["apply", "--request"], None).await?.expect(0);
-        stage.runs(OLD).context(point)?;
+        stage.assert_running(OLD).context(point)?;
         assert_eq!(stage.last()?["outcome"], "rolled_back", "{point}");
         assert_eq!(trusted(&stage)?, expected("", &[old]), "{point}");
         anyhow::Ok(())

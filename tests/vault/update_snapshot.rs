@@ -17,7 +17,7 @@ async fn stage(store: &S3Server) -> Result<Stage> {
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     let stage = Stage::on(machine).await?;
     Published::new(NEW, &[])?.serve(&stage.source)?;
-    stage.backup_runs(&job())?;
+    stage.set_backup_command(&job())?;
     Ok(stage)
 }
 
@@ -43,9 +43,9 @@ async fn update_makes_a_snapshot_before_the_switch() -> Result<()> {
     stage.machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).expect("a snapshot");
     let script = format!("readlink \"$SVC_ROOT/opt/svc/current\" >\"$SVC_ROOT/was\"\n{}", job());
-    stage.backup_runs(&script)?;
+    stage.set_backup_command(&script)?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     let after = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).expect("a snapshot");
     assert!(after.taken_at > before.taken_at, "{after:?}");
     assert!(fs::read_to_string(stage.machine.path("was"))?.contains(OLD), "taken after the switch");
@@ -68,7 +68,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     let table = stage.run(&["status"], None).await?.expect(0).stdout;
     assert!(table.contains("waits for a snapshot since"), "{table}");
     tokio::task::spawn_blocking(move || running.end()).await??.expect(70);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
     let error = last["error"].as_str().unwrap_or_default();
@@ -81,7 +81,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
 async fn update_continues_once_the_store_is_back() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
-    stage.backup_runs(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", job()))?;
+    stage.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", job()))?;
     let running = stage.spawn(&["apply", "--version", NEW])?;
     until("a start of the backup", || starts(&stage).is_ok_and(|starts| starts > 0)).await?;
     assert_eq!(
@@ -90,7 +90,7 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
     );
     fs::write(stage.machine.path("back"), "")?;
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert!(machine::pointer(&store).await?.is_some_and(|pointer| pointer.snapshot.is_some()));
     Ok(())
 }
@@ -99,14 +99,14 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
 async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
-    stage.backup_runs("exit 1\n")?;
+    stage.set_backup_command("exit 1\n")?;
     stage.request_update(NEW)?;
     let running = stage.spawn(&["apply", "--request"])?;
     until("the wait", || waiting(&stage).is_some()).await?;
     let words = ["apply", "--version", NEW, "--without-snapshot"];
     stage.run(&words, None).await?.expect(0);
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert!(machine::pointer(&store).await?.is_none(), "no snapshot was taken");
     // The request applied only to this update.
     let waiver = stage.machine.path("var/lib/svc/update/without-snapshot.json");
@@ -119,10 +119,10 @@ async fn rollback_needs_no_snapshot() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
     stage.apply(NEW).await?.expect(0);
-    stage.backup_runs("exit 1\n")?;
+    stage.set_backup_command("exit 1\n")?;
     let before = starts(&stage)?;
     stage.run(&["rollback"], None).await?.expect(0);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     stage
         .run(&["apply", "--version", NEW, "--allow-quarantined", "--without-snapshot"], None)
         .await?
@@ -130,7 +130,7 @@ async fn rollback_needs_no_snapshot() -> Result<()> {
     // By name, to the previous release.
     Published::new(OLD, &[])?.serve(&stage.source)?;
     stage.run(&["apply", "--version", OLD, "--allow-downgrade"], None).await?.expect(0);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     assert_eq!(starts(&stage)?, before);
     Ok(())
 }
@@ -146,7 +146,7 @@ async fn machine_without_a_database_updates_at_once() -> Result<()> {
         .collect();
     fs::write(&env, kept)?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(starts(&stage)?, 0);
     Ok(())
 }

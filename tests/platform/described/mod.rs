@@ -85,7 +85,7 @@ impl World {
     }
 
     /// A call by an operator.
-    fn ask(&self, method: Method, path: &str, body: &Value) -> RequestBuilder {
+    fn operator_call(&self, method: Method, path: &str, body: &Value) -> RequestBuilder {
         self.stack.request(&self.process, method, path).bearer_auth(SECRET).json(body)
     }
 }

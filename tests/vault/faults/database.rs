@@ -8,7 +8,7 @@ use kit::long::Figures;
 use kit::pg::PgOptions;
 use tokio_postgres::Client;
 
-use super::super::gate::{SHORT, is_restored, is_untouched, old_and_new, reset};
+use super::super::gate::{SHORT, is_restored, assert_untouched, old_and_new, reset};
 use super::super::machine::{self, BUCKET, Ended, Machine, Running, until};
 use super::witness::Witness;
 
@@ -170,7 +170,7 @@ async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     new.run_with(&["svc-restore"], SHORT)?.expect(69);
     release_connections(&mut crowded, 1).await?;
     drop(crowded);
-    is_untouched(&new, "no room").await?;
+    assert_untouched(&new, "no room").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker());
     Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::of("databases without room") }.tell()

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use kit::disk::SmallDisk;
 use kit::long::Figures;
 
-use super::super::gate::{is_restored, is_untouched, old_and_new, reset};
+use super::super::gate::{is_restored, assert_untouched, old_and_new, reset};
 use super::super::machine::{self, Ended, Machine, Running, until};
 use super::super::stage::{NEW, OLD, Published, Stage};
 use super::witness::Witness;
@@ -87,7 +87,7 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
         "{}",
         ended.stderr
     );
-    is_untouched(&new, "not begun").await?;
+    assert_untouched(&new, "not begun").await?;
     disk.empty()?;
 
     let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", "restore.downloading=sleep(30)")])?;
@@ -100,12 +100,12 @@ async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     disk.fill(0)?;
     let ended = end(running).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-    is_untouched(&new, "in the download").await?;
+    assert_untouched(&new, "in the download").await?;
     disk.empty()?;
 
     let ended = full_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
     assert!(ended.stderr.contains("journal.json"), "{}", ended.stderr);
-    is_untouched(&new, "before the swap").await?;
+    assert_untouched(&new, "before the swap").await?;
     disk.empty()?;
 
     let ended = full_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
@@ -144,7 +144,7 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     assert!(ended.stderr.contains("bytes are free and"), "{}", ended.stderr);
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"preflight".into()), "{last}");
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
     disk.empty()?;
 
     let releases = stage.machine.path("opt/svc/releases");
@@ -157,10 +157,10 @@ async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");
     disk.empty()?;
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
 
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     Figures { faults_tried: 2, ..Figures::of("full disks of unpacked releases") }.tell()
 }
 
@@ -172,7 +172,7 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     disk.empty()?;
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
 
     // Full once the link is switched: later steps cannot be recorded.
     let current = stage.machine.path("opt/svc/current");
@@ -183,7 +183,7 @@ async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     assert!(turned() && current.join("bin/svc").is_file(), "the current release is complete");
     disk.empty()?;
     stage.run(&["resume"], None).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(stage.last()?["outcome"], "updated");
     Figures { faults_tried: 2, ..Figures::of("full disks of journals") }.tell()
 }

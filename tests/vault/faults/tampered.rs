@@ -10,7 +10,7 @@ use svc::machine::epoch::Epoch;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
-use super::super::gate::{dump_key, is_restored, is_untouched, old_and_new, reset};
+use super::super::gate::{dump_key, is_restored, assert_untouched, old_and_new, reset};
 use super::super::machine::{self, BUCKET, Machine, USER};
 use super::witness::Witness;
 
@@ -186,7 +186,7 @@ async fn whatever_was_tampered_with_is_refused() -> Result<()> {
         let ended = new.run(&["svc-restore"]).context(name)?;
         assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
         ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);
-        is_untouched(&new, name).await?;
+        assert_untouched(&new, name).await?;
         let outside = find(new.root.path(), "outside")?;
         ensure!(outside.is_empty(), "{name}: {outside:?}");
         objects.heal();
@@ -244,7 +244,7 @@ async fn nothing_of_a_record_is_a_statement() -> Result<()> {
                     assert!(new.marker() && is_restored(&new).await?, "{name}: {}", ended.stderr);
                     reset(&new).await?;
                 }
-                Some(70) => is_untouched(&new, name).await?,
+                Some(70) => assert_untouched(&new, name).await?,
                 other => anyhow::bail!("{name}: {other:?}: {}", ended.stderr),
             }
         }

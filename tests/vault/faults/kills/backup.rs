@@ -6,7 +6,7 @@ use kit::s3::S3Server;
 
 use super::super::super::machine::{self, BUCKET, Machine};
 use super::super::witness::Witness;
-use super::{SHORT_KILLS, Killer, LONG_KILLS, no_torn_file};
+use super::{SHORT_KILLS, Killer, LONG_KILLS, assert_no_torn_file};
 
 /// A table whose rows are counted, and more than one part of an upload.
 const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
@@ -39,7 +39,7 @@ impl Campaign<'_> {
         ensure!(open.is_empty(), "uploads of killed runs are still open: {open:?}");
         let own = self.store.uploads(BUCKET).into_iter().find(|key| key.ends_with(&named.key));
         ensure!(own.is_none(), "its own upload is still open");
-        no_torn_file(&self.machine.path("var/lib/svc"))?;
+        assert_no_torn_file(&self.machine.path("var/lib/svc"))?;
         let last = self.machine.backup_records()?.pop().context("a record")?;
         ensure!(last["status"] == "success" && last["key"] == *named.key, "{last}");
         Ok(())

@@ -21,7 +21,7 @@ const LONG_KILLS: u64 = 200;
 const MAX_KILLS_IN_A_ROW: usize = 3;
 
 /// Temporary files of a killed write are removed by the next complete run.
-fn no_torn_file(dir: &Path) -> Result<()> {
+fn assert_no_torn_file(dir: &Path) -> Result<()> {
     let names =
         std::fs::read_dir(dir)?.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     let torn: Vec<String> = names.filter(|name| name.starts_with('.') && name.ends_with(".tmp")).collect();

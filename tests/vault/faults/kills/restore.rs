@@ -7,7 +7,7 @@ use kit::long::Figures;
 use super::super::super::gate::{old_and_new, reset};
 use super::super::super::machine::Machine;
 use super::super::witness::Witness;
-use super::{SHORT_KILLS, Killer, LONG_KILLS, no_torn_file};
+use super::{SHORT_KILLS, Killer, LONG_KILLS, assert_no_torn_file};
 
 const RESTORE: [&str; 1] = ["svc-restore"];
 
@@ -93,8 +93,8 @@ impl Campaign {
             }
         }
         ensure!(old == 1, "{old} databases have the old content");
-        no_torn_file(&self.machine.path("var/lib/svc/restore"))?;
-        no_torn_file(&self.machine.path("opt/svc"))?;
+        assert_no_torn_file(&self.machine.path("var/lib/svc/restore"))?;
+        assert_no_torn_file(&self.machine.path("opt/svc"))?;
         self.restored += 1;
         Ok(())
     }

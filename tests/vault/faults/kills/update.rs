@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::long::Figures;
 
 use super::super::super::stage::{OLD, Published, Stage};
-use super::{SHORT_KILLS, Killer, LONG_KILLS, no_torn_file};
+use super::{SHORT_KILLS, Killer, LONG_KILLS, assert_no_torn_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 
@@ -65,8 +65,8 @@ impl Campaign {
     fn check_completed(&mut self, to: &str) -> Result<()> {
         self.updates += 1;
         ensure!(current(&self.stage)? == to, "{to} is not current");
-        self.stage.runs(to)?;
-        no_torn_file(&self.stage.machine.path("var/lib/svc/update"))?;
+        self.stage.assert_running(to)?;
+        assert_no_torn_file(&self.stage.machine.path("var/lib/svc/update"))?;
         let history = self.stage.history()?;
         let reports = history.iter().filter(|line| line["version"] == to).count();
         let all_well = history.iter().all(|line| line["outcome"] == "updated");

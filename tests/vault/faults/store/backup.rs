@@ -122,7 +122,7 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
 }
 
 /// Asserts that the last line of `backup.jsonl` matches.
-fn recorded(machine: &Machine, end: &ExpectedRun) -> Result<()> {
+fn assert_recorded(machine: &Machine, end: &ExpectedRun) -> Result<()> {
     let line = machine.backup_records()?.pop().context("a record")?;
     let status = if end.exit == 0 { "success" } else { "error" };
     ensure!((&line["status"], &line["stage"]) == (&status.into(), &end.stage.into()), "{line}");
@@ -169,7 +169,7 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
         let ended =
             scene.run_disrupted(spoil, || scene.machine.spawn(&["svc-db-backup"], &[])).await.context(name)?;
         assert_eq!(ended.code, Some(end.exit), "{name}: {}", ended.stderr);
-        recorded(&scene.machine, &end).context(name)?;
+        assert_recorded(&scene.machine, &end).context(name)?;
         lines += 1;
         assert_eq!(scene.machine.backup_records()?.len(), lines, "{name}: one line for one run");
         witness.check().context(name)?;
@@ -219,13 +219,13 @@ async fn long_store_outage_fails_only_the_runs_during_it() -> Result<()> {
     scene.store.down();
     for _ in 0..2 {
         scene.machine.run(&["svc-db-backup"])?.expect(69);
-        recorded(&scene.machine, &unavailable("gate"))?;
+        assert_recorded(&scene.machine, &unavailable("gate"))?;
     }
     scene.store.up()?;
     witness.check()?;
     assert_eq!(witness.seq(), 1);
     scene.machine.run(&["svc-db-backup"])?.expect(0);
-    recorded(&scene.machine, &SUCCESS)?;
+    assert_recorded(&scene.machine, &SUCCESS)?;
     witness.check()?;
     assert_eq!((witness.seq(), witness.completed()), (2, 2));
     Ok(())

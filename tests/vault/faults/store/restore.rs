@@ -7,7 +7,7 @@ use kit::long::Figures;
 use kit::s3::Fault;
 
 use super::super::super::credentials::Platform;
-use super::super::super::gate::{self, SHORT, is_restored, is_untouched};
+use super::super::super::gate::{self, SHORT, is_restored, assert_untouched};
 use super::super::witness::Witness;
 use super::{Disruption, FaultScene, expired_and_no_others, one, replaced, revoked, rule};
 
@@ -85,7 +85,7 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
             assert!(scene.machine.marker() && is_restored(&scene.machine).await?, "{name}");
             gate::reset(&scene.machine).await?;
         } else {
-            is_untouched(&scene.machine, name).await?;
+            assert_untouched(&scene.machine, name).await?;
         }
     }
     scene.machine.run(&["svc-restore"])?.expect(0);
@@ -101,7 +101,7 @@ async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     // The state before the first pointer is empty.
     store.fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
     new.run_with(&["svc-restore"], SHORT)?.expect(70);
-    is_untouched(&new, "no pointer is seen yet").await?;
+    assert_untouched(&new, "no pointer is seen yet").await?;
     store.heal();
 
     old.client().await?.batch_execute("INSERT INTO kept VALUES (501)").await?;
@@ -120,7 +120,7 @@ async fn long_store_outage_is_retried_by_the_next_boot() -> Result<()> {
     scene.store.down();
     for _ in 0..2 {
         scene.machine.run_with(&["svc-restore"], SHORT)?.expect(69);
-        is_untouched(&scene.machine, "away").await?;
+        assert_untouched(&scene.machine, "away").await?;
     }
     scene.store.up()?;
     scene.machine.run(&["svc-restore"])?.expect(0);
