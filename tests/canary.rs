@@ -226,7 +226,8 @@ async fn one_id_everywhere(stack: &Stack) -> Result<()> {
     ensure!(answer.headers()["x-request-id"] == REQUEST_ID, "the answer has another id");
     let logs = channels::logs(&stack.dir)?;
     let has = |name: &str| {
-        let has_line = |text: &String| text.lines().any(|line| line.contains(REQUEST_ID) && line.contains("answered"));
+        let has_line =
+            |text: &String| text.lines().any(|line| line.contains(REQUEST_ID) && line.contains("answered"));
         logs.iter().any(|(path, text)| path.ends_with(name) && has_line(text))
     };
     ensure!(has("platform.log"), "the router's log has no line of {REQUEST_ID}");

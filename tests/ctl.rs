@@ -268,7 +268,8 @@ async fn backup_wait_ends_with_the_new_snapshot_or_the_host_error() {
     let backup = |key: &str| json!({"key": key, "sizeBytes": 2048, "sha256": "00", "takenAt": "2026-01-01T00:00:00.000Z", "epoch": 1, "latest": true});
     let page =
         |key: &str| Reply::Json(200, json!({"latest": key, "backups": [backup(key)], "nextCursor": null}));
-    let accepted = || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));
+    let accepted =
+        || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));
     let said = |backup: Value| {
         let mut record = record("running", None);
         record["lastBackup"] = backup;

@@ -69,7 +69,8 @@ impl Machine {
         let dir = tempfile::tempdir().unwrap();
         let requests = Arc::default();
         let internal = platform(bundle_response, Arc::clone(&requests));
-        let public = (bundle_response == BundleResponse::Elsewhere).then(|| platform(bundle_response, Arc::clone(&requests)));
+        let public = (bundle_response == BundleResponse::Elsewhere)
+            .then(|| platform(bundle_response, Arc::clone(&requests)));
         let parts = Parts {
             bundle: format!(
                 "{}/system-bundles/v1/svc-host-bundle.tar.gz",
@@ -171,7 +172,12 @@ fn platform(bundle_response: BundleResponse, requests: Arc<Mutex<Vec<String>>>) 
     base
 }
 
-fn answer(mut stream: TcpStream, bundle_response: BundleResponse, requests: &Mutex<Vec<String>>, served: &AtomicUsize) {
+fn answer(
+    mut stream: TcpStream,
+    bundle_response: BundleResponse,
+    requests: &Mutex<Vec<String>>,
+    served: &AtomicUsize,
+) {
     let Some((head, body)) = request(&mut stream) else { return };
     let field = |name: &str| {
         head.lines().find_map(|line| {
@@ -314,7 +320,10 @@ async fn transient_program_failure_is_retried() {
     let systemctl = |more: &str| machine.program("systemctl", &format!("{more}\n{SYSTEMCTL}"));
     systemctl("[ \"$*\" != 'enable svc.target' ] || exit 1");
     let ended = machine.boot().await;
-    assert!(ended != 0 && ended != 99 && machine.requests_to("boot-failure").is_empty(), "it ended with {ended}");
+    assert!(
+        ended != 0 && ended != 99 && machine.requests_to("boot-failure").is_empty(),
+        "it ended with {ended}"
+    );
     systemctl("");
     assert_eq!(machine.boot().await, 0, "{}", machine.calls());
 }
@@ -368,7 +377,8 @@ async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
         fs::write(machine.dir.path().join(format!("{}.fails", UNITS[index])), "first\nthe \"last\" words\n")
             .unwrap();
         assert_eq!(machine.boot().await, 99, "{stage}");
-        let report: serde_json::Value = serde_json::from_str(&machine.requests_to("boot-failure")[0]).unwrap();
+        let report: serde_json::Value =
+            serde_json::from_str(&machine.requests_to("boot-failure")[0]).unwrap();
         assert_eq!(report["stage"], stage);
         assert_eq!(report["message"], format!("{}: the \"last\" words", UNITS[index]));
         assert_eq!(machine.started(), UNITS[..=index], "{stage}");

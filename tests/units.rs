@@ -301,7 +301,10 @@ fn every_service_is_bounded_and_no_secret_is_in_an_environment() {
     };
     for kept in ["svc-gateway.service", "svc-postgres.service", "svc-sync-agent.service", "svc-watch.service"]
     {
-        assert!(score(kept) < 0 && score("svc-code.service") > 0, "the OOM killer must spare {kept} before the owner's programs");
+        assert!(
+            score(kept) < 0 && score("svc-code.service") > 0,
+            "the OOM killer must spare {kept} before the owner's programs"
+        );
     }
 }
 

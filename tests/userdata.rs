@@ -296,7 +296,8 @@ async fn cloud_init_accepts_user_data() {
         check_with_cloud_init(&parts.render().await).unwrap();
     }
     let wrong =
-        check_with_cloud_init("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n").unwrap_err();
+        check_with_cloud_init("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n")
+            .unwrap_err();
     assert!(wrong.contains("'path' is a required property") && wrong.contains("runcmd"), "{wrong}");
 }
 

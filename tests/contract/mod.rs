@@ -19,7 +19,7 @@ use serde_json::Value;
 use svc::http::openapi::Operation;
 
 pub use probe::variants;
-pub use walk::{Reply, Side, WrongCredential, valid_body, valid_call, assert_refuses_wrong_calls};
+pub use walk::{Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_body, valid_call};
 
 /// The OpenAPI document of one side, with its operations.
 pub struct Contract {
@@ -129,7 +129,11 @@ impl Contract {
         let schema = &documented["requestBody"]["content"]["application/json"]["schema"];
         if let Some(sent) = exchange.sent.filter(|_| status < 300 && schema.is_object()) {
             let sent = serde_json::from_slice(sent).unwrap();
-            self.assert_valid(schema, &sent, &format!("{id} accepted a request that violates its schema: {sent}"));
+            self.assert_valid(
+                schema,
+                &sent,
+                &format!("{id} accepted a request that violates its schema: {sent}"),
+            );
         }
     }
 

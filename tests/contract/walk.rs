@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use svc::http::openapi::{Operation, Parameter, Place};
 use url::form_urlencoded;
 
-use super::probe::{is_valid, levels, probes, valid_value, strings, variants};
+use super::probe::{is_valid, levels, probes, strings, valid_value, variants};
 use super::{Contract, Exchange};
 
 /// A response, already checked against the document.
@@ -230,7 +230,8 @@ async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
             let value = probe.value.to_string().chars().take(80).collect::<String>();
             let at = probe.pointer;
             let named = answer.pointers();
-            differ.push(format!("{at} = {value}: valid by {} is {is_valid}; reported {named:?}", probe.schema));
+            differ
+                .push(format!("{at} = {value}: valid by {} is {is_valid}; reported {named:?}", probe.schema));
         }
     }
     assert!(differ.is_empty(), "{} differs from its description:\n{}", operation.id, differ.join("\n"));

@@ -362,12 +362,7 @@ async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     kit::story::eventually("the database ends", Duration::from_secs(60), ended).await.unwrap();
     let stopped = fleet.host().await;
     stopped.has("database", "problem", "connect to the database");
-    assert_eq!(
-        stopped.levels("release"),
-        ["ok"],
-        "unrelated checks are not affected: {}",
-        stopped.said
-    );
+    assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks are not affected: {}", stopped.said);
     fleet.stack.down().await;
 }
 
@@ -389,7 +384,10 @@ async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
         assert_eq!(well.levels(check), ["ok"], "{check}: {}", well.said);
     }
     well.has("tls", "skipped", "no listener");
-    assert!(fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/").is_empty(), "a probe object remains");
+    assert!(
+        fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/").is_empty(),
+        "a probe object remains"
+    );
 
     let dead = "http://127.0.0.1:9";
     let database = "postgres://u:a-password-of-theirs@127.0.0.1:9/platform";

@@ -64,8 +64,9 @@ async fn operator_runs_a_machine_from_bundle_to_deletion() {
         anyhow::ensure!(listed.contains("ago"), "no heartbeat in {listed}");
         Ok(listed)
     };
-    let listed =
-        kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heartbeat_listed).await.unwrap();
+    let listed = kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heartbeat_listed)
+        .await
+        .unwrap();
     has(&listed, &["ada", "user_1", "cpx22", "ago"]);
     has(&operator.run(0, &["status", "ada"]).await, &["gateway ok, database ok", "boot ", "register 0."]);
 

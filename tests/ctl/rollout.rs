@@ -101,7 +101,11 @@ async fn release_is_verified_on_the_host_and_from_outside() {
     let unmarked = fleet.verify_here(&[]).await;
     unmarked.has("canvas-gestures", "skipped", "only a browser can tell");
     assert_eq!(unmarked.code, Some(0));
-    assert_eq!(fleet.verify_here(&["--strict"]).await.code, Some(65), "--strict: a skipped check is a failure");
+    assert_eq!(
+        fleet.verify_here(&["--strict"]).await.code,
+        Some(65),
+        "--strict: a skipped check is a failure"
+    );
     shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
     here_and_outside(&fleet, "shell", "/assets/gone.js answers 404").await;
     shell.serve(&[]).await;

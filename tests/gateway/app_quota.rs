@@ -87,7 +87,11 @@ async fn app_at_its_quota_adds_no_rows() -> Result<()> {
     assert_eq!(status, StatusCode::OK, "{answer}");
 
     host.machine.write(CONFIG, &quota(100_000_000))?;
-    assert_eq!(by_app(&host, &full, &insert(&full)).await?.0, StatusCode::CREATED, "the owner raised the quota");
+    assert_eq!(
+        by_app(&host, &full, &insert(&full)).await?.0,
+        StatusCode::CREATED,
+        "the owner raised the quota"
+    );
     Ok(())
 }
 

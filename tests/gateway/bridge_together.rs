@@ -142,7 +142,11 @@ async fn single_requests_never_join_a_transaction() -> Result<()> {
         singles?;
     }
     let single = json!({ "filter": { "title": { "like": "single%" } } });
-    assert_eq!(app.data("count", single).await?["count"], 600, "every single insert is independent of the transactions");
+    assert_eq!(
+        app.data("count", single).await?["count"],
+        600,
+        "every single insert is independent of the transactions"
+    );
     let pair = json!({ "filter": { "title": { "like": "pair%" } } });
     assert_eq!(app.data("count", pair).await?["count"], 400, "200 pairs, each whole");
     Ok(())

@@ -10,7 +10,10 @@ use svc::http::proof::{Claims, Route};
 use svc::machine::id::MachineId;
 
 use super::host::{Host, Machine, USER, signer, unique};
-use crate::contract::{self, Contract, Reply, Side, WrongCredential, valid_body, valid_call, variants, assert_refuses_wrong_calls};
+use crate::contract::{
+    self, Contract, Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_body, valid_call,
+    variants,
+};
 
 const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
 const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";

@@ -369,7 +369,11 @@ async fn tokens_are_priced_by_the_table() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
     let streamed = stream(&host, json!({ "prompt": "tokens", "id": "t" })).await?;
-    assert_eq!(streamed.last().context("a result")?.1["interaction"]["cost"], json!(3), "1M × $2 + 0.1M × $10");
+    assert_eq!(
+        streamed.last().context("a result")?.1["interaction"]["cost"],
+        json!(3),
+        "1M × $2 + 0.1M × $10"
+    );
     Ok(())
 }
 

@@ -11,7 +11,9 @@ use kit::disk::SmallDisk;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::dispatch::{request_dispatch, events, kinds, machine, stream, until_finished, until_recorded, until_running};
+use super::dispatch::{
+    events, kinds, machine, request_dispatch, stream, until_finished, until_recorded, until_running,
+};
 use super::host::answer;
 
 /// A fake svc-watch that passes on the phase and dispatch of each message.
@@ -77,7 +79,10 @@ async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
         [("b1", "queued"), ("a3", "queued"), ("a2", "queued"), ("a1", "queued"), ("first", "running")]
     );
     answer(host.owner(Method::DELETE, "/api/dispatch/a3")).await?;
-    assert_eq!(until_finished(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"], "Cancelled");
+    assert_eq!(
+        until_finished(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"],
+        "Cancelled"
+    );
     let host = host.restart()?;
     for id in ["a1", "b1", "a2"] {
         assert_eq!(until_finished(&host, id).await?["status"], "success", "{id}");
@@ -155,7 +160,8 @@ async fn batch_never_blocks_on_its_own_queued_entries() -> Result<()> {
     let (machine, _runner) = machine(&limits)?;
     let host = machine.start()?;
     // The first reserves 0.50 and so does the single one, so the batch's second entry must wait.
-    request_dispatch(&host, json!({ "id": "b", "batch": [{ "prompt": "hold" }, { "prompt": "ok" }] })).await?;
+    request_dispatch(&host, json!({ "id": "b", "batch": [{ "prompt": "hold" }, { "prompt": "ok" }] }))
+        .await?;
     assert_eq!(request_dispatch(&host, json!({ "id": "s", "prompt": "ok" })).await?.0, StatusCode::ACCEPTED);
     host.machine.write("home/svc/home/go", "")?;
     assert_eq!(until_finished(&host, "s").await?["status"], "success");

@@ -101,7 +101,10 @@ async fn resetting_the_role_gains_nothing() -> Result<()> {
         app_session.client.batch_execute(sql).await?;
         let row = app_session.client.query_one("SELECT current_user::text, session_user::text", &[]).await?;
         assert_eq!((row.get::<_, &str>(0), row.get::<_, &str>(1)), (own.as_str(), own.as_str()), "{sql}");
-        assert!(app_session.client.batch_execute(&format!("SELECT * FROM {other}.t")).await.is_err(), "{sql}");
+        assert!(
+            app_session.client.batch_execute(&format!("SELECT * FROM {other}.t")).await.is_err(),
+            "{sql}"
+        );
     }
     let usage = app_session
         .admin
@@ -129,7 +132,10 @@ async fn externally_changed_password_is_reset() -> Result<()> {
     // Closes its connections, so that new ones need the password.
     app_session
         .admin
-        .query("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = $1", &[&app_session.own])
+        .query(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = $1",
+            &[&app_session.own],
+        )
         .await?;
     app_session.host.until("a login", async || Ok(app_session.host.query(&count).await?.0.is_success())).await
 }

@@ -97,9 +97,13 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
         ensure!(entry.get("SVC_MACHINE_ID") == Some(&vec![machine.id.to_string()]), "{entry:?}");
         ensure!(entry.get("SYSLOG_IDENTIFIER") == Some(&vec!["svc-gateway".to_owned()]), "{entry:?}");
     }
-    let why = request_entries.iter().find(|entry| entry["MESSAGE"][0].contains("not ready")).context("no entry with the cause")?;
+    let why = request_entries
+        .iter()
+        .find(|entry| entry["MESSAGE"][0].contains("not ready"))
+        .context("no entry with the cause")?;
     ensure!(why["PRIORITY"] == ["4"] && why["ERROR"][0].contains("connect"), "{why:?}");
-    let answered = request_entries.iter().find(|entry| entry["MESSAGE"][0].contains("answered")).context("no line")?;
+    let answered =
+        request_entries.iter().find(|entry| entry["MESSAGE"][0].contains("answered")).context("no line")?;
     ensure!(answered["PRIORITY"] == ["6"] && answered["STATUS"] == ["503"], "{answered:?}");
     ensure!(!format!("{entries:?}").contains("secret-word"), "a password in the journal");
     // Journal entries are not duplicated on standard error.

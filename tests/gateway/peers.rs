@@ -111,7 +111,8 @@ async fn an_agent_uses_the_bridge_of_its_apps_while_it_runs() -> Result<()> {
     .await?;
     // The settings are checked every second.
     host.until("the agent", async || {
-        let (_, accepted) = request_dispatch(&host, json!({ "id": "d1", "prompt": "x", "agentName": "coder" })).await?;
+        let (_, accepted) =
+            request_dispatch(&host, json!({ "id": "d1", "prompt": "x", "agentName": "coder" })).await?;
         Ok(accepted["id"] == "d1")
     })
     .await?;

@@ -10,7 +10,7 @@ use svc::host::system::quiesce::Quiesce;
 use svc::http::proof::Route;
 use svc::machine::id::OperationId;
 
-use super::dispatch::{request_dispatch, machine, until_finished, until_recorded};
+use super::dispatch::{machine, request_dispatch, until_finished, until_recorded};
 use super::host::{Host, answer, host_with_app, unique};
 
 /// A request from the platform to the gateway.
@@ -138,7 +138,10 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     let host = machine.start()?;
     request_dispatch(&host, json!({ "prompt": "hold it", "id": "runs" })).await?;
     for id in ["first", "second"] {
-        assert_eq!(request_dispatch(&host, json!({ "prompt": "ok", "id": id })).await?.0, StatusCode::ACCEPTED);
+        assert_eq!(
+            request_dispatch(&host, json!({ "prompt": "ok", "id": id })).await?.0,
+            StatusCode::ACCEPTED
+        );
     }
     let status = async |host: &Host, id: &str| -> Result<Value> {
         Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"].clone())
@@ -148,13 +151,17 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     until_quiesced(&host, operation).await?;
     assert_eq!(until_recorded(&host, "runs").await?["error"]["name"], "Interrupted");
     let host = host.restart()?;
-    host.until("the queued dispatch is restored", async || Ok(status(&host, "second").await? == "queued")).await?;
+    host.until("the queued dispatch is restored", async || Ok(status(&host, "second").await? == "queued"))
+        .await?;
     // By now the dispatcher has tried several times to start the queued dispatch.
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     for id in ["first", "second"] {
         assert_eq!(status(&host, id).await?, "queued", "{id}");
     }
-    assert!(!quiesce(&host, operation).await?["quiescedAt"].is_null(), "a queued dispatch does not count as a writer");
+    assert!(
+        !quiesce(&host, operation).await?["quiescedAt"].is_null(),
+        "a queued dispatch does not count as a writer"
+    );
     let (_, page) = host.get("/api/interactions").await?;
     assert_eq!(page["interactions"].as_array().map(Vec::len), Some(1), "{page}");
 

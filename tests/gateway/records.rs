@@ -179,7 +179,9 @@ async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     host.until("the limits are logged in activity.log", async || {
         let activity = get(&host, "/api/activity?contains=limit&limit=100").await?;
         let activity = activity["lines"].to_string();
-        Ok(["daily cost limit is $0.60", "daily cost limit is $0.50"].iter().all(|text| activity.contains(text)))
+        Ok(["daily cost limit is $0.60", "daily cost limit is $0.50"]
+            .iter()
+            .all(|text| activity.contains(text)))
     })
     .await
 }

@@ -65,11 +65,7 @@ pub fn undocumented(files: &[File]) -> Vec<String> {
         for (number, line) in file.text.lines().enumerate() {
             for name in read_in(line) {
                 if !SET_BY_SYSTEMD.contains(&name) && !page.contains(&format!("`{name}`")) {
-                    found.push(at(
-                        &file.path,
-                        number + 1,
-                        format!("{name} is not in {CONFIGURATION}"),
-                    ));
+                    found.push(at(&file.path, number + 1, format!("{name} is not in {CONFIGURATION}")));
                 }
             }
         }
@@ -126,7 +122,9 @@ pub fn unlisted_for_root(files: &[File]) -> Vec<String> {
         })
         .collect();
     let listed = taken.iter().chain(&NOT_FROM_OTHERS);
-    found.extend(listed.filter(|name| !read.contains_key(*name)).map(|name| format!("{name}: no host reads it")));
+    found.extend(
+        listed.filter(|name| !read.contains_key(*name)).map(|name| format!("{name}: no host reads it")),
+    );
     found
 }
 
@@ -155,7 +153,9 @@ pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
         .map(|(_, place)| format!("{place} needs exactly one row in docs/dependencies.md"))
         .collect();
     found.extend(
-        rows.iter().filter(|row| !named.contains_key(*row)).map(|row| format!("not a dependency of any member: {row}")),
+        rows.iter()
+            .filter(|row| !named.contains_key(*row))
+            .map(|row| format!("not a dependency of any member: {row}")),
     );
     found
 }

@@ -57,7 +57,9 @@ fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
             "provider, store and http import machine and the small shared modules (provider and store: http too)",
         ),
         ("host" | "platform" | "ctl" | "provider" | "store" | "http", _) => None,
-        (_, "provider" | "store" | "http") => Some("the small shared modules import only each other and machine"),
+        (_, "provider" | "store" | "http") => {
+            Some("the small shared modules import only each other and machine")
+        }
         _ => None,
     }
 }
@@ -65,7 +67,9 @@ fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
 fn host(from: &[String], to: &[String]) -> Option<&'static str> {
     let (Some(here), Some(there)) = (from.first(), to.first()) else { return None };
     let room = |name: &String| HOST_MODULES.iter().find(|(room, _)| room == name);
-    let Some((_, allowed)) = room(here) else { return Some("this module of the host is missing from the table") };
+    let Some((_, allowed)) = room(here) else {
+        return Some("this module of the host is missing from the table");
+    };
     if here != there && room(there).is_some() && !allowed.contains(&there.as_str()) {
         return Some("this module of the host must not import that one");
     }

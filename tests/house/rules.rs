@@ -91,7 +91,9 @@ pub fn links_to_the_product(file: &File) -> Vec<String> {
     let lines = file.text.lines().enumerate();
     lines
         .filter(|(_, line)| names_it(line) || header(line))
-        .map(|(number, _)| at(&file.path, number + 1, "depends on the product, which it must drive from outside"))
+        .map(|(number, _)| {
+            at(&file.path, number + 1, "depends on the product, which it must drive from outside")
+        })
         .collect()
 }
 

@@ -163,7 +163,11 @@ async fn latest_snapshot_is_shown_without_listing_all() {
     let path = format!("/vps/{}/backups", guest.machine);
     stack.store.forget_requests();
     let listed = stack.get(&process, &format!("{path}?latest=true")).await.body;
-    assert_eq!((&listed["latest"], &listed["backups"][0]["key"]), (&json!(latest), &json!(latest)), "{listed}");
+    assert_eq!(
+        (&listed["latest"], &listed["backups"][0]["key"]),
+        (&json!(latest), &json!(latest)),
+        "{listed}"
+    );
     assert_eq!((listed["backups"].as_array().unwrap().len(), &listed["nextCursor"]), (1, &Value::Null));
     assert_eq!(listings(), 0);
 

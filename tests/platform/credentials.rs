@@ -207,11 +207,19 @@ async fn only_the_current_machine_gets_any() {
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
     let other = stack.running(&process, "user_2").await;
-    request_credentials_as(&stack, &process, &old.machine, "nonsense").await.assert_problem(401, "unauthorized");
+    request_credentials_as(&stack, &process, &old.machine, "nonsense")
+        .await
+        .assert_problem(401, "unauthorized");
     request_credentials_as(&stack, &process, &old.machine, SECRET).await.assert_problem(401, "unauthorized");
-    request_credentials_as(&stack, &process, &old.machine, &old.registration_token).await.assert_problem(401, "unauthorized");
-    request_credentials_as(&stack, &process, &old.machine, &other.upgrade_token).await.assert_problem(403, "forbidden");
-    request_credentials_as(&stack, &process, "x", &old.upgrade_token).await.assert_problem(400, "invalid_request");
+    request_credentials_as(&stack, &process, &old.machine, &old.registration_token)
+        .await
+        .assert_problem(401, "unauthorized");
+    request_credentials_as(&stack, &process, &old.machine, &other.upgrade_token)
+        .await
+        .assert_problem(403, "forbidden");
+    request_credentials_as(&stack, &process, "x", &old.upgrade_token)
+        .await
+        .assert_problem(400, "invalid_request");
     let path = format!("/vps/{}/storage-credentials", old.machine);
     let more = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
     let more = stack.send(more.json(&json!({"prefix": "user_2/primary"}))).await;

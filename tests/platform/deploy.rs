@@ -90,7 +90,9 @@ impl Fleet {
 
     async fn wait_until_requested(&self, guest: usize) {
         self.stack
-            .eventually("the update is requested", || async { (self.desired(guest).await == NEXT).then_some(()) })
+            .eventually("the update is requested", || async {
+                (self.desired(guest).await == NEXT).then_some(())
+            })
             .await;
     }
 

@@ -260,7 +260,10 @@ async fn held_snapshot_asks_at_once_and_counts_once_accepted() {
     assert!(asks["log"].to_string().contains("run again"), "{asks}");
     let accept = format!("/vps/{}/backup-accept", old.guest.machine);
     let accepted = stack.post(&process, &accept, &json!({})).await;
-    assert_eq!(accepted.status, 202, "a machine out of service must still make its last backup: {accepted:?}");
+    assert_eq!(
+        accepted.status, 202,
+        "a machine out of service must still make its last backup: {accepted:?}"
+    );
     called(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
     // The current machine of the slot represents the one that it will replace.
     let by_slot = format!("/vps/{}/backup-accept", recovery["machineId"].as_str().unwrap());

@@ -89,7 +89,11 @@ async fn metrics_need_an_operator_and_survive_a_database_outage() {
     let without: Answer = stack.get(&process, "/metrics").await;
     assert_eq!(without.status, 200);
     let without = Exposition::read(&without.text).unwrap();
-    assert_eq!(without.get("svc_fleet_read_timestamp_seconds"), read, "the metric gives the age of the figures");
+    assert_eq!(
+        without.get("svc_fleet_read_timestamp_seconds"),
+        read,
+        "the metric gives the age of the figures"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -232,7 +232,8 @@ async fn machine_that_left_its_slot_is_not_switched() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeats_of_a_switched_off_machine_cost_few_calls() {
-    let (stack, process, guest) = setup(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
+    let (stack, process, guest) =
+        setup(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
     done(&stack, &process, &guest, "off").await;
     let lookups = || stack.provider.call_count("GET", "/servers/");
     let before = lookups();

@@ -76,7 +76,8 @@ async fn reported_boot_failure_prevents_registration() {
     let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
     let path = format!("/vps/{}/boot-failure", guest.machine);
     let body = json!({"stage": "restore", "message": "pg_restore: no"});
-    let failure_report = |token: &str| stack.request(&process, Method::POST, &path).bearer_auth(token).json(&body);
+    let failure_report =
+        |token: &str| stack.request(&process, Method::POST, &path).bearer_auth(token).json(&body);
     stack.send(failure_report(&guest.upgrade_token)).await.assert_problem(401, "registration_rejected");
     assert_eq!(stack.send(failure_report(&guest.registration_token)).await.status, 202);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;

@@ -59,12 +59,20 @@ async fn resize_changes_only_the_type() {
     };
     stack.eventually("it waits for the host", waits).await;
     wait_for_polls(&stack).await;
-    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing", "its last heartbeat is from before the power-on");
+    assert_eq!(
+        record(&stack, &process, &guest).await["status"],
+        "resizing",
+        "its last heartbeat is from before the power-on"
+    );
     let mut ill = beat_of(&guest);
     ill["health"]["database"] = json!("failing");
     stack.beat(&process, &guest, &ill).await;
     wait_for_polls(&stack).await;
-    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing", "the host is back, but unhealthy");
+    assert_eq!(
+        record(&stack, &process, &guest).await["status"],
+        "resizing",
+        "the host is back, but unhealthy"
+    );
     resize(&stack, &process, &guest.machine, "cpx52").await.assert_problem(409, "invalid_state");
 
     let ended = stack.ended_while_beating(&process, &operation).await;

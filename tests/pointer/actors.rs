@@ -78,11 +78,18 @@ pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
 }
 
 /// A platform that prepares the machine of `epoch`. It retries until that fence or a later one is written.
-pub async fn platform(bucket: Bucket, outside: Arc<ExternalState>, epoch: u32, broken_rule: Option<BrokenRule>) {
+pub async fn platform(
+    bucket: Bucket,
+    outside: Arc<ExternalState>,
+    epoch: u32,
+    broken_rule: Option<BrokenRule>,
+) {
     let _ = outside.fenced.subscribe().wait_for(|fenced| *fenced + 1 >= epoch).await;
     for _ in 0..MAX_ATTEMPTS {
         let end = match broken_rule {
-            Some(BrokenRule::Lowering | BrokenRule::Tombstone) => faulty_fence(&bucket, epoch, broken_rule).await,
+            Some(BrokenRule::Lowering | BrokenRule::Tombstone) => {
+                faulty_fence(&bucket, epoch, broken_rule).await
+            }
             _ => pointer_io::fence(&bucket, &slot(), &Fence::unsigned(Epoch(epoch), machine(epoch))).await,
         };
         match end {
@@ -164,13 +171,19 @@ pub async fn reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History
             history(&mut History::record_stale_read);
         }
         match snapshot::latest(&bucket, &slot()).await {
-            Err(Unusable::Damaged { .. } | Unusable::Absent) if named => history(&mut History::record_damaged_read),
+            Err(Unusable::Damaged { .. } | Unusable::Absent) if named => {
+                history(&mut History::record_damaged_read)
+            }
             _ => {}
         }
     }
 }
 
-async fn faulty_fence(bucket: &Bucket, epoch: u32, broken_rule: Option<BrokenRule>) -> Result<(), PointerError> {
+async fn faulty_fence(
+    bucket: &Bucket,
+    epoch: u32,
+    broken_rule: Option<BrokenRule>,
+) -> Result<(), PointerError> {
     let now = pointer_io::read(bucket, &slot()).await?;
     let old = now.as_ref().map(|now| now.value.clone());
     let fence_epoch = match broken_rule {

@@ -64,7 +64,14 @@ impl Scene {
             Role::Host { epoch: 3, backups: 1 },
             Role::Reader { reads: 3 },
         ];
-        Self { roles, broken_rule: None, conditions: Conditions::Honoured, faults: 12, crashes: 3, success_weight: 16 }
+        Self {
+            roles,
+            broken_rule: None,
+            conditions: Conditions::Honoured,
+            faults: 12,
+            crashes: 3,
+            success_weight: 16,
+        }
     }
 
     fn broken_rule(broken_rule: BrokenRule) -> Self {
@@ -179,7 +186,8 @@ impl Stage {
     /// The possible events, successful calls first.
     fn open(&self) -> Vec<Event> {
         let good = (0..self.waiting.len()).map(|waiting| Event::Call { waiting, fate: Fate::Done });
-        let mut open: Vec<Event> = good.flat_map(|next| std::iter::repeat_n(next, self.scene.success_weight)).collect();
+        let mut open: Vec<Event> =
+            good.flat_map(|next| std::iter::repeat_n(next, self.scene.success_weight)).collect();
         open.extend((0..self.server.late()).map(|late| Event::Land { late }));
         for (waiting, turn) in self.waiting.iter().enumerate() {
             let fates: &[Fate] = match turn.call {
@@ -317,8 +325,14 @@ fn pointer_holds_with_one_fault_and_one_crash() {
     let roles =
         vec![Role::Platform { epoch: 1 }, Role::Host { epoch: 1, backups: 1 }, Role::Platform { epoch: 2 }];
     for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
-        let scene =
-            Scene { roles: roles.clone(), broken_rule: None, conditions, faults: 1, crashes: 1, success_weight: 4 };
+        let scene = Scene {
+            roles: roles.clone(),
+            broken_rule: None,
+            conditions,
+            faults: 1,
+            crashes: 1,
+            success_weight: 4,
+        };
         for seed in 0..1500 {
             let shown = play(&scene, &mut Seeded(seed));
             assert!(

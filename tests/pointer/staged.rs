@@ -180,7 +180,10 @@ impl ObjectStore for Staged {
                 if !conditional {
                     return Ok(put);
                 }
-                Err(Error::Precondition { path: at.to_string(), source: "changed by the client's own first attempt".into() })
+                Err(Error::Precondition {
+                    path: at.to_string(),
+                    source: "changed by the client's own first attempt".into(),
+                })
             }
             Fate::Late => {
                 self.server.late.lock().unwrap().push((at.clone(), payload, options));

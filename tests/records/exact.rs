@@ -205,7 +205,10 @@ impl Campaign {
         let logs = self.layout.logs();
         let (sums, there) = sum::of_interactions(&logs)?;
         ensure!(!sums.is_empty(), "there are interactions");
-        ensure!(there.len() as u64 + self.lost.len() as u64 >= self.next()?, "all other interactions are stored");
+        ensure!(
+            there.len() as u64 + self.lost.len() as u64 >= self.next()?,
+            "all other interactions are stored"
+        );
         let writer = Writer::start(logs.clone())?;
         let book = Book::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
         for (group_by, word) in [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")] {

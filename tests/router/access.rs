@@ -96,7 +96,11 @@ async fn new_keys_are_fetched_and_old_ones_kept_while_the_issuer_is_down() -> Re
     assert_eq!(world.idp.jwks_fetches(), 1);
     world.idp.rotate(Old::Withdrawn)?;
     let rotated = world.token("user_1");
-    assert_eq!(read(world.get(APP, "/").bearer_auth(&rotated)).await.status, absent, "signed with the new key");
+    assert_eq!(
+        read(world.get(APP, "/").bearer_auth(&rotated)).await.status,
+        absent,
+        "signed with the new key"
+    );
     assert_eq!(
         read(world.get(APP, "/").bearer_auth(&again)).await.status,
         StatusCode::UNAUTHORIZED,

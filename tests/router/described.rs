@@ -11,7 +11,7 @@ use svc::platform::router::ROUTES;
 
 use super::machine::TestMachine;
 use super::world::{APP, CODE, World, read};
-use crate::contract::{self, Contract, Reply, Side, WrongCredential, valid_call, assert_refuses_wrong_calls};
+use crate::contract::{self, Contract, Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_call};
 
 /// The cookie of a started code session.
 const STATE: &str = "svc_code_state=s";
@@ -165,8 +165,7 @@ async fn known_state(setup: &RouterSetup) {
     let slot = setup.known(choose, choose.path).json(&json!({ "slot": "of-another" }));
     setup.send(slot).await.assert_problem(404, "not_found");
     let token = setup.world.token("user_1");
-    let by_token =
-        setup.world.post(APP, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
+    let by_token = setup.world.post(APP, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
     setup.send(by_token).await.assert_problem(400, "invalid_request");
     let path = format!("{}?code=unknown", named("takeSession").path);
     let take = setup.known(named("takeSession"), &path);
@@ -180,8 +179,7 @@ async fn known_state(setup: &RouterSetup) {
 
 /// A user without a running machine.
 async fn without_a_machine(setup: &RouterSetup) -> Result<()> {
-    let mint =
-        setup.world.post(APP, named("mintAppToken").path).bearer_auth(setup.world.token("user_none"));
+    let mint = setup.world.post(APP, named("mintAppToken").path).bearer_auth(setup.world.token("user_none"));
     setup.send(mint.json(&json!({ "app": "notes" }))).await.assert_problem(503, "unavailable");
     Ok(())
 }

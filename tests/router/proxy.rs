@@ -134,16 +134,20 @@ async fn closed_idle_connection_is_not_reused() -> Result<()> {
 
 #[tokio::test]
 async fn broken_idle_connection_is_replaced_for_safe_requests() -> Result<()> {
-    let upstream = Upstream::start(
-        |connection, request| if (connection, request) == (0, 1) { Behavior::Hang } else { Behavior::Answer },
-    );
+    let upstream =
+        Upstream::start(
+            |connection, request| {
+                if (connection, request) == (0, 1) { Behavior::Hang } else { Behavior::Answer }
+            },
+        );
     let upstream = upstream.await?;
     let proxy = upstream.proxy();
     exchange(&proxy, Method::GET).await?;
     assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
     assert_eq!(upstream.counts(), (2, 3));
 
-    let upstream = Upstream::start(|_, request| if request == 1 { Behavior::Hang } else { Behavior::Answer }).await?;
+    let upstream =
+        Upstream::start(|_, request| if request == 1 { Behavior::Hang } else { Behavior::Answer }).await?;
     let proxy = upstream.proxy();
     exchange(&proxy, Method::GET).await?;
     // The request may have been processed, so it is not retried.
@@ -163,7 +167,8 @@ async fn broken_new_connection_is_not_retried() -> Result<()> {
 #[tokio::test]
 async fn a_torn_body_is_an_error_and_its_connection_is_not_kept() -> Result<()> {
     let upstream =
-        Upstream::start(|connection, _| if connection == 0 { Behavior::Torn } else { Behavior::Answer }).await?;
+        Upstream::start(|connection, _| if connection == 0 { Behavior::Torn } else { Behavior::Answer })
+            .await?;
     let proxy = upstream.proxy();
     let answer = proxy.forward(request(Method::GET)).await?;
     assert!(to_bytes(answer.into_body(), 100).await.is_err());

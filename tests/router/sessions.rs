@@ -115,7 +115,11 @@ async fn a_planted_provider_cookie_changes_no_account() -> Result<()> {
     assert_eq!(read(page(&kept)).await.status, StatusCode::OK);
     let mark = kept.rsplit("; ").next().context("the mark")?;
     let third = format!("{session}; __session={}; {mark}", world.token("user_3"));
-    assert_eq!(read(page(&third)).await.status, StatusCode::CONFLICT, "the decision covers only these two users");
+    assert_eq!(
+        read(page(&third)).await.status,
+        StatusCode::CONFLICT,
+        "the decision covers only these two users"
+    );
     Ok(())
 }
 

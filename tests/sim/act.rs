@@ -333,7 +333,8 @@ impl World<'_> {
         let goes_ahead = operation.bytes().last().is_some_and(|last| last % 2 == 0);
         let (what, body) =
             if goes_ahead { ("continue", Some(json!({"acceptLoss": true}))) } else { ("abandon", None) };
-        let accepting = database_state.machine(machine).filter(|_| goes_ahead).map(|it| self.rows.accept(it.prefix()));
+        let accepting =
+            database_state.machine(machine).filter(|_| goes_ahead).map(|it| self.rows.accept(it.prefix()));
         let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation}/{what}"));
         let (key, accepts) = (None, AcceptedLoss::Nothing);
         let planned = PlannedRequest { what, method: "POST", path, token, body, key, accepts };
@@ -384,8 +385,9 @@ impl World<'_> {
             let live = self.sky.live();
             let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
             let under_way = database_state.operations.iter().any(|it| it.state == "running");
-            let quiet =
-                !under_way && !has_leftovers(&database_state, &live, &self.ledger) && !database_state.machines.iter().any(bare);
+            let quiet = !under_way
+                && !has_leftovers(&database_state, &live, &self.ledger)
+                && !database_state.machines.iter().any(bare);
             if quiet {
                 quiet_rounds += 1;
                 if quiet_rounds == 2 {
@@ -401,7 +403,8 @@ impl World<'_> {
             }
             // Booting hosts register, resized hosts report healthy; for the others their deadline passes.
             for host in self.hosts().to_vec() {
-                let Some(machine) = database_state.machine(&host.machine).filter(|_| live.contains(&host.machine))
+                let Some(machine) =
+                    database_state.machine(&host.machine).filter(|_| live.contains(&host.machine))
                 else {
                     continue;
                 };
@@ -439,7 +442,10 @@ async fn send(process: &Process, via: usize, ledger: &Ledger, planned: &PlannedR
             let machine = path.split('/').nth(2).unwrap_or_default();
             ledger.record_epoch(machine, epoch as u32);
         }
-        ledger.wait_for_requests(RequestRecord { what, key: key.clone(), request_id, status: answer.status }, answer);
+        ledger.wait_for_requests(
+            RequestRecord { what, key: key.clone(), request_id, status: answer.status },
+            answer,
+        );
     } else {
         ledger.record_no_response(RequestRecord { what, key: key.clone(), request_id, status: 0 });
     }

@@ -66,7 +66,8 @@ impl Fleet {
             let record = RequestRecord { what: planned.what, key: planned.key.clone(), request_id, status };
             match answered {
                 Ok(answer) => {
-                    self.ledger.note(format!("{} {}: {} {}", planned.what, planned.path, status, answer.body));
+                    self.ledger
+                        .note(format!("{} {}: {} {}", planned.what, planned.path, status, answer.body));
                     self.ledger.record_response(record, &answer);
                     if status != 503 {
                         return Some(answer);
@@ -92,7 +93,10 @@ impl Fleet {
         let mut other = Rng::new(rng.next());
         let (first, again) = match rng.below(3) {
             // At the same time, on two processes.
-            0 => tokio::join!(self.request_until_answered(rng, &planned), self.request_until_answered(&mut other, &planned)),
+            0 => tokio::join!(
+                self.request_until_answered(rng, &planned),
+                self.request_until_answered(&mut other, &planned)
+            ),
             1 => {
                 let first = self.request_until_answered(rng, &planned).await;
                 (first, self.request_until_answered(&mut other, &planned).await)
@@ -177,7 +181,11 @@ impl Fleet {
                 let token = token.clone();
                 let planned = CampaignRequest { what, method: Method::POST, path, token, body, key: None };
                 // A host without a response retries later.
-                let _ = tokio::time::timeout(Duration::from_secs(1), self.request_until_answered(&mut rng, &planned)).await;
+                let _ = tokio::time::timeout(
+                    Duration::from_secs(1),
+                    self.request_until_answered(&mut rng, &planned),
+                )
+                .await;
             }
             tokio::time::sleep(Duration::from_millis(30)).await;
         }
@@ -249,7 +257,10 @@ async fn campaign(seed: u64) -> Result<u32> {
         assert_eq!(servers, 1, "{machine:?}\n{}", log());
     }
     let running = database_state.machines.iter().filter(|machine| machine.is_running()).count();
-    println!("seed {seed}: {sent} requests, {kills} kills, {} machines, {running} run", database_state.machines.len());
+    println!(
+        "seed {seed}: {sent} requests, {kills} kills, {} machines, {running} run",
+        database_state.machines.len()
+    );
     Ok(kills)
 }
 

@@ -29,7 +29,12 @@ impl CallerView {
 }
 
 /// The invariants that hold at every instant.
-pub fn always(database_state: &DatabaseState, memory: &mut Observations, ledger: &Ledger, known: &CallerView) -> BTreeSet<Violation> {
+pub fn always(
+    database_state: &DatabaseState,
+    memory: &mut Observations,
+    ledger: &Ledger,
+    known: &CallerView,
+) -> BTreeSet<Violation> {
     let mut found = ledger.violations();
     let mut hold = |holds: bool, violation| {
         if !holds {
@@ -46,8 +51,12 @@ pub fn always(database_state: &DatabaseState, memory: &mut Observations, ledger:
         hold(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
         hold(!waits || database_state.is_under_way(&machine.machine_id), Violation::Stuck);
-        let ended = known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine, database_state);
-        hold(memory.has_stayed(machine, database_state) && !(ended && machine.is_active()), Violation::CameBack);
+        let ended =
+            known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine, database_state);
+        hold(
+            memory.has_stayed(machine, database_state) && !(ended && machine.is_active()),
+            Violation::CameBack,
+        );
     }
     hold(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
     hold(memory.epochs_grow(database_state), Violation::EpochDidNotGrow);
@@ -108,9 +117,16 @@ impl Observations {
 
 /// No server of a new machine exists before its slot's fence. A reinstated machine gets its new epoch first, and
 /// writes nothing under it before the fence.
-pub fn fenced(database_state: &DatabaseState, live: &[String], fences: &BTreeMap<String, u32>) -> BTreeSet<Violation> {
+pub fn fenced(
+    database_state: &DatabaseState,
+    live: &[String],
+    fences: &BTreeMap<String, u32>,
+) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
-    let new = live.iter().filter_map(|id| database_state.machine(id)).filter(|machine| machine.registered_at.is_none());
+    let new = live
+        .iter()
+        .filter_map(|id| database_state.machine(id))
+        .filter(|machine| machine.registered_at.is_none());
     for machine in new {
         if fences.get(&machine.prefix()).copied().unwrap_or(0) < machine.epoch {
             found.insert(Violation::ServerBeforeFence);
@@ -120,7 +136,12 @@ pub fn fenced(database_state: &DatabaseState, live: &[String], fences: &BTreeMap
 }
 
 /// Additional invariants once everything has settled and no fault remains.
-pub fn settled(database_state: &DatabaseState, live: &[String], audit: &[AuditSeen], ledger: &Ledger) -> BTreeSet<Violation> {
+pub fn settled(
+    database_state: &DatabaseState,
+    live: &[String],
+    audit: &[AuditSeen],
+    ledger: &Ledger,
+) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
     if database_state.operations.iter().any(|operation| operation.state == "running") {
         found.insert(Violation::OperationNeverEnds);
@@ -147,7 +168,9 @@ pub fn is_stray(database_state: &DatabaseState, live: &[String], ledger: &Ledger
     if holds_deletions(database_state, live, ledger) {
         return false;
     }
-    database_state.machine(machine).is_none_or(|machine| !machine.is_active() && !database_state.is_kept(machine))
+    database_state
+        .machine(machine)
+        .is_none_or(|machine| !machine.is_active() && !database_state.is_kept(machine))
 }
 
 /// Whether a server that must be deleted still exists, or a deletion is still to come.

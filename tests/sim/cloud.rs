@@ -125,8 +125,9 @@ impl Cloud {
 
     /// Whether the next list is incomplete.
     fn is_partial(&self) -> bool {
-        let next =
-            |books: &CloudState| books.faults.iter().find(|(call, _, _)| *call == Call::DatabaseState).map(|found| found.1);
+        let next = |books: &CloudState| {
+            books.faults.iter().find(|(call, _, _)| *call == Call::DatabaseState).map(|found| found.1)
+        };
         next(&self.books()) == Some(CloudFault::Partial)
     }
 
@@ -148,9 +149,10 @@ impl Cloud {
             labels: order.labels.clone(),
             locked: false,
         };
-        books
-            .made
-            .push(OrderedServer { name: order.name.clone(), user_data: order.user_data.expose_secret().to_owned() });
+        books.made.push(OrderedServer {
+            name: order.name.clone(),
+            user_data: order.user_data.expose_secret().to_owned(),
+        });
         let label = |server: &Server| server.labels.get(MACHINE_LABEL).cloned();
         books.doubles |= books.servers.values().any(|known| label(known) == label(&server));
         books.servers.insert(id, server.clone());
@@ -161,7 +163,11 @@ impl Cloud {
         Ok(Created { server: self.order(order)?, actions: Vec::new() })
     }
 
-    async fn call_read<T>(&self, call: &'static str, found: impl FnOnce(&CloudState) -> T) -> Result<T, ProviderError> {
+    async fn call_read<T>(
+        &self,
+        call: &'static str,
+        found: impl FnOnce(&CloudState) -> T,
+    ) -> Result<T, ProviderError> {
         match self.fault_of(Call::DatabaseState) {
             Some(CloudFault::RateLimited) => {
                 Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"))
@@ -253,8 +259,13 @@ impl CloudState {
         self.next += 1;
         let action =
             Action { id: ActionId(self.next), command: call.to_owned(), status: ActionStatus::Running };
-        let pending =
-            Pending { action: action.clone(), server: id.0, ends: Instant::now() + ACTION_DURATION, effect, fails };
+        let pending = Pending {
+            action: action.clone(),
+            server: id.0,
+            ends: Instant::now() + ACTION_DURATION,
+            effect,
+            fails,
+        };
         self.actions.insert(self.next, pending);
         Ok(action)
     }
@@ -365,7 +376,8 @@ impl Provider for SharedCloud {
     }
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
-        let found = self.0.call_read("get action", |books| books.actions.get(&id.0).map(|it| it.action.clone()));
+        let found =
+            self.0.call_read("get action", |books| books.actions.get(&id.0).map(|it| it.action.clone()));
         found.await?.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
     }
 

@@ -1,7 +1,7 @@
 //! Handwritten plans: problems that a review or a seed once found.
 
 use super::plan::{Action, Step};
-use super::run::{RunResult, Parts, play};
+use super::run::{Parts, RunResult, play};
 use super::seat::RunDatabase;
 
 /// Long enough for any response: these plans test the order, not overlap.

@@ -52,10 +52,12 @@ impl Host {
         for file in config["write_files"].as_array().expect("files") {
             // Not every file is an env file.
             if file["path"].as_str().is_some_and(|path| path.ends_with(".env")) {
-                variables.extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
+                variables
+                    .extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
             }
         }
-        let take = |name: &str| variables.get(name).cloned().unwrap_or_else(|| panic!("user-data without {name}"));
+        let take =
+            |name: &str| variables.get(name).cloned().unwrap_or_else(|| panic!("user-data without {name}"));
         Self {
             server: made.name.clone(),
             machine: take("SVC_MACHINE_ID"),
@@ -192,7 +194,11 @@ fn named(side: &SideRecord) -> SnapshotRef {
 }
 
 /// Moves the pointer against the rules: ignores the fence and needs no side record.
-async fn write_pointer_unchecked(bucket: &Bucket, slot: &SlotPrefix, named: &SnapshotRef) -> anyhow::Result<()> {
+async fn write_pointer_unchecked(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    named: &SnapshotRef,
+) -> anyhow::Result<()> {
     let now = pointer_io::read(bucket, slot).await?;
     let Some(now) = now else { anyhow::bail!("no pointer yet") };
     let condition = now.condition();

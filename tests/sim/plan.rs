@@ -339,7 +339,8 @@ fn provider_fails(rng: &mut Rng) -> Action {
     use CloudFault::{
         ActionError, Late, Locked, LostReply, NoCapacity, Partial, RateLimited, Refused, ServerError, Slow,
     };
-    let call = rng.pick(&[Call::Create, Call::Create, Call::Create, Call::DatabaseState, Call::Delete, Call::Act]);
+    let call =
+        rng.pick(&[Call::Create, Call::Create, Call::Create, Call::DatabaseState, Call::Delete, Call::Act]);
     let fault = match call {
         Call::Create => {
             rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused, NoCapacity])

@@ -30,7 +30,12 @@ pub enum Parts {
     Wire,
 }
 
-pub async fn play(seat: &RunDatabase, parts: Parts, steps: &[Step], broken: Option<BrokenRule>) -> Result<RunResult> {
+pub async fn play(
+    seat: &RunDatabase,
+    parts: Parts,
+    steps: &[Step],
+    broken: Option<BrokenRule>,
+) -> Result<RunResult> {
     let (sky, objects, _s3) = match parts {
         Parts::InProcess => (RunProvider::port(broken), None, None),
         Parts::Wire => {
@@ -57,7 +62,11 @@ pub async fn play(seat: &RunDatabase, parts: Parts, steps: &[Step], broken: Opti
     }
     let log = world.ledger.lines();
     let tally = world.end().await;
-    Ok(if found.is_empty() { RunResult::Held(tally) } else { RunResult::Broken { found, after: steps.len(), log } })
+    Ok(if found.is_empty() {
+        RunResult::Held(tally)
+    } else {
+        RunResult::Broken { found, after: steps.len(), log }
+    })
 }
 
 type StoreWithServer = (Arc<dyn ObjectStore>, kit::s3::S3Server);
@@ -154,7 +163,12 @@ async fn shortest(seat: &RunDatabase, parts: Parts, seed: u64, failed: usize) ->
 
 /// Runs at most `max_seeds` seeds with a broken rule until one detects `wanted`. Every detected violation must be
 /// `wanted` or follow from it.
-pub async fn find_violation(broken: BrokenRule, max_seeds: u64, wanted: Violation, follows: &[Violation]) -> Option<u64> {
+pub async fn find_violation(
+    broken: BrokenRule,
+    max_seeds: u64,
+    wanted: Violation,
+    follows: &[Violation],
+) -> Option<u64> {
     let seat = RunDatabase::new(Some(broken)).await.expect("a seat");
     for seed in 0..max_seeds {
         let end = play(&seat, Parts::InProcess, &plan(seed), Some(broken)).await.expect("the parts work");

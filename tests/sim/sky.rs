@@ -10,7 +10,7 @@ use svc::http::client::{self, Deadlines};
 use svc::provider::Provider;
 use svc::provider::hetzner::{CallLimits, Hetzner};
 
-use super::cloud::{SharedCloud, Cloud, OrderedServer};
+use super::cloud::{Cloud, OrderedServer, SharedCloud};
 use super::plan::{Call, CloudFault};
 use super::violation::BrokenRule;
 

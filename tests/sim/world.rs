@@ -135,7 +135,9 @@ impl<'a> World<'a> {
         self.turn = (self.turn + 1) % PROCESSES;
         let process = Arc::clone(&self.processes[self.turn]);
         for user in users() {
-            let runs = |database_state: &DatabaseState| database_state.machines.iter().any(|it| it.idp_user_id == user && it.is_running());
+            let runs = |database_state: &DatabaseState| {
+                database_state.machines.iter().any(|it| it.idp_user_id == user && it.is_running())
+            };
             let mut routed = self.is_routed(&process, user).await;
             self.tally.routed += u32::from(routed && runs(database_state));
             // A change must apply within a second, but this machine may be busy.
@@ -175,7 +177,8 @@ impl<'a> World<'a> {
         let resized = |it: &&super::look::OperationSeen| it.kind == "resize" && it.state == "succeeded";
         self.tally.resized += database_state.operations.iter().filter(resized).count() as u32;
         self.tally.rows += u32::try_from(self.rows.acknowledged())?;
-        self.tally.running += database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
+        self.tally.running +=
+            database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
         let is_held = check::holds_deletions(&database_state, &self.sky.live(), &self.ledger);
         for host in self.hosts().to_vec() {
             let Some(machine) = database_state.machine(&host.machine) else { continue };

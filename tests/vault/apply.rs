@@ -39,7 +39,9 @@ async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     assert_eq!(stage.service_calls()?[1..], of_the_update, "after the calls of the boot");
     let requests = stage.source.requests();
     assert!(
-        requests.iter().all(|requests| requests.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
+        requests
+            .iter()
+            .all(|requests| requests.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
     );
 
     let before = requests.len();
@@ -99,7 +101,12 @@ async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
     refused("a bit of the archive", "download", "").await?;
 
     for (what, words, stage_of, change) in [
-        ("expired", "expired", "manifest", Manifest { expires_at: CREATED_AT.to_owned(), ..good.manifest.clone() }),
+        (
+            "expired",
+            "expired",
+            "manifest",
+            Manifest { expires_at: CREATED_AT.to_owned(), ..good.manifest.clone() },
+        ),
         (
             "another version",
             "9.9.9",
@@ -210,11 +217,19 @@ async fn units_of_a_release_stop_with_it() -> Result<()> {
     let service_calls = stage.service_calls()?;
     let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
     assert_eq!(service_calls[2..5], new, "after the calls of the boot and the snapshot");
-    let back = service_calls.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
-    assert_eq!(service_calls[back + 1], "daemon-reload", "the unit file exists until the unit is stopped: {service_calls:?}");
+    let back =
+        service_calls.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
+    assert_eq!(
+        service_calls[back + 1],
+        "daemon-reload",
+        "the unit file exists until the unit is stopped: {service_calls:?}"
+    );
     for of_one in [&service_calls[..back], &service_calls[back..]] {
         assert!(of_one.iter().any(|word| word == "restart svc-shell.service"), "{service_calls:?}");
-        assert!(of_one.iter().any(|word| word == "try-restart --no-block svc-code.service"), "{service_calls:?}");
+        assert!(
+            of_one.iter().any(|word| word == "try-restart --no-block svc-code.service"),
+            "{service_calls:?}"
+        );
     }
     assert!(!service_calls.iter().any(|word| word == "restart svc-code.service"), "{service_calls:?}");
     Ok(())

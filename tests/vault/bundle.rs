@@ -81,8 +81,12 @@ pub struct Source {
 
 impl Source {
     pub async fn start(content: Vec<u8>) -> Result<Self> {
-        let state =
-            SourceState { etag: format!("\"{}\"", digest(&content)), content, ranges: true, ..SourceState::default() };
+        let state = SourceState {
+            etag: format!("\"{}\"", digest(&content)),
+            content,
+            ranges: true,
+            ..SourceState::default()
+        };
         let state = Arc::new(Mutex::new(state));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;

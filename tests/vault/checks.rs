@@ -142,7 +142,8 @@ async fn leftovers(machine: &Machine) -> Result<Vec<String>> {
     let mut leftovers: Vec<String> =
         machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
     let roles = "SELECT rolname::text FROM pg_roles WHERE rolname ~ '^app_'";
-    leftovers.extend(machine.client().await?.query(roles, &[]).await?.iter().map(|row| row.get::<_, String>(0)));
+    leftovers
+        .extend(machine.client().await?.query(roles, &[]).await?.iter().map(|row| row.get::<_, String>(0)));
     let files = std::fs::read_dir(machine.path("var/lib/svc/drill"))?;
     leftovers.extend(files.flatten().map(|file| file.file_name().to_string_lossy().into_owned()));
     leftovers.sort_unstable();

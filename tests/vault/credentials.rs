@@ -60,7 +60,8 @@ impl Platform {
         let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
         let sts = Sts::new(store.endpoint().parse()?, store.region().to_owned(), role, caller)?;
         let (response, request_count) = (Mutex::new(CredentialResponse::Gives), AtomicUsize::new(0));
-        let service = Arc::new(CredentialService { sts, response, request_count, heartbeats: AtomicUsize::new(0) });
+        let service =
+            Arc::new(CredentialService { sts, response, request_count, heartbeats: AtomicUsize::new(0) });
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let base = format!("http://{}", listener.local_addr()?);
         let app = Router::new().fallback(answer).with_state(Arc::clone(&service));

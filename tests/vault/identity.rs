@@ -152,7 +152,10 @@ async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
         let key = machine::slot().side_record(&saved.key).context("a key")?;
         let side: Value =
             serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("a record")?)?;
-        assert_eq!(side["tables"][0]["rows"], 11, "a snapshot of the replaced database is made first: {side}");
+        assert_eq!(
+            side["tables"][0]["rows"], 11,
+            "a snapshot of the replaced database is made first: {side}"
+        );
         machine.run(&["svc-restore"])?.expect(0);
         let rows: i64 =
             machine.client().await.context(point)?.query_one("SELECT count(*) FROM t", &[]).await?.get(0);
@@ -181,7 +184,10 @@ async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     let key = held["key"].as_str().context("a key")?.to_owned();
     let (object, side) = (machine::slot().snapshot(&key), machine::slot().side_record(&key));
     for object in [object, side] {
-        assert!(store.read(machine::BUCKET, object.context("a key")?.as_ref()).is_some(), "the object is kept");
+        assert!(
+            store.read(machine::BUCKET, object.context("a key")?.as_ref()).is_some(),
+            "the object is kept"
+        );
     }
     svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/accept"), b"{}", 0o600)?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);

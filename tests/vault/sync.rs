@@ -152,7 +152,10 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     let request = machine.path("var/lib/svc/requests/update");
     until("the request", || request.exists()).await?;
     let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
-    assert_eq!((&request_body["imageVersion"], &request_body["requestId"]), (&json!("2.0.0"), &json!("rollout-one")));
+    assert_eq!(
+        (&request_body["imageVersion"], &request_body["requestId"]),
+        (&json!("2.0.0"), &json!("rollout-one"))
+    );
     // The updater applies it, then refuses it.
     let journal = machine.path("var/lib/svc/update/journal.json");
     svc::fsx::write_atomic(&journal, b"{}", 0o644)?;
@@ -177,7 +180,10 @@ async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     platform.next([Answer::Json(200, asked_for_by("rollout-two"))]);
     until("the other request", || request.exists()).await?;
     let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
-    assert_eq!((&request_body["imageVersion"], &request_body["requestId"]), (&json!("2.0.0"), &json!("rollout-two")));
+    assert_eq!(
+        (&request_body["imageVersion"], &request_body["requestId"]),
+        (&json!("2.0.0"), &json!("rollout-two"))
+    );
     running.signal(Signal::SIGTERM)?;
     end(running).await?.expect(0);
     Ok(())

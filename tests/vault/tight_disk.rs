@@ -8,7 +8,7 @@ use kit::disk::SmallDisk;
 use kit::s3::{Fault, Rule, S3Server};
 use serde_json::Value;
 
-use super::gate::{dump_key, is_restored, assert_untouched, lost_and_new};
+use super::gate::{assert_untouched, dump_key, is_restored, lost_and_new};
 use super::machine::{self, BUCKET, Machine, USER};
 
 const MIB: u64 = 1 << 20;

@@ -73,7 +73,10 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
     let error = last["error"].as_str().unwrap_or_default();
     assert!(error.contains("--without-snapshot") && error.contains("svc-db-backup"), "{error}");
-    assert!(!stage.service_calls()?.iter().any(|call| call.starts_with("restart")), "a service was restarted");
+    assert!(
+        !stage.service_calls()?.iter().any(|call| call.starts_with("restart")),
+        "a service was restarted"
+    );
     Ok(())
 }
 

@@ -284,7 +284,8 @@ fn archive_checks_detect_each_violation() {
     ];
     for (what, spoil) in spoils {
         let place = UnpackDir::new();
-        let violations = |place: &UnpackDir| place.check_outside().and_then(|()| check_release(&place.within()));
+        let violations =
+            |place: &UnpackDir| place.check_outside().and_then(|()| check_release(&place.within()));
         violations(&place).expect("the directory is unchanged");
         spoil(&place);
         violations(&place).expect_err(what);

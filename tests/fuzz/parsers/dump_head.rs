@@ -36,7 +36,9 @@ fn heads() -> impl Strategy<Value = Vec<u8>> {
 
 fn holds(bytes: &[u8]) -> Result<(), String> {
     match dump_entries(bytes) {
-        Some(entries) if !bytes.starts_with(b"PGDMP\x01") => Err(format!("{entries} entries without a dump header")),
+        Some(entries) if !bytes.starts_with(b"PGDMP\x01") => {
+            Err(format!("{entries} entries without a dump header"))
+        }
         _ => Ok(()),
     }
 }

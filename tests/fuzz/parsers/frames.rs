@@ -75,14 +75,16 @@ fn hook_holds(bytes: &[u8]) -> Result<(), String> {
 fn message_holds(line: &[u8]) -> Result<(), String> {
     let Ok(message) = serde_json::from_slice::<Message>(line) else { return Ok(()) };
     let text = serde_json::to_vec(&message).map_err(|error| error.to_string())?;
-    let again: Message = serde_json::from_slice(&text).map_err(|error| format!("not parsed back: {error}"))?;
+    let again: Message =
+        serde_json::from_slice(&text).map_err(|error| format!("not parsed back: {error}"))?;
     // Except fractions of a millisecond, which the wire format does not carry.
     let again = Message { sent_at: message.sent_at, ..again };
     if again == message { Ok(()) } else { Err(format!("{message:?} was parsed back as {again:?}")) }
 }
 
 fn hook_accepted(bytes: &[u8]) -> Result<(), String> {
-    let message = hook::read_input(bytes).map_err(|error| error.to_string())?.ok_or("the input was ignored")?;
+    let message =
+        hook::read_input(bytes).map_err(|error| error.to_string())?.ok_or("the input was ignored")?;
     let text = serde_json::to_string(&message).map_err(|error| error.to_string())?;
     if text.contains(CONTENT) || message.actor != "claude-code" {
         return Err(format!("{text} is sent"));

@@ -70,7 +70,8 @@ fn cookies_hold(bytes: &[u8]) -> Result<(), String> {
     if let Some(line) = after.iter().find(|line| is_router_cookie(&stored_name(line.as_bytes()))) {
         return Err(format!("{line:?} is passed on"));
     }
-    let wanted: Vec<_> = before.into_iter().filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).collect();
+    let wanted: Vec<_> =
+        before.into_iter().filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).collect();
     // Cookies with invalid names may be dropped as well, but none may be added or reordered.
     let mut rest = wanted.iter();
     if after.iter().all(|line| rest.any(|wanted| wanted == line)) {

@@ -54,7 +54,9 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     let is_secret = serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
     let settings = match Settings::parse(bytes) {
         Ok(settings) => settings,
-        Err(why) if is_secret && why.contains(SECRET) => return Err(format!("the message quotes a value: {why}")),
+        Err(why) if is_secret && why.contains(SECRET) => {
+            return Err(format!("the message quotes a value: {why}"));
+        }
         Err(why) if why.chars().any(char::is_control) || why.len() > 1024 => {
             return Err(format!("the message is not printable: {why:?}"));
         }

@@ -70,7 +70,8 @@ fn altered(token: &str) -> impl Iterator<Item = String> {
 /// Checks an accepted token: the test's key signed it, and a change of any byte invalidates it. `None` if an ignored
 /// claim is JSON that this test's parser refuses, such as an out-of-range number.
 fn only_as_signed<T>(token: &str, believe: impl Fn(&str) -> Option<T>) -> Result<Option<Value>, String> {
-    let payload = signed_bytes(token).ok_or_else(|| format!("{token} was accepted without a valid signature"))?;
+    let payload =
+        signed_bytes(token).ok_or_else(|| format!("{token} was accepted without a valid signature"))?;
     match altered(token).find(|altered| believe(altered).is_some()) {
         Some(altered) => Err(format!("{altered} was believed, as {token} is")),
         None => Ok(serde_json::from_slice(&payload).ok()),

@@ -13,7 +13,7 @@ use svc::platform::operators::Scope;
 
 use super::deploy;
 use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
-use crate::contract::{self, Contract, Side, WrongCredential, valid_call, assert_refuses_wrong_calls};
+use crate::contract::{self, Contract, Side, WrongCredential, assert_refuses_wrong_calls, valid_call};
 
 /// A platform with a running machine and one that waits for its registration.
 struct World {
@@ -156,7 +156,12 @@ impl Side for World {
         }
         if takes(operation, "host") && operation.path.contains("{id}") {
             let another = bare(&self.path_of(operation, &self.waits.machine)).bearer_auth(self.token("host"));
-            all.push(WrongCredential { what: "another host", request: another, status: 403, code: "forbidden" });
+            all.push(WrongCredential {
+                what: "another host",
+                request: another,
+                status: 403,
+                code: "forbidden",
+            });
         }
         all
     }

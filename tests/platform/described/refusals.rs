@@ -10,7 +10,7 @@ use svc::http::openapi::Operation;
 use super::super::internal_host;
 use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{World, ids, operations};
-use crate::contract::{Side, valid_call, assert_refuses_wrong_calls};
+use crate::contract::{Side, assert_refuses_wrong_calls, valid_call};
 
 /// Codes that need more than one request, with the test that covers them or the reason why none does.
 const EXCUSED: [(&str, &str); 3] = [
@@ -218,7 +218,8 @@ async fn rollouts(rows: &mut Rows<'_>) {
     let release = |alarm: &str| format!("/vps/fleet/alarms/{alarm}/release");
     rows.post(&release("servers_missing"), &json!({}), 404, "not_found").await;
     rows.post(&release("database_behind_store"), &json!({}), 409, "invalid_state").await;
-    rows.row(world.operator_call(Method::GET, &format!("{path}?x=1"), &Value::Null), 400, "invalid_request").await;
+    rows.row(world.operator_call(Method::GET, &format!("{path}?x=1"), &Value::Null), 400, "invalid_request")
+        .await;
     world.send(world.operator_call(Method::POST, &of("abort"), &json!({}))).await;
     let nobody = json!({"imageVersion": "v1", "handles": ["nobody"]});
     rows.post(path, &nobody, 404, "machine_not_found").await;
@@ -329,7 +330,9 @@ async fn ends(rows: &mut Rows<'_>) {
     stack.snapshot_of_size("user_1", 1 << 40);
     rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "disk_too_small").await;
     let snapshot = stack.snapshot("user_1");
-    world.send(world.operator_call(Method::POST, &format!("/vps/{runs}/fail"), &json!({"reason": "x"}))).await;
+    world
+        .send(world.operator_call(Method::POST, &format!("/vps/{runs}/fail"), &json!({"reason": "x"})))
+        .await;
     stack.beat(&world.process, &world.runs, &super::super::stack::beat_of(&world.runs)).await;
     let fault = Fault::Status { status: 503, code: "scripted".into(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "GET", "/servers/", fault));
@@ -361,7 +364,12 @@ async fn ends(rows: &mut Rows<'_>) {
         };
         rows.post(&format!("/vps/{runs}/{what}"), &body, 409, "invalid_state").await;
     }
-    rows.row(world.operator_call(Method::DELETE, &format!("/vps/{runs}"), &Value::Null), 409, "invalid_state").await;
+    rows.row(
+        world.operator_call(Method::DELETE, &format!("/vps/{runs}"), &Value::Null),
+        409,
+        "invalid_state",
+    )
+    .await;
     let failure = operations().find(|operation| operation.id == "reportBootFailure").unwrap();
     rows.row(valid_call(world, failure), 409, "invalid_state").await;
 }

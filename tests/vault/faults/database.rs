@@ -8,7 +8,7 @@ use kit::long::Figures;
 use kit::pg::PgOptions;
 use tokio_postgres::Client;
 
-use super::super::gate::{SHORT, is_restored, assert_untouched, old_and_new, reset};
+use super::super::gate::{SHORT, assert_untouched, is_restored, old_and_new, reset};
 use super::super::machine::{self, BUCKET, Ended, Machine, Running, until};
 use super::witness::Witness;
 

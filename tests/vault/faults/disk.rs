@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use kit::disk::SmallDisk;
 use kit::long::Figures;
 
-use super::super::gate::{is_restored, assert_untouched, old_and_new, reset};
+use super::super::gate::{assert_untouched, is_restored, old_and_new, reset};
 use super::super::machine::{self, Ended, Machine, Running, until};
 use super::super::stage::{NEW, OLD, Published, Stage};
 use super::witness::Witness;

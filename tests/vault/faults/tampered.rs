@@ -10,7 +10,7 @@ use svc::machine::epoch::Epoch;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
-use super::super::gate::{dump_key, is_restored, assert_untouched, old_and_new, reset};
+use super::super::gate::{assert_untouched, dump_key, is_restored, old_and_new, reset};
 use super::super::machine::{self, BUCKET, Machine, USER};
 use super::witness::Witness;
 

@@ -6,7 +6,7 @@ use kit::s3::S3Server;
 
 use super::super::super::machine::{self, BUCKET, Machine};
 use super::super::witness::Witness;
-use super::{SHORT_KILLS, Killer, LONG_KILLS, assert_no_torn_file};
+use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_torn_file};
 
 /// A table whose rows are counted, and more than one part of an upload.
 const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \

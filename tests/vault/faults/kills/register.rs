@@ -17,7 +17,7 @@ use svc::machine::id::MachineId;
 use super::super::super::bundle;
 use super::super::super::machine::{Machine, Running};
 use super::super::super::platform::gateway;
-use super::{SHORT_KILLS, Killer, LONG_KILLS};
+use super::{Killer, LONG_KILLS, SHORT_KILLS};
 
 /// The platform's rule: a token accepts one body, and a repetition gets the same response.
 #[derive(Default)]
@@ -67,7 +67,12 @@ impl Campaign {
         tokio::spawn(async move { axum::serve(listener, app).await });
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
         let listen: SocketAddr = gateway(&machine).await?;
-        Ok(Self { machine, registrations, listen: listen.to_string(), killer: Killer::new("registrations", seed) })
+        Ok(Self {
+            machine,
+            registrations,
+            listen: listen.to_string(),
+            killer: Killer::new("registrations", seed),
+        })
     }
 
     fn spawn(&self) -> Result<Running> {

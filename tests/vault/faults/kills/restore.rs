@@ -7,7 +7,7 @@ use kit::long::Figures;
 use super::super::super::gate::{old_and_new, reset};
 use super::super::super::machine::Machine;
 use super::super::witness::Witness;
-use super::{SHORT_KILLS, Killer, LONG_KILLS, assert_no_torn_file};
+use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_torn_file};
 
 const RESTORE: [&str; 1] = ["svc-restore"];
 
@@ -48,7 +48,11 @@ async fn database_content(machine: &Machine, database: &str, snapshot: &str) -> 
     if tables == ["local"] {
         let rows = client.query("SELECT id FROM local", &[]).await?;
         let rows: Vec<i32> = rows.iter().map(|row| row.get(0)).collect();
-        return Ok(if rows.is_empty() { DatabaseContent::Old } else { DatabaseContent::Else(format!("local has {rows:?}")) });
+        return Ok(if rows.is_empty() {
+            DatabaseContent::Old
+        } else {
+            DatabaseContent::Else(format!("local has {rows:?}"))
+        });
     }
     if tables == ["kept", "noise"] && content(&client).await?.as_deref() == Some(snapshot) {
         return Ok(DatabaseContent::Snapshot);
@@ -74,8 +78,10 @@ impl Campaign {
         let marker = self.machine.marker();
         let database_content = database_content(&self.machine, "svc", &self.snapshot).await?;
         match (&database_content, marker) {
-            (DatabaseContent::Snapshot, _) | (DatabaseContent::Old | DatabaseContent::Closed, false) => Ok(()),
-            _ => anyhow::bail!("the marker is {marker}, but the database contains {content:?}"),
+            (DatabaseContent::Snapshot, _) | (DatabaseContent::Old | DatabaseContent::Closed, false) => {
+                Ok(())
+            }
+            _ => anyhow::bail!("the marker is {marker}, but the database contains {database_content:?}"),
         }
     }
 
@@ -89,7 +95,9 @@ impl Campaign {
         for name in self.machine.databases().await? {
             ensure!(!name.starts_with("svc_restore_"), "{name} remains");
             if name.starts_with("svc_before_") {
-                old += u32::from(database_content(&self.machine, &name, &self.snapshot).await? == DatabaseContent::Old);
+                old += u32::from(
+                    database_content(&self.machine, &name, &self.snapshot).await? == DatabaseContent::Old,
+                );
             }
         }
         ensure!(old == 1, "{old} databases have the old content");
@@ -164,7 +172,13 @@ async fn unexpected_database_content_is_detected() -> Result<()> {
             "DROP TABLE kept, noise, more; CREATE TABLE local (id int); INSERT INTO local VALUES (42)",
         )
         .await?;
-    assert!(matches!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Else(_)), "its row is missing");
-    assert!(matches!(database_content(&machine, "svc_else", &snapshot).await?, DatabaseContent::Else(_)), "the database does not exist");
+    assert!(
+        matches!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Else(_)),
+        "its row is missing"
+    );
+    assert!(
+        matches!(database_content(&machine, "svc_else", &snapshot).await?, DatabaseContent::Else(_)),
+        "the database does not exist"
+    );
     Ok(())
 }

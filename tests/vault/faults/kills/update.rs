@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use kit::long::Figures;
 
 use super::super::super::stage::{OLD, Published, Stage};
-use super::{SHORT_KILLS, Killer, LONG_KILLS, assert_no_torn_file};
+use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_torn_file};
 
 const APPLY: [&str; 2] = ["apply", "--request"];
 

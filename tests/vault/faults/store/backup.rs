@@ -72,7 +72,11 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
             unavailable("sideRecord"),
         ),
         ("no answer to the pointer's move, ever", one(moves(Fault::LostReply).always()), SUCCESS),
-        ("an error after the pointer's move, ever", one(moves(Fault::StatusAfterCommit(500)).always()), SUCCESS),
+        (
+            "an error after the pointer's move, ever",
+            one(moves(Fault::StatusAfterCommit(500)).always()),
+            SUCCESS,
+        ),
         ("the pointer breaks off", one(pointer(Fault::TruncateBody(10)).method("GET")), SUCCESS),
         (
             "the pointer always breaks off",
@@ -83,7 +87,11 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
         (
             "always another ETag of the pointer",
             one(pointer(Fault::WrongEtag).method("GET").always()),
-            ExpectedRun { exit: 69, stage: "pointer", says: "the pointer was changed by others 16 times in a row" },
+            ExpectedRun {
+                exit: 69,
+                stage: "pointer",
+                says: "the pointer was changed by others 16 times in a row",
+            },
         ),
         ("another ETag of a part", one(parts(Fault::WrongEtag)), unavailable("upload")),
         (
@@ -95,7 +103,11 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
         (
             "an old pointer is always read",
             one(pointer(Fault::StaleRead).method("GET").always()),
-            ExpectedRun { exit: 69, stage: "pointer", says: "the pointer was changed by others 16 times in a row" },
+            ExpectedRun {
+                exit: 69,
+                stage: "pointer",
+                says: "the pointer was changed by others 16 times in a row",
+            },
         ),
         (
             "the clock is wrong",
@@ -166,8 +178,10 @@ async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> 
         let before = witness.seq();
         // Claimed by a run that could not write `latest`; the next run does.
         let unpublished = claimed(&scene.store) - before;
-        let ended =
-            scene.run_disrupted(spoil, || scene.machine.spawn(&["svc-db-backup"], &[])).await.context(name)?;
+        let ended = scene
+            .run_disrupted(spoil, || scene.machine.spawn(&["svc-db-backup"], &[]))
+            .await
+            .context(name)?;
         assert_eq!(ended.code, Some(end.exit), "{name}: {}", ended.stderr);
         assert_recorded(&scene.machine, &end).context(name)?;
         lines += 1;
@@ -190,7 +204,10 @@ async fn unabortable_upload_is_abandoned_by_the_next_run() -> Result<()> {
         rule(Fault::Status(503)).query("partNumber=2").always(),
         rule(Fault::Status(503)).method("DELETE").always(),
     ];
-    scene.run_disrupted(Disruption::Rules(rules), || scene.machine.spawn(&["svc-db-backup"], &[])).await?.expect(69);
+    scene
+        .run_disrupted(Disruption::Rules(rules), || scene.machine.spawn(&["svc-db-backup"], &[]))
+        .await?
+        .expect(69);
     assert_eq!(scene.store.uploads_with_parts(BUCKET).len(), 1);
     scene.machine.run(&["svc-db-backup"])?.expect(0);
     assert_eq!(scene.store.uploads(BUCKET), Vec::<String>::new());

@@ -35,7 +35,11 @@ fn one(rule: Rule) -> Disruption {
 
 impl FaultScene {
     /// Applies the disruption, runs, and restores normal operation.
-    async fn run_disrupted(&self, disruption: Disruption, run: impl FnOnce() -> Result<Running>) -> Result<Ended> {
+    async fn run_disrupted(
+        &self,
+        disruption: Disruption,
+        run: impl FnOnce() -> Result<Running>,
+    ) -> Result<Ended> {
         let hits: Vec<_> = match disruption {
             Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.fault(rule)).collect(),
             Disruption::Done(disruption) => {

@@ -7,7 +7,7 @@ use kit::long::Figures;
 use kit::s3::Fault;
 
 use super::super::super::credentials::Platform;
-use super::super::super::gate::{self, SHORT, is_restored, assert_untouched};
+use super::super::super::gate::{self, SHORT, assert_untouched, is_restored};
 use super::super::witness::Witness;
 use super::{Disruption, FaultScene, expired_and_no_others, one, replaced, revoked, rule};
 
@@ -51,7 +51,11 @@ fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
         ("the clock is wrong", one(rule(clock).always()), (69, "because of this machine's clock")),
         ("credentials expired", Disruption::Done(|scene| scene.store.expire_sessions()), OPEN),
         ("credentials expired, and no others", Disruption::Done(expired_and_no_others), (69, "")),
-        ("credentials revoked at the store", Disruption::Done(revoked), (69, "the object store refused access")),
+        (
+            "credentials revoked at the store",
+            Disruption::Done(revoked),
+            (69, "the object store refused access"),
+        ),
         (
             "credentials withdrawn by the platform",
             Disruption::Done(replaced),
@@ -76,8 +80,10 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
     let table = table();
     let rows = table.len() as u64;
     for (name, spoil, (exit, says)) in table {
-        let ended =
-            scene.run_disrupted(spoil, || scene.machine.spawn(&["svc-restore"], SHORT)).await.context(name)?;
+        let ended = scene
+            .run_disrupted(spoil, || scene.machine.spawn(&["svc-restore"], SHORT))
+            .await
+            .context(name)?;
         assert_eq!(ended.code, Some(exit), "{name}: {}", ended.stderr);
         ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);
         witness.head().context(name)?;
