@@ -1,5 +1,5 @@
-//! The demo's story with every secret known: none of them may be seen in a log, an answer, an argument list or a table.
-//! A detector that sees nothing is no proof, so at the end each channel is given a leak, which it has to see.
+//! The demo's story with every secret known: none may appear in a log, a response, an argument list or a table. To
+//! prove the detector, the test finally leaks a secret through each channel, and all must be detected.
 
 mod channels;
 mod detector;
@@ -18,9 +18,9 @@ use channels::ProcessWatch;
 use detector::{Detector, Leak};
 
 const ADMIN: &str = "canary-admin-token-0123456789-0123456789";
-/// What the owner keeps in a row, also where it does not fit.
+/// The value of the owner's row, which also appears in invalid requests.
 const ROW: &str = "canary-of-a-row-value";
-const ASKED: &str = "canary-request-from-the-router-1";
+const REQUEST_ID: &str = "canary-request-from-the-router-1";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_secret_of_the_story_is_seen_anywhere() {
@@ -33,27 +33,27 @@ async fn no_secret_of_the_story_is_seen_anywhere() {
     let watch = ProcessWatch::start();
     let report = story::run_inspected(options, &more, async |stack, checkpoint| match checkpoint {
         Checkpoint::Started => Ok(()),
-        Checkpoint::Recovered => look(stack, &watch).await,
+        Checkpoint::Recovered => check_for_leaks(stack, &watch).await,
     });
     let report = report.await.unwrap();
     assert!(report.ok, "{:#?}", report.failed());
 }
 
-async fn look(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
+async fn check_for_leaks(stack: &Stack, watch: &ProcessWatch) -> Result<()> {
     let mut detector = Detector::default();
     let mut answers = provoke(stack, &mut detector).await?;
-    let databases = plant_what_there_is(stack, &mut detector)?;
+    let databases = plant_secrets_of_stack(stack, &mut detector)?;
     one_id_everywhere(stack).await?;
 
     let leaks = everywhere(stack, &detector, watch, &answers, &databases)?;
-    ensure!(leaks.is_empty(), "secrets were seen: {leaks:#?}");
+    ensure!(leaks.is_empty(), "secrets leaked: {leaks:#?}");
 
     let leaked = leak_through_each(stack, watch, &mut answers, &databases).await?;
     let seen = everywhere(stack, &detector, watch, &answers, &databases)?;
     for place in leaked {
         ensure!(
             seen.iter().any(|leak| leak.place.starts_with(&place)),
-            "a leak through {place} was not seen: {seen:#?}"
+            "a leak through {place} was not detected: {seen:#?}"
         );
     }
     Ok(())
@@ -77,7 +77,7 @@ fn everywhere(
         leaks.extend(detector.scan("answer", answer));
     }
     let lines = watch.seen();
-    ensure!(lines.iter().any(|line| line.contains("pg_dump")), "the process list was not seen");
+    ensure!(lines.iter().any(|line| line.contains("pg_dump")), "the process list was not captured");
     for line in &lines {
         leaks.extend(detector.scan("process list", line));
     }
@@ -87,14 +87,14 @@ fn everywhere(
     Ok(leaks)
 }
 
-/// Uses every kind of credential, well and wrongly; gives the bodies of the answers that refuse.
+/// Uses every kind of credential, correctly and incorrectly, and returns the bodies of all refusals.
 async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> {
     let mut refused = Vec::new();
     let client = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
     let owner = stack.owner();
     detector.plant("session JWT", &owner);
 
-    // A browser: the provider's cookie, then a session of ours, then the page of an app.
+    // A browser: the provider's cookie, then a session, then the page of an app.
     let page = stack.web.request(Method::GET, "/apps/notes/").header("accept", "text/html");
     let page = page.header("cookie", format!("__session={owner}")).send().await?;
     let cookies = page.headers().get_all("set-cookie").iter().filter_map(|value| value.to_str().ok());
@@ -117,7 +117,7 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
         json!({"action": "insert", "app": "notes", "table": "notes", "data": {"title": 7, "rank": ROW}});
     detector.plant("value of a row", ROW);
     for _ in 0..2 {
-        // Stored, and found again by a filter: it passes every layer as data.
+        // Stored, and found again by a filter: the value passes every layer as data.
         stack.web.insert(&owner, ROW).await?;
         let find = json!({"action": "find", "app": "notes", "table": "notes", "filter": {"title": ROW}});
         stack.web.bridge(&owner, &find).await?;
@@ -132,7 +132,7 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
         }
     }
 
-    // The control API, with what its callers might send by mistake.
+    // The control API, with likely mistakes of its callers.
     let at = |method: Method, path: &str| client.request(method, format!("{}{path}", stack.api));
     for bearer in [owner.clone(), token.clone(), ADMIN.to_owned(), format!("{}x", stack.secret)] {
         for path in ["/vps", "/vps/fleet", "/metrics", "/vps/none/heartbeat"] {
@@ -140,7 +140,7 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
         }
         let body = json!({"idpUserId": "user_story", "registrationToken": owner, "secret": stack.secret});
         let request = at(Method::POST, "/vps/provision").bearer_auth(&stack.secret).json(&body);
-        // The name of an unknown field is told, its value is not.
+        // The name of an unknown field is quoted, but not its value.
         refused.extend(refusal(request).await?);
         refused
             .extend(refusal(at(Method::POST, "/vps/register").bearer_auth(&bearer).json(&json!({}))).await?);
@@ -153,7 +153,7 @@ async fn provoke(stack: &Stack, detector: &mut Detector) -> Result<Vec<String>> 
     Ok(refused)
 }
 
-/// The answer's body with its head, where it refuses.
+/// The response's head and body, if it is a refusal.
 async fn refusal(request: reqwest::RequestBuilder) -> Result<Option<String>> {
     let answer = request.send().await?;
     let (status, head) = (answer.status(), format!("{:?}", answer.headers()));
@@ -161,8 +161,8 @@ async fn refusal(request: reqwest::RequestBuilder) -> Result<Option<String>> {
     Ok((status.is_client_error() || status.is_server_error()).then(|| format!("{status} {head} {body}")))
 }
 
-/// Every secret that the stack and the disks of its hosts hold; gives the databases, by name.
-fn plant_what_there_is(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
+/// Registers every secret of the stack and of its hosts' disks, and returns the databases by name.
+fn plant_secrets_of_stack(stack: &Stack, detector: &mut Detector) -> Result<BTreeMap<String, String>> {
     detector.plant("ADMIN_TOKEN", ADMIN);
     detector.plant("PLATFORM_SECRET", &stack.secret);
     detector.plant("PLATFORM_KEY", &stack.key);
@@ -195,18 +195,18 @@ fn plant_what_there_is(stack: &Stack, detector: &mut Detector) -> Result<BTreeMa
                 _ => {}
             }
         }
-        // The machine whose restore failed never made one.
+        // The machine whose restore failed never created one.
         let key = std::fs::read_to_string(host.path().join("var/lib/svc/tls/key.pem")).unwrap_or_default();
         for line in key.lines().filter(|line| !line.starts_with('-') && line.len() > 40) {
             detector.plant("a host's TLS key", line);
         }
     }
-    ensure!(databases.len() == 4, "three hosts have lived here, of {}", databases.len());
+    ensure!(databases.len() == 4, "expected 4 databases, found {}", databases.len());
     let planted: BTreeSet<&str> = detector.names().collect();
     for name in ["UPGRADE_TOKEN", "REGISTRATION_TOKEN", "AWS_SESSION_TOKEN", "a host's TLS key"] {
-        ensure!(planted.contains(name), "nothing was planted as {name}");
+        ensure!(planted.contains(name), "no secret of {name} was registered");
     }
-    // The first host's database has ended with its machine's services.
+    // The first host's database stopped with its machine's services.
     databases.retain(|_, url| answers(url));
     ensure!(databases.len() >= 2, "no host's database runs");
     Ok(databases)
@@ -218,23 +218,24 @@ fn answers(url: &str) -> bool {
     std::net::TcpStream::connect((host, port)).is_ok()
 }
 
-/// One id, from the router by the host and back.
+/// One id, from the router through the host and back.
 async fn one_id_everywhere(stack: &Stack) -> Result<()> {
     let request = stack.web.request(Method::GET, "/api/apps").bearer_auth(stack.owner());
-    let answer = request.header("x-request-id", ASKED).send().await?;
+    let answer = request.header("x-request-id", REQUEST_ID).send().await?;
     ensure!(answer.status().is_success(), "{}", answer.status());
-    ensure!(answer.headers()["x-request-id"] == ASKED, "the answer has another id");
+    ensure!(answer.headers()["x-request-id"] == REQUEST_ID, "the answer has another id");
     let logs = channels::logs(&stack.dir)?;
     let has = |name: &str| {
-        let told = |text: &String| text.lines().any(|line| line.contains(ASKED) && line.contains("answered"));
-        logs.iter().any(|(path, text)| path.ends_with(name) && told(text))
+        let has_line =
+            |text: &String| text.lines().any(|line| line.contains(REQUEST_ID) && line.contains("answered"));
+        logs.iter().any(|(path, text)| path.ends_with(name) && has_line(text))
     };
-    ensure!(has("platform.log"), "the router's log has no line of {ASKED}");
-    ensure!(has("svc-gateway.log"), "no gateway's log has a line of {ASKED}");
+    ensure!(has("platform.log"), "the router's log has no line of {REQUEST_ID}");
+    ensure!(has("svc-gateway.log"), "no gateway's log has a line of {REQUEST_ID}");
     Ok(())
 }
 
-/// Lets a secret out through every channel; gives the places where it has to be seen.
+/// Leaks a secret through every channel, and returns the places where it must be detected.
 async fn leak_through_each(
     stack: &Stack,
     watch: &ProcessWatch,
@@ -252,8 +253,8 @@ async fn leak_through_each(
     let mut process = Command::new("/bin/sh");
     process.args(["-c", "read -r line", "sh", stack.provider.token()]).stdin(Stdio::piped());
     let mut process = process.spawn()?;
-    let told = |line: &String| line.contains(stack.provider.token());
-    while !watch.seen().iter().any(told) {
+    let leaks_token = |line: &String| line.contains(stack.provider.token());
+    while !watch.seen().iter().any(leaks_token) {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     drop(process.stdin.take());

@@ -1,5 +1,5 @@
-//! `svcctl` against a platform that answers by script: what it sends, what it prints, how it exits. In the modules below:
-//! on a terminal, and against the real parts.
+//! `svcctl` against a platform with scripted responses: its requests, its output and its exit code. The modules below
+//! test it on a terminal and against real components.
 
 mod copies;
 mod decisions;
@@ -21,21 +21,21 @@ const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
 const OPERATION: &str = "019a0000-0000-7000-8000-000000000002";
 const SECRET: &str = "the-operators-secret";
 
-/// What the platform does with one request.
+/// The platform's response to one request.
 enum Reply {
     Json(u16, Value),
-    /// The request is taken; the connection is cut without a word.
+    /// Reads the request, then closes the connection without a response.
     Lost,
 }
 
 #[derive(Debug, Clone)]
-struct Seen {
+struct ReceivedRequest {
     line: String,
     headers: Vec<(String, String)>,
     body: String,
 }
 
-impl Seen {
+impl ReceivedRequest {
     fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
@@ -43,7 +43,7 @@ impl Seen {
 
 struct Platform {
     base: String,
-    seen: Arc<Mutex<Vec<Seen>>>,
+    seen: Arc<Mutex<Vec<ReceivedRequest>>>,
 }
 
 impl Platform {
@@ -71,7 +71,7 @@ impl Platform {
         Self { base, seen }
     }
 
-    fn seen(&self) -> Vec<Seen> {
+    fn seen(&self) -> Vec<ReceivedRequest> {
         self.seen.lock().unwrap().clone()
     }
 
@@ -86,7 +86,7 @@ async fn svcctl(args: &[&str], env: &[(&str, &str)]) -> Output {
     command.stdin(Stdio::null()).kill_on_drop(true).output().await.unwrap()
 }
 
-async fn read(stream: &mut TcpStream) -> Option<Seen> {
+async fn read(stream: &mut TcpStream) -> Option<ReceivedRequest> {
     let mut bytes = Vec::new();
     loop {
         if stream.read_buf(&mut bytes).await.ok()? == 0 {
@@ -100,7 +100,7 @@ async fn read(stream: &mut TcpStream) -> Option<Seen> {
             .filter_map(|line| line.split_once(": "))
             .map(|(name, value)| (name.to_ascii_lowercase(), value.to_owned()))
             .collect();
-        let seen = Seen { line, headers, body: body.to_owned() };
+        let seen = ReceivedRequest { line, headers, body: body.to_owned() };
         let length = seen.header("content-length").and_then(|length| length.parse().ok()).unwrap_or(0);
         if body.len() >= length {
             return Some(seen);
@@ -139,7 +139,7 @@ fn stderr(output: &Output) -> String {
 }
 
 #[tokio::test]
-async fn a_call_whose_reply_is_lost_is_made_again_under_the_same_key() {
+async fn lost_reply_is_retried_with_the_same_idempotency_key() {
     let platform =
         Platform::start([Reply::Lost, Reply::Json(503, problem(503, "store_unavailable", "…")), accepted()])
             .await;
@@ -158,7 +158,7 @@ async fn a_call_whose_reply_is_lost_is_made_again_under_the_same_key() {
 }
 
 #[tokio::test]
-async fn json_is_what_the_api_said() {
+async fn json_output_is_the_api_response() {
     let body = json!({"machines": [], "nextCursor": null, "unknown": {"b": 1, "a": 2}});
     let platform = Platform::start([Reply::Json(200, body.clone())]).await;
     let output = platform.svcctl(&["list", "--status", "running", "--json"]).await;
@@ -167,7 +167,7 @@ async fn json_is_what_the_api_said() {
 }
 
 #[tokio::test]
-async fn waiting_shows_each_step_once_and_ends_with_the_record() {
+async fn wait_shows_each_step_once_and_ends_with_the_record() {
     let at_work = operation("provision", "running", &["fence"]);
     let done = operation("provision", "succeeded", &["fence", "create_server"]);
     let platform = Platform::start([
@@ -187,7 +187,7 @@ async fn waiting_shows_each_step_once_and_ends_with_the_record() {
 }
 
 #[tokio::test]
-async fn waiting_shows_the_stages_of_the_boot_between_the_steps_and_why_it_failed() {
+async fn wait_shows_boot_stages_between_steps_and_the_failure() {
     let stages = |names: &[&str]| {
         let stages: Vec<_> = (2..)
             .zip(names)
@@ -230,7 +230,7 @@ async fn waiting_shows_the_stages_of_the_boot_between_the_steps_and_why_it_faile
 }
 
 #[tokio::test]
-async fn a_handle_stands_for_its_one_active_machine() {
+async fn handle_resolves_to_its_active_machine() {
     let page = |machines: Vec<Value>| Reply::Json(200, json!({"machines": machines, "nextCursor": null}));
     let mut replaced = record("running", None);
     replaced["replacedBy"] = OPERATION.into();
@@ -251,7 +251,7 @@ async fn a_handle_stands_for_its_one_active_machine() {
 }
 
 #[tokio::test]
-async fn for_programs_a_failure_is_one_line_of_json() {
+async fn json_failure_is_one_line() {
     let platform =
         Platform::start([Reply::Json(409, problem(409, "handle_taken", "It is another's."))]).await;
     let output = platform.svcctl(&["--json", "provision", "user_1", "--handle", "ada"]).await;
@@ -264,32 +264,33 @@ async fn for_programs_a_failure_is_one_line_of_json() {
 }
 
 #[tokio::test]
-async fn a_backup_that_is_waited_for_ends_with_the_new_snapshot_or_with_the_hosts_error() {
+async fn backup_wait_ends_with_the_new_snapshot_or_the_host_error() {
     let backup = |key: &str| json!({"key": key, "sizeBytes": 2048, "sha256": "00", "takenAt": "2026-01-01T00:00:00.000Z", "epoch": 1, "latest": true});
     let page =
         |key: &str| Reply::Json(200, json!({"latest": key, "backups": [backup(key)], "nextCursor": null}));
-    let asked = || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));
+    let accepted =
+        || Reply::Json(202, json!({"machineId": MACHINE, "requestedAt": "2026-01-01T00:00:00.000Z"}));
     let said = |backup: Value| {
         let mut record = record("running", None);
         record["lastBackup"] = backup;
         Reply::Json(200, record)
     };
     let old = json!({"status": "error", "error": "of long ago"});
-    let start = [said(old.clone()), page("old"), asked(), page("old"), said(old.clone())];
+    let start = [said(old.clone()), page("old"), accepted(), page("old"), said(old.clone())];
     let platform = Platform::start(start.into_iter().chain([page("new")])).await;
     let output = platform.svcctl(&["--json", "backup", "now", MACHINE, "--wait"]).await;
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap(), backup("new"));
 
     let failed = said(json!({"status": "error", "error": "the store refused"}));
-    let platform = Platform::start([said(old), page("old"), asked(), page("old"), failed]).await;
+    let platform = Platform::start([said(old), page("old"), accepted(), page("old"), failed]).await;
     let output = platform.svcctl(&["backup", "now", MACHINE, "--wait"]).await;
     assert_eq!(output.status.code(), Some(69));
     assert!(stderr(&output).contains("the store refused"), "{}", stderr(&output));
 }
 
 #[tokio::test]
-async fn without_an_id_the_open_rollout_is_meant_and_to_look_at_else_the_latest() {
+async fn rollout_without_id_is_the_open_one_or_the_latest_to_show() {
     let rollout = |id: &str, state: &str| {
         json!({"rolloutId": id, "imageVersion": "v2", "state": state, "why": null, "createdAt": "2026-01-01T00:00:00.000Z",
                "totals": {"waiting": 0, "asked": 0, "updated": 1, "failed": 0, "skipped": 0}})
@@ -330,7 +331,7 @@ async fn without_an_id_the_open_rollout_is_meant_and_to_look_at_else_the_latest(
 }
 
 #[tokio::test]
-async fn every_shell_gets_its_completions_without_any_configuration() {
+async fn completions_for_every_shell_need_no_configuration() {
     for (shell, sign) in [("bash", "complete -F"), ("zsh", "#compdef svcctl"), ("fish", "complete -c svcctl")]
     {
         let output = svcctl(&["completions", shell], &[]).await;
@@ -340,7 +341,7 @@ async fn every_shell_gets_its_completions_without_any_configuration() {
 }
 
 #[tokio::test]
-async fn waiting_for_what_fails_fails() {
+async fn wait_for_a_failed_operation_fails() {
     let failed = operation("recover", "failed", &["create_server"]);
     let platform = Platform::start([accepted(), Reply::Json(200, record("failed", Some(failed)))]).await;
     let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
@@ -349,7 +350,7 @@ async fn waiting_for_what_fails_fails() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_taken_back_is_not_done_without_yes_or_a_terminal() {
+async fn irreversible_command_requires_yes_or_a_terminal() {
     let platform = Platform::start([Reply::Json(200, record("running", None))]).await;
     let output = platform.svcctl(&["delete", MACHINE]).await;
     assert_eq!(output.status.code(), Some(64));
@@ -381,13 +382,13 @@ async fn what_cannot_be_taken_back_is_not_done_without_yes_or_a_terminal() {
         let prompts = prompting.iter().any(|args| args.starts_with(&words));
         let has_option = section.contains("      --yes");
         let is_group = section.contains("\nCommands:\n");
-        assert!(is_group || prompts == has_option, "{name}: --yes without a question, or none with one");
+        assert!(is_group || prompts == has_option, "{name}: --yes and a confirmation must go together");
     }
-    assert!(platform.seen().is_empty(), "nothing was even looked at");
+    assert!(platform.seen().is_empty(), "a request was sent");
 }
 
 #[tokio::test]
-async fn a_refusal_says_why_and_what_next_and_exits_by_its_kind() {
+async fn refusal_shows_reason_and_next_step_and_sets_exit_code() {
     for (status, code, exit) in [
         (401, "unauthorized", 77),
         (402, "subscription_required", 65),
@@ -406,12 +407,12 @@ async fn a_refusal_says_why_and_what_next_and_exits_by_its_kind() {
         for part in ["That is why.", code, "req-7", "next:"] {
             assert!(said.contains(part), "{code}: {said}");
         }
-        assert_eq!(platform.seen().len(), 1, "{code} is not tried again");
+        assert_eq!(platform.seen().len(), 1, "{code} must not be retried");
     }
 }
 
 #[tokio::test]
-async fn what_is_missing_is_said_at_once_and_no_secret_is_shown() {
+async fn all_missing_settings_are_listed_without_secrets() {
     let output = svcctl(&["list"], &[]).await;
     assert_eq!(output.status.code(), Some(78));
     for name in ["PLATFORM_PUBLIC_URL", "PLATFORM_SECRET"] {
@@ -419,12 +420,12 @@ async fn what_is_missing_is_said_at_once_and_no_secret_is_shown() {
     }
     let env = [("PLATFORM_PUBLIC_URL", "http://platform.example"), ("PLATFORM_SECRET", SECRET)];
     let output = svcctl(&["list"], &env).await;
-    assert_eq!(output.status.code(), Some(78), "the secret does not travel in plain text");
+    assert_eq!(output.status.code(), Some(78), "the secret must not be sent over plain HTTP");
     assert!(!stderr(&output).contains(SECRET), "{}", stderr(&output));
 }
 
 #[tokio::test]
-async fn the_secret_can_come_from_a_file() {
+async fn secret_is_read_from_a_file() {
     let platform = Platform::start([Reply::Json(200, json!({"slots": []}))]).await;
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("secret");
@@ -436,7 +437,7 @@ async fn the_secret_can_come_from_a_file() {
 }
 
 #[tokio::test]
-async fn a_platform_that_is_not_there_is_unavailable() {
+async fn unreachable_platform_is_unavailable() {
     let port = kit::net::free_port().unwrap();
     let base = format!("http://127.0.0.1:{port}");
     let output = svcctl(&["list"], &[("PLATFORM_PUBLIC_URL", &base), ("PLATFORM_SECRET", SECRET)]).await;

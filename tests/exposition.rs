@@ -1,13 +1,13 @@
-//! Prometheus' text format 0.0.4, read strictly: what a scraper would stumble over is an error.
+//! A strict parser of Prometheus' text format 0.0.4: anything that a scraper would refuse is an error.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// A scrape that is well formed.
+/// A well-formed scrape.
 #[derive(Debug, Default)]
 pub struct Exposition {
-    /// By name.
+    /// By metric name.
     pub kinds: BTreeMap<String, String>,
     helps: BTreeSet<String>,
     /// By name with labels, as written.
@@ -15,13 +15,14 @@ pub struct Exposition {
 }
 
 impl Exposition {
-    /// The series of this name whose labels are these, in their order.
+    /// The value of the series with this name and these labels, as written.
     pub fn get(&self, series: &str) -> Option<f64> {
         self.samples.get(series).copied()
     }
 
     /// # Errors
-    /// What is not well formed, with its line.
+    ///
+    /// Names the malformed line.
     pub fn read(text: &str) -> Result<Self> {
         let mut found = Self::default();
         ensure!(text.ends_with('\n'), "the last line has no end");
@@ -71,7 +72,7 @@ impl Exposition {
         known.next().map(str::to_owned)
     }
 
-    /// Buckets only grow, and the last is the count.
+    /// Buckets are cumulative, and the last one equals the count.
     fn histograms(&self) -> Result<()> {
         let mut buckets: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
         for (series, value) in self.samples.iter().filter(|(series, _)| series.contains("_bucket{")) {
@@ -114,7 +115,7 @@ fn labels(text: &str) -> Result<()> {
 }
 
 #[test]
-fn what_a_scraper_would_stumble_over_is_noticed() {
+fn malformed_exposition_is_refused() {
     let good = "# HELP a_total An a.\n# TYPE a_total counter\na_total{b=\"c\"} 1\n";
     assert_eq!(Exposition::read(good).unwrap().get("a_total{b=\"c\"}"), Some(1.0));
     for bad in [

@@ -1,8 +1,9 @@
-//! The first boot of a real machine, by the script that user-data carries: stages and failures reach the platform before
-//! and after our own binary is there, what was cut off is finished, and no credential is an argument of a process.
+//! The first boot of a real machine, by the script in its user-data: stages and failures reach the platform before
+//! and after the product's binary exists, interrupted work is completed, and no credential is an argument of a
+//! process.
 //!
-//! The files are those of rendered user-data, below a directory that stands for `/`; bundle, `svc`, curl and tar are the
-//! real ones. The machine's own programs are stand-ins that write down how they were called.
+//! The files come from rendered user-data, below a directory that replaces `/`. Bundle, `svc`, curl and tar are real;
+//! fakes of the machine's own programs record their calls.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -16,7 +17,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use crate::userdata::{Parts, document};
 
 const MACHINE: &str = "019a0000-0000-7000-8000-000000000001";
-/// Units are up when they were started, unless a file says what they said last.
+/// Units are active once started, unless a file overrides the status.
 const SYSTEMCTL: &str = r#"
 unit=; for word; do unit=$word; done
 case $1 in
@@ -46,29 +47,30 @@ fn bundle() -> &'static Bundle {
     })
 }
 
-/// How the platform takes a request for the bundle.
+/// The platform's behaviour for a request for the bundle.
 #[derive(Clone, Copy, PartialEq)]
-enum Serves {
+enum BundleResponse {
     Whole,
-    /// Whole, from an address of the platform that hosts do not use for anything else.
+    /// Complete, from an address of the platform that hosts use for nothing else.
     Elsewhere,
-    /// The first answer ends in the middle.
+    /// The first response breaks off.
     CutOnce,
-    /// One bit is another.
+    /// One bit is flipped.
     Flipped,
 }
 
 struct Machine {
     dir: tempfile::TempDir,
-    heard: Arc<Mutex<Vec<String>>>,
+    requests: Arc<Mutex<Vec<String>>>,
 }
 
 impl Machine {
-    async fn new(serves: Serves) -> Self {
+    async fn new(bundle_response: BundleResponse) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let heard = Arc::default();
-        let internal = platform(serves, Arc::clone(&heard));
-        let public = (serves == Serves::Elsewhere).then(|| platform(serves, Arc::clone(&heard)));
+        let requests = Arc::default();
+        let internal = platform(bundle_response, Arc::clone(&requests));
+        let public = (bundle_response == BundleResponse::Elsewhere)
+            .then(|| platform(bundle_response, Arc::clone(&requests)));
         let parts = Parts {
             bundle: format!(
                 "{}/system-bundles/v1/svc-host-bundle.tar.gz",
@@ -85,7 +87,7 @@ impl Machine {
             fs::write(path, file["content"].as_str().unwrap()).unwrap();
         }
         fs::create_dir_all(dir.path().join("etc/ssl/certs")).unwrap();
-        let machine = Self { dir, heard };
+        let machine = Self { dir, requests };
         for program in ["apt-get", "podman", "sleep", "nft", "sysctl", "systemd-sysusers", "systemd-tmpfiles"]
         {
             machine.program(program, "exit 0");
@@ -97,7 +99,7 @@ impl Machine {
         machine
     }
 
-    /// A stand-in, which writes down how it was called and then does this.
+    /// A fake that records its call and then runs this script.
     fn program(&self, name: &str, script: &str) {
         let bin = self.dir.path().join("stand-ins");
         fs::create_dir_all(&bin).unwrap();
@@ -106,8 +108,8 @@ impl Machine {
         fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// Boots; the exit code of the script.
-    async fn boots(&self) -> i32 {
+    /// Boots, and returns the exit code of the script.
+    async fn boot(&self) -> i32 {
         let ended = self.run(&[]).await;
         let calls = self.calls();
         assert!(!["svcr_", "svcu_"].iter().any(|token| calls.contains(token)), "an argument: {calls}");
@@ -136,14 +138,14 @@ impl Machine {
         started.map(|unit| unit.trim_start_matches("--no-block ").to_owned()).collect()
     }
 
-    /// What the platform was asked, without the tokens' variable part.
-    fn heard(&self) -> Vec<String> {
-        self.heard.lock().unwrap().clone()
+    /// The requests to the platform, without the variable part of tokens.
+    fn requests(&self) -> Vec<String> {
+        self.requests.lock().unwrap().clone()
     }
 
-    fn told(&self, route: &str) -> Vec<String> {
+    fn requests_to(&self, route: &str) -> Vec<String> {
         let prefix = format!("POST /vps/{MACHINE}/{route} svcr_ ");
-        self.heard().iter().filter_map(|line| line.strip_prefix(&prefix).map(str::to_owned)).collect()
+        self.requests().iter().filter_map(|line| line.strip_prefix(&prefix).map(str::to_owned)).collect()
     }
 
     fn is_complete(&self) -> bool {
@@ -156,21 +158,26 @@ fn which(program: &str, path: &str) -> PathBuf {
     there.unwrap_or_else(|| panic!("this test needs {program}"))
 }
 
-/// Serves the bundle, takes every report, and writes down what was asked.
-fn platform(serves: Serves, heard: Arc<Mutex<Vec<String>>>) -> String {
+/// Serves the bundle, accepts every report, and records the requests.
+fn platform(bundle_response: BundleResponse, requests: Arc<Mutex<Vec<String>>>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let base = format!("http://{}", listener.local_addr().unwrap());
     let served = Arc::new(AtomicUsize::new(0));
     std::thread::spawn(move || {
         for stream in listener.incoming() {
-            let (heard, served) = (Arc::clone(&heard), Arc::clone(&served));
-            std::thread::spawn(move || answer(stream.unwrap(), serves, &heard, &served));
+            let (requests, served) = (Arc::clone(&requests), Arc::clone(&served));
+            std::thread::spawn(move || answer(stream.unwrap(), bundle_response, &requests, &served));
         }
     });
     base
 }
 
-fn answer(mut stream: TcpStream, serves: Serves, heard: &Mutex<Vec<String>>, served: &AtomicUsize) {
+fn answer(
+    mut stream: TcpStream,
+    bundle_response: BundleResponse,
+    requests: &Mutex<Vec<String>>,
+    served: &AtomicUsize,
+) {
     let Some((head, body)) = request(&mut stream) else { return };
     let field = |name: &str| {
         head.lines().find_map(|line| {
@@ -184,13 +191,13 @@ fn answer(mut stream: TcpStream, serves: Serves, heard: &Mutex<Vec<String>>, ser
     let range = field("range").unwrap_or_default();
     let is_bundle = line.starts_with("GET ");
     let said = [line, bearer.unwrap_or_default(), range.clone(), body].join(" ");
-    heard.lock().unwrap().push(said.split_whitespace().collect::<Vec<_>>().join(" "));
+    requests.lock().unwrap().push(said.split_whitespace().collect::<Vec<_>>().join(" "));
     if !is_bundle {
         stream.write_all(b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\nconnection: close\r\n\r\n").ok();
         return;
     }
     let mut archive = bundle().archive.clone();
-    if serves == Serves::Flipped {
+    if bundle_response == BundleResponse::Flipped {
         *archive.last_mut().unwrap() ^= 1;
     }
     let from: usize =
@@ -211,7 +218,7 @@ fn answer(mut stream: TcpStream, serves: Serves, heard: &Mutex<Vec<String>>, ser
         whole - 1
     );
     stream.write_all(head.as_bytes()).ok();
-    let is_cut = serves == Serves::CutOnce && served.fetch_add(1, Ordering::SeqCst) == 0;
+    let is_cut = bundle_response == BundleResponse::CutOnce && served.fetch_add(1, Ordering::SeqCst) == 0;
     stream.write_all(if is_cut { &rest[..rest.len() / 2] } else { rest }).ok();
 }
 
@@ -245,12 +252,12 @@ const UNITS: [&str; 5] = [
 ];
 
 #[tokio::test]
-async fn a_machine_comes_from_user_data_to_its_target() {
-    let machine = Machine::new(Serves::Whole).await;
-    assert_eq!(machine.boots().await, 0, "{}", machine.calls());
+async fn user_data_boots_a_machine_to_its_target() {
+    let machine = Machine::new(BundleResponse::Whole).await;
+    assert_eq!(machine.boot().await, 0, "{}", machine.calls());
     let stages = ["bundle", "database", "restore", "gateway", "register"];
-    assert_eq!(machine.told("boot-stage"), stages.map(|stage| format!("{{\"stage\":\"{stage}\"}}")));
-    let fetched: Vec<_> = machine.heard().into_iter().filter(|line| line.starts_with("GET ")).collect();
+    assert_eq!(machine.requests_to("boot-stage"), stages.map(|stage| format!("{{\"stage\":\"{stage}\"}}")));
+    let fetched: Vec<_> = machine.requests().into_iter().filter(|line| line.starts_with("GET ")).collect();
     assert_eq!(
         fetched,
         ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"],
@@ -261,7 +268,7 @@ async fn a_machine_comes_from_user_data_to_its_target() {
     assert_eq!(fs::read_link(opt.join("current")).unwrap(), Path::new("releases/v1"));
     assert!(opt.join("bin/svc-gateway").exists() && !opt.join("bootstrap").exists() && machine.is_complete());
     let calls = machine.calls();
-    // podman takes the file's values as they are, quotes and all.
+    // podman takes the file's values literally, including quotes.
     let postgres = fs::read_to_string(opt.join("env/postgres.env")).unwrap();
     let password = postgres.trim().strip_prefix("POSTGRES_PASSWORD=").unwrap();
     assert!(password.len() >= 32 && password.chars().all(|c| c.is_ascii_alphanumeric()), "no quotes");
@@ -272,102 +279,106 @@ async fn a_machine_comes_from_user_data_to_its_target() {
         place.unwrap_or_else(|| panic!("no {call} in {calls}"))
     };
     let (closed, fetched) = (at("nft list table inet svc"), at("--output bundle.tar.gz"));
-    assert!(closed < fetched, "the network is closed before anything comes: {calls}");
+    assert!(closed < fetched, "the firewall is active before any download: {calls}");
     assert!(at("systemctl enable svc.target") < at("systemctl disable svc-first-boot.service"), "{calls}");
 }
 
 #[tokio::test]
-async fn a_download_that_breaks_off_goes_on_where_it_was() {
-    let machine = Machine::new(Serves::CutOnce).await;
-    assert_eq!(machine.boots().await, 0, "{}", machine.calls());
-    let fetched: Vec<_> = machine.heard().into_iter().filter(|line| line.starts_with("GET ")).collect();
+async fn interrupted_download_is_resumed() {
+    let machine = Machine::new(BundleResponse::CutOnce).await;
+    assert_eq!(machine.boot().await, 0, "{}", machine.calls());
+    let fetched: Vec<_> = machine.requests().into_iter().filter(|line| line.starts_with("GET ")).collect();
     let half = bundle().archive.len() / 2;
     assert_eq!(fetched.len(), 2, "{fetched:?}");
     assert!(fetched[1].ends_with(&format!("bytes={half}-")), "{fetched:?}");
 }
 
 #[tokio::test]
-async fn the_platforms_public_address_gets_the_token_too() {
-    let machine = Machine::new(Serves::Elsewhere).await;
-    assert_eq!(machine.boots().await, 0, "{}", machine.calls());
-    let fetched: Vec<_> = machine.heard().into_iter().filter(|line| line.starts_with("GET ")).collect();
+async fn public_address_of_the_platform_gets_the_token() {
+    let machine = Machine::new(BundleResponse::Elsewhere).await;
+    assert_eq!(machine.boot().await, 0, "{}", machine.calls());
+    let fetched: Vec<_> = machine.requests().into_iter().filter(|line| line.starts_with("GET ")).collect();
     assert_eq!(fetched, ["GET /system-bundles/v1/svc-host-bundle.tar.gz svcu_"]);
 }
 
-/// Of another release, or spoiled on its way: it is fetched anew, once.
+/// Of another release, or damaged in transit: it is downloaded again, once.
 #[tokio::test]
-async fn a_beginning_of_something_else_is_in_nobodys_way() {
+async fn partial_download_of_other_content_is_discarded() {
     for beginning in [10, bundle().archive.len() + 10] {
-        let machine = Machine::new(Serves::Whole).await;
+        let machine = Machine::new(BundleResponse::Whole).await;
         let bootstrap = machine.dir.path().join("opt/svc/bootstrap");
         fs::create_dir_all(&bootstrap).unwrap();
         fs::write(bootstrap.join("bundle.tar.gz"), vec![b'x'; beginning]).unwrap();
-        assert_eq!(machine.boots().await, 0, "{}", machine.calls());
+        assert_eq!(machine.boot().await, 0, "{}", machine.calls());
     }
 }
 
-/// What is told is final; what only went wrong is not.
+/// A reported failure is final; a transient one is not.
 #[tokio::test]
-async fn a_program_that_fails_for_a_moment_is_run_again() {
-    let machine = Machine::new(Serves::Whole).await;
+async fn transient_program_failure_is_retried() {
+    let machine = Machine::new(BundleResponse::Whole).await;
     let systemctl = |more: &str| machine.program("systemctl", &format!("{more}\n{SYSTEMCTL}"));
     systemctl("[ \"$*\" != 'enable svc.target' ] || exit 1");
-    let ended = machine.boots().await;
-    assert!(ended != 0 && ended != 99 && machine.told("boot-failure").is_empty(), "it ended with {ended}");
+    let ended = machine.boot().await;
+    assert!(
+        ended != 0 && ended != 99 && machine.requests_to("boot-failure").is_empty(),
+        "it ended with {ended}"
+    );
     systemctl("");
-    assert_eq!(machine.boots().await, 0, "{}", machine.calls());
+    assert_eq!(machine.boot().await, 0, "{}", machine.calls());
 }
 
-/// The image takes the first file of a cluster for a whole one, so a cluster that was cut is made anew; one that answered
-/// is kept.
+/// The database image accepts a partial cluster as complete, so an interrupted cluster is recreated; one that
+/// responded is kept.
 #[tokio::test]
-async fn a_database_that_was_cut_while_it_was_made_is_made_again() {
-    let machine = Machine::new(Serves::Whole).await;
+async fn interrupted_database_cluster_is_recreated() {
+    let machine = Machine::new(BundleResponse::Whole).await;
     machine.program("podman", "[ \"$1\" != exec ]");
-    assert_eq!(machine.boots().await, 99, "it never answers");
-    assert!(machine.told("boot-failure")[0].contains("\"stage\":\"database\""));
+    assert_eq!(machine.boot().await, 99, "the database never responds");
+    assert!(machine.requests_to("boot-failure")[0].contains("\"stage\":\"database\""));
     machine.program("podman", "exit 0");
     fs::remove_file(machine.dir.path().join("calls")).unwrap();
     fs::write(machine.dir.path().join("svc-gateway.service.fails"), "no").unwrap();
-    assert_eq!(machine.boots().await, 99);
+    assert_eq!(machine.boot().await, 99);
     let calls = machine.calls();
     let (removed, started) = (calls.find("volume rm --force svc-postgres"), calls.find("start svc-postgres"));
     assert!(removed.is_some() && removed < started, "{calls}");
     fs::remove_file(machine.dir.path().join("svc-gateway.service.fails")).unwrap();
     fs::remove_file(machine.dir.path().join("calls")).unwrap();
-    assert_eq!(machine.boots().await, 0);
+    assert_eq!(machine.boot().await, 0);
     assert!(!machine.calls().contains("volume rm"), "{}", machine.calls());
 }
 
 #[tokio::test]
-async fn other_bytes_than_were_asked_for_are_refused_and_nothing_of_them_runs() {
-    let machine = Machine::new(Serves::Flipped).await;
-    assert_eq!(machine.boots().await, 99);
-    let failures = machine.told("boot-failure");
+async fn bundle_with_wrong_digest_is_refused_and_never_run() {
+    let machine = Machine::new(BundleResponse::Flipped).await;
+    assert_eq!(machine.boot().await, 99);
+    let failures = machine.requests_to("boot-failure");
     assert!(failures[0].contains("\"stage\":\"bundle\"") && failures[0].contains("SHA-256"), "{failures:?}");
     assert!(!machine.dir.path().join("opt/svc/bootstrap/bin").exists());
     assert!(machine.started().is_empty() && !machine.is_complete());
 }
 
 #[tokio::test]
-async fn a_failure_before_our_binary_is_there_is_reported_all_the_same() {
-    let machine = Machine::new(Serves::Whole).await;
+async fn failure_before_the_binary_exists_is_reported() {
+    let machine = Machine::new(BundleResponse::Whole).await;
     machine.program("nft", "exit 1");
-    assert_eq!(machine.boots().await, 99);
-    let failures = machine.told("boot-failure");
+    assert_eq!(machine.boot().await, 99);
+    let failures = machine.requests_to("boot-failure");
     let report: serde_json::Value = serde_json::from_str(&failures[0]).unwrap();
     assert_eq!(report["stage"], "bundle");
     assert!(report["message"].as_str().unwrap().contains("network"), "{report}");
 }
 
 #[tokio::test]
-async fn a_unit_that_fails_is_reported_with_its_last_words_and_no_later_one_starts() {
+async fn failed_unit_is_reported_with_its_log_and_stops_the_boot() {
     for (index, stage) in ["database", "restore", "gateway", "register"].into_iter().enumerate() {
-        let machine = Machine::new(Serves::Whole).await;
+        let machine = Machine::new(BundleResponse::Whole).await;
         fs::write(machine.dir.path().join(format!("{}.fails", UNITS[index])), "first\nthe \"last\" words\n")
             .unwrap();
-        assert_eq!(machine.boots().await, 99, "{stage}");
-        let report: serde_json::Value = serde_json::from_str(&machine.told("boot-failure")[0]).unwrap();
+        assert_eq!(machine.boot().await, 99, "{stage}");
+        let report: serde_json::Value =
+            serde_json::from_str(&machine.requests_to("boot-failure")[0]).unwrap();
         assert_eq!(report["stage"], stage);
         assert_eq!(report["message"], format!("{}: the \"last\" words", UNITS[index]));
         assert_eq!(machine.started(), UNITS[..=index], "{stage}");
@@ -376,16 +387,16 @@ async fn a_unit_that_fails_is_reported_with_its_last_words_and_no_later_one_star
 }
 
 #[tokio::test]
-async fn a_failure_that_nobody_hears_of_is_tried_again() {
-    let machine = Machine::new(Serves::Whole).await;
+async fn unreported_failure_is_retried() {
+    let machine = Machine::new(BundleResponse::Whole).await;
     machine.program("nft", "exit 1");
     machine.program("curl", "exit 7");
-    assert_eq!(machine.boots().await, 75);
+    assert_eq!(machine.boot().await, 75);
 }
 
-/// The power goes at each program that the script calls, in turn; the next boot finishes.
+/// The power is cut at each program of the script in turn; the next boot completes.
 #[tokio::test]
-async fn a_power_cut_anywhere_is_finished_by_the_next_boot() {
+async fn power_cut_at_any_step_is_recovered_by_next_boot() {
     for cut in [
         "nft list",
         "curl --config - --silent --show-error --connect-timeout 10 --fail",
@@ -395,32 +406,32 @@ async fn a_power_cut_anywhere_is_finished_by_the_next_boot() {
         "systemctl enable svc.target",
         "systemctl start --no-block svc.target",
     ] {
-        let machine = Machine::new(Serves::Whole).await;
+        let machine = Machine::new(BundleResponse::Whole).await;
         let (program, _) = cut.split_once(' ').unwrap_or((cut, ""));
         let whole = fs::read_to_string(machine.dir.path().join("stand-ins").join(program)).unwrap();
         let kill = format!("case \"{program} $*\" in \"{cut}\"*) kill -9 $PPID; exit ;; esac\n");
         let body = whole.splitn(3, '\n').nth(2).unwrap();
         machine.program(program, &format!("{kill}{body}"));
         let ended = machine.run(&[]).await;
-        assert!(!machine.is_complete() && !ended.success(), "{cut}: it was not cut");
+        assert!(!machine.is_complete() && !ended.success(), "{cut}: the power was not cut");
         machine.program(program, body);
-        assert_eq!(machine.boots().await, 0, "{cut}: {}", machine.calls());
+        assert_eq!(machine.boot().await, 0, "{cut}: {}", machine.calls());
         assert!(machine.is_complete(), "{cut}");
         assert_eq!(machine.started().last().map(String::as_str), Some("svc.target"));
     }
 }
 
-/// What a cut in the middle of the release's own set-up kept from the machine is made up, without a second download.
+/// An interrupted release set-up is completed, without a second download.
 #[tokio::test]
-async fn a_release_that_was_only_half_set_up_is_set_up() {
+async fn interrupted_release_setup_is_completed() {
     for point in ["update.renamed", "update.switched", "update.linked"] {
-        let machine = Machine::new(Serves::Whole).await;
+        let machine = Machine::new(BundleResponse::Whole).await;
         let killed = machine.run(&[("FAILPOINTS", &format!("{point}=return(kill)"))]).await;
         assert!(!killed.success() && machine.started().is_empty(), "{point}");
-        assert_eq!(machine.boots().await, 0, "{point}: {}", machine.calls());
+        assert_eq!(machine.boot().await, 0, "{point}: {}", machine.calls());
         let opt = machine.dir.path().join("opt/svc");
         assert!(machine.is_complete() && opt.join("app/apps").exists() && !opt.join("bootstrap").exists());
-        let fetched = machine.heard().iter().filter(|line| line.starts_with("GET ")).count();
-        assert_eq!(fetched, 1, "{point}: what came whole is kept");
+        let fetched = machine.requests().iter().filter(|line| line.starts_with("GET ")).count();
+        assert_eq!(fetched, 1, "{point}: a complete download is kept");
     }
 }

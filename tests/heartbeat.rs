@@ -1,5 +1,5 @@
-//! `svc-heartbeat` on a machine with a database: records rotate and expire, the storage is measured once a day, and a
-//! kill anywhere is made up by the next run.
+//! `svc-heartbeat` on a machine with a database: records rotate and expire, the storage is measured once a day, and
+//! the next run completes a killed one.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -13,7 +13,7 @@ use crate::vault::machine::{Machine, store};
 
 const LOGS: &str = "home/svc/home/system/logs";
 
-/// Records that were last written so many days ago.
+/// Records that were last written this many days ago.
 fn written(machine: &Machine, name: &str, days_ago: i32) -> Result<()> {
     let at = Timestamp::now().checked_sub((24 * days_ago).hours())?;
     let path = machine.path(LOGS).join(name);
@@ -49,8 +49,8 @@ fn with_old_records(machine: &Machine) -> Result<()> {
     written(machine, &format!("interactions-{}.jsonl", day(30)?), 30)
 }
 
-/// What a day's check must leave, whatever happened on the way.
-fn holds(machine: &Machine) -> Result<()> {
+/// The result of a daily check, even after interruptions.
+fn assert_rotated(machine: &Machine) -> Result<()> {
     let files = files(&machine.path(LOGS))?;
     let (two, one, thirty) = (day(2)?, day(1)?, day(30)?);
     let names: Vec<&str> = files.keys().map(String::as_str).collect();
@@ -66,7 +66,7 @@ fn holds(machine: &Machine) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing() -> Result<()> {
+async fn daily_check_rotates_expires_and_measures_once() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     with_old_records(&machine)?;
     fs::create_dir_all(machine.path("home/svc/home/apps/notes"))?;
@@ -77,7 +77,7 @@ async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing(
         CREATE INDEX ON app_notes.t (id)";
     machine.client().await?.batch_execute(tables).await?;
     machine.run(&["svc-heartbeat"])?.expect(0);
-    holds(&machine)?;
+    assert_rotated(&machine)?;
     let line: serde_json::Value = serde_json::from_str(&files(&machine.path(LOGS))?["storage.jsonl"])?;
     assert_eq!((&line["version"], &line["date"]), (&1.into(), &day(0)?.into()));
     let bytes = |name: &str| line[name].as_u64().unwrap_or_else(|| panic!("{name} in {line}"));
@@ -100,7 +100,7 @@ async fn a_days_check_rotates_expires_and_measures_and_asked_again_does_nothing(
 }
 
 #[tokio::test]
-async fn a_kill_anywhere_is_made_up_by_the_next_run() -> Result<()> {
+async fn killed_check_is_completed_by_the_next_run() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     for point in svc::host::retention::POINTS {
         fs::remove_dir_all(machine.path(LOGS)).ok();
@@ -108,13 +108,13 @@ async fn a_kill_anywhere_is_made_up_by_the_next_run() -> Result<()> {
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-heartbeat"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-heartbeat"])?.expect(0);
-        holds(&machine)?;
+        assert_rotated(&machine)?;
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn without_a_database_records_are_kept_in_order_and_the_measurement_comes_later() -> Result<()> {
+async fn records_rotate_without_a_database() -> Result<()> {
     let mut machine = Machine::in_use(&store()?, 1).await?;
     with_old_records(&machine)?;
     machine.postgres.take();
@@ -129,7 +129,7 @@ async fn without_a_database_records_are_kept_in_order_and_the_measurement_comes_
 }
 
 #[tokio::test]
-async fn of_two_checks_at_once_one_works_and_the_other_says_so() -> Result<()> {
+async fn concurrent_check_exits_with_a_message() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     with_old_records(&machine)?;
     let slow = [("FAILPOINTS", "heartbeat.begin=sleep(1500)")];
@@ -138,12 +138,12 @@ async fn of_two_checks_at_once_one_works_and_the_other_says_so() -> Result<()> {
     let mut codes = [first.end()?.code, second.end()?.code];
     codes.sort_unstable();
     assert_eq!(codes, [Some(0), Some(75)]);
-    holds(&machine)
+    assert_rotated(&machine)
 }
 
-/// Records that somebody else owns, and a directory in the place of one: the rest is seen to all the same.
+/// Records of another owner, and a directory in place of a record: the others are still processed.
 #[tokio::test]
-async fn a_record_of_another_owner_is_kept_in_order_as_well() -> Result<()> {
+async fn record_of_another_owner_is_rotated() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     with_old_records(&machine)?;
     if nix::unistd::geteuid().is_root() {
@@ -152,19 +152,19 @@ async fn a_record_of_another_owner_is_kept_in_order_as_well() -> Result<()> {
         }
     }
     machine.run(&["svc-heartbeat"])?.expect(0);
-    holds(&machine)?;
+    assert_rotated(&machine)?;
     let in_its_place = machine.path(LOGS).join("activity-2020-01-01.log");
     fs::create_dir(&in_its_place)?;
     written(&machine, "interactions-2020-01-02.jsonl", 40)?;
     let ended = machine.run(&["svc-heartbeat"])?.expect(70);
     assert!(ended.stderr.contains("activity-2020-01-01.log"), "{}", ended.stderr);
     fs::remove_dir(in_its_place)?;
-    holds(&machine)
+    assert_rotated(&machine)
 }
 
-/// The gateway keeps what was last good of a file that somebody has broken: the day is still the owner's.
+/// The gateway keeps the last valid values of an invalid file, so the owner's day does not change.
 #[tokio::test]
-async fn a_broken_config_does_not_change_the_day() -> Result<()> {
+async fn invalid_config_does_not_change_the_day() -> Result<()> {
     let machine = Machine::in_use(&store()?, 1).await?;
     let zone = if Timestamp::now().to_zoned(jiff::tz::TimeZone::UTC).hour() < 12 {
         "Etc/GMT+12"

@@ -1,6 +1,6 @@
-//! The house's own rules, read from the source: who may import whom, and what no file may hold.
+//! Rules of the repository, checked against the source: allowed imports, forbidden content, required content.
 //!
-//! Each rule is a pure function over paths and texts, and is shown to notice a bad sample.
+//! Each rule is a pure function of paths and texts, and a test shows that it detects a violation.
 
 #[path = "house/documented.rs"]
 mod documented;
@@ -29,12 +29,12 @@ impl File {
     }
 }
 
-/// Where a rule is broken: `src/store/key.rs:12: why`.
+/// The position of a violation: `src/store/key.rs:12: why`.
 pub fn at(path: &str, line: usize, why: impl std::fmt::Display) -> String {
     format!("{path}:{line}: {why}")
 }
 
-/// Built or fetched, never written by hand.
+/// Generated or downloaded folders.
 const SKIPPED: [&str; 4] = [".git", "target", "node_modules", "dist"];
 const TEXTS: [&str; 19] = [
     "rs", "toml", "md", "sql", "sh", "py", "js", "mjs", "ts", "json", "html", "css", "yaml", "yml",
@@ -48,16 +48,16 @@ fn root() -> PathBuf {
 fn files() -> Vec<File> {
     let mut found = Vec::new();
     walk(&root(), "", &mut found);
-    assert!(found.iter().any(|file| file.path == "src/main.rs"), "the walk found no source");
+    assert!(found.iter().any(|file| file.path == "src/main.rs"), "no source files found");
     found
 }
 
 fn walk(folder: &Path, prefix: &str, found: &mut Vec<File>) {
-    for entry in fs::read_dir(folder).expect("a folder of the project is read") {
-        let entry = entry.expect("an entry is read");
+    for entry in fs::read_dir(folder).expect("read a project folder") {
+        let entry = entry.expect("read a folder entry");
         let name = entry.file_name().into_string().expect("names are UTF-8");
         let path = format!("{prefix}{name}");
-        let kind = entry.file_type().expect("its kind is known");
+        let kind = entry.file_type().expect("read the file type");
         if kind.is_dir() && !SKIPPED.contains(&name.as_str()) {
             walk(&entry.path(), &format!("{path}/"), found);
         } else if kind.is_file() && is_text(&path) {
@@ -76,22 +76,22 @@ fn assert_none(broken: &[String]) {
 }
 
 #[test]
-fn the_edges_of_the_architecture_hold() {
+fn imports_respect_the_architecture() {
     assert_none(&edges::broken(&files()));
 }
 
 #[test]
-fn nothing_unwraps_outside_tests() {
+fn no_unwrap_outside_tests() {
     assert_none(&rules::unwraps(&files()));
 }
 
 #[test]
-fn nothing_is_left_to_do() {
+fn no_promise_of_later_work_remains() {
     assert_none(&files().iter().flat_map(rules::left_to_do).collect::<Vec<_>>());
 }
 
 #[test]
-fn every_source_file_says_what_it_owns() {
+fn every_source_file_has_a_header() {
     assert_none(&files().iter().filter_map(rules::unopened).collect::<Vec<_>>());
 }
 
@@ -101,12 +101,12 @@ fn no_source_file_is_long() {
 }
 
 #[test]
-fn no_file_names_a_place_of_the_machine_that_built_it() {
+fn no_file_names_a_build_machine_path() {
     assert_none(&files().iter().flat_map(rules::build_machine_paths).collect::<Vec<_>>());
 }
 
 #[test]
-fn the_tools_drive_the_product_from_outside() {
+fn tools_do_not_depend_on_the_product() {
     assert_none(&files().iter().flat_map(rules::links_to_the_product).collect::<Vec<_>>());
 }
 
@@ -126,13 +126,13 @@ fn every_dependency_has_its_reason() {
 }
 
 #[test]
-fn every_link_between_pages_leads_somewhere() {
+fn every_link_between_pages_resolves() {
     assert_none(&links::broken(&files()));
 }
 
 #[test]
 fn every_metric_is_in_the_reference() {
-    assert_none(&documented::untold_metrics(&files()));
+    assert_none(&documented::undocumented_metrics(&files()));
 }
 
 #[test]
@@ -141,6 +141,6 @@ fn every_test_that_a_page_names_exists() {
 }
 
 #[test]
-fn the_folders_are_those_of_the_plan() {
+fn folders_match_the_plan() {
     assert_none(&rules::unplanned_folders(&files()));
 }

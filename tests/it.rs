@@ -1,4 +1,4 @@
-//! The one integration-test binary: a module for each part that is tried through its public face.
+//! The only integration-test binary: one module for each part that is tested through its public interface.
 
 #![allow(
     clippy::unwrap_used,

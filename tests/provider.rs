@@ -1,4 +1,5 @@
-//! The provider adapter against the simulator: what each call does, and (in `failures`) what each failure is taken for.
+//! The provider adapter against the simulator: the effect of each call and, in `failures`, the classification of each
+//! failure.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +17,7 @@ use svc::provider::{
     Action, ActionId, ActionStatus, Deleted, ErrorKind, Provider, Server, ServerId, ServerOrder, ServerStatus,
 };
 
-/// The contract's order of things, but a hundred times faster.
+/// The production limits, but a hundred times shorter.
 const FAST: CallLimits = CallLimits {
     deadline: Duration::from_secs(2),
     initial_backoff: Duration::from_millis(5),
@@ -30,7 +31,7 @@ async fn simulator() -> Simulator {
 }
 
 fn adapter_with(simulator: &Simulator, token: &str, limits: CallLimits) -> Hetzner {
-    // Installed once per process; every further test finds it there.
+    // Installed once per process; later tests reuse it.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let client = client::build(Deadlines::CALL).unwrap();
     Hetzner::with_limits(client, simulator.base_url().parse().unwrap(), &SecretString::from(token), limits)
@@ -72,13 +73,13 @@ async fn ended(provider: &Hetzner, id: ActionId) -> Action {
         if now.status != ActionStatus::Running {
             return now;
         }
-        assert!(Instant::now() < end, "{now:?} does not end");
+        assert!(Instant::now() < end, "the action did not end: {now:?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
-/// A server that runs and is not locked: its power is on a moment before its first action has ended, and a call in
-/// that moment is refused, with the fault that was meant for the next one spent.
+/// A server that runs and is not locked. Its power comes on shortly before its first action ends; a call in between
+/// is refused and consumes the fault meant for the next one.
 async fn running(simulator: &Simulator, provider: &Hetzner, name: &str) -> Server {
     let created = provider.create(&order(name)).await.unwrap();
     for id in created.actions {
@@ -93,7 +94,7 @@ async fn power_off(provider: &Hetzner, id: ServerId) {
 }
 
 #[tokio::test]
-async fn locations_are_known_by_their_names() {
+async fn locations_are_found_by_name() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     assert!(provider.has_location(&"hel1".parse().unwrap()).await.unwrap());
@@ -102,7 +103,7 @@ async fn locations_are_known_by_their_names() {
 }
 
 #[tokio::test]
-async fn a_server_is_made_found_and_deleted() {
+async fn server_is_created_found_and_deleted() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
 
@@ -126,7 +127,7 @@ async fn a_server_is_made_found_and_deleted() {
 }
 
 #[tokio::test]
-async fn all_pages_of_a_selection_are_read() {
+async fn find_by_label_reads_all_pages() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     for nth in 0..103 {
@@ -141,7 +142,7 @@ async fn all_pages_of_a_selection_are_read() {
 }
 
 #[tokio::test]
-async fn a_name_that_is_taken_is_a_conflict_and_a_bad_order_is_refused() {
+async fn taken_name_is_a_conflict_and_bad_order_is_refused() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     provider.create(&order("svc-1")).await.unwrap();
@@ -159,9 +160,9 @@ async fn a_name_that_is_taken_is_a_conflict_and_a_bad_order_is_refused() {
     assert_eq!(simulator.creations().len(), 1);
 }
 
-/// Everything after which a server may exist must say so, and must not have been asked for twice.
+/// Calls after which a server may exist must report that, and must not be repeated.
 #[tokio::test]
-async fn a_resize_keeps_the_disk_and_needs_a_server_that_is_off() {
+async fn resize_keeps_the_disk_and_needs_power_off() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     let id = running(&simulator, &provider, "svc-1").await.id;
@@ -180,14 +181,14 @@ async fn a_resize_keeps_the_disk_and_needs_a_server_that_is_off() {
     let smaller = provider.change_type(id, &server_type("cpx12")).await.unwrap_err();
     assert_eq!(smaller.kind(), ErrorKind::Refused);
     let back = provider.change_type(id, &server_type("cpx22")).await.unwrap();
-    assert_eq!(settled(&provider, back).await, ActionStatus::Success, "the disk has not grown");
+    assert_eq!(settled(&provider, back).await, ActionStatus::Success, "the disk is unchanged");
 
     assert_eq!(settled(&provider, provider.power_on(id).await.unwrap()).await, ActionStatus::Success);
     assert_eq!(provider.get(id).await.unwrap().unwrap().status, ServerStatus::Running);
 }
 
 #[tokio::test]
-async fn what_is_gone_is_not_found() {
+async fn missing_server_is_not_found() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     let id = running(&simulator, &provider, "svc-1").await.id;
@@ -200,7 +201,7 @@ async fn what_is_gone_is_not_found() {
 }
 
 #[tokio::test]
-async fn server_types_are_known_by_name() {
+async fn server_types_are_found_by_name() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     let found = provider.server_type(&server_type("cpx52")).await.unwrap().unwrap();

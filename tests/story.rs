@@ -1,10 +1,10 @@
-//! The story with one thing broken: it has to fail, and at the step that is about that thing.
+//! The story with one broken component: it must fail at the corresponding step.
 
 use std::path::Path;
 
 use kit::story::{self, Breakage, Options};
 
-async fn fails_at_its_step(breakage: Breakage) {
+async fn assert_fails_at_its_step(breakage: Breakage) {
     let svc = Path::new(env!("CARGO_BIN_EXE_svc")).to_owned();
     let options = Options { svc, breakage: Some(breakage), keep: false, report: None };
     let report = story::run(options).await.unwrap();
@@ -14,21 +14,21 @@ async fn fails_at_its_step(breakage: Breakage) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_refuses_snapshots_fails_the_backup() {
-    fails_at_its_step(Breakage::Backup).await;
+async fn store_that_refuses_snapshots_fails_the_backup() {
+    assert_fails_at_its_step(Breakage::Backup).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_corrupts_snapshots_fails_the_recovery() {
-    fails_at_its_step(Breakage::Restore).await;
+async fn store_that_corrupts_snapshots_fails_the_recovery() {
+    assert_fails_at_its_step(Breakage::Restore).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_with_another_key_than_registered_is_not_used() {
-    fails_at_its_step(Breakage::Pin).await;
+async fn host_with_an_unregistered_key_is_not_used() {
+    assert_fails_at_its_step(Breakage::Pin).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_fence_that_is_taken_away_is_noticed() {
-    fails_at_its_step(Breakage::Fence).await;
+async fn removed_fence_is_detected() {
+    assert_fails_at_its_step(Breakage::Fence).await;
 }

@@ -1,5 +1,5 @@
-//! Strangers who open many connections to :443 and never end a head: the gateway and the router hold no more for each than
-//! the limit of connections is computed with.
+//! Clients that open many connections to :443 without completing a request head: the gateway and the router use no
+//! more memory per connection than the connection limit assumes.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use super::gateway::host::Machine;
 use super::platform::stack::Stack;
 
 const CONNECTIONS: usize = 1000;
-/// A little less than a head may have.
+/// A little below the limit of a head.
 const HEAD_BYTES: usize = 31 * 1024;
-/// What `http::server` divides a part of the memory by.
+/// The divisor with which `http::server` derives the connection limit from memory.
 const MAX_BYTES_EACH: u64 = 128 * 1024;
 
-/// Memory for each connection, while all heads are unfinished.
+/// Memory per connection, while all heads are incomplete.
 fn bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64> {
     let config = Arc::new(pinned_client_config(identity.pin()?, ChainCheck::PinOnly)?);
-    // What the first connections allocate once is no cost of a connection.
+    // One-time allocations of the first connections do not count.
     drop(OpenConnections::open(address, &config, 20)?);
     let before = settled_memory(pid)?;
     let mut connections = OpenConnections::open(address, &config, CONNECTIONS)?;
@@ -32,8 +32,8 @@ fn bytes_each(pid: u32, address: SocketAddr, identity: &Identity) -> Result<u64>
     Ok(each)
 }
 
-fn is_within_bounds(each: u64) {
-    assert!(each >= HEAD_BYTES as u64 / 2, "the heads did not reach the server: {each} bytes each");
+fn assert_within_bounds(each: u64) {
+    assert!(each >= HEAD_BYTES as u64 / 2, "the server has not read the heads: {each} bytes each");
     assert!(each <= MAX_BYTES_EACH, "{each} bytes each");
 }
 
@@ -43,7 +43,7 @@ async fn gateway_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let file = |name: &str| host.machine.path("var/lib/svc/tls").join(name);
     let identity = Identity::read(&file("cert.pem"), &file("key.pem"))?;
     let (pid, address) = (host.pid(), host.address.parse()?);
-    is_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
+    assert_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
     Ok(())
 }
 
@@ -60,6 +60,6 @@ async fn router_holds_unfinished_heads_in_bounded_memory() -> Result<()> {
     let platform = stack.platform_with(&files);
     let (_, authority) = platform.router.split_once("://").unwrap_or(("", &platform.router));
     let (pid, address) = (platform.pid(), authority.parse()?);
-    is_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
+    assert_within_bounds(tokio::task::spawn_blocking(move || bytes_each(pid, address, &identity)).await??);
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! Units, users, directories and network rules of a machine, by systemd's and the kernel's own word: correct, and as
-//! little exposed as is written here.
+//! The units, users, directories and network rules of a machine, checked by systemd and the kernel: valid, and within
+//! the exposure limits below.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,9 +9,9 @@ use std::process::{Command, Output};
 
 use kit::checkers;
 
-/// What `systemd-analyze security` may say at most, in tenths of its scale of ten.
+/// The maximum scores of `systemd-analyze security`, in tenths.
 const LIMITS: [(&str, u32); 19] = [
-    // Rust programs of ours.
+    // The product's own Rust programs.
     ("svc-apps", 20),
     ("svc-db-backup", 20),
     ("svc-db-backup-request", 20),
@@ -29,17 +29,17 @@ const LIMITS: [(&str, u32); 19] = [
     ("svc-watch", 20),
     // Root's own: it replaces units and the release.
     ("svc-update", 30),
-    // The owner's terminals, agents and JavaScript: compilers of all kinds, sandboxes of their own.
+    // The owner's terminals, agents and JavaScript: they need compilers and sandboxes.
     ("svc-code", 35),
     ("svc-agent@", 35),
-    // podman makes a container, and with it everything that the others may not: what is limited is in the container.
+    // podman creates a container, which needs every right that the others lack; the container itself is restricted.
     ("svc-postgres", 100),
 ];
 
-/// The platform's one unit, by its package.
+/// The platform's only unit, from its package.
 const PLATFORM: &str = "packaging/platform/usr/lib/systemd/system/svc-platform.service";
 
-/// Programs that a machine's units name and that are not part of systemd.
+/// Programs in a machine's units that are not part of systemd.
 const PROGRAMS: [&str; 2] = ["usr/bin/podman", "bin/sh"];
 
 fn tree() -> PathBuf {
@@ -59,7 +59,7 @@ impl Unit {
         Self { name, path, text }
     }
 
-    /// One that is in no tree.
+    /// A unit without a file.
     fn written(name: &str, text: &str) -> Self {
         Self { name: name.to_owned(), path: PathBuf::new(), text: text.to_owned() }
     }
@@ -93,7 +93,7 @@ fn platform() -> Unit {
     Unit::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(PLATFORM))
 }
 
-/// All that we run: the machine's and the platform's.
+/// All services of the product: the machine's and the platform's.
 fn services() -> Vec<Unit> {
     units().into_iter().filter(Unit::is_service).chain([platform()]).collect()
 }
@@ -102,7 +102,7 @@ fn said(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// A root with these units, the system's own, and a program wherever one of ours is named.
+/// A root directory with these units, the system's own, and a file for every named program.
 fn root(units: &[Unit]) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     let own = root.path().join("etc/systemd/system");
@@ -112,7 +112,7 @@ fn root(units: &[Unit]) -> tempfile::TempDir {
     }
     for entry in fs::read_dir("/usr/lib/systemd/system").unwrap() {
         let path = entry.unwrap().path();
-        // Drop-in directories and links to nothing are of no use here.
+        // Drop-in directories and dangling links are not needed.
         if path.is_file() {
             fs::copy(&path, system.join(path.file_name().unwrap())).unwrap();
         }
@@ -143,7 +143,7 @@ fn verified(units: &[Unit]) -> String {
 }
 
 #[test]
-fn systemd_has_nothing_to_say_about_the_units() {
+fn systemd_verifies_all_units() {
     assert_eq!(verified(&units()), "");
     let first = include_str!("../cloud-init/svc-first-boot.service");
     assert_eq!(verified(&[Unit::written("svc-first-boot.service", first)]), "");
@@ -157,7 +157,7 @@ fn systemd_has_nothing_to_say_about_the_units() {
     }
 }
 
-/// In tenths.
+/// The score in tenths.
 fn exposure(unit: &Path) -> u32 {
     let mut analyze = checkers::find_or_install("systemd-analyze", "systemd").unwrap();
     let output = analyze.args(["security", "--no-pager", "--offline=true"]).arg(unit).output().unwrap();
@@ -171,7 +171,7 @@ fn exposure(unit: &Path) -> u32 {
 fn no_service_is_more_exposed_than_its_limit() {
     let limits = BTreeMap::from(LIMITS);
     let services = services();
-    assert_eq!(services.len(), limits.len(), "each service has a limit, and each limit a service");
+    assert_eq!(services.len(), limits.len(), "services and limits must match");
     for service in services {
         let limit = limits[service.name.trim_end_matches(".service")];
         let found = exposure(&service.path);
@@ -180,16 +180,16 @@ fn no_service_is_more_exposed_than_its_limit() {
     }
 }
 
-/// A program of ours, and those that it is linked with, answer an error; being killed they do not.
+/// A program and its libraries can handle an error, but not a kill.
 #[test]
-fn a_call_that_is_not_allowed_is_refused_and_kills_nobody() {
+fn forbidden_system_call_returns_an_error() {
     for unit in services().iter().filter(|unit| !unit.values("SystemCallFilter").is_empty()) {
         assert_eq!(unit.values("SystemCallErrorNumber"), ["EPERM"], "{}", unit.name);
     }
 }
 
 #[test]
-fn the_target_has_every_unit_that_nothing_else_starts() {
+fn target_wants_every_unit_without_another_starter() {
     let units = units();
     let target = units.iter().find(|unit| unit.name == "svc.target").unwrap();
     let wanted = target.words("Wants");
@@ -205,7 +205,7 @@ fn the_target_has_every_unit_that_nothing_else_starts() {
             }
         })
         .collect();
-    // A slice is there while something is in it.
+    // A slice exists while it contains units.
     let own = |unit: &&Unit| unit.name != "svc.target" && !unit.name.ends_with(".slice");
     for unit in units.iter().filter(own) {
         let is_triggered = triggered.contains(&unit.name);
@@ -215,7 +215,7 @@ fn the_target_has_every_unit_that_nothing_else_starts() {
 }
 
 #[test]
-fn what_an_owner_needs_is_started_again_for_as_long_as_it_takes() {
+fn essential_services_restart_without_a_limit() {
     let lasting = |unit: &&Unit| unit.is_service() && !unit.is_oneshot() && !unit.name.contains('@');
     for unit in units().iter().filter(lasting) {
         assert!(["on-failure", "always"].contains(&unit.values("Restart")[0]), "{}", unit.name);
@@ -227,9 +227,9 @@ fn what_an_owner_needs_is_started_again_for_as_long_as_it_takes() {
     }
 }
 
-/// Its path unit finds the same request and the same journal again at once.
+/// Its path unit would find the same request and journal again at once.
 #[test]
-fn an_update_that_fails_is_tried_again_by_and_by_and_for_as_long_as_it_takes() {
+fn failed_update_is_retried_with_backoff_without_a_limit() {
     let units = units();
     let update = units.iter().find(|unit| unit.name == "svc-update.service").unwrap();
     assert_eq!(update.values("Restart"), ["on-failure"]);
@@ -238,7 +238,7 @@ fn an_update_that_fails_is_tried_again_by_and_by_and_for_as_long_as_it_takes() {
 }
 
 #[test]
-fn nothing_that_serves_or_uploads_starts_before_the_gate_is_open() {
+fn serving_and_uploading_units_wait_for_the_gate() {
     let gated = [
         "svc-gateway.service",
         "svc-shell.service",
@@ -261,8 +261,8 @@ fn nothing_that_serves_or_uploads_starts_before_the_gate_is_open() {
 }
 
 #[test]
-fn the_watcher_may_look_into_folders() {
-    // With the one, systemd takes openat2(2) away, and the watcher looks with nothing else.
+fn watcher_may_open_folders() {
+    // Without it, systemd blocks openat2(2), which the watcher needs.
     let units = units();
     let watch = units.iter().find(|unit| unit.name == "svc-watch.service").unwrap();
     assert!(watch.values("RestrictSUIDSGID").is_empty());
@@ -270,7 +270,7 @@ fn the_watcher_may_look_into_folders() {
 }
 
 #[test]
-fn agents_are_bounded_together_too() {
+fn agents_share_a_resource_limit() {
     let units = units();
     let unit = |name: &str| units.iter().find(|unit| unit.name == name).unwrap();
     assert_eq!(unit("svc-agent@.service").values("Slice"), ["svcagents.slice"]);
@@ -301,7 +301,10 @@ fn every_service_is_bounded_and_no_secret_is_in_an_environment() {
     };
     for kept in ["svc-gateway.service", "svc-postgres.service", "svc-sync-agent.service", "svc-watch.service"]
     {
-        assert!(score(kept) < 0 && score("svc-code.service") > 0, "{kept} outlives the owner's programs");
+        assert!(
+            score(kept) < 0 && score("svc-code.service") > 0,
+            "the OOM killer must spare {kept} before the owner's programs"
+        );
     }
 }
 
@@ -364,7 +367,7 @@ fn users_and_directories_are_made_and_made_again() {
     assert_eq!(fs::read_link(&marker).unwrap(), Path::new("/var/lib/svc/restore-complete"));
 }
 
-/// In a network of its own, where the metadata address is there and answers.
+/// In a private network namespace, where the metadata address exists and responds.
 #[test]
 fn the_metadata_address_is_closed_to_all_but_root() {
     if !is_root() {

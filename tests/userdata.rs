@@ -1,4 +1,4 @@
-//! User-data as servers get it: it fits, cloud-init takes it, and the script in it is plain shell.
+//! User-data of servers: it fits the size limit, cloud-init accepts it, and its script is plain shell.
 
 use std::process::Command;
 
@@ -21,7 +21,7 @@ use svc::platform::tokens::{Generation, TokenMint};
 use svc::platform::userdata;
 use svc::store::config::{S3Config, StoreConfig};
 
-/// What a user-data is made of; the rest is the same for all.
+/// The variable input of a user-data document.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Parts {
     pub user: String,
@@ -29,7 +29,7 @@ pub struct Parts {
     pub slot: String,
     pub version: String,
     pub platform: String,
-    /// The platform's public URL, where it is another.
+    /// The platform's public URL, if not the default.
     pub public: Option<String>,
     pub bundle: String,
     pub bundle_sha256: String,
@@ -62,8 +62,9 @@ impl Parts {
         }
     }
 
-    /// As long as names may be; URLs as long as browsers take them, a session token of twice what AWS has given yet.
-    fn longest() -> Self {
+    /// Names of maximum length, URLs as long as browsers accept, and a session token twice as long as any seen from
+    /// AWS.
+    fn with_maximum_lengths() -> Self {
         let url = |host: &str| format!("https://{host}.example/{}", "p".repeat(2000));
         Self {
             user: "u".repeat(128),
@@ -79,7 +80,7 @@ impl Parts {
             store: url("store"),
             proof_keys: 4,
             bundle_keys: 4,
-            egress: longest_egress(),
+            egress: max_egress(),
         }
     }
 
@@ -87,7 +88,7 @@ impl Parts {
         self.try_render().await.unwrap()
     }
 
-    /// Refused where a part is none that the platform takes.
+    /// Fails if the platform refuses a part.
     pub async fn try_render(&self) -> Result<String> {
         let hosts = HostSettings {
             public_url: self.public.as_ref().unwrap_or(&self.platform).parse()?,
@@ -188,14 +189,14 @@ impl Parts {
     }
 }
 
-/// As many networks as a platform takes, as long as they may be written.
-fn longest_egress() -> String {
+/// The maximum number of networks, each of maximum length.
+fn max_egress() -> String {
     let networks = (0..MAX_EGRESS_NETWORKS)
         .map(|n| format!("2001:1111:2222:3333:4444:5555:6666:{:04x}", 0x1001 + 2 * n));
     networks.collect::<Vec<_>>().join(",")
 }
 
-/// What cloud-init reads: the document without its first line.
+/// The document as cloud-init parses it, without its first line.
 pub fn document(text: &str) -> Value {
     serde_json::from_str(text.strip_prefix("#cloud-config\n").unwrap()).unwrap()
 }
@@ -206,8 +207,8 @@ fn file<'a>(document: &'a Value, path: &str) -> &'a Value {
 }
 
 #[tokio::test]
-async fn the_longest_values_fit() {
-    let text = Parts::longest().render().await;
+async fn user_data_with_maximum_lengths_fits() {
+    let text = Parts::with_maximum_lengths().render().await;
     println!("{} bytes, usually {}", text.len(), Parts::usual().render().await.len());
     assert!(text.len() < userdata::MAX_BYTES, "{}", text.len());
 }
@@ -227,15 +228,16 @@ async fn secrets_are_in_files_of_mode_0600_and_in_nothing_that_is_run() {
 }
 
 #[tokio::test]
-async fn hosts_are_told_their_own_way_to_the_store() {
+async fn hosts_get_their_own_store_endpoint() {
     let document = document(&Parts::usual().render().await);
     let env = file(&document, "/opt/svc/env/r2.env")["content"].as_str().unwrap();
     assert!(env.contains("OBJECT_STORE_ENDPOINT=\"https://store.example/\"\n"), "{env}");
 }
 
-/// The power may go while cloud-init writes files, after it noted that it did: until all are here, it forgets that.
+/// The power may fail while cloud-init writes files, after it recorded that it did: until all files exist, the script
+/// removes that record.
 #[tokio::test]
-async fn files_are_written_again_until_the_script_says_that_they_are_here() {
+async fn files_are_rewritten_until_the_script_confirms_them() {
     let document = document(&Parts::usual().render().await);
     let files = document["write_files"].as_array().unwrap();
     assert_eq!(files.last().unwrap()["path"], "/opt/svc/first-boot.sh", "the last");
@@ -263,7 +265,7 @@ async fn files_are_written_again_until_the_script_says_that_they_are_here() {
     assert_eq!(boot(), (String::new(), 4));
 }
 
-/// As it goes out, without its comments, it is still the script that is read and checked here.
+/// The delivered script, without comments, is the same as the one checked here.
 #[tokio::test]
 async fn the_script_is_plain_shell() {
     let document = document(&Parts::usual().render().await);
@@ -277,7 +279,7 @@ async fn the_script_is_plain_shell() {
 }
 
 /// cloud-init's own command, of the release that machines boot.
-fn is_taken(text: &str) -> Result<(), String> {
+fn check_with_cloud_init(text: &str) -> Result<(), String> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("user-data");
     std::fs::write(&file, text).unwrap();
@@ -289,16 +291,17 @@ fn is_taken(text: &str) -> Result<(), String> {
 }
 
 #[tokio::test]
-async fn cloud_init_takes_it() {
-    for parts in [Parts::usual(), Parts::longest()] {
-        is_taken(&parts.render().await).unwrap();
+async fn cloud_init_accepts_user_data() {
+    for parts in [Parts::usual(), Parts::with_maximum_lengths()] {
+        check_with_cloud_init(&parts.render().await).unwrap();
     }
     let wrong =
-        is_taken("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n").unwrap_err();
+        check_with_cloud_init("#cloud-config\n{\"write_files\": [{\"pat\": \"/a\"}], \"runcmd\": 3}\n")
+            .unwrap_err();
     assert!(wrong.contains("'path' is a required property") && wrong.contains("runcmd"), "{wrong}");
 }
 
-/// nft itself reads the rules that machines get, whatever networks the platform's connections come from.
+/// nft itself parses the rules of machines, for any networks of the platform.
 #[tokio::test]
 async fn firewall_is_what_nft_takes() {
     if Command::new("nft").arg("--version").output().is_err() {
@@ -310,7 +313,7 @@ async fn firewall_is_what_nft_takes() {
         "203.0.113.0/24".to_owned(),
         "2001:db8::/32".to_owned(),
         "10.0.0.0/8,10.1.0.0/16,203.0.113.7,203.0.113.6,2001:db8::1,2001:db8::/64".to_owned(),
-        longest_egress(),
+        max_egress(),
     ] {
         let rendered = Parts { egress: egress.clone(), ..Parts::usual() }.render().await;
         let document = document(&rendered);
@@ -318,7 +321,7 @@ async fn firewall_is_what_nft_takes() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("nftables.conf");
         std::fs::write(&path, rules).unwrap();
-        // In a network of its own: a check needs the right to change the rules, and changes none.
+        // In a private network namespace: a check needs the right to change rules, but changes none.
         let mut command = Command::new("unshare");
         command.args(["--user", "--map-root-user", "--net", "nft", "-c", "-f"]).arg(&path);
         let checked = command.output().unwrap();
@@ -331,7 +334,8 @@ async fn firewall_is_what_nft_takes() {
     }
 }
 
-/// The commands of docs/operating/network.md, "Admit the platform alone to :443", on a file in the place of `/etc/nftables.conf`.
+/// Runs the commands of docs/operating/network.md, "Admit the platform alone to :443", with a file in place of
+/// `/etc/nftables.conf`.
 fn admits_by_readme(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
     let readme = include_str!("../docs/operating/network.md");
     let section = readme.split("## Admit the platform alone to :443").nth(1).unwrap();

@@ -1,12 +1,12 @@
-//! Random scripts of the shell, and an observer who knows nothing of the watcher: what he finds changed, and nothing else,
-//! is in the record.
+//! Random shell scripts, checked by an observer that is independent of the watcher: the record holds exactly the
+//! changes that the observer finds.
 
 use anyhow::{Context, Result, ensure};
 use kit::long::Figures;
 
 use super::home::{ADA, Home, differences, recorded};
 
-/// Numbers that are the same for the same seed.
+/// A pseudo-random generator: the same seed gives the same numbers.
 struct Dice(u64);
 
 impl Dice {
@@ -39,7 +39,7 @@ impl Dice {
 
     fn file(&mut self) -> String {
         let folder = self.folder();
-        // Now and then a name that is a folder's elsewhere.
+        // Some names are those of folders elsewhere, to provoke conflicts.
         let name = self.pick(&["f1", "f2", "f3", "f4", "'f 5'", "$'f\\n6'", "$'f\\xfe7'", "d1", "d2"]);
         format!("{folder}/{name}")
     }
@@ -48,7 +48,7 @@ impl Dice {
         format!("{:016x}", self.roll())
     }
 
-    /// One step. No two contents are ever the same, for the observer sees contents alone.
+    /// One step. Contents never repeat, because the observer compares only contents.
     fn step(&mut self, touches: bool) -> String {
         let (f, g, d, e) = (self.file(), self.file(), self.folder(), self.folder());
         let (n, m) = (self.unique(), self.unique());
@@ -70,7 +70,8 @@ impl Dice {
             17 => format!("sed -i s/$/{n}/ {f}"),
             18 => format!("ln -s {n} {f}"),
             19 => format!("ln -sfn {n} {f}"),
-            // Of names that stay: what is written by a name that is made and deleted meanwhile, nobody sees.
+            // Only through names that remain: a write through a name that is created and deleted meanwhile is
+            // invisible.
             20 => format!("ln {f} ./k{m}"),
             21 => format!("ln {f} ./k{m}; echo {n} >> ./k{m}"),
             22 => format!("[ -s {f} ] && truncate -s +3 {f}; printf {n} | dd of={g} conv=notrunc bs=1"),
@@ -91,7 +92,7 @@ impl Dice {
     }
 
     fn script(&mut self, touches: bool) -> String {
-        // A file that is mapped and touched in one command is one of those that the README names as not seen.
+        // The README lists a file that is mapped and touched in the same command as undetected.
         let is_mapping = self.of(12) == 0;
         let touches = touches && !is_mapping;
         let steps = 1 + self.of(14);
@@ -103,7 +104,7 @@ impl Dice {
             ));
         }
         if self.of(6) == 0 {
-            // While the last of it is still written by another process.
+            // Another process may still write the last of it.
             script = format!("({script}) & wait\n");
         }
         format!("{script}true\n")
@@ -117,20 +118,20 @@ fn play(seed: u64, scripts: u64, failpoints: &'static str) -> Result<Figures> {
     for number in 0..scripts {
         let mut dice = Dice(seed.wrapping_add(number));
         let script = dice.script(failpoints.is_empty());
-        let told = || format!("seed {}, script:\n{script}", seed.wrapping_add(number));
+        let context = || format!("seed {}, script:\n{script}", seed.wrapping_add(number));
         if dice.of(8) == 0 {
-            // The owner's own, of which nobody is told.
+            // Changes by the owner, which no hook reports.
             home.shell(&format!("echo {0} > own-{0}; mkdir -p d1/own; echo {0} > f1", dice.unique())).ok();
         }
         let before = home.states()?;
-        let found = home.run(ADA, &format!("{{ {script}}} 2>/dev/null")).with_context(told)?;
+        let found = home.run(ADA, &format!("{{ {script}}} 2>/dev/null")).with_context(context)?;
         let after = home.states()?;
-        // What says that the record was read is not the script's.
+        // The marker is written by the test, not by the script.
         let mut expected = differences(&before, &after);
         expected.retain(|path, _| !path.starts_with(b"apps/marker"));
-        let said = recorded(&found).with_context(told)?;
+        let said = recorded(&found).with_context(context)?;
         let expected = expected.into_iter().map(|(path, op)| (path, op.to_owned())).collect();
-        ensure!(said == expected, "{}\n{}", told(), unlike(&said, &expected));
+        ensure!(said == expected, "{}\n{}", context(), describe_difference(&said, &expected));
         figures.fuzz_cases += 1;
         if number % 100 == 99 {
             home.shell("find . -mindepth 1 -maxdepth 1 ! -name system -exec rm -rf {} +; mkdir apps")?;
@@ -139,17 +140,17 @@ fn play(seed: u64, scripts: u64, failpoints: &'static str) -> Result<Figures> {
     Ok(figures)
 }
 
-type Told = std::collections::BTreeMap<Vec<u8>, String>;
+type Operations = std::collections::BTreeMap<Vec<u8>, String>;
 
-fn unlike(said: &Told, expected: &Told) -> String {
-    let only = |one: &Told, other: &Told| -> Vec<String> {
+fn describe_difference(said: &Operations, expected: &Operations) -> String {
+    let only = |one: &Operations, other: &Operations| -> Vec<String> {
         let mine = one.iter().filter(|(path, op)| other.get(*path) != Some(op));
         mine.map(|(path, op)| format!("{op} {}", String::from_utf8_lossy(path))).collect()
     };
     format!("invented: {:#?}\nmissed: {:#?}", only(said, expected), only(expected, said))
 }
 
-/// `AUDIT_SEED` plays the scripts of a run that failed again.
+/// `AUDIT_SEED` replays the scripts of a failed run.
 fn seed() -> Result<u64> {
     match std::env::var("AUDIT_SEED") {
         Ok(seed) => seed.parse().context("AUDIT_SEED"),
@@ -158,18 +159,18 @@ fn seed() -> Result<u64> {
 }
 
 #[test]
-fn what_random_scripts_change_is_what_the_record_says() -> Result<()> {
+fn record_matches_changes_of_random_scripts() -> Result<()> {
     play(seed()?, 40, "").map(drop)
 }
 
 #[test]
-fn the_same_where_nothing_is_told_and_all_is_looked_through() -> Result<()> {
+fn record_matches_random_scripts_without_file_events() -> Result<()> {
     play(seed()?, 12, "watch.look=return(error)").map(drop)
 }
 
 #[test]
 #[ignore = "minutes: for the long tests"]
-fn long_a_thousand_random_scripts_are_in_the_record() -> Result<()> {
+fn long_record_matches_a_thousand_random_scripts() -> Result<()> {
     let mut figures = play(seed()?, 1000, "")?;
     figures.fuzz_cases += play(seed()?.wrapping_add(5000), 200, "watch.look=return(error)")?.fuzz_cases;
     figures.record()

@@ -1,4 +1,4 @@
-//! What a change looks like in the record, kind by kind.
+//! The record of each kind of change.
 
 use anyhow::Result;
 use serde_json::json;
@@ -6,20 +6,20 @@ use serde_json::json;
 use super::home::{ADA, BOB, Home, os, path_of, short};
 
 #[test]
-fn commands_are_told_by_what_has_changed_in_the_end() -> Result<()> {
+fn command_is_recorded_by_its_net_changes() -> Result<()> {
     let home = Home::new()?;
-    let told = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
-    assert_eq!(told("echo one > a")?, ["write a"]);
-    assert_eq!(told("cat a; grep -r one . ; ls -R")?, [""; 0]);
-    assert_eq!(told("echo two >> a")?, ["write a"]);
-    assert_eq!(told(": > a")?, ["write a"]);
-    assert_eq!(told("echo x > tmp; rm tmp; mkdir t; rmdir t")?, [""; 0]);
+    let logged = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
+    assert_eq!(logged("echo one > a")?, ["write a"]);
+    assert_eq!(logged("cat a; grep -r one . ; ls -R")?, [""; 0]);
+    assert_eq!(logged("echo two >> a")?, ["write a"]);
+    assert_eq!(logged(": > a")?, ["write a"]);
+    assert_eq!(logged("echo x > tmp; rm tmp; mkdir t; rmdir t")?, [""; 0]);
     assert_eq!(
-        told("mkdir -p n/e/s/t; echo x > n/e/s/t/f")?,
+        logged("mkdir -p n/e/s/t; echo x > n/e/s/t/f")?,
         ["mkdir n", "mkdir n/e", "mkdir n/e/s", "mkdir n/e/s/t", "write n/e/s/t/f"]
     );
     assert_eq!(
-        told("mv n/e m")?,
+        logged("mv n/e m")?,
         [
             "delete n/e/s/t/f",
             "delete n/e/s/t",
@@ -31,44 +31,44 @@ fn commands_are_told_by_what_has_changed_in_the_end() -> Result<()> {
             "write m/s/t/f"
         ]
     );
-    // In the folder where it is now.
-    assert_eq!(told("echo y >> m/s/t/f")?, ["write m/s/t/f"]);
-    assert_eq!(told("mv m k; echo z >> k/s/t/f; mv k m")?, ["write m/s/t/f"]);
-    assert_eq!(told("mv m k; mv k m")?, [""; 0]);
-    assert_eq!(told("echo 1 > b; echo 2 > c; mv b c")?, ["write c"]);
-    assert_eq!(told("cp c .c.new; mv .c.new c")?, ["write c"]);
+    // Under the folder's current name.
+    assert_eq!(logged("echo y >> m/s/t/f")?, ["write m/s/t/f"]);
+    assert_eq!(logged("mv m k; echo z >> k/s/t/f; mv k m")?, ["write m/s/t/f"]);
+    assert_eq!(logged("mv m k; mv k m")?, [""; 0]);
+    assert_eq!(logged("echo 1 > b; echo 2 > c; mv b c")?, ["write c"]);
+    assert_eq!(logged("cp c .c.new; mv .c.new c")?, ["write c"]);
     assert_eq!(
-        told("rm -rf m; mkdir m; echo f > m/f")?,
+        logged("rm -rf m; mkdir m; echo f > m/f")?,
         ["delete m/s/t/f", "delete m/s/t", "delete m/s", "write m/f"]
     );
-    assert_eq!(told("rm c; mkdir c")?, ["mkdir c"]);
-    assert_eq!(told("rmdir c; echo c > c")?, ["write c"]);
-    assert_eq!(told("touch c; touch -d 2001-01-01 c; chmod 600 c; chmod 700 m")?, [""; 0]);
-    assert_eq!(told("rm -rf n m")?, ["delete n", "delete m/f", "delete m"]);
+    assert_eq!(logged("rm c; mkdir c")?, ["mkdir c"]);
+    assert_eq!(logged("rmdir c; echo c > c")?, ["write c"]);
+    assert_eq!(logged("touch c; touch -d 2001-01-01 c; chmod 600 c; chmod 700 m")?, [""; 0]);
+    assert_eq!(logged("rm -rf n m")?, ["delete n", "delete m/f", "delete m"]);
     Ok(())
 }
 
 #[test]
-fn links_are_themselves_and_files_of_several_names_change_under_all() -> Result<()> {
+fn symlink_is_recorded_itself_hard_link_under_every_name() -> Result<()> {
     let home = Home::new()?;
-    let told = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
+    let logged = |script: &str| home.run(ADA, script).map(|entries| short(&entries));
     assert_eq!(
-        told("echo x > f; ln -s f l; ln -s ../out o; ln -s nowhere d")?,
+        logged("echo x > f; ln -s f l; ln -s ../out o; ln -s nowhere d")?,
         ["write d", "write f", "write l", "write o"]
     );
-    assert_eq!(told("echo y >> l")?, ["write f"]);
-    assert_eq!(told("echo y > o/f; mkdir o/sub; echo z > o/sub/f")?, [""; 0]);
-    assert_eq!(told("ln -sfn elsewhere d")?, ["write d"]);
-    assert_eq!(told("mkdir sub; ln f sub/g")?, ["mkdir sub", "write sub/g"]);
-    assert_eq!(told("echo z >> sub/g")?, ["write f", "write sub/g"]);
-    assert_eq!(told("ln f h; echo z >> h")?, ["write f", "write h", "write sub/g"]);
-    assert_eq!(told("echo z >> h; rm h")?, ["delete h", "write f", "write sub/g"]);
-    assert_eq!(told("rm l o")?, ["delete o", "delete l"]);
+    assert_eq!(logged("echo y >> l")?, ["write f"]);
+    assert_eq!(logged("echo y > o/f; mkdir o/sub; echo z > o/sub/f")?, [""; 0]);
+    assert_eq!(logged("ln -sfn elsewhere d")?, ["write d"]);
+    assert_eq!(logged("mkdir sub; ln f sub/g")?, ["mkdir sub", "write sub/g"]);
+    assert_eq!(logged("echo z >> sub/g")?, ["write f", "write sub/g"]);
+    assert_eq!(logged("ln f h; echo z >> h")?, ["write f", "write h", "write sub/g"]);
+    assert_eq!(logged("echo z >> h; rm h")?, ["delete h", "write f", "write sub/g"]);
+    assert_eq!(logged("rm l o")?, ["delete o", "delete l"]);
     Ok(())
 }
 
 #[test]
-fn a_file_that_is_mapped_is_seen_to_be_written() -> Result<()> {
+fn write_through_mmap_is_recorded() -> Result<()> {
     let home = Home::new()?;
     home.shell("head -c 8192 /dev/zero > m")?;
     let script =
@@ -78,7 +78,7 @@ fn a_file_that_is_mapped_is_seen_to_be_written() -> Result<()> {
 }
 
 #[test]
-fn names_that_are_no_text_can_be_read_back() -> Result<()> {
+fn non_utf8_names_can_be_read_back() -> Result<()> {
     let home = Home::new()?;
     let entries =
         home.run(ADA, "echo x > $'a\\nb'; echo x > $'c\\\\\\xff'; mkdir $'\\xc3'; echo x > $'\\xc3/ä'")?;
@@ -90,26 +90,26 @@ fn names_that_are_no_text_can_be_read_back() -> Result<()> {
 }
 
 #[test]
-fn a_tool_that_writes_a_file_is_believed_where_the_file_is_in_the_home() -> Result<()> {
+fn file_tool_is_trusted_for_paths_within_the_home() -> Result<()> {
     let home = Home::new()?;
     let at = |below: &str| home.path(below).display().to_string();
     home.shell("mkdir real; ln -s real in; ln -s ../out away; ln -s real/t link; echo t > real/t; ln -s ../out/x gone")?;
-    let told = |path: &str, script: &str| -> Result<Vec<String>> {
+    let logged = |path: &str, script: &str| -> Result<Vec<String>> {
         home.write(ADA, path, || home.shell(script))?;
         Ok(short(&home.entries()?))
     };
     assert_eq!(
-        told(&at("home/svc/home/n/e/w"), "mkdir -p n/e; echo x > n/e/w")?,
+        logged(&at("home/svc/home/n/e/w"), "mkdir -p n/e; echo x > n/e/w")?,
         ["mkdir n", "mkdir n/e", "write n/e/w"]
     );
-    assert_eq!(told("n/../n/e/w", "echo y > n/e/w")?, ["write n/e/w"]);
-    assert_eq!(told(&at("home/svc/home/in/f"), "echo x > real/f")?, ["write real/f"]);
-    assert_eq!(told(&at("home/svc/home/link"), "echo x > link")?, ["write real/t"]);
-    assert_eq!(told(&at("home/svc/home/link"), "rm link; echo x > link")?, ["write link"]);
+    assert_eq!(logged("n/../n/e/w", "echo y > n/e/w")?, ["write n/e/w"]);
+    assert_eq!(logged(&at("home/svc/home/in/f"), "echo x > real/f")?, ["write real/f"]);
+    assert_eq!(logged(&at("home/svc/home/link"), "echo x > link")?, ["write real/t"]);
+    assert_eq!(logged(&at("home/svc/home/link"), "rm link; echo x > link")?, ["write link"]);
     for outside in
         ["home/svc/out/f", "home/svc/home/away/f", "home/svc/home/gone", "home/svc/home/system/config.json"]
     {
-        assert_eq!(told(&at(outside), "true")?, [""; 0], "{outside}");
+        assert_eq!(logged(&at(outside), "true")?, [""; 0], "{outside}");
     }
     let entry = &{
         home.write(ADA, "s", || home.shell("echo 12345 > s"))?;
@@ -125,7 +125,7 @@ fn a_tool_that_writes_a_file_is_believed_where_the_file_is_in_the_home() -> Resu
 }
 
 #[test]
-fn thousands_of_files_at_once_are_all_there() -> Result<()> {
+fn thousands_of_simultaneous_changes_are_all_recorded() -> Result<()> {
     let home = Home::new()?;
     let many =
         "for d in $(seq 60); do mkdir -p p/$d/q; for f in $(seq 100); do echo $f > p/$d/q/$f; done; done";
@@ -137,7 +137,7 @@ fn thousands_of_files_at_once_are_all_there() -> Result<()> {
 }
 
 #[test]
-fn what_the_owner_does_alone_is_nobodys_and_what_two_agents_did_is_either_ones() -> Result<()> {
+fn owner_changes_are_omitted_and_concurrent_agents_both_named() -> Result<()> {
     let home = Home::new()?;
     home.shell("echo mine > mine; mkdir own")?;
     assert!(home.entries()?.is_empty());
@@ -157,7 +157,7 @@ fn what_the_owner_does_alone_is_nobodys_and_what_two_agents_did_is_either_ones()
     assert_eq!(of(2), (json!("bob"), json!(null)));
     assert_eq!(entries[1].get("dispatchId"), None);
 
-    // One who writes a file while another's command runs is known by name.
+    // A file tool is attributed by name, even while another agent's command runs.
     let call = home.begin(ADA)?;
     home.write(BOB, "w", || home.shell("echo w > w; echo side > side"))?;
     home.end(ADA, &call)?;

@@ -1,4 +1,4 @@
-//! What agents' programs and their tools may say to the watcher that is not so: each is found, and told.
+//! False reports by agents' programs and their tools: each is detected and recorded as a gap.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -11,18 +11,18 @@ use svc::host::audit::protocol::{Message, SeenCalls};
 
 use super::home::{ADA, Agent, BOB, Home, short};
 
-/// As the machine's sysusers have it.
+/// The id that the machine's sysusers configuration assigns.
 const OWNERS_USER: u32 = 1940;
 
-/// The gaps since this was last asked, and the entries beside them.
-fn told(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
+/// The gaps and the entries since the previous call.
+fn new_entries(home: &Home) -> Result<(Vec<String>, Vec<Value>)> {
     let (gaps, entries): (Vec<Value>, Vec<Value>) =
         home.entries()?.into_iter().partition(|line| !line["gap"].is_null());
     let whys = gaps.iter().filter_map(|line| line["gap"]["why"].as_str().map(str::to_owned)).collect();
     Ok((whys, entries))
 }
 
-/// A tool that says by the hook, from within its call, that the call is over.
+/// A tool reports the end of its own call through the hook.
 #[test]
 fn a_tool_cannot_end_its_own_call() -> Result<()> {
     let home = Home::new()?;
@@ -36,14 +36,14 @@ fn a_tool_cannot_end_its_own_call() -> Result<()> {
     assert_eq!(home.with_program(ADA, |program| program.run(&line))?, "0");
     home.shell("echo hidden > hidden")?;
     home.end(ADA, &call)?;
-    let (gaps, entries) = told(&home)?;
+    let (gaps, entries) = new_entries(&home)?;
     assert_eq!((gaps, short(&entries)), (vec!["forged".to_owned()], vec!["write hidden".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
     Ok(())
 }
 
-/// The tool's own process is replaced by the hook: it has the same parent as the program's hooks. The program's own word at
-/// the call's real end shows it.
+/// The tool's process replaces itself with the hook, so its parent is that of the program's hooks. The program's own
+/// report at the real end exposes it.
 #[test]
 fn a_tool_that_becomes_the_hook_is_found_out() -> Result<()> {
     let home = Home::new()?;
@@ -51,31 +51,31 @@ fn a_tool_that_becomes_the_hook_is_found_out() -> Result<()> {
     home.end(ADA, &call)?;
     home.shell("echo hidden > hidden")?;
     home.end(ADA, &call)?;
-    let (gaps, entries) = told(&home)?;
+    let (gaps, entries) = new_entries(&home)?;
     assert_eq!((gaps, entries.len()), (vec!["forged".to_owned()], 0));
     Ok(())
 }
 
-/// A hook that let go too early, and was heard all the same.
+/// A hook that stopped waiting too early, but whose report arrived.
 #[test]
-fn a_late_hook_is_heard_once() -> Result<()> {
+fn late_hook_is_counted_once() -> Result<()> {
     let home = Home::new()?;
     let file = home.dir().join("w").display().to_string();
     let write = json!({ "tool_name": "Write", "tool_input": { "file_path": file } });
-    home.tell(ADA, "PreToolUse", "w1", write.clone())?;
+    home.call_hook(ADA, "PreToolUse", "w1", write.clone())?;
     home.shell("echo x > w")?;
     let late = json!({ "version": 1, "at": "2026-11-23T00:00:00.000Z", "why": "late", "message": {
         "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "session-ada",
         "toolUseId": "w1", "tool": "Write", "path": file, "actor": "claude-code" } });
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
-    home.tell(ADA, "PostToolUse", "w1", write)?;
-    let (gaps, entries) = told(&home)?;
+    home.call_hook(ADA, "PostToolUse", "w1", write)?;
+    let (gaps, entries) = new_entries(&home)?;
     assert_eq!((gaps, short(&entries)), (vec!["unproven".to_owned()], vec!["write w".to_owned()]));
     assert_eq!(entries[0]["dispatchId"], "ada");
     Ok(())
 }
 
-/// What anybody may leave in the file of late hooks does not excuse a call without a beginning.
+/// A forged note in the file of late hooks excuses no call without a beginning.
 #[test]
 fn a_left_note_silences_nothing() -> Result<()> {
     let home = Home::new()?;
@@ -83,8 +83,8 @@ fn a_left_note_silences_nothing() -> Result<()> {
         "version": 1, "phase": "post", "sentAt": "2026-11-23T00:00:00.000Z", "sessionId": "other",
         "toolUseId": "u2", "tool": "Bash", "actor": "claude-code" } });
     fs::write(home.path("run/svc/hooks/audit-gaps.jsonl"), format!("{late}\n"))?;
-    home.tell(ADA, "PostToolUse", "u2", json!({ "tool_name": "Bash" }))?;
-    let (gaps, _) = told(&home)?;
+    home.call_hook(ADA, "PostToolUse", "u2", json!({ "tool_name": "Bash" }))?;
+    let (gaps, _) = new_entries(&home)?;
     assert_eq!(gaps, ["unpaired"]);
     Ok(())
 }
@@ -94,13 +94,13 @@ fn an_agent_cannot_end_the_calls_of_another() -> Result<()> {
     let home = Home::new()?;
     let call = home.begin(ADA)?;
     let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
-    home.tell(BOB, "PostToolUse", &call, of_ada.clone())?;
-    home.tell(BOB, "PostToolUseFailure", &call, of_ada.clone())?;
-    home.tell(BOB, "Stop", "", of_ada.clone())?;
-    home.tell(BOB, "SessionEnd", "", of_ada)?;
+    home.call_hook(BOB, "PostToolUse", &call, of_ada.clone())?;
+    home.call_hook(BOB, "PostToolUseFailure", &call, of_ada.clone())?;
+    home.call_hook(BOB, "Stop", "", of_ada.clone())?;
+    home.call_hook(BOB, "SessionEnd", "", of_ada)?;
     home.shell("echo x > seen")?;
     home.end(ADA, &call)?;
-    let (gaps, entries) = told(&home)?;
+    let (gaps, entries) = new_entries(&home)?;
     assert_eq!(gaps, ["forged"; 4]);
     assert_eq!((short(&entries), &entries[0]["agentName"]), (vec!["write seen".to_owned()], &json!("ada")));
     Ok(())
@@ -109,12 +109,12 @@ fn an_agent_cannot_end_the_calls_of_another() -> Result<()> {
 #[test]
 fn a_dispatch_is_what_the_dispatcher_says_and_not_what_the_environment_does() -> Result<()> {
     let home = Home::new()?;
-    // Nobody told of a dispatch; its environment names one.
+    // No dispatch was announced, but its environment names one.
     let terminal = Agent("terminal");
     home.run(terminal, "true")?;
     let entries = home.run(terminal, "echo x > by-terminal")?;
     assert_eq!((&entries[0]["agentName"], entries[0].get("dispatchId")), (&json!("terminal"), None));
-    // One that is of a dispatch stays in it, whatever it sets.
+    // A process of a dispatch remains in it, whichever variables it sets.
     home.with_program(ADA, |program| program.run("export SVC_DISPATCH_ID=bob SVC_AGENT_NAME=bob"))?;
     let entries = home.run(ADA, "echo x > by-ada")?;
     assert_eq!((&entries[0]["agentName"], &entries[0]["dispatchId"]), (&json!("ada"), &json!("ada")));
@@ -134,19 +134,19 @@ fn only_the_gateways_user_begins_and_ends_dispatches() -> Result<()> {
     }
     chown(&socket, None, Some(OWNERS_USER))?;
     home.begin(ADA)?;
-    let tell = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); \
+    let client = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); \
                 s.sendall(sys.argv[2].encode() + b'\\n'); print(s.recv(100))";
     let runner = svc::host::audit::protocol::Process::from_pid(i32::try_from(std::process::id())?);
     for message in
         [Message::dispatch_end("ada", SeenCalls::default()), Message::dispatch_begin("bob", "bob", runner)]
     {
         let mut forger = Command::new("python3");
-        forger.args(["-c", tell]).arg(&socket).arg(serde_json::to_string(&message)?);
+        forger.args(["-c", client]).arg(&socket).arg(serde_json::to_string(&message)?);
         let output = forger.uid(OWNERS_USER).gid(OWNERS_USER).output().context("python3")?;
         ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     home.shell("echo x > still-seen")?;
-    let (gaps, entries) = told(&home)?;
+    let (gaps, entries) = new_entries(&home)?;
     assert_eq!((gaps, short(&entries)), (vec!["forged".to_owned(); 2], vec!["write still-seen".to_owned()]));
     Ok(())
 }
@@ -158,22 +158,22 @@ fn calls_that_the_output_has_and_no_hook_told_of_are_a_gap() -> Result<()> {
     home.end(ADA, &call)?;
     let mut seen = SeenCalls { is_by_id: true, ..SeenCalls::default() };
     [call.as_str(), "toolu_of_no_hook", "toolu_of_none_either"].iter().for_each(|call| seen.add(call));
-    home.tell_watcher(&Message::dispatch_end("ada", seen))?;
+    home.send_to_watcher(&Message::dispatch_end("ada", seen))?;
     let gap = home.until("a gap", |line| line["gap"]["why"] == "unseen")?;
     assert_eq!(gap["gap"]["lost"], 2);
     Ok(())
 }
 
-/// The ids that are dealt with are those of a process: nobody can use up another's.
+/// Call ids are tracked per process, so one agent cannot consume the id of another.
 #[test]
-fn a_call_that_was_said_to_be_over_before_it_began_is_heard_all_the_same() -> Result<()> {
+fn call_ended_by_another_process_beforehand_is_recorded() -> Result<()> {
     let home = Home::new()?;
     let of_ada = json!({ "session_id": "session-ada", "tool_name": "Bash", "tool_response": {} });
-    home.tell(BOB, "PostToolUse", "toolu_1000", of_ada)?;
-    home.tell(ADA, "PreToolUse", "toolu_1000", json!({ "tool_name": "Bash" }))?;
+    home.call_hook(BOB, "PostToolUse", "toolu_1000", of_ada)?;
+    home.call_hook(ADA, "PreToolUse", "toolu_1000", json!({ "tool_name": "Bash" }))?;
     home.shell("echo x > seen")?;
     home.end(ADA, "toolu_1000")?;
-    let (_, entries) = told(&home)?;
+    let (_, entries) = new_entries(&home)?;
     assert_eq!(short(&entries), ["write seen"]);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A home that is watched: the real `svc-watch`, and hooks that are run as agents' programs run them.
+//! A watched home: the real `svc-watch`, and hooks that run as agents' programs run them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
@@ -20,19 +20,19 @@ use sha2::{Digest, Sha256};
 use svc::host::audit::protocol;
 use svc::host::audit::protocol::{Message, Process};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const RECORD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// An agent in a session of its own. Those whose name is not `terminal…` run for a dispatch of that name.
+/// An agent in a session of its own. Unless its name starts with `terminal`, it runs for a dispatch of that name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Agent(pub &'static str);
 
-/// The process of an agent, which runs its hooks.
+/// The process of an agent; it runs the agent's hooks.
 pub struct Program {
     shell: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
-    /// The watcher knows of its dispatch.
-    is_told: bool,
+    /// Whether the watcher received the dispatch of this process.
+    is_announced: bool,
 }
 
 impl Program {
@@ -40,7 +40,7 @@ impl Program {
         self.shell.id()
     }
 
-    /// Runs a line of the shell; the word that it says at its end.
+    /// Runs a shell line and returns its exit code.
     pub fn run(&mut self, line: &str) -> Result<String> {
         writeln!(self.stdin, "{line}; echo $?")?;
         let mut word = String::new();
@@ -63,19 +63,19 @@ pub struct Home {
     root: tempfile::TempDir,
     watcher: Option<Child>,
     pub failpoints: String,
-    /// Its hooks let go when they must.
+    /// Whether its hooks stop waiting at their limit.
     pub is_hasty: bool,
-    /// So many folders the kernel lets it watch, where that is not the system's word.
-    pub most_watches: Option<u32>,
+    /// Maximum number of folders that the kernel may watch, if not the system's limit.
+    pub max_watches: Option<u32>,
     calls: AtomicU32,
     programs: RefCell<HashMap<Agent, Program>>,
-    /// How many lines of the record were looked at.
+    /// Number of lines of the record that were read.
     read: Cell<usize>,
 }
 
-/// What the record says of a path: how, and by whom.
+/// Lines of the record.
 pub type Entries = Vec<Value>;
-/// What an observer sees of a path.
+/// The observed state of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
     Folder,
@@ -86,7 +86,7 @@ pub enum State {
 pub type States = BTreeMap<Vec<u8>, State>;
 
 impl Home {
-    /// Watched from its beginning.
+    /// A home that is watched from the start.
     pub fn new() -> Result<Self> {
         let mut home = Self::unwatched()?;
         home.watch()?;
@@ -107,7 +107,7 @@ impl Home {
             watcher: None,
             failpoints: failpoints.to_owned(),
             is_hasty: false,
-            most_watches: None,
+            max_watches: None,
             calls: AtomicU32::new(0),
             programs: RefCell::default(),
             read: Cell::new(0),
@@ -122,7 +122,7 @@ impl Home {
         self.path("home/svc/home")
     }
 
-    /// Starts the watcher and waits until it says that it is ready.
+    /// Starts the watcher and waits for its readiness message.
     pub fn watch(&mut self) -> Result<()> {
         let notify = self.path("notify.sock");
         let _ = fs::remove_file(&notify);
@@ -133,7 +133,7 @@ impl Home {
         command.env("NOTIFY_SOCKET", &notify).env("FAILPOINTS", &self.failpoints);
         let mut watcher = command.stdout(log.try_clone()?).stderr(log).spawn()?;
         child::kill_on_exit(watcher.id(), AtExit::Kill);
-        let (deadline, mut buffer) = (Instant::now() + PATIENCE, [0_u8; 1024]);
+        let (deadline, mut buffer) = (Instant::now() + RECORD_TIMEOUT, [0_u8; 1024]);
         loop {
             if let Ok(size) = socket.recv(&mut buffer)
                 && String::from_utf8_lossy(&buffer[..size]).contains("READY=1")
@@ -147,43 +147,43 @@ impl Home {
         }
         self.watcher = Some(watcher);
         let mut programs = self.programs.borrow_mut();
-        programs.iter_mut().try_for_each(|(agent, program)| self.tell_of_dispatch(*agent, program))
+        programs.iter_mut().try_for_each(|(agent, program)| self.announce_dispatch(*agent, program))
     }
 
-    /// What the dispatcher tells once, where a watcher is there.
-    fn tell_of_dispatch(&self, agent: Agent, program: &mut Program) -> Result<()> {
-        if program.is_told || self.watcher.is_none() || agent.0.starts_with("terminal") {
+    /// Announces the agent's dispatch once, if a watcher runs.
+    fn announce_dispatch(&self, agent: Agent, program: &mut Program) -> Result<()> {
+        if program.is_announced || self.watcher.is_none() || agent.0.starts_with("terminal") {
             return Ok(());
         }
-        program.is_told = true;
+        program.is_announced = true;
         let runner = Process::from_pid(i32::try_from(program.pid())?);
-        self.tell_watcher(&Message::dispatch_begin(agent.0, agent.0, runner))
+        self.send_to_watcher(&Message::dispatch_begin(agent.0, agent.0, runner))
     }
 
-    /// As the gateway tells it.
-    pub fn tell_watcher(&self, message: &Message) -> Result<()> {
+    /// Sends a message as the gateway does.
+    pub fn send_to_watcher(&self, message: &Message) -> Result<()> {
         Ok(protocol::send(&self.path("run/svc/watch/watch.sock"), message, Duration::from_secs(20))?)
     }
 
-    /// Calls `of` with the process of an agent, which is started where there is none.
-    pub fn with_program<T>(&self, agent: Agent, of: impl FnOnce(&mut Program) -> Result<T>) -> Result<T> {
+    /// Runs `action` with the process of an agent, which is started if necessary.
+    pub fn with_program<T>(&self, agent: Agent, action: impl FnOnce(&mut Program) -> Result<T>) -> Result<T> {
         let mut programs = self.programs.borrow_mut();
         let program = match programs.entry(agent) {
             Entry::Occupied(program) => program.into_mut(),
             Entry::Vacant(place) => place.insert(self.program(agent)?),
         };
-        self.tell_of_dispatch(agent, program)?;
-        of(program)
+        self.announce_dispatch(agent, program)?;
+        action(program)
     }
 
     fn program(&self, agent: Agent) -> Result<Program> {
-        let mut command = self.surrounded("bash", &["--norc"]);
+        let mut command = self.isolated_command("bash", &["--norc"]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).env("SVC_AGENT_NAME", agent.0);
         let mut shell = command.env("SVC_DISPATCH_ID", agent.0).spawn()?;
         child::kill_on_exit(shell.id(), AtExit::Kill);
         let stdin = shell.stdin.take().context("stdin")?;
         let stdout = BufReader::new(shell.stdout.take().context("stdout")?);
-        Ok(Program { shell, stdin, stdout, is_told: false })
+        Ok(Program { shell, stdin, stdout, is_announced: false })
     }
 
     /// Ends the process of an agent.
@@ -199,7 +199,7 @@ impl Home {
         self.watcher.as_ref().map_or(0, Child::id)
     }
 
-    /// Whether the watcher ends by itself, soon.
+    /// Whether the watcher exits within a short time.
     pub fn has_ended(&mut self) -> Result<bool> {
         let watcher = self.watcher.as_mut().context("a watcher")?;
         Ok(child::wait_until(watcher, Instant::now() + Duration::from_secs(10)).is_some())
@@ -218,35 +218,35 @@ impl Home {
         let Some(mut watcher) = self.watcher.take() else { return Ok(()) };
         let pid = nix::unistd::Pid::from_raw(i32::try_from(watcher.id())?);
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM)?;
-        let status = child::wait_until(&mut watcher, Instant::now() + PATIENCE);
+        let status = child::wait_until(&mut watcher, Instant::now() + RECORD_TIMEOUT);
         child::unregister(watcher.id());
         ensure!(status.is_some_and(|status| status.success()), "{status:?}: {}", self.log());
         Ok(())
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        self.surrounded(env!("CARGO_BIN_EXE_svc"), args)
+        self.isolated_command(env!("CARGO_BIN_EXE_svc"), args)
     }
 
-    /// In a user namespace of its own, where the kernel's limits are.
+    /// In a separate user namespace, which has its own kernel limits.
     fn watcher_command(&self) -> Command {
-        let Some(most) = self.most_watches else { return self.command(&["svc-watch"]) };
+        let Some(most) = self.max_watches else { return self.command(&["svc-watch"]) };
         let script = format!(
             "echo {most} >/proc/sys/user/max_inotify_watches && exec {} svc-watch",
             env!("CARGO_BIN_EXE_svc")
         );
-        self.surrounded("unshare", &["--user", "--map-root-user", "sh", "-c", &script])
+        self.isolated_command("unshare", &["--user", "--map-root-user", "sh", "-c", &script])
     }
 
-    fn surrounded(&self, program: &str, args: &[&str]) -> Command {
+    fn isolated_command(&self, program: &str, args: &[&str]) -> Command {
         let mut command = Command::new(program);
         command.args(args).env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
         command.env("SVC_ROOT", self.root.path()).stdin(Stdio::null());
         command
     }
 
-    /// Runs the hook as an agent's program does: what it prints and its end are what they must always be. How long it
-    /// took: as long as it is answered, unless the home says that it is `hasty`.
+    /// Runs the hook as an agent's program does, and checks its output and exit code. Returns its duration. The hook
+    /// waits for the watcher's answer, unless the home is `is_hasty`.
     pub fn hook_with(&self, agent: Agent, text: &[u8]) -> Result<Duration> {
         let (input, printed) = (self.path("hook.json"), self.path("hook.txt"));
         fs::write(&input, text)?;
@@ -262,8 +262,8 @@ impl Home {
         Ok(took)
     }
 
-    #[expect(clippy::needless_pass_by_value, reason = "it is always made where it is given")]
-    pub fn tell(&self, agent: Agent, event: &str, call: &str, more: Value) -> Result<Duration> {
+    #[expect(clippy::needless_pass_by_value, reason = "callers always build it in place")]
+    pub fn call_hook(&self, agent: Agent, event: &str, call: &str, more: Value) -> Result<Duration> {
         let mut message = json!({
             "session_id": format!("session-{}", agent.0), "transcript_path": "/h/.claude/projects/p/s.jsonl",
             "cwd": self.dir(), "hook_event_name": event, "permission_mode": "default", "tool_use_id": call,
@@ -278,10 +278,10 @@ impl Home {
         format!("toolu_{}", self.calls.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// A command's beginning; the call's id.
+    /// Begins a command and returns its call id.
     pub fn begin(&self, agent: Agent) -> Result<String> {
         let call = self.next_call();
-        self.tell(
+        self.call_hook(
             agent,
             "PreToolUse",
             &call,
@@ -292,10 +292,10 @@ impl Home {
 
     pub fn end(&self, agent: Agent, call: &str) -> Result<()> {
         let more = json!({ "tool_name": "Bash", "tool_input": { "command": "x" }, "tool_response": { "stdout": "" } });
-        self.tell(agent, "PostToolUse", call, more).map(drop)
+        self.call_hook(agent, "PostToolUse", call, more).map(drop)
     }
 
-    /// A script of the shell, run in the home.
+    /// Runs a shell script in the home.
     pub fn shell(&self, script: &str) -> Result<()> {
         let mut command = Command::new("bash");
         command.args(["-c", script]).current_dir(self.dir()).stdin(Stdio::null());
@@ -304,7 +304,7 @@ impl Home {
         Ok(())
     }
 
-    /// What an agent's command leaves in the record.
+    /// Runs an agent's command and returns its entries in the record.
     pub fn run(&self, agent: Agent, script: &str) -> Result<Entries> {
         let call = self.begin(agent)?;
         let done = self.shell(script);
@@ -317,18 +317,18 @@ impl Home {
     pub fn write(&self, agent: Agent, path: &str, written: impl FnOnce() -> Result<()>) -> Result<()> {
         let call = self.next_call();
         let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path, "content": "SECRET" } });
-        self.tell(agent, "PreToolUse", &call, input.clone())?;
+        self.call_hook(agent, "PreToolUse", &call, input.clone())?;
         written()?;
-        self.tell(agent, "PostToolUse", &call, input).map(drop)
+        self.call_hook(agent, "PostToolUse", &call, input).map(drop)
     }
 
-    /// What came to the record since this was last asked: all of it, for what is written later is waited for.
+    /// The entries since the previous call. A marker written last proves that the record is complete.
     pub fn entries(&self) -> Result<Entries> {
         let marker = format!("apps/marker-{}", self.calls.fetch_add(1, Ordering::Relaxed));
         let path = self.dir().join(&marker).display().to_string();
         let input = json!({ "tool_name": "Write", "tool_input": { "file_path": path } });
-        self.tell(Agent("marker"), "PostToolUse", &marker, input)?;
-        let deadline = Instant::now() + PATIENCE;
+        self.call_hook(Agent("marker"), "PostToolUse", &marker, input)?;
+        let deadline = Instant::now() + RECORD_TIMEOUT;
         loop {
             let lines = self.lines()?;
             if let Some(at) = lines.iter().position(|line| line["path"] == *marker) {
@@ -336,31 +336,31 @@ impl Home {
                 self.read.set(at + 1);
                 return Ok(new);
             }
-            ensure!(Instant::now() < deadline, "the record stands still: {}", self.log());
+            ensure!(Instant::now() < deadline, "the marker was not recorded: {}", self.log());
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// All lines of the record.
+    /// Every line of the record.
     pub fn lines(&self) -> Result<Vec<Value>> {
         let text = fs::read_to_string(self.dir().join("system/logs/audit.jsonl")).unwrap_or_default();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         whole.lines().map(|line| serde_json::from_str(line).context("a line of JSON")).collect()
     }
 
-    /// Waits until the record has such a line.
+    /// Waits until a line of the record satisfies the condition.
     pub fn until(&self, what: &str, is_it: impl Fn(&Value) -> bool) -> Result<Value> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + RECORD_TIMEOUT;
         loop {
             if let Some(found) = self.lines()?.into_iter().find(|line| is_it(line)) {
                 return Ok(found);
             }
-            ensure!(Instant::now() < deadline, "in vain: {what}: {:?}\n{}", self.lines()?, self.log());
+            ensure!(Instant::now() < deadline, "timeout: {what}: {:?}\n{}", self.lines()?, self.log());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    /// The home by its contents, as somebody sees it who knows nothing of the watcher.
+    /// The contents of the home, observed independently of the watcher.
     pub fn states(&self) -> Result<States> {
         let mut states = States::new();
         observe(&self.dir(), &self.dir(), &mut states)?;
@@ -395,7 +395,7 @@ fn observe(root: &Path, dir: &Path, states: &mut States) -> Result<()> {
     Ok(())
 }
 
-/// What has changed between two looks, as the record must have it.
+/// The difference between two observations, as the record must show it.
 pub fn differences(before: &States, after: &States) -> BTreeMap<Vec<u8>, &'static str> {
     let mut found = BTreeMap::new();
     for path in before.keys().filter(|path| !after.contains_key(*path)) {
@@ -407,7 +407,7 @@ pub fn differences(before: &States, after: &States) -> BTreeMap<Vec<u8>, &'stati
     found
 }
 
-/// What the record says: each path once, or it is told.
+/// The operation recorded for each path, which must appear only once.
 pub fn recorded(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String>> {
     let mut found = BTreeMap::new();
     for entry in entries {
@@ -418,7 +418,7 @@ pub fn recorded(entries: &[Value]) -> Result<BTreeMap<Vec<u8>, String>> {
     Ok(found)
 }
 
-/// A path's bytes, as they were.
+/// The original bytes of an entry's path.
 pub fn path_of(entry: &Value) -> Result<Vec<u8>> {
     let text = entry["path"].as_str().context("a path")?;
     if entry["escaped"] != true {

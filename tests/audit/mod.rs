@@ -1,4 +1,4 @@
-//! The audit of the home's files: the real watcher and hooks, real shell commands between them, and what the record says.
+//! The audit of the home's files: the real watcher and hooks, real shell commands, and the resulting record.
 
 mod campaign;
 mod changes;

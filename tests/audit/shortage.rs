@@ -1,4 +1,4 @@
-//! What the kernel does not tell: more than its queue holds, and folders that it will not watch.
+//! Changes that the kernel does not report: beyond its queue capacity, and in folders that it cannot watch.
 
 use std::process::Command;
 
@@ -8,11 +8,11 @@ use nix::unistd::Pid;
 
 use super::home::{ADA, Home, differences, recorded};
 
-/// Events that the kernel queues for one who does not read them.
+/// The number of events that the kernel queues for a slow reader.
 const QUEUE: &str = "/proc/sys/fs/inotify/max_queued_events";
 
 #[test]
-fn more_than_the_queue_holds_is_found_by_looking() -> Result<()> {
+fn queue_overflow_is_recovered_by_a_scan() -> Result<()> {
     let home = Home::new()?;
     home.shell("mkdir -p many d/below && for f in $(seq 50); do echo $f > d/below/$f; done")?;
     let most: u64 = std::fs::read_to_string(QUEUE)?.trim().parse()?;
@@ -20,7 +20,7 @@ fn more_than_the_queue_holds_is_found_by_looking() -> Result<()> {
         println!("SKIPPED: the kernel queues {most} events, too many to make here");
         return Ok(());
     }
-    // Each is created, written, and closed; the folder is watched.
+    // Creates, writes and closes each file in a watched folder.
     let files = most / 2;
     home.entries()?;
     let before = home.states()?;
@@ -47,19 +47,19 @@ fn more_than_the_queue_holds_is_found_by_looking() -> Result<()> {
 }
 
 #[test]
-fn a_home_with_more_folders_than_may_be_watched_is_looked_through() -> Result<()> {
+fn home_beyond_the_watch_limit_is_scanned() -> Result<()> {
     let is_possible = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
     if !is_possible.is_ok_and(|output| output.status.success()) {
         println!("SKIPPED: no user namespace can be made here");
         return Ok(());
     }
     let mut home = Home::unwatched()?;
-    home.most_watches = Some(20);
+    home.max_watches = Some(20);
     home.shell("for d in $(seq 60); do mkdir -p deep/$d && echo $d > deep/$d/file; done")?;
     home.watch()?;
     let activity =
         || std::fs::read_to_string(home.dir().join("system/logs/activity.log")).unwrap_or_default();
-    let told = |part: &str| -> Result<()> {
+    let wait_for_activity = |part: &str| -> Result<()> {
         let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while !activity().contains(part) {
             ensure!(std::time::Instant::now() < end, "{part}: {}", activity());
@@ -67,7 +67,7 @@ fn a_home_with_more_folders_than_may_be_watched_is_looked_through() -> Result<()
         }
         Ok(())
     };
-    told("cannot watch all folders")?;
+    wait_for_activity("cannot watch all folders")?;
     for round in 0..3 {
         let before = home.states()?;
         let found = home.run(
@@ -79,10 +79,10 @@ fn a_home_with_more_folders_than_may_be_watched_is_looked_through() -> Result<()
         let found: Vec<_> = found.iter().map(|(path, op)| (path.clone(), op.as_str())).collect();
         ensure!(found == expected.into_iter().collect::<Vec<_>>(), "{found:?}");
     }
-    // With fewer folders all of them are watched again.
+    // Once there are fewer folders, all of them are watched again.
     home.run(ADA, "rm -r deep && mkdir -p again/x && echo x > again/x/y")?;
     home.run(ADA, "echo z > again/x/z")?;
-    told("watches all folders again")?;
+    wait_for_activity("watches all folders again")?;
     let line = home.lines()?.into_iter().rfind(|line| line["path"] == "again/x/z").context("the last")?;
     ensure!(line["op"] == "write");
     Ok(())

@@ -1,4 +1,4 @@
-//! The look at an answer is itself tried: a good one passes, and each way of spoiling it is noticed.
+//! Tests the contract check itself: it accepts a correct response and detects each kind of defect.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -30,7 +30,7 @@ fn refusal() -> Sample {
     Sample { path: "/vps/fleet", status: 503, headers, body }
 }
 
-fn is_noticed(sample: &Sample) -> bool {
+fn is_detected(sample: &Sample) -> bool {
     let Sample { path, status, headers, body } = sample;
     let text = body.to_string();
     let exchange = Exchange { method: &Method::GET, path, sent: None, status: *status, headers, text: &text };
@@ -38,34 +38,34 @@ fn is_noticed(sample: &Sample) -> bool {
 }
 
 #[test]
-fn a_spoiled_answer_is_noticed() {
-    assert!(!is_noticed(&refusal()), "a good one passes");
+fn every_defect_of_a_response_is_detected() {
+    assert!(!is_detected(&refusal()), "a correct response passes");
     platform().plant("hunter2-in-this-test");
     type Spoil = fn(&mut Sample);
     let spoil: [(&str, Spoil); 16] = [
         ("a secret", |s| s.body["detail"] = json!("It is hunter2-in-this-test, in fact.")),
         ("SQL", |s| s.body["detail"] = json!("SELECT * FROM user_machines failed.")),
         ("a path", |s| s.body["detail"] = json!("Cannot read /var/lib/svc/tls/key.pem.")),
-        ("an address", |s| s.body["detail"] = json!("No answer from 10.1.2.3 in time.")),
+        ("an address", |s| s.body["detail"] = json!("No response from 10.1.2.3 in time.")),
         ("a panic", |s| s.body["detail"] = json!("thread main panicked at main.rs:5")),
-        ("the detail of a cause beside", |s| s.body["cause"] = json!("os error 111")),
-        ("nothing to read", |s| s.body["detail"] = json!("failed")),
-        ("a code that the route does not name", |s| {
+        ("the detail of a cause in another member", |s| s.body["cause"] = json!("os error 111")),
+        ("a detail without content", |s| s.body["detail"] = json!("failed")),
+        ("a code that the route does not declare", |s| {
             (s.body["code"], s.body["type"]) = (json!("gone"), json!("urn:svc:problem:gone"));
         }),
-        ("another status inside", |s| s.body["status"] = json!(500)),
+        ("a different status in the body", |s| s.body["status"] = json!(500)),
         ("another id", |s| s.body["requestId"] = json!("abd")),
         ("no title", |s| _ = s.body.as_object_mut().unwrap().remove("title")),
-        ("no time to come back", |s| _ = s.headers.remove("retry-after")),
+        ("no Retry-After", |s| _ = s.headers.remove("retry-after")),
         ("a cache", |s| _ = s.headers.remove("cache-control")),
-        ("a status that is not described", |s| {
+        ("an undocumented status", |s| {
             s.status = 418;
             s.body["status"] = json!(418);
         }),
-        ("another media type", |s| {
+        ("an undocumented media type", |s| {
             s.headers.insert("content-type", HeaderValue::from_static("text/plain"));
         }),
-        ("a success that is not as described", |s| {
+        ("a success body that violates its schema", |s| {
             s.status = 200;
             s.headers.insert("content-type", HeaderValue::from_static("application/json"));
         }),
@@ -73,6 +73,6 @@ fn a_spoiled_answer_is_noticed() {
     for (what, spoil) in spoil {
         let mut sample = refusal();
         spoil(&mut sample);
-        assert!(is_noticed(&sample), "{what} is not noticed");
+        assert!(is_detected(&sample), "{what} is not detected");
     }
 }

@@ -1,6 +1,6 @@
-//! What an answer must not tell: secrets, and words of what lies behind a route.
+//! Text that a response must not contain: secrets, and internals behind a route.
 
-/// By lower case. None of them is a word of ours.
+/// In lower case. None of them belongs to the product's own vocabulary.
 const WORDS: [&str; 34] = [
     "svcu_",
     "svcr_",
@@ -38,7 +38,7 @@ const WORDS: [&str; 34] = [
     "connection refused",
 ];
 
-/// The first thing that is told and should not be.
+/// The first forbidden text that the response contains.
 pub fn find(text: &str, planted: &[String]) -> Option<String> {
     let lower = text.to_lowercase();
     let word = WORDS.iter().find(|word| lower.contains(**word)).map(|word| (*word).to_owned());
@@ -46,7 +46,7 @@ pub fn find(text: &str, planted: &[String]) -> Option<String> {
         .or_else(|| address(text))
 }
 
-/// Four numbers with dots between them.
+/// An IPv4 address in dotted form.
 fn address(text: &str) -> Option<String> {
     let words = text.split(|c: char| !c.is_ascii_digit() && c != '.');
     let is_address = |word: &&str| {
@@ -57,7 +57,7 @@ fn address(text: &str) -> Option<String> {
 }
 
 #[test]
-fn what_lies_behind_is_noticed() {
+fn find_detects_internals_and_secrets() {
     let planted = ["hunter2".to_owned()];
     for bad in [
         "connect to 10.0.0.7:5432",

@@ -1,8 +1,8 @@
-//! What routes say of themselves, held against every answer that a test gets: status, code, media type, schema, the
-//! headers that go with a refusal, and that it tells nothing of what lies behind.
+//! Checks every response of a test against the description of its route: status, code, media type, schema, the
+//! headers that belong to a refusal, and that it reveals no internals.
 //!
-//! The rows of the table-driven tests come from the same descriptions, so a new route is tried without a line here; what
-//! it needs is a way to provoke each code that it names.
+//! The rows of the table-driven tests come from the same descriptions, so a new route is covered without a change
+//! here; it only needs a way to provoke each code that it declares.
 
 mod broken;
 mod leak;
@@ -19,9 +19,9 @@ use serde_json::Value;
 use svc::http::openapi::Operation;
 
 pub use probe::variants;
-pub use walk::{Reply, Side, Stranger, right_body, right_call, wrong_ways};
+pub use walk::{Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_body, valid_call};
 
-/// One side's document with its operations.
+/// The OpenAPI document of one side, with its operations.
 pub struct Contract {
     document: Value,
     operations: Vec<&'static Operation>,
@@ -31,11 +31,11 @@ pub struct Contract {
     planted: Mutex<Vec<String>>,
 }
 
-/// A request and what came of it.
+/// A request and its response.
 pub struct Exchange<'a> {
     pub method: &'a Method,
     pub path: &'a str,
-    /// The body that was sent as JSON.
+    /// The JSON body of the request.
     pub sent: Option<&'a [u8]>,
     pub status: u16,
     pub headers: &'a HeaderMap,
@@ -74,12 +74,12 @@ impl Contract {
         &self.document
     }
 
-    /// A secret, or a text of an inner part, that no refusal may hold.
+    /// Registers a secret or internal text that no refusal may contain.
     pub fn plant(&self, secret: &str) {
         self.planted.lock().unwrap().push(secret.to_owned());
     }
 
-    /// Looks at an answer; one of a path that is nobody's is only looked at as a refusal.
+    /// Checks a response. An unknown path is checked only as a refusal.
     #[track_caller]
     pub fn check(&self, exchange: &Exchange<'_>) {
         let Exchange { status, headers, text, path, .. } = *exchange;
@@ -88,95 +88,99 @@ impl Contract {
         if media_type == "application/problem+json" {
             self.check_problem(exchange);
         }
-        let asked = if *exchange.method == Method::HEAD { &Method::GET } else { exchange.method };
-        let here: Vec<_> = self.operations.iter().filter(|one| fits(one.path, path)).collect();
+        let method = if *exchange.method == Method::HEAD { &Method::GET } else { exchange.method };
+        let here: Vec<_> = self.operations.iter().filter(|one| matches_template(one.path, path)).collect();
         let least = here.iter().map(|one| one.path.matches('{').count()).min().unwrap_or(0);
         let here = here.into_iter().filter(|one| one.path.matches('{').count() == least);
         let first = here.clone().next();
-        let Some(operation) = here.clone().find(|one| one.method == *asked).or(first) else {
+        let Some(operation) = here.clone().find(|one| one.method == *method).or(first) else {
             return;
         };
         let id = operation.id;
-        let shown = || format!("{id}: {} {path} → {status} {headers:?}\n{text}", exchange.method);
-        if operation.method != *asked {
-            assert_eq!(status, 405, "{}", shown());
+        let context = || format!("{id}: {} {path} → {status} {headers:?}\n{text}", exchange.method);
+        if operation.method != *method {
+            assert_eq!(status, 405, "{}", context());
         }
         if media_type == "application/problem+json" {
             let code = serde_json::from_str::<Value>(text).unwrap()["code"].as_str().unwrap().to_owned();
-            // A method that a path does not take is refused in the name of all that it takes.
-            let spoken_for = here.filter(|_| status == 405).map(|one| one.id).chain([id]);
-            self.seen.lock().unwrap().extend(spoken_for.map(|id| (id, code.clone())));
+            // A method that a path does not accept is refused for every operation of that path.
+            let refused = here.filter(|_| status == 405).map(|one| one.id).chain([id]);
+            self.seen.lock().unwrap().extend(refused.map(|id| (id, code.clone())));
         }
         let path = operation.path.replace("{*", "{");
-        let said = &self.document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
-        let answer = &said["responses"][status.to_string()];
-        assert!(answer.is_object(), "this status is not described: {}", shown());
+        let documented = &self.document["paths"][path][operation.method.as_str().to_ascii_lowercase()];
+        let response = &documented["responses"][status.to_string()];
+        assert!(response.is_object(), "undocumented status: {}", context());
         if *exchange.method == Method::HEAD {
             return;
         }
-        let Some(kinds) = answer["content"].as_object() else {
-            assert!(text.is_empty(), "a body that is not described: {}", shown());
+        let Some(kinds) = response["content"].as_object() else {
+            assert!(text.is_empty(), "undocumented body: {}", context());
             return;
         };
         let own = kinds.get(media_type).or_else(|| kinds.get("*/*"));
-        // A person gets a page instead, and a file is of its own kind.
+        // A browser may get a page instead, and a file has a media type of its own.
         let other = matches!(media_type, "text/html") || kinds.contains_key("application/octet-stream");
-        assert!(own.is_some() || other, "this media type is not described: {}", shown());
+        assert!(own.is_some() || other, "undocumented media type: {}", context());
         if let Some(schema) = own.map(|own| &own["schema"]).filter(|schema| schema.is_object()) {
-            let body = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {}", shown()));
-            self.assert_fits(schema, &body, &shown());
+            let body = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {}", context()));
+            self.assert_valid(schema, &body, &context());
         }
-        let schema = &said["requestBody"]["content"]["application/json"]["schema"];
+        let schema = &documented["requestBody"]["content"]["application/json"]["schema"];
         if let Some(sent) = exchange.sent.filter(|_| status < 300 && schema.is_object()) {
             let sent = serde_json::from_slice(sent).unwrap();
-            self.assert_fits(schema, &sent, &format!("{id} took a request that is not as described: {sent}"));
+            self.assert_valid(
+                schema,
+                &sent,
+                &format!("{id} accepted a request that violates its schema: {sent}"),
+            );
         }
     }
 
     #[track_caller]
     fn check_problem(&self, exchange: &Exchange<'_>) {
         let Exchange { status, headers, text, .. } = *exchange;
-        let shown = || format!("{} {} → {status} {headers:?}\n{text}", exchange.method, exchange.path);
+        let context = || format!("{} {} → {status} {headers:?}\n{text}", exchange.method, exchange.path);
         let has = |name: &str| headers.contains_key(name);
-        let body: Value = serde_json::from_str(text).unwrap_or_else(|_| panic!("{}", shown()));
-        assert_eq!(body["status"], status, "{}", shown());
-        assert_eq!(headers["x-request-id"], body["requestId"].as_str().unwrap(), "{}", shown());
+        let body: Value = serde_json::from_str(text).unwrap_or_else(|_| panic!("{}", context()));
+        assert_eq!(body["status"], status, "{}", context());
+        assert_eq!(headers["x-request-id"], body["requestId"].as_str().unwrap(), "{}", context());
         assert_eq!(body["type"], format!("urn:svc:problem:{}", body["code"].as_str().unwrap()));
-        assert_eq!(headers["cache-control"], "no-store", "{}", shown());
-        assert_eq!(has("www-authenticate"), status == 401, "{}", shown());
-        assert_eq!(has("allow"), status == 405, "{}", shown());
+        assert_eq!(headers["cache-control"], "no-store", "{}", context());
+        assert_eq!(has("www-authenticate"), status == 401, "{}", context());
+        assert_eq!(has("allow"), status == 405, "{}", context());
         let again = status == 429 || (status == 503 && body["code"] != "disabled");
-        assert!(has("retry-after") || !again, "{}", shown());
+        assert!(has("retry-after") || !again, "{}", context());
         let detail = body["detail"].as_str().unwrap();
-        assert!(detail.len() > 10 && detail.is_char_boundary(1), "says nothing: {}", shown());
+        assert!(detail.len() > 10 && detail.is_char_boundary(1), "the detail is empty: {}", context());
         let planted = self.planted.lock().unwrap();
         if let Some(leak) = leak::find(text, &planted) {
-            panic!("tells {leak:?}: {}", shown());
+            panic!("reveals {leak:?}: {}", context());
         }
     }
 
     #[track_caller]
-    fn assert_fits(&self, schema: &Value, value: &Value, what: &str) {
+    fn assert_valid(&self, schema: &Value, value: &Value, what: &str) {
         let validator = self.validator(schema);
         let wrong: Vec<String> =
             validator.iter_errors(value).map(|e| format!("{} {e}", e.instance_path())).collect();
         assert!(wrong.is_empty(), "{wrong:?}\nin {what}");
     }
 
-    /// A schema of this document, ready to be used.
+    /// The compiled validator of a schema of this document.
     pub fn validator(&self, schema: &Value) -> Arc<Validator> {
         let mut known = self.validators.lock().unwrap();
-        let made = known.entry(schema.to_string()).or_insert_with(|| {
+        let validator = known.entry(schema.to_string()).or_insert_with(|| {
             let mut whole = schema.clone();
             whole["components"] = self.document["components"].clone();
             let options = jsonschema::options().should_validate_formats(true);
             Arc::new(options.build(&whole).unwrap_or_else(|error| panic!("{error}: {schema}")))
         });
-        made.clone()
+        validator.clone()
     }
 
-    /// What these operations say that they can answer and has not been seen, but for what `excused` names, by
-    /// operation (or `*`) and code, and for what is seen on some days only: `seldom`.
+    /// The codes that these operations declare but that no test has provoked. `excused` lists exceptions by operation
+    /// (or `*`) and code; `seldom` lists codes that only some runs provoke.
     pub fn unseen(
         &self,
         operations: &[&'static Operation],
@@ -195,7 +199,7 @@ impl Contract {
                 match (seen.contains(&(id, code.to_owned())), is_excused) {
                     (false, false) => unseen.push(format!("{id}: {code} was never seen")),
                     (true, true) if excused.contains(&(id, code)) => {
-                        unseen.push(format!("{id}: {code} was seen, and needs no excuse"));
+                        unseen.push(format!("{id}: {code} was seen: remove it from the exceptions"));
                     }
                     _ => {}
                 }
@@ -205,11 +209,11 @@ impl Contract {
     }
 }
 
-/// Whether a path is one of a template's.
-fn fits(template: &str, path: &str) -> bool {
-    let (mut said, mut given) = (template.split('/'), path.split('/'));
+/// Whether a path matches a template.
+fn matches_template(template: &str, path: &str) -> bool {
+    let (mut documented, mut given) = (template.split('/'), path.split('/'));
     loop {
-        match (said.next(), given.next()) {
+        match (documented.next(), given.next()) {
             (None, None) => return true,
             (Some(part), Some(_)) if part.starts_with("{*") => return true,
             (Some(part), Some(own)) if part.starts_with('{') && !own.is_empty() => {}
@@ -219,19 +223,19 @@ fn fits(template: &str, path: &str) -> bool {
     }
 }
 
-/// The document by itself: whole, and as its standard says.
+/// Checks the document itself: references resolve, schemas are valid, parameters match the paths.
 #[track_caller]
-pub fn assert_whole(contract: &Contract) {
+pub fn assert_document_is_valid(contract: &Contract) {
     let document = contract.document();
     assert_eq!(document["openapi"], "3.1.0");
     let ids: BTreeSet<&str> = contract.operations.iter().map(|operation| operation.id).collect();
-    assert_eq!(ids.len(), contract.operations.len(), "each operation has an id of its own");
+    assert_eq!(ids.len(), contract.operations.len(), "operation ids are unique");
     for operation in &contract.operations {
         let place = operation.parameters.iter().filter(|one| one.place == svc::http::openapi::Place::Path);
-        let said: BTreeSet<&str> = place.map(|parameter| parameter.name).collect();
+        let documented: BTreeSet<&str> = place.map(|parameter| parameter.name).collect();
         let parts = operation.path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'));
         let parts: BTreeSet<&str> = parts.map(|part| part.trim_start_matches('*')).collect();
-        assert_eq!(parts, said, "{}", operation.id);
+        assert_eq!(parts, documented, "{}", operation.id);
     }
     let text = document.to_string();
     for reference in text.split("\"$ref\":\"#/").skip(1) {
@@ -245,7 +249,7 @@ pub fn assert_whole(contract: &Contract) {
 }
 
 #[test]
-fn a_template_takes_its_own_paths_alone() {
+fn template_matches_only_its_own_paths() {
     for (template, path, fit) in [
         ("/vps/{id}", "/vps/7", true),
         ("/vps/{id}", "/vps/", false),
@@ -254,6 +258,6 @@ fn a_template_takes_its_own_paths_alone() {
         ("/apps/{slug}/{*path}", "/apps/a/b/c", true),
         ("/apps/{slug}", "/apps/a/", false),
     ] {
-        assert_eq!(fits(template, path), fit, "{template} {path}");
+        assert_eq!(matches_template(template, path), fit, "{template} {path}");
     }
 }

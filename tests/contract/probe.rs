@@ -1,4 +1,4 @@
-//! Requests that follow from a schema: a right one, and each of its values replaced by one of many, right and wrong.
+//! Requests derived from a schema: a valid one, and variants with one value replaced by a valid or invalid one.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::Contract;
 
-/// A body in which one value was replaced, and where that is.
+/// A body with one replaced value, and the pointer to that value.
 pub struct Probe {
     pub pointer: String,
     pub schema: Value,
@@ -14,14 +14,14 @@ pub struct Probe {
     pub body: Value,
 }
 
-/// An object inside a body: a member that it has not, and those that it has.
+/// An object of a body: a member that it does not have, and the names of its members.
 pub struct Level {
     pub pointer: String,
     pub known: BTreeSet<String>,
     pub body: Value,
 }
 
-/// The schemas of which a body has to fit one.
+/// The alternative schemas of a body.
 pub fn variants(schema: &Value) -> Vec<Value> {
     match schema["oneOf"].as_array() {
         Some(all) if schema["properties"].is_null() => all.clone(),
@@ -29,7 +29,7 @@ pub fn variants(schema: &Value) -> Vec<Value> {
     }
 }
 
-/// Texts of all kinds.
+/// Strings of many kinds.
 pub fn strings() -> Vec<String> {
     let mut all: Vec<String> = [
         "",
@@ -93,22 +93,22 @@ fn pool() -> Vec<Value> {
     all
 }
 
-pub fn is_right(contract: &Contract, schema: &Value, value: &Value) -> bool {
+pub fn is_valid(contract: &Contract, schema: &Value, value: &Value) -> bool {
     contract.validator(schema).is_valid(value)
 }
 
-/// A body with every member that the schema has; `own` gives those that have to mean something, and null for one that is
-/// better left out.
-pub fn right(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Option<Value>) -> Value {
+/// A body with every member of the schema. `own` supplies the values that must have a meaning, and null for a member
+/// to omit.
+pub fn valid_value(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Option<Value>) -> Value {
     let members = schema["properties"].as_object().cloned().unwrap_or_default();
     let member = |(name, of): (String, Value)| {
         let value = own(&name).unwrap_or_else(|| match of["properties"].is_object() {
-            true => right(contract, &of, own),
+            true => valid_value(contract, &of, own),
             false => {
                 let own = of["enum"].as_array().and_then(|all| all.first()).unwrap_or(&of["const"]).clone();
                 let mut all = std::iter::once(own).chain(pool()).filter(|value| !value.is_null());
-                let fit = all.find(|value| is_right(contract, &of, value));
-                fit.unwrap_or_else(|| panic!("nothing fits {name}: {of}"))
+                let fit = all.find(|value| is_valid(contract, &of, value));
+                fit.unwrap_or_else(|| panic!("no value satisfies {name}: {of}"))
             }
         });
         (name, value)
@@ -116,10 +116,10 @@ pub fn right(contract: &Contract, schema: &Value, own: &dyn Fn(&str) -> Option<V
     members.into_iter().map(member).filter(|(_, value)| !value.is_null()).collect::<Map<_, _>>().into()
 }
 
-/// Every value of a body replaced by each of the pool.
+/// One probe for each value of a body and each replacement of the pool.
 pub fn probes(schema: &Value, body: &Value) -> Vec<Probe> {
     let mut all = Vec::new();
-    walk(schema, "", &mut |pointer, of| {
+    walk_properties(schema, "", &mut |pointer, of| {
         for value in pool() {
             let mut body = body.clone();
             put(&mut body, pointer, value.clone());
@@ -134,10 +134,10 @@ fn put(body: &mut Value, pointer: &str, value: Value) {
     body.pointer_mut(outer).unwrap()[name] = value;
 }
 
-/// Every object of a body with a member more.
+/// One body for each of its objects, with an additional member in that object.
 pub fn levels(schema: &Value, body: &Value) -> Vec<Level> {
     let mut all = vec![level(schema, "", body)];
-    walk(schema, "", &mut |pointer, of| {
+    walk_properties(schema, "", &mut |pointer, of| {
         if of["properties"].is_object() {
             all.push(level(of, pointer, body));
         }
@@ -152,10 +152,10 @@ fn level(schema: &Value, pointer: &str, body: &Value) -> Level {
     Level { pointer: format!("{pointer}/zz"), known, body }
 }
 
-fn walk(schema: &Value, at: &str, look: &mut dyn FnMut(&str, &Value)) {
+fn walk_properties(schema: &Value, at: &str, visit: &mut dyn FnMut(&str, &Value)) {
     for (name, of) in schema["properties"].as_object().into_iter().flatten() {
         let pointer = format!("{at}/{name}");
-        look(&pointer, of);
-        walk(of, &pointer, look);
+        visit(&pointer, of);
+        walk_properties(of, &pointer, visit);
     }
 }

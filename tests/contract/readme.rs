@@ -1,4 +1,4 @@
-//! The table of codes in docs/reference/errors.md: each with its status, its title and what to do about it.
+//! The table of codes in docs/reference/errors.md: each code with its status, its title and a remedy.
 
 use std::collections::BTreeMap;
 
@@ -6,27 +6,27 @@ use svc::http::problem::Code;
 
 const HEAD: &str = "| `code` | status | meaning | what to do |";
 
-/// What of the table is not so.
+/// Errors in the table.
 fn wrong(readme: &str) -> Vec<String> {
     let rows =
         readme.lines().skip_while(|line| *line != HEAD).skip(2).take_while(|line| line.starts_with('|'));
-    let mut told: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    let mut documented: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     let mut wrong = Vec::new();
     for row in rows {
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
-        if told.insert(cells[0].trim_matches('`'), cells[1..].to_vec()).is_some() {
+        if documented.insert(cells[0].trim_matches('`'), cells[1..].to_vec()).is_some() {
             wrong.push(format!("twice: {row}"));
         }
     }
     for code in Code::ALL {
         let status = code.status().as_u16().to_string();
-        match told.remove(code.as_str()).as_deref() {
+        match documented.remove(code.as_str()).as_deref() {
             Some([number, title, todo])
                 if *number == status && *title == code.title() && !todo.is_empty() => {}
             other => wrong.push(format!("{}: {status} {:?}, not {other:?}", code.as_str(), code.title())),
         }
     }
-    wrong.extend(told.keys().map(|code| format!("{code} is no code")));
+    wrong.extend(documented.keys().map(|code| format!("{code} is not a code")));
     wrong
 }
 
@@ -35,13 +35,13 @@ fn readme() -> String {
 }
 
 #[test]
-fn the_readme_tells_every_code() {
+fn errors_page_lists_every_code() {
     let wrong = wrong(&readme());
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 #[test]
-fn a_table_that_is_not_so_is_noticed() {
+fn wrong_table_is_detected() {
     let readme = readme();
     let row = readme.lines().find(|line| line.starts_with("| `gone`")).unwrap();
     for other in [

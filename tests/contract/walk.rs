@@ -1,6 +1,6 @@
-//! The wrong ways to call a route that follow from its description, and how each has to be answered.
+//! The wrong calls of a route that follow from its description, and the required response to each.
 //!
-//! A side says how it is called and with what; the rows are its operations' descriptions.
+//! A side defines how to call it and with what; its operations' descriptions are the rows.
 
 use std::collections::BTreeSet;
 
@@ -10,10 +10,10 @@ use serde_json::{Map, Value, json};
 use svc::http::openapi::{Operation, Parameter, Place};
 use url::form_urlencoded;
 
-use super::probe::{is_right, levels, probes, right, strings, variants};
+use super::probe::{is_valid, levels, probes, strings, valid_value, variants};
 use super::{Contract, Exchange};
 
-/// What came back, already held against the document.
+/// A response, already checked against the document.
 #[derive(Debug)]
 pub struct Reply {
     pub status: u16,
@@ -21,8 +21,8 @@ pub struct Reply {
     pub body: Value,
 }
 
-/// A call with a credential that this route does not take.
-pub struct Stranger {
+/// A call with a credential that this route does not accept.
+pub struct WrongCredential {
     pub what: &'static str,
     pub request: RequestBuilder,
     pub status: u16,
@@ -31,22 +31,22 @@ pub struct Stranger {
 
 pub trait Side {
     fn contract(&self) -> &'static Contract;
-    /// Of the route that the call is right for.
+    /// A path for which the call is valid.
     fn path(&self, operation: &Operation) -> String;
-    fn largest_body(&self, operation: &Operation) -> usize;
-    /// Without any credential.
+    fn max_body_bytes(&self, operation: &Operation) -> usize;
+    /// A request without credentials.
     fn bare(&self, operation: &Operation, method: Method, path: &str) -> RequestBuilder;
-    /// With a credential that the route takes.
+    /// A request with a credential that the route accepts.
     fn known(&self, operation: &Operation, path: &str) -> RequestBuilder;
-    fn strangers(&self, operation: &Operation) -> Vec<Stranger>;
-    /// A member's value that has to mean something here.
+    fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential>;
+    /// The value of a member that must have a meaning here.
     fn own(&self, operation: &Operation, name: &str) -> Option<Value>;
-    /// Whether the query may hold what nobody asked for, as where a browser is sent by others.
-    fn takes_others(&self, _: &Operation) -> bool {
+    /// Whether the query may contain unknown parameters, as where another site sends the browser.
+    fn allows_unknown_query(&self, _: &Operation) -> bool {
         false
     }
-    /// Whether the schema says all that is said of a body without looking at what is stored.
-    const SCHEMA_IS_ALL: bool = true;
+    /// Whether the schema covers every rule for a body that does not depend on stored state.
+    const SCHEMA_IS_COMPLETE: bool = true;
 }
 
 impl Reply {
@@ -55,7 +55,7 @@ impl Reply {
         assert_eq!((self.status, self.body["code"].as_str()), (status, Some(code)), "{self:?}");
     }
 
-    /// The fields that it says are wrong.
+    /// The fields that the refusal names.
     pub fn pointers(&self) -> BTreeSet<String> {
         let errors = self.body["errors"].as_array().cloned().unwrap_or_default();
         errors.iter().map(|error| error["pointer"].as_str().unwrap().to_owned()).collect()
@@ -66,18 +66,18 @@ impl Reply {
         self.pointers().iter().any(|named| named == pointer || named.starts_with(&inside))
     }
 
-    /// The names that it says it takes, where it refuses one that it does not know.
+    /// The accepted names, as listed in the refusal of an unknown one.
     fn takes_instead_of(&self, pointer: &str) -> BTreeSet<String> {
         let errors = self.body["errors"].as_array().cloned().unwrap_or_default();
         let error = errors.iter().find(|error| error["pointer"] == pointer);
-        let error = error.unwrap_or_else(|| panic!("{pointer} is not named: {self:?}"));
+        let error = error.unwrap_or_else(|| panic!("{pointer} is not listed: {self:?}"));
         let takes = error["detail"].as_str().unwrap().split_once("it takes ").map_or("", |(_, takes)| takes);
         takes.split(", ").filter(|name| !name.is_empty()).map(str::to_owned).collect()
     }
 }
 
 impl Contract {
-    /// Sends a request and looks at the answer.
+    /// Sends a request and checks the response.
     pub async fn send(&self, request: RequestBuilder) -> anyhow::Result<Reply> {
         let (client, request) = request.build_split();
         let request = request?;
@@ -86,7 +86,7 @@ impl Contract {
         let sent = request.body().and_then(reqwest::Body::as_bytes).filter(|_| is_json).map(<[u8]>::to_vec);
         let response = client.execute(request).await?;
         let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        // A stream of events has no end.
+        // An event stream does not end.
         let is_stream = headers.get("content-type").is_some_and(|kind| kind == "text/event-stream");
         let text = if is_stream { String::new() } else { response.text().await? };
         let (sent, headers_of) = (sent.as_deref(), &headers);
@@ -107,8 +107,8 @@ async fn send(side: &impl Side, request: RequestBuilder) -> Reply {
     side.contract().send(request).await.unwrap_or_else(|error| panic!("{error:#}"))
 }
 
-/// A call of an operation with a right body.
-pub fn right_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
+/// A call of an operation with a valid body.
+pub fn valid_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
     let needed = operation.parameters.iter().filter(|one| one.place == Place::QueryNeeded);
     let known = needed.filter_map(|one| Some((one.name, side.own(operation, one.name)?)));
     let text = |value: Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
@@ -119,14 +119,14 @@ pub fn right_call(side: &impl Side, operation: &Operation) -> RequestBuilder {
     let path = if query.is_empty() { path } else { format!("{path}?{query}") };
     let call = side.known(operation, &path);
     match operation.body {
-        Some(body) => call.json(&right_body(side, operation, &variants(&body())[0])),
+        Some(body) => call.json(&valid_body(side, operation, &variants(&body())[0])),
         None => call,
     }
 }
 
-pub fn right_body(side: &impl Side, operation: &Operation, schema: &Value) -> Value {
-    let mut body = right(side.contract(), schema, &|name| side.own(operation, name));
-    // Of those that exclude each other, the first.
+pub fn valid_body(side: &impl Side, operation: &Operation, schema: &Value) -> Value {
+    let mut body = valid_value(side.contract(), schema, &|name| side.own(operation, name));
+    // Of mutually exclusive members, keep the first.
     for other in schema["oneOf"].as_array().into_iter().flatten().skip(1) {
         for name in other["required"].as_array().into_iter().flatten() {
             body.as_object_mut().unwrap().shift_remove(name.as_str().unwrap());
@@ -135,8 +135,8 @@ pub fn right_body(side: &impl Side, operation: &Operation, schema: &Value) -> Va
     body
 }
 
-/// All of them.
-pub async fn wrong_ways(side: &impl Side, operation: &Operation) {
+/// Checks every kind of wrong call.
+pub async fn assert_refuses_wrong_calls(side: &impl Side, operation: &Operation) {
     methods(side, operation).await;
     sizes(side, operation).await;
     credentials(side, operation).await;
@@ -149,9 +149,9 @@ pub async fn wrong_ways(side: &impl Side, operation: &Operation) {
     queries(side, operation).await;
 }
 
-/// The method is judged before anything else.
+/// The method is checked before anything else.
 async fn methods(side: &impl Side, operation: &Operation) {
-    let large = "x".repeat(side.largest_body(operation) + 1);
+    let large = "x".repeat(side.max_body_bytes(operation) + 1);
     let path = side.path(operation);
     let answer = send(side, side.bare(operation, Method::PATCH, &path).body(large)).await;
     answer.assert_problem(405, "method_not_allowed");
@@ -159,31 +159,31 @@ async fn methods(side: &impl Side, operation: &Operation) {
     assert!(allow.split(',').any(|method| method.trim() == operation.method.as_str()), "{path}: {allow}");
 }
 
-/// The size is judged before the credential.
+/// The size is checked before the credential.
 async fn sizes(side: &impl Side, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
     }
-    let large = || "x".repeat(side.largest_body(operation) + 1);
+    let large = || "x".repeat(side.max_body_bytes(operation) + 1);
     let (path, method) = (side.path(operation), || operation.method.clone());
     send(side, side.bare(operation, method(), &path).body(large()))
         .await
         .assert_problem(413, "request_too_large");
 }
 
-/// The credential is judged before the body.
+/// The credential is checked before the body.
 async fn credentials(side: &impl Side, operation: &Operation) {
     if operation.credentials.is_empty() {
         return;
     }
-    for Stranger { what, request, status, code } in side.strangers(operation) {
+    for WrongCredential { what, request, status, code } in side.wrong_credentials(operation) {
         let answer = send(side, request.body("{")).await;
         let got = (answer.status, answer.body["code"].as_str());
         assert_eq!(got, (status, Some(code)), "{} by {what}: {answer:?}", operation.id);
     }
 }
 
-/// What is no JSON object.
+/// Bodies that are not a JSON object.
 async fn texts(side: &impl Side, operation: &Operation) {
     let call = || side.known(operation, &side.path(operation));
     send(side, call().body("{}")).await.assert_problem(415, "unsupported_media_type");
@@ -203,10 +203,10 @@ async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
     for name in required.filter(|name| !constants.contains_key(*name)) {
         let answer = send(side, call(&constants.clone().into())).await;
         answer.assert_problem(400, "invalid_request");
-        assert!(answer.names(&format!("/{name}")), "{}: {name} is missed by nobody", operation.id);
+        assert!(answer.names(&format!("/{name}")), "{}: the absence of {name} is not reported", operation.id);
     }
-    let whole = right_body(side, operation, schema);
-    // A host's body may say more than is described, at every level.
+    let whole = valid_body(side, operation, schema);
+    // A body sent by a host may have additional members at every level.
     let is_extensible = schema["additionalProperties"].is_null();
     for level in levels(schema, &whole).into_iter().filter(|_| !is_extensible) {
         let answer = send(side, call(&level.body)).await;
@@ -215,25 +215,26 @@ async fn fields<S: Side>(side: &S, operation: &Operation, schema: &Value) {
     }
     let mut differ = Vec::new();
     for mut probe in probes(schema, &whole) {
-        let is_right = is_right(side.contract(), &probe.schema, &probe.value);
+        let is_valid = is_valid(side.contract(), &probe.schema, &probe.value);
         if constants.contains_key(probe.pointer.trim_start_matches('/'))
-            || (is_right && (!S::SCHEMA_IS_ALL || is_extensible))
+            || (is_valid && (!S::SCHEMA_IS_COMPLETE || is_extensible))
         {
             continue;
         }
-        if is_right {
-            // One thing is wrong in any case, so that nothing is done.
+        if is_valid {
+            // Another error is always present, so that the request has no effect.
             probe.body["zz"] = json!(1);
         }
         let answer = send(side, call(&probe.body)).await;
-        if answer.status != 400 || answer.names(&probe.pointer) == is_right {
+        if answer.status != 400 || answer.names(&probe.pointer) == is_valid {
             let value = probe.value.to_string().chars().take(80).collect::<String>();
             let at = probe.pointer;
             let named = answer.pointers();
-            differ.push(format!("{at} = {value}: right by {} is {is_right}; named {named:?}", probe.schema));
+            differ
+                .push(format!("{at} = {value}: valid by {} is {is_valid}; reported {named:?}", probe.schema));
         }
     }
-    assert!(differ.is_empty(), "{} is not as described:\n{}", operation.id, differ.join("\n"));
+    assert!(differ.is_empty(), "{} differs from its description:\n{}", operation.id, differ.join("\n"));
 }
 
 async fn queries(side: &impl Side, operation: &Operation) {
@@ -242,13 +243,13 @@ async fn queries(side: &impl Side, operation: &Operation) {
     if parameters.is_empty() {
         return;
     }
-    let ask = |query: &[(&str, &str)]| {
+    let request_with = |query: &[(&str, &str)]| {
         let query = form_urlencoded::Serializer::new(String::new()).extend_pairs(query).finish();
         side.known(operation, &format!("{}?{query}", side.path(operation)))
     };
-    let answer = send(side, ask(&[("zz", "1")])).await;
+    let answer = send(side, request_with(&[("zz", "1")])).await;
     answer.assert_problem(400, "invalid_request");
-    let others = side.takes_others(operation);
+    let others = side.allows_unknown_query(operation);
     if others {
         assert!(!answer.names("?zz"), "{answer:?}");
     } else {
@@ -259,21 +260,21 @@ async fn queries(side: &impl Side, operation: &Operation) {
     for Parameter { name, place, schema, .. } in parameters {
         let schema = schema();
         assert_eq!(answer.names(&format!("?{name}")), *place == Place::QueryNeeded, "{name}: {answer:?}");
-        send(side, ask(&[(name, "1"), (name, "1")])).await.assert_problem(400, "invalid_request");
+        send(side, request_with(&[(name, "1"), (name, "1")])).await.assert_problem(400, "invalid_request");
         for text in strings() {
             let value = match schema["type"].as_str() {
                 Some("integer") => text.parse::<u64>().map_or(json!(text), Value::from),
                 Some("boolean") => text.parse::<bool>().map_or(json!(text), Value::from),
                 _ => json!(text),
             };
-            let is_right = is_right(side.contract(), &schema, &value);
-            let answer = send(side, ask(&[(name, &text), ("zz", "1")])).await;
+            let is_valid = is_valid(side.contract(), &schema, &value);
+            let answer = send(side, request_with(&[(name, &text), ("zz", "1")])).await;
             let refused = answer.status == 400 && answer.names(&format!("?{name}"));
-            if refused == is_right || (answer.status != 400 && !others) {
+            if refused == is_valid || (answer.status != 400 && !others) {
                 let text = text.chars().take(80).collect::<String>();
-                differ.push(format!("?{name}={text:?}: right by {schema} is {is_right}"));
+                differ.push(format!("?{name}={text:?}: valid by {schema} is {is_valid}"));
             }
         }
     }
-    assert!(differ.is_empty(), "{} is not as described:\n{}", operation.id, differ.join("\n"));
+    assert!(differ.is_empty(), "{} differs from its description:\n{}", operation.id, differ.join("\n"));
 }

@@ -1,4 +1,4 @@
-//! What an operator decides, as it is sent; and what a wait shows of a question and of a boot.
+//! The requests of an operator's decisions, and the output of a wait for questions and boot progress.
 
 use super::*;
 
@@ -34,7 +34,7 @@ async fn options_and_decisions_reach_the_platform() {
         json!({"idpUserId": "user_1", "slot": "primary", "acceptLoss": true, "replaceFirst": true,
                "serverType": "cpx32", "location": "hel1", "fallbackLocations": ["fsn1", "nbg1"], "imageVersion": "v2"})
     );
-    // What is not allowed is not said: platforms of an earlier release refuse fields that they do not know.
+    // Fields without an allowance are omitted, because platforms of an earlier release refuse unknown fields.
     let (_, body) = sent(&["recover", "user_1", "--yes"], vec![accepted()]).await;
     assert_eq!(body, json!({"idpUserId": "user_1", "slot": "primary"}));
     let (_, body) = sent(
@@ -80,7 +80,7 @@ async fn options_and_decisions_reach_the_platform() {
 }
 
 #[tokio::test]
-async fn accept_takes_a_slot_and_names_the_machine_that_was_asked() {
+async fn accept_takes_a_slot_and_names_its_machine() {
     const OLD: &str = "019a0000-0000-7000-8000-000000000009";
     let mut waiting = operation("recover", "waiting", &[]);
     waiting["question"] = json!({"code": "last_backup_held_back", "detail": "Held back."});
@@ -100,7 +100,7 @@ async fn accept_takes_a_slot_and_names_the_machine_that_was_asked() {
     assert_eq!(lines[0], "GET /vps?idpUserId=user_1&slot=second HTTP/1.1");
     assert_eq!(lines[2], format!("POST /vps/{MACHINE}/backup-accept HTTP/1.1"));
 
-    // Of a deletion that asks, no machine is active.
+    // While a deletion asks, no machine is active.
     let mut deleted = record("running", Some(waiting));
     deleted["deletedAt"] = "2026-01-01T00:00:00.000Z".into();
     deleted["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": [
@@ -132,7 +132,7 @@ async fn undelete_names_a_server_that_is_being_deleted() {
 }
 
 #[tokio::test]
-async fn abandon_says_that_it_switches_on_what_an_operator_switched_off() {
+async fn abandon_warns_that_it_switches_the_machine_on() {
     const OLD: &str = "019a0000-0000-7000-8000-000000000009";
     let recovery = || Reply::Json(200, operation("recover", "running", &[]));
     let mut new = record("recovering", None);
@@ -152,7 +152,7 @@ async fn abandon_says_that_it_switches_on_what_an_operator_switched_off() {
     }
 }
 
-/// The platform files the removal a moment after the request: its id is looked up.
+/// The platform files the removal shortly after the request, so svcctl looks up its id.
 #[tokio::test]
 async fn discard_names_server_and_operation() {
     let mut replaced = record("running", None);
@@ -184,7 +184,7 @@ async fn discard_names_server_and_operation() {
 }
 
 #[tokio::test]
-async fn power_off_says_what_happens_and_what_had_happened() {
+async fn power_off_reports_progress_and_repeated_requests() {
     let reply = |operation: Value| {
         Reply::Json(
             202,
@@ -208,7 +208,7 @@ async fn power_off_says_what_happens_and_what_had_happened() {
     assert_eq!(said.lines().next(), Some(&*format!("machine {MACHINE} is being powered off")), "{said}");
     assert!(said.ends_with(&format!("machine {MACHINE} is powered off\n")), "{said}");
 
-    // Also where the machine has failed: there is nothing to wait for.
+    // Also for a failed machine: there is nothing to wait for.
     off["status"] = "failed".into();
     let again = [Reply::Json(200, off.clone()), reply(Value::Null), Reply::Json(200, off.clone())];
     let platform = Platform::start(again).await;
@@ -222,7 +222,7 @@ async fn power_off_says_what_happens_and_what_had_happened() {
 }
 
 #[tokio::test]
-async fn undelete_says_that_the_machine_is_being_brought_back() {
+async fn undelete_reports_that_the_machine_is_being_restored() {
     let reply = |again: bool| {
         Reply::Json(
             202,
@@ -259,7 +259,7 @@ async fn undelete_says_that_the_machine_is_being_brought_back() {
 }
 
 #[tokio::test]
-async fn abandon_waits_for_the_machine_that_serves_again() {
+async fn abandon_waits_for_the_machine_to_serve_again() {
     const OLD: &str = "019a0000-0000-7000-8000-000000000009";
     let recovery = |state: &str| Reply::Json(200, operation("recover", state, &[]));
     let mut new = record("failed", Some(operation("recover", "failed", &[])));
@@ -289,7 +289,7 @@ async fn abandon_waits_for_the_machine_that_serves_again() {
     assert!(said.starts_with(&format!("machine {OLD} is being reinstated\n")), "{said}");
     assert!(said.contains(&format!("machine {OLD} is running\n")), "{said}");
 
-    // No machine gets the slot: the operation has ended, and there is nothing to wait for.
+    // No machine gets the slot: the operation has ended, so there is nothing to wait for.
     let mut alone = record("failed", Some(operation("provision", "failed", &[])));
     alone["copies"] = json!({"live": null, "newestSnapshotAt": null, "exposedSeconds": null, "kept": []});
     let made = |state: &str| Reply::Json(200, operation("provision", state, &[]));
@@ -339,7 +339,7 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
     };
     let restoring = |bytes| at("restore", bytes);
     let done = Reply::Json(200, record("running", Some(operation("recover", "succeeded", &[]))));
-    // What comes after the stage is over says nothing new.
+    // Progress after the end of its stage prints nothing.
     let polls = [restoring(50), restoring(420), restoring(440), restoring(990), at("gateway", 1000)];
     let platform = Platform::start([accepted()].into_iter().chain(polls).chain([done])).await;
     let output = platform.svcctl(&["recover", "user_1", "--yes", "--wait"]).await;
@@ -353,7 +353,7 @@ async fn wait_shows_boot_progress_once_for_each_ten_percent() {
 }
 
 #[tokio::test]
-async fn platform_that_hangs_is_told_from_one_that_is_gone() {
+async fn hanging_platform_is_distinguished_from_unreachable_one() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let base = format!("http://{}", listener.local_addr().unwrap());
     let held = tokio::spawn(async move {
@@ -432,7 +432,7 @@ async fn audit_follow_survives_an_outage_of_the_platform() {
     };
     let lost = (0..5).map(|_| Reply::Lost);
     let platform = Platform::start([page(&["a"])].into_iter().chain(lost).chain([page(&["b", "a"])])).await;
-    // The script ends with a 500, which is no outage.
+    // The script ends with a 500, which is not an outage.
     let output = platform.svcctl(&["--json", "audit", "--follow"]).await;
     let (said, shown) = (stderr(&output), String::from_utf8_lossy(&output.stdout).into_owned());
     assert_eq!(output.status.code(), Some(70), "{said}");

@@ -1,4 +1,4 @@
-//! `svcctl doctor` against a host and a platform that run: each finding brought about, and nothing secret told.
+//! `svcctl doctor` against a running host and platform: every finding is provoked, and no secret is printed.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
-/// A report as programs read it.
+/// A report as programs parse it.
 pub struct Report {
     pub code: Option<i32>,
     pub json: Value,
@@ -29,13 +29,13 @@ impl Report {
         all.iter().filter(move |finding| finding["check"] == check)
     }
 
-    /// The check found something of this level that says `part` and, where it is bad, what to do.
+    /// Asserts a finding of this level that contains `part` and, for warnings and problems, a next step.
     #[track_caller]
     pub fn has(&self, check: &str, level: &str, part: &str) {
         let found = self.of(check).any(|finding| {
             let what = finding["what"].as_str().unwrap_or_default();
-            let told = finding["next"].is_string() == matches!(level, "warning" | "problem");
-            finding["level"] == level && what.contains(part) && told
+            let has_next_step = finding["next"].is_string() == matches!(level, "warning" | "problem");
+            finding["level"] == level && what.contains(part) && has_next_step
         });
         assert!(found, "no {level} of {check} with {part:?}: {}", self.said);
         let expected = if self.json["problems"] == 0 { 0 } else { 65 };
@@ -53,7 +53,7 @@ pub async fn report(svc: &Path, args: &[&str], env: &[(String, String)]) -> Repo
     Report { code: output.status.code(), json, said }
 }
 
-/// A stack with one machine that runs.
+/// A stack with one running machine.
 pub struct Fleet {
     pub stack: Stack,
     pub machine: Value,
@@ -83,7 +83,7 @@ impl Fleet {
         format!("svc-{}", self.machine["machineId"].as_str().unwrap())
     }
 
-    /// As a person on the machine would have it.
+    /// The environment of a person on the machine.
     pub fn host_env(&self) -> Vec<(String, String)> {
         let listen = format!(
             "{}:{}",
@@ -98,7 +98,7 @@ impl Fleet {
     async fn host(&self) -> Report {
         let report = report(&self.stack.svc, &["doctor"], &self.host_env()).await;
         assert_eq!(report.json["subject"], "host", "{}", report.said);
-        self.tells_no_secret(&report);
+        self.assert_no_secret(&report);
         report
     }
 
@@ -109,11 +109,11 @@ impl Fleet {
         env.extend(changes.filter(|(_, value)| !value.is_empty()));
         let args: Vec<&str> = ["doctor", "platform"].into_iter().chain(args.iter().copied()).collect();
         let report = report(&self.stack.svc, &args, &env).await;
-        self.tells_no_secret(&report);
+        self.assert_no_secret(&report);
         report
     }
 
-    /// Gives the published bundle a manifest: of its own archive, where no other digest is given.
+    /// Publishes a manifest for the bundle; by default with the digest of its archive.
     fn sign(&self, key: &SigningKey, expires_at: &str, digest: Option<String>) {
         let store = &self.stack.store;
         let object = |suffix: &str| format!("system-bundles/story-1/svc-host-bundle.tar.gz{suffix}");
@@ -134,9 +134,9 @@ impl Fleet {
         store.write(kit::story::BUCKET, &object(".json"), manifest);
     }
 
-    /// Neither what hosts hold nor what the platform holds is in what was printed.
+    /// Asserts that the output contains no secret of the hosts or the platform.
     #[track_caller]
-    fn tells_no_secret(&self, report: &Report) {
+    fn assert_no_secret(&self, report: &Report) {
         let mut secrets = vec![self.stack.secret.clone(), self.stack.key.clone()];
         secrets.push(self.stack.database_password().to_owned());
         secrets.push(self.stack.store.secret_key().to_owned());
@@ -150,7 +150,7 @@ impl Fleet {
             }
         }
         for secret in secrets.iter().filter(|secret| secret.len() > 7) {
-            assert!(!report.said.contains(secret), "a secret is told: {}", report.said);
+            assert!(!report.said.contains(secret), "a secret is printed: {}", report.said);
         }
     }
 
@@ -158,7 +158,7 @@ impl Fleet {
         self.disk.join("opt/svc/env").join(name)
     }
 
-    /// Changes a file for the time of one look.
+    /// The report while a file is changed.
     async fn host_with(&self, path: &str, content: impl FnOnce(&str) -> Option<String>) -> Report {
         let path = self.disk.join(path);
         let before = fs::read_to_string(&path).ok();
@@ -189,13 +189,13 @@ fn with(text: &str, name: &str, value: &str) -> String {
     without(text, name) + &svc::config::env_line(name, value)
 }
 
-/// A server that answers everything well, at another time of day.
-async fn at_another_time(date: &'static str) -> String {
+/// A server that answers every request with success and a wrong `Date` header.
+async fn server_with_date(date: &'static str) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
-            // Read first: an answer before its request is none.
+            // Reads the request first: clients ignore a response that precedes their request.
             tokio::io::AsyncReadExt::read(&mut stream, &mut [0; 4096]).await.ok();
             let answer =
                 format!("HTTP/1.1 200 OK\r\ndate: {date}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
@@ -206,7 +206,7 @@ async fn at_another_time(date: &'static str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
+async fn doctor_finds_each_host_problem_and_names_the_remedy() {
     let fleet = Fleet::up().await;
     let host = "opt/svc/env/host.env";
     let well = fleet.host().await;
@@ -230,7 +230,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     well.has("units", "skipped", "systemd does not run here");
     well.has("ports", "skipped", "shares its network");
 
-    // A person reads it, too.
+    // The text output contains it, too.
     let mut command = Command::new(&fleet.stack.svc);
     let output =
         command.args(["svcctl", "doctor"]).env_clear().envs(fleet.host_env()).output().await.unwrap();
@@ -257,7 +257,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     dead.has("platform", "problem", "cannot be reached");
     dead.has("clock", "skipped", "cannot be reached");
     dead.has("configuration", "problem", "update.env and host.env differ");
-    let past = at_another_time("Thu, 01 Jan 2026 00:00:00 GMT").await;
+    let past = server_with_date("Thu, 01 Jan 2026 00:00:00 GMT").await;
     let late = fleet.host_with(host, |text| Some(with(text, "PLATFORM_INTERNAL_URL", &past))).await;
     late.has("clock", "problem", "ahead of the platform's");
 
@@ -267,7 +267,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), cert).unwrap();
     let strange = fleet.host_with("var/lib/svc/tls/key.pem", |_| Some(key)).await;
     strange.has("tls-key", "problem", "differs from the registered one");
-    // What runs still has the old key, so it is not the gateway that this machine's files describe.
+    // The running gateway still has the old key, so it is not the gateway that this machine's files describe.
     strange.has("gateway", "problem", "not ready");
     fs::write(fleet.disk.join("var/lib/svc/tls/cert.pem"), own).unwrap();
     let unknown = fleet.host_with("var/lib/svc/register.json", |_| None).await;
@@ -280,7 +280,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     fs::remove_file(&current).unwrap();
     fleet.host().await.has("release", "problem", "names no release");
     std::os::unix::fs::symlink(target, &current).unwrap();
-    // On a real machine the database's own client tools are out of the gateway's reach.
+    // On a real machine the gateway cannot access the database's client tools.
     let systemd = fleet.disk.join("run/systemd/system");
     fs::create_dir_all(&systemd).unwrap();
     fleet.host().await.has("release", "problem", "no PostgreSQL client tools");
@@ -303,7 +303,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     let static_ones =
         fleet.host_with("opt/svc/env/r2.env", |text| Some(without(text, "AWS_CREDENTIAL_EXPIRATION"))).await;
     static_ones.has("store", "warning", "every slot");
-    // A session that has ended is renewed by its next use; a problem is one that was not renewed for long.
+    // An expired session is renewed on its next use; a problem is one that remained expired for long.
     let file = fleet.disk.join("var/lib/svc/store-credentials.json");
     let is_kept = async || anyhow::Ok(fs::metadata(&file).map(drop)?);
     kit::story::eventually("the agent renews the session", Duration::from_secs(60), is_kept).await.unwrap();
@@ -337,7 +337,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
         )
     };
     let old = "system/db/snapshots/2026-01-01T00-00-00.000Z-1.dump";
-    // What is written here is not to reach the platform: told late, it would be taken for the backup that is asked for.
+    // The agent must not report these results: the platform would take a delayed one for the requested backup.
     fleet.stack.provider.stop_service(&fleet.server(), "svc-sync-agent").await.unwrap();
     let last = "var/lib/svc/last-backup.json";
     fleet.host_with(last, |_| Some(backup("success", old))).await.has("backup", "problem", "min old");
@@ -348,7 +348,7 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     fleet.host().await.has("backup", "ok", "0 min old");
     fleet.stack.provider.stop_service(&fleet.server(), "svc-gateway").await.unwrap();
     fleet.host().await.has("gateway", "problem", "not ready");
-    // Not before: a gateway or an agent that finds this file ends.
+    // Only at the end: a gateway or an agent that finds this file exits.
     let replaced = fleet.host_with("var/lib/svc/superseded.json", |_| Some("{}".to_owned())).await;
     replaced.has("platform", "problem", "has replaced this one");
     let pid = fs::read_to_string(fleet.disk.join("var/lib/postgresql/16/main/postmaster.pid")).unwrap();
@@ -362,17 +362,12 @@ async fn a_hosts_troubles_are_each_found_and_told_with_what_to_do() {
     kit::story::eventually("the database ends", Duration::from_secs(60), ended).await.unwrap();
     let stopped = fleet.host().await;
     stopped.has("database", "problem", "connect to the database");
-    assert_eq!(
-        stopped.levels("release"),
-        ["ok"],
-        "what does not hang together is not blamed: {}",
-        stopped.said
-    );
+    assert_eq!(stopped.levels("release"), ["ok"], "unrelated checks are not affected: {}", stopped.said);
     fleet.stack.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
+async fn doctor_finds_each_platform_problem_and_names_the_remedy() {
     let fleet = Fleet::up().await;
     let well = fleet.platform(&[], &[]).await;
     assert_eq!(well.code, Some(0), "{}", well.said);
@@ -389,7 +384,10 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
         assert_eq!(well.levels(check), ["ok"], "{check}: {}", well.said);
     }
     well.has("tls", "skipped", "no listener");
-    assert!(fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/").is_empty(), "a probe was left");
+    assert!(
+        fleet.stack.store.objects(kit::story::BUCKET, "system-doctor/").is_empty(),
+        "a probe object remains"
+    );
 
     let dead = "http://127.0.0.1:9";
     let database = "postgres://u:a-password-of-theirs@127.0.0.1:9/platform";
@@ -445,7 +443,7 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     wrong.has("configuration", "problem", "APP_HOST");
     wrong.has("database", "skipped", "the configuration is wrong");
 
-    // The same by a file of settings, which must not be everybody's to read.
+    // The same settings from a file, which must not be readable by everybody.
     let file = fleet.stack.dir.join("platform.env");
     let lines = fleet.stack.platform_env().iter().map(|(name, value)| svc::config::env_line(name, value));
     fs::write(&file, lines.collect::<String>()).unwrap();
@@ -470,7 +468,7 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     ];
     fleet.platform(&files, &[]).await.has("tls", "problem", "expires at 2020-01-02");
 
-    // A store that does not honour the condition of a put: it says no, and has done it all the same.
+    // A store that ignores the condition of a put: it reports a refusal but writes the object.
     fleet.stack.store.fault(Rule::new(Fault::StaleRead).method("GET").key("system-doctor/").always());
     fleet.platform(&[], &[]).await.has("store", "problem", "");
     fleet.stack.store.heal();
@@ -484,9 +482,9 @@ async fn a_platforms_troubles_are_each_found_and_told_with_what_to_do() {
     fleet.stack.svcctl(&failed).await.unwrap().success().unwrap();
     let attention = fleet.platform(&[], &[]).await;
     attention.has("fleet", "warning", "ada (primary) is failed");
-    let asked = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
-    asked.has("fleet", "warning", "ada (primary) is failed");
-    asked.has("platform", "ok", "runs");
+    let response = report(&fleet.stack.svc, &["doctor", "api"], fleet.stack.operator_env()).await;
+    response.has("fleet", "warning", "ada (primary) is failed");
+    response.has("platform", "ok", "runs");
     fleet.stack.stop().await;
 }
 

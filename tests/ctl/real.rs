@@ -1,4 +1,4 @@
-//! `svcctl` against the real parts: a person's day, from the first bundle to the end of a machine.
+//! `svcctl` against real components: an operator's day, from the first bundle to the deletion of a machine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,12 +10,12 @@ use serde_json::Value;
 struct Operator(Stack);
 
 impl Operator {
-    /// What it prints on both streams; it must end with `code`.
-    async fn does(&self, code: i32, args: &[&str]) -> String {
+    /// Runs `svcctl` and returns both of its output streams. It must exit with `code`.
+    async fn run(&self, code: i32, args: &[&str]) -> String {
         let run = self.0.svcctl(args).await.unwrap();
         let said = format!("{}{}", run.stderr, run.stdout);
         assert_eq!(run.code, Some(code), "{args:?}: {said}");
-        assert!(!said.contains('\x1b'), "{args:?} is coloured, and no terminal is there: {said:?}");
+        assert!(!said.contains('\x1b'), "{args:?} is coloured without a terminal: {said:?}");
         said
     }
 
@@ -33,156 +33,157 @@ fn has(said: &str, parts: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_persons_day() {
+async fn operator_runs_a_machine_from_bundle_to_deletion() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
     kit::child::remove_on_exit(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
 
-    // Each refusal says what to do; following it leads to a machine.
-    has(&operator.does(0, &["list"]).await, &["no machines"]);
-    let said = operator.does(65, &["provision", "user_1", "--handle", "ada"]).await;
+    // Each refusal names the next step; following the steps leads to a running machine.
+    has(&operator.run(0, &["list"]).await, &["no machines"]);
+    let said = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
     has(&said, &["subscription_required", "next: `svcctl slot set"]);
-    has(&operator.does(0, &["slot", "set", "user_1", "--plan", "builder"]).await, &["builder", "active"]);
-    let said = operator.does(65, &["provision", "user_1", "--handle", "ada"]).await;
+    has(&operator.run(0, &["slot", "set", "user_1", "--plan", "builder"]).await, &["builder", "active"]);
+    let said = operator.run(65, &["provision", "user_1", "--handle", "ada"]).await;
     has(&said, &["bundle_not_found", "next: `svcctl bundle publish"]);
     let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
     let out = built.dir.to_str().unwrap();
-    has(&operator.does(0, &["bundle", "publish", out, "--image-version", "story-1"]).await, &["published"]);
-    has(&operator.does(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
+    has(&operator.run(0, &["bundle", "publish", out, "--image-version", "story-1"]).await, &["published"]);
+    has(&operator.run(0, &["bundle", "list"]).await, &["story-1", "MiB", &built.sha256]);
 
-    let said = operator.does(0, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
+    let said = operator.run(0, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
     let stages =
         ["database", "bundle", "restore", "gateway", "register"].map(|stage| format!("boot: {stage}"));
     let at: Vec<_> =
         stages.iter().map(|stage| said.find(stage).unwrap_or_else(|| panic!("{stage}: {said}"))).collect();
     assert!(at.is_sorted(), "{said}");
     has(&said, &["create_server  done", "await_registration  succeeded", "status       running"]);
-    // Its first heartbeat comes a moment after it is registered.
-    let heard = async || {
-        let listed = operator.does(0, &["list", "--status", "running"]).await;
+    // The first heartbeat arrives shortly after the registration.
+    let heartbeat_listed = async || {
+        let listed = operator.run(0, &["list", "--status", "running"]).await;
         anyhow::ensure!(listed.contains("ago"), "no heartbeat in {listed}");
         Ok(listed)
     };
-    let listed =
-        kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heard).await.unwrap();
+    let listed = kit::story::eventually("a heartbeat is listed", Duration::from_secs(60), heartbeat_listed)
+        .await
+        .unwrap();
     has(&listed, &["ada", "user_1", "cpx22", "ago"]);
-    has(&operator.does(0, &["status", "ada"]).await, &["gateway ok, database ok", "boot ", "register 0."]);
+    has(&operator.run(0, &["status", "ada"]).await, &["gateway ok, database ok", "boot ", "register 0."]);
 
-    has(&operator.does(0, &["backup", "list", "ada"]).await, &["no backups"]);
-    has(&operator.does(0, &["backup", "now", "ada", "--wait=120"]).await, &["system/db/snapshots/", "KiB"]);
-    has(&operator.does(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
-    a_snapshot_is_read(&operator, dir.path()).await;
+    has(&operator.run(0, &["backup", "list", "ada"]).await, &["no backups"]);
+    has(&operator.run(0, &["backup", "now", "ada", "--wait=120"]).await, &["system/db/snapshots/", "KiB"]);
+    has(&operator.run(0, &["backup", "list", "ada"]).await, &["latest", "system/db/snapshots/"]);
+    verify_and_download_snapshot(&operator, dir.path()).await;
     has(
-        &operator.does(0, &["backup", "drill", "ada", "--wait=120"]).await,
+        &operator.run(0, &["backup", "drill", "ada", "--wait=120"]).await,
         &["drill   success", "key     system/db"],
     );
-    a_damaged_one_fails_its_drill(&operator).await;
+    damaged_snapshot_fails_its_drill(&operator).await;
 
-    let said = operator.does(77, &["resize", "ada", "cpx52", "--yes"]).await;
+    let said = operator.run(77, &["resize", "ada", "cpx52", "--yes"]).await;
     has(&said, &["server_type_not_allowed", "next: "]);
-    has(&operator.does(64, &["resize", "ada", "cpx32"]).await, &["--yes"]);
-    let said = operator.does(0, &["resize", "ada", "cpx32", "--yes", "--wait=200"]).await;
+    has(&operator.run(64, &["resize", "ada", "cpx32"]).await, &["--yes"]);
+    let said = operator.run(0, &["resize", "ada", "cpx32", "--yes", "--wait=200"]).await;
     has(&said, &["change_type  done", "type         cpx32", "status       running"]);
-    assert!(!said.contains("boot: "), "a boot of before is told as if it were this one's: {said}");
+    assert!(!said.contains("boot: "), "an earlier boot is shown: {said}");
 
     let fleet = operator.json(&["fleet"]).await;
     assert_eq!(
         (&fleet["totals"]["machines"], &fleet["totals"]["byStatus"]["running"]),
         (&1.into(), &1.into())
     );
-    // By the heartbeat of a real agent, which has it from the real updater.
+    // Reported by the heartbeat of a real agent, which reads it from the real updater.
     let keys = operator.json(&["bundle", "keys"]).await;
     assert_eq!((&keys["keys"][0]["trusting"], &keys["notReporting"]), (&1.into(), &0.into()), "{keys}");
     let id = keys["keys"][0]["keyId"].as_str().unwrap();
-    has(&operator.does(0, &["bundle", "keys"]).await, &["NOT TRUSTED BY", id, "yes"]);
-    let said = operator.does(0, &["fail", "ada", "--reason", "disk errors", "--yes"]).await;
+    has(&operator.run(0, &["bundle", "keys"]).await, &["NOT TRUSTED BY", id, "yes"]);
+    let said = operator.run(0, &["fail", "ada", "--reason", "disk errors", "--yes"]).await;
     has(&said, &["status       failed", "disk errors", "svcctl recover user_1"]);
-    has(&operator.does(0, &["fleet"]).await, &["1 failed", "ada", "failed:operator"]);
-    let said = operator.does(65, &["backup", "now", "ada"]).await;
+    has(&operator.run(0, &["fleet"]).await, &["1 failed", "ada", "failed:operator"]);
+    let said = operator.run(65, &["backup", "now", "ada"]).await;
     has(&said, &["invalid_state", "this needs running", "next: "]);
 
-    let said = operator.does(0, &["recover", "user_1", "--yes", "--wait=220"]).await;
+    let said = operator.run(0, &["recover", "user_1", "--yes", "--wait=220"]).await;
     has(&said, &["boot: restore", "epoch        2", "status       running"]);
     let machine = operator.json(&["status", "ada"]).await;
     let operation = machine["operations"][0]["operationId"].as_str().unwrap();
-    has(&operator.does(0, &["operation", operation]).await, &["recover  succeeded", "fence  done"]);
+    has(&operator.run(0, &["operation", operation]).await, &["recover  succeeded", "fence  done"]);
     let old = machine["copies"]["kept"][0]["machineId"].as_str().unwrap();
     let kept = format!("of replaced machine {old}: kept until ");
-    has(&operator.does(0, &["status", "ada"]).await, &["live server", &kept, "snapshot ", "at risk "]);
+    has(&operator.run(0, &["status", "ada"]).await, &["live server", &kept, "snapshot ", "at risk "]);
     has(
-        &operator.does(0, &["discard", old, "--yes"]).await,
+        &operator.run(0, &["discard", old, "--yes"]).await,
         &["status     replaced", "being deleted, with its disk"],
     );
-    let said = operator.does(0, &["delete", "ada", "--yes", "--wait=120"]).await;
+    let said = operator.run(0, &["delete", "ada", "--yes", "--wait=120"]).await;
     has(&said, &["last_backup  done", "power_off_server  done", "status       deleted", "`svcctl undelete "]);
-    has(&operator.does(0, &["list", "--deleted"]).await, &["deleted", "ada"]);
-    let said = operator.does(65, &["status", "ada"]).await;
+    has(&operator.run(0, &["list", "--deleted"]).await, &["deleted", "ada"]);
+    let said = operator.run(65, &["status", "ada"]).await;
     has(&said, &["ada has no active machine", "svcctl list --deleted --handle ada"]);
     operator.0.stop().await;
 }
 
-/// A boot that fails is read from the operator's seat: where, why in the host's own words, and what to do.
+/// `svcctl` shows a failed boot completely: its stage, the host's own message, and the next step.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_boot_that_fails_is_told_with_its_stage_and_the_hosts_words() {
+async fn failed_boot_shows_its_stage_and_the_host_message() {
     let dir = tempfile::Builder::new().prefix("svc-ctl-").tempdir_in("/tmp").unwrap();
     kit::child::remove_on_exit(dir.path());
     let svc = Path::new(env!("CARGO_BIN_EXE_svc"));
     let operator = Operator(Stack::start(svc, dir.path(), RouterTransport::Plain).await.unwrap().0);
-    operator.does(0, &["slot", "set", "user_1", "--plan", "starter"]).await;
+    operator.run(0, &["slot", "set", "user_1", "--plan", "starter"]).await;
     let built = bundle::build_minimal(svc, "story-1", &dir.path().join("out")).unwrap();
-    operator.does(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
+    operator.run(0, &["bundle", "publish", built.dir.to_str().unwrap(), "--image-version", "story-1"]).await;
     let broken = [("FAILPOINTS", "restore.begin=return(error)")];
     operator.0.provider.set_next_server_env(&broken).unwrap();
-    let said = operator.does(69, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
+    let said = operator.run(69, &["provision", "user_1", "--handle", "ada", "--wait=200"]).await;
     has(&said, &["boot: restore", "boot_reported at restore", "injected failure at restore.begin", "next: "]);
-    let said = operator.does(0, &["status", "ada"]).await;
+    let said = operator.run(0, &["status", "ada"]).await;
     has(&said, &["boot_reported at restore", "injected failure at restore.begin", "at restore", "next "]);
     operator.0.stop().await;
 }
 
-async fn a_damaged_one_fails_its_drill(operator: &Operator) {
-    let told = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
-    let object = format!("user_1/primary/{}", told["key"].as_str().unwrap());
+async fn damaged_snapshot_fails_its_drill(operator: &Operator) {
+    let drill = operator.json(&["backup", "drill", "ada", "--wait=120"]).await;
+    let object = format!("user_1/primary/{}", drill["key"].as_str().unwrap());
     let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
     let mut damaged = dump.clone();
     damaged[100] ^= 1;
     operator.0.store.write(kit::story::BUCKET, &object, damaged);
-    let said = operator.does(65, &["backup", "drill", "ada", "--wait=120"]).await;
+    let said = operator.run(65, &["backup", "drill", "ada", "--wait=120"]).await;
     has(&said, &["drill   error", "SHA-256", "next: `svcctl backup now"]);
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }
 
-/// Verified, downloaded, gone on with, and found to be damaged.
-async fn a_snapshot_is_read(operator: &Operator, dir: &Path) {
+/// Verifies and downloads a snapshot, resumes a download, and detects a damaged object.
+async fn verify_and_download_snapshot(operator: &Operator, dir: &Path) {
     let whole = ["system/db/snapshots/", "size and SHA-256 match the record"];
-    has(&operator.does(0, &["backup", "verify", "ada"]).await, &whole);
-    let told = operator.json(&["backup", "verify", "ada"]).await;
-    let key = told["key"].as_str().unwrap();
+    has(&operator.run(0, &["backup", "verify", "ada"]).await, &whole);
+    let verified = operator.json(&["backup", "verify", "ada"]).await;
+    let key = verified["key"].as_str().unwrap();
     let (_, name) = key.rsplit_once('/').unwrap();
     let object = format!("user_1/primary/{key}");
     let dump = operator.0.store.read(kit::story::BUCKET, &object).unwrap();
 
     let file = dir.join("ada.dump");
     let into = file.to_str().unwrap();
-    // What an interrupted download left.
+    // An interrupted download.
     let partial = dir.join("ada.dump.partial");
     std::fs::write(&partial, &dump[..dump.len() / 2]).unwrap();
-    has(&operator.does(0, &["backup", "download", "ada", name, "--output", into]).await, &["file", into]);
+    has(&operator.run(0, &["backup", "download", "ada", name, "--output", into]).await, &["file", into]);
     assert!(std::fs::read(&file).unwrap() == dump && !partial.exists());
-    has(&operator.does(65, &["backup", "download", "ada", "--output", into]).await, &["already exists"]);
+    has(&operator.run(65, &["backup", "download", "ada", "--output", into]).await, &["already exists"]);
     has(
-        &operator.does(65, &["backup", "verify", "ada", "x.dump"]).await,
+        &operator.run(65, &["backup", "verify", "ada", "x.dump"]).await,
         &["no snapshot x.dump", "next: `svcctl backup list"],
     );
 
     let mut damaged = dump.clone();
     damaged[100] ^= 1;
     operator.0.store.write(kit::story::BUCKET, &object, damaged);
-    let said = operator.does(65, &["backup", "verify", "ada", key]).await;
+    let said = operator.run(65, &["backup", "verify", "ada", key]).await;
     has(&said, &["does not match its record", "next: `svcctl backup now`"]);
     let other = dir.join("other.dump");
-    operator.does(65, &["backup", "download", "ada", "--output", other.to_str().unwrap()]).await;
+    operator.run(65, &["backup", "download", "ada", "--output", other.to_str().unwrap()]).await;
     assert!(!other.exists() && !dir.join("other.dump.partial").exists());
     operator.0.store.write(kit::story::BUCKET, &object, dump);
 }

@@ -1,18 +1,18 @@
-//! `svcctl verify-rollout` against a host that runs, from the host itself and through the router.
+//! `svcctl verify-rollout` against a running host, on the host itself and through the router.
 
 use std::fs;
 use std::path::PathBuf;
 
 use super::doctor::{Fleet, Report, report};
 
-/// The shell of the machine's release, as a build leaves it.
+/// The shell of the machine's release, as a build produces it.
 struct Shell<'a> {
     fleet: &'a Fleet,
     dir: PathBuf,
 }
 
 impl Shell<'_> {
-    /// A good one, but for the files that are given.
+    /// Serves a valid shell in which the given files are replaced.
     async fn serve(&self, instead: &[(&str, &str)]) {
         fs::remove_dir_all(&self.dir).ok();
         fs::create_dir_all(self.dir.join("assets")).unwrap();
@@ -29,7 +29,7 @@ impl Shell<'_> {
             fs::write(self.dir.join(path), text).unwrap();
         }
         let (provider, server) = (&self.fleet.stack.provider, self.fleet.server());
-        // It reads its files at its start. Where it does not run, there is nothing to stop.
+        // The gateway reads its files at startup. If it does not run, there is nothing to stop.
         provider.stop_service(&server, "svc-shell").await.ok();
         let started = provider.run_unit(&server, "svc-shell", &[]).await.unwrap();
         assert!(started.status.success(), "{}", String::from_utf8_lossy(&started.stderr));
@@ -52,7 +52,7 @@ impl Fleet {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_release_is_verified_on_the_host_and_from_outside() {
+async fn release_is_verified_on_the_host_and_from_outside() {
     let fleet = Fleet::up().await;
     let without = fleet.verify_here(&[]).await;
     without.has("shell", "problem", "503");
@@ -101,12 +101,16 @@ async fn a_release_is_verified_on_the_host_and_from_outside() {
     let unmarked = fleet.verify_here(&[]).await;
     unmarked.has("canvas-gestures", "skipped", "verify it in a browser");
     assert_eq!(unmarked.code, Some(0));
-    assert_eq!(fleet.verify_here(&["--strict"]).await.code, Some(65), "strict: not checked is not verified");
+    assert_eq!(
+        fleet.verify_here(&["--strict"]).await.code,
+        Some(65),
+        "--strict: a skipped check is a failure"
+    );
     shell.serve(&[("index.html", "<script src=\"/assets/gone.js\"></script>")]).await;
     here_and_outside(&fleet, "shell", "/assets/gone.js answers 404").await;
     shell.serve(&[]).await;
 
-    // What the settings say is not yet what the gateway does.
+    // The settings do not show yet what the running gateway does.
     let settings = fleet.disk.join("opt/svc/env/host.env");
     let before = fs::read_to_string(&settings).unwrap();
     let other = svc::config::env_line("DATABASE_URL", "postgres://svc:pw@127.0.0.1:1/svc");

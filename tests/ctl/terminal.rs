@@ -1,4 +1,4 @@
-//! `svcctl` on a terminal: a question is asked and its answer counts; colours are there, and not where they are unwanted.
+//! `svcctl` on a terminal: it asks a question and obeys the answer; it uses colours unless they are unwanted.
 
 use std::process::Output;
 
@@ -7,7 +7,7 @@ use tokio::io::AsyncWriteExt;
 
 use super::*;
 
-/// Runs `svcctl` with a terminal as all of its standard streams; what it prints is the output's `stdout`.
+/// Runs `svcctl` with a terminal as all of its standard streams; its output is `stdout`.
 async fn on_terminal(platform: &Platform, args: &[&str], typed: &str, env: &[(&str, &str)]) -> Output {
     const RUN: &str = "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))";
     let mut command = Command::new("python3");
@@ -18,7 +18,7 @@ async fn on_terminal(platform: &Platform, args: &[&str], typed: &str, env: &[(&s
     let mut child = command.kill_on_drop(true).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     stdin.write_all(typed.as_bytes()).await.unwrap();
-    // Kept open: the end of the input would be the end of the terminal.
+    // Kept open, because the end of the input would close the terminal.
     let output = child.wait_with_output().await.unwrap();
     drop(stdin);
     output
@@ -29,7 +29,7 @@ fn printed(output: &Output) -> String {
 }
 
 #[tokio::test]
-async fn the_typed_word_decides() {
+async fn typed_confirmation_decides() {
     let deleted =
         || Reply::Json(202, json!({"machineId": MACHINE, "status": "running", "operationId": OPERATION}));
     let platform = Platform::start([Reply::Json(200, record("running", None)), deleted()]).await;
@@ -47,7 +47,7 @@ async fn the_typed_word_decides() {
 }
 
 #[tokio::test]
-async fn before_a_recovery_the_age_of_the_backup_is_said() {
+async fn recovery_prompt_shows_the_age_of_the_backup() {
     let mut machine = record("running", None);
     machine["lastBackup"] = json!({"status": "success", "takenAt": "2026-01-01T00:00:00.000Z"});
     let page = || Reply::Json(200, json!({"machines": [record("running", None)], "nextCursor": null}));
@@ -72,7 +72,7 @@ fn copies() -> Value {
 }
 
 #[tokio::test]
-async fn delete_prompt_says_what_is_at_stake_and_how_to_undo_it() {
+async fn delete_prompt_names_the_loss_and_how_to_undo() {
     let mut machine = record("running", None);
     machine["copies"] = copies();
     for (options, parts) in [
@@ -96,7 +96,7 @@ async fn delete_prompt_says_what_is_at_stake_and_how_to_undo_it() {
 }
 
 #[tokio::test]
-async fn delete_prompt_of_a_recovery_names_both_machines() {
+async fn delete_prompt_during_recovery_names_both_machines() {
     const OLD: &str = "019a0000-0000-7000-8000-000000000009";
     let mut machine = record("recovering", Some(operation("recover", "running", &[])));
     machine["copies"] = copies();
@@ -121,7 +121,7 @@ async fn delete_prompt_of_a_recovery_names_both_machines() {
 }
 
 #[tokio::test]
-async fn discard_prompt_says_what_only_that_server_holds() {
+async fn discard_prompt_names_the_data_that_would_be_lost() {
     let mut machine = record("running", None);
     machine["retiredAt"] = "2026-01-01T00:43:00.000Z".into();
     machine["unsavedSince"] = "2026-01-01T00:00:00.000Z".into();
@@ -134,7 +134,7 @@ async fn discard_prompt_says_what_only_that_server_holds() {
 }
 
 #[tokio::test]
-async fn colours_are_for_terminals_that_want_them() {
+async fn colours_appear_only_on_terminals_that_accept_them() {
     let page = || Reply::Json(200, json!({"machines": [record("failed", None)], "nextCursor": Value::Null}));
     for (env, coloured) in [
         (&[][..], true),

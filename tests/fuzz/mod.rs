@@ -1,10 +1,10 @@
-//! Parsers of what comes from outside, given documents that somebody has changed: none of them panics, and none accepts what
-//! is outside the rules.
+//! Parsers of untrusted input, run on mutated documents: none of them panics, and none accepts a document that
+//! violates its rules.
 //!
-//! A [`Target`] is a parser with its rules, which `cargo xtask fuzz` plays by libFuzzer, too. Valid documents are made and then
-//! mutated, because random bytes are refused at their first. What once broke a rule is kept below `tests/corpus/<target>`, and
-//! is always played again. The short form plays a few cases for every change, the long one (`cargo xtask test --long`) for a
-//! minute by the clock.
+//! A [`Target`] is a parser with its rules; `cargo xtask fuzz` also runs it with libFuzzer. Valid documents are
+//! generated and then mutated, because random bytes are refused at the first check. Inputs that once violated a rule
+//! are kept below `tests/corpus/<target>` and are always replayed. The short form runs a few cases on every change;
+//! the long form (`cargo xtask test --long`) runs for a minute.
 
 mod mutation;
 mod parsers;
@@ -21,11 +21,11 @@ use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 use mutation::{Mutation, mutate};
 use parsers::Target;
 
-const LONG: Duration = Duration::from_secs(60);
-/// Of a round of the long form: the clock is looked at in between.
-const ROUND: u32 = 400;
+const LONG_DURATION: Duration = Duration::from_secs(60);
+/// The deadline of the long form is checked between rounds.
+const CASES_PER_ROUND: u32 = 400;
 
-/// What is given to the parser: a valid document as it is, or changed.
+/// The input of a parser: a valid document, and the mutations to apply.
 type Case = (Vec<u8>, Vec<Mutation>);
 
 impl Target {
@@ -47,7 +47,7 @@ impl Target {
     }
 
     /// # Errors
-    /// The smallest case that broke a rule or panicked.
+    /// The smallest case that violated a rule or panicked.
     fn play(&self, cases: u32) -> Result<(), String> {
         let config = Config { cases, failure_persistence: None, ..Config::default() };
         let mut runner = TestRunner::new(config);
@@ -56,7 +56,7 @@ impl Target {
             TestError::Fail(why, (valid, mutations)) => {
                 let bytes = mutate(valid, &mutations);
                 let (name, text, hex) = (self.name, String::from_utf8_lossy(&bytes), hex::encode(&bytes));
-                format!("{name}: {why}\nof {text:?}\nkeep as a file of tests/corpus/{name} the bytes {hex}")
+                format!("{name}: {why}\ninput {text:?}\nto keep it, add a file to tests/corpus/{name} with the bytes {hex}")
             }
         })
     }
@@ -73,7 +73,7 @@ impl Target {
     }
 }
 
-/// cloud-init reads user-data, which is another program; the others are libFuzzer's, too.
+/// User-data is parsed by cloud-init, a separate program; libFuzzer also runs the others.
 fn targets() -> Vec<Target> {
     parsers::targets().into_iter().chain([userdata::user_data()]).collect()
 }
@@ -91,9 +91,9 @@ fn long(name: &str) -> Result<()> {
     let target = target(name);
     let (begun, mut fuzz_cases) = (Instant::now(), 0);
     let mut end = Ok(());
-    while begun.elapsed() < LONG && end.is_ok() {
-        end = target.play(ROUND);
-        fuzz_cases += u64::from(ROUND);
+    while begun.elapsed() < LONG_DURATION && end.is_ok() {
+        end = target.play(CASES_PER_ROUND);
+        fuzz_cases += u64::from(CASES_PER_ROUND);
     }
     Figures { fuzz_cases, ..Figures::new(&format!("fuzz of {name}")) }.record()?;
     end.map_err(anyhow::Error::msg)
@@ -108,13 +108,13 @@ macro_rules! fuzzed {
             }
 
             #[test]
-            #[ignore = "long: a minute by the clock"]
+            #[ignore = "long: runs for a minute"]
             fn $long() -> Result<()> {
                 long($name)
             }
         )+
 
-        /// A target that nobody plays would prove nothing.
+        /// A target without tests would prove nothing.
         #[test]
         fn every_target_is_played() {
             let names: Vec<_> = targets().iter().map(|target| target.name).collect();
@@ -124,39 +124,39 @@ macro_rules! fuzzed {
 }
 
 fuzzed! {
-    a_changed_pointer_leads_nowhere_else, long_a_changed_pointer_leads_nowhere_else, "pointer";
-    a_changed_side_record_is_of_its_dump, long_a_changed_side_record_is_of_its_dump, "side-record";
-    a_changed_manifest_is_not_believed, long_a_changed_manifest_is_not_believed, "manifest";
-    a_changed_signature_is_worth_nothing, long_a_changed_signature_is_worth_nothing, "signature";
-    a_changed_archive_stays_in_its_directory, long_a_changed_archive_stays_in_its_directory, "archive";
-    tar_entries_of_changed_archives_keep_limits, long_tar_entries_of_changed_archives_keep_limits, "tar-entries";
-    a_changed_env_file_reads_back, long_a_changed_env_file_reads_back, "env-file";
-    a_changed_boot_env_is_told_without_secrets, long_a_changed_boot_env_is_told_without_secrets, "boot-env";
-    changed_app_manifest_names_no_more, long_changed_app_manifest_names_no_more, "app-manifest";
-    changed_bridge_request_stays_one_statement, long_changed_bridge_request_stays_one_statement, "bridge-request";
-    changed_bridge_filter_means_the_same_nested, long_changed_bridge_filter_means_the_same_nested, "bridge-filter";
-    changed_cursor_resumes_its_own_order_alone, long_changed_cursor_resumes_its_own_order_alone, "bridge-cursor";
-    changed_jwt_is_never_another_user, long_changed_jwt_is_never_another_user, "jwt";
-    changed_proof_is_never_another_principal, long_changed_proof_is_never_another_principal, "proof";
-    changed_heartbeat_is_stored_within_bounds, long_changed_heartbeat_is_stored_within_bounds, "heartbeat";
-    changed_hook_input_sends_no_content, long_changed_hook_input_sends_no_content, "hook-input";
-    changed_agent_frames_are_written_back, long_changed_agent_frames_are_written_back, "agent-frames";
-    changed_agent_output_keeps_bounded_texts, long_changed_agent_output_keeps_bounded_texts, "agent-output";
-    changed_event_id_is_refused, long_changed_event_id_is_refused, "event-id";
-    changed_listing_loads_nothing_else, long_changed_listing_loads_nothing_else, "import-listing";
-    changed_import_manifest_is_another_archives, long_changed_import_manifest_is_another_archives, "import-manifest";
-    changed_keys_are_for_nothing_else, long_changed_keys_are_for_nothing_else, "jwks";
-    changed_owner_config_keeps_bounds, long_changed_owner_config_keeps_bounds, "owner-config";
-    changed_usage_report_is_safe_to_print, long_changed_usage_report_is_safe_to_print, "usage-report";
-    changed_cookie_takes_no_name_of_ours, long_changed_cookie_takes_no_name_of_ours, "set-cookie";
-    changed_connection_headers_end_at_the_hop, long_changed_connection_headers_end_at_the_hop, "hop-by-hop";
-    changed_path_stays_in_the_apps_folder, long_changed_path_stays_in_the_apps_folder, "app-path";
-    changed_session_counts_its_own_calls, long_changed_session_counts_its_own_calls, "codex-session";
-    changed_dump_head_has_a_number_or_none, long_changed_dump_head_has_a_number_or_none, "dump-head";
-    a_changed_user_data_is_one_document, long_a_changed_user_data_is_one_document, "user-data";
+    mutated_pointer_stays_in_its_slot, long_mutated_pointer_stays_in_its_slot, "pointer";
+    mutated_side_record_must_match_its_dump, long_mutated_side_record_must_match_its_dump, "side-record";
+    mutated_manifest_is_refused, long_mutated_manifest_is_refused, "manifest";
+    mutated_signature_is_refused, long_mutated_signature_is_refused, "signature";
+    mutated_archive_stays_in_its_directory, long_mutated_archive_stays_in_its_directory, "archive";
+    tar_entries_of_mutated_archives_keep_limits, long_tar_entries_of_mutated_archives_keep_limits, "tar-entries";
+    mutated_env_file_parses_back, long_mutated_env_file_parses_back, "env-file";
+    mutated_boot_env_error_has_no_secret, long_mutated_boot_env_error_has_no_secret, "boot-env";
+    mutated_app_manifest_keeps_its_names, long_mutated_app_manifest_keeps_its_names, "app-manifest";
+    mutated_bridge_request_stays_one_statement, long_mutated_bridge_request_stays_one_statement, "bridge-request";
+    mutated_bridge_filter_means_the_same_nested, long_mutated_bridge_filter_means_the_same_nested, "bridge-filter";
+    mutated_cursor_resumes_only_its_own_order, long_mutated_cursor_resumes_only_its_own_order, "bridge-cursor";
+    mutated_jwt_is_never_another_user, long_mutated_jwt_is_never_another_user, "jwt";
+    mutated_proof_is_never_another_principal, long_mutated_proof_is_never_another_principal, "proof";
+    mutated_heartbeat_is_stored_within_bounds, long_mutated_heartbeat_is_stored_within_bounds, "heartbeat";
+    mutated_hook_input_sends_no_content, long_mutated_hook_input_sends_no_content, "hook-input";
+    mutated_agent_frames_parse_back, long_mutated_agent_frames_parse_back, "agent-frames";
+    mutated_agent_output_keeps_bounded_texts, long_mutated_agent_output_keeps_bounded_texts, "agent-output";
+    mutated_event_id_is_refused, long_mutated_event_id_is_refused, "event-id";
+    mutated_listing_loads_no_other_entry, long_mutated_listing_loads_no_other_entry, "import-listing";
+    mutated_import_manifest_is_refused, long_mutated_import_manifest_is_refused, "import-manifest";
+    mutated_keys_keep_their_purpose, long_mutated_keys_keep_their_purpose, "jwks";
+    mutated_owner_config_keeps_bounds, long_mutated_owner_config_keeps_bounds, "owner-config";
+    mutated_usage_report_is_safe_to_print, long_mutated_usage_report_is_safe_to_print, "usage-report";
+    mutated_cookie_takes_no_router_name, long_mutated_cookie_takes_no_router_name, "set-cookie";
+    mutated_hop_headers_end_at_the_hop, long_mutated_hop_headers_end_at_the_hop, "hop-by-hop";
+    mutated_path_stays_in_the_app_folder, long_mutated_path_stays_in_the_app_folder, "app-path";
+    mutated_session_counts_its_own_calls, long_mutated_session_counts_its_own_calls, "codex-session";
+    mutated_dump_head_has_a_number_or_none, long_mutated_dump_head_has_a_number_or_none, "dump-head";
+    mutated_user_data_is_one_document, long_mutated_user_data_is_one_document, "user-data";
 }
 
-/// The page says which parsers are held to rules; one that it leaves out would be taken for one without.
+/// The page lists the parsers with rules; a missing row would suggest a parser without any.
 #[test]
 fn every_target_has_its_row() {
     let page = include_str!("../../docs/security.md");
@@ -182,9 +182,9 @@ fn what_once_broke_a_rule_breaks_none() -> Result<()> {
     Ok(())
 }
 
-/// The player itself: rules that are broken now and then, and a parser that panics, are found.
+/// Tests the runner itself: it detects rules that are violated occasionally, and a parser that panics.
 #[test]
-fn a_parser_that_accepts_too_much_is_found() {
+fn runner_detects_parsers_that_violate_their_rules() {
     fn valid() -> BoxedStrategy<Vec<u8>> {
         Just(b"{\"key\":\"a/b.dump\"}".to_vec()).boxed()
     }
@@ -192,7 +192,7 @@ fn a_parser_that_accepts_too_much_is_found() {
         if bytes.windows(2).any(|pair| pair == b"..") { Err("leads up".to_owned()) } else { Ok(()) }
     }
     fn panics(bytes: &[u8]) -> Result<(), String> {
-        assert!(!bytes.is_empty(), "an index out of bounds, say");
+        assert!(!bytes.is_empty(), "an index out of bounds");
         Ok(())
     }
     fn refuses(_: &[u8]) -> Result<(), String> {

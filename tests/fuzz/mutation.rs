@@ -1,11 +1,11 @@
-//! Changes to a document: single bits and bytes, pieces that are cut, doubled or put in, and in a JSON document, values that
-//! are others.
+//! Mutations of a document: single bits and bytes; removed, duplicated and inserted pieces; and replaced values of a
+//! JSON document.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
 use serde_json::{Value, json};
 
-/// One change. A place is relative to the document's length, so that each fits any document.
+/// One mutation. Its position is relative to the document's length, so that it applies to any document.
 #[derive(Debug, Clone)]
 pub enum Mutation {
     Flip {
@@ -31,19 +31,19 @@ pub enum Mutation {
     Cut {
         at: Index,
     },
-    /// One value of a JSON document; bytes that are none stay as they are.
+    /// Replaces a value of a JSON document; other documents do not change.
     Value {
         at: Index,
         value: Value,
     },
-    /// A field of a JSON document is gone.
+    /// Removes a field of a JSON document.
     Without {
         at: Index,
     },
 }
 
-/// What parsers stumble on.
-const PIECES: [&[u8]; 24] = [
+/// Byte sequences that often break parsers.
+const FRAGMENTS: [&[u8]; 24] = [
     b"..",
     b"../",
     b"/",
@@ -79,7 +79,7 @@ impl Arbitrary for Mutation {
         prop_oneof![
             2 => (at(), 0..8u8).prop_map(|(at, bit)| Self::Flip { at, bit }),
             2 => (at(), any::<u8>()).prop_map(|(at, byte)| Self::Byte { at, byte }),
-            3 => (at(), prop::sample::select(&PIECES[..])).prop_map(|(at, what)| Self::Insert { at, what }),
+            3 => (at(), prop::sample::select(&FRAGMENTS[..])).prop_map(|(at, what)| Self::Insert { at, what }),
             1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Remove { at, length }),
             1 => (at(), 1..40u8).prop_map(|(at, length)| Self::Double { at, length }),
             1 => at().prop_map(|at| Self::Cut { at }),
@@ -90,7 +90,7 @@ impl Arbitrary for Mutation {
     }
 }
 
-/// Values that a field may hold and should not.
+/// Invalid values of a field.
 fn value() -> impl Strategy<Value = Value> {
     let fixed = vec![
         json!(null),
@@ -162,7 +162,7 @@ fn apply(bytes: &mut Vec<u8>, mutation: &Mutation) {
     }
 }
 
-/// Changes a JSON document; the paths of all its values are given, of which there is at least the whole.
+/// Changes a JSON document. The closure receives the paths of all values; the root is always one.
 fn change(bytes: &mut Vec<u8>, change: impl FnOnce(&mut Value, &[String])) {
     let Ok(mut document) = serde_json::from_slice::<Value>(bytes) else { return };
     let mut paths = Vec::new();

@@ -1,6 +1,6 @@
-//! User-data: whatever a machine and its platform are called, cloud-init reads the document that was meant.
+//! User-data: whatever the names of a machine and its platform are, cloud-init parses the intended document.
 //!
-//! A case is what a user-data is made of, as JSON; the parser is cloud-init's own.
+//! A case is the input of a user-data document, as JSON; the parser is cloud-init's own.
 
 use std::cell::RefCell;
 use std::io::{BufRead, BufReader, Write};
@@ -20,7 +20,7 @@ pub fn user_data() -> Target {
     Target { name: "user-data", valid: parts().boxed(), holds, accepts, cases: 60 }
 }
 
-/// Names as they may be, and text of any kind where nothing says what it is.
+/// Valid names, and arbitrary text where no format is specified.
 fn parts() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let names = (user, "[a-z][a-z0-9]{1,20}", "[a-z][a-z0-9]{0,20}", "[0-9]{1,4}\\.[0-9]{1,3}");
@@ -46,8 +46,8 @@ fn parts() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// Refused, or a document that cloud-init reads as it was meant, with the files that every machine has and nothing that
-/// a value brought in.
+/// The input is refused, or cloud-init parses the intended document: the files of every machine, and nothing that a
+/// value injected.
 fn holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(parts) = serde_json::from_slice::<Parts>(bytes) else { return Ok(()) };
     if parts.proof_keys > 1000 || parts.bundle_keys > 1000 {
@@ -66,13 +66,13 @@ fn accepts(bytes: &[u8]) -> Result<(), String> {
     match (lines, rendered(&parts)) {
         (true, Ok(_)) | (false, Err(_)) => Ok(()),
         (true, Err(error)) => Err(format!("refused: {error}")),
-        (false, Ok(_)) => Err("a value of several lines was taken".to_owned()),
+        (false, Ok(_)) => Err("a value with several lines was accepted".to_owned()),
     }
 }
 
-/// Credentials that do not change are given at once.
+/// Credentials that do not change are available at once.
 fn rendered(parts: &Parts) -> Result<String, String> {
-    let rendered = parts.try_render().now_or_never().ok_or("nobody was to be waited for")?;
+    let rendered = parts.try_render().now_or_never().ok_or("rendering did not complete immediately")?;
     rendered.map_err(|error| format!("{error:#}"))
 }
 
@@ -101,13 +101,13 @@ fn meant(parts: &Parts, text: &str) -> Result<(), String> {
     if files(&ours) != files(&usual) {
         return Err(format!("the files are {:?}", files(&ours)));
     }
-    let told = told(&ours)?;
-    // Whether the bundle's URL is of the platform, and the token for it, is for `HostSettings` to say.
-    let names = |told: &[(String, String)]| -> Vec<String> {
-        let names = told.iter().map(|(name, _)| name.clone());
+    let variables = variables(&ours)?;
+    // `HostSettings` checks whether the bundle's URL belongs to the platform and may receive the token.
+    let names = |variables: &[(String, String)]| -> Vec<String> {
+        let names = variables.iter().map(|(name, _)| name.clone());
         names.filter(|name| name != "SVC_HOST_BUNDLE_WITH_TOKEN").collect()
     };
-    let (found, expected) = (names(&told), names(&self::told(&usual)?));
+    let (found, expected) = (names(&variables), names(&self::variables(&usual)?));
     if found != expected {
         return Err(format!("the variables are {found:?}"));
     }
@@ -120,7 +120,7 @@ fn meant(parts: &Parts, text: &str) -> Result<(), String> {
         ("IDP_ISSUER", &parts.issuer),
         ("SVC_BUNDLE_SHA256", &parts.bundle_sha256),
     ] {
-        if !told.iter().any(|(told, of)| told == name && of == value) {
+        if !variables.iter().any(|(key, of)| key == name && of == value) {
             return Err(format!("{name} is not {value:?}"));
         }
     }
@@ -128,18 +128,18 @@ fn meant(parts: &Parts, text: &str) -> Result<(), String> {
 }
 
 /// All variables of all env files, in order.
-fn told(document: &Value) -> Result<Vec<(String, String)>, String> {
-    let mut told = Vec::new();
+fn variables(document: &Value) -> Result<Vec<(String, String)>, String> {
+    let mut variables = Vec::new();
     for file in document["write_files"].as_array().into_iter().flatten() {
         let (Some(path), Some(content)) = (file["path"].as_str(), file["content"].as_str()) else { continue };
         if path.ends_with(".env") {
-            told.extend(parse_env_file(content).map_err(|line| format!("{path}, line {line}"))?);
+            variables.extend(parse_env_file(content).map_err(|line| format!("{path}, line {line}"))?);
         }
     }
-    Ok(told)
+    Ok(variables)
 }
 
-/// cloud-init's reader; it stays for the thread's next case.
+/// cloud-init's parser, reused for the thread's next case.
 struct Reader {
     child: Child,
     to: ChildStdin,
@@ -163,7 +163,7 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // It may have exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,5 +1,5 @@
-//! Agents' programs themselves, against a stub of their models' APIs, through gateway, runner, hook and watcher: what they did
-//! is what the records say.
+//! Real agent programs with a stub of their model API, run through gateway, runner, hook and watcher: the records
+//! match their actions.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -10,10 +10,10 @@ use kit::child::{self, AtExit};
 use reqwest::Method;
 use serde_json::{Value, json};
 
-use super::dispatch::{CONFIG, NOWHERE, events, runner, until_recorded};
+use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, events, runner, until_recorded};
 use super::host::{Host, Machine, answer};
 
-/// A program, fetched from npm where it is not there yet: some 400 MB.
+/// A program, fetched from npm unless present: about 400 MB.
 fn program(name: &str, package: &str) -> Result<PathBuf> {
     let dir = kit::fetch::target_dir().join("agents").join(name);
     let program = dir.join("node_modules/.bin").join(name);
@@ -36,20 +36,20 @@ impl Drop for Running {
     }
 }
 
-fn running(command: &mut Command, there: &Path) -> Result<Running> {
+fn spawn_until_exists(command: &mut Command, there: &Path) -> Result<Running> {
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     child::kill_on_exit(child.id(), AtExit::Kill);
     let running = Running(child);
     let end = Instant::now() + Duration::from_secs(20);
     while !there.exists() {
-        ensure!(Instant::now() < end, "{} does not come", there.display());
+        ensure!(Instant::now() < end, "{} did not appear", there.display());
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(running)
 }
 
-/// What the stub's model says to Claude Code, one turn after the other.
-fn to_claude(home: &Path) -> Value {
+/// The stub model's responses to Claude Code, turn by turn.
+fn claude_script(home: &Path) -> Value {
     let file = |name: &str| home.join(name).display().to_string();
     let bash =
         |command: &str| json!({ "name": "Bash", "input": { "command": command, "description": "run it" } });
@@ -67,8 +67,8 @@ fn to_claude(home: &Path) -> Value {
     } })
 }
 
-/// And to Codex.
-fn to_codex(_: &Path) -> Value {
+/// The stub model's responses to Codex.
+fn codex_script(_: &Path) -> Value {
     let patch = |text: &str| {
         let input = format!("*** Begin Patch\n{text}*** End Patch\n");
         json!({ "name": "apply_patch", "input": input, "custom": true })
@@ -90,12 +90,13 @@ fn to_codex(_: &Path) -> Value {
     ] } })
 }
 
-/// A machine with the watcher, its hooks, and a stub of a model; `agent` has the stub's address and the machine.
+/// A machine with the watcher, its hooks, and a stub of a model. `agent` builds the agent's configuration from the
+/// stub's address and the machine.
 fn machine(
     script: fn(&Path) -> Value,
     agent: impl FnOnce(&str, &Machine) -> Result<Value>,
 ) -> Result<(Machine, Vec<Running>)> {
-    let machine = Machine::new(NOWHERE)?;
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let (root, home) = (machine.path(""), machine.path("home/svc/home"));
     std::fs::create_dir_all(&home)?;
     std::fs::create_dir_all(machine.path("opt/svc/bin"))?;
@@ -109,13 +110,13 @@ fn machine(
         command
     };
     ensure!(svc("svc-hook").arg("install").status()?.success(), "the hook is not installed");
-    let mut all = vec![running(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?];
+    let mut all = vec![spawn_until_exists(&mut svc("svc-watch"), &machine.path("run/svc/watch/watch.sock"))?];
     let stub = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/agents/stub/stub.py");
     let (script_file, port) = (machine.path("script.json"), machine.path("port"));
     std::fs::write(&script_file, script(&home).to_string())?;
     let mut python = Command::new("python3");
     python.arg(stub).arg(&script_file).arg(&port).arg(machine.path("requests.jsonl"));
-    all.push(running(&mut python, &port)?);
+    all.push(spawn_until_exists(&mut python, &port)?);
     std::thread::sleep(Duration::from_millis(200));
     let url = format!("http://127.0.0.1:{}", std::fs::read_to_string(&port)?.trim());
     let prices = json!({ "gpt-5.5": { "input": 2, "output": 10 } });
@@ -133,9 +134,9 @@ async fn dispatched(host: &Host, id: &str, track: &str) -> Result<Vec<(String, V
 
 #[tokio::test]
 #[ignore = "long: fetches Claude Code from npm"]
-async fn long_what_claude_code_does_is_what_the_records_say() -> Result<()> {
+async fn long_records_match_actions_of_claude_code() -> Result<()> {
     let program = program("claude", "@anthropic-ai/claude-code@2.1.330")?;
-    let (machine, _running) = machine(to_claude, |url, machine| {
+    let (machine, _running) = machine(claude_script, |url, machine| {
         Ok(json!({
             "adapter": "claude-code",
             "command": [program, "--allowedTools", "Write,Edit,Bash,Read"],
@@ -145,22 +146,22 @@ async fn long_what_claude_code_does_is_what_the_records_say() -> Result<()> {
     })?;
     let _runner = runner(&machine.path(""))?;
     let host = machine.start()?;
-    let told = dispatched(&host, "d1", "main").await?;
-    let (kind, result) = told.last().context("events")?;
-    ensure!(kind == "result" && result["status"] == "success", "{told:#?}");
+    let streamed = dispatched(&host, "d1", "main").await?;
+    let (kind, result) = streamed.last().context("events")?;
+    ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     assert_eq!(result["text"], "All done.");
     let recorded = until_recorded(&host, "d1").await?;
     assert_eq!(
         tools(&recorded),
         [("Write", "success"), ("Edit", "success"), ("Bash", "success"), ("Bash", "error")]
     );
-    // Five answers of the stub: 1000 + 3000 + 5000 tokens in and 200 out each, the last with 77 out.
+    // Five responses of the stub: four with 200 tokens out, the last with 77; 1000 + 3000 + 5000 tokens in each.
     assert_eq!((&recorded["tokensIn"], &recorded["tokensOut"]), (&json!(45_000), &json!(877)));
     let cost = recorded["cost"].as_f64().context("a cost")?;
     ensure!(cost > 0.0, "{recorded}");
-    // The same conversation goes on, and costs only what is new.
-    let told = dispatched(&host, "d2", "again").await?;
-    assert_eq!(told.last().context("events")?.1["text"], "Again.");
+    // The same conversation continues, and adds only the new cost.
+    let streamed = dispatched(&host, "d2", "again").await?;
+    assert_eq!(streamed.last().context("events")?.1["text"], "Again.");
     let second = until_recorded(&host, "d2").await?;
     assert_eq!(second["tokensIn"], json!(9000), "{second}");
     let (_, usage) = host.get("/api/usage").await?;
@@ -189,13 +190,13 @@ async fn long_what_claude_code_does_is_what_the_records_say() -> Result<()> {
     Ok(())
 }
 
-/// What an agent does by itself may switch its hooks off, or take away what they need to find the watcher.
+/// An agent can disable its own hooks, or remove what they need to find the watcher.
 #[tokio::test]
 #[ignore = "long: fetches Claude Code from npm"]
-async fn long_calls_whose_hooks_are_switched_off_are_a_gap() -> Result<()> {
+async fn long_calls_with_disabled_hooks_are_a_gap() -> Result<()> {
     let program = program("claude", "@anthropic-ai/claude-code@2.1.330")?;
     for (settings, root) in [(json!({ "disableAllHooks": true }), true), (json!({}), false)] {
-        let (machine, _running) = machine(to_claude, |url, machine| {
+        let (machine, _running) = machine(claude_script, |url, machine| {
             machine.write("home/svc/home/.claude/settings.json", &settings.to_string())?;
             let mut environment = json!({ "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "sk-ant-of-a-test",
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1" });
@@ -207,8 +208,8 @@ async fn long_calls_whose_hooks_are_switched_off_are_a_gap() -> Result<()> {
         })?;
         let _runner = runner(&machine.path(""))?;
         let host = machine.start()?;
-        let told = dispatched(&host, "d1", "main").await?;
-        ensure!(told.last().context("events")?.1["status"] == "success", "{told:#?}");
+        let streamed = dispatched(&host, "d1", "main").await?;
+        ensure!(streamed.last().context("events")?.1["status"] == "success", "{streamed:#?}");
         let audit = host.machine.path("home/svc/home/system/logs/audit.jsonl");
         host.until("a gap of four calls", async || {
             let text = std::fs::read_to_string(&audit).unwrap_or_default();
@@ -220,7 +221,7 @@ async fn long_calls_whose_hooks_are_switched_off_are_a_gap() -> Result<()> {
     Ok(())
 }
 
-/// The audit's lines, all of which are this actor's in the first dispatch.
+/// The lines of the audit; all of them belong to this actor in the first dispatch.
 fn audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
     let audit = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/audit.jsonl"))?;
     let lines: Vec<Value> = audit.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
@@ -231,7 +232,7 @@ fn audit(host: &Host, actor: &str) -> Result<Vec<Value>> {
     Ok(lines)
 }
 
-/// Names of the tools of an interaction, and how each ended.
+/// The tools of an interaction, each with its outcome.
 fn tools(recorded: &Value) -> Vec<(&str, &str)> {
     let tools = recorded["tools"].as_array().into_iter().flatten();
     tools
@@ -247,7 +248,7 @@ fn short(line: &Value) -> (&str, &str, &str) {
 /// A machine whose agent is Codex.
 fn codex() -> Result<(Machine, Vec<Running>)> {
     let program = program("codex", "@openai/codex@0.169.0")?;
-    machine(to_codex, |url, machine| {
+    machine(codex_script, |url, machine| {
         let config = format!(
             "model = \"gpt-5.5\"\nmodel_provider = \"stub\"\napproval_policy = \"never\"\n[model_providers.stub]\n\
              name = \"stub\"\nbase_url = \"{url}/v1\"\nenv_key = \"STUB_API_KEY\"\nwire_api = \"responses\"\n"
@@ -264,13 +265,13 @@ fn codex() -> Result<(Machine, Vec<Running>)> {
 
 #[tokio::test]
 #[ignore = "long: fetches Codex from npm"]
-async fn long_what_codex_does_is_what_the_records_say() -> Result<()> {
+async fn long_records_match_actions_of_codex() -> Result<()> {
     let (machine, _running) = codex()?;
     let _runner = runner(&machine.path(""))?;
     let host = machine.start()?;
-    let told = dispatched(&host, "d1", "main").await?;
-    let (kind, result) = told.last().context("events")?;
-    ensure!(kind == "result" && result["status"] == "success", "{told:#?}");
+    let streamed = dispatched(&host, "d1", "main").await?;
+    let (kind, result) = streamed.last().context("events")?;
+    ensure!(kind == "result" && result["status"] == "success", "{streamed:#?}");
     let recorded = until_recorded(&host, "d1").await?;
     let (good, patch) = ("success", "apply_patch");
     assert_eq!(tools(&recorded), [(patch, good), ("Bash", good), ("Bash", "error"), (patch, good)]);
@@ -295,10 +296,10 @@ async fn long_what_codex_does_is_what_the_records_say() -> Result<()> {
     Ok(())
 }
 
-/// Each call of the stub's model takes the same.
-const OF_A_CALL: (u64, u64) = (6000, 200);
+/// Tokens in and out of each call of the stub's model.
+const TOKENS_PER_CALL: (u64, u64) = (6000, 200);
 
-async fn codex_told(host: &Host, body: Value) -> Result<Value> {
+async fn run_codex(host: &Host, body: Value) -> Result<Value> {
     let id = body["id"].as_str().context("an id")?.to_owned();
     let (status, text) = answer(host.owner(Method::POST, "/api/dispatch").json(&body)).await?;
     ensure!(status.is_success(), "{text}");
@@ -311,31 +312,31 @@ fn used(recorded: &Value) -> (u64, u64) {
 }
 
 fn calls(count: u64) -> (u64, u64) {
-    (OF_A_CALL.0 * count, OF_A_CALL.1 * count)
+    (TOKENS_PER_CALL.0 * count, TOKENS_PER_CALL.1 * count)
 }
 
 #[tokio::test]
 #[ignore = "long: fetches Codex from npm"]
-async fn long_what_codex_uses_counts_once_also_of_subagents_and_of_what_is_cut_off() -> Result<()> {
+async fn long_codex_usage_counts_subagents_and_cancelled_runs_once() -> Result<()> {
     let (machine, _running) = codex()?;
     let _runner = runner(&machine.path(""))?;
     let host = machine.start()?;
-    let first = codex_told(&host, json!({ "id": "first", "prompt": "[[again]] go" })).await?;
+    let first = run_codex(&host, json!({ "id": "first", "prompt": "[[again]] go" })).await?;
     assert_eq!((used(&first), &first["status"]), (calls(1), &json!("success")), "{first}");
-    // What its thread has used before is not this run's.
+    // Earlier usage of the thread does not belong to this run.
     let thread = &first["conversationId"];
     let more = json!({ "id": "more", "prompt": "[[again]] on", "conversationId": thread });
-    let more = codex_told(&host, more).await?;
+    let more = run_codex(&host, more).await?;
     assert_eq!((used(&more), &more["conversationId"]), (calls(1), thread), "{more}");
-    let parent = codex_told(&host, json!({ "id": "parent", "prompt": "[[parent]] go" })).await?;
+    let parent = run_codex(&host, json!({ "id": "parent", "prompt": "[[parent]] go" })).await?;
     assert_eq!((used(&parent), &parent["status"]), (calls(3 + 2), &json!("success")), "{parent}");
-    // And one that is ended while it works.
+    // A run that is cancelled while it works.
     let slow = json!({ "id": "slow", "prompt": "[[slow]] go" });
-    let asked = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
-    ensure!(answer(asked.json(&slow)).await?.0.is_success());
-    // Of four threads it is the last: what it has used is written while its tool still works.
+    let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
+    ensure!(answer(request.json(&slow)).await?.0.is_success());
+    // The last of four threads: its usage is written while its tool still runs.
     let sessions = host.machine.path("home/svc/.codex/sessions");
-    host.until("it has used something", async || {
+    host.until("usage is written", async || {
         let counted = Command::new("grep").args(["-rl", "token_usage_record"]).arg(&sessions).output()?;
         Ok(String::from_utf8_lossy(&counted.stdout).lines().count() == 4)
     })

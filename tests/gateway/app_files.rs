@@ -1,4 +1,4 @@
-//! An app's files: which of them the gateway opens, and how they are served.
+//! An app's files: which of them the gateway opens, and how it serves them.
 
 use std::os::unix::fs::symlink;
 
@@ -28,10 +28,10 @@ async fn links_in_an_apps_folder_lead_to_no_file_of_the_machine() -> Result<()> 
     machine.write("opt/svc/env/probe.env", "S3CRET")?;
     machine.write("opt/svc/env/index.html", "S3CRET")?;
     let apps = |below: &str| format!("home/svc/home/apps/{below}");
-    // Its output is a directory of the machine.
+    // Its output is a symlink to a directory of the machine.
     machine.app("output", &json!({}))?;
     symlink(machine.path("opt/svc/env"), machine.path(&apps("output/dist")))?;
-    // A directory, a file and the icon inside of it are.
+    // A directory, a file and the icon within it are symlinks.
     let mut inside = manifest("inside", &json!({}));
     inside["icon"] = json!("icon.svg");
     machine.write(&apps("inside/svc.json"), &inside.to_string())?;
@@ -39,7 +39,7 @@ async fn links_in_an_apps_folder_lead_to_no_file_of_the_machine() -> Result<()> 
     symlink(machine.path("opt/svc/env"), machine.path(&apps("inside/dist/env")))?;
     symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/dist/probe.txt")))?;
     symlink(machine.path("opt/svc/env/probe.env"), machine.path(&apps("inside/icon.svg")))?;
-    // The whole folder is.
+    // The whole folder is a symlink.
     let elsewhere = manifest("elsewhere", &json!({})).to_string();
     machine.write("opt/svc/env/svc.json", &elsewhere)?;
     symlink(machine.path("opt/svc/env"), machine.path(&apps("elsewhere")))?;
@@ -60,9 +60,9 @@ async fn links_in_an_apps_folder_lead_to_no_file_of_the_machine() -> Result<()> 
         assert!(!text.contains("S3CRET"), "{path}: {text}");
     }
     let (_, apps) = host.get("/api/apps").await?;
-    let told =
+    let listed =
         apps["apps"].as_array().into_iter().flatten().find(|app| app["folder"] == "elsewhere").cloned();
-    let error = told.unwrap_or_default()["error"].to_string();
+    let error = listed.unwrap_or_default()["error"].to_string();
     assert!(error.contains("symbolic links are not followed"), "{error}");
     Ok(())
 }
@@ -84,7 +84,7 @@ async fn a_manifest_that_is_a_fifo_stops_no_other_app() -> Result<()> {
 }
 
 #[tokio::test]
-async fn parts_of_a_file_are_served_and_texts_are_compressed() -> Result<()> {
+async fn ranges_are_served_and_text_is_compressed() -> Result<()> {
     let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.app("media", &json!({}))?;
     let file = |name: &str| format!("home/svc/home/apps/media/dist/{name}");

@@ -1,4 +1,4 @@
-//! How much of the disk the rows of an app may take.
+//! The disk quota of an app's rows.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::host::{Host, Machine, answer, unique};
 const CONFIG: &str = "home/svc/home/system/config.json";
 const QUERY: &str = "/api/bridge/query";
 
-/// A request of an app's own page.
+/// A request from an app's own page.
 async fn by_app(host: &Host, slug: &str, body: &Value) -> Result<(StatusCode, Value)> {
     let mut claims = host.machine.claims(Route::App);
     claims.app = Some(slug.to_owned());
@@ -27,7 +27,7 @@ fn insert(slug: &str) -> Value {
     json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": text } })
 }
 
-/// Inserts as the app until it is refused, also after its size was measured again.
+/// Inserts as the app until it is refused, even after a new measurement of its size.
 async fn fill(host: &Host, slug: &str) -> Result<Value> {
     for _ in 0..100 {
         if by_app(host, slug, &insert(slug)).await?.0 == StatusCode::CREATED {
@@ -39,7 +39,7 @@ async fn fill(host: &Host, slug: &str) -> Result<Value> {
             return Ok(problem);
         }
     }
-    anyhow::bail!("the app was never refused")
+    anyhow::bail!("no insert was refused")
 }
 
 async fn storage(host: &Host, slug: &str) -> Result<Value> {
@@ -87,11 +87,15 @@ async fn app_at_its_quota_adds_no_rows() -> Result<()> {
     assert_eq!(status, StatusCode::OK, "{answer}");
 
     host.machine.write(CONFIG, &quota(100_000_000))?;
-    assert_eq!(by_app(&host, &full, &insert(&full)).await?.0, StatusCode::CREATED, "the owner has raised it");
+    assert_eq!(
+        by_app(&host, &full, &insert(&full)).await?.0,
+        StatusCode::CREATED,
+        "the owner raised the quota"
+    );
     Ok(())
 }
 
-/// A host with one app whose quota is `bytes`, once its size has been measured.
+/// A host with one app whose quota is `bytes`, after the first measurement of its size.
 async fn with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64) -> Result<Host> {
     let machine = Machine::new(database_url)?;
     machine.app(slug, &json!({ "t": { "columns": columns } }))?;
@@ -104,11 +108,11 @@ async fn with_quota(database_url: &str, slug: &str, columns: &Value, bytes: u64)
         }
         anyhow::Ok(())
     };
-    tokio::time::timeout(Duration::from_secs(20), measured).await.context("it is never measured")??;
+    tokio::time::timeout(Duration::from_secs(20), measured).await.context("the size was not measured")??;
     Ok(host)
 }
 
-/// Sends the request until the quota refuses it. All in less time than a measurement comes by itself.
+/// Repeats the request until the quota refuses it. This takes less time than the interval between measurements.
 async fn until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCode) -> Result<()> {
     let began = std::time::Instant::now();
     while began.elapsed() < Duration::from_secs(25) {
@@ -117,7 +121,7 @@ async fn until_refused(host: &Host, slug: &str, body: &Value, expected: StatusCo
             (status, answer) => assert_eq!(status, expected, "{answer}"),
         }
     }
-    anyhow::bail!("it is never refused")
+    anyhow::bail!("no request was refused")
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -131,7 +135,7 @@ async fn quota_counts_transactions_that_are_rolled_back() -> Result<()> {
     let failing = json!({ "action": "transaction", "app": slug, "operations": [first, second] });
     until_refused(&host, &slug, &failing, StatusCode::NOT_FOUND).await?;
     let find = json!({ "action": "count", "app": slug, "table": "t" });
-    assert_eq!(by_app(&host, &slug, &find).await?.1["data"]["count"], 0, "nothing was kept");
+    assert_eq!(by_app(&host, &slug, &find).await?.1["data"]["count"], 0, "every transaction was rolled back");
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! Apps: copied, registered, changed, recovered, served.
+//! Apps: copied, registered, changed, recovered and served.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -38,12 +38,12 @@ async fn bundled_apps_are_copied_registered_and_never_overwritten() -> Result<()
     host.machine.write(&format!("opt/svc/current/app/apps/{slug}/dist/index.html"), "<h1>second</h1>")?;
     let host = host.restart()?;
     host.until_registered(&slug).await?;
-    assert_eq!(page(&host).send().await?.text().await?, "<h1>mine</h1>", "the owner's change stays");
+    assert_eq!(page(&host).send().await?.text().await?, "<h1>mine</h1>", "the owner's change is kept");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_new_version_adds_and_says_what_it_did_not_do() -> Result<()> {
+async fn new_version_adds_columns_and_reports_other_changes() -> Result<()> {
     let (database, slug) = (test_database().await?, unique("grow"));
     let tables = json!({ "t": { "columns": { "a": "text", "old": "integer" } } });
     let host = host_with_app(&database, &slug, &tables).await?;
@@ -57,23 +57,23 @@ async fn a_new_version_adds_and_says_what_it_did_not_do() -> Result<()> {
     });
     host.machine.app(&slug, &next)?;
     host.until("the new table", async || Ok(app(&host, &slug).await?["tables"] == json!(["t", "u"]))).await?;
-    let told = app(&host, &slug).await?["notDone"].to_string();
+    let shown = app(&host, &slug).await?["notDone"].to_string();
     for part in ["t.a stays text", "t.old", "unique (a)"] {
-        assert!(told.contains(part), "{part} in {told}");
+        assert!(shown.contains(part), "{part} in {shown}");
     }
     let expected = ["id uuid", "a text", "b jsonb", "created_at timestamptz", "updated_at timestamptz"];
     assert_eq!(columns(&host, &slug).await?, expected);
     let schema = format!("app_{}", slug.replace('-', "_"));
     let admin = database.connect().await?;
     let row = admin.query_one(&format!("SELECT count(*), sum(old) FROM {schema}.t"), &[]).await?;
-    assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1)), (2, 14), "no row and no column is lost");
+    assert_eq!((row.get::<_, i64>(0), row.get::<_, i64>(1)), (2, 14), "every row and column is kept");
     let inserted = json!({ "action": "insert", "app": slug, "table": "u", "data": { "c": "2026-01-01" } });
     host.data(&inserted).await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn an_unknown_type_is_named_and_the_other_apps_go_on() -> Result<()> {
+async fn unknown_type_is_reported_and_other_apps_still_work() -> Result<()> {
     let (database, good) = (test_database().await?, unique("good"));
     let bad = unique("bad");
     let machine = Machine::new(&database.url())?;
@@ -82,16 +82,16 @@ async fn an_unknown_type_is_named_and_the_other_apps_go_on() -> Result<()> {
     machine.write("home/svc/home/apps/broken/svc.json", "{ not json")?;
     let host = machine.start()?;
     host.until_registered(&good).await?;
-    let told = app(&host, &bad).await?;
-    assert_eq!(told["status"], "error");
-    assert!(told["error"].as_str().unwrap_or_default().contains("\"txt\""), "{told}");
+    let shown = app(&host, &bad).await?;
+    assert_eq!(shown["status"], "error");
+    assert!(shown["error"].as_str().unwrap_or_default().contains("\"txt\""), "{shown}");
     assert_eq!(app(&host, "broken").await?["status"], "error");
     host.machine.app(&bad, &json!({ "t": { "columns": { "a": "text" } } }))?;
     host.until_registered(&bad).await
 }
 
 #[tokio::test]
-async fn a_new_folder_is_picked_up_while_the_gateway_runs() -> Result<()> {
+async fn new_app_folder_is_registered_at_run_time() -> Result<()> {
     let (database, first) = (test_database().await?, unique("first"));
     let host = host_with_app(&database, &first, &json!({ "t": { "columns": {} } })).await?;
     let later = unique("later");
@@ -115,13 +115,13 @@ async fn two_apps_never_share_a_schema() -> Result<()> {
 }
 
 #[tokio::test]
-async fn after_a_recovery_the_bridge_works_without_the_app_s_folder() -> Result<()> {
+async fn bridge_works_after_recovery_without_the_app_folder() -> Result<()> {
     let (database, slug) = (test_database().await?, unique("kept"));
     let tables = json!({ "t": { "columns": { "a": "text" } } });
     let host = host_with_app(&database, &slug, &tables).await?;
     host.data(&json!({ "action": "insert", "app": slug, "table": "t", "data": { "a": "before" } })).await?;
     drop(host);
-    // What a restore leaves: the same data, and roles that cannot log in.
+    // The state after a restore: the same data, but roles that cannot log in.
     let role = format!("app_{}", slug.replace('-', "_"));
     database.connect().await?.batch_execute(&format!("ALTER ROLE {role} NOLOGIN PASSWORD NULL")).await?;
     let host = Machine::new(&database.url())?.start()?;
@@ -178,13 +178,13 @@ async fn pages_are_sandboxed_and_stay_below_their_folder() -> Result<()> {
     Ok(())
 }
 
-/// As it stands: a client library would tidy the path first.
+/// Sends the path unchanged; a client library would normalise it.
 fn raw_get(host: &Host, path: &str) -> Result<String> {
     host.by_socket(&format!("GET {path} HTTP/1.1\nhost: h\nconnection: close\n\n"))
 }
 
 #[tokio::test]
-async fn an_icon_is_always_there() -> Result<()> {
+async fn every_app_has_an_icon() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
     let mut text = manifest("own", &json!({}));
     text["icon"] = json!("icon.svg");
@@ -195,7 +195,7 @@ async fn an_icon_is_always_there() -> Result<()> {
         let sent = host.owner(Method::GET, &format!("/icons/{slug}")).send().await?;
         Ok((sent.status(), sent.text().await?))
     };
-    host.until("the own icon", async || Ok(icon("own").await?.1 == "<svg/>")).await?;
+    host.until("the app's own icon", async || Ok(icon("own").await?.1 == "<svg/>")).await?;
     let (status, first) = icon("never-heard-of").await?;
     assert!(status == StatusCode::OK && first.starts_with("<svg"), "{status} {first}");
     assert_eq!(icon("never-heard-of").await?.1, first, "stable");
@@ -203,7 +203,7 @@ async fn an_icon_is_always_there() -> Result<()> {
     Ok(())
 }
 
-/// Its tables stay, and its token is good for up to an hour.
+/// Its tables remain, and its token would be valid for up to an hour.
 #[tokio::test]
 async fn token_of_a_removed_app_is_refused() -> Result<()> {
     let (database, slug) = (test_database().await?, unique("removed"));
@@ -218,14 +218,14 @@ async fn token_of_a_removed_app_is_refused() -> Result<()> {
     };
     assert_eq!(as_app().await?, StatusCode::OK);
     std::fs::remove_dir_all(host.machine.path(&format!("home/svc/home/apps/{slug}")))?;
-    host.until("its token is refused", async || Ok(as_app().await? == StatusCode::FORBIDDEN)).await?;
+    host.until("the token is refused", async || Ok(as_app().await? == StatusCode::FORBIDDEN)).await?;
     let count = json!({ "action": "count", "app": slug, "table": "t" });
     assert_eq!(host.data(&count).await?["count"], 0, "the owner reads its tables");
     Ok(())
 }
 
 #[tokio::test]
-async fn an_app_sees_its_own_pages_alone() -> Result<()> {
+async fn app_token_opens_only_its_own_pages() -> Result<()> {
     let machine = Machine::new("postgres://postgres:x@127.0.0.1:1/svc")?;
     machine.app("site", &json!({}))?;
     machine.write("home/svc/home/apps/site/dist/index.html", "x")?;

@@ -1,4 +1,4 @@
-//! The bridge as an app's developer meets it.
+//! The bridge as an app's developer uses it.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -9,7 +9,7 @@ use svc::http::proof::Route;
 use super::host::{Host, Machine, answer, unique};
 
 /// One column of every type.
-fn everything() -> Value {
+fn columns_of_every_type() -> Value {
     json!({ "things": {
         "columns": {
             "title": "text", "done": "boolean", "size": "integer", "big": "bigint", "price": "numeric",
@@ -19,7 +19,7 @@ fn everything() -> Value {
     } })
 }
 
-/// A host with one app, whose table has everything.
+/// A host with one app, whose table has a column of every type.
 pub struct App {
     pub host: Host,
     pub slug: String,
@@ -35,24 +35,24 @@ impl App {
         let (database, slug) = (test_database().await?, unique("things"));
         let mut machine = Machine::new(&database.url())?;
         machine.env.extend(env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
-        machine.app(&slug, &everything())?;
+        machine.app(&slug, &columns_of_every_type())?;
         let host = machine.start()?;
         host.until_registered(&slug).await?;
         Ok(Self { host, slug, database })
     }
 
-    /// The schema, which is the role, too.
+    /// The app's schema; its role has the same name.
     pub fn schema(&self) -> String {
         format!("app_{}", self.slug.replace('-', "_"))
     }
 
-    /// A query's status and answer.
+    /// Sends a query and returns its status and body.
     pub async fn query(&self, action: &str, more: Value) -> Result<(u16, Value)> {
         let (status, answer) = self.host.query(&self.body(action, more)).await?;
         Ok((status.as_u16(), answer))
     }
 
-    /// A query that has to succeed; its `data`.
+    /// Sends a query that must succeed, and returns its `data`.
     pub async fn data(&self, action: &str, more: Value) -> Result<Value> {
         self.host.data(&self.body(action, more)).await
     }
@@ -85,7 +85,7 @@ impl App {
 }
 
 #[tokio::test]
-async fn a_row_comes_back_as_it_was_written() -> Result<()> {
+async fn row_is_returned_as_written() -> Result<()> {
     let app = App::new().await?;
     let data = json!({
         "title": "Zürich \"quoted\" \u{1F600}\n", "done": true, "size": -5, "big": "9223372036854775807",
@@ -112,7 +112,7 @@ async fn a_row_comes_back_as_it_was_written() -> Result<()> {
 }
 
 #[tokio::test]
-async fn null_and_absence_and_small_numbers_are_told_apart() -> Result<()> {
+async fn null_absence_and_small_numbers_are_distinct() -> Result<()> {
     let app = App::new().await?;
     let row = app.insert(json!({ "title": null, "big": 42, "price": 1 })).await?;
     assert_eq!((&row["title"], &row["done"]), (&Value::Null, &Value::Null));
@@ -125,7 +125,7 @@ async fn null_and_absence_and_small_numbers_are_told_apart() -> Result<()> {
 }
 
 #[tokio::test]
-async fn filters_find_what_they_say() -> Result<()> {
+async fn filters_match_the_right_rows() -> Result<()> {
     let app = App::new().await?;
     for (title, size, meta) in [
         ("apple", Some(1), json!({ "tags": ["red"], "n": 1 })),
@@ -169,7 +169,7 @@ async fn filters_find_what_they_say() -> Result<()> {
 }
 
 #[tokio::test]
-async fn pages_join_without_gap_or_repetition() -> Result<()> {
+async fn pages_join_without_gap_or_duplicate() -> Result<()> {
     let app = App::new().await?;
     for n in 0..23 {
         let size = if n % 5 == 4 { Value::Null } else { json!(n % 3) };
@@ -228,7 +228,7 @@ async fn a_cursor_of_a_value_with_quotes_is_bound_like_any_value() -> Result<()>
 }
 
 #[tokio::test]
-async fn schemas_tell_what_can_be_asked() -> Result<()> {
+async fn schemas_list_tables_and_columns() -> Result<()> {
     let app = App::new().await?;
     let (status, all) = app.host.get("/api/bridge/schemas").await?;
     assert_eq!(status, StatusCode::OK);
@@ -265,7 +265,7 @@ async fn an_app_speaks_for_itself_alone() -> Result<()> {
 }
 
 #[tokio::test]
-async fn many_requests_at_once_all_get_their_own_answer() -> Result<()> {
+async fn concurrent_requests_get_their_own_responses() -> Result<()> {
     let app = App::new().await?;
     let inserts = (0..200).map(|n| {
         let body = app.body("insert", json!({ "data": { "title": format!("n{n}"), "size": n } }));

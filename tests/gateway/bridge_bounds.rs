@@ -1,4 +1,4 @@
-//! How large an answer a request can ask for: what it writes, reads and does at once is bounded before it is copied.
+//! Limits on the size of a response: rows written, read and processed at once are bounded before they are copied.
 
 use anyhow::Result;
 use kit::pg::test_database;
@@ -32,7 +32,7 @@ async fn a_short_number_cannot_make_a_long_answer() -> Result<()> {
     let (status, problem) = host.raw_query(&long).await?;
     assert_eq!(status, StatusCode::BAD_REQUEST);
     assert!(problem.contains("/data/j") && problem.contains("1000 digits"), "{problem}");
-    // Each number is short enough, and all of them together are not.
+    // Each number is within its limit, but together they exceed the limit of a request.
     let numbers = vec!["1e999"; 100].join(",");
     let rows =
         |count: usize| format!(r#""rows":[{}]"#, vec![format!(r#"{{"j":[{numbers}]}}"#); count].join(","));
@@ -45,7 +45,7 @@ async fn a_short_number_cannot_make_a_long_answer() -> Result<()> {
     Ok(())
 }
 
-/// Made by the owner's own SQL: no request writes one.
+/// Only the owner's own SQL can create such a row.
 #[tokio::test]
 async fn a_row_that_is_too_large_is_found_by_fewer_columns() -> Result<()> {
     let (database, app) = (test_database().await?, unique("large"));
@@ -68,7 +68,7 @@ async fn a_row_that_is_too_large_is_found_by_fewer_columns() -> Result<()> {
     }
     let narrow = json!({ "action": "find", "app": app, "table": "t", "columns": ["id", "n"] });
     assert_eq!(host.data(&narrow).await?[0]["n"], 7);
-    // A change that would make such a row and give it back is not made.
+    // An update that would create and return such a row is refused.
     admin.batch_execute(&set(7_900_000)).await?;
     let grow = json!({
         "action": "update", "app": app, "table": "t", "id": row["id"], "returning": true,

@@ -1,4 +1,5 @@
-//! The feed of changes: whoever made them, in an order that skips none, from where a listener left off.
+//! The feed of changes: it reports changes of every writer in an order without gaps, and resumes where a listener
+//! stopped.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use svc::http::proof::Route;
 use super::bridge::App;
 use super::host::Host;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const EVENT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An open stream, read event by event.
 struct Events {
@@ -19,7 +20,7 @@ struct Events {
     id: String,
 }
 
-/// One event: its name (`message` where it has none) and data.
+/// The name (`message` by default) and the data of an event.
 type Event = (String, Value);
 
 impl Events {
@@ -32,9 +33,9 @@ impl Events {
         Ok(events)
     }
 
-    /// The next block of lines, whatever it is.
+    /// The next block of lines.
     async fn block(&mut self) -> Result<String> {
-        let end = tokio::time::Instant::now() + PATIENCE;
+        let end = tokio::time::Instant::now() + EVENT_TIMEOUT;
         loop {
             if let Some(at) = self.text.find("\n\n") {
                 let block = self.text[..at].to_owned();
@@ -60,11 +61,11 @@ impl Events {
         }
     }
 
-    /// The next change's entries, without ids but with their number.
+    /// The entries of the next change event: table, action and count.
     async fn entries(&mut self) -> Result<Vec<String>> {
         let (_, data) = self.next().await?;
         let entries = data["changes"].as_array().cloned().unwrap_or_default();
-        let told = |entry: &Value| {
+        let summary = |entry: &Value| {
             let rows = entry["ids"].as_array().map_or("?".to_owned(), |ids| ids.len().to_string());
             format!(
                 "{} {} {rows}",
@@ -72,7 +73,7 @@ impl Events {
                 entry["action"].as_str().unwrap_or("-")
             )
         };
-        Ok(entries.iter().map(told).collect())
+        Ok(entries.iter().map(summary).collect())
     }
 }
 
@@ -85,9 +86,9 @@ fn listening(host: &Host, query: &str, last: Option<&str>) -> reqwest::RequestBu
 }
 
 #[tokio::test]
-async fn every_change_is_told_whoever_made_it() -> Result<()> {
+async fn changes_of_every_writer_are_reported() -> Result<()> {
     let app = App::new().await?;
-    app.insert(json!({ "title": "before anybody listened" })).await?;
+    app.insert(json!({ "title": "before the first listener" })).await?;
     let mut events = Events::open(listening(&app.host, "", None)).await?;
     let row = app.insert(json!({ "title": "a" })).await?;
     let (name, data) = events.next().await?;
@@ -105,7 +106,7 @@ async fn every_change_is_told_whoever_made_it() -> Result<()> {
     let operations = json!([on("d"), on("e"), { "action": "delete", "table": "things", "id": row["id"] }]);
     app.host.data(&json!({ "action": "transaction", "app": app.slug, "operations": operations })).await?;
     let whole = ["things insert 1", "things insert 1", "things delete 1"];
-    assert_eq!(events.entries().await?, whole, "one event of one transaction, and none of no row");
+    assert_eq!(events.entries().await?, whole, "one event per transaction, none without rows");
     let failing = json!([on("x"), { "action": "get", "table": "things", "id": row["id"] }]);
     let body = json!({ "action": "transaction", "app": app.slug, "operations": failing });
     assert_eq!(app.host.query(&body).await?.0, StatusCode::NOT_FOUND);
@@ -113,30 +114,30 @@ async fn every_change_is_told_whoever_made_it() -> Result<()> {
     let admin = app.database.connect().await?;
     let table = format!("{}.things", app.schema());
     admin.batch_execute(&format!("INSERT INTO {table} (title) VALUES ('psql'), ('psql')")).await?;
-    assert_eq!(events.entries().await?, ["things insert 2"], "nothing of what was rolled back");
+    assert_eq!(events.entries().await?, ["things insert 2"], "no event of a rolled-back change");
     admin
         .batch_execute(&format!("INSERT INTO {table} (size) SELECT n FROM generate_series(1, 1001) n"))
         .await?;
-    assert_eq!(events.entries().await?, ["things insert ?"], "too many to name: look at the table");
+    assert_eq!(events.entries().await?, ["things insert ?"], "too many rows to list");
     admin.batch_execute(&format!("TRUNCATE {table}")).await?;
     assert_eq!(events.entries().await?, ["things truncate ?"]);
     Ok(())
 }
 
 #[tokio::test]
-async fn what_commits_late_is_not_skipped() -> Result<()> {
+async fn late_commit_is_not_skipped() -> Result<()> {
     let app = App::new().await?;
     let mut events = Events::open(listening(&app.host, "", None)).await?;
     let mut admin = app.database.connect().await?;
     let slow = admin.transaction().await?;
-    // It takes its place in the order first, and commits last.
+    // It takes its position in the order first, and commits last.
     let sql = format!("INSERT INTO {}.things (title) VALUES ('slow'), ('slow')", app.schema());
     slow.batch_execute(&sql).await?;
     for _ in 0..3 {
         app.insert(json!({ "title": "quick" })).await?;
     }
     let early = tokio::time::timeout(Duration::from_millis(1500), events.entries()).await;
-    assert!(early.is_err(), "nothing is told before what may come before it: {early:?}");
+    assert!(early.is_err(), "an event waits for earlier open transactions: {early:?}");
     slow.commit().await?;
     assert_eq!(events.entries().await?, ["things insert 2"]);
     for _ in 0..3 {
@@ -146,7 +147,7 @@ async fn what_commits_late_is_not_skipped() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_listener_goes_on_where_it_left_off() -> Result<()> {
+async fn listener_resumes_where_it_stopped() -> Result<()> {
     let app = App::new().await?;
     let mut events = Events::open(listening(&app.host, "", None)).await?;
     let start = events.id.clone();
@@ -173,8 +174,8 @@ async fn a_listener_goes_on_where_it_left_off() -> Result<()> {
     };
     let position = last.split_once('-').map(|(_, position)| position).unwrap_or_default();
     assert_eq!(code(&format!("2-{position}")).await?, (410, json!("gone")), "another epoch");
-    assert_eq!(code("1-1").await?, (410, json!("gone")), "before anybody listened");
-    assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "never told");
+    assert_eq!(code("1-1").await?, (410, json!("gone")), "before the first listener");
+    assert_eq!(code("1-9999999999").await?, (410, json!("gone")), "an unknown position");
     for bad in ["x", "1", "1-", "1-x"] {
         assert_eq!(code(bad).await?, (400, json!("invalid_request")), "{bad}");
     }
@@ -182,7 +183,7 @@ async fn a_listener_goes_on_where_it_left_off() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_is_old_is_forgotten_and_said_to_be() -> Result<()> {
+async fn expired_position_is_refused_as_gone() -> Result<()> {
     let app = App::with_env(&[("BRIDGE_CHANGES_KEEP_SECONDS", "1")]).await?;
     let mut events = Events::open(listening(&app.host, "", None)).await?;
     let start = events.id.clone();
@@ -198,7 +199,7 @@ async fn what_is_old_is_forgotten_and_said_to_be() -> Result<()> {
     let last = events.id.clone();
     Events::open(listening(&app.host, "", Some(&last))).await?;
     app.insert(json!({ "title": "b" })).await?;
-    assert_eq!(events.entries().await?, ["things insert 1"], "who listened on has missed nothing");
+    assert_eq!(events.entries().await?, ["things insert 1"], "an active listener missed nothing");
     Ok(())
 }
 
@@ -225,7 +226,7 @@ async fn an_app_hears_of_itself_alone_and_new_tables_are_heard_of() -> Result<()
     assert_eq!(one.entries().await?, ["t insert 1"]);
     assert_eq!(all.entries().await?, ["things insert 1"]);
     assert_eq!(all.entries().await?, ["t insert 1"]);
-    // Its ids tell it nothing of what others write, and are good for itself alone.
+    // Its ids reveal nothing about other writers, and are valid only for this app.
     let position = one.id.trim_start_matches("1-");
     assert!(position.parse::<u64>().is_ok() && !own.id.contains(position), "{} {}", one.id, own.id);
     let resumed = as_app(&other, "").header("last-event-id", &own.id).send().await?;
@@ -248,14 +249,14 @@ async fn an_app_hears_of_itself_alone_and_new_tables_are_heard_of() -> Result<()
     let tables = json!({ "t": { "columns": { "a": "text" } }, "late": { "columns": { "a": "text" } } });
     app.host.machine.app(&other, &tables)?;
     let made = async || Ok(app.host.query(&insert("late")).await?.0.is_success());
-    app.host.until("the new table", made).await?;
+    app.host.until("the new table is registered", made).await?;
     assert_eq!(own.entries().await?, ["late insert 1"]);
     assert_eq!(all.entries().await?, ["late insert 1"]);
     Ok(())
 }
 
 #[tokio::test]
-async fn a_restored_database_s_outbox_is_not_this_machine_s() -> Result<()> {
+async fn outbox_of_a_restored_database_is_discarded() -> Result<()> {
     let mut app = App::new().await?;
     let mut events = Events::open(listening(&app.host, "", None)).await?;
     app.insert(json!({ "title": "a" })).await?;
@@ -272,7 +273,7 @@ async fn a_restored_database_s_outbox_is_not_this_machine_s() -> Result<()> {
     assert_eq!(listening(&app.host, "", Some(&last)).send().await?.status(), StatusCode::GONE);
     let same_place = last.replacen("1-", "2-", 1);
     let sent = listening(&app.host, "", Some(&same_place)).send().await?;
-    assert_eq!(sent.status(), StatusCode::GONE, "the old place under the new epoch");
+    assert_eq!(sent.status(), StatusCode::GONE, "the old position under the new epoch");
     let mut events = Events::open(listening(&app.host, "", None)).await?;
     assert!(events.id.starts_with("2-"), "{}", events.id);
     app.insert(json!({ "title": "b" })).await?;
@@ -281,7 +282,7 @@ async fn a_restored_database_s_outbox_is_not_this_machine_s() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_silent_stream_has_a_heartbeat_and_ends_with_the_gateway() -> Result<()> {
+async fn idle_stream_has_heartbeats_and_ends_with_the_gateway() -> Result<()> {
     let mut app = App::new().await?;
     let mut events = Events::open(listening(&app.host, "", None)).await?;
     let began = std::time::Instant::now();
@@ -289,12 +290,12 @@ async fn a_silent_stream_has_a_heartbeat_and_ends_with_the_gateway() -> Result<(
     assert!(block.starts_with(": heartbeat\nid: 1-") && !block.contains("data:"), "{block}");
     assert!(began.elapsed() > Duration::from_secs(10));
     app.host.terminate()?;
-    assert!(app.host.ended().await?.success(), "an open stream does not hold the end up");
+    assert!(app.host.ended().await?.success(), "an open stream must not delay the shutdown");
     Ok(())
 }
 
 #[tokio::test]
-async fn who_does_not_listen_does_not_pay() -> Result<()> {
+async fn writes_without_listeners_have_no_overhead() -> Result<()> {
     let app = App::new().await?;
     let admin = app.database.connect().await?;
     let triggers = async || -> Result<i64> {

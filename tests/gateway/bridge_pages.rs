@@ -1,4 +1,4 @@
-//! Pages: every order of every type, ties and NULLs, rows that come in between, cursors that belong elsewhere.
+//! Pages: every order of every type, ties and NULLs, concurrent inserts, and cursors of other queries.
 
 use std::collections::HashSet;
 
@@ -59,7 +59,7 @@ async fn pages_join_in_every_order_of_every_type() -> Result<()> {
 }
 
 #[tokio::test]
-async fn rows_that_come_in_between_do_no_harm() -> Result<()> {
+async fn concurrent_inserts_cause_no_gap_or_duplicate() -> Result<()> {
     let app = App::new().await?;
     let rows: Vec<Value> = (0..20).map(|n| json!({ "title": "first", "size": n / 4 })).collect();
     app.data("insertMany", json!({ "rows": rows })).await?;
@@ -76,7 +76,7 @@ async fn rows_that_come_in_between_do_no_harm() -> Result<()> {
         if after.is_null() {
             break;
         }
-        // Before the cursor, at it, and behind it.
+        // Before the cursor, at it, and after it.
         for size in [-1, round % 5, 9] {
             app.insert(json!({ "title": "later", "size": size })).await?;
         }
@@ -84,13 +84,13 @@ async fn rows_that_come_in_between_do_no_harm() -> Result<()> {
             break;
         }
     }
-    assert_eq!(seen.len(), 20, "each of them once");
+    assert_eq!(seen.len(), 20, "each row once");
     assert_eq!(seen.iter().collect::<HashSet<_>>().len(), 20);
     Ok(())
 }
 
 #[tokio::test]
-async fn a_cursor_stays_with_its_order_and_its_filter() -> Result<()> {
+async fn cursor_is_bound_to_its_order_and_filter() -> Result<()> {
     let app = App::new().await?;
     app.data("insertMany", json!({ "rows": vec![json!({ "title": "a", "size": 1 }); 5] })).await?;
     let (_, page) = app.query("find", json!({ "filter": { "title": "a" }, "limit": 2 })).await?;
@@ -119,7 +119,7 @@ async fn a_cursor_stays_with_its_order_and_its_filter() -> Result<()> {
 }
 
 #[tokio::test]
-async fn nulls_are_neither_equal_nor_different() -> Result<()> {
+async fn nulls_match_no_comparison() -> Result<()> {
     let app = App::new().await?;
     app.data("insertMany", json!({ "rows": [{ "size": 1 }, { "size": 2 }, { "size": null }] })).await?;
     let cases = [

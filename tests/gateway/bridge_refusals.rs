@@ -1,4 +1,4 @@
-//! What the bridge refuses, in which order, and what it does not give away.
+//! The bridge's refusals, their order, and the information that they must not reveal.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ async fn notes() -> Result<(Host, String, TestDatabase)> {
 }
 
 #[tokio::test]
-async fn checks_come_in_their_order() -> Result<()> {
+async fn checks_run_in_order() -> Result<()> {
     let (host, slug, _database) = notes().await?;
     let path = "/api/bridge/query";
     let code = async |request: reqwest::RequestBuilder| -> Result<(u16, String)> {
@@ -42,7 +42,7 @@ async fn checks_come_in_their_order() -> Result<()> {
     let stream = futures_util::stream::iter(vec![Ok::<_, std::io::Error>(large)]);
     let streamed =
         owner().header("content-type", "application/json").body(reqwest::Body::wrap_stream(stream));
-    assert_eq!(code(streamed).await?, is(413, "request_too_large"), "a length that is not told");
+    assert_eq!(code(streamed).await?, is(413, "request_too_large"), "a chunked body without a length");
     assert_eq!(code(owner().body("{")).await?, is(415, "unsupported_media_type"));
     let json_body =
         |text: &'static str| owner().header("content-type", "application/json; charset=utf-8").body(text);
@@ -160,7 +160,7 @@ async fn a_statement_that_takes_too_long_is_ended() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_platform_and_no_one_do_not_use_the_bridge() -> Result<()> {
+async fn platform_and_anonymous_callers_cannot_use_the_bridge() -> Result<()> {
     let (host, slug, _database) = notes().await?;
     let mut claims = host.machine.claims(Route::Internal);
     claims.method = Some("POST".into());
@@ -174,7 +174,7 @@ async fn the_platform_and_no_one_do_not_use_the_bridge() -> Result<()> {
 }
 
 #[tokio::test]
-async fn while_the_database_is_away_the_bridge_says_so_and_comes_back() -> Result<()> {
+async fn bridge_reports_database_outage_and_recovers() -> Result<()> {
     let binaries = kit::pg::PgBinaries::locate_or_fetch(&kit::fetch::target_dir())?;
     let server = kit::pg::PgServer::start(&binaries, kit::pg::PgOptions::default()).await?;
     server.create_database("svc").await?;

@@ -1,4 +1,4 @@
-//! Each class of the database's refusals: its status, its code, and not one value in an answer or a log.
+//! The status and code of each class of database errors; no response or log contains a value.
 
 use anyhow::Result;
 use reqwest::Method;
@@ -8,8 +8,8 @@ use super::bridge::App;
 
 const CANARY: &str = "s3cret-canary";
 
-/// An app whose inserts are refused with the SQLSTATE that their title names, in the words of a database that tells all.
-async fn refusing() -> Result<App> {
+/// An app whose inserts fail with the SQLSTATE in their title, with a message that contains every value.
+async fn app_with_failing_inserts() -> Result<App> {
     let app = App::with_env(&[("RUST_LOG", "debug")]).await?;
     let admin = app.database.connect().await?;
     admin
@@ -30,7 +30,7 @@ async fn refusing() -> Result<App> {
 
 #[tokio::test]
 async fn every_sqlstate_has_its_status_and_none_its_words() -> Result<()> {
-    let app = refusing().await?;
+    let app = app_with_failing_inserts().await?;
     let cases = [
         ("23505", 409, "conflict", Some(false), false),
         ("23503", 409, "conflict", Some(false), false),
@@ -63,21 +63,21 @@ async fn every_sqlstate_has_its_status_and_none_its_words() -> Result<()> {
         assert_eq!(problem.get("retryable").and_then(Value::as_bool), retryable, "{state} {problem}");
         assert!(!text.contains("canary") && problem["requestId"].is_string(), "{text}");
     }
-    nothing_told(&app);
+    assert_nothing_logged(&app);
     Ok(())
 }
 
-fn nothing_told(app: &App) {
+fn assert_nothing_logged(app: &App) {
     for (log, text) in [("the gateway's log", app.host.log()), ("PostgreSQL's", app.database.server().log())]
     {
-        let told = text.lines().find(|line| line.contains("canary"));
-        assert_eq!(told, None, "in {log}");
+        let leak = text.lines().find(|line| line.contains("canary"));
+        assert_eq!(leak, None, "in {log}");
     }
 }
 
 #[tokio::test]
 async fn real_refusals_tell_no_value_either() -> Result<()> {
-    let app = refusing().await?;
+    let app = app_with_failing_inserts().await?;
     let admin = app.database.connect().await?;
     let schema = app.schema();
     admin
@@ -90,7 +90,7 @@ async fn real_refusals_tell_no_value_either() -> Result<()> {
     let title = format!("{CANARY}-title");
     let row = app.insert(json!({ "title": title, "size": 1 })).await?;
     let other = app.insert(json!({ "title": "other", "size": 2 })).await;
-    assert!(other.is_err(), "five letters are refused: a trigger of this test");
+    assert!(other.is_err(), "the trigger of this test refuses titles of five letters");
     let other = app.insert(json!({ "title": "another", "size": 2 })).await?;
     let long = format!("{CANARY}{}", "x".repeat(60));
     let overflow = format!("1{}e140000", "0".repeat(3));
@@ -125,6 +125,6 @@ async fn real_refusals_tell_no_value_either() -> Result<()> {
     let body = json!({ "action": "transaction", "app": app.slug, "operations": operations });
     let (status, problem) = app.host.query(&body).await?;
     assert_eq!((status.as_u16(), problem["constraint"].as_str()), (409, Some("one_title")), "{problem}");
-    nothing_told(&app);
+    assert_nothing_logged(&app);
     Ok(())
 }

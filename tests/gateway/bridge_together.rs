@@ -1,4 +1,4 @@
-//! `transaction`: all of it or nothing, and which operation is to blame.
+//! `transaction`: all or nothing, and the refusal names the failed operation.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ fn on(action: &str, more: Value) -> Value {
 }
 
 #[tokio::test]
-async fn every_action_answers_in_its_place_as_it_would_alone() -> Result<()> {
+async fn every_action_returns_the_same_result_as_alone() -> Result<()> {
     let app = App::new().await?;
     let operations = json!([
         on("insert", json!({ "data": { "id": KEY, "title": "a" } })),
@@ -72,7 +72,7 @@ async fn whatever_fails_nothing_is_done_and_the_operation_is_named() -> Result<(
         (json!({ "action": "get", "table": "none", "id": KEY }), 404, "not_found"),
     ];
     for (bad, status, code) in cases {
-        // As the first, in the middle, and as the last: what comes after the failure does not commit either.
+        // The failure comes first, in the middle, or last: later operations do not commit either.
         for at in [0, 1, 2] {
             let mut operations = vec![good(), good()];
             operations.insert(at, bad.clone());
@@ -89,7 +89,7 @@ async fn whatever_fails_nothing_is_done_and_the_operation_is_named() -> Result<(
 }
 
 #[tokio::test]
-async fn a_constraint_that_waits_for_the_commit_is_not_told_as_done() -> Result<()> {
+async fn failing_deferred_constraint_is_not_reported_as_success() -> Result<()> {
     let app = App::new().await?;
     let admin = app.database.connect().await?;
     admin
@@ -111,10 +111,10 @@ async fn a_constraint_that_waits_for_the_commit_is_not_told_as_done() -> Result<
 }
 
 #[tokio::test]
-async fn transactions_and_single_requests_do_not_mix() -> Result<()> {
+async fn single_requests_never_join_a_transaction() -> Result<()> {
     let app = App::new().await?;
     let pair = |n: i32, good: bool| {
-        // PostgreSQL alone refuses it, when the first has been made.
+        // Only PostgreSQL refuses it, after the first operation succeeded.
         let meta = if good { json!(n) } else { json!("\u{0}") };
         json!([
             on("insert", json!({ "data": { "title": format!("pair{n}") } })),
@@ -142,7 +142,11 @@ async fn transactions_and_single_requests_do_not_mix() -> Result<()> {
         singles?;
     }
     let single = json!({ "filter": { "title": { "like": "single%" } } });
-    assert_eq!(app.data("count", single).await?["count"], 600, "no single insert fell with a transaction");
+    assert_eq!(
+        app.data("count", single).await?["count"],
+        600,
+        "every single insert is independent of the transactions"
+    );
     let pair = json!({ "filter": { "title": { "like": "pair%" } } });
     assert_eq!(app.data("count", pair).await?["count"], 400, "200 pairs, each whole");
     Ok(())

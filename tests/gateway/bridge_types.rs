@@ -1,4 +1,4 @@
-//! What goes in comes out equal: arbitrary values of every type through the bridge into PostgreSQL and back.
+//! Round trips: arbitrary values of every type pass through the bridge into PostgreSQL and back unchanged.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::bridge::App;
 
-/// A value as it is sent, and as it comes back.
+/// A value as sent, and as returned.
 type Pair = (Value, Value);
 
 fn same(value: Value) -> Pair {
@@ -79,7 +79,7 @@ fn timestamptz() -> BoxedStrategy<Pair> {
             let seconds = i32::try_from(minutes * 60).unwrap_or(0);
             let offset =
                 jiff::tz::Offset::from_seconds(if east { seconds } else { -seconds }).expect("an offset");
-            // Local time may leave the years that have a form.
+            // Local time may be outside the range of years that the format supports.
             let local = offset.to_datetime(at);
             let given = if (1..=9999).contains(&local.year()) {
                 format!("{local:.3}{}{:02}:{:02}", if east { '+' } else { '-' }, minutes / 60, minutes % 60)
@@ -124,7 +124,7 @@ fn columns() -> Vec<(&'static str, BoxedStrategy<Pair>)> {
     ]
 }
 
-/// Equal as values: objects of a jsonb column have no order.
+/// Compares values; objects of a jsonb column are unordered.
 fn is_equal(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Object(a), Value::Object(b)) => {
@@ -137,7 +137,7 @@ fn is_equal(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// Rows with each value still text: `serde_json` itself would round the last digit of a double.
+/// Rows with values as text, because `serde_json` would round the last digit of a double.
 type Raw = BTreeMap<String, Box<RawValue>>;
 
 async fn made(app: &App, action: &str, more: Value) -> Result<Vec<Raw>> {
@@ -161,7 +161,7 @@ fn check(row: &Raw, given: &Value, expected: &serde_json::Map<String, Value>) ->
 }
 
 #[tokio::test]
-async fn what_goes_in_comes_out_equal_and_is_found_again() -> Result<()> {
+async fn values_of_every_type_round_trip_and_match_filters() -> Result<()> {
     let app = App::new().await?;
     let columns = columns();
     let mut runner = TestRunner::default();
@@ -184,7 +184,7 @@ async fn what_goes_in_comes_out_equal_and_is_found_again() -> Result<()> {
         for ((row, given), expected) in all.iter().zip(&rows).zip(&expected) {
             check(row, given, expected)?;
         }
-        // One of them alone by `insert`, and each of its values as a filter.
+        // One row through `insert`, with each of its values as a filter.
         let (given, back) = (&rows[0], &expected[0]);
         let id: Value = serde_json::from_str(all[0]["id"].get())?;
         app.data("delete", json!({ "id": id })).await?;
@@ -237,7 +237,7 @@ async fn every_type_has_its_edges() -> Result<()> {
     }
     let at = |text: &str| json!({ "at": text });
     let row = app.insert(at("2026-01-02T03:04:05.9996+00:00")).await?;
-    assert_eq!(row["at"], "2026-01-02T03:04:06.000Z", "to the millisecond, as the column rounds");
+    assert_eq!(row["at"], "2026-01-02T03:04:06.000Z", "rounded to milliseconds by the column");
     let bounds = [
         (json!({ "gt": "2026-01-02T03:04:05.9999Z" }), 1),
         (json!({ "lt": "2026-01-02T03:04:06.0001Z" }), 1),
@@ -254,7 +254,7 @@ async fn every_type_has_its_edges() -> Result<()> {
 }
 
 #[tokio::test]
-async fn json_inside_of_a_row_keeps_its_digits_and_has_its_bounds() -> Result<()> {
+async fn json_value_keeps_its_digits_and_is_bounded() -> Result<()> {
     let app = App::new().await?;
     let send = async |meta: &str| -> Result<(u16, String)> {
         let head = json!({ "action": "insert", "app": app.slug, "table": "things" }).to_string();
@@ -267,11 +267,11 @@ async fn json_inside_of_a_row_keeps_its_digits_and_has_its_bounds() -> Result<()
     assert_eq!(status, 201, "{text}");
     assert!(text.contains("12345678901234567890.123456789") && text.contains("1.500"), "{text}");
     let (_, text) = send(r#"{"a": 1, "a": 2}"#).await?;
-    assert!(text.contains(r#"{"a": 2}"#), "the last of a name that comes twice, as in JavaScript: {text}");
+    assert!(text.contains(r#"{"a": 2}"#), "of duplicate names the last wins, as in JavaScript: {text}");
     let deep = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
     assert_eq!(send(&deep(1000)).await?.0, 201);
     assert_eq!(send(&deep(200_000)).await?.0, 400, "deeper than PostgreSQL's stack");
-    assert_eq!(send("\"\\ud800\"").await?.0, 400, "half a character");
-    assert_eq!(app.count().await?, 3, "and the gateway lives on");
+    assert_eq!(send("\"\\ud800\"").await?.0, 400, "half of a surrogate pair");
+    assert_eq!(app.count().await?, 3, "the gateway still serves");
     Ok(())
 }

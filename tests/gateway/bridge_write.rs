@@ -1,4 +1,4 @@
-//! `insertMany`, `upsert`, `update` and `delete`, and what each leaves in the table.
+//! `insertMany`, `upsert`, `update` and `delete`, and the resulting rows.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -12,10 +12,10 @@ fn list(rows: &Value) -> &[Value] {
 }
 
 #[tokio::test]
-async fn many_rows_are_made_at_once_and_come_back_in_their_order() -> Result<()> {
+async fn insert_many_returns_rows_in_request_order() -> Result<()> {
     let app = App::new().await?;
     let admin = app.database.connect().await?;
-    // A default of the owner's own: a row that does not name the column gets it, one with null does not.
+    // The owner's own default: a row without the column gets it, a row with null does not.
     admin
         .batch_execute(&format!("ALTER TABLE {}.things ALTER COLUMN size SET DEFAULT 7", app.schema()))
         .await?;
@@ -44,7 +44,7 @@ async fn many_rows_are_made_at_once_and_come_back_in_their_order() -> Result<()>
 }
 
 #[tokio::test]
-async fn of_many_rows_with_a_bad_one_none_is_made() -> Result<()> {
+async fn insert_many_with_a_bad_row_inserts_no_row() -> Result<()> {
     let app = App::new().await?;
     let taken = "0192d1f0-0000-7000-8000-000000000001";
     let refused = json!([{ "title": "a", "ref": taken }, { "title": "b", "size": "x" }, { "nope": 1 }, 5]);
@@ -54,7 +54,7 @@ async fn of_many_rows_with_a_bad_one_none_is_made() -> Result<()> {
     for place in ["/rows/1/size", "/rows/2/nope", "/rows/3:"] {
         assert!(text.contains(place), "{place} in {text}");
     }
-    // One set of columns, then two: the second is a transaction of two statements.
+    // One set of columns, then two: the second request needs a transaction of two statements.
     for rows in
         [json!([{ "ref": taken }, { "ref": taken }]), json!([{ "ref": taken }, { "ref": taken, "size": 1 }])]
     {
@@ -66,7 +66,7 @@ async fn of_many_rows_with_a_bad_one_none_is_made() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_upsert_makes_merges_or_leaves_alone() -> Result<()> {
+async fn upsert_inserts_merges_or_ignores() -> Result<()> {
     let app = App::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let upsert = |data: Value, resolution: Value| {
@@ -84,7 +84,7 @@ async fn an_upsert_makes_merges_or_leaves_alone() -> Result<()> {
     let emptied = app.data("upsert", upsert(json!({ "ref": key, "title": null }), json!(null))).await?;
     assert_eq!((&emptied["title"], &emptied["size"]), (&Value::Null, &json!(1)), "null is a value");
     let left = app.data("upsert", upsert(json!({ "ref": key, "title": "c" }), json!("ignore"))).await?;
-    assert_eq!(left, emptied, "the row as it was");
+    assert_eq!(left, emptied, "the row is unchanged");
     assert_eq!(app.count().await?, 1);
     let by_id = json!({ "data": { "id": made["id"], "title": "d" }, "onConflict": ["id"] });
     assert_eq!(app.data("upsert", by_id).await?["title"], "d");
@@ -102,7 +102,7 @@ async fn an_upsert_makes_merges_or_leaves_alone() -> Result<()> {
 }
 
 #[tokio::test]
-async fn upserts_of_one_key_at_once_make_one_row() -> Result<()> {
+async fn concurrent_upserts_of_one_key_make_one_row() -> Result<()> {
     let app = App::new().await?;
     let key = "0192d1f0-0000-7000-8000-000000000001";
     let all = (0..60).map(|n| {
@@ -114,13 +114,13 @@ async fn upserts_of_one_key_at_once_make_one_row() -> Result<()> {
         }
     });
     let rows = futures_util::future::try_join_all(all).await?;
-    assert!(rows.iter().all(|row| row["id"] == rows[0]["id"]), "everybody saw the same row");
+    assert!(rows.iter().all(|row| row["id"] == rows[0]["id"]), "every upsert returned the same row");
     assert_eq!(app.count().await?, 1);
     Ok(())
 }
 
 #[tokio::test]
-async fn an_update_changes_what_it_names() -> Result<()> {
+async fn update_changes_only_named_columns() -> Result<()> {
     let app = App::new().await?;
     let row = app.insert(json!({ "title": "a", "size": 1, "price": "1" })).await?;
     for n in 2..6 {
@@ -147,7 +147,7 @@ async fn an_update_changes_what_it_names() -> Result<()> {
 }
 
 #[tokio::test]
-async fn nothing_changes_when_more_match_than_may() -> Result<()> {
+async fn update_beyond_its_limit_changes_nothing() -> Result<()> {
     let app = App::new().await?;
     for n in 0..5 {
         app.insert(json!({ "title": "b", "size": n })).await?;
@@ -179,7 +179,7 @@ async fn nothing_changes_when_more_match_than_may() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_delete_takes_what_it_names_and_never_all_by_accident() -> Result<()> {
+async fn delete_requires_a_filter_and_removes_only_matches() -> Result<()> {
     let app = App::new().await?;
     let row = app.insert(json!({ "title": "a" })).await?;
     app.insert(json!({ "title": "b", "size": 1 })).await?;
@@ -201,7 +201,7 @@ async fn a_delete_takes_what_it_names_and_never_all_by_accident() -> Result<()> 
 }
 
 #[tokio::test]
-async fn an_update_under_another_s_sees_what_that_left() -> Result<()> {
+async fn concurrent_update_rechecks_its_filter() -> Result<()> {
     let app = App::new().await?;
     for n in 0..3 {
         app.insert(json!({ "title": "b", "size": n })).await?;
@@ -218,6 +218,6 @@ async fn an_update_under_another_s_sees_what_that_left() -> Result<()> {
     };
     let (changed, committed) = tokio::join!(waiting, committing);
     committed?;
-    assert_eq!(changed?, json!({ "affected": 2 }), "the row that no longer matches is left alone");
+    assert_eq!(changed?, json!({ "affected": 2 }), "a row that no longer matches is unchanged");
     Ok(())
 }

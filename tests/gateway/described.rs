@@ -1,5 +1,4 @@
-//! The gateway's document against the gateway: every route is called in every wrong way that it has, and every code that
-//! it names is provoked.
+//! The gateway against its OpenAPI document: every route gets every wrong call, and every declared code is provoked.
 
 use kit::idp::{Idp, MintOptions};
 use kit::pg::{PgBinaries, PgOptions, PgServer, test_database};
@@ -11,15 +10,18 @@ use svc::http::proof::{Claims, Route};
 use svc::machine::id::MachineId;
 
 use super::host::{Host, Machine, USER, signer, unique};
-use crate::contract::{self, Contract, Reply, Side, Stranger, right_body, right_call, variants, wrong_ways};
+use crate::contract::{
+    self, Contract, Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_body, valid_call,
+    variants,
+};
 
 const ADMIN: &str = "admin-s3cret-0123456789-0123456789";
-const NOWHERE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:hunter2-s3cret@127.0.0.1:1/svc";
 const ROW: &str = "0192d1f0-0000-7000-8000-000000000000";
 
-/// What no single request provokes, and where it is tried instead.
+/// Codes that no single request can provoke, with the test that covers them.
 const EXCUSED: [(&str, &str); 1] = [
-    // A fault of our own that no request leads to.
+    // An internal error that no request can cause.
     ("*", "internal"),
 ];
 
@@ -42,7 +44,7 @@ impl World {
         let host = machine.start().unwrap();
         [ADMIN, "hunter2-s3cret"].into_iter().for_each(|secret| contract::gateway().plant(secret));
         let world = Self { host, slug, idp };
-        // One that routes of a dispatch can name.
+        // A finished dispatch that routes can name.
         let dispatched = world.dispatch(&json!({ "id": ROW, "prompt": "do it" })).await;
         assert_eq!(dispatched.status, 202, "{dispatched:?}");
         world
@@ -62,7 +64,7 @@ impl World {
         operation.path.replace("{slug}", slug).replace("{*path}", "index.html").replace("{id}", ROW)
     }
 
-    /// The claims of a proof as the platform makes it for this kind of caller.
+    /// The claims of a proof that the platform makes for this kind of caller.
     fn claims(&self, credential: &str, method: &Method, path: &str) -> Claims {
         let route = match credential {
             "app" => Route::App,
@@ -79,7 +81,7 @@ impl World {
         claims
     }
 
-    /// A side database is open, and nothing is asked of it.
+    /// Creates an open side database that no query uses.
     fn side(&self, status: &str) {
         let machine = &self.host.machine;
         let state = json!({ "version": 1, "status": status, "updatedAt": "2026-01-02T03:04:05.678Z", "requestId": "r",
@@ -108,7 +110,7 @@ impl World {
 }
 
 impl Side for World {
-    const SCHEMA_IS_ALL: bool = false;
+    const SCHEMA_IS_COMPLETE: bool = false;
 
     fn contract(&self) -> &'static Contract {
         contract::gateway()
@@ -118,7 +120,7 @@ impl Side for World {
         self.path_of(operation, &self.slug)
     }
 
-    fn largest_body(&self, operation: &Operation) -> usize {
+    fn max_body_bytes(&self, operation: &Operation) -> usize {
         match operation.id {
             "query" => 1024 * 1024,
             "dispatch" => 2 * 1024 * 1024,
@@ -137,11 +139,11 @@ impl Side for World {
         }
     }
 
-    fn strangers(&self, operation: &Operation) -> Vec<Stranger> {
+    fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let (path, method) = (self.path(operation), &operation.method);
         let mine = operation.credentials[0].name;
-        let refused = |what, request| Stranger { what, request, status: 401, code: "unauthorized" };
-        let forbidden = |what, request| Stranger { what, request, status: 403, code: "forbidden" };
+        let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
+        let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
         let bare = || self.host.bare(method.clone(), &path);
         let signed = |change: fn(&mut Claims)| {
             let mut claims = self.claims(mine, method, &path);
@@ -179,7 +181,7 @@ impl Side for World {
 
     fn own(&self, operation: &Operation, name: &str) -> Option<Value> {
         Some(match name {
-            // The same id again is the same dispatch.
+            // A repeated id is the same dispatch.
             "id" if operation.id == "dispatch" => json!(uuid::Uuid::now_v7()),
             "operationId" => json!(ROW),
             "agentName" => json!("claude"),
@@ -199,7 +201,7 @@ impl Side for World {
             "timeZone" => json!("Europe/Berlin"),
             "startDate" => json!("2026-01-02"),
             "endDate" => json!("2026-02-01"),
-            // Of an earlier page; there is none. And a snapshot is named by its key or by a time.
+            // A cursor of an earlier page, of which there is none. A snapshot is named by its key or by a time.
             "after" | "cursor" | "key" => Value::Null,
             _ => return None,
         })
@@ -223,11 +225,11 @@ async fn own_database() -> PgServer {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_document_is_whole_and_told_to_whoever_may_call_it() {
-    let world = World::start(NOWHERE).await;
-    contract::assert_whole(contract::gateway());
+    let world = World::start(UNREACHABLE_DATABASE).await;
+    contract::assert_document_is_valid(contract::gateway());
     for caller in ["owner", "app", "admin"] {
-        let told = world.send(world.by(caller, &Method::GET, "/api/bridge/openapi.json")).await;
-        assert_eq!((told.status, &told.body), (200, &description()), "{caller}");
+        let document = world.send(world.by(caller, &Method::GET, "/api/bridge/openapi.json")).await;
+        assert_eq!((document.status, &document.body), (200, &description()), "{caller}");
     }
 }
 
@@ -239,13 +241,13 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         "sizeBytes": null, "sha256": null, "durationMs": 5, "error": "x" });
     world.host.machine.write("home/svc/home/system/logs/backup.jsonl", &format!("{line}\n")).unwrap();
     for operation in operations().filter(|operation| operation.id != "query") {
-        let answer = world.send(right_call(&world, operation)).await;
+        let answer = world.send(valid_call(&world, operation)).await;
         assert!(answer.status < 400, "{}: {answer:?}", operation.id);
     }
     let row = json!({ "action": "insert", "app": world.slug, "table": "notes", "data": { "id": ROW } });
     assert_eq!(world.send(world.query(&row)).await.status, 201);
     for schema in variants(&named("query").body.unwrap()()) {
-        let body = right_body(&world, named("query"), &schema);
+        let body = valid_body(&world, named("query"), &schema);
         let answer = world.send(world.query(&body)).await;
         assert!(answer.status < 300, "{body}: {answer:?}");
     }
@@ -256,23 +258,23 @@ async fn every_code_that_a_route_names_is_seen() {
     let database = own_database().await;
     let world = World::with_app(&database.url("svc")).await;
     for operation in operations() {
-        wrong_ways(&world, operation).await;
+        assert_refuses_wrong_calls(&world, operation).await;
     }
     writers(&world).await;
     names(&world).await;
     dispatches(&world).await;
-    what_is_stored(&world, &database).await;
+    stored_state(&world, &database).await;
     unverifiable(&world).await;
     database.kill9().await.unwrap();
     without_database(&world, &["listSchemas"]).await;
-    let never = World::start(NOWHERE).await;
+    let never = World::start(UNREACHABLE_DATABASE).await;
     without_database(&never, &[]).await;
     let all: Vec<&'static Operation> = operations().collect();
     let unseen = contract::gateway().unseen(&all, &EXCUSED, &[]);
     assert!(unseen.is_empty(), "{unseen:#?}");
 }
 
-/// Writers that are stopped for an operation are not started for another.
+/// Writers stopped by one operation cannot be started by another.
 async fn writers(world: &World) {
     let post = |path: &str, operation: &str| {
         world.by("platform", &Method::POST, path).json(&json!({ "operationId": operation }))
@@ -284,17 +286,17 @@ async fn writers(world: &World) {
     assert_eq!(world.send(post(resume, ROW)).await.status, 200);
 }
 
-/// Paths that name nothing, or no text.
+/// Paths with unknown names or invalid text.
 async fn names(world: &World) {
     for operation in operations().filter(|operation| operation.path.contains("{slug}")) {
-        let ask = |slug: &str| world.known(operation, &world.path_of(operation, slug));
-        world.send(ask("%ff")).await.assert_problem(400, "invalid_request");
+        let request = |slug: &str| world.known(operation, &world.path_of(operation, slug));
+        world.send(request("%ff")).await.assert_problem(400, "invalid_request");
         if operation.id == "getIcon" {
-            assert_eq!(world.send(ask("unknown")).await.status, 200, "an icon is made from any name");
+            assert_eq!(world.send(request("unknown")).await.status, 200, "an icon is made from any name");
             continue;
         }
         for slug in ["unknown", "..%2f..", "%00", "NOTES"] {
-            world.send(ask(slug)).await.assert_problem(404, "not_found");
+            world.send(request(slug)).await.assert_problem(404, "not_found");
         }
         let other = world.by("app", &Method::GET, &world.path_of(operation, "another"));
         world.send(other).await.assert_problem(403, "forbidden");
@@ -305,7 +307,7 @@ async fn names(world: &World) {
     }
 }
 
-/// What is refused of dispatches, with a runner that takes orders and never says anything.
+/// Refusals of dispatches, with a runner that accepts commands and never responds.
 async fn dispatches(world: &World) {
     let _runner = world.host.machine.owner_socket("agent.sock").unwrap();
     let another = json!({ "id": ROW, "prompt": "another" });
@@ -330,8 +332,8 @@ async fn dispatches(world: &World) {
     world.dispatch(&one).await.assert_problem(429, "cost_limit_reached");
 }
 
-/// What is refused for what the machine keeps.
-async fn what_is_stored(world: &World, database: &PgServer) {
+/// Refusals that depend on stored state.
+async fn stored_state(world: &World, database: &PgServer) {
     let of = |action: &str, more: Value| {
         let mut body = json!({ "action": action, "app": world.slug, "table": "notes" });
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -343,7 +345,7 @@ async fn what_is_stored(world: &World, database: &PgServer) {
     world.send(world.query(&insert)).await.assert_problem(409, "conflict");
     let quota = json!({ "storage": { "appBytes": 1 } }).to_string();
     world.host.machine.write("home/svc/home/system/config.json", &quota).unwrap();
-    // Writes are admitted by settings that are at most a second old.
+    // Write admission reads settings that are at most a second old.
     tokio::time::sleep(std::time::Duration::from_millis(1100)).await;
     let by_app = world.by("app", &Method::POST, "/api/bridge/query");
     world.send(by_app.json(&insert)).await.assert_problem(507, "storage_quota_reached");
@@ -366,7 +368,7 @@ async fn what_is_stored(world: &World, database: &PgServer) {
     let unknown = world.host.machine.signer.sign(&unknown);
     let unknown = || world.host.bare(Method::GET, "/api/bridge/schemas").header("x-svc-proof", &unknown);
     world.send(unknown()).await.assert_problem(403, "forbidden");
-    // It is installed now, and cannot be registered.
+    // It is installed now, but cannot be registered.
     world.host.machine.write("home/svc/home/apps/unknown/svc.json", "{").unwrap();
     let is_listed = async || Ok(world.host.get("/api/apps").await?.1.to_string().contains("unknown"));
     world.host.until("the broken app is listed", is_listed).await.unwrap();
@@ -413,7 +415,7 @@ async fn what_is_stored(world: &World, database: &PgServer) {
     records(world).await;
 }
 
-/// Pages and events of records that are not there, and settings that are none.
+/// Unknown pages and events of records, and invalid settings.
 async fn records(world: &World) {
     for record in ["interactions", "audit", "activity", "storage", "backups"] {
         let by = |path: &str| world.by("owner", &Method::GET, path);
@@ -439,16 +441,16 @@ async fn records(world: &World) {
         "groupBy=hour",
         "startDate=2026-02-02&endDate=2026-02-01",
     ] {
-        let asked = world.by("owner", &Method::GET, &format!("/api/usage?{wrong}"));
-        world.send(asked).await.assert_problem(400, "invalid_request");
+        let request = world.by("owner", &Method::GET, &format!("/api/usage?{wrong}"));
+        world.send(request).await.assert_problem(400, "invalid_request");
     }
 }
 
-/// A token of an issuer that cannot be asked.
+/// A token of an issuer that is unreachable.
 async fn unverifiable(world: &World) {
     let other = Idp::start().unwrap();
     let token = other.mint(USER, &MintOptions::default());
-    let mut machine = Machine::new(NOWHERE).unwrap();
+    let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
     machine.env.extend(other.env());
     other.down();
     let host = machine.start().unwrap();
@@ -460,7 +462,7 @@ async fn unverifiable(world: &World) {
 
 async fn without_database(world: &World, kept: &[&str]) {
     for operation in operations() {
-        let answer = world.send(right_call(world, operation)).await;
+        let answer = world.send(valid_call(world, operation)).await;
         let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
             "ready" => assert_eq!(answer.status, 503),

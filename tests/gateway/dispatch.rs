@@ -1,5 +1,5 @@
-//! Dispatches through the running gateway and the running `svc-agent`, with agents that are real programs: what is told,
-//! what is recorded, what is left of their processes.
+//! Dispatches through a running gateway and `svc-agent`, with agents that are real programs: events, records and
+//! remaining processes.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 
 use super::host::{Host, Machine, answer};
 
-pub const NOWHERE: &str = "postgres://nobody@127.0.0.1:1/x";
+pub const UNREACHABLE_DATABASE: &str = "postgres://nobody@127.0.0.1:1/x";
 pub const CONFIG: &str = "home/svc/home/system/config.json";
 
-/// An agent of our own protocol: a shell script that is told what to do by its prompt.
+/// A json-lines agent: a shell script controlled by its prompt.
 const AGENT: &str = r#"
 read -r line
 prompt=$(printf '%s' "$line" | sed 's/.*"prompt":"\([^"]*\)".*/\1/')
@@ -65,7 +65,7 @@ pub fn runner(root: &Path) -> Result<Runner> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.args(["svc-agent", "--listen"]).env_clear().env("PATH", path).env("SVC_ROOT", root);
     command.env("HOME", root.join("home/svc")).env("A_SECRET_OF_OURS", "not-for-agents");
-    // Nobody listens there.
+    // Nothing listens there.
     command.env("NOTIFY_SOCKET", root.join("no.sock"));
     let log = std::fs::OpenOptions::new().create(true).append(true).open(root.join("agent.log"))?;
     let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
@@ -93,7 +93,7 @@ pub fn config(more: &Value) -> String {
 }
 
 pub fn machine(more: &Value) -> Result<(Machine, Runner)> {
-    let machine = Machine::new(NOWHERE)?;
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.write("home/svc/home/agent.sh", AGENT)?;
     machine.write(CONFIG, &config(more))?;
     std::fs::create_dir_all(machine.path("run/svc/owner"))?;
@@ -101,12 +101,12 @@ pub fn machine(more: &Value) -> Result<(Machine, Runner)> {
     Ok((machine, runner))
 }
 
-pub async fn ask(host: &Host, body: Value) -> Result<(StatusCode, Value)> {
+pub async fn request_dispatch(host: &Host, body: Value) -> Result<(StatusCode, Value)> {
     let request = host.owner(Method::POST, "/api/dispatch").header("accept", "application/json");
     answer(request.json(&body)).await
 }
 
-/// The events of a stream that ends by itself.
+/// The events of a finished stream.
 pub fn events(text: &str) -> Vec<(String, Value)> {
     let blocks = text.split("\n\n").filter(|block| block.contains("data: "));
     let member = |block: &str, name: &str| {
@@ -127,7 +127,7 @@ pub fn kinds(events: &[(String, Value)]) -> Vec<&str> {
     events.iter().map(|(kind, _)| kind.as_str()).collect()
 }
 
-pub async fn until_over(host: &Host, id: &str) -> Result<Value> {
+pub async fn until_finished(host: &Host, id: &str) -> Result<Value> {
     let end = Instant::now() + Duration::from_secs(40);
     loop {
         let (_, shown) = host.get(&format!("/api/dispatch/{id}")).await?;
@@ -151,7 +151,7 @@ pub async fn until_recorded(host: &Host, id: &str) -> Result<Value> {
     }
 }
 
-pub async fn until_noted(host: &Host, part: &str) -> Result<()> {
+pub async fn until_logged(host: &Host, part: &str) -> Result<()> {
     host.until(part, async || {
         let activity = std::fs::read_to_string(host.machine.path("home/svc/home/system/logs/activity.log"));
         Ok(activity.unwrap_or_default().contains(part))
@@ -171,21 +171,21 @@ pub async fn until_running(host: &Host, file: &str) -> Result<i32> {
     }
 }
 
-pub fn lives(pid: i32) -> bool {
+pub fn is_alive(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
 #[tokio::test]
-async fn a_dispatch_is_told_as_it_goes_on_and_recorded_whole() -> Result<()> {
+async fn dispatch_streams_its_events_and_is_recorded() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
     let body = json!({ "prompt": "ok now", "id": "one", "conversationId": "thread-1" });
-    let told = stream(&host, body.clone()).await?;
+    let streamed = stream(&host, body.clone()).await?;
     assert_eq!(
-        kinds(&told),
+        kinds(&streamed),
         ["accepted", "running", "started", "text", "toolStarted", "toolEnded", "result"]
     );
-    let result = &told[6].1;
+    let result = &streamed[6].1;
     assert_eq!((&result["status"], &result["text"]), (&json!("success"), &json!("done: ok now")));
     let recorded = until_recorded(&host, "one").await?;
     assert_eq!(result["interaction"], recorded);
@@ -208,32 +208,32 @@ async fn a_dispatch_is_told_as_it_goes_on_and_recorded_whole() -> Result<()> {
             .as_str()
             .is_some_and(|shown| shown.contains("ls") && !shown.contains("sk-secret"))
     );
-    // The same id again is the same dispatch: told again, not run again.
-    assert_eq!(stream(&host, body.clone()).await?, told);
+    // A repeated id is the same dispatch: its events are replayed, and it does not run again.
+    assert_eq!(stream(&host, body.clone()).await?, streamed);
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!((&usage["totalCost"], &usage["entries"][0]["dispatches"]), (&json!(0.25), &json!(1)));
-    let (status, refused) = ask(&host, json!({ "prompt": "another", "id": "one" })).await?;
+    let (status, refused) = request_dispatch(&host, json!({ "prompt": "another", "id": "one" })).await?;
     assert_eq!((status.as_u16(), &refused["code"]), (422, &json!("idempotency_mismatch")));
-    // Who has heard the last comes no more.
+    // A client that received the last event must not reconnect.
     let all = |from: &str| host.owner(Method::GET, "/api/dispatch/one/events").header("last-event-id", from);
     let (_, text) = answer(all("")).await?;
     let last = text.as_str().and_then(|text| text.rsplit_once("id: ")?.1.lines().next()).context("an id")?;
     assert_eq!(answer(all(last)).await?.0, StatusCode::NO_CONTENT);
-    // After a new start it is known by its record.
+    // After a restart it is read from its record.
     let host = host.restart()?;
-    let (status, again) = ask(&host, body).await?;
+    let (status, again) = request_dispatch(&host, body).await?;
     assert_eq!((status.as_u16(), &again["dispatches"][0]["interaction"]), (202, &recorded));
     let (_, resumed) = answer(host.owner(Method::GET, "/api/dispatch/one/events")).await?;
     assert_eq!(kinds(&events(resumed.as_str().unwrap_or_default())), ["accepted", "result"]);
-    until_noted(&host, "dispatch one: coder runs for user_owner as process").await
+    until_logged(&host, "dispatch one: coder runs for user_owner as process").await
 }
 
 #[tokio::test]
-async fn an_agent_has_a_clean_environment_in_the_owners_home() -> Result<()> {
+async fn agent_runs_in_the_owner_home_with_a_clean_environment() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
-    let told = stream(&host, json!({ "prompt": "environment", "id": "e1" })).await?;
-    assert_eq!(told.last().map(|(_, result)| &result["status"]), Some(&json!("success")), "{told:?}");
+    let streamed = stream(&host, json!({ "prompt": "environment", "id": "e1" })).await?;
+    assert_eq!(streamed.last().map(|(_, result)| &result["status"]), Some(&json!("success")), "{streamed:?}");
     let home = host.machine.path("home/svc/home");
     let environment = std::fs::read_to_string(home.join("environment.txt"))?;
     assert!(environment.lines().any(|line| Path::new(line) == home), "{environment}");
@@ -248,7 +248,7 @@ async fn an_agent_has_a_clean_environment_in_the_owners_home() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_fails_is_recorded_with_its_reason_and_no_secret() -> Result<()> {
+async fn failed_dispatch_is_recorded_without_secrets() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
     for (body, name, part) in [
@@ -256,8 +256,8 @@ async fn what_fails_is_recorded_with_its_reason_and_no_secret() -> Result<()> {
         (json!({ "prompt": "nothing at all", "id": "f2" }), "NoResult", "without a result"),
         (json!({ "prompt": "x", "id": "f3", "agentName": "absent" }), "NotStarted", "no-such-program"),
     ] {
-        let told = stream(&host, body).await?;
-        let error = &told.last().context("a result")?.1["interaction"]["error"];
+        let streamed = stream(&host, body).await?;
+        let error = &streamed.last().context("a result")?.1["interaction"]["error"];
         assert_eq!(error["name"], name, "{error}");
         assert!(error["message"].as_str().is_some_and(|message| message.contains(part)), "{error}");
     }
@@ -265,64 +265,63 @@ async fn what_fails_is_recorded_with_its_reason_and_no_secret() -> Result<()> {
     let stack = failed["error"]["stack"].as_str().unwrap_or_default();
     assert!(stack.contains("no luck") && !stack.contains("hunter2") && !stack.contains("form"), "{failed}");
     drop(_runner);
-    let told = stream(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
-    assert_eq!(told.last().context("a result")?.1["interaction"]["error"]["name"], "NoRunner");
+    let streamed = stream(&host, json!({ "prompt": "ok", "id": "f4" })).await?;
+    assert_eq!(streamed.last().context("a result")?.1["interaction"]["error"]["name"], "NoRunner");
     Ok(())
 }
 
 #[tokio::test]
-async fn nothing_of_an_agent_is_left_however_it_ends() -> Result<()> {
+async fn no_agent_process_outlives_its_dispatch() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
-    // It ends well, and had left something in another session.
-    let told = stream(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
-    assert_eq!(told.last().context("a result")?.1["text"], "left one");
-    assert!(!lives(until_running(&host, "left.pid").await?));
-    // The same, and what it left prints without a pause.
-    let told = stream(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
-    assert_eq!(told.last().context("a result")?.1["text"], "flooded");
-    // It is cancelled, and does not hear.
-    ask(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
+    // It succeeds, but leaves a process in another session.
+    let streamed = stream(&host, json!({ "prompt": "leave", "id": "l1" })).await?;
+    assert_eq!(streamed.last().context("a result")?.1["text"], "left one");
+    assert!(!is_alive(until_running(&host, "left.pid").await?));
+    // The same, with a leftover process that prints continuously.
+    let streamed = stream(&host, json!({ "prompt": "flood", "id": "l2" })).await?;
+    assert_eq!(streamed.last().context("a result")?.1["text"], "flooded");
+    // It is cancelled, but ignores the signal.
+    request_dispatch(&host, json!({ "prompt": "sleep", "id": "s1" })).await?;
     let pid = until_running(&host, "sleeping.pid").await?;
     let (status, _) = answer(host.owner(Method::DELETE, "/api/dispatch/s1")).await?;
     assert_eq!(status, StatusCode::ACCEPTED);
-    let shown = until_over(&host, "s1").await?;
+    let shown = until_finished(&host, "s1").await?;
     let interaction = &shown["dispatches"][0]["interaction"];
     assert_eq!((&interaction["error"]["name"], &interaction["cost"]), (&json!("Cancelled"), &json!(0.01)));
-    assert!(!lives(pid) && !lives(until_running(&host, "sleeper.pid").await?));
-    // Its time is up.
+    assert!(!is_alive(pid) && !is_alive(until_running(&host, "sleeper.pid").await?));
+    // It reaches its deadline.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
     std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
-    ask(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 1 })).await?;
+    request_dispatch(&host, json!({ "prompt": "sleep", "id": "s2", "deadlineSeconds": 1 })).await?;
     let pid = until_running(&host, "sleeping.pid").await?;
-    let shown = until_over(&host, "s2").await?;
+    let shown = until_finished(&host, "s2").await?;
     assert_eq!(shown["dispatches"][0]["interaction"]["error"]["name"], "DeadlineExceeded");
-    assert!(!lives(pid) && !lives(until_running(&host, "sleeper.pid").await?));
-    // The gateway is killed: the runner ends what runs, and the next gateway records it.
+    assert!(!is_alive(pid) && !is_alive(until_running(&host, "sleeper.pid").await?));
+    // The gateway is killed: the runner ends its processes, and the next gateway records the dispatch.
     std::fs::remove_file(host.machine.path("home/svc/home/sleeping.pid"))?;
     std::fs::remove_file(host.machine.path("home/svc/home/sleeper.pid"))?;
-    ask(&host, json!({ "prompt": "sleep", "id": "s3" })).await?;
+    request_dispatch(&host, json!({ "prompt": "sleep", "id": "s3" })).await?;
     let pid = until_running(&host, "sleeping.pid").await?;
     let sleeper = until_running(&host, "sleeper.pid").await?;
     let host = host.restart()?;
     let recorded = until_recorded(&host, "s3").await?;
     assert_eq!(recorded["error"]["name"], "Interrupted");
     let end = Instant::now() + Duration::from_secs(15);
-    while lives(pid) || lives(sleeper) {
-        ensure!(Instant::now() < end, "the agent outlives its gateway");
+    while is_alive(pid) || is_alive(sleeper) {
+        ensure!(Instant::now() < end, "the agent outlived its gateway");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let (_, usage) = host.get("/api/usage").await?;
     assert_eq!(usage["entries"][0]["dispatches"], 5);
-    // Who comes back with a number of the earlier gateway hears the end all the same.
+    // A client that resumes with an event number of the earlier gateway still gets the end.
     let request = host.owner(Method::GET, "/api/dispatch/s3/events").header("last-event-id", "1");
     let (_, again) = answer(request).await?;
     assert_eq!(kinds(&events(again.as_str().unwrap_or_default())).last(), Some(&"result"));
     Ok(())
 }
 
-/// Two of one conversation would each begin it.
-/// What a later one has set aside is what an earlier one waits for.
+/// Reservations count: a running dispatch reserves its expected cost.
 #[tokio::test]
 async fn a_limit_refuses_what_is_new_and_warns_before() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.3 },
@@ -330,11 +329,11 @@ async fn a_limit_refuses_what_is_new_and_warns_before() -> Result<()> {
     let (machine, _runner) = machine(&limits)?;
     let host = machine.start()?;
     for _ in 0..3 {
-        let told = stream(&host, json!({ "prompt": "ok" })).await?;
-        assert!(!kinds(&told).contains(&"warning"), "{told:?}");
+        let streamed = stream(&host, json!({ "prompt": "ok" })).await?;
+        assert!(!kinds(&streamed).contains(&"warning"), "{streamed:?}");
     }
-    // What is set aside counts: 0.75 and 0.3 are more than 1.
-    ask(&host, json!({ "prompt": "hold", "id": "held" })).await?;
+    // The reservation counts: 0.75 and 0.3 exceed 1.
+    request_dispatch(&host, json!({ "prompt": "hold", "id": "held" })).await?;
     let request = host.owner(Method::POST, "/api/dispatch").json(&json!({ "prompt": "ok" }));
     let response = request.send().await?;
     let retry: u64 = response.headers()["retry-after"].to_str()?.parse()?;
@@ -344,13 +343,13 @@ async fn a_limit_refuses_what_is_new_and_warns_before() -> Result<()> {
         (&problem["code"], &problem["detail"], &problem["period"], &problem["spent"]),
         (&json!("cost_limit_reached"), &json!("Daily cost limit reached."), &json!("daily"), &json!(0.75))
     );
-    // Another user has a limit of its own, and what is free is held back by none.
+    // Another user has a separate limit, and a free model is never limited.
     assert_eq!(
-        ask(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,
+        request_dispatch(&host, json!({ "prompt": "ok", "senderId": "another", "id": "o" })).await?.0,
         StatusCode::ACCEPTED
     );
     assert_eq!(
-        ask(&host, json!({ "prompt": "nothing", "model": "free", "id": "f" })).await?.0,
+        request_dispatch(&host, json!({ "prompt": "nothing", "model": "free", "id": "f" })).await?.0,
         StatusCode::ACCEPTED
     );
     host.machine.write("home/svc/home/go", "")?;
@@ -358,19 +357,23 @@ async fn a_limit_refuses_what_is_new_and_warns_before() -> Result<()> {
     let held = events(held.as_str().context("events")?);
     let warning = held.iter().find(|(kind, _)| kind == "warning").context("a warning")?;
     assert_eq!(warning.1["period"], "daily");
-    until_noted(&host, "user_owner has spent").await?;
-    // A limit that is armed now counts what was spent before, and says so.
+    until_logged(&host, "user_owner has spent").await?;
+    // A limit that is set now counts earlier spending, and the log says so.
     answer(host.owner(Method::PUT, "/api/limits").json(&json!({ "daily": 0, "monthly": 100 }))).await?;
     let said = "the monthly cost limit is $100.00; what was spent in its period already counts: $";
-    until_noted(&host, said).await
+    until_logged(&host, said).await
 }
 
 #[tokio::test]
-async fn tokens_cost_what_the_table_says() -> Result<()> {
+async fn tokens_are_priced_by_the_table() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
-    let told = stream(&host, json!({ "prompt": "tokens", "id": "t" })).await?;
-    assert_eq!(told.last().context("a result")?.1["interaction"]["cost"], json!(3), "1M × $2 + 0.1M × $10");
+    let streamed = stream(&host, json!({ "prompt": "tokens", "id": "t" })).await?;
+    assert_eq!(
+        streamed.last().context("a result")?.1["interaction"]["cost"],
+        json!(3),
+        "1M × $2 + 0.1M × $10"
+    );
     Ok(())
 }
 
@@ -380,8 +383,8 @@ async fn an_edge_under_many_at_once_holds() -> Result<()> {
         "dispatch": { "defaultAgent": "coder", "concurrency": 64 } });
     let (machine, _runner) = machine(&limits)?;
     let host = machine.start()?;
-    let asked = (0..64).map(|_| ask(&host, json!({ "prompt": "ok" })));
-    let answers = futures_util::future::join_all(asked).await;
+    let requests = (0..64).map(|_| request_dispatch(&host, json!({ "prompt": "ok" })));
+    let answers = futures_util::future::join_all(requests).await;
     let mut taken = Vec::new();
     for answer in answers {
         let (status, body) = answer?;
@@ -391,13 +394,13 @@ async fn an_edge_under_many_at_once_holds() -> Result<()> {
             other => panic!("{other} {body}"),
         }
     }
-    assert_eq!(taken.len(), 8, "each is set aside what it costs");
+    assert_eq!(taken.len(), 8, "each reserves what it costs");
     for id in &taken {
-        until_over(&host, id).await?;
+        until_finished(&host, id).await?;
     }
     let (_, limits) = host.get("/api/limits").await?;
     assert_eq!((&limits["daily"]["spent"], &limits["daily"]["reserved"]), (&json!(2), &json!(0)));
-    let (status, _) = ask(&host, json!({ "prompt": "ok" })).await?;
+    let (status, _) = request_dispatch(&host, json!({ "prompt": "ok" })).await?;
     assert_eq!(status.as_u16(), 429);
     Ok(())
 }

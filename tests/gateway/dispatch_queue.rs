@@ -1,4 +1,4 @@
-//! Dispatches that wait: whose turn it is, what one id means, batches, and what outlives the gateway.
+//! Queued dispatches: fairness, idempotent ids, batches, and persistence across restarts of the gateway.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
@@ -11,11 +11,13 @@ use kit::disk::SmallDisk;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::dispatch::{ask, events, kinds, machine, stream, until_over, until_recorded, until_running};
+use super::dispatch::{
+    events, kinds, machine, request_dispatch, stream, until_finished, until_recorded, until_running,
+};
 use super::host::answer;
 
-/// Takes messages in svc-watch's place: their phases and dispatches.
-fn watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
+/// A fake svc-watch that passes on the phase and dispatch of each message.
+fn fake_watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
     std::fs::create_dir_all(socket.parent().context("a folder")?)?;
     let listener = UnixListener::bind(socket)?;
     let (sender, receiver) = std::sync::mpsc::channel();
@@ -40,30 +42,30 @@ fn watcher(socket: &Path) -> Result<Receiver<(String, String)>> {
 #[tokio::test]
 async fn killed_gateways_dispatches_end_for_the_watcher() -> Result<()> {
     let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
-    let messages = watcher(&machine.path("run/svc/watch/watch.sock"))?;
+    let messages = fake_watcher(&machine.path("run/svc/watch/watch.sock"))?;
     let next = || messages.recv_timeout(Duration::from_secs(20)).context("a message");
     let host = machine.start()?;
-    ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
-    ask(&host, json!({ "prompt": "ok", "id": "waits" })).await?;
+    request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
+    request_dispatch(&host, json!({ "prompt": "ok", "id": "waits" })).await?;
     assert_eq!(next()?, ("dispatchBegin".to_owned(), "first".to_owned()));
     let host = host.restart()?;
     let mut seen = vec![next()?, next()?, next()?];
     seen.sort();
-    let told = |phase: &str, id: &str| (phase.to_owned(), id.to_owned());
+    let message = |phase: &str, id: &str| (phase.to_owned(), id.to_owned());
     let expected =
-        [told("dispatchBegin", "waits"), told("dispatchEnd", "first"), told("dispatchEnd", "waits")];
-    assert_eq!(seen, expected, "the one that had not begun is begun once");
+        [message("dispatchBegin", "waits"), message("dispatchEnd", "first"), message("dispatchEnd", "waits")];
+    assert_eq!(seen, expected, "the queued dispatch begins exactly once");
     until_recorded(&host, "first").await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn what_waits_takes_turns_and_outlives_the_gateway() -> Result<()> {
+async fn queue_is_fair_across_users_and_survives_restart() -> Result<()> {
     let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let host = machine.start()?;
-    ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
+    request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
     for (id, sender) in [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")] {
-        ask(&host, json!({ "prompt": "ok", "id": id, "senderId": sender })).await?;
+        request_dispatch(&host, json!({ "prompt": "ok", "id": id, "senderId": sender })).await?;
     }
     let (_, shown) = host.get("/api/dispatch").await?;
     let statuses: Vec<(&str, &str)> = shown["dispatches"]
@@ -77,10 +79,13 @@ async fn what_waits_takes_turns_and_outlives_the_gateway() -> Result<()> {
         [("b1", "queued"), ("a3", "queued"), ("a2", "queued"), ("a1", "queued"), ("first", "running")]
     );
     answer(host.owner(Method::DELETE, "/api/dispatch/a3")).await?;
-    assert_eq!(until_over(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"], "Cancelled");
+    assert_eq!(
+        until_finished(&host, "a3").await?["dispatches"][0]["interaction"]["error"]["name"],
+        "Cancelled"
+    );
     let host = host.restart()?;
     for id in ["a1", "b1", "a2"] {
-        assert_eq!(until_over(&host, id).await?["status"], "success", "{id}");
+        assert_eq!(until_finished(&host, id).await?["status"], "success", "{id}");
         until_recorded(&host, id).await?;
     }
     assert_eq!(until_recorded(&host, "first").await?["error"]["name"], "Interrupted");
@@ -100,17 +105,17 @@ async fn what_waits_takes_turns_and_outlives_the_gateway() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_dispatch_is_one_whoever_asks_and_goes_away() -> Result<()> {
+async fn repeated_or_abandoned_request_is_one_dispatch() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
     host.until("it is ready", async || Ok(host.get("/api/dispatch").await?.0 == StatusCode::OK)).await?;
-    // At once, and again.
+    // Eight concurrent requests with the same id.
     let body = || json!({ "prompt": "ok", "id": "same" });
-    for answer in futures_util::future::join_all((0..8).map(|_| ask(&host, body()))).await {
+    for answer in futures_util::future::join_all((0..8).map(|_| request_dispatch(&host, body()))).await {
         assert_eq!(answer?.0, StatusCode::ACCEPTED);
     }
-    until_over(&host, "same").await?;
-    // A caller that hangs up without waiting.
+    until_finished(&host, "same").await?;
+    // Callers that disconnect without waiting.
     for n in 0..20 {
         let body = json!({ "prompt": "ok", "id": format!("gone-{n}") }).to_string();
         let head = "POST /api/dispatch HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n";
@@ -134,72 +139,73 @@ async fn a_dispatch_is_one_whoever_asks_and_goes_away() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_conversation_has_one_agent_at_a_time() -> Result<()> {
+async fn conversation_runs_one_agent_at_a_time() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
     let body = |id: &str, prompt: &str| json!({ "id": id, "prompt": prompt, "conversationId": "c" });
-    ask(&host, body("first", "hold")).await?;
-    ask(&host, body("second", "ok")).await?;
-    ask(&host, json!({ "id": "other", "prompt": "ok", "senderId": "other" })).await?;
-    assert_eq!(until_over(&host, "other").await?["status"], "success");
+    request_dispatch(&host, body("first", "hold")).await?;
+    request_dispatch(&host, body("second", "ok")).await?;
+    request_dispatch(&host, json!({ "id": "other", "prompt": "ok", "senderId": "other" })).await?;
+    assert_eq!(until_finished(&host, "other").await?["status"], "success");
     assert_eq!(host.get("/api/dispatch/second").await?.1["status"], "queued");
     host.machine.write("home/svc/home/go", "")?;
-    assert_eq!(until_over(&host, "second").await?["status"], "success");
+    assert_eq!(until_finished(&host, "second").await?["status"], "success");
     Ok(())
 }
 
 #[tokio::test]
-async fn nobody_waits_for_what_stands_behind_it() -> Result<()> {
+async fn batch_never_blocks_on_its_own_queued_entries() -> Result<()> {
     let limits = json!({ "costLimits": { "daily": 1, "reservation": 0.5 },
         "dispatch": { "defaultAgent": "coder", "concurrency": 1 } });
     let (machine, _runner) = machine(&limits)?;
     let host = machine.start()?;
-    // 0.50 of the first, and 0.50 set aside for the single one: the second entry has no place.
-    ask(&host, json!({ "id": "b", "batch": [{ "prompt": "hold" }, { "prompt": "ok" }] })).await?;
-    assert_eq!(ask(&host, json!({ "id": "s", "prompt": "ok" })).await?.0, StatusCode::ACCEPTED);
+    // The first reserves 0.50 and so does the single one, so the batch's second entry must wait.
+    request_dispatch(&host, json!({ "id": "b", "batch": [{ "prompt": "hold" }, { "prompt": "ok" }] }))
+        .await?;
+    assert_eq!(request_dispatch(&host, json!({ "id": "s", "prompt": "ok" })).await?.0, StatusCode::ACCEPTED);
     host.machine.write("home/svc/home/go", "")?;
-    assert_eq!(until_over(&host, "s").await?["status"], "success");
-    // The single one cost 0.25: now there is room.
-    assert_eq!(until_over(&host, "b").await?["status"], "success");
+    assert_eq!(until_finished(&host, "s").await?["status"], "success");
+    // The single one cost 0.25, so there is room now.
+    assert_eq!(until_finished(&host, "b").await?["status"], "success");
     Ok(())
 }
 
 #[tokio::test]
-async fn what_begins_on_a_full_disk_and_is_cut_off_does_not_begin_again() -> Result<()> {
+async fn interrupted_dispatch_on_full_disk_is_not_restarted() -> Result<()> {
     let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let dispatches = machine.path("var/lib/svc/dispatches");
     let Some(disk) = SmallDisk::mount(dispatches.clone(), 1)? else { return Ok(()) };
     let host = machine.start()?;
-    ask(&host, json!({ "prompt": "hold", "id": "first" })).await?;
-    ask(&host, json!({ "prompt": "sleep", "id": "second" })).await?;
+    request_dispatch(&host, json!({ "prompt": "hold", "id": "first" })).await?;
+    request_dispatch(&host, json!({ "prompt": "sleep", "id": "second" })).await?;
     disk.fill(0)?;
     host.machine.write("home/svc/home/go", "")?;
     let pid = until_running(&host, "sleeping.pid").await?;
     let host = host.restart()?;
-    let told = until_recorded(&host, "second").await?;
-    assert_eq!((&told["error"]["name"], &told["status"]), (&json!("Interrupted"), &json!("error")));
-    assert!(told["durationMs"].as_u64().is_some_and(|ms| ms < 600_000), "{told}");
+    let recorded = until_recorded(&host, "second").await?;
+    assert_eq!((&recorded["error"]["name"], &recorded["status"]), (&json!("Interrupted"), &json!("error")));
+    assert!(recorded["durationMs"].as_u64().is_some_and(|ms| ms < 600_000), "{recorded}");
     until_recorded(&host, "first").await?;
     disk.empty()?;
-    // The same machine takes more, and what was cut off stays so.
-    let told = stream(&host, json!({ "prompt": "ok", "id": "third" })).await?;
-    assert_eq!(told.last().context("a result")?.1["status"], "success");
+    // The same machine accepts more work, and the interrupted dispatch remains so.
+    let streamed = stream(&host, json!({ "prompt": "ok", "id": "third" })).await?;
+    assert_eq!(streamed.last().context("a result")?.1["status"], "success");
     assert_eq!(until_running(&host, "sleeping.pid").await?, pid, "it ran once");
     host.until("the journal is empty", async || Ok(std::fs::read_dir(&dispatches)?.count() == 0)).await
 }
 
 #[tokio::test]
-async fn a_batch_outlives_its_gateway_whole_and_in_order() -> Result<()> {
+async fn batch_survives_restart_in_order() -> Result<()> {
     let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 2 } }))?;
     let host = machine.start()?;
     let mut batch = vec![json!({ "prompt": "ok" }); 12];
     batch[3] = json!({ "prompt": "hold" });
-    ask(&host, json!({ "id": "b", "batch": batch })).await?;
+    request_dispatch(&host, json!({ "id": "b", "batch": batch })).await?;
     until_recorded(&host, "b.1").await?;
     let host = host.restart()?;
     host.machine.write("home/svc/home/go", "")?;
-    let (_, told) = answer(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
-    assert_eq!(kinds(&events(told.as_str().unwrap_or_default())).last(), Some(&"done"));
+    let (_, streamed) = answer(host.owner(Method::GET, "/api/dispatch/b/events")).await?;
+    assert_eq!(kinds(&events(streamed.as_str().unwrap_or_default())).last(), Some(&"done"));
     until_recorded(&host, "b.11").await?;
     for host in [host.restart()?] {
         let (_, shown) = host.get("/api/dispatch/b").await?;
@@ -217,14 +223,14 @@ async fn a_batch_outlives_its_gateway_whole_and_in_order() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_batch_has_a_result_for_each_entry() -> Result<()> {
+async fn batch_has_a_result_for_each_entry() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
     let body =
         json!({ "id": "b", "batch": [{ "prompt": "ok 1" }, { "prompt": "fail" }, { "prompt": "ok 3" }] });
-    let told = stream(&host, body).await?;
-    assert_eq!(told.last().map(|(kind, _)| kind.as_str()), Some("done"));
-    let mut results: Vec<(u64, &str)> = told
+    let streamed = stream(&host, body).await?;
+    assert_eq!(streamed.last().map(|(kind, _)| kind.as_str()), Some("done"));
+    let mut results: Vec<(u64, &str)> = streamed
         .iter()
         .filter(|(kind, _)| kind == "result")
         .map(|(_, data)| {

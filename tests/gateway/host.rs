@@ -1,4 +1,4 @@
-//! A customer machine's directory with a running gateway, and its platform's way in.
+//! A customer machine's directory with a running gateway, and the platform's access to it.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -23,7 +23,7 @@ use tempfile::TempDir;
 use crate::contract::{self, Exchange};
 
 pub const USER: &str = "user_owner";
-const PATIENCE: Duration = Duration::from_secs(40);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// A machine before its gateway is started.
 pub struct Machine {
@@ -41,7 +41,7 @@ pub struct Host {
     child: Child,
 }
 
-/// A name that no other test uses: roles belong to the whole server.
+/// A unique name, because roles are shared by the whole server.
 pub fn unique(name: &str) -> String {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     format!("{name}-{}-{}", std::process::id() % 10_000, COUNT.fetch_add(1, Ordering::Relaxed))
@@ -119,10 +119,10 @@ impl Machine {
         command
     }
 
-    /// Runs the gateway where it is expected to end by itself.
+    /// Runs a gateway that is expected to exit.
     pub fn run_to_end(&self) -> Result<Output> {
         let mut child = self.command().stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-        if child::wait_until(&mut child, Instant::now() + PATIENCE).is_none() {
+        if child::wait_until(&mut child, Instant::now() + WAIT_TIMEOUT).is_none() {
             child.kill()?;
             child.wait()?;
             bail!("the gateway is still running");
@@ -130,7 +130,7 @@ impl Machine {
         Ok(child.wait_with_output()?)
     }
 
-    /// Starts the gateway and waits until it says that it is ready.
+    /// Starts the gateway and waits for its readiness message.
     pub fn start(self) -> Result<Host> {
         let notify = self.path("notify.sock");
         let _ = std::fs::remove_file(&notify);
@@ -140,7 +140,7 @@ impl Machine {
         let mut child =
             self.command().env("NOTIFY_SOCKET", &notify).stdout(log.try_clone()?).stderr(log).spawn()?;
         child::kill_on_exit(child.id(), AtExit::Kill);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         let mut buffer = [0_u8; 1024];
         let address = loop {
             if let Ok(size) = socket.recv(&mut buffer) {
@@ -156,13 +156,13 @@ impl Machine {
                     std::fs::read_to_string(self.path("gateway.log"))?
                 );
             }
-            ensure!(Instant::now() < deadline, "the gateway did not get ready");
+            ensure!(Instant::now() < deadline, "timeout: the gateway is not ready");
         };
         svc::http::tls::install_provider();
         let tls =
             Identity::read(&self.path("var/lib/svc/tls/cert.pem"), &self.path("var/lib/svc/tls/key.pem"))?;
         let config = pinned_client_config(tls.pin()?, ChainCheck::PinOnly)?;
-        let deadlines = Deadlines { whole: Some(PATIENCE), idle: PATIENCE, ..Deadlines::CALL };
+        let deadlines = Deadlines { whole: Some(WAIT_TIMEOUT), idle: WAIT_TIMEOUT, ..Deadlines::CALL };
         Ok(Host { client: with_tls(deadlines, config)?, machine: self, address, child })
     }
 }
@@ -172,7 +172,7 @@ pub fn manifest(slug: &str, tables: &Value) -> Value {
         "build": { "output": "dist" }, "storage": { "tables": tables } })
 }
 
-/// A machine on a database of its own, with one app, all ready to be asked.
+/// A machine with its own database and one registered app.
 pub async fn host_with_app(database: &TestDatabase, slug: &str, tables: &Value) -> Result<Host> {
     let machine = Machine::new(&database.url())?;
     machine.app(slug, tables)?;
@@ -182,7 +182,7 @@ pub async fn host_with_app(database: &TestDatabase, slug: &str, tables: &Value) 
 }
 
 impl Host {
-    /// A request with nothing to prove who asks.
+    /// A request without credentials.
     pub fn bare(&self, method: Method, path: &str) -> RequestBuilder {
         self.client.request(method, format!("https://{}{path}", self.address))
     }
@@ -191,7 +191,7 @@ impl Host {
         self.machine.signer.sign(&self.machine.claims(route))
     }
 
-    /// A request as the platform forwards the owner's.
+    /// A request of the owner, as the platform forwards it.
     pub fn owner(&self, method: Method, path: &str) -> RequestBuilder {
         self.bare(method, path).header("x-svc-proof", self.proof(Route::Shell))
     }
@@ -204,21 +204,21 @@ impl Host {
         answer(self.owner(Method::POST, "/api/bridge/query").json(body)).await
     }
 
-    /// A query as it is written, and its answer as it comes: its numbers may be larger than a program's.
+    /// Sends a query verbatim and returns the body as text, because its numbers may exceed a native type.
     pub async fn raw_query(&self, body: &str) -> Result<(StatusCode, String)> {
         let request = self.owner(Method::POST, "/api/bridge/query").body(body.to_owned());
         let sent = request.header("content-type", "application/json").send().await?;
         Ok((sent.status(), sent.text().await?))
     }
 
-    /// The most memory that the gateway has had, in bytes.
+    /// The peak memory of the gateway, in bytes.
     pub fn peak_memory(&self) -> Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("VmHWM")?;
         Ok(peak.trim().trim_end_matches(" kB").parse::<u64>()? * 1024)
     }
 
-    /// A query that has to succeed; its `data`.
+    /// Sends a query that must succeed, and returns its `data`.
     pub async fn data(&self, body: &Value) -> Result<Value> {
         let (status, mut answer) = self.query(body).await?;
         ensure!(status.is_success(), "{body}: {status} {answer}");
@@ -234,11 +234,11 @@ impl Host {
         .await
     }
 
-    /// Waits for something that happens by itself.
+    /// Waits for a condition.
     pub async fn until(&self, what: &str, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while !holds().await? {
-            ensure!(Instant::now() < deadline, "in vain: {what}\n{}", self.log());
+            ensure!(Instant::now() < deadline, "timeout: {what}\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(())
@@ -248,10 +248,10 @@ impl Host {
         std::fs::read_to_string(self.machine.path("gateway.log")).unwrap_or_default()
     }
 
-    /// A request over the trusted socket, as it stands; the whole answer as text.
+    /// Sends a raw request over the trusted socket and returns the whole response.
     pub fn by_socket(&self, request: &str) -> Result<String> {
         let mut stream = UnixStream::connect(self.socket())?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(WAIT_TIMEOUT))?;
         stream.write_all(request.replace('\n', "\r\n").as_bytes())?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
@@ -272,12 +272,12 @@ impl Host {
     }
 
     pub async fn ended(&mut self) -> Result<ExitStatus> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(status);
             }
-            ensure!(Instant::now() < deadline, "the gateway does not end\n{}", self.log());
+            ensure!(Instant::now() < deadline, "timeout: the gateway still runs\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -287,7 +287,7 @@ impl Host {
         self.child.kill()?;
         self.child.wait()?;
         child::unregister(self.child.id());
-        // The machine moves on; what is left of this host is only its dead child.
+        // The machine is moved to the new host; the old one keeps only its dead child.
         let machine = std::mem::replace(&mut self.machine, Machine::new("postgres://nobody@127.0.0.1/x")?);
         machine.start()
     }

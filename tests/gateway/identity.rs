@@ -1,4 +1,4 @@
-//! Who gets in, and as whom.
+//! Authentication: who is admitted, and as whom.
 
 use anyhow::Result;
 use kit::idp::{Flaw, Idp, MintOptions};
@@ -11,8 +11,8 @@ use super::host::{Host, Machine, USER, answer, signer};
 
 const ADMIN: &str = "admin-secret-0123456789-0123456789";
 
-/// No database: identity comes before it.
-const NOWHERE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+/// No database is needed: authentication comes first.
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
 async fn with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
     let proof = host.machine.signer.sign(claims);
@@ -21,7 +21,7 @@ async fn with_proof(host: &Host, claims: &Claims) -> Result<StatusCode> {
 
 #[tokio::test]
 async fn on_the_public_port_nothing_but_health_is_served_without_a_proof() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     for path in
         ["/", "/api/apps", "/api/backups", "/api/bridge/schemas", "/api/canvas", "/apps/x/", "/icons/x", "/x"]
     {
@@ -44,7 +44,7 @@ async fn on_the_public_port_nothing_but_health_is_served_without_a_proof() -> Re
 
 #[tokio::test]
 async fn only_a_fresh_proof_for_this_machine_and_its_owner_counts() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let good = host.machine.claims(Route::Shell);
     assert_eq!(with_proof(&host, &good).await?, StatusCode::OK);
     type Change = fn(&mut Claims);
@@ -79,7 +79,7 @@ async fn only_a_fresh_proof_for_this_machine_and_its_owner_counts() -> Result<()
 
 #[tokio::test]
 async fn nothing_that_a_client_writes_names_the_owner() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let forged = host
         .bare(Method::GET, &format!("/api/backups?userId={USER}"))
         .header("x-svc-user-id", USER)
@@ -90,7 +90,7 @@ async fn nothing_that_a_client_writes_names_the_owner() -> Result<()> {
 
 #[tokio::test]
 async fn a_bad_token_is_never_a_fall_through() -> Result<()> {
-    let mut machine = Machine::new(NOWHERE)?;
+    let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), ADMIN.into());
     let host = machine.start()?;
     let get = |request: &str| {
@@ -116,7 +116,7 @@ async fn a_bad_token_is_never_a_fall_through() -> Result<()> {
 #[tokio::test]
 async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
     let short = &ADMIN[..31];
-    let mut machine = Machine::new(NOWHERE)?;
+    let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.insert("ADMIN_TOKEN".into(), short.into());
     let host = machine.start()?;
     let by_admin = host.owner(Method::GET, "/api/backups").bearer_auth(short);
@@ -129,7 +129,7 @@ async fn short_admin_token_is_refused_and_the_gateway_serves() -> Result<()> {
 
 #[tokio::test]
 async fn platform_reads_usage_and_nothing_else_of_the_owner() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let send = async |method: Method, path: &str, signed: &str| -> Result<StatusCode> {
         let mut claims = host.machine.claims(Route::Internal);
         claims.method = Some(method.to_string());
@@ -155,9 +155,9 @@ async fn platform_reads_usage_and_nothing_else_of_the_owner() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_trusted_socket_opens_for_its_own_user_and_group_alone() -> Result<()> {
+async fn trusted_socket_is_limited_to_its_user_and_group() -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let mode =
         |path: &std::path::Path| -> Result<u32> { Ok(std::fs::metadata(path)?.permissions().mode() & 0o777) };
     let socket = host.socket();
@@ -177,7 +177,7 @@ async fn the_trusted_socket_opens_for_its_own_user_and_group_alone() -> Result<(
 #[tokio::test]
 async fn tokens_of_the_issuer_stand_for_the_owner() -> Result<()> {
     let idp = Idp::start()?;
-    let mut machine = Machine::new(NOWHERE)?;
+    let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     machine.env.extend(idp.env());
     let host = machine.start()?;
     let with = async |sub: &str, options: &MintOptions| -> Result<StatusCode> {
@@ -203,7 +203,7 @@ async fn tokens_of_the_issuer_stand_for_the_owner() -> Result<()> {
 
 #[tokio::test]
 async fn new_proof_keys_are_taken_up_and_old_ones_given_up() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let next = signer("k2");
     let with_next = async || -> Result<StatusCode> {
         let proof = next.sign(&host.machine.claims(Route::Shell));
@@ -223,7 +223,7 @@ async fn new_proof_keys_are_taken_up_and_old_ones_given_up() -> Result<()> {
 
 #[tokio::test]
 async fn an_internal_proof_is_for_one_request_once() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let path = "/_svc/internal/backup";
     let claims = |jti: &str| {
         let mut claims = host.machine.claims(Route::Internal);
@@ -243,7 +243,7 @@ async fn an_internal_proof_is_for_one_request_once() -> Result<()> {
     nameless.jti = None;
     assert_eq!(send(&nameless).await?, StatusCode::UNAUTHORIZED);
     let request = host.machine.path("var/lib/svc/requests/backup");
-    assert!(!request.exists(), "nothing was asked yet");
+    assert!(!request.exists(), "no request was made yet");
     assert_eq!(send(&claims("1")).await?, StatusCode::ACCEPTED);
     assert!(request.exists());
     assert_eq!(send(&claims("1")).await?, StatusCode::UNAUTHORIZED, "a second time");
@@ -255,7 +255,7 @@ async fn an_internal_proof_is_for_one_request_once() -> Result<()> {
 
 #[tokio::test]
 async fn the_dev_default_answers_only_where_it_may() -> Result<()> {
-    let mut machine = Machine::new(NOWHERE)?;
+    let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     for name in ["SVC_MACHINE_ID", "SVC_USER_ID", "SVC_HANDLE", "SVC_EPOCH", "SVC_PROOF_KEYS"] {
         machine.env.remove(name);
     }
@@ -284,6 +284,6 @@ async fn the_dev_default_answers_only_where_it_may() -> Result<()> {
     let host = machine.start()?;
     assert_eq!(host.bare(Method::GET, "/api/backups").send().await?.status(), StatusCode::OK);
     let token = host.bare(Method::GET, "/api/backups").header("x-svc-proof", "a.b.c");
-    assert_eq!(token.send().await?.status(), StatusCode::UNAUTHORIZED, "a token is never passed over");
+    assert_eq!(token.send().await?.status(), StatusCode::UNAUTHORIZED, "a bad token is never ignored");
     Ok(())
 }

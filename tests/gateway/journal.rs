@@ -1,4 +1,4 @@
-//! What a gateway writes to the journal under systemd: the real protocol, at the real path, to a journal of our own.
+//! The gateway's journal entries under systemd: the real protocol at the real path, with a journal of the test.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -12,13 +12,13 @@ use kit::child::{self, AtExit};
 
 use super::host::Machine;
 
-/// In a mount namespace of its own, so that the machine's own journal stays where it is.
-const IN_ITS_PLACE: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
+/// In a private mount namespace, so that the machine's own journal is unaffected.
+const FAKE_JOURNAL_SCRIPT: &str = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
     touch /run/systemd/journal/socket && mount --bind \"$1\" /run/systemd/journal/socket && shift && exec \"$@\"";
 
 type Entry = BTreeMap<String, Vec<String>>;
 
-/// The native protocol: `NAME=value`, or `NAME`, a length of eight bytes, and the value.
+/// Parses the native protocol: `NAME=value`, or `NAME`, a length of eight bytes, and the value.
 fn entry(mut bytes: &[u8]) -> Result<Entry> {
     let mut fields = Entry::new();
     while !bytes.is_empty() {
@@ -43,7 +43,7 @@ fn entry(mut bytes: &[u8]) -> Result<Entry> {
 #[tokio::test(flavor = "multi_thread")]
 async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Result<()> {
     svc::http::tls::install_provider();
-    // No database: `/readyz` says so, and the log why.
+    // Without a database, `/readyz` fails and the log has the reason.
     let machine = Machine::new("postgres://nobody:secret-word@127.0.0.1:1/none")?;
     let place = machine.path("journal.sock");
     let journal = UnixDatagram::bind(&place)?;
@@ -53,8 +53,8 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
 
     let gateway = machine.command();
     let mut command = Command::new("unshare");
-    // A user namespace lets everybody mount; root needs none.
-    command.args(["-Urm", "sh", "-c", IN_ITS_PLACE, "sh"]).arg(&place);
+    // In a user namespace every user can mount; root needs none.
+    command.args(["-Urm", "sh", "-c", FAKE_JOURNAL_SCRIPT, "sh"]).arg(&place);
     command.arg(gateway.get_program()).args(gateway.get_args()).env_clear();
     command.envs(gateway.get_envs().filter_map(|(name, value)| Some((name, value?))));
     command.env("JOURNAL_STREAM", format!("{}:{}", meta.dev(), meta.ino())).env("RUST_LOG", "svc=debug");
@@ -64,20 +64,20 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
     let mut entries = Vec::new();
     let deadline = Instant::now() + Duration::from_secs(30);
     let mut buffer = vec![0; 1 << 16];
-    let mut asked = None;
+    let mut probe = None;
     let id = "journal-request-0001";
     let of_request = |entry: &Entry| entry.get("SVC_REQUEST_ID").is_some_and(|ids| ids == &[id]);
-    let met = loop {
+    let request_entries = loop {
         if let Ok(size) = journal.recv(&mut buffer)
             && size > 0
         {
             entries.push(entry(&buffer[..size])?);
         }
-        let told = entries.iter().find_map(|entry: &Entry| Some(entry.get("ADDRESS")?[0].clone()));
-        if let (None, Some(address)) = (&asked, told) {
+        let listening = entries.iter().find_map(|entry: &Entry| Some(entry.get("ADDRESS")?[0].clone()));
+        if let (None, Some(address)) = (&probe, listening) {
             let client = reqwest::Client::builder().tls_danger_accept_invalid_certs(true).build()?;
             let request = client.get(format!("https://{address}/readyz")).header("x-request-id", id);
-            asked = Some(tokio::spawn(request.send()));
+            probe = Some(tokio::spawn(request.send()));
         }
         let all: Vec<&Entry> = entries.iter().filter(|entry| of_request(entry)).collect();
         if all.iter().any(|entry| entry["MESSAGE"][0].contains("answered")) {
@@ -97,12 +97,16 @@ async fn under_systemd_lines_have_the_machine_and_the_request_as_fields() -> Res
         ensure!(entry.get("SVC_MACHINE_ID") == Some(&vec![machine.id.to_string()]), "{entry:?}");
         ensure!(entry.get("SYSLOG_IDENTIFIER") == Some(&vec!["svc-gateway".to_owned()]), "{entry:?}");
     }
-    let why = met.iter().find(|entry| entry["MESSAGE"][0].contains("not ready")).context("no cause told")?;
+    let why = request_entries
+        .iter()
+        .find(|entry| entry["MESSAGE"][0].contains("not ready"))
+        .context("no entry with the cause")?;
     ensure!(why["PRIORITY"] == ["4"] && why["ERROR"][0].contains("connect"), "{why:?}");
-    let answered = met.iter().find(|entry| entry["MESSAGE"][0].contains("answered")).context("no line")?;
+    let answered =
+        request_entries.iter().find(|entry| entry["MESSAGE"][0].contains("answered")).context("no line")?;
     ensure!(answered["PRIORITY"] == ["6"] && answered["STATUS"] == ["503"], "{answered:?}");
     ensure!(!format!("{entries:?}").contains("secret-word"), "a password in the journal");
-    // What goes to the journal is not said twice.
+    // Journal entries are not duplicated on standard error.
     let said = std::fs::read_to_string(machine.path("stderr"))?;
     ensure!(!said.contains("answered"), "{said}");
     Ok(())

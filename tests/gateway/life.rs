@@ -1,4 +1,4 @@
-//! The gateway's start, end, and the services behind it.
+//! The gateway's start and shutdown, and the services behind it.
 
 use std::io::{Read, Write};
 
@@ -9,11 +9,11 @@ use svc::http::proof::Route;
 
 use super::host::{Machine, answer};
 
-const NOWHERE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
 #[tokio::test]
-async fn a_superseded_machine_stops_and_does_not_start_again() -> Result<()> {
-    let mut host = Machine::new(NOWHERE)?.start()?;
+async fn superseded_machine_stops_and_refuses_to_start() -> Result<()> {
+    let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     host.machine.write("var/lib/svc/superseded.json", "{}")?;
     assert_eq!(host.ended().await?.code(), Some(0), "{}", host.log());
     let output = host.machine.run_to_end()?;
@@ -24,7 +24,7 @@ async fn a_superseded_machine_stops_and_does_not_start_again() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_wrong_configuration_names_every_mistake() -> Result<()> {
+async fn invalid_configuration_lists_every_mistake() -> Result<()> {
     let mut machine = Machine::new("s3cret-not-a-url")?;
     machine.env.insert("GATEWAY_LISTEN".into(), "nowhere".into());
     machine.env.remove("SVC_EPOCH");
@@ -40,7 +40,7 @@ async fn a_wrong_configuration_names_every_mistake() -> Result<()> {
 
 #[tokio::test]
 async fn the_key_stays_the_same_over_restarts() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let path = host.machine.path("var/lib/svc/tls/cert.pem");
     let first = std::fs::read(&path)?;
     let host = host.restart()?;
@@ -50,16 +50,16 @@ async fn the_key_stays_the_same_over_restarts() -> Result<()> {
 }
 
 #[tokio::test]
-async fn sigterm_ends_it_in_order() -> Result<()> {
-    let mut host = Machine::new(NOWHERE)?.start()?;
+async fn sigterm_shuts_the_gateway_down() -> Result<()> {
+    let mut host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     host.terminate()?;
     assert_eq!(host.ended().await?.code(), Some(0));
     Ok(())
 }
 
 #[tokio::test]
-async fn settings_come_from_the_env_files_too() -> Result<()> {
-    let mut machine = Machine::new(NOWHERE)?;
+async fn settings_are_read_from_env_files() -> Result<()> {
+    let mut machine = Machine::new(UNREACHABLE_DATABASE)?;
     let mut file = String::new();
     for (name, value) in std::mem::take(&mut machine.env) {
         if name == "GATEWAY_LISTEN" {
@@ -75,8 +75,8 @@ async fn settings_come_from_the_env_files_too() -> Result<()> {
 }
 
 #[tokio::test]
-async fn absent_services_are_said_in_the_caller_s_language() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+async fn absent_service_is_reported_as_page_or_problem() -> Result<()> {
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let page = host.owner(Method::GET, "/").header("accept", "text/html").send().await?;
     assert_eq!(page.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert!(page.headers()["content-type"].to_str()?.starts_with("text/html"));
@@ -89,8 +89,8 @@ async fn absent_services_are_said_in_the_caller_s_language() -> Result<()> {
 }
 
 #[tokio::test]
-async fn shell_and_code_are_reached_without_the_platform_s_headers() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+async fn shell_and_code_requests_lose_platform_headers() -> Result<()> {
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     for (name, route, path) in
         [("shell.sock", Route::Shell, "/some/page"), ("code.sock", Route::Code, "/api/apps")]
     {
@@ -116,9 +116,9 @@ async fn shell_and_code_are_reached_without_the_platform_s_headers() -> Result<(
 }
 
 #[tokio::test]
-async fn a_websocket_passes_through() -> Result<()> {
+async fn websocket_is_proxied() -> Result<()> {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     let listener = host.machine.owner_socket("code.sock")?;
     let serving = std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
@@ -134,12 +134,12 @@ async fn a_websocket_passes_through() -> Result<()> {
         stream.read_exact(&mut frame)?;
         stream.write_all(&frame)
     });
-    let asked = host
+    let request = host
         .bare(Method::GET, "/socket")
         .header("x-svc-proof", host.proof(Route::Code))
         .header("connection", "upgrade")
         .header("upgrade", "websocket");
-    let answer = asked.send().await?;
+    let answer = request.send().await?;
     assert_eq!(answer.status(), StatusCode::SWITCHING_PROTOCOLS);
     let mut socket = answer.upgrade().await?;
     socket.write_all(b"hello").await?;
@@ -151,21 +151,21 @@ async fn a_websocket_passes_through() -> Result<()> {
 
 #[tokio::test]
 async fn backups_are_listed_newest_first() -> Result<()> {
-    let host = Machine::new(NOWHERE)?.start()?;
+    let host = Machine::new(UNREACHABLE_DATABASE)?.start()?;
     assert_eq!(host.get("/api/backups").await?.1, json!({ "backups": [], "nextCursor": null }));
     let at = |n: i32| format!("2026-01-0{n}T03:04:05.678Z");
     let line = |n| json!({ "timestamp": at(n), "status": "success", "stage": "done" }).to_string();
     let lines = (1..=3).map(line).collect::<Vec<_>>();
     host.machine.write("home/svc/home/system/logs/backup.jsonl", &(lines.join("\n") + "\n{\"torn"))?;
-    let (_, told) = host.get("/api/backups?limit=2").await?;
-    assert_eq!(told["backups"][0]["timestamp"], at(3));
-    assert_eq!(told["backups"].as_array().map(Vec::len), Some(2));
+    let (_, listed) = host.get("/api/backups?limit=2").await?;
+    assert_eq!(listed["backups"][0]["timestamp"], at(3));
+    assert_eq!(listed["backups"].as_array().map(Vec::len), Some(2));
     assert_eq!(host.get("/api/backups?limit=x").await?.0, StatusCode::BAD_REQUEST);
     Ok(())
 }
 
 #[tokio::test]
-async fn more_apps_than_connections_still_all_get_their_answers() -> Result<()> {
+async fn more_apps_than_connections_are_all_served() -> Result<()> {
     let binaries = kit::pg::PgBinaries::locate_or_fetch(&kit::fetch::target_dir())?;
     let settings = vec![("max_connections".into(), "23".into())];
     let options = kit::pg::PgOptions { settings, ..kit::pg::PgOptions::default() };
@@ -180,13 +180,13 @@ async fn more_apps_than_connections_still_all_get_their_answers() -> Result<()> 
     for app in &apps {
         host.until_registered(app).await?;
     }
-    // Four connections are left for nine apps: 23 less 3 for the superuser and the headroom of 16.
-    let asked = (0..360).map(|n| {
+    // Nine apps share four connections: 23 less 3 for superusers and a headroom of 16.
+    let requests = (0..360).map(|n| {
         let body = json!({ "action": "insert", "app": apps[n % 9], "table": "t", "data": { "a": n } });
         let host = &host;
         async move { host.data(&body).await }
     });
-    futures_util::future::try_join_all(asked).await?;
+    futures_util::future::try_join_all(requests).await?;
     let held = server
         .connect("svc")
         .await?
@@ -196,13 +196,14 @@ async fn more_apps_than_connections_still_all_get_their_answers() -> Result<()> 
     Ok(())
 }
 
-/// A server that lost its volume has an empty database under a marker that names another: nothing of it is served.
+/// A server that lost its volume has an empty database, but the marker names another: the gateway refuses to serve
+/// it.
 #[tokio::test]
-async fn a_database_that_is_not_the_marker_s_is_not_served() -> Result<()> {
+async fn database_that_differs_from_the_marker_is_not_served() -> Result<()> {
     let (database, slug) = (kit::pg::test_database().await?, super::host::unique("notes"));
     let machine = Machine::new(&database.url())?;
     machine.app(&slug, &json!({ "notes": { "columns": { "title": "text" } } }))?;
-    // One of an earlier release: the gateway adopts the database.
+    // The marker of an earlier release has no identifier: the gateway adopts the database.
     machine.write("opt/svc/restore-complete", "{\"version\":1}")?;
     let host = machine.start()?;
     host.until_registered(&slug).await?;
@@ -212,7 +213,7 @@ async fn a_database_that_is_not_the_marker_s_is_not_served() -> Result<()> {
     other["databaseIdentity"]["systemIdentifier"] = json!("1");
     host.machine.write("opt/svc/restore-complete", &other.to_string())?;
     let host = host.restart()?;
-    host.until("it says so", async || Ok(host.log().contains("instead of 1"))).await?;
+    host.until("the log names the mismatch", async || Ok(host.log().contains("instead of 1"))).await?;
     assert_eq!(host.bare(Method::GET, "/readyz").send().await?.status(), StatusCode::SERVICE_UNAVAILABLE);
     let insert = json!({ "action": "insert", "app": slug, "table": "notes", "data": { "title": "a" } });
     assert_eq!(host.query(&insert).await?.0, StatusCode::SERVICE_UNAVAILABLE);

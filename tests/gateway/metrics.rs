@@ -1,4 +1,4 @@
-//! A host's `/metrics`: on the unix socket alone, and true.
+//! A host's `/metrics`: only on the unix socket, with correct values.
 
 use anyhow::Result;
 use reqwest::{Method, StatusCode};
@@ -55,7 +55,7 @@ async fn the_socket_tells_what_was_done_and_the_public_port_does_not() -> Result
     assert_eq!(after.get("svc_backup_last_success_timestamp_seconds"), Some(1_767_323_045.0));
     assert!(after.get("svc_database_pool_connections{state=\"open\"}").is_some_and(|open| open >= 1.0));
 
-    // So is where the database is.
+    // The location of the database is a metric, too.
     let by_socket = host.by_socket("GET /readyz HTTP/1.0\nHost: gateway\n\n")?;
     let url = reqwest::Url::parse(&database.url())?;
     let server = format!("\"server\":\"127.0.0.1:{}\"", url.port().unwrap_or_default());
@@ -63,7 +63,7 @@ async fn the_socket_tells_what_was_done_and_the_public_port_does_not() -> Result
     let (status, ready) = answer(host.bare(Method::GET, "/readyz")).await?;
     assert_eq!((status, ready.get("server")), (StatusCode::OK, None));
 
-    // Outside it is nobody's; with the owner's proof it is the shell's own path.
+    // The public port has no such route; with the owner's proof the path belongs to the shell.
     assert_eq!(answer(host.bare(Method::GET, "/metrics")).await?.0, StatusCode::UNAUTHORIZED);
     let (status, body) = host.get("/metrics").await?;
     assert!(status != StatusCode::OK && !body.to_string().contains("svc_build_info"), "{status} {body}");

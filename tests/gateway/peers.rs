@@ -1,4 +1,4 @@
-//! The machine's own sockets: what a process gets is decided by its user and by its token, and by nothing that it says.
+//! The machine's own sockets: only a process's user and token decide its access.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -10,20 +10,20 @@ use anyhow::{Context, Result, ensure};
 use kit::pg::test_database;
 use serde_json::{Value, json};
 
-use super::dispatch::{CONFIG, NOWHERE, ask, runner, until_over};
+use super::dispatch::{CONFIG, UNREACHABLE_DATABASE, request_dispatch, runner, until_finished};
 use super::host::{Host, Machine, host_with_app, unique};
 
-/// As the machine's sysusers have it.
+/// The ids that the machine's sysusers configuration assigns.
 const OWNERS_USER: u32 = 1940;
 const ANOTHER_USER: u32 = 1941;
 
-/// A gateway whose socket is open to another user; `None` where the test cannot make one.
+/// A gateway whose socket is open to another user; `None` if the test cannot create one.
 fn host_of_two_users() -> Result<Option<Host>> {
     if !nix::unistd::geteuid().is_root() {
         eprintln!("skipped: only root can act for two users");
         return Ok(None);
     }
-    let machine = Machine::new(NOWHERE)?;
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     fs::set_permissions(machine.path(""), Permissions::from_mode(0o755))?;
     for (dir, uid) in [("run/svc/gateway", 0), ("run/svc/owner", OWNERS_USER)] {
         let dir = machine.path(dir);
@@ -34,8 +34,8 @@ fn host_of_two_users() -> Result<Option<Host>> {
     Ok(Some(machine.start()?))
 }
 
-/// The status of a request over the gateway's socket by a process of this user.
-fn asked_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> Result<String> {
+/// The status of a request over the gateway's socket from a process of this user.
+fn request_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> Result<String> {
     let mut command = Command::new("curl");
     command.args(["-sS", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}"]);
     command.arg("--unix-socket").arg(socket).args(["-X", method, "-H", "content-type: application/json"]);
@@ -49,12 +49,12 @@ fn asked_as(uid: u32, socket: &Path, method: &str, path: &str, body: &str) -> Re
 async fn a_process_of_the_owners_user_reads_and_decides_nothing() -> Result<()> {
     let Some(host) = host_of_two_users()? else { return Ok(()) };
     let socket = host.socket();
-    let ask = |uid, method, path, body| asked_as(uid, &socket, method, path, body);
+    let status_as = |uid, method, path, body| request_as(uid, &socket, method, path, body);
     for path in ["/api/usage", "/api/limits", "/api/apps", "/api/interactions", "/api/audit"] {
-        assert_eq!(ask(OWNERS_USER, "GET", path, "")?, "200", "{path}");
+        assert_eq!(status_as(OWNERS_USER, "GET", path, "")?, "200", "{path}");
     }
-    // It gets as far as the database, which is not there.
-    assert_eq!(ask(OWNERS_USER, "POST", "/api/bridge/query", r#"{"action":"schemas"}"#)?, "503");
+    // Access is granted; only the database is missing.
+    assert_eq!(status_as(OWNERS_USER, "POST", "/api/bridge/query", r#"{"action":"schemas"}"#)?, "503");
     for (method, path, body) in [
         ("PUT", "/api/limits", r#"{"daily":1000}"#),
         ("POST", "/api/dispatch", r#"{"prompt":"spend"}"#),
@@ -65,11 +65,11 @@ async fn a_process_of_the_owners_user_reads_and_decides_nothing() -> Result<()> 
         ("POST", "/_svc/internal/backup", ""),
         ("GET", "/", ""),
     ] {
-        assert_eq!(ask(OWNERS_USER, method, path, body)?, "403", "{method} {path}");
-        assert_eq!(ask(ANOTHER_USER, method, path, body)?, "403", "{method} {path}");
+        assert_eq!(status_as(OWNERS_USER, method, path, body)?, "403", "{method} {path}");
+        assert_eq!(status_as(ANOTHER_USER, method, path, body)?, "403", "{method} {path}");
     }
-    assert_eq!(ask(ANOTHER_USER, "GET", "/api/usage", "")?, "403", "of the group, and still a stranger");
-    assert_eq!(ask(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root is the machine");
+    assert_eq!(status_as(ANOTHER_USER, "GET", "/api/usage", "")?, "403", "of the group, but another user");
+    assert_eq!(status_as(0, "PUT", "/api/limits", r#"{"daily":1000}"#)?, "200", "root is the machine");
     Ok(())
 }
 
@@ -109,13 +109,14 @@ async fn an_agent_uses_the_bridge_of_its_apps_while_it_runs() -> Result<()> {
         &json!({ "action": "insert", "app": notes, "table": "things", "data": { "title": "of notes" } }),
     )
     .await?;
-    // The settings are looked at each second.
+    // The settings are checked every second.
     host.until("the agent", async || {
-        let (_, told) = ask(&host, json!({ "id": "d1", "prompt": "x", "agentName": "coder" })).await?;
-        Ok(told["id"] == "d1")
+        let (_, accepted) =
+            request_dispatch(&host, json!({ "id": "d1", "prompt": "x", "agentName": "coder" })).await?;
+        Ok(accepted["id"] == "d1")
     })
     .await?;
-    let shown = until_over(&host, "d1").await?;
+    let shown = until_finished(&host, "d1").await?;
     let home = host.machine.path("home/svc/home");
     let codes = fs::read_to_string(home.join("codes"))?;
     assert_eq!(
@@ -128,7 +129,7 @@ async fn an_agent_uses_the_bridge_of_its_apps_while_it_runs() -> Result<()> {
     let schemas = read("schemas.json")?;
     assert_eq!(schemas["data"].as_array().map(Vec::len), Some(1), "it sees its own apps: {schemas}");
     assert!(read("other.json")?["detail"].to_string().contains(&format!("only the tables of {notes}.")));
-    // The dispatch is over, and its token with it; nothing that is told of the run shows it.
+    // The dispatch is over, its token is invalid, and its output does not contain the token.
     let token = fs::read_to_string(home.join("token"))?;
     assert!(token.len() > 40 && !shown.to_string().contains(&token), "{shown}");
     let socket = host.machine.path("run/svc/bridge/bridge.sock");

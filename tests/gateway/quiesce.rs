@@ -1,4 +1,4 @@
-//! Writers are stopped before a last backup, and start again by call, by heartbeat, and after no restart.
+//! Writers are stopped before a last backup. They start again by call or by heartbeat, but not by a restart.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -10,10 +10,10 @@ use svc::host::system::quiesce::Quiesce;
 use svc::http::proof::Route;
 use svc::machine::id::OperationId;
 
-use super::dispatch::{ask, machine, until_over, until_recorded};
+use super::dispatch::{machine, request_dispatch, until_finished, until_recorded};
 use super::host::{Host, answer, host_with_app, unique};
 
-/// A request of the platform to the gateway.
+/// A request from the platform to the gateway.
 async fn by_platform(host: &Host, method: Method, path: &str, body: Value) -> Result<(StatusCode, Value)> {
     let mut claims = host.machine.claims(Route::Internal);
     claims.method = Some(method.to_string());
@@ -25,9 +25,9 @@ async fn by_platform(host: &Host, method: Method, path: &str, body: Value) -> Re
 
 async fn quiesce(host: &Host, operation: OperationId) -> Result<Value> {
     let path = "/_svc/internal/quiesce";
-    let (status, told) = by_platform(host, Method::POST, path, json!({ "operationId": operation })).await?;
-    assert_eq!((status, &told["operationId"]), (StatusCode::OK, &json!(operation)), "{told}");
-    Ok(told)
+    let (status, state) = by_platform(host, Method::POST, path, json!({ "operationId": operation })).await?;
+    assert_eq!((status, &state["operationId"]), (StatusCode::OK, &json!(operation)), "{state}");
+    Ok(state)
 }
 
 async fn resume(host: &Host, operation: OperationId) -> Result<StatusCode> {
@@ -36,7 +36,7 @@ async fn resume(host: &Host, operation: OperationId) -> Result<StatusCode> {
 }
 
 async fn until_quiesced(host: &Host, operation: OperationId) -> Result<()> {
-    host.until("no writer is left", async || Ok(!quiesce(host, operation).await?["quiescedAt"].is_null()))
+    host.until("no writer remains", async || Ok(!quiesce(host, operation).await?["quiescedAt"].is_null()))
         .await
 }
 
@@ -56,7 +56,7 @@ async fn quiesce_refuses_inserts_until_it_is_resumed() -> Result<()> {
     assert_eq!(refused.headers()["content-type"], "application/problem+json");
     assert!(refused.headers().contains_key("retry-after"));
     let since = quiesce(&host, operation).await?["quiescedAt"].clone();
-    // A power cut changes nothing: neither the state nor since when it holds.
+    // A power cut changes neither the state nor its start time.
     let host = host.restart()?;
     host.until_registered(&slug).await?;
     assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
@@ -64,12 +64,12 @@ async fn quiesce_refuses_inserts_until_it_is_resumed() -> Result<()> {
     assert_eq!(resume(&host, OperationId::new()).await?, StatusCode::CONFLICT, "another operation's");
     assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
-    assert_eq!(resume(&host, operation).await?, StatusCode::OK, "the same again");
+    assert_eq!(resume(&host, operation).await?, StatusCode::OK, "resuming is idempotent");
     assert_eq!(host.query(&insert(&slug)).await?.0, StatusCode::CREATED);
     Ok(())
 }
 
-/// A statement whose client has gone may still commit: the machine is not quiet before it has ended.
+/// A statement whose client disconnected may still commit, so the machine is quiet only after its end.
 #[tokio::test]
 async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
     let (database, slug) = (test_database().await?, unique("notes"));
@@ -95,7 +95,7 @@ async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
     };
     let (inserted, stopped) = tokio::join!(inserting, stopping);
     stopped?;
-    assert_eq!(inserted?.0, StatusCode::CREATED, "what was admitted is done");
+    assert_eq!(inserted?.0, StatusCode::CREATED, "an admitted insert completes");
     until_quiesced(&host, operation).await
 }
 
@@ -103,7 +103,7 @@ async fn quiesce_waits_for_statements_that_still_run() -> Result<()> {
 async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
-    let (status, running) = ask(&host, json!({ "prompt": "hold it" })).await?;
+    let (status, running) = request_dispatch(&host, json!({ "prompt": "hold it" })).await?;
     assert_eq!(status, StatusCode::ACCEPTED, "{running}");
     let id = running["id"].as_str().unwrap_or_default().to_owned();
     host.until("it runs", async || {
@@ -114,30 +114,34 @@ async fn quiesce_ends_and_records_running_dispatches() -> Result<()> {
     let first = quiesce(&host, operation).await?;
     assert_eq!((&first["quiescedAt"], &first["runningDispatches"]), (&Value::Null, &json!(1)));
     until_quiesced(&host, operation).await?;
-    let ended = until_over(&host, &id).await?;
+    let ended = until_finished(&host, &id).await?;
     assert_eq!(ended["status"], "error");
-    let (_, told) = host.get("/api/interactions").await?;
-    let entry = &told["interactions"][0];
-    assert_eq!((&entry["id"], &entry["status"]), (&json!(id), &json!("error")), "{told}");
+    let (_, page) = host.get("/api/interactions").await?;
+    let entry = &page["interactions"][0];
+    assert_eq!((&entry["id"], &entry["status"]), (&json!(id), &json!("error")), "{page}");
     assert_eq!(entry["error"]["name"], "Interrupted", "{entry}");
     assert!(entry["error"]["message"].as_str().unwrap_or_default().contains("last backup"), "{entry}");
-    let (status, problem) = ask(&host, json!({ "prompt": "ok now" })).await?;
+    let (status, problem) = request_dispatch(&host, json!({ "prompt": "ok now" })).await?;
     assert_eq!((status, &problem["code"]), (StatusCode::SERVICE_UNAVAILABLE, &json!("unavailable")));
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
-    let (_, again) = ask(&host, json!({ "prompt": "ok now" })).await?;
-    let again = until_over(&host, again["id"].as_str().unwrap_or_default()).await?;
+    let (_, again) = request_dispatch(&host, json!({ "prompt": "ok now" })).await?;
+    let again = until_finished(&host, again["id"].as_str().unwrap_or_default()).await?;
     assert_eq!(again["status"], "success", "{again}");
     Ok(())
 }
 
-/// What waits for its turn is no writer: it keeps its place, over a restart of the gateway too, and runs on resume.
+/// A queued dispatch is not a writer: it keeps its position, even across a restart of the gateway, and runs on
+/// resume.
 #[tokio::test]
 async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     let (machine, _runner) = machine(&json!({ "dispatch": { "defaultAgent": "coder", "concurrency": 1 } }))?;
     let host = machine.start()?;
-    ask(&host, json!({ "prompt": "hold it", "id": "runs" })).await?;
+    request_dispatch(&host, json!({ "prompt": "hold it", "id": "runs" })).await?;
     for id in ["first", "second"] {
-        assert_eq!(ask(&host, json!({ "prompt": "ok", "id": id })).await?.0, StatusCode::ACCEPTED);
+        assert_eq!(
+            request_dispatch(&host, json!({ "prompt": "ok", "id": id })).await?.0,
+            StatusCode::ACCEPTED
+        );
     }
     let status = async |host: &Host, id: &str| -> Result<Value> {
         Ok(host.get(&format!("/api/dispatch/{id}")).await?.1["status"].clone())
@@ -147,23 +151,27 @@ async fn queued_dispatches_stay_queued_until_writers_resume() -> Result<()> {
     until_quiesced(&host, operation).await?;
     assert_eq!(until_recorded(&host, "runs").await?["error"]["name"], "Interrupted");
     let host = host.restart()?;
-    host.until("what waits is known again", async || Ok(status(&host, "second").await? == "queued")).await?;
-    // The dispatcher has tried to start what waits several times by now.
+    host.until("the queued dispatch is restored", async || Ok(status(&host, "second").await? == "queued"))
+        .await?;
+    // By now the dispatcher has tried several times to start the queued dispatch.
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     for id in ["first", "second"] {
         assert_eq!(status(&host, id).await?, "queued", "{id}");
     }
-    assert!(!quiesce(&host, operation).await?["quiescedAt"].is_null(), "what waits writes nothing");
-    let (_, told) = host.get("/api/interactions").await?;
-    assert_eq!(told["interactions"].as_array().map(Vec::len), Some(1), "{told}");
+    assert!(
+        !quiesce(&host, operation).await?["quiescedAt"].is_null(),
+        "a queued dispatch does not count as a writer"
+    );
+    let (_, page) = host.get("/api/interactions").await?;
+    assert_eq!(page["interactions"].as_array().map(Vec::len), Some(1), "{page}");
 
     assert_eq!(resume(&host, operation).await?, StatusCode::OK);
     for id in ["first", "second"] {
-        assert_eq!(until_over(&host, id).await?["status"], "success", "{id}");
+        assert_eq!(until_finished(&host, id).await?["status"], "success", "{id}");
         until_recorded(&host, id).await?;
     }
-    let (_, told) = host.get("/api/interactions?status=success").await?;
-    let order: Vec<&str> = told["interactions"]
+    let (_, page) = host.get("/api/interactions?status=success").await?;
+    let order: Vec<&str> = page["interactions"]
         .as_array()
         .into_iter()
         .flatten()
@@ -181,19 +189,19 @@ async fn writers_resume_when_the_file_is_removed() -> Result<()> {
     let host = machine.start()?;
     let operation = OperationId::new();
     until_quiesced(&host, operation).await?;
-    assert_eq!(ask(&host, json!({ "prompt": "ok" })).await?.0, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(request_dispatch(&host, json!({ "prompt": "ok" })).await?.0, StatusCode::SERVICE_UNAVAILABLE);
     let layout = svc::host::system::layout::Layout::new(host.machine.path(""));
     assert!(!quiesce::resume(&layout, OperationId::new()).await?, "another operation's");
     assert!(Quiesce::read(&layout)?.is_some());
     assert!(quiesce::resume(&layout, operation).await?);
-    host.until("dispatches are taken", async || {
-        Ok(ask(&host, json!({ "prompt": "ok" })).await?.0 == StatusCode::ACCEPTED)
+    host.until("dispatches are accepted", async || {
+        Ok(request_dispatch(&host, json!({ "prompt": "ok" })).await?.0 == StatusCode::ACCEPTED)
     })
     .await
 }
 
 #[tokio::test]
-async fn a_backup_is_shown_while_it_runs_and_after() -> Result<()> {
+async fn backup_is_reported_during_and_after_its_run() -> Result<()> {
     let (machine, _runner) = machine(&json!({}))?;
     let host = machine.start()?;
     let show = async || -> Result<Value> {
@@ -203,7 +211,7 @@ async fn a_backup_is_shown_while_it_runs_and_after() -> Result<()> {
     let progress = json!({ "version": 1, "beganAt": "2026-01-02T03:04:05.000Z", "stage": "dump",
         "dumpedBytes": 7, "uploadedBytes": 5, "updatedAt": "2026-01-02T03:04:06.000Z" });
     host.machine.write("var/lib/svc/backup-progress.json", &progress.to_string())?;
-    assert_eq!(show().await?, json!({ "running": false }), "what a killed run left is not under way");
+    assert_eq!(show().await?, json!({ "running": false }), "a killed run is not reported as running");
     let lock = svc::host::system::lock::Lock::take(&host.machine.path("var/lib/svc/backup.lock"))?;
     let shown = show().await?;
     assert_eq!(

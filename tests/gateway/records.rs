@@ -1,4 +1,4 @@
-//! The kernel's records as the owner asks for them: pages, streams, usage, limits, and the same in a terminal.
+//! The kernel's records as the owner reads them: pages, streams, usage, limits, and the same in a terminal.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::host::{Host, Machine, answer};
 
-const NOWHERE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
 const LOGS: &str = "home/svc/home/system/logs";
 const CONFIG: &str = "home/svc/home/system/config.json";
 
@@ -23,9 +23,9 @@ fn interaction(n: u32, at: Timestamp, user: &str, model: &str, cost: f64) -> Val
     })
 }
 
-/// A machine on which something was dispatched: yesterday and today, by two users.
+/// A machine with dispatches of yesterday and today, by two users.
 fn machine_in_use() -> Result<(Machine, Timestamp)> {
-    let machine = Machine::new(NOWHERE)?;
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let now = Timestamp::now();
     for (ago, first) in [(24, 0), (0, 10)] {
         let at = now.checked_sub(ago.hours())?;
@@ -50,7 +50,7 @@ fn ids(body: &Value) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn interactions_come_in_pages_the_newest_first_and_by_filters() -> Result<()> {
+async fn interactions_are_paged_newest_first_and_filtered() -> Result<()> {
     let (machine, now) = machine_in_use()?;
     let host = machine.start()?;
     let (mut all, mut cursor, mut pages) = (Vec::new(), String::new(), 0);
@@ -77,7 +77,7 @@ async fn interactions_come_in_pages_the_newest_first_and_by_filters() -> Result<
 }
 
 #[tokio::test]
-async fn usage_is_the_sum_of_the_interactions_and_stays_when_they_are_gone() -> Result<()> {
+async fn usage_equals_interactions_and_outlives_them() -> Result<()> {
     let (machine, _) = machine_in_use()?;
     let mut host = machine.start()?;
     let all = get(&host, "/api/usage").await?;
@@ -98,7 +98,7 @@ async fn usage_is_the_sum_of_the_interactions_and_stays_when_they_are_gone() -> 
     let today = get(&host, &format!("/api/usage?startDate={day}&endDate={day}")).await?;
     assert_eq!((&today["totalCost"], &today["entries"][0]["dispatches"]), (&json!(1), &json!(10)));
 
-    // In a terminal, while it runs.
+    // In a terminal, while the gateway runs.
     let shown = host.machine.command().args(["usage", "--by", "user"]).output()?;
     let shown = String::from_utf8(shown.stdout)?;
     assert!(shown.contains("telegram:7") && shown.contains("$1.00") && shown.contains("$2.00"), "{shown}");
@@ -121,7 +121,7 @@ async fn usage_is_the_sum_of_the_interactions_and_stays_when_they_are_gone() -> 
 }
 
 #[tokio::test]
-async fn the_owner_sets_limits_and_sees_what_is_spent_of_them() -> Result<()> {
+async fn owner_sets_limits_and_sees_the_spending() -> Result<()> {
     let (machine, _) = machine_in_use()?;
     machine.write(CONFIG, r#"{"theme": "dark", "costLimits": {"monthly": 100}}"#)?;
     let host = machine.start()?;
@@ -149,7 +149,7 @@ async fn the_owner_sets_limits_and_sees_what_is_spent_of_them() -> Result<()> {
         json!({"theme": "dark", "costLimits": {"monthly": 100, "daily": 0.5, "reservation": 0.05}})
     );
     assert_eq!(get(&host, "/api/limits?userId=nobody").await?["daily"]["spent"], json!(0));
-    // The gateway's own changes are in the audit.
+    // The audit also contains the gateway's own changes.
     host.until("the audit", async || {
         let audit = get(&host, "/api/audit?path=system/config.json&actor=svc-gateway").await?;
         Ok(audit["entries"]
@@ -158,12 +158,12 @@ async fn the_owner_sets_limits_and_sees_what_is_spent_of_them() -> Result<()> {
     })
     .await?;
 
-    // A broken edit by hand changes nothing, and is told.
+    // An invalid manual edit changes nothing and is reported.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": -3}}"#)?;
     let shown = get(&host, "/api/limits").await?;
     assert_eq!(shown["daily"]["limit"], json!(0.5));
     assert!(shown["mistake"].as_str().is_some_and(|mistake| mistake.contains("line 1")), "{shown}");
-    // The day is the owner's: where it is another one now, another is counted.
+    // The day follows the owner's time zone: in another zone another day counts.
     host.machine.write(CONFIG, r#"{"costLimits": {"daily": 1, "timeZone": "Pacific/Kiritimati"}}"#)?;
     let shown = get(&host, "/api/limits").await?;
     assert_eq!((&shown["mistake"], &shown["timeZone"]), (&Value::Null, &json!("Pacific/Kiritimati")));
@@ -176,18 +176,20 @@ async fn the_owner_sets_limits_and_sees_what_is_spent_of_them() -> Result<()> {
         let (status, body) = put(wrong).await?;
         assert_eq!((status.as_u16(), &body["code"]), (400, &json!("invalid_request")));
     }
-    host.until("what was told is in activity.log", async || {
-        let told = get(&host, "/api/activity?contains=limit&limit=100").await?;
-        let told = told["lines"].to_string();
-        Ok(["daily cost limit is $0.60", "daily cost limit is $0.50"].iter().all(|text| told.contains(text)))
+    host.until("the limits are logged in activity.log", async || {
+        let activity = get(&host, "/api/activity?contains=limit&limit=100").await?;
+        let activity = activity["lines"].to_string();
+        Ok(["daily cost limit is $0.60", "daily cost limit is $0.50"]
+            .iter()
+            .all(|text| activity.contains(text)))
     })
     .await
 }
 
-/// Each line of the stream once, through a rotation; after a break it goes on where it was.
+/// Every line of the stream once, across a rotation; after a disconnect it resumes.
 #[tokio::test]
-async fn what_comes_is_streamed_and_gone_on_with() -> Result<()> {
-    let machine = Machine::new(NOWHERE)?;
+async fn record_stream_follows_rotation_and_resumes() -> Result<()> {
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let line = |n: u32, op: &str| {
         json!({"version": 1, "timestamp": "2026-11-22T10:00:00.000Z", "op": op, "path": format!("a/{n}"), "actor": "x"}).to_string() + "\n"
     };

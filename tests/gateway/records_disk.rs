@@ -1,5 +1,5 @@
-//! The kernel's records on a disk that is full, is somebody else's, or loses files under the gateway's feet: it serves on,
-//! says so, and goes on with its records when it can.
+//! The kernel's records on a full disk, in files of another owner, and after files disappear: the gateway keeps
+//! serving, reports the problem, and resumes its records when it can.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -13,34 +13,34 @@ use serde_json::{Value, json};
 use super::host::{Host, Machine, answer};
 use super::metrics::scrape;
 
-const NOWHERE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:pw@127.0.0.1:1/svc";
 const LOGS: &str = "home/svc/home/system/logs";
 
-/// Something of which a line is written: `the daily cost limit is $n.00`.
-async fn noted(host: &Host, n: u32) -> Result<()> {
+/// Changes a limit, which logs a line: `the daily cost limit is $n.00`.
+async fn set_limit(host: &Host, n: u32) -> Result<()> {
     let (status, body) = answer(host.owner(Method::PUT, "/api/limits").json(&json!({"daily": n}))).await?;
     ensure!(status == 200, "{status} {body}");
     Ok(())
 }
 
-fn is_told(logs: &Path, n: u32) -> bool {
+fn is_logged(logs: &Path, n: u32) -> bool {
     let text = fs::read(logs.join("activity.log")).unwrap_or_default();
     String::from_utf8_lossy(&text).contains(&format!("the daily cost limit is ${n}.00;"))
 }
 
-async fn until_told(host: &Host, n: u32) -> Result<()> {
+async fn until_limit_logged(host: &Host, n: u32) -> Result<()> {
     let logs = host.machine.path(LOGS);
-    host.until(&format!("the note of {n}"), async || Ok(is_told(&logs, n))).await
+    host.until(&format!("the log line of {n}"), async || Ok(is_logged(&logs, n))).await
 }
 
 async fn until_stuck(host: &Host, stuck: f64) -> Result<()> {
-    host.until("the records' state is told", async || {
+    host.until("the metric svc_records_stuck", async || {
         Ok(scrape(host)?.get("svc_records_stuck") == Some(stuck))
     })
     .await
 }
 
-async fn serves(host: &Host) -> Result<()> {
+async fn assert_serves(host: &Host) -> Result<()> {
     for path in ["/api/usage", "/api/limits", "/api/activity", "/api/interactions", "/livez"] {
         let (status, body) = host.get(path).await?;
         ensure!(status == 200, "{path}: {status} {body}");
@@ -49,90 +49,90 @@ async fn serves(host: &Host) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_full_disk_is_served_on_said_and_gone_on_from() -> Result<()> {
-    let machine = Machine::new(NOWHERE)?;
+async fn full_disk_is_reported_and_records_resume() -> Result<()> {
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let logs = machine.path(LOGS);
     let Some(disk) = SmallDisk::mount(logs.clone(), 1)? else { return Ok(()) };
     let mut host = machine.start()?;
-    noted(&host, 1).await?;
-    until_told(&host, 1).await?;
+    set_limit(&host, 1).await?;
+    until_limit_logged(&host, 1).await?;
     until_stuck(&host, 0.0).await?;
-    // Somebody's torn line, at the end of what fits: not one byte more does.
+    // A torn line of another program fills the disk to the last byte.
     fs::remove_file(logs.join("activity.log"))?;
     disk.fill(0)?;
-    noted(&host, 2).await?;
+    set_limit(&host, 2).await?;
     until_stuck(&host, 1.0).await?;
     ensure!(scrape(&host)?.get("svc_records_waiting_bytes").is_some_and(|bytes| bytes > 0.0), "they wait");
     ensure!(host.log().contains("records cannot be written"), "{}", host.log());
-    noted(&host, 3).await?;
-    serves(&host).await?;
+    set_limit(&host, 3).await?;
+    assert_serves(&host).await?;
     disk.empty()?;
-    until_told(&host, 2).await?;
-    until_told(&host, 3).await?;
+    until_limit_logged(&host, 2).await?;
+    until_limit_logged(&host, 3).await?;
     until_stuck(&host, 0.0).await?;
     ensure!(host.log().contains("records are written again"), "{}", host.log());
     let text = fs::read_to_string(logs.join("activity.log"))?;
     ensure!(text.lines().all(|line| line.starts_with("20")), "each line is whole: {text}");
-    serves(&host).await?;
-    // A full disk keeps nobody from a clean end.
+    assert_serves(&host).await?;
+    // A full disk does not prevent a clean exit.
     disk.fill(0)?;
-    noted(&host, 4).await?;
+    set_limit(&host, 4).await?;
     host.terminate()?;
     ensure!(host.ended().await?.success(), "{}", host.log());
     Ok(())
 }
 
 #[tokio::test]
-async fn files_that_are_renamed_deleted_cut_or_somebody_elses_stop_no_record() -> Result<()> {
-    let machine = Machine::new(NOWHERE)?;
+async fn renamed_deleted_or_truncated_files_stop_no_record() -> Result<()> {
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let host = machine.start()?;
     let logs = host.machine.path(LOGS);
     let current = logs.join("activity.log");
-    noted(&host, 1).await?;
-    until_told(&host, 1).await?;
+    set_limit(&host, 1).await?;
+    until_limit_logged(&host, 1).await?;
     fs::rename(&current, logs.join("activity-2026-11-21.log"))?;
-    noted(&host, 2).await?;
-    until_told(&host, 2).await?;
+    set_limit(&host, 2).await?;
+    until_limit_logged(&host, 2).await?;
     fs::remove_file(&current)?;
-    noted(&host, 3).await?;
-    until_told(&host, 3).await?;
+    set_limit(&host, 3).await?;
+    until_limit_logged(&host, 3).await?;
     fs::File::options().write(true).open(&current)?.set_len(10)?;
-    noted(&host, 4).await?;
-    until_told(&host, 4).await?;
+    set_limit(&host, 4).await?;
+    until_limit_logged(&host, 4).await?;
     let text = fs::read_to_string(&current)?;
     let last = text.lines().last().context("a line")?;
-    ensure!(last.contains("$4.00") && last.starts_with("20"), "it is a line of its own: {text}");
+    ensure!(last.contains("$4.00") && last.starts_with("20"), "it is a separate line: {text}");
     fs::remove_dir_all(&logs)?;
-    noted(&host, 5).await?;
-    until_told(&host, 5).await?;
-    ensure!(!fs::read_to_string(&current)?.contains("$4.00"), "what was deleted stays so");
-    serves(&host).await
+    set_limit(&host, 5).await?;
+    until_limit_logged(&host, 5).await?;
+    ensure!(!fs::read_to_string(&current)?.contains("$4.00"), "deleted lines are not restored");
+    assert_serves(&host).await
 }
 
-/// What the gateway may not write: it is not root on a machine. A link is as little its own to write, whoever it is.
+/// Files that the gateway must not write: on a machine it is not root, and it never follows a link.
 #[tokio::test]
-async fn a_record_that_may_not_be_written_is_said_and_waited_for() -> Result<()> {
-    let machine = Machine::new(NOWHERE)?;
+async fn unwritable_record_is_reported_and_retried() -> Result<()> {
+    let machine = Machine::new(UNREACHABLE_DATABASE)?;
     let logs = machine.path(LOGS);
     fs::create_dir_all(&logs)?;
     let theirs = machine.path("theirs");
     fs::write(&theirs, "theirs\n")?;
     std::os::unix::fs::symlink(&theirs, logs.join("activity.log"))?;
     let host = machine.start()?;
-    noted(&host, 1).await?;
+    set_limit(&host, 1).await?;
     until_stuck(&host, 1.0).await?;
-    serves(&host).await?;
-    ensure!(fs::read_to_string(&theirs)? == "theirs\n", "nothing of it is written");
+    assert_serves(&host).await?;
+    ensure!(fs::read_to_string(&theirs)? == "theirs\n", "the target of the link is unchanged");
     fs::remove_file(logs.join("activity.log"))?;
-    until_told(&host, 1).await?;
+    until_limit_logged(&host, 1).await?;
     until_stuck(&host, 0.0).await?;
     if !nix::unistd::geteuid().is_root() {
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o500))?;
         fs::remove_file(logs.join("activity.log")).ok();
-        noted(&host, 2).await?;
+        set_limit(&host, 2).await?;
         until_stuck(&host, 1.0).await?;
         fs::set_permissions(&logs, fs::Permissions::from_mode(0o700))?;
-        until_told(&host, 2).await?;
+        until_limit_logged(&host, 2).await?;
     }
     let (_, shown): (_, Value) = host.get("/api/activity?contains=limit").await?;
     ensure!(shown["lines"].as_array().is_some_and(|lines| !lines.is_empty()), "{shown}");

@@ -9,8 +9,8 @@ use super::{File, at};
 const CONFIGURATION: &str = "docs/reference/configuration.md";
 const METRICS: &str = "docs/reference/metrics.md";
 
-/// Set by systemd for its services, not by a person.
-const NOT_OURS: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
+/// systemd sets these for its services.
+const SET_BY_SYSTEMD: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
 
 const READERS: [&str; 12] = [
     "flag",
@@ -64,12 +64,8 @@ pub fn undocumented(files: &[File]) -> Vec<String> {
     for file in files.iter().filter(|file| file.path.starts_with("src/") && file.path.ends_with(".rs")) {
         for (number, line) in file.text.lines().enumerate() {
             for name in read_in(line) {
-                if !NOT_OURS.contains(&name) && !page.contains(&format!("`{name}`")) {
-                    found.push(at(
-                        &file.path,
-                        number + 1,
-                        format!("{name} is not in {CONFIGURATION}"),
-                    ));
+                if !SET_BY_SYSTEMD.contains(&name) && !page.contains(&format!("`{name}`")) {
+                    found.push(at(&file.path, number + 1, format!("{name} is not in {CONFIGURATION}")));
                 }
             }
         }
@@ -77,7 +73,8 @@ pub fn undocumented(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Settings of hosts that root takes from its own process and `update.env` alone, or that only services of other users read.
+/// Host settings that root reads only from its own process and `update.env`, or that only services of other users
+/// read.
 const NOT_FROM_OTHERS: [&str; 22] = [
     "BRIDGE_CHANGES_KEEP_SECONDS",
     "BRIDGE_STATEMENT_TIMEOUT_MS",
@@ -103,7 +100,8 @@ const NOT_FROM_OTHERS: [&str; 22] = [
     "VPS_META_SECONDS",
 ];
 
-/// Each setting that a host's code reads is in one of two lists: root takes it from files of other users, or does not.
+/// Every setting that a host's code reads is in exactly one of two lists: those that root accepts from files of other
+/// users, and those that it does not.
 pub fn unlisted_for_root(files: &[File]) -> Vec<String> {
     let is_host = |path: &str| ["src/host/", "src/store/"].iter().any(|folder| path.starts_with(folder));
     let mut read = BTreeMap::new();
@@ -124,11 +122,14 @@ pub fn unlisted_for_root(files: &[File]) -> Vec<String> {
         })
         .collect();
     let listed = taken.iter().chain(&NOT_FROM_OTHERS);
-    found.extend(listed.filter(|name| !read.contains_key(*name)).map(|name| format!("no host reads {name}")));
+    found.extend(
+        listed.filter(|name| !read.contains_key(*name)).map(|name| format!("{name}: no host reads it")),
+    );
     found
 }
 
-/// Each crate that a member names has one row in `docs/dependencies.md`, and each row is one of these.
+/// Every crate that a workspace member depends on has one row in `docs/dependencies.md`, and every row belongs to
+/// such a crate.
 pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
     let mut named = BTreeMap::new();
     for file in files.iter().filter(|file| file.path.ends_with("Cargo.toml")) {
@@ -149,16 +150,18 @@ pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
     let mut found: Vec<_> = named
         .iter()
         .filter(|(name, _)| rows.iter().filter(|row| row == name).count() != 1)
-        .map(|(_, place)| format!("{place} has not one row in docs/dependencies.md"))
+        .map(|(_, place)| format!("{place} needs exactly one row in docs/dependencies.md"))
         .collect();
     found.extend(
-        rows.iter().filter(|row| !named.contains_key(*row)).map(|row| format!("no member names {row}")),
+        rows.iter()
+            .filter(|row| !named.contains_key(*row))
+            .map(|row| format!("not a dependency of any member: {row}")),
     );
     found
 }
 
-/// Every metric has its row in the reference.
-pub fn untold_metrics(files: &[File]) -> Vec<String> {
+/// Every metric has a row in the reference.
+pub fn undocumented_metrics(files: &[File]) -> Vec<String> {
     let page = files.iter().find(|file| file.path == METRICS).map_or("", |file| &file.text);
     let mut found = Vec::new();
     for file in files.iter().filter(|file| file.path == "src/metrics.rs") {
@@ -173,7 +176,7 @@ pub fn untold_metrics(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Tests that a page in `docs` names, as `` `area::file::name` ``, are there.
+/// Every test that a page in `docs` names, as `` `area::file::name` ``, exists.
 pub fn unknown_tests(files: &[File]) -> Vec<String> {
     let is_name = |text: &str| {
         text.contains("::")
@@ -189,7 +192,7 @@ pub fn unknown_tests(files: &[File]) -> Vec<String> {
         for (number, line) in file.text.lines().enumerate() {
             let names = line.split('`').skip(1).step_by(2).filter(|text| is_name(text));
             for name in names.filter(|name| !is_there(name)) {
-                found.push(at(&file.path, number + 1, format!("there is no test {name}")));
+                found.push(at(&file.path, number + 1, format!("no such test: {name}")));
             }
         }
     }
@@ -201,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_test_that_a_page_names_and_nobody_wrote_is_noticed() {
+    fn missing_test_named_by_a_page_is_detected() {
         let page = File::sample("docs/a.md", "kept by `a::b::c_d`, `a::b::e` and `a/b.rs`");
         let test = File::sample("tests/a/b.rs", "#[test]\nfn c_d() {}");
         let found = unknown_tests(&[page, test]);
@@ -210,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_is_seen_however_it_is_read() {
+    fn variable_is_found_in_every_form_of_reading() {
         for line in [
             "let a = env.required(\"SVC_A\");",
             "env.or::<u64>(\"SVC_A\", 72)",
@@ -224,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_that_the_readme_does_not_have_is_noticed() {
+    fn undocumented_variable_is_detected() {
         let readme = File::sample(CONFIGURATION, "| `SVC_A` | – | an a |");
         let source = File::sample("src/a.rs", "env.text(\"SVC_A\"); env.text(\"SVC_AB\")");
         let found = undocumented(&[readme, source]);
@@ -232,10 +235,10 @@ mod tests {
     }
 
     #[test]
-    fn a_metric_that_the_readme_does_not_have_is_noticed() {
+    fn undocumented_metric_is_detected() {
         let readme = File::sample(METRICS, "| `svc_a_total` | – |");
         let source = File::sample("src/metrics.rs", "Counters::new(\"svc_a_total\", \"svc_b\")");
-        let found = untold_metrics(&[readme, source]);
+        let found = undocumented_metrics(&[readme, source]);
         assert!(found.len() == 1 && found[0].contains("svc_b"), "{found:?}");
     }
 }

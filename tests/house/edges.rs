@@ -1,9 +1,9 @@
-//! Who may import whom (ARCHITECTURE.md, "Edges").
+//! The allowed imports between modules (ARCHITECTURE.md, "Edges").
 
 use super::{File, at, source};
 
-/// The rooms of `src/host`, each with those that it may import.
-const ROOMS: [(&str, &[&str]); 11] = [
+/// The modules of `src/host`, each with the modules that it may import.
+const HOST_MODULES: [(&str, &[&str]); 11] = [
     ("agents", &["audit", "records", "system"]),
     ("audit", &["records", "system"]),
     ("doctor", &["snapshots", "system", "update"]),
@@ -17,7 +17,7 @@ const ROOMS: [(&str, &[&str]); 11] = [
     ("update", &["snapshots", "system"]),
 ];
 
-/// Folders below `src/host` that are an applet each: nothing else imports them.
+/// Folders below `src/host` that are an applet each; no other module imports them.
 const APPLETS: [&[&str]; 12] = [
     &["agents", "runner"],
     &["audit", "hook"],
@@ -33,48 +33,52 @@ const APPLETS: [&[&str]; 12] = [
     &["update"],
 ];
 
-/// What the updater shares with the programs that request an update or report one.
+/// Modules that the updater shares with the programs that request an update or report its progress.
 const UPDATE_FILES: [&str; 2] = ["protocol", "trusted_keys"];
 
-/// The import that is not allowed, with the reason.
+/// The reason why an import is forbidden, if it is.
 fn refusal(from: &[String], to: &[String]) -> Option<&'static str> {
     let place = |path: &[String], depth: usize| path.get(depth).cloned().unwrap_or_default();
     let (here, there) = (place(from, 0), place(to, 0));
-    // The crate's root declares everything and wires the table of applets.
+    // The crate root declares every module and wires the table of applets.
     if here.is_empty() || there.is_empty() {
         return None;
     }
     let same = here == there;
     match (here.as_str(), there.as_str()) {
-        ("machine", _) if !same => Some("machine imports nothing of ours"),
+        ("machine", _) if !same => Some("machine imports no other module of the crate"),
         ("host", "host") => host(&from[1..], &to[1..]),
         (_, "host" | "platform" | "ctl") if same => None,
         ("host", "platform") | ("platform", "host") => Some("host and platform never import each other"),
-        ("ctl", "host" | "platform") => Some("svcctl knows the platform by its API alone"),
+        ("ctl", "host" | "platform") => Some("svcctl reaches the platform only through its API"),
         (_, "host" | "platform" | "ctl") => Some("nothing below the applets imports them"),
         ("provider" | "store" | "http", "applet") => Some("nothing below the applets imports their table"),
         ("provider" | "http", "store") | ("store" | "http", "provider") => Some(
-            "provider, store and http import machine and the small ground (provider and store: http too)",
+            "provider, store and http import machine and the small shared modules (provider and store: http too)",
         ),
         ("host" | "platform" | "ctl" | "provider" | "store" | "http", _) => None,
-        (_, "provider" | "store" | "http") => Some("the small ground imports only itself and machine"),
+        (_, "provider" | "store" | "http") => {
+            Some("the small shared modules import only each other and machine")
+        }
         _ => None,
     }
 }
 
 fn host(from: &[String], to: &[String]) -> Option<&'static str> {
     let (Some(here), Some(there)) = (from.first(), to.first()) else { return None };
-    let room = |name: &String| ROOMS.iter().find(|(room, _)| room == name);
-    let Some((_, allowed)) = room(here) else { return Some("the room has no line in this table") };
+    let room = |name: &String| HOST_MODULES.iter().find(|(room, _)| room == name);
+    let Some((_, allowed)) = room(here) else {
+        return Some("this module of the host is missing from the table");
+    };
     if here != there && room(there).is_some() && !allowed.contains(&there.as_str()) {
-        return Some("this room of the host does not import that one");
+        return Some("this module of the host must not import that one");
     }
     let is_shared = there == "update" && to.get(1).is_some_and(|file| UPDATE_FILES.contains(&file.as_str()));
     let is_in = |path: &[String], applet: &[&str]| {
         path.len() >= applet.len() && path.iter().zip(applet).all(|(a, b)| a == b)
     };
     let foreign = APPLETS.iter().find(|applet| is_in(to, applet) && !is_in(from, applet));
-    // A room's `mod.rs` declares its applets.
+    // The `mod.rs` of a module declares its applets.
     let is_declared =
         foreign.is_some_and(|applet| from.len() < applet.len() && is_in(from, &applet[..from.len()]));
     (foreign.is_some() && !is_shared && !is_declared).then_some("one applet never imports another's folder")
@@ -102,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forbidden_import_is_noticed() {
+    fn forbidden_import_is_detected() {
         for (path, text) in [
             ("src/machine/state.rs", "use crate::clock;"),
             ("src/machine/state.rs", "fn f() { super::super::clock::now() }"),
@@ -131,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allowed_import_passes() {
+    fn allowed_import_passes() {
         for (path, text) in [
             ("src/main.rs", "use svc::host; use crate::platform;"),
             ("src/lib.rs", "pub mod host; pub use crate::host::system::layout;"),

@@ -1,10 +1,10 @@
-//! Links between the pages: each relative link names a file, and its anchor a heading of that file.
+//! Links between the pages: each relative link names an existing file, and its anchor a heading of that file.
 
 use std::path::{Component, Path, PathBuf};
 
 use super::{File, at};
 
-/// Links that lead nowhere, and pages of the book that its summary does not list.
+/// Broken links, and pages of the book that its summary does not list.
 pub fn broken(files: &[File]) -> Vec<String> {
     let mut found = Vec::new();
     for page in files.iter().filter(|file| is_page(&file.path)) {
@@ -22,7 +22,7 @@ fn is_page(path: &str) -> bool {
     path.ends_with(".md")
 }
 
-/// Targets of `[label](target)` outside of code, with their lines.
+/// The targets of `[label](target)` outside code, with their lines.
 fn links(text: &str) -> Vec<(usize, String)> {
     let (mut found, mut is_code) = (Vec::new(), false);
     for (number, line) in text.lines().enumerate() {
@@ -50,9 +50,9 @@ fn broken_target(files: &[File], page: &File, target: &str) -> Option<&'static s
     let is_folder = || files.iter().any(|file| file.path.starts_with(&format!("{path}/")));
     match file {
         None if is_folder() && anchor.is_empty() => None,
-        None => Some("there is no such file"),
+        None => Some("no such file"),
         Some(file) if anchor.is_empty() || anchors(&file.text).contains(&anchor.to_owned()) => None,
-        Some(_) => Some("there is no such heading"),
+        Some(_) => Some("no such heading"),
     }
 }
 
@@ -70,7 +70,7 @@ fn resolve(page: &str, target: &str) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// Anchors of the headings, as GitHub and mdBook make them.
+/// The anchors of the headings, as GitHub and mdBook generate them.
 fn anchors(text: &str) -> Vec<String> {
     let headings = text.lines().filter(|line| line.starts_with('#'));
     headings
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_link_is_noticed() {
+    fn broken_link_is_detected() {
         assert_eq!(broken_links("[x](b/missing.md)"), 1);
         assert_eq!(broken_links("[x](../b/other.md)"), 1);
         assert_eq!(broken_links("[x](b/other.md#missing)"), 1);
@@ -111,14 +111,14 @@ mod tests {
     }
 
     #[test]
-    fn a_good_link_and_code_are_left_alone() {
+    fn valid_link_and_code_pass() {
         assert_eq!(broken_links("[x](b/other.md#rotate-key_a-how) and [y](https://example.com/z)"), 0);
         assert_eq!(broken_links("# A\n\n[x](#a), [folder](b)"), 0);
         assert_eq!(broken_links("`[x](missing.md)`\n```\n[x](missing.md)\n```"), 0);
     }
 
     #[test]
-    fn a_page_that_is_not_listed_is_noticed() {
+    fn unlisted_page_is_detected() {
         let page = File::sample("docs/c.md", "# C");
         let summary = File::sample("docs/SUMMARY.md", "# Summary");
         assert_eq!(broken(&[page, summary]).len(), 1);

@@ -1,8 +1,8 @@
-//! What no file may hold, and what each must.
+//! Content that no file may have, and content that every file must have.
 
 use super::{File, at, source};
 
-const LONGEST: usize = 500;
+const MAX_LINES: usize = 500;
 
 fn is_rust(path: &str) -> bool {
     path.ends_with(".rs")
@@ -30,14 +30,14 @@ pub fn unwraps(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Words that promise later work. They are put together here so that this file does not hold them itself.
+/// Words that promise later work. They are concatenated here so that this file does not contain them.
 pub fn left_to_do(file: &File) -> Vec<String> {
     let words = [concat!("TO", "DO"), concat!("FIX", "ME")];
     let calls = [concat!("to", "do!"), concat!("unimplemen", "ted!")];
     let mut found = Vec::new();
     for (number, line) in file.text.lines().enumerate() {
-        let told = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
-        if told || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
+        let has_promise = line.split(|c: char| !c.is_alphanumeric()).any(|word| words.contains(&word));
+        if has_promise || (is_rust(&file.path) && calls.iter().any(|call| line.contains(call))) {
             found.push(at(&file.path, number + 1, "promises later work"));
         }
     }
@@ -52,11 +52,11 @@ pub fn unopened(file: &File) -> Option<String> {
 
 pub fn too_long(file: &File) -> Option<String> {
     let lines = file.text.lines().count();
-    (is_rust(&file.path) && lines > LONGEST)
-        .then(|| at(&file.path, lines, format!("{lines} lines, more than {LONGEST}")))
+    (is_rust(&file.path) && lines > MAX_LINES)
+        .then(|| at(&file.path, lines, format!("{lines} lines, more than {MAX_LINES}")))
 }
 
-/// Absolute paths below a home directory, other than the product's own, or below a build's work folder.
+/// Absolute paths below a home directory, except the product's own, or below a build directory.
 pub fn build_machine_paths(file: &File) -> Vec<String> {
     let places = [concat!("/ro", "ot/"), concat!("/ho", "me/"), concat!("/wo", "rk/")];
     let mut found = Vec::new();
@@ -69,7 +69,7 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
                     line[start + place.len()..].starts_with(|c: char| c.is_ascii_alphanumeric());
                 let is_the_products = line[start..].starts_with("/home/svc");
                 if is_absolute && names_something && !is_the_products {
-                    found.push(at(&file.path, number + 1, "names a place of the machine that built it"));
+                    found.push(at(&file.path, number + 1, "names a path of the build machine"));
                 }
             }
         }
@@ -77,7 +77,8 @@ pub fn build_machine_paths(file: &File) -> Vec<String> {
     found
 }
 
-/// xtask and the kit drive the public CLI, HTTP and signals: their manifests do not name the product's package.
+/// xtask and the kit drive the public CLI, HTTP and signals, so their manifests must not depend on the product's
+/// package.
 pub fn links_to_the_product(file: &File) -> Vec<String> {
     if !matches!(file.path.as_str(), "xtask/Cargo.toml" | "tests/kit/Cargo.toml") {
         return Vec::new();
@@ -90,7 +91,9 @@ pub fn links_to_the_product(file: &File) -> Vec<String> {
     let lines = file.text.lines().enumerate();
     lines
         .filter(|(_, line)| names_it(line) || header(line))
-        .map(|(number, _)| at(&file.path, number + 1, "links the product, which it must drive from outside"))
+        .map(|(number, _)| {
+            at(&file.path, number + 1, "depends on the product, which it must drive from outside")
+        })
         .collect()
 }
 
@@ -124,7 +127,7 @@ pub fn unplanned_folders(files: &[File]) -> Vec<String> {
             [folder, ..] => TOP.contains(folder),
         };
         if !planned {
-            found.push(at(&file.path, 1, "stands in a folder that the plan does not have"));
+            found.push(at(&file.path, 1, "is in an unplanned folder"));
         }
     }
     found
@@ -135,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unwrap_is_noticed_outside_tests_alone() {
+    fn unwrap_is_detected_only_outside_tests() {
         let bad = "fn a() { b().unwrap(); }";
         let lines = |files: &[File]| unwraps(files).len();
         assert_eq!(lines(&[File::sample("src/a.rs", bad)]), 1);
@@ -157,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_is_noticed() {
+    fn promise_of_later_work_is_detected() {
         for bad in [concat!("// TO", "DO: x"), concat!("# FIX", "ME"), concat!("fn a() { to", "do!() }")] {
             assert_eq!(left_to_do(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
         }
@@ -165,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_its_opening_is_noticed() {
+    fn file_without_header_is_detected() {
         assert!(unopened(&File::sample("src/a.rs", "use b;\n//! late")).is_some());
         assert!(unopened(&File::sample("xtask/src/main.rs", "fn main() {\n}")).is_some());
         assert!(unopened(&File::sample("src/a.rs", "//! Owns a.\n")).is_none());
@@ -173,13 +176,13 @@ mod tests {
     }
 
     #[test]
-    fn a_long_file_is_noticed() {
-        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(LONGEST + 1))).is_some());
-        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(LONGEST))).is_none());
+    fn long_file_is_detected() {
+        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES + 1))).is_some());
+        assert!(too_long(&File::sample("src/a.rs", &"\n".repeat(MAX_LINES))).is_none());
     }
 
     #[test]
-    fn a_place_of_the_build_machine_is_noticed() {
+    fn build_machine_path_is_detected() {
         for bad in [concat!("\"/ho", "me/ada/x\""), concat!("cd /wo", "rk/a"), concat!("//! see /ro", "ot/x")]
         {
             assert_eq!(build_machine_paths(&File::sample("src/a.rs", bad)).len(), 1, "{bad}");
@@ -196,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_to_the_product_is_noticed() {
+    fn dependency_on_the_product_is_detected() {
         for bad in [
             "svc = { path = \"..\" }",
             "svc.workspace = true",
@@ -212,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unplanned_folder_is_noticed() {
+    fn unplanned_folder_is_detected() {
         let folders = |path: &str| unplanned_folders(&[File::sample(path, "")]).len();
         assert_eq!((folders("lib/a.rs"), folders("src/utils/a.rs")), (1, 1));
         assert_eq!((folders("src/host/a.rs"), folders("README.md"), folders("src/main.rs")), (0, 0, 0));

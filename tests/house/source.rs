@@ -1,8 +1,8 @@
-//! Enough of Rust's grammar to read it honestly: comments and literals blanked, tokens, tests, and paths.
+//! A minimal lexer of Rust: blanks comments and literals, and finds tokens, tests and paths.
 
 use super::File;
 
-/// The code with comments and the contents of literals blanked; lines stay where they are.
+/// The code with comments and the contents of literals blanked; line numbers do not change.
 pub fn code(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out = String::with_capacity(text.len());
@@ -62,7 +62,7 @@ fn string(chars: &[char], from: usize) -> usize {
     (at + 1).min(chars.len())
 }
 
-/// The end of a literal that begins with letters (`r"`, `br#"`, `b"`, `c"`), if there is one here.
+/// The end of a literal with a prefix (`r"`, `br#"`, `b"`, `c"`), if one starts here.
 fn prefixed(chars: &[char], from: usize) -> Option<usize> {
     let letters = chars[from..].iter().take(2).take_while(|c| "rbc".contains(**c)).count();
     let raw = chars[from..from + letters].contains(&'r');
@@ -84,7 +84,7 @@ fn prefixed(chars: &[char], from: usize) -> Option<usize> {
     Some(chars.len())
 }
 
-/// The end of a character literal, or `from` where the quote opens a lifetime.
+/// The end of a character literal, or `from` if the quote starts a lifetime.
 fn character(chars: &[char], from: usize) -> usize {
     match (chars.get(from + 1), chars.get(from + 2)) {
         (Some('\\'), Some(_)) => find(chars, from + 3, '\'') + 1,
@@ -99,7 +99,7 @@ pub struct Token {
     pub line: usize,
 }
 
-/// Words, `::`, and single signs.
+/// Identifiers, `::`, and single punctuation characters.
 pub fn tokens(code: &str) -> Vec<Token> {
     let mut found: Vec<Token> = Vec::new();
     for (number, line) in code.lines().enumerate() {
@@ -128,7 +128,7 @@ fn matches(tokens: &[Token], at: usize, wanted: &[&str]) -> bool {
         && tokens[at..].iter().zip(wanted).all(|(token, text)| token.text == *text)
 }
 
-/// The tokens without the items under `#[cfg(test)]`, and the names of the modules that stand in files of their own.
+/// The tokens without the items under `#[cfg(test)]`, and the names of the modules in separate files.
 pub fn without_tests(tokens: &[Token]) -> (Vec<Token>, Vec<String>) {
     let (mut kept, mut modules) = (Vec::new(), Vec::new());
     let mut at = 0;
@@ -167,7 +167,7 @@ fn is_test_attribute(tokens: &[Token], at: usize) -> bool {
         || matches(tokens, at, &["#", "[", "cfg", "(", "all", "(", "test", ","])
 }
 
-/// The module that a file of `src` holds, as the names below the crate.
+/// The module path of a file in `src`, below the crate.
 pub fn module(path: &str) -> Option<Vec<String>> {
     let inner = path.strip_prefix("src/")?.strip_suffix(".rs")?;
     let mut names: Vec<String> = inner.split('/').map(str::to_owned).collect();
@@ -177,7 +177,7 @@ pub fn module(path: &str) -> Option<Vec<String>> {
     Some(names)
 }
 
-/// Modules of `src` that are compiled for tests alone.
+/// Modules of `src` that are compiled only for tests.
 pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
     let mut found = Vec::new();
     for file in files {
@@ -190,7 +190,7 @@ pub fn test_modules(files: &[File]) -> Vec<Vec<String>> {
     found
 }
 
-/// Files that stand under another name than their module's: `#[cfg(test)]`, then `#[path = "…"]` in the next line.
+/// Files whose name differs from their module's: `#[cfg(test)]`, then `#[path = "…"]` on the next line.
 fn test_paths(file: &File) -> Vec<Vec<String>> {
     let folder = file.path.rsplit_once('/').map_or("", |(folder, _)| folder);
     let lines: Vec<&str> = file.text.lines().map(str::trim).collect();
@@ -199,17 +199,17 @@ fn test_paths(file: &File) -> Vec<Vec<String>> {
     names.filter_map(|name| module(&format!("{folder}/{name}"))).collect()
 }
 
-/// A path that the code names, from the crate's root, and the line where it stands.
+/// A path in the code, from the crate root, and its line.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Named {
+pub struct NamedPath {
     pub path: Vec<String>,
     pub line: usize,
 }
 
-/// Every path below `crate` that a file names, by `crate::` or by `super::`, with the groups of `use` spread out.
-pub fn named(module: &[String], tokens: &[Token]) -> Vec<Named> {
+/// Every path below `crate` in a file, by `crate::` or `super::`, with the groups of `use` expanded.
+pub fn named(module: &[String], tokens: &[Token]) -> Vec<NamedPath> {
     let mut found = Vec::new();
-    // The modules that are open at a point of the file, each with the depth of its brace.
+    // The modules open at a point of the file, each with the depth of its brace.
     let mut inline: Vec<(usize, String)> = Vec::new();
     let mut depth = 0;
     for (at, token) in tokens.iter().enumerate() {
@@ -233,7 +233,7 @@ pub fn named(module: &[String], tokens: &[Token]) -> Vec<Named> {
                     prefix = parent(&prefix);
                     next += 2;
                 }
-                spread(tokens, next, &prefix, &mut found);
+                expand_use_tree(tokens, next, &prefix, &mut found);
             }
             _ => {}
         }
@@ -249,8 +249,8 @@ fn parent(path: &[String]) -> Vec<String> {
     path[..path.len().saturating_sub(1)].to_vec()
 }
 
-/// Reads the tree that begins at `at` and returns where it ends.
-fn spread(tokens: &[Token], mut at: usize, prefix: &[String], found: &mut Vec<Named>) -> usize {
+/// Expands the use tree that begins at `at` and returns the position after it.
+fn expand_use_tree(tokens: &[Token], mut at: usize, prefix: &[String], found: &mut Vec<NamedPath>) -> usize {
     let mut path = prefix.to_vec();
     let line = tokens.get(at).map_or(0, |token| token.line);
     loop {
@@ -258,8 +258,8 @@ fn spread(tokens: &[Token], mut at: usize, prefix: &[String], found: &mut Vec<Na
             Some("{") => {
                 at += 1;
                 while at < tokens.len() && tokens[at].text != "}" {
-                    at = spread(tokens, at, &path, found);
-                    // What is left of this branch is `as` and a name.
+                    at = expand_use_tree(tokens, at, &path, found);
+                    // The rest of this branch is `as` and a name.
                     while at < tokens.len() && !matches!(tokens[at].text.as_str(), "," | "}") {
                         at += 1;
                     }
@@ -271,7 +271,7 @@ fn spread(tokens: &[Token], mut at: usize, prefix: &[String], found: &mut Vec<Na
             _ => {}
         }
         if !matches(tokens, at + 1, &["::"]) {
-            found.push(Named { path, line });
+            found.push(NamedPath { path, line });
             return at + 1;
         }
         at += 2;
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn comments_and_literals_are_not_code() {
+    fn comments_and_literals_are_blanked() {
         let text = "a // crate::b\n/* x /* y */ crate::c */ \"crate::d\" r#\"crate::\"e\"# b'\\'' '\"' d('a, \"\\\"f\")";
         let code = code(text);
         assert!(!code.contains("crate") && !code.contains('f'), "{code}");
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_read_in_every_form() {
+    fn path_is_read_in_every_form() {
         assert_eq!(
             paths(
                 &["a", "b"],
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_are_told_from_code() {
+    fn tests_are_separated_from_code() {
         let text = "a\n#[cfg(test)]\nmod tests { fn x() { b } }\nc\n#[cfg(test)]\npub mod far;\n#[cfg(all(test, unix))]\n#[x]\nfn d([e; 3]) {}\nf";
         let (kept, modules) = without_tests(&tokens(&code(text)));
         assert_eq!(kept.iter().map(|token| token.text.as_str()).collect::<Vec<_>>(), ["a", "c", "f"]);

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/backup` and GET `/vps/:id/backups`: a host is asked; what the store has is listed.
+//! POST `/vps/:id/backup` requests a backup from a host; GET `/vps/:id/backups` lists the snapshots in the store.
 
 use serde_json::{Value, json};
 use svc::http::proof::Route;
@@ -7,7 +7,7 @@ use super::internal_host::host;
 use super::stack::{BUCKET, DIGEST, Stack, beat_of};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_host_of_a_running_machine_is_asked_by_proof() {
+async fn backup_is_requested_from_the_host_with_a_proof() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let host = host(&stack, &process).await;
@@ -21,8 +21,8 @@ async fn the_host_of_a_running_machine_is_asked_by_proof() {
 
     let drill = stack.post(&process, &format!("/vps/{}/drill", host.guest.machine), &json!({})).await;
     assert_eq!(drill.status, 202, "{drill:?}");
-    let asked = host.seen.lock().unwrap().last().unwrap().path.clone();
-    assert_eq!(asked.as_deref(), Some("/_svc/internal/drill"));
+    let last_path = host.seen.lock().unwrap().last().unwrap().path.clone();
+    assert_eq!(last_path.as_deref(), Some("/_svc/internal/drill"));
 
     stack.post(&process, &path, &json!({"now": true})).await.assert_problem(400, "invalid_request");
     let machine = host.guest.machine.clone();
@@ -36,7 +36,7 @@ async fn the_host_of_a_running_machine_is_asked_by_proof() {
     stack.post(&process, &path, &json!({})).await.assert_problem(404, "machine_not_found");
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'backup'", &[]).await.unwrap();
-    assert_eq!(audit.len(), 1, "only what was asked of the host");
+    assert_eq!(audit.len(), 1, "only the requests to the host");
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'drill'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
 }
@@ -66,7 +66,7 @@ async fn held_snapshot_is_shown_and_accepted() {
     let row: (String, String, String) = (audit[0].get(0), audit[0].get(1), audit[0].get(2));
     assert_eq!(row, ("operator".to_owned(), host.guest.machine.clone(), "snapshot_held".to_owned()));
 
-    // The next heartbeat without it ends it.
+    // The next heartbeat without it clears it.
     stack.beat(&process, &host.guest, &beat_of(&host.guest)).await;
     assert_eq!(stack.get(&process, &machine).await.body["attention"], json!([]));
     beat["attention"] = json!([{"code": "Not A Code", "detail": "d"}]);
@@ -95,7 +95,7 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
         stack.store.write(BUCKET, &format!("user_1/primary/{}", key(hour)), "dump");
         stack.store.write(BUCKET, &format!("user_1/primary/{}.json", key(hour)), side.to_string());
     }
-    // Never verified to its end; unreadable; another slot's.
+    // One was not verified completely, one is unreadable, one belongs to another slot.
     stack.store.write(BUCKET, &format!("user_1/primary/{}", key(20)), "dump");
     stack.store.write(BUCKET, &format!("user_1/primary/{}.json", key(21)), "{torn");
     stack.store.write(BUCKET, &format!("user_1/other/{}.json", key(22)), "{}");
@@ -146,7 +146,7 @@ async fn verified_snapshots_are_listed_newest_first_in_pages() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn latest_snapshot_is_told_without_listing_the_others() {
+async fn latest_snapshot_is_shown_without_listing_all() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -162,9 +162,13 @@ async fn latest_snapshot_is_told_without_listing_the_others() {
     };
     let path = format!("/vps/{}/backups", guest.machine);
     stack.store.clear_requests();
-    let told = stack.get(&process, &format!("{path}?latest=true")).await.body;
-    assert_eq!((&told["latest"], &told["backups"][0]["key"]), (&json!(latest), &json!(latest)), "{told}");
-    assert_eq!((told["backups"].as_array().unwrap().len(), &told["nextCursor"]), (1, &Value::Null));
+    let listed = stack.get(&process, &format!("{path}?latest=true")).await.body;
+    assert_eq!(
+        (&listed["latest"], &listed["backups"][0]["key"]),
+        (&json!(latest), &json!(latest)),
+        "{listed}"
+    );
+    assert_eq!((listed["backups"].as_array().unwrap().len(), &listed["nextCursor"]), (1, &Value::Null));
     assert_eq!(listings(), 0);
 
     let metrics = async || {
@@ -219,17 +223,17 @@ async fn snapshot_from_the_future_does_not_count() {
     assert_eq!(stack.beat(&process, &guest, &beat(future)).await.status, 200);
     assert_eq!(counted().await, None);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
-    assert_eq!(record["lastBackup"]["takenAt"], future, "it is kept for show");
+    assert_eq!(record["lastBackup"]["takenAt"], future, "it is still shown");
     assert!(stack.log().contains("snapshot from the future"));
     stack.beat(&process, &guest, &beat(past)).await;
     assert_eq!(counted().await.as_deref(), Some(past));
     stack.beat(&process, &guest, &beat(future)).await;
     assert_eq!(counted().await.as_deref(), Some(past));
-    // A little ahead is a clock that is a little off.
+    // A small difference is clock skew.
     let soon = svc::clock::rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_mins(2));
     stack.beat(&process, &guest, &beat(&soon)).await;
     assert_eq!(counted().await, Some(soon));
-    // One that counted before it was checked is replaced.
+    // A snapshot that counted before this check is replaced.
     client
         .execute("UPDATE user_machines SET backup_taken_at = now() + interval '9 years'", &[])
         .await

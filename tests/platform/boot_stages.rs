@@ -1,4 +1,4 @@
-//! POST `/vps/:id/boot-stage`: progress of a boot, which changes no state.
+//! POST `/vps/:id/boot-stage`: the progress of a boot, which changes no state.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ async fn at(stack: &Stack, process: &Process, guest: &Guest, token: &str, body: 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_stages_show_in_the_record_in_their_order() {
+async fn boot_stages_appear_in_order_in_the_record() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let made = stack.provision(&process, "user_1").await;
@@ -29,7 +29,7 @@ async fn the_stages_show_in_the_record_in_their_order() {
         now["boot"]["stages"].as_array().unwrap().iter().map(|stage| stage["stage"].clone()).collect();
     assert_eq!(json!(stages), json!(["bundle", "database", "restore"]));
     assert_eq!(now["boot"]["at"], now["boot"]["stages"][2]["at"]);
-    // It did not use the token up.
+    // The token is still unused.
     assert_eq!(stack.register(&process, &guest).await.status, 200);
     for _ in 0..30 {
         at(&stack, &process, &guest, &guest.registration_token, &json!({"stage": "register"})).await;
@@ -37,9 +37,9 @@ async fn the_stages_show_in_the_record_in_their_order() {
     assert_eq!(record().await.body["boot"]["stages"].as_array().unwrap().len(), 20);
 }
 
-/// A process that was killed during the create has not noted the server: a machine that ran could not be reached.
+/// A process killed during the create has not recorded the server, so a registered machine would be unreachable.
 #[tokio::test(flavor = "multi_thread")]
-async fn progress_does_not_let_a_host_register_before_its_server_is_noted() {
+async fn host_cannot_register_before_its_server_is_recorded() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let made = stack.provision(&process, "user_1").await;
@@ -56,7 +56,7 @@ async fn progress_does_not_let_a_host_register_before_its_server_is_noted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_the_machines_own_token_and_known_stages_are_taken() {
+async fn boot_stage_requires_the_machine_token_and_a_known_stage() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let made = stack.provision(&process, "user_1").await;
@@ -68,7 +68,7 @@ async fn only_the_machines_own_token_and_known_stages_are_taken() {
     refused.assert_problem(401, "registration_rejected");
     let refused = at(&stack, &process, &guest, &guest.upgrade_token, &stage).await;
     refused.assert_problem(401, "registration_rejected");
-    // A newer host may say more.
+    // A newer host may send more fields.
     let more = json!({"stage": "bundle", "message": "x"});
     assert_eq!(at(&stack, &process, &guest, &guest.registration_token, &more).await.status, 204);
     for wrong in [json!({"stage": "tea"}), json!({})] {

@@ -1,4 +1,4 @@
-//! One rate budget for all processes: together they never ask more than the provider allows.
+//! The rate budget shared by all processes: together they stay within the provider's limit.
 
 use futures_util::future::join_all;
 use kit::provider::{Fault, FaultRule, RateLimit, SimulatorOptions};
@@ -6,14 +6,14 @@ use kit::provider::{Fault, FaultRule, RateLimit, SimulatorOptions};
 use super::stack::Stack;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn processes_share_the_providers_rate_and_none_is_refused() {
+async fn processes_share_the_provider_rate_without_refusals() {
     let limit = RateLimit { limit: 16, per_second: 8.0 };
     let stack =
         Stack::start_on(|_| SimulatorOptions { rate_limit: limit, ..SimulatorOptions::record() }).await;
     let quiet = [("RECONCILE_SECONDS", "5")];
     let processes = [stack.platform_with(&quiet), stack.platform_with(&quiet), stack.platform_with(&quiet)];
     let users: Vec<String> = (0..24).map(|n| format!("user_{n}")).collect();
-    // All at once, so that each process has as much to do as it can.
+    // All at once, so that every process is fully busy.
     let made = users.iter().enumerate().map(|(n, user)| stack.provision(&processes[n % 3], user));
     let made = join_all(made).await;
     for made in &made {
@@ -31,18 +31,18 @@ async fn processes_share_the_providers_rate_and_none_is_refused() {
     }
     let calls = stack.provider.calls();
     let refused = calls.iter().filter(|call| call.status == Some(429)).count();
-    assert!(calls.len() >= 48, "{} calls are more than the bucket holds", calls.len());
+    assert!(calls.len() >= 48, "{} calls do not exceed the bucket", calls.len());
     assert_eq!(refused, 0, "of {} calls", calls.len());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refusal_that_one_process_gets_is_obeyed_by_the_others() {
+async fn rate_refusal_of_one_process_applies_to_all() {
     let stack = Stack::start().await;
     let quiet = [("RECONCILE_SECONDS", "600")];
     let (one, two) = (stack.platform_with(&quiet), stack.platform_with(&quiet));
     stack.running(&one, "user_1").await;
-    // Much longer than the look below takes, also on a machine that stands still for a while: the provider says whole
-    // seconds, so up to one of these is lost.
+    // Much longer than the check below takes, even on a stalled machine. The provider reports whole seconds, so up to
+    // one second is lost.
     let spent =
         Fault::Status { status: 429, code: "rate_limit_exceeded".to_owned(), reset_in_seconds: Some(7) };
     stack.provider.fault(FaultRule::once("POST", "/servers", spent));
@@ -50,22 +50,22 @@ async fn a_refusal_that_one_process_gets_is_obeyed_by_the_others() {
     let refused =
         || async { stack.provider.calls().iter().any(|call| call.status == Some(429)).then_some(()) };
     stack.eventually("one is refused", refused).await;
-    // A look at the first server's start may have been under way.
+    // A check of the first server's start may have been in flight.
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     let began = std::time::Instant::now();
     let before = stack.provider.calls().len();
-    // The other one has not called for a while, and has something to do now.
+    // The other process has not called for a while, and has work now.
     stack.subscribe(&two, "user_3").await;
     stack.provision(&two, "user_3").await;
     while began.elapsed() < std::time::Duration::from_millis(1500) {
-        assert_eq!(stack.provider.calls().len(), before, "nobody calls while the provider is spent");
+        assert_eq!(stack.provider.calls().len(), before, "no process calls while the budget is exhausted");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    stack.eventually("both go on", || async { (stack.provider.servers().len() == 3).then_some(()) }).await;
+    stack.eventually("both continue", || async { (stack.provider.servers().len() == 3).then_some(()) }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn learnt_rate_follows_the_provider_down_as_well_as_up() {
+async fn learned_rate_follows_the_provider_up_and_down() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let rate_after = async |seen: Option<f64>, seconds_later: f64| {
@@ -76,12 +76,12 @@ async fn learnt_rate_follows_the_provider_down_as_well_as_up() {
         let sql = "SELECT per_second FROM provider_budget WHERE account = 'a'";
         client.query_one(sql, &[]).await.unwrap().get::<_, f64>(0)
     };
-    assert!((rate_after(None, 0.0).await - 1.0).abs() < 1e-9, "nothing is known");
+    assert!((rate_after(None, 0.0).await - 1.0).abs() < 1e-9, "without a report");
     assert!((rate_after(Some(2.0), 0.0).await - 2.0).abs() < 1e-9);
-    assert!((rate_after(Some(50.0), 1.0).await - 50.0).abs() < 1e-9, "up at once");
-    assert!((rate_after(Some(3.0), 1.0).await - 50.0).abs() < 1e-9, "a lower one is within the window");
-    assert!((rate_after(Some(3.0), 31.0).await - 50.0).abs() < 1e-9, "the window before counts");
-    assert!((rate_after(Some(3.0), 31.0).await - 3.0).abs() < 1e-9, "then it is forgotten");
-    assert!((rate_after(None, 300.0).await - 3.0).abs() < 1e-9, "without news, the last one stays");
-    assert!((rate_after(Some(1.5), 0.0).await - 1.5).abs() < 1e-9, "an old window does not count");
+    assert!((rate_after(Some(50.0), 1.0).await - 50.0).abs() < 1e-9, "a higher rate applies at once");
+    assert!((rate_after(Some(3.0), 1.0).await - 50.0).abs() < 1e-9, "a lower rate must wait for the window");
+    assert!((rate_after(Some(3.0), 31.0).await - 50.0).abs() < 1e-9, "the previous window still counts");
+    assert!((rate_after(Some(3.0), 31.0).await - 3.0).abs() < 1e-9, "then the lower rate applies");
+    assert!((rate_after(None, 300.0).await - 3.0).abs() < 1e-9, "without reports, the last rate remains");
+    assert!((rate_after(Some(1.5), 0.0).await - 1.5).abs() < 1e-9, "an expired window does not count");
 }

@@ -1,4 +1,4 @@
-//! Downloads of bundles: whole, in parts, resumed only while it is the same object, for hosts and operators.
+//! Downloads of bundles by hosts and operators: complete, in ranges, and resumed only while the object is unchanged.
 
 use reqwest::Method;
 
@@ -12,7 +12,7 @@ fn get(stack: &Stack, process: &Process, headers: &[(&'static str, &str)]) -> re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_bundle_is_served_whole_and_in_parts() {
+async fn bundle_is_served_whole_and_in_ranges() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let whole = stack.send(get(&stack, &process, &[])).await;
@@ -41,7 +41,7 @@ async fn a_bundle_is_served_whole_and_in_parts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_an_operator_or_a_current_host_gets_one_and_only_files_of_a_bundle() {
+async fn bundle_download_requires_operator_or_current_host() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;

@@ -1,4 +1,4 @@
-//! Errors: their shape, and the order in which a request is looked at.
+//! Errors: their format, and the order of the checks of a request.
 
 use reqwest::Method;
 use serde_json::json;
@@ -6,24 +6,24 @@ use serde_json::json;
 use super::stack::{SECRET, Stack};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_is_looked_at_in_the_contracts_order() {
+async fn request_is_checked_in_the_documented_order() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let post = |path: &str| stack.request(&process, Method::POST, path);
     let large = || format!("{{\"idpUserId\": \"{}\"}}", "x".repeat(70_000));
 
-    // Method and path, though everything else is wrong as well.
+    // Method and path come first, even if everything else is wrong.
     stack.send(post("/nothing/here").body(large())).await.assert_problem(404, "not_found");
     let wrong_method = stack.request(&process, Method::PATCH, "/vps/provision").body(large());
     let wrong_method = stack.send(wrong_method).await;
     wrong_method.assert_problem(405, "method_not_allowed");
     assert_eq!(wrong_method.headers["allow"], "POST");
-    // Size, though the credential is missing; stated or not.
+    // The size comes before the credential, whether declared or not.
     stack.send(post("/vps/provision").body(large())).await.assert_problem(413, "request_too_large");
     let parts = futures_util::stream::iter((0..70).map(|_| Ok::<_, std::io::Error>("x".repeat(1000))));
     let unstated = post("/vps/provision").body(reqwest::Body::wrap_stream(parts));
     stack.send(unstated).await.assert_problem(413, "request_too_large");
-    // Credential, though the body is no JSON and the id none.
+    // The credential comes before the body and the id.
     for path in ["/vps/provision", "/vps/recover", "/vps/x/heartbeat"] {
         stack.send(post(path).body("{")).await.assert_problem(401, "unauthorized");
         stack.send(post(path).bearer_auth("wrong").body("{")).await.assert_problem(401, "unauthorized");
@@ -33,7 +33,7 @@ async fn a_request_is_looked_at_in_the_contracts_order() {
     let answer = stack.send(bare).await;
     answer.assert_problem(401, "unauthorized");
     assert_eq!(answer.headers["www-authenticate"], "Bearer");
-    // JSON, then schema: all mistakes at once.
+    // JSON, then the schema, with every error at once.
     let body =
         post("/vps/provision").bearer_auth(SECRET).header("content-type", "application/json").body("{");
     stack.send(body).await.assert_problem(400, "invalid_request");
@@ -47,7 +47,7 @@ async fn a_request_is_looked_at_in_the_contracts_order() {
     assert_eq!(json!(pointers), json!(["/idpUserId", "/slot", "/handle", "/kind", "/colour"]));
     stack.get(&process, "/vps/not-a-uuid").await.assert_problem(400, "invalid_request");
     stack.get(&process, "/vps/operations/7").await.assert_problem(400, "invalid_request");
-    // State.
+    // The state comes last.
     stack
         .get(&process, &format!("/vps/{}", uuid::Uuid::now_v7()))
         .await
@@ -59,7 +59,7 @@ async fn a_request_is_looked_at_in_the_contracts_order() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_given_request_id_is_kept_and_found_in_the_log() {
+async fn request_id_of_the_client_is_kept_and_logged() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let request = stack.request(&process, Method::GET, "/vps/x").header("x-request-id", "my-request-1");

@@ -1,4 +1,4 @@
-//! Releases that overlap: an older platform beside a newer schema, newer operations and newer hosts.
+//! Overlapping releases: an older platform with a newer schema, newer operations and newer hosts.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::stack::{Stack, beat_of};
 
-/// Files an operation for a machine as a later release would.
+/// Files an operation of a later release for a machine.
 async fn file(stack: &Stack, machine: &str, kind: &str, step: &str) -> String {
     let client = stack.database.connect().await.unwrap();
     let id = uuid::Uuid::now_v7();
@@ -17,7 +17,7 @@ async fn file(stack: &Stack, machine: &str, kind: &str, step: &str) -> String {
     id.to_string()
 }
 
-/// Changes with every write of the row.
+/// A value that changes with every write of the row.
 async fn version(stack: &Stack, operation: &str) -> String {
     let client = stack.database.connect().await.unwrap();
     let id: uuid::Uuid = operation.parse().unwrap();
@@ -27,7 +27,7 @@ async fn version(stack: &Stack, operation: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unknown_operations_are_left_alone() {
+async fn unknown_operations_are_not_touched() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("OPERATION_DEADLINE_SECONDS", "1")]);
     let guest = stack.running(&process, "user_1").await;
@@ -41,14 +41,14 @@ async fn unknown_operations_are_left_alone() {
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     assert_eq!(fleet["alarms"][0]["alarm"], "unknown_operations", "{fleet}");
     assert!(stack.get(&process, "/metrics").await.text.contains("svc_operations_unknown 2"));
-    // What it knows is not held up.
+    // Known operations are not delayed.
     let made = stack.provision(&process, "user_2").await;
     let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn older_binary_starts_and_works_on_a_newer_schema() {
+async fn older_binary_works_on_a_newer_schema() {
     let stack = Stack::start().await;
     let client = stack.database.connect().await.unwrap();
     let newer = "INSERT INTO refinery_schema_history (version, name, applied_on, checksum) \
@@ -76,7 +76,7 @@ async fn unknown_fields_of_hosts_are_ignored() {
     body["disk"]["later"] = json!(null);
     let answer = stack.beat(&process, &guest, &body).await;
     assert_eq!(answer.status, 200, "{answer:?}");
-    // An operator's request is a person's: a field that is not known is a mistake.
+    // An operator's request comes from a person: an unknown field is an error.
     let mut body = super::stack::provision_body("user_1");
     body["later"] = json!(1);
     stack.post(&process, "/vps/provision", &body).await.assert_problem(400, "invalid_request");

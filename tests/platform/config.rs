@@ -1,4 +1,4 @@
-//! Starting: what is wrong with the configuration is said at once, with exit 78.
+//! Startup: every error of the configuration is reported at once, with exit code 78.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -25,7 +25,7 @@ fn all_mistakes_of_the_configuration_are_said_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_platform_key_than_the_databases_is_a_mistake() {
+async fn platform_key_that_differs_from_the_database_is_refused() {
     let stack = Stack::start().await;
     drop(stack.platform());
     let mut command = stack.command(&[("PLATFORM_KEY", &"08".repeat(32))]);
@@ -46,9 +46,9 @@ async fn credentials_that_reach_every_slot_are_warned_about() {
     assert!(stack.log().contains("STORE_HOST_CREDENTIALS=static"), "{}", stack.log());
 }
 
-/// As the container does it: one file for the service and for its health check, which nobody gives an argument.
+/// As in the container: the service and its health check, which has no arguments, share one file.
 #[tokio::test(flavor = "multi_thread")]
-async fn service_and_probe_take_their_settings_from_the_file_that_a_variable_names() {
+async fn service_and_probe_read_settings_from_the_named_file() {
     let stack = Stack::start().await;
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).display().to_string();

@@ -1,4 +1,4 @@
-//! What a machine's record says of the copies of its slot's data is what exists: at the provider, and in the store.
+//! The copies in a machine's record match the provider and the store.
 
 use kit::s3::{Fault, Rule};
 use serde_json::{Value, json};
@@ -44,16 +44,16 @@ async fn kept_server_that_the_provider_lost_is_shown_as_missing() {
         }
     };
     stack.provider.hide_servers(&[server(&old)]);
-    stack.eventually("it is missing", || is_missing(true)).await;
+    stack.eventually("the server is missing", || is_missing(true)).await;
     stack.provider.hide_servers(&[]);
-    stack.eventually("it is there again", || is_missing(false)).await;
+    stack.eventually("the server is back", || is_missing(false)).await;
     stack.provider.vanish_server(&server(&old)).await.unwrap();
-    stack.eventually("it is lost", || is_missing(true)).await;
+    stack.eventually("the server is lost", || is_missing(true)).await;
     assert_eq!(stack.status(&process, &new.machine).await, "running");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_whose_server_is_gone_is_no_live_copy() {
+async fn machine_without_server_is_not_a_live_copy() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let (gone, failed) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
@@ -63,7 +63,7 @@ async fn machine_whose_server_is_gone_is_no_live_copy() {
     let known = copies(&stack, &process, &gone.machine).await;
     assert_eq!((&known["live"], &known["exposedSeconds"]), (&Value::Null, &Value::Null), "{known}");
 
-    // One that an operator took out of service is watched by nothing else.
+    // No other check covers a machine that an operator took out of service.
     let path = format!("/vps/{}/fail", failed.machine);
     stack.post(&process, &path, &json!({"reason": "test"})).await;
     let live = copies(&stack, &process, &failed.machine).await["live"].clone();
@@ -77,7 +77,7 @@ async fn machine_whose_server_is_gone_is_no_live_copy() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn newest_snapshot_is_the_one_that_the_store_names() {
+async fn newest_snapshot_is_read_from_the_store() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -92,16 +92,16 @@ async fn newest_snapshot_is_the_one_that_the_store_names() {
     assert_eq!((&newest["source"], &known["newestSnapshotAt"]), (&json!("store"), &json!(TAKEN_AT)));
     assert!(newest["key"].as_str().unwrap().ends_with(".dump"), "{known}");
     let exposed = known["exposedSeconds"].as_u64().unwrap();
-    assert!(exposed > 86_400, "what was written since that snapshot counts: {known}");
+    assert!(exposed > 86_400, "the exposure counts from that snapshot: {known}");
 
-    // A later heartbeat does not make an earlier snapshot newer, as after a rebuild of the pointer.
+    // A later heartbeat does not make an older snapshot newer, as after a rebuild of the pointer.
     let mut beat = beat_of(&guest);
     let reported = "2026-03-02T03:04:05.678Z";
     beat["lastBackup"] = json!({"status": "success", "takenAt": reported, "key": "x", "sizeBytes": 4});
     stack.beat(&process, &guest, &beat).await;
     assert_eq!(copies(&stack, &process, &guest.machine).await["newestSnapshotAt"], TAKEN_AT);
 
-    // Damaged, and away: what was reported, marked as such.
+    // Damaged or unreadable: the reported snapshot is shown with its problem.
     let object = stack.snapshot_at("user_1", TAKEN_AT);
     stack.store.remove(BUCKET, &object);
     let known = copies(&stack, &process, &guest.machine).await;
@@ -121,11 +121,11 @@ async fn newest_snapshot_is_the_one_that_the_store_names() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn newer_snapshot_that_the_pointer_does_not_name_is_shown() {
+async fn newer_unpublished_snapshot_is_shown() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
-    // As a host leaves them that could not move the pointer.
+    // As written by a host that could not advance the pointer.
     let later = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.snapshot_by("user_1", &guest.machine, &later);
     let known = copies(&stack, &process, &guest.machine).await;
@@ -135,7 +135,7 @@ async fn newer_snapshot_that_the_pointer_does_not_name_is_shown() {
     assert_eq!(known["newestSnapshotAt"], TAKEN_AT, "{known}");
     let newer = &known["newerSnapshot"];
     assert_eq!((&newer["takenAt"], &newer["machineId"]), (&json!(later), &json!(guest.machine)), "{known}");
-    // Of another machine, or damaged, it is none to restore.
+    // A snapshot of another machine or a damaged one is not offered.
     let own = newer["key"].as_str().unwrap().to_owned();
     let still_later = jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_hours(1)).unwrap();
     stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &svc::clock::rfc3339_ms(still_later));
@@ -152,14 +152,14 @@ async fn newer_snapshot_that_the_pointer_does_not_name_is_shown() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn snapshot_of_another_machine_does_not_cover_what_this_one_wrote() {
+async fn snapshot_of_another_machine_does_not_reduce_exposure() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
     let mut beat = beat_of(&guest);
     beat["lastBackup"] = json!({"status": "success", "takenAt": TAKEN_AT, "key": "x", "sizeBytes": 4});
     stack.beat(&process, &guest, &beat).await;
-    // As of a machine that the database has forgotten.
+    // As of a machine that is missing from the database.
     let now = svc::clock::rfc3339_ms(jiff::Timestamp::now());
     stack.snapshot_by("user_1", &uuid::Uuid::now_v7().to_string(), &now);
     let known = copies(&stack, &process, &guest.machine).await;
@@ -184,7 +184,7 @@ async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
     let gone = || async { stack.provider.server_by_name(&server(&old)).is_none().then_some(()) };
     stack.eventually("it is deleted", gone).await;
 
-    // Nothing is left to discard; and a machine in its slot is no kept one.
+    // Nothing remains to discard, and a machine in its slot is not a kept one.
     let over = || async {
         let answer = stack.post(&process, &path, &json!({"acceptLoss": true})).await;
         (answer.status == 409).then_some(answer)
@@ -199,7 +199,7 @@ async fn abandoned_removal_is_kept_until_an_operator_discards_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn store_that_hangs_is_a_503_before_a_client_gives_up() {
+async fn hanging_store_is_503_before_the_client_timeout() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.running(&process, "user_1").await;

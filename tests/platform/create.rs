@@ -1,4 +1,4 @@
-//! What the provider does to a create, and what the platform makes of it.
+//! Failures of the provider's create call, and the platform's reaction.
 
 use kit::provider::{Fault, FaultRule};
 use serde_json::json;
@@ -19,38 +19,38 @@ async fn provisioned_despite(fault: Fault) -> Stack {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_create_whose_reply_was_lost_is_adopted() {
+async fn create_with_a_lost_reply_is_adopted() {
     let stack = provisioned_despite(Fault::LostReplyAfterCommit).await;
     assert_eq!(stack.provider.call_count("POST", "/servers"), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_create_that_came_too_late_is_adopted() {
+async fn late_create_is_adopted() {
     provisioned_despite(Fault::SlowReply { ms: 12_000 }).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_create_that_never_happened_is_sent_again_under_the_same_name() {
+async fn create_without_effect_is_retried_under_the_same_name() {
     let stack = provisioned_despite(Fault::Timeout).await;
     assert_eq!(stack.provider.call_count("POST", "/servers"), 2);
     provisioned_despite(Fault::LostRequest).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_overloaded_provider_is_asked_again() {
+async fn overloaded_provider_is_retried() {
     provisioned_despite(Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None })
         .await;
     provisioned_despite(Fault::Status { status: 409, code: "conflict".into(), reset_in_seconds: None }).await;
 }
 
-/// No host will register: the old machine has its slot back long before the registration's time is over.
+/// No host registers: the old machine must get its slot back long before the registration deadline.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_the_provider_cannot_start_ends_the_recovery() {
+async fn unstartable_server_ends_the_recovery() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
-    // The first of these calls asks the old server to shut down.
+    // The first of these calls requests the shutdown of the old server.
     stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", Fault::ActionError) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let recovery = stack.post(&process, "/vps/recover", &body).await.body;
@@ -74,14 +74,14 @@ async fn a_server_that_the_provider_cannot_start_ends_the_recovery() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refused_create_fails_the_machine_and_leaves_the_snapshot_for_another_try() {
+async fn refused_create_fails_the_machine_and_keeps_the_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     let secret_words = "unsupported_error";
     let refusal = Fault::Status { status: 422, code: secret_words.into(), reset_in_seconds: None };
-    // The first of these calls asks the old server to shut down.
+    // The first of these calls requests the shutdown of the old server.
     stack.provider.fault(FaultRule { skip: 1, ..FaultRule::once("POST", "/servers", refusal) });
     let body = json!({"idpUserId": "user_1", "acceptLoss": true});
     let first = stack.post(&process, "/vps/recover", &body).await.body;
@@ -93,26 +93,26 @@ async fn a_refused_create_fails_the_machine_and_leaves_the_snapshot_for_another_
     let record = stack.get(&process, &format!("/vps/{}", first["machineId"].as_str().unwrap())).await;
     assert_eq!(record.body["status"], "failed");
     assert_eq!(record.body["failure"]["cause"], "provider_refused");
-    assert!(!record.text.contains(secret_words), "the provider's words stay with us: {}", record.text);
+    assert!(!record.text.contains(secret_words), "the provider's message is not shown: {}", record.text);
     assert!(!stack.pointer("user_1")["snapshot"].is_null());
     stack.assert_only_server(&old.machine);
 
     let second = stack.post(&process, "/vps/recover", &body).await;
     assert_eq!((second.status, &second.body["epoch"]), (202, &json!(4)), "{second:?}");
-    assert_eq!(second.body["oldMachineId"], old.machine, "it had its slot again");
+    assert_eq!(second.body["oldMachineId"], old.machine, "the old machine had the slot again");
     let operation = stack.ended(&process, second.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     stack.assert_only_server(second.body["machineId"].as_str().unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_deleted_while_its_create_is_in_doubt_leaves_no_server() {
+async fn machine_deleted_during_its_create_leaves_no_server() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.provider.fault(FaultRule::once("POST", "/servers", Fault::SlowReply { ms: 3000 }));
     let made = stack.provision(&process, "user_1").await;
     stack
-        .eventually("the create is out", || async {
+        .eventually("the create is in flight", || async {
             (stack.provider.call_count("POST", "/servers") > 0).then_some(())
         })
         .await;
@@ -159,7 +159,7 @@ async fn server_is_created_in_next_location_with_capacity() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn all_locations_are_tried_again_while_none_has_capacity() {
+async fn locations_are_retried_while_none_has_capacity() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.subscribe(&process, "user_1").await;
@@ -217,7 +217,7 @@ async fn unknown_location_is_refused_before_anything_changes() {
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "moon1"});
     stack.post(&process, "/vps/recover", &body).await.assert_problem(400, "invalid_request");
     assert_eq!(stack.status(&process, &old.machine).await, "running");
-    // A provider that does not answer refuses nothing.
+    // A failing provider must not cause a refusal.
     let down = Fault::Status { status: 503, code: "unavailable".into(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(10, "GET", "/locations", down));
     let body = json!({"idpUserId": "user_1", "acceptLoss": true, "location": "hel1"});

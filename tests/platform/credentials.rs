@@ -1,4 +1,5 @@
-//! The hosts' credentials for the object store: one slot, no delete, the current machine alone, and only for a while.
+//! The hosts' credentials for the object store: one slot, no delete, only for the current machine, and of limited
+//! lifetime.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -24,17 +25,17 @@ use svc::store::{Bucket, pointer_io, snapshot};
 use super::super::pointer::actors::side_record;
 use super::stack::{Answer, BUCKET, Guest, Process, SECRET, Stack};
 
-async fn ask(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
-    ask_as(stack, process, &guest.machine, &guest.upgrade_token).await
+async fn request_credentials(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
+    request_credentials_as(stack, process, &guest.machine, &guest.upgrade_token).await
 }
 
-async fn ask_as(stack: &Stack, process: &Process, machine: &str, token: &str) -> Answer {
+async fn request_credentials_as(stack: &Stack, process: &Process, machine: &str, token: &str) -> Answer {
     let path = format!("/vps/{machine}/storage-credentials");
     stack.send(stack.request(process, Method::POST, &path).bearer_auth(token)).await
 }
 
-/// The store as a host opens it with what the route answered.
-fn opened(answer: &Answer) -> Bucket {
+/// The store, opened with the returned credentials as a host does.
+fn open_store(answer: &Answer) -> Bucket {
     assert_eq!(answer.status, 200, "{answer:?}");
     let text = |name: &str| answer.body[name].as_str().unwrap_or_default().to_owned();
     let vars = [
@@ -66,7 +67,7 @@ fn of_machine(stack: &Stack, machine: &str) -> Vec<SessionInfo> {
     stack.store.sessions().into_iter().filter(|session| session.name == name).collect()
 }
 
-/// Whatever is not the slot's own can be neither read, nor written, nor seen to be there; and nothing can be deleted.
+/// Asserts that nothing outside the slot can be read, written or probed, and that nothing can be deleted.
 async fn assert_confined(stack: &Stack, bucket: &Bucket, own: &str, foreign: &[&str]) {
     let store = bucket.raw();
     let key = Path::from(format!("{own}/system/probe"));
@@ -88,7 +89,7 @@ async fn assert_confined(stack: &Stack, bucket: &Bucket, own: &str, foreign: &[&
         store.list(Some(&Path::from(*place))).try_collect::<Vec<_>>().await.unwrap_err();
     }
     store.list(None).try_collect::<Vec<_>>().await.unwrap_err();
-    assert_eq!(everything(stack), before, "nothing was written, and nothing is gone");
+    assert_eq!(everything(stack), before, "no object was written or removed");
     for seen in stack.store.requests().iter().filter(|seen| seen.method == "DELETE") {
         assert_eq!(seen.status, Some(403), "{seen:?}");
     }
@@ -113,19 +114,19 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
     let env = store_env(&guest);
     let born_with = open(env.iter().map(|(name, value)| (name.as_str(), value.as_str())));
     assert_confined(&stack, &born_with, "user_1/primary", &foreign).await;
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     assert_eq!(answer.body["prefix"], "user_1/primary/");
     assert_eq!(answer.headers["cache-control"], "no-store");
     assert!(
         answer.body["expiresAt"].as_str().unwrap().parse::<jiff::Timestamp>().unwrap()
             > jiff::Timestamp::now()
     );
-    assert_confined(&stack, &opened(&answer), "user_1/primary", &foreign).await;
+    assert_confined(&stack, &open_store(&answer), "user_1/primary", &foreign).await;
 
     for secret in [stack.store.secret_key(), stack.store.access_key()] {
         assert!(
             !guest.user_data.contains(secret) && !answer.text.contains(secret),
-            "the platform's own stay here"
+            "the platform's own credentials are not disclosed"
         );
     }
     assert_eq!(of_machine(&stack, &guest.machine).len(), 2);
@@ -137,13 +138,13 @@ async fn a_host_reaches_its_own_slot_and_nothing_else() {
     }
 }
 
-/// The session of the answer for when the platform is unreachable.
+/// The outage session of a response.
 fn outage_of(answer: &Answer) -> Bucket {
     let mut answer = answer.clone();
     for name in ["accessKeyId", "secretAccessKey", "sessionToken"] {
         answer.body[name] = answer.body["outage"][name].clone();
     }
-    opened(&answer)
+    open_store(&answer)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -153,7 +154,7 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
     let guest = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     stack.snapshot("user_2");
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     let name = format!("svc-outage-{}", guest.machine);
     let sessions = stack.store.sessions();
     let given: Vec<_> = sessions.iter().filter(|session| session.name == name).collect();
@@ -176,18 +177,18 @@ async fn outage_session_adds_snapshots_of_its_epoch_alone() {
         assert!(bucket.get(refused, 1000).await.is_err(), "{refused}");
     }
 
-    // A life of the shortest kind means none.
+    // The shortest lifetime disables outage sessions.
     let process = stack.platform_with(&[("STS_DURATION_SECONDS", "900")]);
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     assert_eq!((answer.status, &answer.body["outage"]), (200, &Value::Null));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_absent_in_its_slot_is_known_to_be_absent() {
+async fn absent_object_of_the_own_slot_is_reported_as_absent() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
-    let bucket = opened(&ask(&stack, &process, &guest).await);
+    let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
     let raw = bucket.raw().get(&Path::from("user_1/primary/system/none")).await.unwrap_err();
     assert!(matches!(raw, object_store::Error::PermissionDenied { .. }), "as S3 answers it: {raw:?}");
     for name in ["none", "db/latest-but-not-quite", "db/snapshots/x.dump"] {
@@ -197,7 +198,7 @@ async fn what_is_absent_in_its_slot_is_known_to_be_absent() {
     }
     assert!(bucket.head(&Path::from("user_1/primary/system/db/latest")).await.unwrap().is_some());
     let foreign = Path::from("user_2/primary/system/db/latest");
-    assert!(bucket.get(&foreign, 10).await.is_err(), "of another slot nothing is known");
+    assert!(bucket.get(&foreign, 10).await.is_err(), "another slot reveals nothing");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -206,15 +207,23 @@ async fn only_the_current_machine_gets_any() {
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
     let other = stack.running(&process, "user_2").await;
-    ask_as(&stack, &process, &old.machine, "nonsense").await.assert_problem(401, "unauthorized");
-    ask_as(&stack, &process, &old.machine, SECRET).await.assert_problem(401, "unauthorized");
-    ask_as(&stack, &process, &old.machine, &old.registration_token).await.assert_problem(401, "unauthorized");
-    ask_as(&stack, &process, &old.machine, &other.upgrade_token).await.assert_problem(403, "forbidden");
-    ask_as(&stack, &process, "x", &old.upgrade_token).await.assert_problem(400, "invalid_request");
+    request_credentials_as(&stack, &process, &old.machine, "nonsense")
+        .await
+        .assert_problem(401, "unauthorized");
+    request_credentials_as(&stack, &process, &old.machine, SECRET).await.assert_problem(401, "unauthorized");
+    request_credentials_as(&stack, &process, &old.machine, &old.registration_token)
+        .await
+        .assert_problem(401, "unauthorized");
+    request_credentials_as(&stack, &process, &old.machine, &other.upgrade_token)
+        .await
+        .assert_problem(403, "forbidden");
+    request_credentials_as(&stack, &process, "x", &old.upgrade_token)
+        .await
+        .assert_problem(400, "invalid_request");
     let path = format!("/vps/{}/storage-credentials", old.machine);
     let more = stack.request(&process, Method::POST, &path).bearer_auth(&old.upgrade_token);
     let more = stack.send(more.json(&json!({"prefix": "user_2/primary"}))).await;
-    assert_eq!(more.status, 200, "what a newer host may say is ignored: {more:?}");
+    assert_eq!(more.status, 200, "unknown fields of a newer host are ignored: {more:?}");
 
     stack.snapshot("user_1");
     let recovery =
@@ -222,43 +231,43 @@ async fn only_the_current_machine_gets_any() {
     assert_eq!(recovery.status, 202, "{recovery:?}");
     stack.ended(&process, recovery.body["operationId"].as_str().unwrap()).await;
     let given = stack.store.sessions().len();
-    ask(&stack, &process, &old).await.assert_problem(403, "superseded");
+    request_credentials(&stack, &process, &old).await.assert_problem(403, "superseded");
     assert_eq!(stack.store.sessions().len(), given, "a replaced machine gets none");
     let new = stack.guest(&process, recovery.body["machineId"].as_str().unwrap()).await;
-    assert_eq!(ask(&stack, &process, &new).await.status, 200);
+    assert_eq!(request_credentials(&stack, &process, &new).await.status, 200);
 
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     stack.assert_only_server(&other.machine);
-    ask(&stack, &process, &new).await.assert_problem(401, "unauthorized");
+    request_credentials(&stack, &process, &new).await.assert_problem(401, "unauthorized");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sts_away_is_said_and_a_create_waits_for_it() {
+async fn sts_outage_is_reported_and_delays_a_create() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
     for fault in [Fault::Status(503), Fault::Status(403), Fault::Refuse] {
         let hits = stack.store.fault(Rule::new(fault.clone()).sts().always());
-        let answer = ask(&stack, &process, &guest).await;
+        let answer = request_credentials(&stack, &process, &guest).await;
         answer.assert_problem(503, "store_unavailable");
         assert!(hits.hits() > 0);
         stack.store.heal();
     }
     let hits = stack.store.fault(Rule::new(Fault::Status(503)).sts().always());
     let made = stack.provision(&process, "user_2").await;
-    stack.eventually("it was tried", || async { (hits.hits() >= 4).then_some(()) }).await;
+    stack.eventually("the create was attempted", || async { (hits.hits() >= 4).then_some(()) }).await;
     assert_eq!(stack.provider.servers().len(), 1, "no server without credentials");
     stack.store.heal();
     let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    // One answer lost, one session more; nothing depends on it.
+    // One lost response costs one more session, without further effects.
     stack.store.fault(Rule::new(Fault::LostReply).sts());
-    assert_eq!(ask(&stack, &process, &guest).await.status, 200);
+    assert_eq!(request_credentials(&stack, &process, &guest).await.status, 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_with_special_characters_is_confined_as_well() {
+async fn user_with_special_characters_is_confined() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let user = "auth0|a:b@c+d";
@@ -266,9 +275,9 @@ async fn a_user_with_special_characters_is_confined_as_well() {
     let body = json!({"idpUserId": user, "handle": "special"});
     let made = stack.post(&process, "/vps/provision", &body).await;
     let guest = stack.guest(&process, made.body["machineId"].as_str().unwrap()).await;
-    let answer = ask(&stack, &process, &guest).await;
+    let answer = request_credentials(&stack, &process, &guest).await;
     let prefix = answer.body["prefix"].as_str().unwrap().trim_end_matches('/').to_owned();
-    let bucket = opened(&answer);
+    let bucket = open_store(&answer);
     let key = Path::parse(format!("{prefix}/system/db/latest")).unwrap();
     assert!(
         bucket.head(&key).await.unwrap().is_some(),
@@ -280,39 +289,39 @@ async fn a_user_with_special_characters_is_confined_as_well() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn with_static_hosts_get_the_platforms_own() {
+async fn static_mode_hands_out_the_platform_credentials() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("STORE_HOST_CREDENTIALS", "static")]);
     let guest = stack.running(&process, "user_1").await;
     let env = store_env(&guest);
     assert_eq!(env["AWS_SECRET_ACCESS_KEY"], stack.store.secret_key());
-    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "they do not run out");
-    let answer = ask(&stack, &process, &guest).await;
-    assert_eq!(answer.body["secretAccessKey"], stack.store.secret_key(), "for hosts made under sts");
+    assert!(!env.contains_key("AWS_CREDENTIAL_EXPIRATION"), "they do not expire");
+    let answer = request_credentials(&stack, &process, &guest).await;
+    assert_eq!(answer.body["secretAccessKey"], stack.store.secret_key(), "for hosts created under sts");
     assert!(stack.store.sessions().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_that_is_asked_for_its_last_backup_still_gets_some() {
+async fn machine_in_its_last_backup_still_gets_credentials() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "30")]);
     let old = super::internal_host::host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    let asked = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
-    stack.eventually("the host is asked", asked).await;
-    let answer = ask(&stack, &process, &old.guest).await;
-    opened(&answer).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
+    let is_requested = || async { (!old.seen.lock().unwrap().is_empty()).then_some(()) };
+    stack.eventually("the backup is requested", is_requested).await;
+    let answer = request_credentials(&stack, &process, &old.guest).await;
+    open_store(&answer).put(&Path::from("user_1/primary/system/db/snapshots/x.dump"), "x").await.unwrap();
     let last = of_machine(&stack, &old.guest.machine)
         .into_iter()
         .find(|session| session.access_key == answer.body["accessKeyId"]);
-    assert_eq!(last.unwrap().requested_lifetime, Duration::from_secs(900), "as short as STS gives them");
-    assert_eq!(answer.body["outage"], Value::Null, "and none that outlives it");
-    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("a backup is requested", asked).await;
-    old.backs_up(&stack, "user_1");
+    assert_eq!(last.unwrap().requested_lifetime, Duration::from_secs(900), "the minimum that STS allows");
+    assert_eq!(answer.body["outage"], Value::Null, "no outage session");
+    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("a backup is requested", is_requested).await;
+    old.store_backup(&stack, "user_1");
     stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
-    ask(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
+    request_credentials(&stack, &process, &old.guest).await.assert_problem(403, "superseded");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -320,10 +329,10 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("STORE_WRITE_ONCE", "on")]);
     let guest = stack.running(&process, "user_1").await;
-    let bucket = opened(&ask(&stack, &process, &guest).await);
+    let bucket = open_store(&request_credentials(&stack, &process, &guest).await);
     let slot = SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary());
 
-    // As the host takes a backup.
+    // As the host makes a backup.
     let side = side_record(Epoch(1), Timestamp::UNIX_EPOCH);
     let side = SideRecord { machine_id: guest.machine.parse().unwrap(), ..side };
     let dump = slot.snapshot(&side.key).unwrap();
@@ -337,7 +346,7 @@ async fn host_credentials_cannot_overwrite_a_snapshot() {
     pointer_io::advance(&bucket, &slot, &recorded).await.unwrap();
     assert_eq!(snapshot::latest(&bucket, &slot).await.unwrap().key, side.key);
 
-    // As an attacker with its credentials.
+    // As an attacker with its credentials does.
     let entry = slot.pointer_entry(stack.pointer("user_1")["seq"].as_u64().unwrap());
     for key in [&dump, &slot.side_record(&side.key).unwrap(), &entry] {
         let refused = bucket.put(key, &b"garbage"[..]).await.unwrap_err();

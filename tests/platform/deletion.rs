@@ -1,4 +1,4 @@
-//! Delete: the machine leaves its slot at once, its server after; objects and record stay.
+//! Delete: the machine leaves its slot at once and its server later; objects and record remain.
 
 use kit::s3::{Fault, Rule};
 use serde_json::json;
@@ -6,7 +6,7 @@ use serde_json::json;
 use super::stack::{BUCKET, Stack, beat_of, heartbeat};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deleted_machine_is_gone_at_the_provider_and_the_answer_stays_the_same() {
+async fn deleted_machine_loses_its_server_and_repeats_are_stable() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -31,14 +31,14 @@ async fn a_deleted_machine_is_gone_at_the_provider_and_the_answer_stays_the_same
     let ended = stack.get(&process, "/vps?deleted=true").await.body;
     assert_eq!(ended["machines"][0]["machineId"], guest.machine);
 
-    // The slot can be had again, with what it had.
+    // The slot can be provisioned again, with its data.
     let made = stack.provision(&process, "user_1").await;
     assert_eq!(made["epoch"], 2);
     assert_eq!(stack.guest(&process, made["machineId"].as_str().unwrap()).await.restore_mode, "required");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_names_newest_snapshot_of_the_store_or_the_reported_one() {
+async fn deletion_names_the_newest_stored_or_reported_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -60,7 +60,7 @@ async fn deletion_names_newest_snapshot_of_the_store_or_the_reported_one() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_says_that_it_waits_for_the_store() {
+async fn deletion_reports_that_it_waits_for_the_store() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -82,7 +82,7 @@ async fn deletion_says_that_it_waits_for_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replaced_machine_cannot_be_deleted_and_an_unknown_one_is_not_found() {
+async fn replaced_machine_cannot_be_deleted() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -96,7 +96,7 @@ async fn a_replaced_machine_cannot_be_deleted_and_an_unknown_one_is_not_found() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deleting_while_another_recovery_was_cut_short_leaves_no_server() {
+async fn deletion_after_an_interrupted_recovery_leaves_no_server() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.running(&process, "user_1").await;

@@ -1,4 +1,4 @@
-//! Rollouts over real rows: hosts are what the tests say of themselves by heartbeat.
+//! Rollouts over real rows; the tests send the hosts' heartbeats.
 
 use kit::bundle::{Manifest, SigningKey};
 use serde_json::{Value, json};
@@ -11,12 +11,12 @@ fn key() -> SigningKey {
     SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt")).unwrap()
 }
 
-/// `BUNDLE_PUBLIC_KEYS` of the platforms here.
+/// `BUNDLE_PUBLIC_KEYS` of these platforms.
 pub fn public_key() -> String {
     key().public_key_base64()
 }
 
-/// A bundle with a manifest that is signed for the hosts of [`public_key`].
+/// A bundle with a signed manifest that the hosts of [`public_key`] accept.
 pub fn publish_signed(stack: &Stack, version: &str) {
     publish(stack, version, "2126-01-02T03:04:05.000Z");
 }
@@ -75,26 +75,28 @@ impl Fleet {
         answer.body
     }
 
-    async fn is_at_it(&self, guest: usize) {
+    async fn report_applying(&self, guest: usize) {
         let guest = &self.guests[guest];
         let mut beat = beat_of(guest);
         beat["updating"] = json!(true);
         self.stack.beat(&self.process, guest, &beat).await;
     }
 
-    /// What the host is told to run.
+    /// The release that the host is asked to run.
     async fn desired(&self, guest: usize) -> Value {
         let guest = &self.guests[guest];
         self.stack.beat(&self.process, guest, &beat_of(guest)).await.body["desiredImageVersion"].clone()
     }
 
-    async fn asked(&self, guest: usize) {
+    async fn wait_until_requested(&self, guest: usize) {
         self.stack
-            .eventually("a machine is asked", || async { (self.desired(guest).await == NEXT).then_some(()) })
+            .eventually("the update is requested", || async {
+                (self.desired(guest).await == NEXT).then_some(())
+            })
             .await;
     }
 
-    async fn tells(&self, guest: usize, version: &str, outcome: &str) {
+    async fn report(&self, guest: usize, version: &str, outcome: &str) {
         let guest = &self.guests[guest];
         let mut beat = beat_of(guest);
         beat["imageVersion"] = json!(version);
@@ -103,92 +105,92 @@ impl Fleet {
         self.stack.beat(&self.process, guest, &beat).await;
     }
 
-    async fn look(&self, rollout: &Value) -> Value {
+    async fn rollout_state(&self, rollout: &Value) -> Value {
         let path = format!("/vps/deploy/{}", rollout["rolloutId"].as_str().unwrap());
         self.stack.get(&self.process, &path).await.body
     }
 
-    async fn comes_to(&self, rollout: &Value, state: &str) -> Value {
+    async fn until_state(&self, rollout: &Value, state: &str) -> Value {
         self.stack
             .eventually(state, || async {
-                let now = self.look(rollout).await;
+                let now = self.rollout_state(rollout).await;
                 (now["state"] == state).then_some(now)
             })
             .await
     }
 
-    async fn say(&self, rollout: &Value, word: &str) -> super::stack::Answer {
+    async fn post_action(&self, rollout: &Value, word: &str) -> super::stack::Answer {
         let path = format!("/vps/deploy/{}/{word}", rollout["rolloutId"].as_str().unwrap());
         self.stack.post(&self.process, &path, &json!({})).await
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_canary_comes_first_then_batches() {
+async fn rollout_updates_the_canary_then_batches() {
     let fleet = Fleet::of(4, &[]).await;
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 2})).await;
     assert_eq!(rollout["totals"]["waiting"], 4);
-    fleet.asked(0).await;
+    fleet.wait_until_requested(0).await;
     for other in 1..4 {
-        assert_eq!(fleet.desired(other).await, "v1", "only the canary is asked");
+        assert_eq!(fleet.desired(other).await, "v1", "only the canary gets the request");
     }
-    // A host that is at it is not there yet, whatever it says that it runs.
+    // A host that is still applying does not count, whatever version it reports.
     let mut beat = beat_of(&fleet.guests[0]);
     (beat["imageVersion"], beat["updating"]) = (json!(NEXT), json!(true));
     fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(600)).await;
-    assert_eq!(fleet.look(&rollout).await["totals"]["updated"], 0);
-    fleet.tells(0, NEXT, "updated").await;
-    fleet.asked(1).await;
-    fleet.asked(2).await;
-    assert_eq!(fleet.desired(3).await, "v1", "its batch is the next");
-    fleet.tells(1, NEXT, "updated").await;
-    // A machine that goes away meanwhile holds nobody up.
+    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["updated"], 0);
+    fleet.report(0, NEXT, "updated").await;
+    fleet.wait_until_requested(1).await;
+    fleet.wait_until_requested(2).await;
+    assert_eq!(fleet.desired(3).await, "v1", "its batch is next");
+    fleet.report(1, NEXT, "updated").await;
+    // A machine that disappears meanwhile delays no other.
     fleet
         .stack
         .post(&fleet.process, &format!("/vps/{}/fail", fleet.guests[2].machine), &json!({"reason": "r"}))
         .await;
-    // Any process goes on with it.
+    // Any process can continue it.
     let another = fleet.stack.platform_with(&[("BUNDLE_PUBLIC_KEYS", &public_key())]);
-    fleet.asked(3).await;
-    fleet.tells(3, NEXT, "updated").await;
-    let ended = fleet.comes_to(&rollout, "succeeded").await;
+    fleet.wait_until_requested(3).await;
+    fleet.report(3, NEXT, "updated").await;
+    let ended = fleet.until_state(&rollout, "succeeded").await;
     assert_eq!(ended["totals"], json!({"waiting": 0, "asked": 0, "updated": 3, "failed": 0, "skipped": 1}));
     let record = fleet.stack.get(&another, &format!("/vps/{}", fleet.guests[1].machine)).await.body;
     assert_eq!(
         (&record["imageVersion"], &record["lastUpdate"]["outcome"]),
         (&json!(NEXT), &json!("updated"))
     );
-    // What runs it already is not asked again.
+    // A machine that already runs it gets no request.
     let again = fleet.deploy(&json!({"handles": [record["handle"]]})).await;
-    let ended = fleet.comes_to(&again, "succeeded").await;
+    let ended = fleet.until_state(&again, "succeeded").await;
     assert_eq!(ended["machines"][0]["askedAt"], Value::Null);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rollout_stops_at_what_goes_back_and_at_silence() {
+async fn rollout_stops_on_rollback_and_on_silence() {
     let fleet = Fleet::of(4, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
     let rollout = fleet.deploy(&json!({"canary": 1, "batchSize": 1})).await;
-    fleet.asked(0).await;
-    fleet.tells(0, "v1", "rolled_back").await;
-    let stopped = fleet.comes_to(&rollout, "stopped").await;
+    fleet.wait_until_requested(0).await;
+    fleet.report(0, "v1", "rolled_back").await;
+    let stopped = fleet.until_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "the canary failed");
     assert_eq!(stopped["totals"], json!({"waiting": 3, "asked": 0, "updated": 0, "failed": 1, "skipped": 0}));
     assert_eq!(fleet.desired(1).await, "v1");
     let seen = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
     let reasons = &seen["attention"].as_array().unwrap()[0]["reasons"];
     assert!(reasons.as_array().unwrap().contains(&json!("update_rolled_back")), "{seen}");
-    assert_eq!(fleet.say(&rollout, "resume").await.status, 409);
+    assert_eq!(fleet.post_action(&rollout, "resume").await.status, 409);
 
-    // The word of an earlier rollout is not this one's.
+    // A report for an earlier rollout does not count for this one.
     let rollout = fleet.deploy(&json!({"canary": 0, "batchSize": 2, "maxFailures": 2})).await;
-    fleet.asked(0).await;
-    fleet.asked(1).await;
-    fleet.tells(1, NEXT, "updated").await;
+    fleet.wait_until_requested(0).await;
+    fleet.wait_until_requested(1).await;
+    fleet.report(1, NEXT, "updated").await;
     let silent = fleet
         .stack
         .eventually("silence ends", || async {
-            let now = fleet.look(&rollout).await;
+            let now = fleet.rollout_state(&rollout).await;
             (now["totals"]["failed"] == 1).then_some(now)
         })
         .await;
@@ -196,95 +198,95 @@ async fn a_rollout_stops_at_what_goes_back_and_at_silence() {
         silent["machines"][0]["error"].as_str().unwrap().contains("did not report the update"),
         "{silent}"
     );
-    fleet.asked(2).await;
-    fleet.tells(2, "v1", "failed").await;
-    let stopped = fleet.comes_to(&rollout, "stopped").await;
+    fleet.wait_until_requested(2).await;
+    fleet.report(2, "v1", "failed").await;
+    let stopped = fleet.until_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "2 machines failed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_that_is_at_it_is_not_silent_until_it_takes_too_long() {
+async fn applying_host_counts_as_silent_only_after_its_deadline() {
     let fleet = Fleet::of(1, &[("ROLLOUT_SILENCE_SECONDS", "2")]).await;
     let rollout = fleet.deploy(&json!({})).await;
-    fleet.asked(0).await;
+    fleet.wait_until_requested(0).await;
     let began = std::time::Instant::now();
     let at_it = async || {
-        fleet.is_at_it(0).await;
+        fleet.report_applying(0).await;
         tokio::time::sleep(std::time::Duration::from_millis(300)).await;
-        fleet.look(&rollout).await
+        fleet.rollout_state(&rollout).await
     };
     while began.elapsed().as_secs() < 5 {
         assert_eq!(at_it().await["totals"]["asked"], 1, "after {:?}", began.elapsed());
     }
-    // Done, and not well yet: what it said last still counts.
+    // Finished but not yet healthy: its last report still counts.
     let mut beat = beat_of(&fleet.guests[0]);
     beat["health"]["gateway"] = json!("failing");
     fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat).await;
     tokio::time::sleep(std::time::Duration::from_millis(1000)).await;
-    assert_eq!(fleet.look(&rollout).await["totals"]["asked"], 1);
-    while fleet.look(&rollout).await["totals"]["failed"] == 0 {
-        assert!(began.elapsed().as_secs() < 30, "it may be at it for ever");
+    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["asked"], 1);
+    while fleet.rollout_state(&rollout).await["totals"]["failed"] == 0 {
+        assert!(began.elapsed().as_secs() < 30, "a host could apply forever");
         at_it().await;
     }
     assert!(began.elapsed().as_secs() >= 11, "after {:?}", began.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_is_late_while_a_rollout_is_paused() {
+async fn paused_rollout_suspends_deadlines() {
     let fleet = Fleet::of(1, &[("ROLLOUT_SILENCE_SECONDS", "3")]).await;
     let rollout = fleet.deploy(&json!({})).await;
-    fleet.asked(0).await;
-    assert_eq!(fleet.say(&rollout, "pause").await.body["state"], "paused");
+    fleet.wait_until_requested(0).await;
+    assert_eq!(fleet.post_action(&rollout, "pause").await.body["state"], "paused");
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
-    assert_eq!(fleet.look(&rollout).await["totals"]["asked"], 1);
-    assert_eq!(fleet.say(&rollout, "resume").await.body["state"], "running");
+    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["asked"], 1);
+    assert_eq!(fleet.post_action(&rollout, "resume").await.body["state"], "running");
     tokio::time::sleep(std::time::Duration::from_millis(1500)).await;
-    assert_eq!(fleet.look(&rollout).await["totals"]["asked"], 1, "the pause was counted");
-    let stopped = fleet.comes_to(&rollout, "stopped").await;
+    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["asked"], 1, "the pause was counted");
+    let stopped = fleet.until_state(&rollout, "stopped").await;
     assert_eq!(stopped["why"], "the canary failed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_is_told_by_which_request_it_is_asked() {
+async fn host_receives_the_id_of_the_update_request() {
     let fleet = Fleet::of(1, &[]).await;
     let idle = fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat_of(&fleet.guests[0])).await;
     assert_eq!(idle.body["desiredRequestId"], Value::Null);
     let mut before = Value::Null;
     for _ in 0..2 {
         let rollout = fleet.deploy(&json!({})).await;
-        fleet.asked(0).await;
-        let told = fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat_of(&fleet.guests[0])).await.body;
-        assert_eq!(told["desiredRequestId"], rollout["requestId"]);
-        assert_ne!(told["desiredRequestId"], before, "a rollout that is repeated is another request");
-        before = told["desiredRequestId"].clone();
-        assert_eq!(fleet.say(&rollout, "abort").await.status, 200);
-        // What was asked ends by the host's word.
-        fleet.tells(0, "v1", "failed").await;
+        fleet.wait_until_requested(0).await;
+        let body = fleet.stack.beat(&fleet.process, &fleet.guests[0], &beat_of(&fleet.guests[0])).await.body;
+        assert_eq!(body["desiredRequestId"], rollout["requestId"]);
+        assert_ne!(body["desiredRequestId"], before, "a repeated rollout is a new request");
+        before = body["desiredRequestId"].clone();
+        assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
+        // The request ends with the host's report.
+        fleet.report(0, "v1", "failed").await;
         fleet
             .stack
             .eventually("its end", || async {
-                (fleet.look(&rollout).await["totals"]["failed"] == 1).then_some(())
+                (fleet.rollout_state(&rollout).await["totals"]["failed"] == 1).then_some(())
             })
             .await;
-        fleet.tells(0, "v1", "refused").await;
+        fleet.report(0, "v1", "refused").await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rollout_is_paused_resumed_and_aborted() {
+async fn rollout_can_be_paused_resumed_and_aborted() {
     let fleet = Fleet::of(2, &[]).await;
     let rollout = fleet.deploy(&json!({})).await;
-    fleet.asked(0).await;
-    assert_eq!(fleet.say(&rollout, "pause").await.body["state"], "paused");
-    assert_eq!(fleet.desired(0).await, "v1", "a paused rollout asks nobody");
-    fleet.tells(0, NEXT, "updated").await;
+    fleet.wait_until_requested(0).await;
+    assert_eq!(fleet.post_action(&rollout, "pause").await.body["state"], "paused");
+    assert_eq!(fleet.desired(0).await, "v1", "a paused rollout sends no request");
+    fleet.report(0, NEXT, "updated").await;
     fleet
         .stack
-        .eventually("what was asked ends", || async {
-            (fleet.look(&rollout).await["totals"]["updated"] == 1).then_some(())
+        .eventually("the outstanding request ends", || async {
+            (fleet.rollout_state(&rollout).await["totals"]["updated"] == 1).then_some(())
         })
         .await;
-    assert_eq!(fleet.look(&rollout).await["totals"]["waiting"], 1);
+    assert_eq!(fleet.rollout_state(&rollout).await["totals"]["waiting"], 1);
     let seen = fleet.stack.get(&fleet.process, "/vps/fleet").await.body;
     assert_eq!(
         (&seen["rollout"]["rolloutId"], &seen["rollout"]["state"], &seen["rollout"]["totals"]["waiting"]),
@@ -292,12 +294,12 @@ async fn a_rollout_is_paused_resumed_and_aborted() {
     );
     let other = fleet.stack.post(&fleet.process, "/vps/deploy", &json!({"imageVersion": NEXT})).await;
     assert_eq!((other.status, &other.body["rolloutId"]), (409, &rollout["rolloutId"]));
-    assert_eq!(fleet.say(&rollout, "resume").await.body["state"], "running");
-    fleet.asked(1).await;
-    let aborted = fleet.say(&rollout, "abort").await;
+    assert_eq!(fleet.post_action(&rollout, "resume").await.body["state"], "running");
+    fleet.wait_until_requested(1).await;
+    let aborted = fleet.post_action(&rollout, "abort").await;
     assert_eq!((aborted.status, &aborted.body["state"]), (200, &json!("aborted")));
-    assert_eq!(fleet.say(&rollout, "abort").await.status, 200);
-    assert_eq!(fleet.say(&rollout, "pause").await.status, 409);
+    assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
+    assert_eq!(fleet.post_action(&rollout, "pause").await.status, 409);
     assert_eq!(fleet.desired(1).await, "v1");
     assert_eq!(fleet.stack.get(&fleet.process, "/vps/fleet").await.body["rollout"], Value::Null);
     let client = fleet.stack.database.connect().await.unwrap();
@@ -310,7 +312,7 @@ async fn a_rollout_is_paused_resumed_and_aborted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_newest_rollouts_are_listed() {
+async fn newest_rollouts_are_listed() {
     let fleet = Fleet::of(1, &[]).await;
     let list = || async {
         let answer = fleet.stack.get(&fleet.process, "/vps/deploy").await;
@@ -321,7 +323,7 @@ async fn the_newest_rollouts_are_listed() {
     let mut ids = Vec::new();
     for _ in 0..21 {
         let rollout = fleet.deploy(&json!({})).await;
-        assert_eq!(fleet.say(&rollout, "abort").await.status, 200);
+        assert_eq!(fleet.post_action(&rollout, "abort").await.status, 200);
         ids.insert(0, rollout["rolloutId"].clone());
     }
     let open = fleet.deploy(&json!({})).await;
@@ -334,7 +336,7 @@ async fn the_newest_rollouts_are_listed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_what_hosts_would_take_is_deployed() {
+async fn rollout_refuses_bundles_that_hosts_would_refuse() {
     let fleet = Fleet::of(1, &[]).await;
     let deploy = async |body: Value| fleet.stack.post(&fleet.process, "/vps/deploy", &body).await;
     deploy(json!({"imageVersion": "v9"})).await.assert_problem(404, "bundle_not_found");
@@ -363,7 +365,7 @@ async fn only_what_hosts_would_take_is_deployed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rollout_to_a_machine_that_is_off_says_so() {
+async fn rollout_reports_a_switched_off_machine() {
     let fleet = Fleet::of(1, &[]).await;
     let (stack, process, guest) = (&fleet.stack, &fleet.process, &fleet.guests[0]);
     let client = stack.database.connect().await.unwrap();

@@ -1,5 +1,5 @@
-//! A slot without a snapshot starts empty only where nothing can be lost by it, or where an operator says so; and never
-//! beside a deletion that is still saving what there is.
+//! A slot without a snapshot starts empty only if no data can be lost or an operator allows it, and never beside a
+//! deletion that is still saving its data.
 
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ fn allowing_empty() -> Value {
     body
 }
 
-/// The refusal, which names these.
+/// Asserts a refusal that mentions these texts.
 async fn refused(stack: &Stack, process: &Process, named: &[&str]) {
     let answer = stack.post(process, "/vps/provision", &provision_body("user_1")).await;
     answer.assert_problem(409, "snapshot_unusable");
@@ -28,7 +28,7 @@ async fn fail(stack: &Stack, process: &Process, machine: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failed_machine_that_served_is_not_replaced_by_an_empty_one_unasked() {
+async fn failed_machine_that_served_needs_consent_to_start_empty() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
@@ -55,7 +55,7 @@ async fn failed_machine_that_never_served_starts_empty_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_whose_deleted_machine_alone_holds_data_does_not_start_empty() {
+async fn slot_of_an_unsaved_deleted_machine_does_not_start_empty() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = stack.running(&process, "user_1").await;
@@ -79,7 +79,7 @@ async fn slot_whose_loss_was_accepted_starts_empty() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_is_not_provisioned_while_its_deletion_takes_or_asks_for_the_last_backup() {
+async fn slot_is_not_provisioned_during_a_deletion_backup() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "3"), ("DELETE_GRACE_SECONDS", "60")]);
     let old = host(&stack, &process).await;
@@ -94,10 +94,10 @@ async fn slot_is_not_provisioned_while_its_deletion_takes_or_asks_for_the_last_b
     let path = format!("/vps/operations/{operation}");
     let asks = || async { (stack.get(&process, &path).await.body["state"] == "waiting").then_some(()) };
     stack.eventually("the deletion asks", asks).await;
-    let asked = stack.post(&process, "/vps/provision", &allowing_empty()).await;
-    asked.assert_problem(409, "invalid_state");
-    assert!(asked.body["detail"].as_str().unwrap().contains("operator's decision"), "{asked:?}");
-    // Both answers are still open: nothing holds the slot.
+    let response = stack.post(&process, "/vps/provision", &allowing_empty()).await;
+    response.assert_problem(409, "invalid_state");
+    assert!(response.body["detail"].as_str().unwrap().contains("operator's decision"), "{response:?}");
+    // Both decisions are still open: no machine holds the slot.
     assert_eq!(stack.post(&process, &format!("{path}/abandon"), &json!({})).await.status, 200);
     assert_eq!(stack.status(&process, &old.guest.machine).await, "running");
 }

@@ -1,4 +1,4 @@
-//! POST `/vps/:id/fail`: the operator's way out of `running` and out of what is stuck; and what may follow.
+//! POST `/vps/:id/fail`: takes a machine out of `running` or out of a stuck operation, and the calls that may follow.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::stack::{SECRET, Stack, provision_body};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_is_taken_out_of_running_and_keeps_its_server() {
+async fn fail_takes_a_machine_out_of_service_and_keeps_its_server() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -17,7 +17,7 @@ async fn a_machine_is_taken_out_of_running_and_keeps_its_server() {
     assert_eq!((&answer.body["status"], &answer.body["failure"]), (&json!("failed"), &failure));
     assert_eq!(answer.body["machineId"], guest.machine);
     stack.assert_only_server(&guest.machine);
-    // Once more changes nothing, not even why; nor does its host bring it back.
+    // A repetition changes nothing, not even the reason; its host does not bring it back either.
     let again = stack.post(&process, &path, &json!({"reason": "again"})).await;
     assert_eq!((again.status, &again.body["failure"]), (200, &failure));
     stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
@@ -31,7 +31,7 @@ async fn a_machine_is_taken_out_of_running_and_keeps_its_server() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_ends_what_is_under_way_and_refuses_what_it_must() {
+async fn fail_ends_the_open_operation_or_is_refused() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let made = stack.provision(&process, "user_1").await;
@@ -56,7 +56,7 @@ async fn it_ends_what_is_under_way_and_refuses_what_it_must() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_failed_slot_is_provisioned_anew_with_another_server() {
+async fn failed_slot_is_provisioned_with_another_server() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -83,7 +83,7 @@ async fn a_failed_slot_is_provisioned_anew_with_another_server() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_a_delete_a_slot_starts_from_its_snapshot_or_empty_where_there_is_none() {
+async fn deleted_slot_restarts_from_its_snapshot_or_empty() {
     let stack = Stack::start().await;
     let process = stack.platform();
     for (user, snapshot, mode) in [("user_1", true, "required"), ("user_2", false, "empty")] {
@@ -99,7 +99,7 @@ async fn after_a_delete_a_slot_starts_from_its_snapshot_or_empty_where_there_is_
         assert_eq!(new.restore_mode, mode);
         assert_eq!(stack.pointer(user)["snapshot"].is_null(), !snapshot);
     }
-    // What should be a snapshot and is none is no reason to start empty.
+    // An invalid snapshot does not allow an empty start.
     let guest = stack.running(&process, "user_3").await;
     let dump = stack.snapshot("user_3");
     stack.store.remove(super::stack::BUCKET, &dump);

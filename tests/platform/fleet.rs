@@ -1,4 +1,4 @@
-//! GET `/vps/fleet` over real rows: what is counted, and who needs somebody.
+//! GET `/vps/fleet` over real rows: the counts, and the machines that need attention.
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ fn reasons(fleet: &Value, machine: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_fleet_is_counted_and_its_troubles_are_named() {
+async fn fleet_counts_machines_and_lists_problems() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let fleet = || stack.get(&process, "/vps/fleet");
@@ -24,7 +24,7 @@ async fn the_fleet_is_counted_and_its_troubles_are_named() {
     beat["lastBackup"] =
         json!({"status": "success", "key": key, "takenAt": taken.to_string(), "sizeBytes": 1});
     stack.beat(&process, &well, &beat).await;
-    // A run that fails later takes nothing of the last good one away.
+    // A later failed run does not remove the last successful one.
     let ill = stack.running(&process, "user_2").await;
     let mut beat = beat_of(&ill);
     beat["health"]["database"] = json!("failing");
@@ -74,9 +74,9 @@ async fn the_fleet_is_counted_and_its_troubles_are_named() {
     stack.send(anonymous).await.assert_problem(401, "unauthorized");
 }
 
-/// An operator drops a key of releases when the fleet shows that nobody lacks the next one.
+/// An operator drops a release key once every host trusts the next one.
 #[tokio::test(flavor = "multi_thread")]
-async fn fleet_says_which_hosts_trust_which_keys() {
+async fn fleet_shows_the_keys_that_hosts_trust() {
     const OLD: &str = "SYI72Ti3RJxzEy9+gM7OSAARF8/NglUPYX3o0A/AaLQ=";
     const NEW: &str = "eORXKO6/E/hnhpWscq+rlYmslv94xGDwuVdmREQ7pMk=";
     let ids = |keys: &str| keys.parse::<svc::store::bundle::TrustedKeys>().unwrap().ids();
@@ -98,7 +98,7 @@ async fn fleet_says_which_hosts_trust_which_keys() {
     for (guest, sequence, ids) in [(&both, 1, json!([old, new])), (&one, 0, json!([old]))] {
         assert_eq!(stack.beat(&process, guest, &trusting(guest, sequence, ids)).await.status, 200);
     }
-    // What was reported stays where a later heartbeat does not say it: a release before may run again.
+    // A reported value remains if a later heartbeat omits it, because an older release may run again.
     assert_eq!(stack.beat(&process, &both, &beat_of(&both)).await.status, 200);
     let mute = stack.running(&process, "user_3").await;
 

@@ -1,4 +1,5 @@
-//! What the provider does not show is not believed at once: hosts that send heartbeats live, and many at a time are no accident.
+//! Servers missing from a provider listing are not assumed lost at once: a host that sends heartbeats is alive, and
+//! many losses at a time raise an alarm.
 
 use std::time::{Duration, Instant};
 
@@ -34,7 +35,7 @@ async fn all_run(stack: &Stack, process: &Process, guests: &[Guest]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_whose_host_beats_survives_a_provider_that_denies_it() {
+async fn machine_with_heartbeats_survives_a_missing_listing() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("SERVER_GONE_SILENCE_SECONDS", "5")]);
     let guests = machines(&stack, &process, 2).await;
@@ -47,7 +48,7 @@ async fn machine_whose_host_beats_survives_a_provider_that_denies_it() {
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
     all_run(&stack, &process, &guests).await;
-    // Silent as well, it is gone.
+    // Without heartbeats as well, it is lost.
     let failed = || async { (stack.status(&process, &guests[0].machine).await == "failed").then_some(()) };
     stack.eventually("the silent one fails", failed).await;
     assert_eq!(stack.status(&process, &guests[1].machine).await, "running");
@@ -63,22 +64,22 @@ async fn partial_listing_fails_no_machine_and_raises_an_alarm() {
     let seen = stack.eventually("the alarm is raised", raised).await;
     assert_eq!((&seen["detail"]["missing"], &seen["detail"]["limit"]), (&json!(5), &json!(4)), "{seen}");
     assert!(seen["next"].as_str().unwrap().contains("svcctl alarm release servers_missing"), "{seen}");
-    // Far beyond every silence of this configuration.
+    // Far beyond every timeout of this configuration.
     tokio::time::sleep(Duration::from_secs(8)).await;
     all_run(&stack, &process, &guests).await;
-    // Not one by one either, as the list fills.
+    // Nor one by one while the list fills.
     stack.provider.hide_servers(&names(&guests[4..]));
     tokio::time::sleep(Duration::from_secs(4)).await;
     all_run(&stack, &process, &guests).await;
     assert!(alarm(&fleet(&stack, &process).await, "servers_missing").is_some());
     stack.provider.hide_servers(&[]);
     let over = || async { alarm(&fleet(&stack, &process).await, "servers_missing").is_none().then_some(()) };
-    stack.eventually("the alarm ends by itself", over).await;
+    stack.eventually("the alarm clears", over).await;
     all_run(&stack, &process, &guests).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn released_alarm_lets_lost_machines_fail() {
+async fn released_alarm_fails_the_lost_machines() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guests = machines(&stack, &process, 6).await;
@@ -109,12 +110,12 @@ async fn released_alarm_lets_lost_machines_fail() {
         client.query("SELECT 1 FROM operator_audit WHERE action = 'alarm.release'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
     let over = || async { (stack.post(&process, path, &json!({})).await.status == 404).then_some(()) };
-    stack.eventually("the alarm ends with its cause", over).await;
+    stack.eventually("the alarm clears with its cause", over).await;
 }
 
-/// As after its database was restored from a copy that is older than they are.
+/// As after a restore of a database copy that is older than they are.
 #[tokio::test(flavor = "multi_thread")]
-async fn many_unknown_servers_of_ours_are_not_deleted_unless_released() {
+async fn many_unknown_servers_are_kept_until_released() {
     let stack = Stack::start().await;
     let mut process = stack.platform();
     let guests = machines(&stack, &process, 6).await;
@@ -144,7 +145,7 @@ async fn many_unknown_servers_of_ours_are_not_deleted_unless_released() {
     let answer = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await;
     assert_eq!(answer.status, 200, "{answer:?}");
     let deleted = || async { (stack.provider.servers().len() == 1).then_some(()) };
-    stack.eventually("what nobody knows is deleted", deleted).await;
+    stack.eventually("the unknown servers are deleted", deleted).await;
     assert_eq!(stack.status(&process, &guests[0].machine).await, "running");
 }
 
@@ -181,7 +182,7 @@ async fn account_errors_fail_no_machine_and_raise_one_alarm() {
     }
 }
 
-/// A deletion that cannot succeed is of a machine that no list shows.
+/// A stuck deletion belongs to a machine that no list shows.
 #[tokio::test(flavor = "multi_thread")]
 async fn overdue_operation_of_a_deleted_machine_is_shown() {
     let stack = Stack::start().await;

@@ -1,4 +1,4 @@
-//! Keys, audit rows and lists.
+//! Idempotency keys, audit rows and lists.
 
 use futures_util::future::join_all;
 use reqwest::Method;
@@ -12,7 +12,7 @@ fn keyed(stack: &Stack, process: &Process, body: &Value, key: &str) -> reqwest::
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_gets_the_same_answer_for_the_same_request_only() {
+async fn idempotency_key_repeats_only_the_same_request() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.subscribe(&process, "user_1").await;
@@ -40,7 +40,7 @@ async fn every_change_has_its_audit_row_with_the_request_id() {
     let sql =
         "SELECT actor, action, target, before, after, request_id FROM operator_audit ORDER BY at, audit_id";
     let rows = client.query(sql, &[]).await.unwrap();
-    let told: Vec<(String, String, String)> =
+    let audited: Vec<(String, String, String)> =
         rows.iter().map(|row| (row.get(0), row.get(1), row.get(2))).collect();
     let actor = format!("machine:{}", guest.machine);
     let expected = [
@@ -50,7 +50,7 @@ async fn every_change_has_its_audit_row_with_the_request_id() {
         ("operator", "delete", guest.machine.as_str()),
     ];
     let expected: Vec<_> = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())).into();
-    assert_eq!(told, expected, "a 200 that changed nothing has none");
+    assert_eq!(audited, expected, "a 200 that changed nothing has none");
     let deletion = &rows[3];
     assert_eq!(deletion.get::<_, Value>(3)["status"], "running");
     assert!(deletion.get::<_, Value>(4)["deletedAt"].is_string());
@@ -58,7 +58,7 @@ async fn every_change_has_its_audit_row_with_the_request_id() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machines_are_listed_in_pages_and_narrowed() {
+async fn machines_are_listed_in_pages_and_filtered() {
     let stack = Stack::start().await;
     let process = stack.platform();
     for user in ["user_1", "user_2", "user_3"] {

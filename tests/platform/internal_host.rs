@@ -1,5 +1,5 @@
-//! The internal routes of a host, served on its machine's address with the key that it registered: what the platform
-//! asks of it, under proofs that only this machine accepts.
+//! A fake host's internal routes, served at its machine's address with its registered key. They accept only proofs
+//! for this machine.
 
 use std::sync::{Arc, Mutex};
 
@@ -16,36 +16,36 @@ use tokio_util::sync::CancellationToken;
 
 use super::stack::{Guest, Process, Stack, heartbeat, registration};
 
-/// How the host behaves.
+/// The behaviour of the host.
 pub struct Script {
-    /// Its release knows how to stop its writers.
+    /// Whether its release supports quiescing.
     pub can_stop: bool,
-    /// Its writers end when they are stopped.
+    /// Whether its writers stop when requested.
     pub stops: bool,
-    /// Its release says how far its backups are.
+    /// Whether its release reports the progress of backups.
     pub reports_backups: bool,
-    /// How many dispatches it reports as running.
+    /// The reported number of running dispatches.
     pub dispatches: u64,
-    /// Added to them at each call.
+    /// Added to that number at each call.
     pub more_dispatches: u64,
-    /// What it says of its backups.
+    /// The reported state of its backups.
     pub progress: Value,
-    /// What it answers when its usage is read.
+    /// The response to a request for its usage.
     pub usage: (StatusCode, String),
 }
 
 pub struct Host {
-    /// The proofs that came.
+    /// The received proofs.
     pub seen: Arc<Mutex<Vec<Claims>>>,
     pub guest: Guest,
-    /// What it verifies proofs with; a proof that fails is answered with 401.
+    /// The keys that verify proofs; an invalid proof is refused with 401.
     pub keys: Arc<Mutex<ProofKeys>>,
     pub script: Arc<Mutex<Script>>,
     stop: CancellationToken,
 }
 
 impl Host {
-    /// How often a route was called.
+    /// The number of calls of a route.
     pub fn calls(&self, method: &str, path: &str) -> usize {
         let seen = self.seen.lock().unwrap();
         let is = |claims: &&Claims| {
@@ -56,16 +56,16 @@ impl Host {
 }
 
 impl Host {
-    /// It makes a snapshot: at the store, then by its own word.
-    pub fn backs_up(&self, stack: &Stack, user: &str) -> String {
+    /// Stores a snapshot and reports it.
+    pub fn store_backup(&self, stack: &Stack, user: &str) -> String {
         let at = svc::clock::rfc3339_ms(jiff::Timestamp::now());
         let key = stack.snapshot_by(user, &self.guest.machine, &at);
-        self.reports(&key, &at);
+        self.report_backup(&key, &at);
         at
     }
 
-    /// It reports this snapshot as that of its last run.
-    pub fn reports(&self, key: &str, at: &str) {
+    /// Reports this snapshot as the result of the last run.
+    pub fn report_backup(&self, key: &str, at: &str) {
         self.script.lock().unwrap().progress = json!({"running": false,
             "last": {"status": "success", "beganAt": at, "takenAt": at, "key": key}});
     }
@@ -97,12 +97,12 @@ fn answer(script: &mut Script, method: &str, path: &str) -> Response {
     }
 }
 
-/// A running machine of `user_1`, whose host answers.
+/// A running machine of `user_1` with a responding host.
 pub async fn host(stack: &Stack, process: &Process) -> Host {
     host_of(stack, process, "user_1").await
 }
 
-/// The same of another user.
+/// The same for another user.
 pub async fn host_of(stack: &Stack, process: &Process, user: &str) -> Host {
     let made = stack.provision(process, user).await;
     let guest = stack.guest(process, made["machineId"].as_str().unwrap()).await;

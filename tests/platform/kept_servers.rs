@@ -1,4 +1,4 @@
-//! A replaced server outlives its replacement until that has proven itself, and gets its slot back when it does not.
+//! A replaced server is kept until its successor has proven itself, and gets its slot back otherwise.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -28,7 +28,7 @@ async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
-async fn becomes(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
+async fn until_status(stack: &Stack, process: &Process, machine: &str, status: &str) -> Value {
     let is = || async {
         let found = record(stack, process, machine).await;
         (found["status"] == status && found["retiredAt"].is_null()).then_some(found)
@@ -36,7 +36,7 @@ async fn becomes(stack: &Stack, process: &Process, machine: &str, status: &str) 
     stack.eventually(status, is).await
 }
 
-/// Heartbeats of a host that takes the epoch that it is told.
+/// Sends heartbeats of a host that adopts the epoch it receives.
 async fn beat_until_running(stack: &Stack, process: &Process, guest: &Guest) {
     let mut body = beat_of(guest);
     for _ in 0..200 {
@@ -47,28 +47,28 @@ async fn beat_until_running(stack: &Stack, process: &Process, guest: &Guest) {
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    panic!("it does not run again\n{}", stack.log());
+    panic!("the machine does not run again\n{}", stack.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn cancelled_recovery_leaves_the_healthy_machine_as_it_was() {
+async fn cancelled_recovery_keeps_the_healthy_machine() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &body()).await;
-    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", asked).await;
+    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", is_requested).await;
     let path = format!("/vps/{}/fail", id(&recovery, "machineId"));
     let failed = stack.post(&process, &path, &json!({"reason": "second thoughts"})).await;
     assert_eq!((failed.status, &failed.body["status"]), (200, &json!("failed")), "{failed:?}");
 
-    let back = becomes(&stack, &process, &old.guest.machine, "running").await;
+    let back = until_status(&stack, &process, &old.guest.machine, "running").await;
     assert_eq!((&back["epoch"], &back["replacedBy"]), (&json!(3), &Value::Null), "{back}");
     let opened = || async { (old.calls("POST", "/_svc/internal/resume") > 0).then_some(()) };
     stack.eventually("its writers open", opened).await;
     let fenced = || async { (stack.pointer("user_1")["fenceEpoch"] == 3).then_some(()) };
-    stack.eventually("the fence is its own", fenced).await;
+    stack.eventually("the fence names the old machine", fenced).await;
     stack.assert_only_server(&old.guest.machine);
     assert_eq!(power(&stack, &old.guest.machine), Some(Power::Running));
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
@@ -96,7 +96,7 @@ async fn failed_boot_switches_the_old_machine_on_again() {
     let report = report.bearer_auth(&new.registration_token);
     let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
     assert_eq!(report.status, 202, "{report:?}");
-    let back = becomes(&stack, &process, &old.machine, "failed").await;
+    let back = until_status(&stack, &process, &old.machine, "failed").await;
     assert_eq!(back["failure"]["cause"], "reinstating", "{back}");
     let on = || async { (power(&stack, &old.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("its server is on", on).await;
@@ -108,7 +108,7 @@ async fn failed_boot_switches_the_old_machine_on_again() {
     stack.assert_only_server(&old.machine);
     stack.register(&process, &new).await.assert_problem(401, "registration_rejected");
 
-    // Recovered again, it is the older machine that is asked and kept, not the one that failed.
+    // A second recovery backs up and keeps the older machine, not the failed one.
     let again = recover(&stack, &process, &body()).await;
     assert_eq!((&again["oldMachineId"], &again["epoch"]), (&json!(old.machine), &json!(4)));
 }
@@ -120,7 +120,7 @@ async fn expired_registration_gives_the_slot_back() {
     let old = stack.running(&process, "user_1").await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &body()).await;
-    becomes(&stack, &process, &old.machine, "failed").await;
+    until_status(&stack, &process, &old.machine, "failed").await;
     beat_until_running(&stack, &process, &old).await;
     let new = record(&stack, &process, &id(&recovery, "machineId")).await;
     assert_eq!(new["failure"]["cause"], "registration_expired");
@@ -154,12 +154,12 @@ async fn old_server_is_deleted_only_after_its_successor_has_served() {
     let copies = record(&stack, &process, &new.machine).await["copies"].clone();
     assert!(copies["kept"][0]["until"].is_string(), "{copies}");
     let gone = || async { power(&stack, &old.machine).is_none().then_some(()) };
-    stack.eventually("its time is over", gone).await;
+    stack.eventually("its retention ends", gone).await;
     stack.assert_only_server(&new.machine);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unreachable_host_is_passed_over_and_its_server_kept_until_the_loss_is_accepted() {
+async fn unreachable_host_server_is_kept_until_loss_is_accepted() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
@@ -172,7 +172,7 @@ async fn unreachable_host_is_passed_over_and_its_server_kept_until_the_loss_is_a
     let kept = record(&stack, &process, &old.machine).await;
     assert_eq!(kept["unsavedSince"], "2026-01-02T03:04:05.678Z", "{kept}");
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-    assert_eq!(power(&stack, &old.machine), Some(Power::Off), "it holds what no snapshot does");
+    assert_eq!(power(&stack, &old.machine), Some(Power::Off), "it holds data that no snapshot has");
 
     let path = format!("/vps/{}/discard", old.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
@@ -199,7 +199,7 @@ async fn unreachable_host_is_passed_over_and_its_server_kept_until_the_loss_is_a
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn provider_that_refuses_to_switch_off_or_delete_does_not_hold_up_a_recovery() {
+async fn refused_power_off_or_delete_does_not_delay_a_recovery() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("RESIZE_SHUTDOWN_SECONDS", "0"), ("POWER_OFF_RETRY_SECONDS", "2")]);
     let old = stack.running(&process, "user_1").await;
@@ -231,15 +231,15 @@ async fn provider_that_refuses_to_switch_off_or_delete_does_not_hold_up_a_recove
     let removal = stack.eventually("its removal is tried", removal).await;
     let path = format!("/vps/operations/{}/abandon", id(&removal, "operationId"));
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
-    // A call that is out is ended with the lease.
+    // A call in flight ends with the lease.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     stack.provider.clear_faults();
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-    assert!(power(&stack, &old.machine).is_some(), "an operator gave its removal up");
+    assert!(power(&stack, &old.machine).is_some(), "an operator abandoned its removal");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn replace_first_deletes_before_it_creates_and_asks_where_data_would_go() {
+async fn replace_first_deletes_first_and_asks_before_data_loss() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
@@ -259,7 +259,7 @@ async fn replace_first_deletes_before_it_creates_and_asks_where_data_would_go() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn progress_of_the_boot_extends_the_registration_and_silence_ends_it() {
+async fn boot_progress_extends_the_registration_deadline() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("REGISTRATION_TTL_SECONDS", "3")]);
     let made = stack.provision(&process, "user_1").await;
@@ -277,7 +277,7 @@ async fn progress_of_the_boot_extends_the_registration_and_silence_ends_it() {
     let booting = record(&stack, &process, &guest.machine).await;
     assert_eq!((&booting["status"], &booting["bootProgress"]["bytes"]), (&json!("provisioning"), &json!(6)));
     let stuck = || async {
-        // The same figures again are no progress.
+        // Repeated figures are not progress.
         says(6).await;
         (stack.status(&process, &guest.machine).await == "failed").then_some(())
     };
@@ -312,8 +312,8 @@ async fn discard_waits_for_the_last_backup_of_a_deletion() {
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", asked).await;
+    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", is_requested).await;
 
     let path = format!("/vps/{machine}/discard");
     let refused = stack.post(&process, &path, &json!({})).await;
@@ -322,12 +322,12 @@ async fn discard_waits_for_the_last_backup_of_a_deletion() {
     assert!(refused.body["detail"].as_str().unwrap().contains(&id(&deleted, "operationId")), "{refused:?}");
     assert_eq!(power(&stack, &machine), Some(Power::Running));
 
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     let ended = stack.ended(&process, &id(&deleted, "operationId")).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     assert!(record(&stack, &process, &machine).await["finalBackupAt"].is_string());
 
-    // Without a last backup on record, and without an accepted loss, nothing says that all is saved.
+    // Without a recorded last backup or an accepted loss, data may be unsaved.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET final_backup_at = NULL", &[]).await.unwrap();
     stack.post(&process, &path, &json!({})).await.assert_problem(409, "invalid_state");
@@ -345,8 +345,8 @@ async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let recovery = recover(&stack, &process, &json!({"idpUserId": "user_1", "acceptLoss": true})).await;
-    let asked = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
-    stack.eventually("the last backup is requested", asked).await;
+    let is_requested = || async { (old.calls("POST", "/_svc/internal/backup") > 0).then_some(()) };
+    stack.eventually("the last backup is requested", is_requested).await;
     let path = format!("/vps/{}/discard", old.guest.machine);
     let refused = stack.post(&process, &path, &json!({})).await;
     refused.assert_problem(409, "invalid_state");
@@ -361,8 +361,8 @@ async fn discard_waits_for_the_successor_and_takes_an_accepted_loss() {
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 202);
 }
 
-/// A machine that failed as `server_gone` although the provider has its server.
-async fn believed_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+/// A machine that failed as `server_gone` although its server exists.
+async fn wrongly_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.platform_with(settings);
     let old = stack.running(&process, "user_1").await;
@@ -374,10 +374,11 @@ async fn believed_gone(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     (stack, process, old)
 }
 
-/// It may have vanished from the provider's answers for a while: it is asked again before anything is done.
+/// The server may have been missing from the listing only for a while, so the provider is queried again before any
+/// action.
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_was_believed_gone_is_switched_off_and_kept_by_a_recovery() {
-    let (stack, process, old) = believed_gone(&[]).await;
+async fn server_wrongly_reported_gone_is_kept_by_a_recovery() {
+    let (stack, process, old) = wrongly_gone(&[]).await;
     let recovery = recover(&stack, &process, &body()).await;
     stack.ended(&process, &id(&recovery, "operationId")).await;
     assert_eq!(power(&stack, &old.machine), Some(Power::Off));
@@ -389,8 +390,8 @@ async fn server_that_was_believed_gone_is_switched_off_and_kept_by_a_recovery() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_was_believed_gone_survives_a_deletion_at_once() {
-    let (stack, process, old) = believed_gone(&[]).await;
+async fn server_wrongly_reported_gone_survives_immediate_deletion() {
+    let (stack, process, old) = wrongly_gone(&[]).await;
     let path = format!("/vps/{}", old.machine);
     let deleted = stack.delete(&process, &format!("{path}?now=true")).await.body;
     stack.ended(&process, &id(&deleted, "operationId")).await;
@@ -402,8 +403,8 @@ async fn server_that_was_believed_gone_survives_a_deletion_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_was_believed_gone_runs_again_once_it_is_switched_on() {
-    let (stack, process, old) = believed_gone(&[]).await;
+async fn server_wrongly_reported_gone_runs_after_power_on() {
+    let (stack, process, old) = wrongly_gone(&[]).await;
     let path = format!("/vps/{}/power", old.machine);
     for action in ["off", "reboot"] {
         let refused = stack.post(&process, &path, &json!({"action": action})).await;
@@ -416,10 +417,10 @@ async fn server_that_was_believed_gone_runs_again_once_it_is_switched_on() {
     assert_eq!(record(&stack, &process, &old.machine).await["failure"], Value::Null);
 }
 
-/// Its removal looks for it a last time, and it can be brought back.
+/// The removal checks the server a last time, and the machine can be restored.
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_is_found_at_its_removal_is_kept_and_undeleted() {
-    let (stack, process, old) = believed_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;
+async fn server_found_at_its_removal_is_kept_and_undeleted() {
+    let (stack, process, old) = wrongly_gone(&[("DELETE_GRACE_SECONDS", "5")]).await;
     let name = format!("svc-{}", old.machine);
     stack.provider.hide_servers(&[name]);
     let path = format!("/vps/{}", old.machine);

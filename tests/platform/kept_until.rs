@@ -1,5 +1,5 @@
-//! The rule that says until when a server is kept, over every combination of what it looks at: what is shown, what is
-//! deleted, and the rule in the words of this test agree.
+//! The retention rule of servers, over every combination of its inputs: the shown time, the actual deletion, and this
+//! test's own statement of the rule agree.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use svc::platform::db::kept_servers::{self, ServerRetention};
 use uuid::Uuid;
 
 const KEPT: Duration = Duration::from_secs(600);
-/// Longer ago than servers are kept, and a moment ago.
+/// Longer ago than the retention, and a moment ago.
 const OLD: &str = "now() - interval '1200 seconds'";
 const FRESH: &str = "now() - interval '10 seconds'";
 const NULL: &str = "NULL";
@@ -40,18 +40,18 @@ enum Later {
     Proven {
         old: bool,
     },
-    /// Deleted after it had proven itself long ago; its server still exists.
+    /// Proven long ago and deleted; its server still exists.
     DeletedWithServer,
     DeletedServerGone {
         old: bool,
     },
-    /// It had proven itself long ago, and the provider has lost its server.
+    /// Proven long ago; the provider has lost its server.
     ServerLost,
-    /// The same, and it was deleted since.
+    /// The same, and deleted since.
     ServerLostThenDeleted {
         old: bool,
     },
-    /// Replaced in its turn, and its server is deleted.
+    /// Replaced as well, and its server is deleted.
     ReplacedServerGone,
 }
 
@@ -143,7 +143,7 @@ impl Case {
     }
 }
 
-/// The columns of one row that differ, as SQL.
+/// The varying columns of a row, as SQL.
 struct Columns {
     epoch: u32,
     registered: &'static str,
@@ -206,7 +206,7 @@ impl Columns {
     fn insert(&self, id: Uuid, slot: &str) -> String {
         let Self { epoch, registered, retired, deleted, server_deleted, proven, unsaved, .. } = self;
         let Self { discard, abandoned, failure, .. } = self;
-        // A machine that was replaced names another; which one decides nothing here.
+        // A replaced machine names its successor; which one does not matter here.
         let replaced_by = if *retired == NULL { NULL.to_owned() } else { format!("'{id}'") };
         format!(
             "INSERT INTO user_machines (machine_id, idp_user_id, slot, handle, kind, status, epoch, restore_mode, \
@@ -221,7 +221,7 @@ impl Columns {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_shown_and_what_is_deleted_follow_one_rule() {
+async fn shown_time_and_deletion_follow_the_same_rule() {
     svc::http::tls::install_provider();
     let database =
         test_database_from(
@@ -267,7 +267,7 @@ async fn what_is_shown_and_what_is_deleted_follow_one_rule() {
         assert_eq!(until, holds_data.then(|| case.expected()), "{case:?}");
     }
 
-    // A page at a time; what has an operation is given none.
+    // One page at a time; a machine with an operation has no time.
     let mut removable = HashSet::new();
     loop {
         let page = kept_servers::removable(&session, &retention).await.unwrap();

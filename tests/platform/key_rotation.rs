@@ -1,5 +1,5 @@
-//! Proof keys that change under a working platform of two processes: no request is ever signed with a key that its host
-//! does not have, and an old key goes when nobody needs it.
+//! Proof keys rotate on a working platform of two processes: no request is signed with a key that its host lacks, and
+//! an old key is removed once no host needs it.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ fn kids(keys: &ProofKeys) -> Vec<String> {
     keys.keys.iter().map(|key| key.kid.clone()).collect()
 }
 
-/// A heartbeat as a host sends it: it tells what it has, and keeps what it is given.
+/// A heartbeat that acknowledges the host's keys and stores the returned ones.
 async fn beat(stack: &Stack, process: &Process, host: &Host) -> Vec<String> {
     let had = kids(&host.keys.lock().unwrap());
     let mut body = beat_of(&host.guest);
@@ -30,7 +30,7 @@ async fn beat(stack: &Stack, process: &Process, host: &Host) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn keys_rotate_without_a_proof_that_its_host_refuses() {
+async fn keys_rotate_without_refused_proofs() {
     let stack = Stack::start().await;
     let (one, two) = (stack.platform_with(&FAST), stack.platform_with(&FAST));
     let host = host(&stack, &one).await;
@@ -38,22 +38,22 @@ async fn keys_rotate_without_a_proof_that_its_host_refuses() {
     let first = kids(&host.keys.lock().unwrap()).remove(0);
     let mut known = BTreeSet::from([first.clone()]);
     let deadline = Instant::now() + Duration::from_secs(40);
-    let mut asked = 0;
-    // Three successors, the first key long gone. The host hears of a key long after the platform has it.
+    let mut requests = 0;
+    // Three rotations; the first key is long retired. The host receives a key long after the platform created it.
     while known.len() < 4 || kids(&host.keys.lock().unwrap()).contains(&first) {
         assert!(Instant::now() < deadline, "{known:?}\n{}", stack.log());
-        let process = if asked % 2 == 0 { &one } else { &two };
-        if asked % 15 == 0 {
+        let process = if requests % 2 == 0 { &one } else { &two };
+        if requests % 15 == 0 {
             let given = beat(&stack, process, &host).await;
             assert!((1..=3).contains(&given.len()), "{given:?}");
             known.extend(given);
         }
         let answer = stack.post(process, &path, &json!({})).await;
         assert_eq!(answer.status, 202, "{answer:?}\n{}", stack.log());
-        asked += 1;
+        requests += 1;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(host.seen.lock().unwrap().len(), asked);
+    assert_eq!(host.seen.lock().unwrap().len(), requests);
     let client = stack.database.connect().await.unwrap();
     let retired =
         client.query("SELECT kid FROM signing_keys WHERE retired_at IS NOT NULL", &[]).await.unwrap();
@@ -61,7 +61,7 @@ async fn keys_rotate_without_a_proof_that_its_host_refuses() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_stays_while_one_host_has_not_acknowledged_its_successor() {
+async fn key_stays_until_every_host_acknowledges_its_successor() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&FAST);
     let host = host(&stack, &process).await;
@@ -73,19 +73,19 @@ async fn a_key_stays_while_one_host_has_not_acknowledged_its_successor() {
         let given = beat(&stack, &process, &host).await;
         assert!(given.contains(&first), "{given:?}");
         most = most.max(given.len());
-        let asked = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
-        assert_eq!(asked.status, 202, "{asked:?}");
+        let answer = stack.post(&process, &format!("/vps/{}/backup", host.guest.machine), &json!({})).await;
+        assert_eq!(answer.status, 202, "{answer:?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    assert!(most >= 2, "there is a successor, and others go on with it");
-    // What keeps it is gone: so is the key.
+    assert!(most >= 2, "other hosts continue with the successor");
+    // Its last user is gone, so the key is retired.
     stack.delete(&process, &format!("/vps/{}", silent.machine)).await;
     let gone = || async { (!beat(&stack, &process, &host).await.contains(&first)).then_some(()) };
     stack.eventually("the first key is retired", gone).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn app_keys_sign_when_every_router_has_them_and_stay_as_long_as_their_tokens() {
+async fn app_key_signs_once_every_router_has_it() {
     let stack = Stack::start().await;
     let _process = stack.platform_with(&FAST);
     let client = stack.database.connect().await.unwrap();
@@ -102,7 +102,7 @@ async fn app_keys_sign_when_every_router_has_them_and_stay_as_long_as_their_toke
         let client = &client;
         async move { client.execute(sql, &[&kid, &f64::from(seconds)]).await.unwrap() }
     };
-    // Far from the next turn: nothing but the ages given here decides who signs.
+    // Far from the next rotation: only the ages given here decide which key signs.
     key_age(kids[0].clone(), 90_000).await;
     key_age(kids[1].clone(), 5).await;
     let settings = stack.settings();
@@ -118,9 +118,9 @@ async fn app_keys_sign_when_every_router_has_them_and_stay_as_long_as_their_toke
             set.app.current.kid().to_owned()
         }
     };
-    assert_eq!(signs(1000).await, kids[0], "a router may not have the other yet");
+    assert_eq!(signs(1000).await, kids[0], "a router may lack the next key");
     assert_ne!(signs(1).await, kids[0]);
-    assert!(kept().await.contains(&kids[0]), "its tokens may still be good");
+    assert!(kept().await.contains(&kids[0]), "its tokens may still be valid");
     let gone = || async {
         for kid in kept().await.into_iter().skip(1) {
             key_age(kid, 50_000).await;
@@ -130,9 +130,9 @@ async fn app_keys_sign_when_every_router_has_them_and_stay_as_long_as_their_toke
     stack.eventually("the first key is retired", gone).await;
 }
 
-/// It is silent for longer than others wait for it, and serves all the time.
+/// It sends no heartbeats for longer than rotation waits, but keeps serving.
 #[tokio::test(flavor = "multi_thread")]
-async fn silent_host_holds_up_no_rotation_and_keeps_its_own_key() {
+async fn silent_host_delays_no_rotation_and_keeps_its_key() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[FAST[0], FAST[1], ("PROOF_KEY_SILENCE_SECONDS", "2")]);
     let host = host(&stack, &process).await;
@@ -144,18 +144,18 @@ async fn silent_host_holds_up_no_rotation_and_keeps_its_own_key() {
         (!client.query(sql, &[&first]).await.unwrap().is_empty()).then_some(())
     };
     stack.eventually("the silent host's key is retired", retired).await;
-    // Until the process has read the keys again it may still sign with what it had.
+    // Until the process reloads the keys it may sign with the old ones.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let path = format!("/vps/{}/backup", host.guest.machine);
-    let ask = || async { stack.post(&process, &path, &json!({})).await.status };
-    assert_eq!(ask().await, 202, "its proofs are signed with the key that it has");
-    // Its next heartbeat brings the new keys and takes none that still signs for it.
+    let request_backup = || async { stack.post(&process, &path, &json!({})).await.status };
+    assert_eq!(request_backup().await, 202, "proofs for this host use the key that it has");
+    // Its next heartbeat delivers the new keys and removes none that still signs for it.
     let given = beat(&stack, &process, &host).await;
     assert!(given.contains(&first) && given.len() >= 2, "{given:?}");
-    assert_eq!(ask().await, 202);
+    assert_eq!(request_backup().await, 202);
     beat(&stack, &process, &host).await;
-    assert_eq!(ask().await, 202);
+    assert_eq!(request_backup().await, 202);
     let given = beat(&stack, &process, &host).await;
     assert!(!given.contains(&first), "{given:?}");
-    assert_eq!(ask().await, 202);
+    assert_eq!(request_backup().await, 202);
 }

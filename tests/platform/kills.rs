@@ -1,4 +1,4 @@
-//! kill -9 at every place where a step is stored: after a restart the operation ends, with one server and no orphan.
+//! kill -9 at every point where a step is stored: after a restart the operation ends, with one server and no orphan.
 
 use std::sync::Mutex;
 
@@ -10,12 +10,12 @@ use svc::platform::operations::{OperationKind, points};
 use super::deploy::{Fleet, NEXT};
 use super::stack::{Guest, SECRET, Stack, beat_of, provision_body};
 
-const AT_ONCE: usize = 3;
+const MAX_CONCURRENT: usize = 3;
 
 async fn every_point<F: Future<Output = ()>>(kind: OperationKind, run: impl Fn(String) -> F) {
     let points = points(kind);
     assert!(points.len() > kind.steps().len());
-    stream::iter(points).map(run).buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+    stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
 }
 
 fn killed_at(point: &str) -> String {
@@ -28,7 +28,7 @@ async fn provision_survives_a_kill_at_every_point() {
         let stack = Stack::start().await;
         let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
         stack.subscribe(&first, "user_1").await;
-        // The kill can come before the answer.
+        // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/provision", &provision_body("user_1")).await;
         first.killed().await;
 
@@ -145,7 +145,7 @@ async fn reinstatement_survives_a_kill_at_every_point() {
     .await;
 }
 
-/// Kills the platform at each point of a power operation, and lets another one end it.
+/// Kills the platform at each point of a power operation; another process completes it.
 async fn survives_kills(kind: OperationKind, action: &'static str, power: Power) {
     let run = |point: String| async move {
         let stack = Stack::start().await;
@@ -158,7 +158,7 @@ async fn survives_kills(kind: OperationKind, action: &'static str, power: Power)
         }
         calm.kill();
         let mut first = stack.platform_with(&[("FAILPOINTS", &killed_at(&point))]);
-        // The kill can come before the answer.
+        // The kill can precede the response.
         let _ = stack.try_post(&first, &path, &json!({"action": action})).await;
         first.killed_while(|base| stack.try_beats(base)).await;
 
@@ -173,7 +173,7 @@ async fn survives_kills(kind: OperationKind, action: &'static str, power: Power)
         assert_eq!(stack.provider.servers()[0].status, power, "{point}");
         stack.assert_only_server(&guest.machine);
     };
-    stream::iter(points(kind)).map(run).buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+    stream::iter(points(kind)).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -198,14 +198,14 @@ async fn resize_survives_a_kill_at_every_point() {
         let mut calm = stack.platform();
         let guest = stack.running(&calm, "user_1").await;
         calm.kill();
-        // The power has to be cut, so that every step has something to do.
+        // The power has to be cut, so that every step does something.
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
         let settings = [("FAILPOINTS", killed_at(&point)), ("RESIZE_SHUTDOWN_SECONDS", "1".to_owned())];
         let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
         let mut first = stack.platform_with(&settings);
         let path = format!("/vps/{}/resize", guest.machine);
         let request = stack.request(&first, reqwest::Method::POST, &path).bearer_auth(SECRET);
-        // The kill can come before the answer.
+        // The kill can precede the response.
         let _ = request.json(&json!({"serverType": "cpx32"})).send().await;
         first.killed_while(|base| stack.try_beats(base)).await;
 
@@ -229,24 +229,24 @@ async fn resize_survives_a_kill_at_every_point() {
     .await;
 }
 
-/// Hosts that run what they are told to, and the order in which they came to it.
-struct Obedient<'a> {
+/// Hosts that install the requested release, and the order in which they did.
+struct UpdatingHosts<'a> {
     stack: &'a Stack,
     guests: &'a [Guest],
     updated: Mutex<Vec<usize>>,
 }
 
-impl Obedient<'_> {
-    /// A heartbeat of each, to a platform that may be gone.
+impl UpdatingHosts<'_> {
+    /// A heartbeat of each host, to a platform that may be dead.
     async fn beat(&self, base: String) {
         for (at, guest) in self.guests.iter().enumerate() {
             let mut body = beat_of(guest);
             if self.updated.lock().unwrap().contains(&at) {
                 body["imageVersion"] = json!(NEXT);
             }
-            let Some(told) = self.stack.try_beat(&base, guest, &body).await else { continue };
+            let Some(response) = self.stack.try_beat(&base, guest, &body).await else { continue };
             let mut updated = self.updated.lock().unwrap();
-            if told["desiredImageVersion"] == NEXT && !updated.contains(&at) {
+            if response["desiredImageVersion"] == NEXT && !updated.contains(&at) {
                 updated.push(at);
             }
         }
@@ -254,8 +254,8 @@ impl Obedient<'_> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rollout_survives_a_kill_at_every_point_of_every_step() {
-    // The canary is asked; it is there, and the others are asked; they are there, and it has succeeded.
+async fn rollout_survives_a_kill_at_every_point_of_every_step() {
+    // The canary is requested; it succeeds and the others are requested; they succeed.
     const STEPS: usize = 3;
     let mut points = Vec::new();
     for point in svc::platform::rollouts::POINTS {
@@ -265,22 +265,22 @@ async fn a_rollout_survives_a_kill_at_every_point_of_every_step() {
         let killed = format!("{point}={nth}*off->1*return(kill)");
         let Fleet { stack, process: mut first, guests } = Fleet::of(3, &[("FAILPOINTS", &killed)]).await;
         let body = json!({"imageVersion": NEXT, "canary": 1, "batchSize": 2});
-        // The kill can come before the answer.
+        // The kill can precede the response.
         let _ = stack.try_post(&first, "/vps/deploy", &body).await;
-        let hosts = Obedient { stack: &stack, guests: &guests, updated: Mutex::default() };
+        let hosts = UpdatingHosts { stack: &stack, guests: &guests, updated: Mutex::default() };
         first.killed_while(|base| hosts.beat(base)).await;
 
         let second = stack.platform();
-        let look = || async {
+        let check = || async {
             hosts.beat(second.base.clone()).await;
             let list = stack.get(&second, "/vps/deploy").await.body;
             let rollout = list["rollouts"][0].clone();
             (rollout["state"] != "running").then_some(rollout)
         };
-        let ended = stack.eventually("the rollout ends", look).await;
+        let ended = stack.eventually("the rollout ends", check).await;
         assert_eq!(ended["state"], "succeeded", "{point} {nth}: {ended}");
         assert_eq!(ended["totals"]["updated"], 3, "{point} {nth}: {ended}");
         assert_eq!(hosts.updated.lock().unwrap().first(), Some(&0), "{point} {nth}: the canary is the first");
     };
-    stream::iter(points).map(run).buffer_unordered(AT_ONCE).collect::<Vec<()>>().await;
+    stream::iter(points).map(run).buffer_unordered(MAX_CONCURRENT).collect::<Vec<()>>().await;
 }

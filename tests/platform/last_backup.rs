@@ -1,5 +1,5 @@
-//! The last backup of a host that is replaced: its writers stop, a snapshot taken after that is waited for while it makes
-//! progress, and where none can be made, an operator decides.
+//! The last backup of a host that is replaced: its writers stop, and the operation waits for a later snapshot while
+//! it makes progress. If none can be made, an operator decides.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::stack::{BUCKET, Process, Stack, heartbeat};
 
 const QUIESCE: &str = "/_svc/internal/quiesce";
 const BACKUP: &str = "/_svc/internal/backup";
-/// Of the slot's snapshot.
+/// The accepted loss when the slot has a snapshot.
 const ACCEPTED: &str = "no last backup; the operator accepted the loss of what was written since the newest copy, which \
                         is the snapshot of 2026-01-02T03:04:05.678Z";
 
@@ -42,7 +42,7 @@ async fn called(stack: &Stack, host: &Host, method: &str, path: &str) {
     stack.eventually(path, || async { (host.calls(method, path) > 0).then_some(()) }).await;
 }
 
-/// What the step `last_backup` of an operation that succeeded noted.
+/// The log line of the step `last_backup` of a successful operation.
 async fn note(stack: &Stack, process: &Process, recovery: &Value) -> String {
     let operation = stack.ended(process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}\n{}", stack.log());
@@ -55,7 +55,7 @@ fn continue_path(recovery: &Value) -> String {
     format!("/vps/operations/{}/continue", recovery["operationId"].as_str().unwrap())
 }
 
-/// What the audit has of the changes by this name.
+/// The audit rows of an action.
 async fn audited(stack: &Stack, action: &str) -> Vec<Value> {
     let client = stack.database.connect().await.unwrap();
     let sql = "SELECT after FROM operator_audit WHERE action = $1 ORDER BY at";
@@ -78,12 +78,12 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
         let path = format!("/vps/{}/heartbeat", old.guest.machine);
         stack.request(&process, Method::POST, &path).bearer_auth(&old.guest.upgrade_token).json(&heartbeat())
     };
-    let told = stack.send(beat()).await.body;
-    assert_eq!(told["superseded"], false, "it still has to make its backup");
-    assert_eq!(told["quiesce"], recovery["operationId"], "and it stays stopped for it");
-    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "and may write it");
+    let response = stack.send(beat()).await.body;
+    assert_eq!(response["superseded"], false, "it must still make its backup");
+    assert_eq!(response["quiesce"], recovery["operationId"], "its writers stay stopped");
+    assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1, "it may write the pointer");
 
-    // Neither a pointer that moves, nor a snapshot from before the request, nor one of another machine.
+    // Neither a moved pointer, nor a snapshot from before the request, nor one of another machine counts.
     let mut moved = stack.pointer("user_1");
     moved["seq"] = json!(8);
     stack.write_pointer("user_1", &moved);
@@ -93,7 +93,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
     let old_record = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
     assert!(old_record["finalBackupAt"].is_string() && old_record["unsavedSince"].is_null(), "{old_record}");
@@ -104,7 +104,7 @@ async fn writers_stop_and_only_a_later_snapshot_of_the_host_counts() {
     assert!(seen.iter().all(|claims| claims.jti.is_some()));
 }
 
-/// Behind a fence at an epoch that no machine can have had, the pointer would refuse every backup of the host.
+/// With a fence at an impossible epoch, the pointer would refuse every backup of the host.
 #[tokio::test(flavor = "multi_thread")]
 async fn invented_fence_is_replaced_before_the_host_is_asked() {
     let stack = Stack::start().await;
@@ -123,12 +123,12 @@ async fn invented_fence_is_replaced_before_the_host_is_asked() {
         (&json!(1), &json!(old.guest.machine)),
         "{pointer}"
     );
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn backup_that_makes_progress_is_waited_for_beyond_every_deadline() {
+async fn progressing_backup_extends_every_deadline() {
     let stack = Stack::start().await;
     let short = [("LAST_BACKUP_STALL_SECONDS", "2"), ("OPERATION_DEADLINE_SECONDS", "3")];
     let process = stack.platform_with(&short);
@@ -144,12 +144,12 @@ async fn backup_that_makes_progress_is_waited_for_beyond_every_deadline() {
     }
     let found = operation(&stack, &process, &recovery).await;
     assert_eq!((&found["state"], &found["step"]), (&json!("running"), &json!("last_backup")), "{found}");
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reachable_host_without_a_backup_makes_the_operation_ask() {
+async fn missing_backup_of_a_reachable_host_asks_the_operator() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = host(&stack, &process).await;
@@ -159,13 +159,13 @@ async fn reachable_host_without_a_backup_makes_the_operation_ask() {
     assert_eq!(asks["question"]["code"], "last_backup_missing", "{asks}");
     let detail = asks["question"]["detail"].as_str().unwrap();
     assert!(detail.contains("2026-01-02T03:04:05.678Z") && detail.contains("no progress"), "{detail}");
-    assert_eq!(stack.provider.servers().len(), 1, "nothing was made or destroyed");
+    assert_eq!(stack.provider.servers().len(), 1, "no server was created or deleted");
     assert_eq!(stack.provider.call_count("DELETE", "/servers/"), 0);
     assert_eq!(stack.pointer("user_1")["fenceEpoch"], 1);
 
     let path = continue_path(&recovery);
     stack.post(&process, &path, &json!({"acceptLoss": "no"})).await.assert_problem(400, "invalid_request");
-    // An answer that takes days does not count as time that the operation took.
+    // Waiting for an operator does not count as run time of the operation.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE operations SET created_at = now() - interval '2 days'", &[]).await.unwrap();
     let answer = stack.post(&process, &path, &json!({"acceptLoss": false})).await;
@@ -211,7 +211,7 @@ async fn abandoned_recovery_leaves_the_old_machine_running() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failed_backup_is_requested_again_before_anyone_is_asked() {
+async fn failed_backup_is_retried_before_the_operator_is_asked() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
@@ -225,7 +225,7 @@ async fn failed_backup_is_requested_again_before_anyone_is_asked() {
     assert_eq!(old.calls("POST", BACKUP), 3);
 }
 
-/// What a host says of a snapshot that it held back, from an hour on.
+/// A host's report of a snapshot that it held back, dated an hour ahead.
 fn held_back(more: &Value) -> Value {
     let late = rfc3339_ms(jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1));
     let mut last = json!({"status": "error", "beganAt": late, "error": "a table is gone"});
@@ -234,7 +234,7 @@ fn held_back(more: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
+async fn held_snapshot_asks_at_once_and_counts_once_accepted() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
@@ -252,7 +252,7 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     {
         assert!(detail.contains(part), "{part}: {detail}");
     }
-    assert_eq!(old.calls("POST", BACKUP), 1, "a second snapshot would say the same");
+    assert_eq!(old.calls("POST", BACKUP), 1, "a second snapshot would be held back as well");
 
     let path = continue_path(&recovery);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
@@ -260,9 +260,12 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     assert!(asks["log"].to_string().contains("retried the step"), "{asks}");
     let accept = format!("/vps/{}/backup-accept", old.guest.machine);
     let accepted = stack.post(&process, &accept, &json!({})).await;
-    assert_eq!(accepted.status, 202, "out of service, it still has its last backup to make: {accepted:?}");
+    assert_eq!(
+        accepted.status, 202,
+        "a machine out of service must still make its last backup: {accepted:?}"
+    );
     called(&stack, &old, "POST", "/_svc/internal/backup-accept").await;
-    // The machine that holds the slot stands for the one that it is to replace.
+    // The current machine of the slot represents the one that it will replace.
     let by_slot = format!("/vps/{}/backup-accept", recovery["machineId"].as_str().unwrap());
     let accepted = stack.post(&process, &by_slot, &json!({})).await;
     assert_eq!(
@@ -272,7 +275,7 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
     );
     assert_eq!(old.calls("POST", "/_svc/internal/backup-accept"), 2);
     let key = stack.snapshot_by("user_1", &old.guest.machine, &taken_at);
-    old.reports(&key, &taken_at);
+    old.report_backup(&key, &taken_at);
     assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200);
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
     let saved = stack.get(&process, &format!("/vps/{}", old.guest.machine)).await.body;
@@ -282,7 +285,7 @@ async fn held_back_snapshot_is_asked_about_at_once_and_counts_once_accepted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn older_host_that_names_the_way_out_is_not_asked_for_three_snapshots() {
+async fn older_host_with_a_held_snapshot_gets_no_retries() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "60")]);
     let old = host(&stack, &process).await;
@@ -297,7 +300,7 @@ async fn older_host_that_names_the_way_out_is_not_asked_for_three_snapshots() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn host_of_an_older_release_is_backed_up_without_stopping_its_writers() {
+async fn older_host_is_backed_up_without_quiescing() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "20")]);
     let old = host(&stack, &process).await;
@@ -327,7 +330,7 @@ async fn host_with_another_key_than_the_registered_one_is_not_asked() {
     assert!(old.seen.lock().unwrap().is_empty());
 }
 
-/// A slot whose host keeps its writers, and reports more dispatches with each answer.
+/// A slot whose host keeps its writers, and reports more dispatches at each call.
 async fn host_that_never_stops() -> (Stack, Process, Host) {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "2")]);
@@ -341,7 +344,7 @@ async fn host_that_never_stops() -> (Stack, Process, Host) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn growing_dispatch_count_does_not_hold_up_the_operation() {
+async fn growing_dispatch_count_does_not_delay_the_operation() {
     let (stack, process, old) = host_that_never_stops().await;
     let recovery = recover(&stack, &process, json!({})).await;
     let asks = waiting(&stack, &process, &recovery).await;
@@ -358,19 +361,19 @@ async fn loss_accepted_beforehand_bounds_a_host_that_never_stops() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn host_that_counts_up_for_ever_is_bounded() {
+async fn endless_progress_is_bounded() {
     let stack = Stack::start().await;
     let settings = [("LAST_BACKUP_STALL_SECONDS", "2"), ("LAST_BACKUP_LIMIT_SECONDS", "5")];
     let process = stack.platform_with(&settings);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
-    // Too little to be progress.
+    // Too small to count as progress.
     let counting = counts_up(&old, 1);
     let recovery = recover(&stack, &process, json!({})).await;
     let asks = waiting(&stack, &process, &recovery).await;
     assert!(asks["question"]["detail"].as_str().unwrap().contains("no progress"), "{asks}");
     counting.abort();
-    // Enough of it, but without an end.
+    // Enough progress, but without an end.
     let counting = counts_up(&old, 8 << 20);
     assert_eq!(stack.post(&process, &continue_path(&recovery), &json!({})).await.status, 200);
     let asks = waiting(&stack, &process, &recovery).await;
@@ -395,7 +398,7 @@ async fn loss_is_accepted_while_a_host_claims_progress() {
     counting.abort();
 }
 
-/// The host reports so many bytes more each time.
+/// The host reports this many more bytes each time.
 fn counts_up(old: &Host, by: u64) -> tokio::task::JoinHandle<()> {
     let script = old.script.clone();
     tokio::spawn(async move {
@@ -407,29 +410,29 @@ fn counts_up(old: &Host, by: u64) -> tokio::task::JoinHandle<()> {
     })
 }
 
-/// A session of a machine that was replaced can write all of this.
+/// The credentials of a replaced machine allow all of these writes.
 #[tokio::test(flavor = "multi_thread")]
-async fn forged_snapshot_is_no_last_backup() {
+async fn forged_snapshot_does_not_count_as_last_backup() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "30")]);
     let old = host(&stack, &process).await;
     stack.snapshot("user_1");
     let earlier = now();
-    old.reports("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
+    old.report_backup("system/db/snapshots/2026-01-02T03-04-05.678Z-1.dump", &earlier);
     let recovery = recover(&stack, &process, json!({})).await;
     called(&stack, &old, "POST", BACKUP).await;
-    // Whole in itself, but not by the machine's own word.
+    // Consistent, but not reported by the machine itself.
     stack.snapshot_by("user_1", &old.guest.machine, &now());
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    // Of a time to come, which would count for every later operation of the slot, too.
+    // From the future, which would count for every later operation of the slot.
     old.script.lock().unwrap().reports_backups = false;
     stack.snapshot_by("user_1", &old.guest.machine, "9999-01-01T00:00:00.000Z");
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
 
-    // Without an object, and with one that the side record does not describe.
+    // Without an object, and with one that does not match the side record.
     for broken in [".dump", ".dump.json"] {
         let key = stack.snapshot_by("user_1", &old.guest.machine, &now());
         let object = format!("user_1/primary/{key}");
@@ -445,12 +448,12 @@ async fn forged_snapshot_is_no_last_backup() {
     assert_eq!(operation(&stack, &process, &recovery).await["step"], "last_backup");
 
     old.script.lock().unwrap().reports_backups = true;
-    old.backs_up(&stack, "user_1");
+    old.store_backup(&stack, "user_1");
     assert_eq!(note(&stack, &process, &recovery).await, "a snapshot was taken after the writers had stopped");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn question_after_an_unreadable_pointer_does_not_say_that_nothing_is_there() {
+async fn unreadable_pointer_is_not_reported_as_no_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let _old = host(&stack, &process).await;

@@ -1,4 +1,4 @@
-//! Hosts that run: their data stays with them through a resize, and comes back from the snapshot after a delete.
+//! Running hosts: their data survives a resize, and is restored from the snapshot after a delete.
 
 use std::path::Path;
 
@@ -70,8 +70,8 @@ impl Lives {
     }
 
     async fn until(&self, machine: &str, what: &str, is: impl Fn(&Value) -> bool) -> Value {
-        let look = || async { Some(self.record(machine).await).filter(|record| is(record)) };
-        self.stack.eventually(what, look).await
+        let check = || async { Some(self.record(machine).await).filter(|record| is(record)) };
+        self.stack.eventually(what, check).await
     }
 
     /// The owner's database on the machine's host.
@@ -85,16 +85,16 @@ impl Lives {
         Ok(client)
     }
 
-    /// What the owner gets through the router.
-    async fn asked_by_owner(&self) -> Result<u16> {
+    /// The owner's status through the router.
+    async fn status_for_owner(&self) -> Result<u16> {
         let token = self.idp.mint("user_1", &MintOptions::default());
         let request = reqwest::Client::new().get(format!("{}/api/apps", self.process.router));
         Ok(request.header("host", "app.test").bearer_auth(token).send().await?.status().as_u16())
     }
 
     async fn until_owner_gets(&self, status: u16) {
-        let look = || async { (self.asked_by_owner().await.ok()? == status).then_some(()) };
-        self.stack.eventually(&format!("the owner gets {status}"), look).await;
+        let check = || async { (self.status_for_owner().await.ok()? == status).then_some(()) };
+        self.stack.eventually(&format!("the owner gets {status}"), check).await;
     }
 
     async fn notes(&self, machine: &str) -> Result<Vec<String>> {
@@ -104,7 +104,7 @@ impl Lives {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_resized_host_keeps_its_data_and_its_restore_is_not_run_again() -> Result<()> {
+async fn resized_host_keeps_its_data_without_another_restore() -> Result<()> {
     let lives = Lives::start().await?;
     let machine = lives.provision().await?;
     let client = lives.database(&machine).await?;
@@ -135,13 +135,13 @@ async fn a_resized_host_keeps_its_data_and_its_restore_is_not_run_again() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_a_delete_the_next_machine_of_the_slot_has_the_data_of_the_backup() -> Result<()> {
+async fn next_machine_after_a_delete_has_the_backed_up_data() -> Result<()> {
     let lives = Lives::start().await?;
     let first = lives.provision().await?;
     let client = lives.database(&first).await?;
     client.batch_execute("CREATE TABLE notes (text text); INSERT INTO notes VALUES ('kept')").await?;
-    let asked = lives.stack.post(&lives.process, &format!("/vps/{first}/backup"), &json!({})).await;
-    assert_eq!(asked.status, 202, "{asked:?}\n{}", lives.stack.log());
+    let response = lives.stack.post(&lives.process, &format!("/vps/{first}/backup"), &json!({})).await;
+    assert_eq!(response.status, 202, "{response:?}\n{}", lives.stack.log());
     let path = format!("/vps/{first}/backups");
     let taken = || async {
         let list = lives.stack.get(&lives.process, &path).await.body;
@@ -155,14 +155,14 @@ async fn after_a_delete_the_next_machine_of_the_slot_has_the_data_of_the_backup(
     );
     client.batch_execute("INSERT INTO notes VALUES ('written after it')").await?;
     drop(client);
-    // The fleet hears of it from the host.
-    let told = || async {
+    // The fleet gets the backup from the host's heartbeat.
+    let reported = || async {
         let fleet = lives.stack.get(&lives.process, "/vps/fleet").await.body;
         (fleet["backups"]["never"] == 0).then_some(fleet)
     };
-    lives.stack.eventually("the host tells of its backup", told).await;
+    lives.stack.eventually("the host reports its backup", reported).await;
 
-    // Its last backup has what was written since.
+    // Its last backup contains the later writes.
     let deleted = lives.stack.delete(&lives.process, &format!("/vps/{first}")).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
     lives

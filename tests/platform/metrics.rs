@@ -19,7 +19,7 @@ fn assert_grew(before: &Exposition, after: &Exposition, series: &str, by: f64) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_done_is_counted_and_the_fleet_is_told() {
+async fn metrics_count_work_and_describe_the_fleet() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let before = scrape(&stack, &process).await;
@@ -62,13 +62,13 @@ async fn what_was_done_is_counted_and_the_fleet_is_told() {
         seen.get("svc_reconciler_last_success_timestamp_seconds{part=\"servers\"}")
     };
     assert!(stack.eventually("the reconciler ran", reconciled).await > 1.7e9);
-    // Nothing of a machine or a user is a label.
+    // No label identifies a machine or a user.
     let named = |series: &&String| series.contains(&guest.machine) || series.contains("user_1");
     assert_eq!(after.samples.keys().filter(named).count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_an_operator_reads_them_and_a_database_that_is_away_costs_the_fleet_alone() {
+async fn metrics_need_an_operator_and_survive_a_database_outage() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let bare = stack.request(&process, Method::GET, "/metrics");
@@ -89,11 +89,15 @@ async fn only_an_operator_reads_them_and_a_database_that_is_away_costs_the_fleet
     let without: Answer = stack.get(&process, "/metrics").await;
     assert_eq!(without.status, 200);
     let without = Exposition::read(&without.text).unwrap();
-    assert_eq!(without.get("svc_fleet_read_timestamp_seconds"), read, "it says how old its figures are");
+    assert_eq!(
+        without.get("svc_fleet_read_timestamp_seconds"),
+        read,
+        "the metric gives the age of the figures"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_operation_remembers_the_request_that_it_was_filed_for() {
+async fn operation_logs_the_id_of_its_request() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("RUST_LOG", "svc=debug")]);
     stack.subscribe(&process, "user_1").await;
@@ -121,6 +125,6 @@ async fn an_operation_remembers_the_request_that_it_was_filed_for() {
     assert_eq!(audited.get::<_, &str>(0), "provision", "{log}");
     assert!(
         stack.provider.calls().iter().any(|call| call.request_id.as_deref() == Some(id)),
-        "the provider was not told the id"
+        "the provider did not receive the id"
     );
 }

@@ -1,5 +1,5 @@
-//! The log of an operation that is retried for long: bounded in the database and in answers, and the age of its step stays
-//! right.
+//! The log of an operation with many retries: bounded in the database and in responses, with the correct age of its
+//! step.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ async fn retries_for_a_month_leave_a_bounded_log() {
     let id = OperationId(id);
     let newest = || async { operation_log::newest(&session, id).await.unwrap() };
 
-    // Left by a release that added a line for each retry.
+    // Written by a release that added a line for each retry.
     let old = "INSERT INTO operation_log (operation_id, step, outcome, detail) \
                SELECT operation_id, 'last_backup', 'retry', 'silent' FROM operations, generate_series(1, 5000)";
     session.batch_execute(old).await.unwrap();
@@ -45,7 +45,7 @@ async fn retries_for_a_month_leave_a_bounded_log() {
         operation_log::log_retry(&session, id, "last_backup", Some("silent")).await.unwrap();
     }
     let counted = newest().await;
-    assert_eq!(counted.omitted, 4801, "the same failure adds no line");
+    assert_eq!(counted.omitted, 4801, "a repeated failure adds no line");
     let last = counted.lines.last().unwrap();
     assert_eq!((&last["detail"], &last["repeats"]), (&json!("silent"), &json!(300)), "{last}");
     assert!(last["repeatedAt"].is_string(), "{last}");
@@ -54,7 +54,7 @@ async fn retries_for_a_month_leave_a_bounded_log() {
         operation_log::log_retry(&session, id, "last_backup", Some(&format!("failure {n}"))).await.unwrap();
     }
     let kept = newest().await;
-    assert_eq!((kept.lines.len(), kept.omitted), (200, 1), "only the line that it begins with is older");
+    assert_eq!((kept.lines.len(), kept.omitted), (200, 1), "only the first line is older");
     let details: Vec<&Value> = kept.lines.iter().map(|line| &line["detail"]).collect();
     assert_eq!((details[0], details[199]), (&json!("failure 100"), &json!("failure 299")));
     assert!(kept.lines.iter().all(|line| line["repeats"].is_null()));

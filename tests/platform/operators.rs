@@ -1,4 +1,4 @@
-//! Named operators: what each token may do, from when and until when, and what the audit has of it.
+//! Named operators: the rights and lifetime of their tokens, and their audit rows.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
@@ -15,7 +15,7 @@ use super::stack::{Answer, Process, SECRET, Stack};
 
 const HOUR: u64 = 3600;
 
-/// The token of a new operator.
+/// Creates an operator and returns the token.
 async fn added(stack: &Stack, process: &Process, name: &str, scopes: &[&str]) -> String {
     let body = json!({"name": name, "scopes": scopes});
     let answer = stack.post(process, "/operators", &body).await;
@@ -57,7 +57,7 @@ async fn every_route_takes_the_scopes_it_declares_and_no_other() {
         let path = path.replace("{version}", "v9").replace("{file}", "x").replace("{name}", "x");
         let path = path.replace("{alarm}", "none");
         for (scope, token) in &tokens {
-            // Without a body, so that nothing is done.
+            // Without a body, so that the call has no effect.
             let answer = stack.send(by(&stack, &process, token, operation.method.clone(), &path)).await;
             let what = format!("{} with the scope {scope}: {answer:?}", operation.id);
             match endpoint.access.scopes() {
@@ -109,7 +109,7 @@ async fn token_before_a_rotation_ends_with_the_overlap() {
     for token in [&first, &second] {
         assert_eq!(who(&stack, &process, token).await.status, 200);
     }
-    // The token before the one before is over.
+    // The token before the previous one is invalid.
     let third = rotated(&stack, &process, "ada", HOUR).await;
     who(&stack, &process, &first).await.assert_problem(401, "unauthorized");
     assert_eq!(who(&stack, &process, &second).await.status, 200);
@@ -121,7 +121,7 @@ async fn token_before_a_rotation_ends_with_the_overlap() {
     let expired = who(&stack, &process, &second).await;
     expired.assert_problem(401, "unauthorized");
     assert!(expired.body["detail"].as_str().unwrap().contains("has expired"), "{expired:?}");
-    // Without an overlap it ends with the rotation.
+    // Without an overlap the old token ends with the rotation.
     let fourth = rotated(&stack, &process, "ada", 0).await;
     who(&stack, &process, &third).await.assert_problem(401, "unauthorized");
     assert_eq!(who(&stack, &process, &fourth).await.status, 200);
@@ -144,7 +144,7 @@ async fn expired_or_forged_token_is_refused() {
     who(&stack, &process, &token).await.assert_problem(401, "unauthorized");
     let listed = stack.get(&process, "/operators").await;
     assert_eq!(listed.body["operators"][0]["state"], "expired", "{listed:?}");
-    // A rotation brings an expired operator back.
+    // A rotation makes an expired operator valid again.
     let token = rotated(&stack, &process, "ada", 0).await;
     assert_eq!(who(&stack, &process, &token).await.status, 200);
 }
@@ -161,7 +161,7 @@ async fn admin_gives_no_scope_that_they_lack() {
     let refused = send("/operators", json!({"name": "eve", "scopes": ["read", "operate"]})).await;
     refused.assert_problem(403, "forbidden");
     assert_eq!(refused.body["missingScopes"], json!(["operate"]));
-    // A rotation would give its caller the operator's token.
+    // A rotation would return the operator's token to its caller.
     send("/operators/strong/rotate", json!({})).await.assert_problem(403, "forbidden");
     assert_eq!(send("/operators", json!({"name": "eve", "scopes": ["read"]})).await.status, 201);
     assert_eq!(send("/operators/strong/revoke", json!({})).await.status, 200);
@@ -213,7 +213,7 @@ async fn repeated_request_gets_the_same_token() {
     assert_eq!((one.status, &one.body), (201, &two.body), "{two:?}");
     let ada = one.body["token"].as_str().unwrap();
     let bob = added(&stack, &process, "bob", &["billing"]).await;
-    // One key of two operators is two keys.
+    // The same key of two operators is two keys.
     let put = |token: &str, user: &str| {
         let slot = json!({"idpUserId": user, "plan": "max", "status": "active"});
         let put = by(&stack, &process, token, Method::PUT, "/vps/slots");
@@ -252,7 +252,7 @@ async fn audit_pages_hold_every_entry_once() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let client = stack.database.connect().await.unwrap();
-    // Ten at each moment, so that pages end among equals.
+    // Ten rows at each time, so that pages end between equal times.
     let fill = "INSERT INTO operator_audit (audit_id, at, actor, action, target, request_id) \
         SELECT gen_random_uuid(), timestamptz '2026-01-01' + (n / 10) * interval '1 minute', \
         CASE n % 2 WHEN 0 THEN 'ada' ELSE 'bob' END, 'act-' || n % 3, 'target-' || n % 5, 'r' \
@@ -282,11 +282,11 @@ async fn audit_pages_hold_every_entry_once() {
         assert_eq!(ids.len(), count, "{filter}");
         ids.sort();
         ids.dedup();
-        assert_eq!(ids.len(), count, "{filter}: an entry comes twice");
+        assert_eq!(ids.len(), count, "{filter}: an entry is duplicated");
     }
 }
 
-/// `svcctl` with a credential, or none.
+/// Runs `svcctl` with a credential, or without.
 async fn svcctl(process: &Process, secret: Option<&str>, args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
     command.arg("svcctl").args(args).env_clear().env("PLATFORM_PUBLIC_URL", &process.base);
@@ -355,7 +355,7 @@ async fn svcctl_audit_follows_entries_that_commit_late() {
     let process = stack.platform();
     stack.subscribe(&process, "user_1").await;
     let client = stack.database.connect().await.unwrap();
-    // It begins before all that follows, and is seen after it.
+    // It starts before all that follow, and becomes visible after them.
     let late = "BEGIN; INSERT INTO operator_audit (audit_id, actor, action, target, request_id) \
                 VALUES (gen_random_uuid(), 'late', 'late.act', 't', 'r')";
     client.batch_execute(late).await.unwrap();
@@ -368,7 +368,7 @@ async fn svcctl_audit_follows_entries_that_commit_late() {
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let mut next = async || {
         let line = tokio::time::timeout(std::time::Duration::from_secs(30), lines.next_line()).await;
-        let line = line.expect("a line in time").unwrap().expect("a line");
+        let line = line.expect("a line before the timeout").unwrap().expect("a line");
         serde_json::from_str::<Value>(&line).unwrap()
     };
     assert_eq!(next().await["target"], "user_1/primary");
@@ -377,5 +377,5 @@ async fn svcctl_audit_follows_entries_that_commit_late() {
     client.batch_execute("COMMIT").await.unwrap();
     assert_eq!(next().await["actor"], "late");
     stack.subscribe(&process, "user_3").await;
-    assert_eq!(next().await["target"], "user_3/primary", "nothing comes twice");
+    assert_eq!(next().await["target"], "user_3/primary", "no entry is repeated");
 }

@@ -1,4 +1,5 @@
-//! `PLATFORM_KEY` changes with two keys in force: under running machines, beside processes of both keys, and after a kill.
+//! `PLATFORM_KEY` changes while both keys are in force: with running machines, with processes of both keys, and after
+//! a kill.
 
 use std::collections::BTreeMap;
 use std::process::Stdio;
@@ -26,7 +27,7 @@ use super::stack::{Answer, BUCKET, Guest, Process, SECRET, Stack, beat_of};
 
 const OLD: u8 = 7;
 const NEW: u8 = 8;
-/// Of the processes here; a row that is four times as old counts no more.
+/// The lease of these processes; a row four times as old is ignored.
 const LEASE: (&str, &str) = ("PLATFORM_LEASE_SECONDS", "1");
 
 fn key(byte: u8) -> SecretSlice<u8> {
@@ -53,7 +54,7 @@ async fn stop(mut process: Process) {
     assert!(process.end().await.success());
 }
 
-/// Starts a process that must refuse these keys; what it said.
+/// Starts a process that must refuse these keys, and returns its log.
 async fn refused(stack: &Stack, current: u8, previous: Option<u8>) -> String {
     let settings = settings(current, previous);
     let all: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
@@ -69,12 +70,12 @@ async fn refused(stack: &Stack, current: u8, previous: Option<u8>) -> String {
     said
 }
 
-/// What `svcctl doctor platform` says of the keys.
+/// The doctor's finding about the keys.
 async fn doctor(stack: &Stack, process: &Process, current: u8, previous: Option<u8>) -> String {
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_svc"));
     command.args(["svcctl", "doctor", "platform", "--json"]).env_clear().envs(stack.settings());
     command.envs(settings(current, previous));
-    // Nothing is asked outside this machine.
+    // No request leaves this machine.
     command
         .envs([("PLATFORM_PUBLIC_URL", process.base.as_str()), ("IDP_JWKS_URL", "http://127.0.0.1:1/keys")]);
     let output = command.kill_on_drop(true).output().await.unwrap();
@@ -98,14 +99,14 @@ async fn is_all_sealed_with(client: &Client, byte: u8) -> bool {
     sealed(client).await.iter().all(|(kid, sealed)| seal.sealed_with(kid, sealed) == SealedWith::Current)
 }
 
-/// Whether nothing needs another key than the new one.
+/// Whether only the new key is still needed.
 async fn is_sole(client: &Client) -> bool {
     let sql = "SELECT count(*) FROM platform_keys WHERE key_id = $1 AND sole_since IS NOT NULL";
     let row = client.query_one(sql, &[&KeyId::of(&key(NEW)).as_str()]).await.unwrap();
     row.get::<_, i64>(0) == 1
 }
 
-/// Whether this key has signed the fence of the user's slot.
+/// Whether this key signed the fence of the user's slot.
 fn has_signed_fence(stack: &Stack, user: &str, byte: u8) -> bool {
     let pointer: svc::store::pointer::Pointer = serde_json::from_value(stack.pointer(user)).unwrap();
     let slot = SlotPrefix::new(&user.parse().unwrap(), &"primary".parse().unwrap());
@@ -124,21 +125,21 @@ async fn beat(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
     stack.beat(process, guest, &beat_of(guest)).await
 }
 
-/// Stores the token of an answer as a host does.
+/// Stores the token of a response as a host does.
 fn store_next(guest: &mut Guest, answer: &Value) {
     if let Some(token) = answer["nextToken"].as_str() {
         token.clone_into(&mut guest.upgrade_token);
     }
 }
 
-/// Sends heartbeats until nothing needs another key.
+/// Sends heartbeats until only the new key is needed.
 async fn changed(stack: &Stack, process: &Process, client: &Client, guest: &mut Guest) {
     let end = std::time::Instant::now() + Duration::from_secs(40);
     while !is_sole(client).await {
         let answer = beat(stack, process, guest).await;
         assert_eq!(answer.status, 200, "{answer:?}");
         store_next(guest, &answer.body);
-        assert!(std::time::Instant::now() < end, "the change does not end\n{}", stack.log());
+        assert!(std::time::Instant::now() < end, "the change did not complete\n{}", stack.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
@@ -176,7 +177,7 @@ async fn key_changes_under_a_running_machine_and_ends() {
     assert_eq!(
         add_operator(&stack, &process).await.body["token"],
         json!(ada),
-        "a repetition is answered the same"
+        "a repetition gets the same response"
     );
     let old_token = guest.upgrade_token.clone();
     changed(&stack, &process, &client, &mut guest).await;
@@ -230,7 +231,7 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
         assert_eq!(registered.status, 200, "{registered:?}\n{}", stack.log());
         guests.push(guest);
     }
-    // Longer than either would wait to begin by itself.
+    // Longer than either process would wait before it starts the change.
     for _ in 0..12 {
         for (guest, process) in guests.iter().flat_map(|guest| [(guest, &old), (guest, &new)]) {
             let answer = beat(&stack, process, guest).await;
@@ -238,7 +239,7 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
-    assert_eq!(sealed(&client).await, before, "no key is sealed again while both run");
+    assert_eq!(sealed(&client).await, before, "no key is resealed while both run");
     assert!(refused(&stack, OLD, None).await.contains("PLATFORM_KEY_PREVIOUS"));
 
     stop(old).await;
@@ -249,7 +250,7 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
         }
         is_all_sealed_with(&client, NEW).await.then_some(())
     };
-    stack.eventually("the keys are sealed again", done).await;
+    stack.eventually("the keys are resealed", done).await;
     let mut guest = guests[0].clone();
     let mut other = guests[1].clone();
     let answer = beat(&stack, &new, &other).await.body;
@@ -260,25 +261,25 @@ async fn processes_of_both_keys_undo_nothing_of_each_other() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn process_that_another_could_not_work_with_is_refused() {
+async fn process_with_incompatible_keys_is_refused() {
     let stack = Stack::start().await;
     let running = started(&stack, OLD, None, &[]);
     let said = refused(&stack, NEW, Some(OLD)).await;
     assert!(said.contains("a platform process with other keys is running"), "{said}");
-    // What it was refused for is not begun: the running one starts again alone.
+    // Refused at startup, it began no change: the running process starts again alone.
     stop(running).await;
     assert!(stack.store.remove(BUCKET, mark::MARK_PATH), "the note of the current key is in the store");
     let said = refused(&stack, NEW, Some(NEW + 1)).await;
     assert!(said.contains("PLATFORM_KEY and PLATFORM_KEY_PREVIOUS"), "{said}");
     drop(started(&stack, OLD, None, &[]));
-    // One that was killed is waited for.
+    // A killed process is waited for.
     let prepared = started(&stack, NEW, Some(OLD), &[]);
     assert!(stack.log().contains("waiting for platform processes with other keys to end"), "{}", stack.log());
     stop(prepared).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn prepared_key_is_reported_with_the_processes_that_have_it() {
+async fn prepared_key_is_reported_with_its_process_count() {
     let stack = Stack::start().await;
     let (one, two) = (started(&stack, OLD, None, &[]), started(&stack, OLD, Some(NEW), &[]));
     let half = doctor(&stack, &two, OLD, Some(NEW)).await;
@@ -308,7 +309,7 @@ async fn survives_a_kill_at(point: &str) {
     process.killed_while(speak).await;
     let mut guest = guest.lock().unwrap().clone();
 
-    // The change may be taken back, and made after all.
+    // The change may be reverted, and made later.
     let process = started(&stack, OLD, Some(NEW), &[]);
     assert_eq!(beat(&stack, &process, &guest).await.status, 200, "{point}");
     stop(process).await;
@@ -329,7 +330,7 @@ async fn change_survives_a_kill_at_every_point() {
     stream::iter(kills).buffer_unordered(3).collect::<Vec<()>>().await;
 }
 
-/// Database and settings of a day before the change agree with each other: the store alone is newer.
+/// Database and settings of the day before the change are consistent; only the store is newer.
 #[tokio::test(flavor = "multi_thread")]
 async fn server_restored_with_its_settings_is_refused() {
     let stack = Stack::start().await;
@@ -350,13 +351,13 @@ async fn server_restored_with_its_settings_is_refused() {
     assert!(said.contains(now.as_str()) && said.contains("as PLATFORM_KEY_PREVIOUS"), "{said}");
     assert!(refused(&stack, OLD, Some(NEW + 1)).await.contains(now.as_str()));
     let process = started(&stack, NEW, Some(OLD), &[]);
-    let told = doctor(&stack, &process, OLD, None).await;
-    assert!(told.starts_with("\"problem\"") && told.contains(now.as_str()), "{told}");
-    assert!(told.contains(then.as_str()), "{told}");
+    let reported = doctor(&stack, &process, OLD, None).await;
+    assert!(reported.starts_with("\"problem\"") && reported.contains(now.as_str()), "{reported}");
+    assert!(reported.contains(then.as_str()), "{reported}");
     assert_eq!(beat(&stack, &process, &guest).await.status, 200, "with both keys, its host is accepted");
 }
 
-/// A store that does not answer at the start delays the refusal.
+/// A store that does not respond at startup delays the refusal.
 #[tokio::test(flavor = "multi_thread")]
 async fn key_of_then_ends_once_the_store_answers() {
     let stack = Stack::start().await;
@@ -367,20 +368,20 @@ async fn key_of_then_ends_once_the_store_answers() {
     let mut process = started(&stack, OLD, None, &[]);
     stack.store.heal();
     let ended = tokio::time::timeout(Duration::from_secs(30), process.end()).await;
-    assert!(!ended.expect("it ends by itself").success());
+    assert!(!ended.expect("the process exits").success());
     let note = stack.store.read(BUCKET, mark::MARK_PATH).unwrap();
     let note: Value = serde_json::from_slice(&note).unwrap();
-    assert_eq!(note["keyId"], KeyId::of(&key(NEW)).as_str(), "it is not written over");
+    assert_eq!(note["keyId"], KeyId::of(&key(NEW)).as_str(), "the note is not overwritten");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_previous_key_is_a_problem_for_the_doctor() {
+async fn wrong_previous_key_is_a_doctor_problem() {
     let stack = Stack::start().await;
     stop(started(&stack, OLD, None, &[])).await;
     let process = started(&stack, NEW, Some(OLD), &[]);
-    let told = doctor(&stack, &process, NEW, Some(NEW + 1)).await;
-    assert!(told.starts_with("\"problem\"") && told.contains("cannot be opened"), "{told}");
-    assert!(told.contains("will not start"), "{told}");
+    let reported = doctor(&stack, &process, NEW, Some(NEW + 1)).await;
+    assert!(reported.starts_with("\"problem\"") && reported.contains("cannot be opened"), "{reported}");
+    assert!(reported.contains("will not start"), "{reported}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -394,16 +395,16 @@ async fn host_that_is_refused_for_its_token_is_told_of() {
         let token = mint.token(machine, Purpose::Upgrade, Generation(generation));
         secrecy::ExposeSecret::expose_secret(&token).to_owned()
     };
-    let told = || stack.log().matches("not issued with a current platform key").count();
+    let reported = || stack.log().matches("not issued with a current platform key").count();
     let with = |upgrade_token: String| Guest { upgrade_token, ..guest.clone() };
-    // One that the platform made itself, and that has ended.
+    // A token that the platform made itself, and that has expired.
     client_sets_generation(&stack, 3).await;
     assert_eq!(beat(&stack, &process, &with(token(OLD, 2))).await.status, 401);
-    assert_eq!(told(), 0, "{}", stack.log());
+    assert_eq!(reported(), 0, "{}", stack.log());
     for _ in 0..60 {
         assert_eq!(beat(&stack, &process, &with(token(NEW, 4))).await.status, 401);
     }
-    assert!((1..=40).contains(&told()), "{} lines", told());
+    assert!((1..=40).contains(&reported()), "{} lines", reported());
     assert!(!stack.log().contains(&token(NEW, 4)));
     let fleet = stack.get(&process, "/vps/fleet").await.body;
     let alarms = fleet["alarms"].as_array().unwrap();

@@ -1,5 +1,5 @@
-//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: a pointer that cannot be used is written again from the
-//! snapshots that are there, and never takes anything back.
+//! GET `/vps/slots/pointer` and POST `/vps/slots/pointer/rebuild`: an unusable pointer is rewritten from the existing
+//! snapshots, and nothing in it goes backwards.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -16,7 +16,8 @@ fn body() -> Value {
     json!({"idpUserId": "user_1"})
 }
 
-/// A slot whose machine of epoch 2 holds the fence, with two snapshots of its predecessor: the keys, the newer one first.
+/// A slot whose machine of epoch 2 holds the fence, with two snapshots of its predecessor; returns their keys, newest
+/// first.
 async fn recovered_twice(stack: &Stack, process: &Process) -> [String; 2] {
     stack.running(process, "user_1").await;
     let key = |path: String| path.strip_prefix("user_1/primary/").unwrap().to_owned();
@@ -58,7 +59,7 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     };
     let answer = request().await;
     assert_eq!((answer.status, &answer.body["pointer"]), (200, rebuilt), "{answer:?}");
-    assert_eq!(request().await.body, answer.body, "the same key, the same answer");
+    assert_eq!(request().await.body, answer.body, "the same key gets the same response");
     let now = stack.pointer("user_1");
     assert_eq!((&now["snapshot"]["key"], &now["seq"]), (&json!(newer), &rebuilt["seq"]));
     let audit = audited(&stack).await;
@@ -66,13 +67,13 @@ async fn rebuild_replaces_an_unreadable_pointer_and_keeps_its_bytes() {
     assert_eq!(audit[0]["before"]["startBase64"], BASE64_STANDARD.encode("{not json"));
     assert_eq!(audit[0]["after"], *rebuilt);
 
-    // It can be recovered from again, and the next machine's fence is above.
+    // Recovery is possible again, and the fence of the next machine is higher.
     let recovered = stack.post(&process, "/vps/recover", &body()).await;
     assert_eq!(recovered.status, 202, "{recovered:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rebuild_brings_back_a_lost_pointer_with_its_fence() {
+async fn rebuild_restores_a_lost_pointer_with_its_fence() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let [newer, _] = recovered_twice(&stack, &process).await;
@@ -113,9 +114,9 @@ async fn unknown_slot_is_not_found_and_not_written() {
     assert_eq!((shown.status, &shown.body["state"]), (200, &json!("sound")), "{shown:?}");
 }
 
-/// Else the old host's last backup, for which the recovery waits, would be refused for good.
+/// Otherwise the old host's last backup, which the recovery waits for, would be refused permanently.
 #[tokio::test(flavor = "multi_thread")]
-async fn rebuild_during_a_last_backup_leaves_the_fence_to_the_old_machine() {
+async fn rebuild_during_a_last_backup_keeps_the_old_fence() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "120")]);
     let guest = stack.running(&process, "user_1").await;
@@ -129,7 +130,7 @@ async fn rebuild_during_a_last_backup_leaves_the_fence_to_the_old_machine() {
     assert_eq!((&pointer["fenceEpoch"], &pointer["fenceMachineId"]), (&json!(1), &json!(guest.machine)));
 }
 
-/// As a client that repeats a request whose answer is late: the answer is the same, or that another one is at work.
+/// As by a client that repeats a slow request: the response is the same, or says that another rebuild runs.
 #[tokio::test(flavor = "multi_thread")]
 async fn simultaneous_rebuilds_end_in_one_pointer() {
     let stack = Stack::start().await;
@@ -148,7 +149,7 @@ async fn simultaneous_rebuilds_end_in_one_pointer() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rebuild_leaves_a_sound_pointer_alone_unless_forced() {
+async fn rebuild_keeps_a_valid_pointer_unless_forced() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let [newer, older] = recovered_twice(&stack, &process).await;
@@ -170,7 +171,7 @@ async fn rebuild_leaves_a_sound_pointer_alone_unless_forced() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rebuild_passes_over_a_snapshot_that_is_not_whole() {
+async fn rebuild_skips_an_incomplete_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let [newer, older] = recovered_twice(&stack, &process).await;
@@ -190,9 +191,9 @@ async fn rebuild_passes_over_a_snapshot_that_is_not_whole() {
     stack.store.up().unwrap();
 }
 
-/// Where everything is lost, the slot is not: an operator lets it start empty, and that is in the audit.
+/// If all data is lost, an operator can let the slot start empty; the audit records it.
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_whose_snapshots_are_all_lost_starts_empty_when_an_operator_says_so() {
+async fn slot_with_all_snapshots_lost_starts_empty_on_request() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let [newer, older] = recovered_twice(&stack, &process).await;
@@ -218,7 +219,7 @@ async fn slot_whose_snapshots_are_all_lost_starts_empty_when_an_operator_says_so
 
 /// A slot that never had a snapshot keeps its fence when its pointer becomes unreadable.
 #[tokio::test(flavor = "multi_thread")]
-async fn unreadable_pointer_of_a_slot_without_snapshots_becomes_a_fence_again() {
+async fn rebuild_without_snapshots_restores_the_fence() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -229,9 +230,9 @@ async fn unreadable_pointer_of_a_slot_without_snapshots_becomes_a_fence_again() 
     assert_eq!(now["fenceMachineId"], guest.machine);
 }
 
-/// The platform's database is older than the store: a machine that it forgot has the fence, and the next one is above it.
+/// The database is older than the store: a forgotten machine has the fence, and the next one gets a higher epoch.
 #[tokio::test(flavor = "multi_thread")]
-async fn next_machine_is_above_every_epoch_that_the_store_knows() {
+async fn next_machine_epoch_exceeds_every_epoch_in_the_store() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.running(&process, "user_1").await;
@@ -248,9 +249,9 @@ fn entry(seq: u64) -> String {
     format!("user_1/primary/system/db/pointer-log/{seq:016}.json")
 }
 
-/// What a compromised host can write to its own slot: no epoch and no `seq` of it is believed that no machine can have.
+/// A compromised host can write to its own slot: impossible values of epoch and `seq` are not trusted.
 #[tokio::test(flavor = "multi_thread")]
-async fn invented_epochs_and_entries_do_not_take_the_slot_away() {
+async fn forged_epochs_and_entries_do_not_block_the_slot() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let [newer, _] = recovered_twice(&stack, &process).await;
@@ -298,7 +299,7 @@ async fn invented_epochs_and_entries_do_not_take_the_slot_away() {
     );
     assert!(pointer["fenceProof"].is_string(), "{pointer}");
 
-    // A `seq` that cannot grow, in `latest` itself.
+    // A maximal `seq` in `latest` itself.
     let mut last = stack.pointer("user_1");
     for seq in [(1_u64 << 53) - 1, 1 << 53] {
         last["seq"] = json!(seq);
@@ -309,8 +310,8 @@ async fn invented_epochs_and_entries_do_not_take_the_slot_away() {
     }
 }
 
-/// What a machine leaves in its slot before it is replaced: entries that are no pointers, each further away than a reader of
-/// the one before looks.
+/// Written to the slot by a machine before its replacement: log entries that are not pointers, each further away than
+/// a reader of the previous one searches.
 #[tokio::test(flavor = "multi_thread")]
 async fn entries_that_are_no_pointers_do_not_outlast_a_rebuild() {
     let stack = Stack::start().await;
@@ -333,7 +334,7 @@ async fn entries_that_are_no_pointers_do_not_outlast_a_rebuild() {
     assert_eq!((answer.status, &answer.body["epoch"]), (202, &json!(3)), "{answer:?}");
 }
 
-/// Records of snapshots that are not there, newer than those that are.
+/// Records of missing snapshots, newer than the existing ones.
 #[tokio::test(flavor = "multi_thread")]
 async fn slot_with_untried_snapshots_starts_empty_by_force_alone() {
     let stack = Stack::start().await;

@@ -1,4 +1,4 @@
-//! Work of one kind does not wait for the database connections of another.
+//! Requests of one kind do not wait for the database connections of another.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,11 +7,11 @@ use kit::s3::{Fault, Rule};
 
 use super::stack::{Stack, beat_of};
 
-/// More than there are connections for reports, and than one process has for anything.
+/// More than the connections for reports, and more than one process has in total.
 const REPORTS: usize = 24;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn heartbeats_are_answered_while_slow_reports_hold_their_connections() {
+async fn slow_reports_do_not_delay_heartbeats() {
     let stack = Arc::new(Stack::start().await);
     let process = Arc::new(stack.platform());
     let guest = stack.running(&process, "user_1").await;
@@ -34,20 +34,20 @@ async fn heartbeats_are_answered_while_slow_reports_hold_their_connections() {
     for _ in 0..5 {
         assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
     }
-    // A change is not held up either.
+    // A change is not delayed either.
     let path = format!("/vps/{}/fail", guest.machine);
     let failed = stack.post(&process, &path, &serde_json::json!({"reason": "r"})).await;
     assert_eq!(failed.status, 200, "{failed:?}");
-    assert!(reports.iter().all(|report| !report.is_finished()), "the reports were under way all the time");
+    assert!(reports.iter().all(|report| !report.is_finished()), "the reports were in progress throughout");
     lock.rollback().await.unwrap();
     for report in reports {
         report.await.unwrap();
     }
 }
 
-/// More requests than there are connections wait for a store that hangs; none of them holds a connection meanwhile.
+/// More requests than connections wait for a hanging store; none of them holds a connection meanwhile.
 #[tokio::test(flavor = "multi_thread")]
-async fn store_that_hangs_holds_no_connection() {
+async fn hanging_store_holds_no_connection() {
     let stack = Arc::new(Stack::start().await);
     let process = Arc::new(stack.platform());
     let guest = stack.running(&process, "user_1").await;
@@ -79,7 +79,7 @@ async fn store_that_hangs_holds_no_connection() {
         );
     }
     assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
-    assert!(waiting.iter().all(|request| !request.is_finished()), "they waited all the time");
+    assert!(waiting.iter().all(|request| !request.is_finished()), "every request was still waiting");
     for request in waiting {
         assert_eq!(request.await.unwrap(), 503);
     }

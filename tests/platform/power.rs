@@ -1,5 +1,5 @@
-//! POST `/vps/:id/power`: an operator switches a machine off and on, or restarts it; nothing else brings back one that is
-//! to be off.
+//! POST `/vps/:id/power`: an operator switches a machine off and on, or restarts it. Nothing else starts a machine
+//! that must be off.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 use super::resize::{actions, record};
 use super::stack::{Answer, Guest, Process, Stack, beat_of};
 
-async fn ask(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Answer {
+async fn request_power(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Answer {
     stack.post(process, &format!("/vps/{}/power", guest.machine), &json!({"action": action})).await
 }
 
-/// Asks, and plays the host until the operation has ended; the operation.
+/// Requests the action, plays the host until the operation has ended, and returns the operation.
 async fn done(stack: &Stack, process: &Process, guest: &Guest, action: &str) -> Value {
-    let accepted = ask(stack, process, guest, action).await;
+    let accepted = request_power(stack, process, guest, action).await;
     assert_eq!((accepted.status, &accepted.body["action"]), (202, &json!(action)), "{accepted:?}");
     stack.ended_while_beating(process, accepted.body["operationId"].as_str().unwrap()).await
 }
@@ -25,7 +25,7 @@ fn power(stack: &Stack) -> Power {
 }
 
 /// A platform with one running machine, whose host has sent a heartbeat.
-async fn set(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+async fn setup(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.platform_with(settings);
     let guest = stack.running(&process, "user_1").await;
@@ -35,21 +35,21 @@ async fn set(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn power_off_keeps_machine_off_until_power_on() {
-    let (stack, process, guest) = set(&[]).await;
+    let (stack, process, guest) = setup(&[]).await;
     let ended = done(&stack, &process, &guest, "off").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("power_off"), &json!("succeeded")), "{ended}");
     assert_eq!(power(&stack), Power::Off);
     let off = record(&stack, &process, &guest).await;
     assert_eq!((&off["status"], off["poweredOffAt"].is_string()), (&json!("running"), true), "{off}");
-    let again = ask(&stack, &process, &guest, "off").await;
+    let again = request_power(&stack, &process, &guest, "off").await;
     assert_eq!((again.status, &again.body["operationId"]), (200, &Value::Null), "{again:?}");
 
-    // Rounds of the reconciler, of which each looks at all servers, leave it as it is; so does its host's late word.
+    // Rounds of the reconciler, which check every server, do not change it; nor does a late heartbeat of its host.
     stack.beat(&process, &guest, &beat_of(&guest)).await;
     let before = stack.provider.call_count("GET", "/servers?label_selector");
     let rounds =
         || async { (stack.provider.call_count("GET", "/servers?label_selector") > before + 3).then_some(()) };
-    stack.eventually("the reconciler has looked", rounds).await;
+    stack.eventually("the reconciler has run", rounds).await;
     let still = record(&stack, &process, &guest).await;
     assert_eq!((&still["status"], &still["poweredOffAt"]), (&json!("running"), &off["poweredOffAt"]));
     assert_eq!((power(&stack), stack.provider.creations().len()), (Power::Off, 1));
@@ -89,8 +89,8 @@ async fn power_off_keeps_machine_off_until_power_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn power_off_cuts_host_that_ignores_shutdown() {
-    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
+async fn power_off_cuts_the_power_of_an_unresponsive_host() {
+    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "1")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let ended = done(&stack, &process, &guest, "off").await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
@@ -99,12 +99,12 @@ async fn power_off_cuts_host_that_ignores_shutdown() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn long_shutdown_asks_the_provider_rarely_and_orders_the_cut_once() {
-    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
+async fn long_shutdown_polls_rarely_and_cuts_the_power_once() {
+    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "3600")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    ask(&stack, &process, &guest, "off").await;
-    let asked = || async { (actions(&stack, "shutdown") == 1).then_some(()) };
-    stack.eventually("the host is asked to shut down", asked).await;
+    request_power(&stack, &process, &guest, "off").await;
+    let is_ordered = || async { (actions(&stack, "shutdown") == 1).then_some(()) };
+    stack.eventually("the host is asked to shut down", is_ordered).await;
     let client = stack.database.connect().await.unwrap();
     let age = |interval: &'static str| {
         let sql =
@@ -119,13 +119,13 @@ async fn long_shutdown_asks_the_provider_rarely_and_orders_the_cut_once() {
     let calls = stack.provider.call_count("GET", &path) - before;
     assert!((1..=5).contains(&calls), "{calls} calls in 7 s of a shutdown that takes minutes");
 
-    // The shutdown is overdue, and the cut of the power fails.
+    // The shutdown is overdue, and cutting the power fails.
     stack.provider.fault(FaultRule::times(100, "POST", "/actions/poweroff", Fault::ActionError));
     age("1 hour").await;
     let cut = || async { (actions(&stack, "poweroff") >= 1).then_some(()) };
     stack.eventually("the power is cut", cut).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
-    assert_eq!(actions(&stack, "poweroff"), 1, "ordered again at each look");
+    assert_eq!(actions(&stack, "poweroff"), 1, "the cut was ordered at every check");
     stack.provider.clear_faults();
     age("1 minute").await;
     let off = || async { (power(&stack) == Power::Off).then_some(()) };
@@ -133,8 +133,8 @@ async fn long_shutdown_asks_the_provider_rarely_and_orders_the_cut_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_switched_on_at_provider_is_found_on_by_its_heartbeat() {
-    let (stack, process, guest) = set(&[]).await;
+async fn machine_switched_on_at_provider_is_detected_by_heartbeat() {
+    let (stack, process, guest) = setup(&[]).await;
     done(&stack, &process, &guest, "off").await;
     stack.provider.switch_on(&format!("svc-{}", guest.machine)).unwrap();
     let found = || async {
@@ -149,34 +149,34 @@ async fn machine_switched_on_at_provider_is_found_on_by_its_heartbeat() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reboot_ends_with_heartbeat_after_it_or_says_that_host_is_silent() {
-    let (stack, process, guest) = set(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+async fn reboot_ends_with_a_heartbeat_or_reports_silence() {
+    let (stack, process, guest) = setup(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     let ended = done(&stack, &process, &guest, "reboot").await;
     assert_eq!((&ended["kind"], &ended["state"]), (&json!("reboot"), &json!("succeeded")), "{ended}");
     assert_eq!((actions(&stack, "reboot"), power(&stack)), (1, Power::Running));
 
-    // A failing call is repeated.
+    // A failing call is retried.
     stack.provider.fault(FaultRule::once("POST", "/actions/reboot", Fault::LostRequest));
-    let accepted = ask(&stack, &process, &guest, "reboot").await;
+    let accepted = request_power(&stack, &process, &guest, "reboot").await;
     let operation = format!("/vps/operations/{}", accepted.body["operationId"].as_str().unwrap());
-    let same = ask(&stack, &process, &guest, "reboot").await;
+    let same = request_power(&stack, &process, &guest, "reboot").await;
     assert_eq!(
         same.body["operationId"], accepted.body["operationId"],
-        "asked again, it is the same operation"
+        "a repeated request is the same operation"
     );
-    ask(&stack, &process, &guest, "off").await.assert_problem(409, "invalid_state");
+    request_power(&stack, &process, &guest, "off").await.assert_problem(409, "invalid_state");
     let ended = || async {
         let found = stack.get(&process, &operation).await.body;
         (found["state"] != "running").then_some(found)
     };
-    let ended = stack.eventually("the host is given up", ended).await;
+    let ended = stack.eventually("the reboot fails", ended).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("host_silent")), "{ended}");
     assert_eq!(record(&stack, &process, &guest).await["status"], "running");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_machine_is_switched_on_and_resumed() {
-    let (stack, process, guest) = set(&[]).await;
+    let (stack, process, guest) = setup(&[]).await;
     let machine = format!("/vps/{}", guest.machine);
     done(&stack, &process, &guest, "off").await;
     stack.post(&process, &format!("{machine}/fail"), &json!({"reason": "r"})).await;
@@ -190,13 +190,13 @@ async fn failed_machine_is_switched_on_and_resumed() {
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
 }
 
-/// Its host cannot take a last backup: an operator says so, or switches it on first.
+/// Its host cannot make a last backup: an operator accepts the loss, or switches it on first.
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_that_is_off_is_replaced_only_where_the_loss_is_accepted() {
-    let (stack, process, guest) = set(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
+async fn switched_off_machine_is_replaced_only_with_accepted_loss() {
+    let (stack, process, guest) = setup(&[("RESIZE_SHUTDOWN_SECONDS", "6")]).await;
     stack.snapshot("user_1");
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
-    let off = ask(&stack, &process, &guest, "off").await;
+    let off = request_power(&stack, &process, &guest, "off").await;
     let recover = async |more: Value| {
         let mut body = json!({"idpUserId": "user_1"});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -210,7 +210,7 @@ async fn machine_that_is_off_is_replaced_only_where_the_loss_is_accepted() {
     };
     refused().await;
     let path = format!("/vps/operations/{}", off.body["operationId"].as_str().unwrap());
-    assert_eq!(stack.get(&process, &path).await.body["state"], "running", "it is not cancelled");
+    assert_eq!(stack.get(&process, &path).await.body["state"], "running", "the operation is not cancelled");
     // Its power is cut.
     stack.ended(&process, off.body["operationId"].as_str().unwrap()).await;
     refused().await;
@@ -225,14 +225,15 @@ async fn machine_that_is_off_is_replaced_only_where_the_loss_is_accepted() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_left_its_slot_is_not_switched() {
-    let (stack, process, guest) = set(&[("DELETE_GRACE_SECONDS", "600")]).await;
+    let (stack, process, guest) = setup(&[("DELETE_GRACE_SECONDS", "600")]).await;
     stack.delete(&process, &format!("/vps/{}", guest.machine)).await;
-    ask(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
+    request_power(&stack, &process, &guest, "on").await.assert_problem(404, "machine_not_found");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn heartbeats_of_a_switched_off_machine_cost_the_provider_little() {
-    let (stack, process, guest) = set(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
+async fn heartbeats_of_a_switched_off_machine_cost_few_calls() {
+    let (stack, process, guest) =
+        setup(&[("SERVER_CHECK_SECONDS", "600"), ("RECONCILE_SECONDS", "600")]).await;
     done(&stack, &process, &guest, "off").await;
     let lookups = || stack.provider.call_count("GET", "/servers/");
     let before = lookups();
@@ -240,7 +241,7 @@ async fn heartbeats_of_a_switched_off_machine_cost_the_provider_little() {
         stack.beat(&process, &guest, &beat_of(&guest)).await;
     }
     assert!(lookups() <= before + 1, "{} lookups", lookups() - before);
-    // A word of another epoch is none of the machine that is off.
+    // A heartbeat of another epoch does not concern the machine that is off.
     let process = stack.platform_with(&[("SERVER_CHECK_SECONDS", "0"), ("RECONCILE_SECONDS", "600")]);
     let before = lookups();
     let mut late = beat_of(&guest);

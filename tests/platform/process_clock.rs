@@ -1,11 +1,11 @@
-//! The clock of a platform process against the database's.
+//! The clock of a platform process compared with the database's.
 
 use serde_json::json;
 
 use super::stack::Stack;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn clock_that_differs_from_the_databases_is_reported() {
+async fn clock_skew_to_the_database_is_reported() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let agrees = stack.get(&process, "/readyz/control").await;
@@ -13,7 +13,7 @@ async fn clock_that_differs_from_the_databases_is_reported() {
     assert!(agrees.body["clockSkewMs"].as_i64().unwrap().abs() < 2000, "{agrees:?}");
     drop(process);
 
-    // The database's clock is moved by a minute for every session that begins now.
+    // Every new session sees a database clock that is off by a minute.
     let client = stack.database.connect().await.unwrap();
     let moved = "CREATE SCHEMA moved; \
          CREATE FUNCTION moved.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE \

@@ -1,5 +1,5 @@
-//! What statements read at the database, counted by the database: it does not grow with machines and operations that do
-//! not matter to them.
+//! The rows that statements read, as counted by the database: the number does not grow with irrelevant machines and
+//! operations.
 
 use deadpool_postgres::Object;
 use kit::pg::{TestDatabase, test_database_from};
@@ -10,14 +10,14 @@ use svc::platform::db::{Db, ended_machines, fleet, servers};
 use uuid::Uuid;
 
 const ACTIVE: i64 = 2_000;
-/// Of the active ones, those that boot.
+/// Number of active machines that are booting.
 const BOOTING: i64 = 300;
 /// Machines that ended long ago, and those whose servers may still exist.
 const ENDED: i64 = 20_000;
 const KEPT: i64 = 500;
 const RUNNING: i64 = 400;
-/// What a statement may read that looks for a few rows.
-const FEW: i64 = 60;
+/// Maximum rows read by a statement that returns a few rows.
+const MAX_ROWS_READ: i64 = 60;
 
 struct Fleet {
     session: Object,
@@ -39,7 +39,7 @@ impl Fleet {
         Self { session, _database: database }
     }
 
-    /// Rows of a table that were read so far, in sequence or by an index.
+    /// Rows of a table read so far, by sequential or index scans.
     async fn rows_read(&self, table: &str) -> i64 {
         self.session.query_one("SELECT pg_stat_force_next_flush()", &[]).await.unwrap();
         self.session.batch_execute("SELECT pg_stat_clear_snapshot()").await.unwrap();
@@ -117,16 +117,16 @@ async fn rare_rows_are_read_by_an_index() {
     let before = fleet.rows_read("user_machines").await;
     assert_eq!(machines::expired(session).await.unwrap().len(), 2);
     let expired = fleet.rows_read("user_machines").await;
-    assert!(expired - before <= FEW, "{} rows read for expired registrations", expired - before);
+    assert!(expired - before <= MAX_ROWS_READ, "{} rows read for expired registrations", expired - before);
 
     assert_eq!(machines::expired_previews(session).await.unwrap().len(), 2);
     let previews = fleet.rows_read("user_machines").await;
-    assert!(previews - expired <= FEW, "{} rows read for expired previews", previews - expired);
+    assert!(previews - expired <= MAX_ROWS_READ, "{} rows read for expired previews", previews - expired);
 
     let listed: Vec<i64> = (1..=ACTIVE).collect();
     servers::record_seen(session, &listed).await.unwrap();
     let seen = fleet.rows_read("user_machines").await;
-    assert!(seen - previews <= FEW, "{} rows read for servers that are there", seen - previews);
+    assert!(seen - previews <= MAX_ROWS_READ, "{} rows read for servers that are there", seen - previews);
     assert_eq!(
         fleet.machine("server_missing_since IS NOT NULL").await,
         fleet.machine(&format!("provider_server_id = {ACTIVE} + 7")).await
@@ -136,7 +136,7 @@ async fn rare_rows_are_read_by_an_index() {
     let before = fleet.rows_read("user_machines").await;
     assert!(machines::replaced_by(session, successor).await.unwrap().is_some());
     let replaced = fleet.rows_read("user_machines").await;
-    assert!(replaced - before <= FEW, "{} rows read for the replaced machine", replaced - before);
+    assert!(replaced - before <= MAX_ROWS_READ, "{} rows read for the replaced machine", replaced - before);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -148,7 +148,7 @@ async fn list_by_handle_reads_the_machines_of_its_user() {
     let found = machines::list(&fleet.session, &filter, 50).await.unwrap();
     assert_eq!(found.iter().map(|row| row.handle.as_str()).collect::<Vec<_>>(), ["user-7"]);
     let read = fleet.rows_read("user_machines").await - before;
-    assert!(read <= FEW, "{read} rows read");
+    assert!(read <= MAX_ROWS_READ, "{read} rows read");
     let below = MachineFilter {
         handle: handle("user-7"),
         before: Some(MachineId(Uuid::nil())),
@@ -160,7 +160,7 @@ async fn list_by_handle_reads_the_machines_of_its_user() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn digest_of_the_routers_poll_is_read_from_an_index_alone() {
+async fn router_poll_digest_uses_an_index_only_scan() {
     let fleet = Fleet::start().await;
     let sql = "EXPLAIN SELECT count(*), coalesce(bit_xor(hashint8extended(change_seq, 0)), 0) FROM user_machines \
                WHERE deleted_at IS NULL AND retired_at IS NULL";
@@ -169,7 +169,7 @@ async fn digest_of_the_routers_poll_is_read_from_an_index_alone() {
     assert!(plan.join("\n").contains("Index Only Scan using user_machines_routed"), "{plan:#?}");
 }
 
-/// An index that names a column which heartbeats write would have each of them write to every index.
+/// An index on a column that heartbeats write would make each of them update every index.
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeats_stay_heap_only_updates() {
     let fleet = Fleet::start().await;

@@ -1,4 +1,4 @@
-//! Rates of the control API: wrong tokens of an address, and requests of one operator or one host.
+//! Rate limits of the control API: wrong tokens of an address, and requests of one operator or host.
 
 use reqwest::Method;
 use serde_json::json;
@@ -9,7 +9,7 @@ async fn fleet(stack: &Stack, process: &Process, token: &str) -> Answer {
     stack.send(stack.request(process, Method::GET, "/vps/fleet").bearer_auth(token)).await
 }
 
-/// The first refusal by rate among some requests.
+/// The first rate-limited response of a series of requests.
 async fn limited(stack: &Stack, process: &Process, token: impl Fn(u32) -> String) -> Answer {
     for number in 0..40 {
         let answer = fleet(stack, process, &token(number)).await;
@@ -35,7 +35,7 @@ async fn wrong_tokens_of_an_address_are_limited() {
         fleet(&stack, &process, token).await.assert_problem(429, "rate_limited");
     }
 
-    // Tokens that the process has accepted are not delayed.
+    // Tokens that the process has accepted are not limited.
     assert_eq!(fleet(&stack, &process, SECRET).await.status, 200);
     assert_eq!(stack.beat(&process, &guest, &beat_of(&guest)).await.status, 200);
 }
@@ -95,8 +95,8 @@ async fn a_host_gets_credentials_at_a_bounded_rate() {
     let path = format!("/vps/{}/storage-credentials", guest.machine);
     let mut answers = Vec::new();
     for _ in 0..30 {
-        let ask = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
-        answers.push(stack.send(ask).await);
+        let request = stack.request(&process, Method::POST, &path).bearer_auth(&guest.upgrade_token);
+        answers.push(stack.send(request).await);
     }
     assert_eq!(answers[0].status, 200, "{:?}", answers[0]);
     let refused = answers.last().unwrap();

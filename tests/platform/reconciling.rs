@@ -1,4 +1,4 @@
-//! The reconciler against a real provider's books: vanished servers, orphans, hanging operations, retried deletions.
+//! The reconciler with a provider's real state: vanished servers, orphans, stuck operations, retried deletions.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::stack::{Guest, Process, Stack, provision_body};
 
-async fn failed_with(stack: &Stack, process: &Process, guest: &Guest, cause: &str) {
+async fn assert_fails_with(stack: &Stack, process: &Process, guest: &Guest, cause: &str) {
     let failed = || async {
         let record = stack.get(process, &format!("/vps/{}", guest.machine)).await.body;
         (record["status"] == "failed").then_some(record)
@@ -16,14 +16,14 @@ async fn failed_with(stack: &Stack, process: &Process, guest: &Guest, cause: &st
     assert_eq!(record["failure"]["cause"], cause, "{record}");
 }
 
-/// Waits until the platform has looked at the provider's servers so many times more.
-async fn looks(stack: &Stack, more: usize) {
+/// Waits until the platform has listed the provider's servers this many more times.
+async fn wait_for_listings(stack: &Stack, more: usize) {
     let listings = || stack.provider.call_count("GET", "label_selector=svc-machine&");
     let wanted = listings() + more;
-    stack.eventually("the reconciler looks", || async { (listings() >= wanted).then_some(()) }).await;
+    stack.eventually("the reconciler lists servers", || async { (listings() >= wanted).then_some(()) }).await;
 }
 
-/// A server as anybody with the project's token may make one.
+/// A server that anyone with the project's token could have created.
 async fn foreign(stack: &Stack, name: &str, labels: &Value) -> i64 {
     let body = json!({"name": name, "server_type": "cpx22", "image": "debian-12", "location": "nbg1", "labels": labels,
         "start_after_create": true, "public_net": {"enable_ipv4": true, "enable_ipv6": true}});
@@ -40,23 +40,23 @@ async fn installation(stack: &Stack) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vanished_server_fails_its_machine_which_nothing_replaces_by_itself() {
+async fn vanished_server_fails_its_machine_without_replacement() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let (guest, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
-    failed_with(&stack, &process, &guest, "server_gone").await;
-    looks(&stack, 2).await;
+    assert_fails_with(&stack, &process, &guest, "server_gone").await;
+    wait_for_listings(&stack, 2).await;
     assert_eq!(stack.status(&process, &other.machine).await, "running");
     assert_eq!(stack.provider.creations().len(), 2);
-    // Its host may live on somewhere: that brings nothing back.
+    // Its host may still run somewhere, but that does not restore the machine.
     stack.beat(&process, &guest, &super::stack::beat_of(&guest)).await;
     assert_eq!(stack.status(&process, &guest.machine).await, "failed");
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'server.gone'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);
 
-    // It has served, and left no snapshot: that its slot starts empty is for an operator to say.
+    // It served without leaving a snapshot, so only an operator can let its slot start empty.
     let mut body = provision_body("user_1");
     stack.post(&process, "/vps/provision", &body).await.assert_problem(409, "snapshot_unusable");
     body["allowEmpty"] = json!(true);
@@ -66,7 +66,7 @@ async fn a_vanished_server_fails_its_machine_which_nothing_replaces_by_itself() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_outage_and_a_label_taken_away_are_no_vanishing() {
+async fn outage_or_removed_label_is_not_a_vanished_server() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -79,20 +79,20 @@ async fn an_outage_and_a_label_taken_away_are_no_vanishing() {
     stack.provider.fault(FaultRule::times(5, "GET", "/servers", down()));
     let over = || async { stack.provider.pending_faults().is_empty().then_some(()) };
     stack.eventually("the outage is over", over).await;
-    looks(&stack, 2).await;
+    wait_for_listings(&stack, 2).await;
     assert_eq!((stack.status(&process, &guest.machine).await, missing().await), (json!("running"), 0));
 
-    // A listing that does not show it, while it is there: one look by id says so.
+    // Missing from a listing, but found by id.
     client
         .execute("UPDATE user_machines SET server_missing_since = now() - interval '1 hour'", &[])
         .await
         .unwrap();
-    looks(&stack, 2).await;
+    wait_for_listings(&stack, 2).await;
     assert_eq!((stack.status(&process, &guest.machine).await, missing().await), (json!("running"), 0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_token_of_another_project_fails_nobody() {
+async fn token_of_another_project_fails_no_machine() {
     let stack = Stack::start().await;
     let mut process = stack.platform();
     let mut guests = Vec::new();
@@ -105,7 +105,7 @@ async fn a_token_of_another_project_fails_nobody() {
     let settings: Vec<_> = settings.iter().map(|(name, value)| (*name, &**value)).collect();
     let process = stack.platform_with(&settings);
     let said = || async { stack.log().contains("another project").then_some(()) };
-    stack.eventually("it is said", said).await;
+    stack.eventually("the problem is reported", said).await;
     let listings = || other.call_count("GET", "label_selector=svc-machine&");
     let wanted = listings() + 3;
     stack.eventually("more looks", || async { (listings() >= wanted).then_some(()) }).await;
@@ -115,7 +115,7 @@ async fn a_token_of_another_project_fails_nobody() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn servers_without_a_machine_are_deleted_if_they_are_ours() {
+async fn orphan_servers_of_the_platform_are_deleted() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("ORPHAN_GRACE_SECONDS", "2")]);
     let guest = stack.running(&process, "user_1").await;
@@ -130,11 +130,11 @@ async fn servers_without_a_machine_are_deleted_if_they_are_ours() {
     foreign(&stack, "theirs", &json!({"svc-machine": unknown, "svc-installation": elsewhere})).await;
     foreign(&stack, "older", &json!({"svc-machine": unknown})).await;
     foreign(&stack, "unrelated", &json!({})).await;
-    looks(&stack, 1).await;
+    wait_for_listings(&stack, 1).await;
     tokio::time::sleep(Duration::from_secs(3)).await;
-    looks(&stack, 2).await;
-    assert!(stack.provider.server_by_name("orphan").is_some(), "not before an operator lets it go");
-    // One that cannot be deleted does not keep the others.
+    wait_for_listings(&stack, 2).await;
+    assert!(stack.provider.server_by_name("orphan").is_some(), "only after an operator releases it");
+    // A server that cannot be deleted does not block the others.
     let locked = Fault::Status { status: 423, code: "locked".to_owned(), reset_in_seconds: None };
     let first = stack.provider.server_by_name("orphan").unwrap().id;
     stack.provider.fault(FaultRule::times(1000, "DELETE", &format!("/servers/{first}"), locked));
@@ -145,7 +145,7 @@ async fn servers_without_a_machine_are_deleted_if_they_are_ours() {
     stack.provider.clear_faults();
     let gone = || async { stack.provider.server_by_name("orphan").is_none().then_some(()) };
     stack.eventually("the first one is deleted", gone).await;
-    looks(&stack, 3).await;
+    wait_for_listings(&stack, 3).await;
     let mut names: Vec<_> = stack.provider.servers().into_iter().map(|server| server.name).collect();
     names.sort();
     assert_eq!(
@@ -160,9 +160,9 @@ async fn unknown_servers(stack: &Stack, process: &Process) -> Option<Value> {
     fleet["alarms"].as_array()?.iter().find(|alarm| alarm["alarm"] == "unknown_servers").cloned()
 }
 
-/// However long its grace is: an operator does not come back to release it again.
+/// However long the grace is, an operator does not have to release it again.
 #[tokio::test(flavor = "multi_thread")]
-async fn released_server_is_deleted_when_its_grace_ends_and_later_ones_are_held() {
+async fn released_server_is_deleted_after_its_grace() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("ORPHAN_GRACE_SECONDS", "6")]);
     let labels = json!({"svc-machine": uuid::Uuid::now_v7().to_string(), "svc-installation": installation(&stack).await});
@@ -171,10 +171,10 @@ async fn released_server_is_deleted_when_its_grace_ends_and_later_ones_are_held(
     assert!(raised["next"].as_str().unwrap().contains("svcctl alarm release unknown_servers"), "{raised}");
     let released = stack.post(&process, "/vps/fleet/alarms/unknown_servers/release", &json!({})).await.body;
     let seen = unknown_servers(&stack, &process).await.unwrap();
-    for told in [&released, &seen] {
-        assert!(told["releasedUntil"].is_string(), "{told}");
-        let next = told["next"].as_str().unwrap();
-        assert!(next.contains("is deleted") && !next.contains("neither they nor any kept"), "{told}");
+    for alarm in [&released, &seen] {
+        assert!(alarm["releasedUntil"].is_string(), "{alarm}");
+        let next = alarm["next"].as_str().unwrap();
+        assert!(next.contains("is deleted") && !next.contains("neither they nor any kept"), "{alarm}");
     }
     // As if the grace were longer than any release in time.
     let client = stack.database.connect().await.unwrap();
@@ -188,40 +188,40 @@ async fn released_server_is_deleted_when_its_grace_ends_and_later_ones_are_held(
     let alarm = stack.eventually("the later one is held back", is_held).await;
     assert_eq!(alarm["detail"]["released"], 1, "{alarm}");
     assert!(alarm["next"].as_str().unwrap().contains("1 of them were released before"), "{alarm}");
-    assert!(stack.provider.server_by_name("known").is_some(), "not before its grace ends");
+    assert!(stack.provider.server_by_name("known").is_some(), "only after its grace");
     let gone = || async { stack.provider.server_by_name("known").is_none().then_some(()) };
     stack.eventually("the released one is deleted", gone).await;
     tokio::time::sleep(Duration::from_secs(7)).await;
     assert!(stack.provider.server_by_name("later").is_some(), "it was not released");
 }
 
-/// A machine that was deleted for good, and whose server may go.
+/// A machine that was deleted for good, and whose server may be removed.
 async fn deleted_for_good(stack: &Stack, process: &Process) {
     let guest = stack.running(process, "user_1").await;
     let deleted = stack.delete(process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.ended(process, deleted.body["operationId"].as_str().unwrap()).await;
 }
 
-async fn servers_go(stack: &Stack) {
+async fn wait_for_server_deletion(stack: &Stack) {
     let gone = || async { stack.provider.servers().is_empty().then_some(()) };
-    stack.eventually("the server that is no longer kept is deleted", gone).await;
+    stack.eventually("the server is deleted after its retention", gone).await;
 }
 
-/// While it is not known whether this database has forgotten machines, no kept server is deleted.
+/// No kept server is deleted while the database may have forgotten machines.
 #[tokio::test(flavor = "multi_thread")]
-async fn kept_server_stays_while_the_census_cannot_be_taken() {
+async fn kept_server_stays_while_the_census_fails() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let down = Fault::Status { status: 503, code: "unavailable".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "GET", "label_selector=svc-machine&", down));
     deleted_for_good(&stack, &process).await;
-    looks(&stack, 3).await;
+    wait_for_listings(&stack, 3).await;
     assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
     stack.provider.clear_faults();
-    servers_go(&stack).await;
+    wait_for_server_deletion(&stack).await;
 }
 
-/// Its census may have begun only now, and find a server that this database has forgotten.
+/// The other process's census may have started only now, and find a server that this database has forgotten.
 #[tokio::test(flavor = "multi_thread")]
 async fn kept_server_stays_while_another_process_takes_the_census() {
     let stack = Stack::start().await;
@@ -234,18 +234,18 @@ async fn kept_server_stays_while_another_process_takes_the_census() {
     tokio::time::sleep(Duration::from_secs(4)).await;
     assert_eq!(stack.provider.servers().len(), 1, "{}", stack.log());
     client.execute("UPDATE task_turns SET last_at = now() - interval '1 hour'", &[]).await.unwrap();
-    servers_go(&stack).await;
+    wait_for_server_deletion(&stack).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_comes_up_after_its_machines_end_is_deleted() {
+async fn late_server_of_an_ended_machine_is_deleted() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true", guest.machine)).await;
     stack.ended(&process, deleted.body["operationId"].as_str().unwrap()).await;
     stack.assert_no_server();
-    // As a create that was thought lost.
+    // Like a create that was assumed lost.
     let client = stack.database.connect().await.unwrap();
     let sql =
         "UPDATE user_machines SET server_deleted_at = now() - interval '1 minute', provider_server_id = NULL";
@@ -256,9 +256,9 @@ async fn a_server_that_comes_up_after_its_machines_end_is_deleted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_operation_that_hangs_is_ended_and_its_machine_fails_with_the_cause() {
+async fn stuck_operation_is_ended_and_its_machine_fails() {
     let stack = Stack::start().await;
-    // Each process that takes the step dies in it: nobody is left to see that it never ends.
+    // Every process that takes the step dies in it, so none notices that it never ends.
     let mut dying = stack.platform_with(&[("FAILPOINTS", "operations.provision.fence.before=return(kill)")]);
     stack.subscribe(&dying, "user_1").await;
     let _ = stack.try_post(&dying, "/vps/provision", &provision_body("user_1")).await;
@@ -284,7 +284,7 @@ async fn an_operation_that_hangs_is_ended_and_its_machine_fails_with_the_cause()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deletion_goes_on_until_the_provider_does_it() {
+async fn deletion_is_retried_until_the_provider_completes_it() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("OPERATION_DEADLINE_SECONDS", "2")]);
     let guest = stack.running(&process, "user_1").await;
@@ -298,43 +298,43 @@ async fn a_deletion_goes_on_until_the_provider_does_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn several_processes_ask_the_provider_no_more_often_than_one() {
+async fn several_processes_list_servers_as_often_as_one() {
     let stack = Stack::start().await;
     let _processes: Vec<Process> = (0..3).map(|_| stack.platform()).collect();
-    looks(&stack, 1).await;
+    wait_for_listings(&stack, 1).await;
     let began = std::time::Instant::now();
     let before = stack.provider.call_count("GET", "label_selector=svc-machine&");
-    looks(&stack, 5).await;
+    wait_for_listings(&stack, 5).await;
     let made = stack.provider.call_count("GET", "label_selector=svc-machine&") - before;
-    // One a second; three processes of their own mind would have made three.
+    // One per second; three independent processes would have made three.
     let most = 2.0 + began.elapsed().as_secs_f64() * 1.5;
     assert!((made as f64) <= most, "{made} in {:?}", began.elapsed());
 }
 
-/// How many lines of the log have this text.
+/// The number of lines of the log with this text.
 fn logged(stack: &Stack, text: &str) -> usize {
     stack.log().lines().filter(|line| line.contains(text)).count()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn outcome_that_cannot_be_stored_is_retried_after_growing_pauses() {
+async fn unstorable_outcome_is_retried_with_backoff() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let made = stack.provision(&process, "user_1").await;
     let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
-    // Its retries are exhausted, and a machine that cannot be read cannot be failed either.
+    // Its retries are exhausted, and a machine that cannot be read cannot be marked failed either.
     let client = stack.database.connect().await.unwrap();
     client.execute("UPDATE user_machines SET public_ipv4 = 'nowhere'", &[]).await.unwrap();
     let is_left = || async {
         client.execute("UPDATE operation_log SET at = at - interval '2 hours'", &[]).await.unwrap();
         (logged(&stack, "cannot store the outcome of a step") > 0).then_some(())
     };
-    stack.eventually("it is left", is_left).await;
+    stack.eventually("the operation is skipped", is_left).await;
     tokio::time::sleep(Duration::from_secs(8)).await;
     let left = logged(&stack, "cannot store the outcome of a step");
     assert!(left <= 5, "{left} times");
     let again = || async { (logged(&stack, "cannot store the outcome of a step") > 1).then_some(()) };
-    stack.eventually("it is tried again", again).await;
+    stack.eventually("the operation is retried", again).await;
     client.execute("UPDATE user_machines SET public_ipv4 = NULL", &[]).await.unwrap();
     assert_eq!(stack.register(&process, &guest).await.status, 200);
     let ended = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
@@ -355,7 +355,7 @@ async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
     let sql = "UPDATE user_machines SET registration_expires_at = now(), \
                public_ipv4 = CASE WHEN idp_user_id = 'user_3' THEN public_ipv4 ELSE 'nowhere' END";
     client.execute(sql, &[]).await.unwrap();
-    // Its own operation would see to it as well.
+    // Its own operation would handle it as well.
     client.execute("UPDATE operations SET due_at = 'infinity'", &[]).await.unwrap();
     let failed = || async { (stack.status(&process, &made[2]).await == "failed").then_some(()) };
     stack.eventually("the readable machine fails", failed).await;
@@ -368,7 +368,7 @@ async fn unreadable_machine_does_not_stop_the_reconciler_for_others() {
         });
         (is_named && logged(&stack, "a part of the reconciler failed") > 0).then_some(())
     };
-    stack.eventually("the others are named, and the part failed", said).await;
+    stack.eventually("the failed rows are named", said).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -388,7 +388,7 @@ async fn unreadable_preview_does_not_stop_the_reconciler_for_others() {
             |line: &str| line.contains("the reconciler skipped an item") && line.contains(&first.machine);
         stack.log().lines().any(names).then_some(())
     };
-    stack.eventually("the other is named", said).await;
+    stack.eventually("the failed row is named", said).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

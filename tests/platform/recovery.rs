@@ -1,4 +1,4 @@
-//! Recover: nothing changes before a usable snapshot is seen; asked again, the answer is the same.
+//! Recover: nothing changes without a usable snapshot; a repeated request gets the same response.
 
 use reqwest::Method;
 use serde_json::json;
@@ -10,7 +10,7 @@ fn body() -> serde_json::Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_usable_snapshot_nothing_changes() {
+async fn recovery_without_a_usable_snapshot_changes_nothing() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -57,7 +57,7 @@ async fn without_a_usable_snapshot_nothing_changes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_recovery_begins_with_the_snapshot_that_is_asked_for() {
+async fn recovery_starts_from_the_requested_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.running(&process, "user_1").await;
@@ -65,7 +65,7 @@ async fn a_recovery_begins_with_the_snapshot_that_is_asked_for() {
     let (_, key) = earlier.split_once("primary/").unwrap();
     stack.snapshot("user_1");
     assert_ne!(stack.pointer("user_1")["snapshot"]["key"], key);
-    // The pointer may name what cannot be restored: all the more it is another that is asked for.
+    // The pointer may name an unusable snapshot; the request selects another.
     let latest = format!("user_1/primary/{}", stack.pointer("user_1")["snapshot"]["key"].as_str().unwrap());
     stack.store.remove(BUCKET, &latest);
     let body = json!({"idpUserId": "user_1", "snapshotKey": key});
@@ -79,7 +79,7 @@ async fn a_recovery_begins_with_the_snapshot_that_is_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_recovery_replaces_the_machine_and_is_the_same_when_asked_again() {
+async fn recovery_replaces_the_machine_and_is_idempotent() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let old = stack.running(&process, "user_1").await;
@@ -89,7 +89,7 @@ async fn a_recovery_replaces_the_machine_and_is_the_same_when_asked_again() {
     let first = stack.post(&process, "/vps/recover", &accepting).await;
     assert_eq!((first.status, &first.body["status"]), (202, &json!("recovering")), "{first:?}");
     assert_eq!(first.body["oldMachineId"], old.machine);
-    // Under way, it needs nothing of the store.
+    // Once in progress, it no longer needs the store.
     stack.store.down();
     let again = stack.post(&process, "/vps/recover", &body()).await;
     assert_eq!((again.status, again.body), (202, first.body.clone()));
@@ -130,7 +130,7 @@ async fn a_recovery_replaces_the_machine_and_is_the_same_when_asked_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_under_way_refuses_other_options() {
+async fn recovery_in_progress_refuses_other_options() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.running(&process, "user_1").await;
@@ -160,7 +160,7 @@ async fn recovery_under_way_refuses_other_options() {
     }
 }
 
-/// It has data, and no copy of it: an empty start is no answer.
+/// It has data but no copy of it, so an empty start is refused.
 #[tokio::test(flavor = "multi_thread")]
 async fn machine_that_was_never_backed_up_is_backed_up_first() {
     let stack = Stack::start().await;
@@ -174,7 +174,7 @@ async fn machine_that_was_never_backed_up_is_backed_up_first() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_empty_start_is_allowed_only_where_there_is_nothing() {
+async fn empty_start_is_allowed_only_without_data() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.running(&process, "user_1").await;
@@ -189,7 +189,7 @@ async fn an_empty_start_is_allowed_only_where_there_is_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_caller_that_waits_gets_the_state_of_then() {
+async fn waiting_caller_gets_the_final_state() {
     let stack = Stack::start().await;
     let process = stack.platform();
     stack.running(&process, "user_1").await;

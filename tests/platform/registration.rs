@@ -1,4 +1,4 @@
-//! Registration: one use of one token, by the machine that it was made for, in time.
+//! Registration: one use of one token, by its own machine, within its deadline.
 
 use futures_util::future::join_all;
 use reqwest::Method;
@@ -60,7 +60,7 @@ async fn a_host_that_does_not_come_in_time_fails_its_machine() {
     assert_eq!(record["failure"]["cause"], "registration_expired");
     assert_eq!(record["operations"][0]["state"], "failed");
 
-    // Asked for again, the slot gets another machine, and the first one's server goes.
+    // Requested again, the slot gets another machine, and the first server is deleted.
     let second = stack.provision(&process, "user_1").await;
     assert_eq!(second["epoch"], 2);
     let next = second["machineId"].as_str().unwrap();
@@ -69,16 +69,17 @@ async fn a_host_that_does_not_come_in_time_fails_its_machine() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_boot_failure_is_told_with_the_token_and_then_nothing_registers() {
+async fn reported_boot_failure_prevents_registration() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let made = stack.provision(&process, "user_1").await;
     let guest = stack.guest(&process, made["machineId"].as_str().unwrap()).await;
     let path = format!("/vps/{}/boot-failure", guest.machine);
     let body = json!({"stage": "restore", "message": "pg_restore: no"});
-    let tell = |token: &str| stack.request(&process, Method::POST, &path).bearer_auth(token).json(&body);
-    stack.send(tell(&guest.upgrade_token)).await.assert_problem(401, "registration_rejected");
-    assert_eq!(stack.send(tell(&guest.registration_token)).await.status, 202);
+    let failure_report =
+        |token: &str| stack.request(&process, Method::POST, &path).bearer_auth(token).json(&body);
+    stack.send(failure_report(&guest.upgrade_token)).await.assert_problem(401, "registration_rejected");
+    assert_eq!(stack.send(failure_report(&guest.registration_token)).await.status, 202);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     let failure = json!({"cause": "boot_reported", "stage": "restore", "message": "pg_restore: no"});
     assert_eq!((&record["status"], &record["failure"]), (&json!("failed"), &failure));
@@ -86,7 +87,7 @@ async fn a_boot_failure_is_told_with_the_token_and_then_nothing_registers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_heartbeat_is_its_own_machines_and_tells_the_replaced_one() {
+async fn heartbeat_needs_its_token_and_reports_replacement() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let (one, other) = (stack.running(&process, "user_1").await, stack.running(&process, "user_2").await);

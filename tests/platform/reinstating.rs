@@ -1,4 +1,4 @@
-//! Which machine gets a slot back, and how a removal that an operator gave up ends.
+//! The machine that gets a slot back, and the end of a removal that an operator abandoned.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ fn power(stack: &Stack, machine: &str) -> Option<Power> {
     stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
 }
 
-async fn is_gone(stack: &Stack, machine: &str) {
+async fn until_gone(stack: &Stack, machine: &str) {
     stack
         .eventually("its server is deleted", || async { power(stack, machine).is_none().then_some(()) })
         .await;
@@ -26,7 +26,7 @@ async fn recover(stack: &Stack, process: &Process) -> Guest {
     stack.guest(process, answer.body["machineId"].as_str().unwrap()).await
 }
 
-/// A slot whose second machine has lost its server, and whose third one boots.
+/// A slot whose second machine has lost its server and whose third one is booting.
 async fn third_machine(stack: &Stack, process: &Process, second_has: &str) -> (Guest, Guest) {
     let first = stack.running(process, "user_1").await;
     stack.snapshot("user_1");
@@ -43,7 +43,7 @@ async fn third_machine(stack: &Stack, process: &Process, second_has: &str) -> (G
     (first, recover(stack, process).await)
 }
 
-async fn boot_fails(stack: &Stack, process: &Process, guest: &Guest) {
+async fn fail_boot(stack: &Stack, process: &Process, guest: &Guest) {
     let path = format!("/vps/{}/boot-failure", guest.machine);
     let report = stack.request(process, reqwest::Method::POST, &path).bearer_auth(&guest.registration_token);
     let report = stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
@@ -51,11 +51,11 @@ async fn boot_fails(stack: &Stack, process: &Process, guest: &Guest) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_goes_back_past_a_machine_that_is_gone_and_left_nothing() {
+async fn slot_skips_a_lost_machine_without_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = third_machine(&stack, &process, "").await;
-    boot_fails(&stack, &process, &third).await;
+    fail_boot(&stack, &process, &third).await;
     let on = || async { (power(&stack, &first.machine) == Some(Power::Running)).then_some(()) };
     stack.eventually("the first machine is on again", on).await;
     let back = record(&stack, &process, &first.machine).await;
@@ -64,11 +64,11 @@ async fn slot_goes_back_past_a_machine_that_is_gone_and_left_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_does_not_go_back_past_a_snapshot() {
+async fn slot_is_never_reinstated_before_a_snapshot() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let (first, third) = third_machine(&stack, &process, ", backup_taken_at = now()").await;
-    boot_fails(&stack, &process, &third).await;
+    fail_boot(&stack, &process, &third).await;
     let failed = || async { (stack.status(&process, &third.machine).await == "failed").then_some(()) };
     stack.eventually("the third machine fails", failed).await;
     assert_eq!(record(&stack, &process, &third.machine).await["replacedBy"], Value::Null);
@@ -76,7 +76,7 @@ async fn slot_does_not_go_back_past_a_snapshot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_at_once_keeps_the_servers_that_were_not_named() {
+async fn immediate_deletion_keeps_the_other_servers() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = stack.running(&process, "user_1").await;
@@ -84,7 +84,7 @@ async fn deletion_at_once_keeps_the_servers_that_were_not_named() {
     let new = recover(&stack, &process).await;
     let deleted = stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", new.machine)).await;
     assert_eq!(deleted.status, 202, "{deleted:?}");
-    is_gone(&stack, &new.machine).await;
+    until_gone(&stack, &new.machine).await;
     let off = || async {
         let old = record(&stack, &process, &old.machine).await;
         let operations = old["operations"].as_array()?.clone();
@@ -97,7 +97,7 @@ async fn deletion_at_once_keeps_the_servers_that_were_not_named() {
     assert_eq!(back.status, 202, "{back:?}");
 }
 
-/// A deleted machine the removal of whose server an operator gave up.
+/// A deleted machine whose server removal was abandoned by an operator.
 async fn abandoned_removal(stack: &Stack, process: &Process) -> Guest {
     let old = stack.running(process, "user_1").await;
     stack.snapshot("user_1");
@@ -113,7 +113,7 @@ async fn abandoned_removal(stack: &Stack, process: &Process) -> Guest {
     assert_eq!(stack.post(process, &path, &json!({})).await.status, 200);
     let fleet = stack.get(process, "/vps/fleet").await.body;
     assert_eq!(fleet["attention"][0]["reasons"], json!(["removal_abandoned"]), "{fleet}");
-    // A call that is out is ended with the lease.
+    // A call in flight ends with the lease.
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     stack.provider.clear_faults();
     old
@@ -126,7 +126,7 @@ async fn discard_ends_an_abandoned_removal() {
     let old = abandoned_removal(&stack, &process).await;
     let discarded = stack.post(&process, &format!("/vps/{}/discard", old.machine), &json!({})).await;
     assert_eq!(discarded.status, 202, "{discarded:?}");
-    is_gone(&stack, &old.machine).await;
+    until_gone(&stack, &old.machine).await;
     let settled = || async {
         let fleet = stack.get(&process, "/vps/fleet").await.body;
         (fleet["attentionTotal"] == 0).then_some(())
@@ -150,7 +150,7 @@ async fn undelete_ends_an_abandoned_removal() {
         (stack.status(&process, &old.machine).await == "running").then_some(())
     };
     stack.eventually("it runs again", runs).await;
-    // Deleted again, its server goes like any other.
+    // Deleted again, its server is removed like any other.
     stack.delete(&process, &format!("/vps/{}?acceptLoss=true&now=true", old.machine)).await;
-    is_gone(&stack, &old.machine).await;
+    until_gone(&stack, &old.machine).await;
 }

@@ -1,11 +1,11 @@
-//! The release of a new machine is the slot's, not the process's.
+//! The release of a new machine is that of its slot, not that of the process.
 
 use serde_json::json;
 
 use super::stack::{Stack, provision_body, publish};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_keeps_the_release_that_the_slot_runs() {
+async fn recovery_keeps_the_release_of_the_slot() {
     let stack = Stack::start().await;
     publish(&stack.store, "v2");
     let process = stack.platform();

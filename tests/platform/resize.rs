@@ -1,4 +1,4 @@
-//! Resize: what is refused before anything changes, and the change itself, on the same server and disk.
+//! Resize: the refusals before any change, and the change itself, on the same server and disk.
 
 use kit::provider::{Fault, FaultRule, Power};
 use reqwest::Method;
@@ -10,7 +10,7 @@ pub async fn resize(stack: &Stack, process: &Process, machine: &str, to: &str) -
     stack.post(process, &format!("/vps/{machine}/resize"), &json!({"serverType": to})).await
 }
 
-/// Resizes to `cpx32`, the host coming back by itself; the operation.
+/// Resizes to `cpx32` while the host reconnects, and returns the operation.
 pub async fn resized(stack: &Stack, process: &Process, guest: &Guest) -> Value {
     let answer = resize(stack, process, &guest.machine, "cpx32").await;
     assert_eq!(answer.status, 202, "{answer:?}");
@@ -25,16 +25,16 @@ pub fn actions(stack: &Stack, name: &str) -> usize {
     stack.provider.call_count("POST", &format!("/actions/{name}"))
 }
 
-/// Waits until the platform has looked at the server a few times more.
-async fn looked_at_again(stack: &Stack) {
+/// Waits until the platform has polled the server a few more times.
+async fn wait_for_polls(stack: &Stack) {
     let path = format!("/servers/{}", stack.provider.servers().remove(0).id);
     let wanted = stack.provider.call_count("GET", &path) + 3;
     let looked = || async { (stack.provider.call_count("GET", &path) >= wanted).then_some(()) };
-    stack.eventually("the server is looked at", looked).await;
+    stack.eventually("the server is polled", looked).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_resize_changes_the_type_and_nothing_else() {
+async fn resize_changes_only_the_type() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -46,7 +46,7 @@ async fn a_resize_changes_the_type_and_nothing_else() {
     let shape = json!({"machineId": guest.machine, "serverType": "cpx32", "status": "resizing",
         "operationId": operation});
     assert_eq!(answer.body, shape);
-    // A heartbeat from before the power came on says nothing.
+    // A heartbeat from before the power-on does not count.
     stack.beat(&process, &guest, &beat_of(&guest)).await;
     let on = || async {
         let server = stack.provider.servers().remove(0);
@@ -58,13 +58,21 @@ async fn a_resize_changes_the_type_and_nothing_else() {
         (found["step"] == "await_health").then_some(())
     };
     stack.eventually("it waits for the host", waits).await;
-    looked_at_again(&stack).await;
-    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing", "its last word was from before");
+    wait_for_polls(&stack).await;
+    assert_eq!(
+        record(&stack, &process, &guest).await["status"],
+        "resizing",
+        "its last heartbeat is from before the power-on"
+    );
     let mut ill = beat_of(&guest);
     ill["health"]["database"] = json!("failing");
     stack.beat(&process, &guest, &ill).await;
-    looked_at_again(&stack).await;
-    assert_eq!(record(&stack, &process, &guest).await["status"], "resizing", "it is back, and not well");
+    wait_for_polls(&stack).await;
+    assert_eq!(
+        record(&stack, &process, &guest).await["status"],
+        "resizing",
+        "the host is back, but unhealthy"
+    );
     resize(&stack, &process, &guest.machine, "cpx52").await.assert_problem(409, "invalid_state");
 
     let ended = stack.ended_while_beating(&process, &operation).await;
@@ -78,7 +86,7 @@ async fn a_resize_changes_the_type_and_nothing_else() {
     let after = stack.provider.servers().remove(0);
     assert_eq!((after.id, after.disk_gb, after.server_type.as_str()), (before.id, before.disk_gb, "cpx32"));
     assert_eq!(stack.provider.creations().len(), 1);
-    // The host heard the button, so its power was never cut.
+    // The host shut down on request, so its power was never cut.
     assert_eq!(
         ["shutdown", "poweroff", "change_type", "poweron"].map(|name| actions(&stack, name)),
         [1, 0, 1, 1]
@@ -90,7 +98,7 @@ async fn a_resize_changes_the_type_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_current_type_is_no_change_and_a_keyed_request_is_answered_again() {
+async fn resize_to_the_current_type_changes_nothing() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -136,7 +144,7 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
     let unknown = uuid::Uuid::now_v7().to_string();
     no(resize(&stack, &process, &unknown, "cpx32").await, 404, "machine_not_found");
     no(resize(&stack, &process, &guest.machine, "cpx99").await, 403, "server_type_not_allowed");
-    // Offered by the provider, in no plan.
+    // Offered by the provider, but not part of any plan.
     no(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
 
     let slot = |plan: &str, status: &str| json!({"idpUserId": "user_1", "plan": plan, "status": status});
@@ -146,7 +154,7 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
     no(resize(&stack, &process, &guest.machine, "cpx32").await, 403, "server_type_not_allowed");
     assert_eq!(stack.send(set(slot("max", "inactive"))).await.status, 200);
     no(resize(&stack, &process, &guest.machine, "cpx32").await, 402, "subscription_required");
-    // Without enforcement the slot's plan is not asked, and the disk is still the server's own.
+    // Without enforcement only the server's own disk limits the types.
     let free = stack.platform_with(&[("BILLING_ENFORCEMENT", "false")]);
     no(resize(&stack, &free, &guest.machine, "cpx12").await, 409, "disk_would_shrink");
     let strange = resize(&stack, &free, &guest.machine, "cpx99").await;
@@ -157,7 +165,7 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
     let broken = || Fault::Status { status: 500, code: "server_error".to_owned(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(9, "GET", "/server_types", broken()));
     no(resize(&stack, &process, &guest.machine, "cpx32").await, 502, "provisioning_error");
-    // What the plan does not contain is refused without asking the provider.
+    // A type outside the plan is refused without a call of the provider.
     no(resize(&stack, &process, &guest.machine, "cpx42").await, 403, "server_type_not_allowed");
     stack.provider.clear_faults();
     assert_eq!(record(&stack, &process, &guest).await["status"], "running");
@@ -175,12 +183,12 @@ async fn what_cannot_be_done_is_refused_and_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_that_was_kept_small_is_what_counts_on_the_way_back() {
+async fn resize_down_checks_the_actual_disk_size() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
     assert_eq!(resized(&stack, &process, &guest).await["state"], "succeeded");
-    // By its type it would have 160 GB; it still has 80, so it fits.
+    // Its type would have 160 GB; the disk still has 80, so it fits.
     let back = resize(&stack, &process, &guest.machine, "cpx22").await;
     assert_eq!(back.status, 202, "{back:?}");
     let ended = stack.ended_while_beating(&process, back.body["operationId"].as_str().unwrap()).await;
@@ -189,7 +197,7 @@ async fn a_disk_that_was_kept_small_is_what_counts_on_the_way_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_caller_that_waits_is_told_the_type_that_came_about() {
+async fn waiting_caller_gets_the_final_type() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;

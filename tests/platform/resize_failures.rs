@@ -1,4 +1,4 @@
-//! A resize that goes wrong: whatever it is, the server is switched on again, and the row says what it then is.
+//! Failed resizes: in every case the server is switched on again, and the row has its actual type.
 
 use kit::provider::{Fault, FaultRule, Power};
 use serde_json::{Value, json};
@@ -38,11 +38,11 @@ async fn assert_changed(stack: &Stack, process: &Process, guest: &Guest, operati
 }
 
 /// A platform with one running machine.
-async fn set() -> (Stack, Process, Guest) {
-    set_with(&[]).await
+async fn setup() -> (Stack, Process, Guest) {
+    setup_with(&[]).await
 }
 
-async fn set_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
+async fn setup_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
     let stack = Stack::start().await;
     let process = stack.platform_with(settings);
     let guest = stack.running(&process, "user_1").await;
@@ -50,8 +50,8 @@ async fn set_with(settings: &[(&str, &str)]) -> (Stack, Process, Guest) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_that_ignores_the_button_loses_its_power() {
-    let (stack, process, guest) = set().await;
+async fn host_that_ignores_shutdown_is_powered_off() {
+    let (stack, process, guest) = setup().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let ended = resized(&stack, &process, &guest).await;
     assert_changed(&stack, &process, &guest, &ended).await;
@@ -59,9 +59,9 @@ async fn a_host_that_ignores_the_button_loses_its_power() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lost_replies_are_settled_by_what_the_server_is() {
+async fn lost_replies_are_resolved_by_the_server_state() {
     for lost in ["shutdown", "change_type", "poweron"] {
-        let (stack, process, guest) = set().await;
+        let (stack, process, guest) = setup().await;
         stack.provider.fault(FaultRule::once("POST", lost, Fault::LostReplyAfterCommit));
         let ended = resized(&stack, &process, &guest).await;
         assert_changed(&stack, &process, &guest, &ended).await;
@@ -71,7 +71,7 @@ async fn lost_replies_are_settled_by_what_the_server_is() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failures_that_pass_are_borne() {
+async fn transient_failures_are_retried() {
     for (step, fault) in [
         ("shutdown", refusing(503)),
         ("change_type", refusing(500)),
@@ -79,7 +79,7 @@ async fn failures_that_pass_are_borne() {
         ("poweron", refusing(502)),
         ("poweron", Fault::ActionError),
     ] {
-        let (stack, process, guest) = set().await;
+        let (stack, process, guest) = setup().await;
         stack.provider.fault(FaultRule::times(2, "POST", step, fault.clone()));
         let ended = resized(&stack, &process, &guest).await;
         assert_changed(&stack, &process, &guest, &ended).await;
@@ -88,12 +88,12 @@ async fn failures_that_pass_are_borne() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_change_that_fails_leaves_the_old_type_running() {
+async fn failed_change_keeps_the_old_type_running() {
     let invalid = Fault::Status { status: 422, code: "invalid_input".to_owned(), reset_in_seconds: None };
     for (fault, why) in
         [(Fault::ActionError, "the provider's type change failed"), (invalid, "the provider refused")]
     {
-        let (stack, process, guest) = set().await;
+        let (stack, process, guest) = setup().await;
         stack.provider.fault(FaultRule::once("POST", "change_type", fault));
         let ended = resized(&stack, &process, &guest).await;
         assert_reverted(&stack, &process, &guest, &ended).await;
@@ -104,10 +104,10 @@ async fn a_change_that_fails_leaves_the_old_type_running() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_provider_that_never_does_it_is_given_up() {
+async fn resize_fails_when_the_provider_never_completes() {
     for step in ["poweroff", "change_type"] {
         let settings = [("RESIZE_SHUTDOWN_SECONDS", "1"), ("RESIZE_CHANGE_SECONDS", "2")];
-        let (stack, process, guest) = set_with(&settings).await;
+        let (stack, process, guest) = setup_with(&settings).await;
         stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
         stack.provider.fault(FaultRule::times(1000, "POST", step, refusing(503)));
         let ended = resized(&stack, &process, &guest).await;
@@ -116,8 +116,8 @@ async fn a_provider_that_never_does_it_is_given_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_does_not_come_on_fails_and_heals_by_a_healthy_heartbeat() {
-    let (stack, process, guest) = set_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+async fn server_that_stays_off_fails_until_a_healthy_heartbeat() {
+    let (stack, process, guest) = setup_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     stack.provider.fault(FaultRule::times(1000, "POST", "poweron", refusing(503)));
     let ended = resized(&stack, &process, &guest).await;
     assert_eq!((&ended["state"], &ended["errorCode"]), (&json!("failed"), &json!("resize")), "{ended}");
@@ -125,7 +125,7 @@ async fn a_server_that_does_not_come_on_fails_and_heals_by_a_healthy_heartbeat()
     assert_eq!((&now["status"], &now["failure"]["cause"]), (&json!("failed"), &json!("resize")));
     assert_eq!(now["failure"]["stage"], "power_on");
 
-    // One that is ill, or of another epoch, heals nothing.
+    // An unhealthy heartbeat or one of another epoch does not reinstate it.
     let mut ill = beat_of(&guest);
     ill["health"]["gateway"] = json!("failing");
     stack.beat(&process, &guest, &ill).await;
@@ -133,7 +133,7 @@ async fn a_server_that_does_not_come_on_fails_and_heals_by_a_healthy_heartbeat()
     other["epoch"] = json!(7);
     stack.beat(&process, &guest, &other).await;
     assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
-    // Nor does a word that was on its way when the power went.
+    // Nor does a heartbeat in flight when the power was cut.
     stack.beat(&process, &guest, &beat_of(&guest)).await;
     assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
     stack.provider.clear_faults();
@@ -149,8 +149,8 @@ async fn a_server_that_does_not_come_on_fails_and_heals_by_a_healthy_heartbeat()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_host_that_does_not_speak_again_is_a_failed_resize() {
-    let (stack, process, guest) = set_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
+async fn resize_fails_without_a_later_heartbeat() {
+    let (stack, process, guest) = setup_with(&[("RESIZE_HEALTH_SECONDS", "2")]).await;
     let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
     let path = format!("/vps/operations/{}", answer.body["operationId"].as_str().unwrap());
     let ended = || async {
@@ -165,8 +165,8 @@ async fn a_host_that_does_not_speak_again_is_a_failed_resize() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_vanishes_meanwhile_is_gone() {
-    let (stack, process, guest) = set().await;
+async fn server_that_vanishes_during_a_resize_fails_as_gone() {
+    let (stack, process, guest) = setup().await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let answer = resize(&stack, &process, &guest.machine, "cpx32").await;
     stack.provider.vanish_server(&format!("svc-{}", guest.machine)).await.unwrap();
@@ -178,8 +178,8 @@ async fn a_server_that_vanishes_meanwhile_is_gone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fail_delete_and_recover_end_a_resize_under_way() {
-    let (stack, process, guest) = set_with(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
+async fn fail_delete_and_recover_end_an_open_resize() {
+    let (stack, process, guest) = setup_with(&[("RESIZE_SHUTDOWN_SECONDS", "3")]).await;
     stack.provider.set_obeys_shutdown(&format!("svc-{}", guest.machine), false).unwrap();
     let operation = resize(&stack, &process, &guest.machine, "cpx32").await.body["operationId"].clone();
     let reason = json!({"reason": "it hangs"});
@@ -204,16 +204,16 @@ async fn fail_delete_and_recover_end_a_resize_under_way() {
     let ended = stack.ended(&process, recovery["operationId"].as_str().unwrap()).await;
     assert_eq!(ended["state"], "succeeded", "{ended}");
     let two = || async { (stack.provider.servers().len() == 2).then_some(()) };
-    stack.eventually("user_1's failed one and the new one are left", two).await;
+    stack.eventually("the failed machine of user_1 and the new one remain", two).await;
     let new = format!("svc-{}", recovery["machineId"].as_str().unwrap());
     assert!(stack.provider.server_by_name(&new).is_some());
 }
 
-/// A resize that has switched the server off and does not get on.
+/// A resize that has switched the server off and is stuck.
 async fn stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, String) {
     let mut settings = settings.to_vec();
     settings.push(("RESIZE_SHUTDOWN_SECONDS", "1"));
-    let (stack, process, guest) = set_with(&settings).await;
+    let (stack, process, guest) = setup_with(&settings).await;
     stack.provider.fault(FaultRule::times(1000, "POST", "change_type", refusing(503)));
     let accepted = resize(&stack, &process, &guest.machine, "cpx32").await;
     let operation = accepted.body["operationId"].as_str().unwrap().to_owned();
@@ -226,9 +226,9 @@ async fn stuck_resize(settings: &[(&str, &str)]) -> (Stack, Process, Guest, Stri
     (stack, process, guest, operation)
 }
 
-/// Plays the host until its server is on and no operation of the machine is under way; its operations.
+/// Plays the host until its server is on and the machine has no open operation, and returns its operations.
 async fn settled(stack: &Stack, process: &Process, guest: &Guest) -> Value {
-    let look = || async {
+    let check = || async {
         if server(stack).0 == Power::Running {
             stack.beat(process, guest, &beat_of(guest)).await;
         }
@@ -236,7 +236,7 @@ async fn settled(stack: &Stack, process: &Process, guest: &Guest) -> Value {
         let ended = operations.as_array()?.iter().all(|operation| operation["state"] != "running");
         (ended && server(stack).0 == Power::Running).then_some(operations)
     };
-    stack.eventually("the server is on", look).await
+    stack.eventually("the server is on", check).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -245,27 +245,27 @@ async fn resize_cancelled_by_fail_switches_server_on() {
     let path = format!("/vps/{}/fail", guest.machine);
     assert_eq!(stack.post(&process, &path, &json!({"reason": "stuck"})).await.status, 200);
     let operations = settled(&stack, &process, &guest).await;
-    let told = |n: usize| (operations[n]["kind"].clone(), operations[n]["state"].clone());
-    assert_eq!(told(0), (json!("power_on"), json!("succeeded")), "{operations}");
-    assert_eq!(told(1), (json!("resize"), json!("cancelled")), "{operations}");
+    let state_of = |n: usize| (operations[n]["kind"].clone(), operations[n]["state"].clone());
+    assert_eq!(state_of(0), (json!("power_on"), json!("succeeded")), "{operations}");
+    assert_eq!(state_of(1), (json!("resize"), json!("cancelled")), "{operations}");
     assert_eq!(record(&stack, &process, &guest).await["status"], "failed");
     let resumed = stack.post(&process, &format!("/vps/{}/resume", guest.machine), &json!({})).await;
     assert_eq!((resumed.status, &resumed.body["serverType"]), (200, &json!("cpx22")), "{resumed:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_beyond_every_limit_switches_server_on() {
+async fn overdue_resize_switches_server_on() {
     let settings = [("RESIZE_CHANGE_SECONDS", "600"), ("OPERATION_LIMIT_SECONDS", "4")];
     let (stack, process, guest, operation) = stuck_resize(&settings).await;
     let path = format!("/vps/operations/{operation}");
     let hung = || async { (stack.get(&process, &path).await.body["state"] == "failed").then_some(()) };
-    stack.eventually("the reconciler ends it", hung).await;
+    stack.eventually("the reconciler ends the operation", hung).await;
     settled(&stack, &process, &guest).await;
     let runs = || async {
         stack.beat(&process, &guest, &beat_of(&guest)).await;
         (record(&stack, &process, &guest).await["status"] == "running").then_some(())
     };
-    stack.eventually("its heartbeat heals it", runs).await;
+    stack.eventually("a heartbeat reinstates the machine", runs).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -280,7 +280,7 @@ async fn resize_cancelled_by_delete_and_undone_switches_server_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn resize_cancelled_by_recovery_that_is_abandoned_switches_server_on() {
+async fn resize_cancelled_by_abandoned_recovery_switches_server_on() {
     let (stack, process, _guest, _) = stuck_resize(&[("LAST_BACKUP_DEADLINE_SECONDS", "600")]).await;
     stack.snapshot("user_1");
     let recovery = stack.post(&process, "/vps/recover", &json!({"idpUserId": "user_1"})).await;

@@ -1,5 +1,5 @@
-//! The platform's database is restored from an older copy: what it remembers as under way has been decided otherwise since,
-//! and the store knows.
+//! The platform's database is restored from an older copy: its open operations have been decided since, as the store
+//! shows.
 
 use kit::pg::copy::TablesCopy;
 use kit::provider::Power;
@@ -13,7 +13,7 @@ use super::stack::{Guest, Process, SECRET, Stack, beat_of, provision_body, regis
 
 const BACKUP: &str = "/_svc/internal/backup";
 
-/// A stack whose database can be put back.
+/// A stack whose database can be reset to a saved copy.
 pub(super) struct Restorable {
     pub stack: Stack,
     pub process: Option<Process>,
@@ -39,7 +39,7 @@ impl Restorable {
         self.copy.save(&self.client).await.unwrap();
     }
 
-    /// Stops the platform, restores the copy and starts the platform again; these settings come on top of the first ones.
+    /// Stops the platform, restores the copy and starts the platform with additional settings.
     pub async fn restore(&mut self, settings: &[(&'static str, &'static str)]) {
         if let Some(mut process) = self.process.take() {
             process.kill();
@@ -58,7 +58,7 @@ impl Restorable {
         self.stack.provider.server_by_name(&format!("svc-{machine}")).map(|server| server.status)
     }
 
-    pub async fn becomes(&self, machine: &str, status: &str) -> Value {
+    pub async fn until_status(&self, machine: &str, status: &str) -> Value {
         let is = || async {
             let found = self.record(machine).await;
             (found["status"] == status && found["retiredAt"].is_null() && found["deletedAt"].is_null())
@@ -73,8 +73,8 @@ impl Restorable {
         assert_eq!(abandoned.status, 200, "{abandoned:?}");
     }
 
-    /// Waits until a deletion asks because the database is behind the store.
-    pub async fn asks(&self, operation: &str) {
+    /// Waits until a deletion asks because the database is older than the store.
+    pub async fn until_asking(&self, operation: &str) {
         let asks = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
@@ -83,12 +83,12 @@ impl Restorable {
         assert_eq!(asks["question"]["code"], "database_behind_store", "{asks}");
     }
 
-    pub async fn asked_for_backup(&self, host: &Host) {
-        let asked = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
-        self.stack.eventually("the last backup is requested", asked).await;
+    pub async fn until_backup_requested(&self, host: &Host) {
+        let is_requested = || async { (host.calls("POST", BACKUP) > 0).then_some(()) };
+        self.stack.eventually("the last backup is requested", is_requested).await;
     }
 
-    pub async fn fenced_at(&self, epoch: u64) {
+    pub async fn until_fenced_at(&self, epoch: u64) {
         let fenced = || async { (self.stack.pointer("user_1")["fenceEpoch"] == epoch).then_some(()) };
         self.stack.eventually("the fence", fenced).await;
     }
@@ -103,7 +103,7 @@ impl Restorable {
     }
 
     /// Sends heartbeats under this epoch until the machine runs.
-    pub async fn runs(&self, guest: &Guest, epoch: u64) {
+    pub async fn beat_until_running(&self, guest: &Guest, epoch: u64) {
         let runs = || async {
             self.beat(guest, epoch, Value::Null).await;
             (self.stack.status(self.process(), &guest.machine).await == "running").then_some(())
@@ -111,7 +111,7 @@ impl Restorable {
         self.stack.eventually("it runs", runs).await;
     }
 
-    pub async fn shown_in_fleet(&self, what: &str) {
+    pub async fn until_in_fleet(&self, what: &str) {
         let shown = || async {
             let fleet = self.stack.get(self.process(), "/vps/fleet").await.body.to_string();
             fleet.contains(what).then_some(())
@@ -125,23 +125,23 @@ pub(super) fn id(answer: &Value, name: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn recovery_that_was_abandoned_since_takes_nothing_out_of_service() {
+async fn recovery_abandoned_after_the_copy_changes_nothing() {
     let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = host(&it.stack, it.process()).await;
     let machine = old.guest.machine.clone();
     it.stack.snapshot("user_1");
     let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    it.asked_for_backup(&old).await;
+    it.until_backup_requested(&old).await;
     it.save().await;
     it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
-    it.fenced_at(3).await;
-    it.becomes(&machine, "running").await;
+    it.until_fenced_at(3).await;
+    it.until_status(&machine, "running").await;
     it.beat(&old.guest, 3, Value::Null).await;
 
     it.restore(&[]).await;
-    // The copy's last backup would be taken at once.
-    old.backs_up(&it.stack, "user_1");
-    let back = it.becomes(&machine, "running").await;
+    // The copy's operation would request a last backup at once.
+    old.store_backup(&it.stack, "user_1");
+    let back = it.until_status(&machine, "running").await;
     assert_eq!(back["epoch"], 3, "{back}");
     let failed = it.record(&id(&recovery, "machineId")).await;
     assert_eq!(failed["failure"]["cause"], "fenced", "{failed}");
@@ -151,11 +151,11 @@ async fn recovery_that_was_abandoned_since_takes_nothing_out_of_service() {
         assert_eq!(it.stack.provider.call_count("POST", path), 0, "{path}");
     }
     it.stack.assert_only_server(&machine);
-    it.shown_in_fleet("database_behind_store").await;
+    it.until_in_fleet("database_behind_store").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn registration_of_a_recovery_that_failed_since_is_refused() {
+async fn registration_of_a_recovery_failed_since_is_refused() {
     let mut it = Restorable::start(&[]).await;
     let old = it.stack.running(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
@@ -166,57 +166,57 @@ async fn registration_of_a_recovery_that_failed_since_is_refused() {
     let report = it.stack.request(it.process(), Method::POST, &path).bearer_auth(&new.registration_token);
     let report = it.stack.send(report.json(&json!({"stage": "restore", "message": "damaged"}))).await;
     assert_eq!(report.status, 202, "{report:?}");
-    it.fenced_at(3).await;
+    it.until_fenced_at(3).await;
     it.restore(&[]).await;
     let refused = it.stack.register(it.process(), &new).await;
     assert!(matches!(refused.status, 401 | 409), "{refused:?}");
-    it.becomes(&old.machine, "failed").await;
+    it.until_status(&old.machine, "failed").await;
     assert_eq!(it.record(&old.machine).await["failure"]["cause"], "reinstating");
-    it.fenced_at(3).await;
-    it.runs(&old, 3).await;
+    it.until_fenced_at(3).await;
+    it.beat_until_running(&old, 3).await;
 }
 
-/// A deletion that was undone after the copy was made and asks under the restored copy; the path of its operation.
+/// A deletion that was undone after the copy and asks under the restored copy; returns the path of its operation.
 async fn undone_deletion(query: &str) -> (Restorable, Host, String) {
     let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = host(&it.stack, it.process()).await;
     let machine = old.guest.machine.clone();
     let deleted = it.stack.delete(it.process(), &format!("/vps/{machine}{query}")).await.body;
-    it.asked_for_backup(&old).await;
+    it.until_backup_requested(&old).await;
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.fenced_at(2).await;
+    it.until_fenced_at(2).await;
     it.restore(&[]).await;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    it.asks(&operation).await;
+    it.until_asking(&operation).await;
     (it, old, operation)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_that_was_undone_since_asks() {
+async fn deletion_undone_after_the_copy_asks() {
     let (it, old, operation) = undone_deletion("").await;
     let machine = old.guest.machine.clone();
     assert_eq!(it.power(&machine), Some(Power::Running));
-    // A host that the store's fence names is not told that it is superseded.
+    // A host that the fence in the store names is not reported as superseded.
     assert_eq!(it.beat(&old.guest, 2, Value::Null).await["superseded"], false);
     it.abandon(&operation).await;
-    it.runs(&old.guest, 2).await;
+    it.beat_until_running(&old.guest, 2).await;
 }
 
 /// An operator's acceptance from before the copy concerned an earlier state.
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_that_was_undone_since_continues_when_confirmed() {
+async fn deletion_undone_after_the_copy_continues_when_confirmed() {
     let (it, old, operation) = undone_deletion("?acceptLoss=true").await;
     let machine = old.guest.machine.clone();
-    // To have it look again confirms nothing.
+    // A new check is not a confirmation.
     assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
-    it.asks(&operation).await;
-    let told =
+    it.until_asking(&operation).await;
+    let accepted =
         it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
-    assert_eq!(told.status, 200, "{told:?}");
+    assert_eq!(accepted.status, 200, "{accepted:?}");
     let off = || async {
-        old.backs_up(&it.stack, "user_1");
+        old.store_backup(&it.stack, "user_1");
         (it.power(&machine) == Some(Power::Off)).then_some(())
     };
     it.stack.eventually("its server is off", off).await;
@@ -224,36 +224,36 @@ async fn deletion_that_was_undone_since_continues_when_confirmed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_of_a_deletion_that_was_undone_since_stays() {
+async fn server_of_a_deletion_undone_after_the_copy_is_kept() {
     let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
     let old = it.stack.running(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
     let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
     it.stack.ended(it.process(), &id(&deleted, "operationId")).await;
-    // As its last backup would have left it.
+    // As after its last backup.
     it.client.execute("UPDATE user_machines SET unsaved_since = NULL", &[]).await.unwrap();
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.fenced_at(2).await;
+    it.until_fenced_at(2).await;
 
     it.restore(&[("DELETE_GRACE_SECONDS", "0")]).await;
-    it.shown_in_fleet("database_behind_store").await;
-    it.shown_in_fleet("unsaved_changes").await;
+    it.until_in_fleet("database_behind_store").await;
+    it.until_in_fleet("unsaved_changes").await;
     assert!(it.power(&old.machine).is_some());
     assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
-    // While the store cannot be read, the host is not told that it is superseded.
+    // While the store is unreadable, the host is not reported as superseded.
     it.stack.store.fault(Rule::new(Fault::Status(503)).key("latest").always());
     assert_eq!(it.beat(&old, 2, Value::Null).await["superseded"], false);
     it.stack.store.heal();
     let back = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!((back.status, &back.body["epoch"]), (202, &json!(2)), "{back:?}");
-    it.runs(&old, 2).await;
+    it.beat_until_running(&old, 2).await;
 }
 
-/// The order to discard it was given before the machine got its slot back.
+/// The discard was ordered before the machine got its slot back.
 #[tokio::test(flavor = "multi_thread")]
-async fn server_that_was_to_be_discarded_stays_until_it_is_discarded_again() {
+async fn discard_from_before_the_copy_must_be_repeated() {
     let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "60")]).await;
     let old = it.stack.running(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
@@ -262,13 +262,13 @@ async fn server_that_was_to_be_discarded_stays_until_it_is_discarded_again() {
     it.save().await;
     let undone = it.stack.post(it.process(), &format!("/vps/{}/undelete", old.machine), &json!({})).await;
     assert_eq!(undone.status, 202, "{undone:?}");
-    it.fenced_at(2).await;
+    it.until_fenced_at(2).await;
     let ordered = "UPDATE saved.user_machines SET discard_ordered_at = now(), unsaved_since = NULL";
     it.client.execute(ordered, &[]).await.unwrap();
 
     it.restore(&[]).await;
-    it.shown_in_fleet("database_behind_store").await;
-    it.shown_in_fleet("unsaved_changes").await;
+    it.until_in_fleet("database_behind_store").await;
+    it.until_in_fleet("unsaved_changes").await;
     assert!(it.power(&old.machine).is_some());
     let discarded = it
         .stack
@@ -279,25 +279,25 @@ async fn server_that_was_to_be_discarded_stays_until_it_is_discarded_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slots_machine_takes_the_later_epoch_that_the_platform_signed() {
+async fn machine_adopts_the_later_signed_epoch() {
     let mut it = Restorable::start(&[("LAST_BACKUP_STALL_SECONDS", "60")]).await;
     let old = host(&it.stack, it.process()).await;
     it.stack.snapshot("user_1");
     it.save().await;
     let recovery = it.stack.post(it.process(), "/vps/recover", &json!({"idpUserId": "user_1"})).await.body;
-    it.asked_for_backup(&old).await;
+    it.until_backup_requested(&old).await;
     it.abandon(&format!("/vps/operations/{}", id(&recovery, "operationId"))).await;
-    it.fenced_at(3).await;
+    it.until_fenced_at(3).await;
 
     it.restore(&[]).await;
-    // A host that makes its epoch up is not believed.
+    // An invented epoch of a host is not trusted.
     assert_eq!(it.beat(&old.guest, 7, Value::Null).await["epoch"], 1);
     it.beat(&old.guest, 3, Value::Null).await;
     assert_eq!(it.record(&old.guest.machine).await["epoch"], 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn forgotten_registration_is_repeated_by_the_heartbeat() {
+async fn heartbeat_repeats_a_forgotten_registration() {
     let mut it = Restorable::start(&[]).await;
     let made = it.stack.provision(it.process(), "user_1").await;
     let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
@@ -313,7 +313,7 @@ async fn forgotten_registration_is_repeated_by_the_heartbeat() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn registration_of_another_machine_says_nothing() {
+async fn registration_of_another_machine_is_ignored() {
     let it = Restorable::start(&[("DELETE_GRACE_SECONDS", "0"), ("SERVER_GONE_SILENCE_SECONDS", "1")]).await;
     let made = it.stack.provision(it.process(), "user_1").await;
     let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
@@ -324,9 +324,9 @@ async fn registration_of_another_machine_says_nothing() {
     it.stack.assert_no_server();
 }
 
-/// Where it cannot be registered any more, what it holds is not deleted with it.
+/// If it can no longer be registered, its data is not deleted with it.
 #[tokio::test(flavor = "multi_thread")]
-async fn host_that_serves_is_kept_though_its_machine_has_failed() {
+async fn serving_host_of_a_failed_machine_is_kept() {
     let mut it = Restorable::start(&[("PREDECESSOR_KEEP_SECONDS", "0"), ("DELETE_GRACE_SECONDS", "0")]).await;
     let made = it.stack.provision(it.process(), "user_1").await;
     let guest = it.stack.guest(it.process(), &id(&made, "machineId")).await;
@@ -341,11 +341,11 @@ async fn host_that_serves_is_kept_though_its_machine_has_failed() {
     it.stack.ended(it.process(), &id(&answer.body, "operationId")).await;
     tokio::time::sleep(std::time::Duration::from_secs(4)).await;
     assert!(it.power(&guest.machine).is_some(), "{}", it.stack.log());
-    it.shown_in_fleet("unsaved_changes").await;
+    it.until_in_fleet("unsaved_changes").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_that_a_forgotten_machine_holds_is_taken_with_an_accepted_loss_alone() {
+async fn slot_of_a_forgotten_machine_requires_an_accepted_loss() {
     let mut it = Restorable::start(&[]).await;
     it.stack.running(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
@@ -364,11 +364,11 @@ async fn slot_that_a_forgotten_machine_holds_is_taken_with_an_accepted_loss_alon
         .await;
     assert_eq!((taken.status, &taken.body["epoch"]), (202, &json!(3)), "{taken:?}");
     assert!(it.power(&forgotten).is_some());
-    it.fenced_at(3).await;
+    it.until_fenced_at(3).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn slot_whose_forgotten_machine_left_no_snapshot_starts_empty_only_as_asked() {
+async fn slot_of_a_forgotten_machine_starts_empty_only_on_request() {
     let mut it = Restorable::start(&[]).await;
     it.stack.subscribe(it.process(), "user_1").await;
     it.save().await;
@@ -385,9 +385,9 @@ async fn slot_whose_forgotten_machine_left_no_snapshot_starts_empty_only_as_aske
     assert!(it.power(&forgotten.machine).is_some());
 }
 
-/// The copy still has the deletion, and does not know the machine that was made after it.
+/// The copy still has the deletion, but not the machine that was created after it.
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_is_not_undone_where_a_later_machine_holds_the_slot() {
+async fn undelete_is_refused_if_a_later_machine_holds_the_slot() {
     let mut it = Restorable::start(&[("DELETE_GRACE_SECONDS", "600")]).await;
     let old = it.stack.running(it.process(), "user_1").await;
     it.stack.snapshot("user_1");
@@ -396,7 +396,7 @@ async fn deletion_is_not_undone_where_a_later_machine_holds_the_slot() {
     it.save().await;
     let made = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
     assert_eq!(made.status, 202, "{made:?}");
-    it.fenced_at(2).await;
+    it.until_fenced_at(2).await;
     it.restore(&[]).await;
     let path = format!("/vps/{}/undelete", old.machine);
     let refused = it.stack.post(it.process(), &path, &json!({})).await;
@@ -433,7 +433,7 @@ async fn replaced_machine_is_neither_switched_on_nor_resized() {
     assert!(refused.body["detail"].as_str().unwrap().contains(&holder), "{refused:?}");
 }
 
-/// It read as epoch 0, that of no machine.
+/// It was parsed as epoch 0, which no machine has.
 #[tokio::test(flavor = "multi_thread")]
 async fn heartbeat_with_an_impossible_epoch_is_refused() {
     let stack = Stack::start().await;

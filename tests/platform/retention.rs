@@ -1,4 +1,4 @@
-//! What has ended is deleted after its time, in batches; what is still needed stays.
+//! Expired rows are deleted in batches; rows that are still needed remain.
 
 use super::stack::Stack;
 

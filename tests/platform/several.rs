@@ -1,4 +1,4 @@
-//! Several platform processes on one database, and the end of one.
+//! Several platform processes on one database, and the death of one.
 
 use futures_util::future::join_all;
 use nix::sys::signal::{Signal, kill};
@@ -9,18 +9,18 @@ use serde_json::json;
 use super::stack::{Stack, heartbeat};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_processes_share_keys_and_work_and_one_may_die() {
+async fn two_processes_share_keys_and_work_and_survive_a_kill() {
     let stack = Stack::start().await;
     let (mut one, two) = (stack.platform(), stack.platform());
     let users: Vec<String> = (0..8).map(|n| format!("user_{n}")).collect();
-    // Both are asked for each: one machine each.
-    let asked = users.iter().map(|user| async {
+    // Each process handles one request: one machine each.
+    let requests = users.iter().map(|user| async {
         let first = stack.provision(&one, user).await;
         let again = stack.post(&two, "/vps/provision", &super::stack::provision_body(user)).await;
         assert_eq!(again.body["machineId"], first["machineId"], "{again:?}");
         first
     });
-    let made = join_all(asked).await;
+    let made = join_all(requests).await;
     one.kill();
     let ended = made.iter().map(|made| stack.ended(&two, made["operationId"].as_str().unwrap()));
     for operation in join_all(ended).await {
@@ -42,7 +42,7 @@ async fn two_processes_share_keys_and_work_and_one_may_die() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn processes_that_start_at_once_on_an_empty_database_agree() {
+async fn processes_starting_on_an_empty_database_agree() {
     let stack = Stack::start().await;
     let empty = kit::pg::test_database().await.unwrap();
     let url = empty.url();
@@ -58,11 +58,11 @@ async fn processes_that_start_at_once_on_an_empty_database_agree() {
     let client = empty.connect().await.unwrap();
     let keys = client.query("SELECT purpose FROM signing_keys ORDER BY purpose", &[]).await.unwrap();
     let purposes: Vec<String> = keys.iter().map(|key| key.get(0)).collect();
-    assert_eq!(purposes, ["app", "proof"], "one of each");
+    assert_eq!(purposes, ["app", "proof"], "one key of each purpose");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn told_to_stop_it_answers_what_is_under_way_and_gives_its_leases_back() {
+async fn termination_completes_requests_and_releases_leases() {
     let stack = Stack::start().await;
     let mut process = stack.platform_with(&[("PLATFORM_LEASE_SECONDS", "600")]);
     let made = stack.provision(&process, "user_1").await;
@@ -78,7 +78,7 @@ async fn told_to_stop_it_answers_what_is_under_way_and_gives_its_leases_back() {
     ));
     let stop = async {
         let called = || async { (stack.provider.call_count("DELETE", "/servers") > 0).then_some(()) };
-        stack.eventually("the delete is out", called).await;
+        stack.eventually("the delete is in flight", called).await;
         kill(Pid::from_raw(i32::try_from(process.pid()).unwrap()), Signal::SIGTERM).unwrap();
     };
     let (answer, ()) = tokio::join!(stack.send(request), stop);
@@ -94,7 +94,7 @@ async fn told_to_stop_it_answers_what_is_under_way_and_gives_its_leases_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_slept_through_its_lease_writes_nothing_when_it_wakes() {
+async fn process_paused_beyond_its_lease_writes_nothing() {
     let stack = Stack::start().await;
     let sleeper = stack.platform();
     let pid = Pid::from_raw(i32::try_from(sleeper.pid()).unwrap());
@@ -105,7 +105,7 @@ async fn a_process_that_slept_through_its_lease_writes_nothing_when_it_wakes() {
     ));
     let made = stack.provision(&sleeper, "user_1").await;
     let created = || async { (!stack.provider.servers().is_empty()).then_some(()) };
-    stack.eventually("the create is out", created).await;
+    stack.eventually("the create is in flight", created).await;
     kill(pid, Signal::SIGSTOP).unwrap();
     let other = stack.platform();
     let operation = stack.ended(&other, made["operationId"].as_str().unwrap()).await;
@@ -113,14 +113,14 @@ async fn a_process_that_slept_through_its_lease_writes_nothing_when_it_wakes() {
     let path = format!("/vps/{}", made["machineId"].as_str().unwrap());
     let record = || async {
         let mut record = stack.get(&other, &path).await.body;
-        // What a loss would cost now grows by the second.
+        // The possible loss grows by the second.
         record["copies"] = serde_json::Value::Null;
         record["heartbeatAt"] = serde_json::Value::Null;
         record
     };
     let before = record().await;
     kill(pid, Signal::SIGCONT).unwrap();
-    // Awake, it serves again, and has seen that its step is no longer its own.
+    // After its pause it serves again, and has noticed that it lost the step.
     assert_eq!(stack.get(&sleeper, "/readyz").await.status, 200);
     let idle = stack.provision(&sleeper, "user_2").await;
     stack.ended(&sleeper, idle["operationId"].as_str().unwrap()).await;

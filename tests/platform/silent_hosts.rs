@@ -1,4 +1,4 @@
-//! Hosts that take connections and never answer: their operations hold up no others.
+//! Hosts that accept connections but never respond: their operations delay no others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,10 +9,10 @@ use tokio::net::TcpListener;
 use super::stack::{Process, Stack, provision_body};
 
 const SILENT: usize = 200;
-/// Calls of silent hosts that may be under way when something else is asked for, and end before it.
-const FEW: usize = SILENT / 2;
+/// Maximum calls of silent hosts that may be in progress when another request arrives, and end before it.
+const MAX_CALLS_BEFORE: usize = SILENT / 2;
 
-/// An address that many silent hosts share; the count is that of the calls to them.
+/// An address shared by many silent hosts, with the number of calls to it.
 async fn silent_address() -> (u16, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -28,7 +28,7 @@ async fn silent_address() -> (u16, Arc<AtomicUsize>) {
     (port, calls)
 }
 
-/// Machines like the one that runs, each of another user, whose deletions wait for silent hosts.
+/// Copies of the running machine, each for another user, whose deletions wait for silent hosts.
 async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
     let client = stack.database.connect().await.unwrap();
     let sql = "INSERT INTO user_machines SELECT (jsonb_populate_record(m, jsonb_build_object( \
@@ -48,7 +48,7 @@ async fn delete_silent_machines(stack: &Stack, process: &Process, port: u16) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reboot_and_provision_start_beside_silent_hosts() {
+async fn reboot_and_provision_are_not_delayed_by_silent_hosts() {
     let stack = Stack::start().await;
     let process =
         stack.platform_with(&[("LAST_BACKUP_DEADLINE_SECONDS", "3600"), ("RECONCILE_SECONDS", "3600")]);
@@ -66,7 +66,7 @@ async fn reboot_and_provision_start_beside_silent_hosts() {
     let ordered = || async { (stack.provider.call_count("POST", "/actions/reboot") > 0).then_some(()) };
     stack.eventually("the reboot is ordered", ordered).await;
     let during = calls.load(Ordering::Relaxed) - before;
-    assert!(during < FEW, "the reboot waited for {during} calls");
+    assert!(during < MAX_CALLS_BEFORE, "the reboot waited for {during} calls");
 
     // Its first step is one that may call a host.
     let before = calls.load(Ordering::Relaxed);
@@ -76,7 +76,7 @@ async fn reboot_and_provision_start_beside_silent_hosts() {
         let operation: Value = stack.get(&process, &path).await.body;
         (operation["step"] != "last_backup").then_some(())
     };
-    stack.eventually("the provision goes on", goes_on).await;
+    stack.eventually("the provision continues", goes_on).await;
     let during = calls.load(Ordering::Relaxed) - before;
-    assert!(during < FEW, "the provision waited for {during} calls");
+    assert!(during < MAX_CALLS_BEFORE, "the provision waited for {during} calls");
 }

@@ -1,16 +1,16 @@
-//! Snapshots and pointers as hosts put them into the store.
+//! Snapshots and pointers as hosts write them to the store.
 
 use serde_json::{Value, json};
 
 use super::stack::{BUCKET, DIGEST, Stack};
 
 impl Stack {
-    /// Puts a whole snapshot of the slot into the store, with the pointer to it.
+    /// Stores a complete snapshot of the slot, with a pointer to it.
     pub fn snapshot(&self, user: &str) -> String {
         self.snapshot_at(user, "2026-01-02T03:04:05.678Z")
     }
 
-    /// One that was taken then.
+    /// The same, taken at this time.
     pub fn snapshot_at(&self, user: &str, at: &str) -> String {
         self.snapshot_of(user, at, &uuid::Uuid::nil().to_string(), 1)
     }
@@ -30,7 +30,7 @@ impl Stack {
         format!("{prefix}/{key}")
     }
 
-    /// A whole snapshot of a database of this size.
+    /// A complete snapshot of a database of this size.
     pub fn snapshot_of_size(&self, user: &str, bytes: u64) {
         let object = self.snapshot(user);
         let side = self.store.read(BUCKET, &format!("{object}.json")).expect("a side record");
@@ -39,7 +39,7 @@ impl Stack {
         self.store.write(BUCKET, &format!("{object}.json"), side.to_string());
     }
 
-    /// One that this machine took then, under the fence as it stands; its key.
+    /// A snapshot that this machine took at this time, under the current fence; returns its key.
     pub fn snapshot_by(&self, user: &str, machine: &str, at: &str) -> String {
         let fence = self.pointer(user);
         let epoch = fence["fenceEpoch"].as_u64().unwrap_or(1);
@@ -52,14 +52,14 @@ impl Stack {
         object.split_once("/primary/").expect("the slot's").1.to_owned()
     }
 
-    /// By the pointer's log, which stays when the pointer is lost.
+    /// From the pointer's log, which remains when the pointer is lost.
     fn highest_seq(&self, user: &str) -> u64 {
         let log = self.store.objects(BUCKET, &format!("{user}/primary/system/db/pointer-log/"));
         let seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
         log.iter().filter_map(|object| seq(&object.key)).max().unwrap_or(6)
     }
 
-    /// Writes the pointer and its entry of the log.
+    /// Writes the pointer and its log entry.
     pub fn write_pointer(&self, user: &str, pointer: &Value) {
         let entry =
             format!("{user}/primary/system/db/pointer-log/{:016}.json", pointer["seq"].as_u64().unwrap_or(0));

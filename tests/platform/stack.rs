@@ -1,4 +1,4 @@
-//! What a test of the platform stands on: a database, a store, a provider, and platform processes that it may kill.
+//! The environment of a platform test: a database, a store, a provider, and platform processes that it may kill.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -22,7 +22,7 @@ use crate::contract::{self, Exchange};
 pub const SECRET: &str = "operator-secret-of-32-characters";
 pub const BUCKET: &str = "fleet";
 pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
-const PATIENCE: Duration = Duration::from_secs(40);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(40);
 
 pub struct Stack {
     pub database: TestDatabase,
@@ -37,7 +37,7 @@ impl Stack {
         Self::start_on(|_| SimulatorOptions::record()).await
     }
 
-    /// With a provider of one's own making; it is given the directory that goes with the stack.
+    /// With custom options of the provider, which may use the stack's directory.
     pub async fn start_on(provider: impl FnOnce(&Path) -> SimulatorOptions) -> Self {
         svc::http::tls::install_provider();
         let database = test_database_from("platform", |url| async move {
@@ -100,7 +100,7 @@ impl Stack {
         self.platform_with(&[])
     }
 
-    /// A platform process with further or other settings.
+    /// A platform process with additional or changed settings.
     pub fn platform_with(&self, more: &[(&str, &str)]) -> Process {
         self.started(self.command(more))
     }
@@ -133,7 +133,7 @@ impl Stack {
         command
     }
 
-    /// What the processes have logged.
+    /// The log of all processes.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.logs.path().join("log")).unwrap_or_default()
     }
@@ -184,7 +184,7 @@ impl Stack {
         assert_eq!(self.send(request).await.status, 200);
     }
 
-    /// Subscribes and provisions; the 202.
+    /// Subscribes and provisions; returns the body of the 202.
     pub async fn provision(&self, process: &Process, user: &str) -> Value {
         self.subscribe(process, user).await;
         let answer = self.post(process, "/vps/provision", &provision_body(user)).await;
@@ -192,7 +192,7 @@ impl Stack {
         answer.body
     }
 
-    /// A machine that runs, its host having registered as a host does.
+    /// A running machine, registered as its host would.
     pub async fn running(&self, process: &Process, user: &str) -> Guest {
         let made = self.provision(process, user).await;
         let guest = self.guest(process, made["machineId"].as_str().expect("an id")).await;
@@ -201,13 +201,13 @@ impl Stack {
         guest
     }
 
-    /// The machine's server, when the platform has noted it.
+    /// The machine's server, once the platform has recorded it.
     pub async fn guest(&self, process: &Process, machine: &str) -> Guest {
         let noted = || async {
             let record = self.get(process, &format!("/vps/{machine}")).await;
             (!record.body["providerServerId"].is_null()).then_some(())
         };
-        self.eventually("the server is noted", noted).await;
+        self.eventually("the server is recorded", noted).await;
         Guest::of(&self.provider.server_by_name(&format!("svc-{machine}")).expect("a server"))
     }
 
@@ -219,10 +219,10 @@ impl Stack {
         self.send(self.request(process, Method::POST, "/vps/register").bearer_auth(token).json(body)).await
     }
 
-    /// Plays the hosts of all servers until the operation has ended; the operation.
+    /// Plays the hosts of all servers until the operation has ended, and returns the operation.
     pub async fn ended(&self, process: &Process, operation: &str) -> Value {
         let path = format!("/vps/operations/{operation}");
-        let look = || async {
+        let check = || async {
             let found = self.get(process, &path).await.body;
             if found["state"] != "running" {
                 return Some(found);
@@ -235,7 +235,7 @@ impl Stack {
             }
             None
         };
-        self.eventually("the operation ends", look).await
+        self.eventually("the operation ends", check).await
     }
 
     /// A heartbeat as this machine's host sends it.
@@ -244,11 +244,11 @@ impl Stack {
         self.send(request.bearer_auth(&guest.upgrade_token).json(body)).await
     }
 
-    /// Plays the hosts of all servers that are switched on, as running hosts, until the operation has ended; the
-    /// operation.
+    /// Plays the hosts of all servers that are switched on, as running hosts, until the operation has ended, and
+    /// returns the operation.
     pub async fn ended_while_beating(&self, process: &Process, operation: &str) -> Value {
         let path = format!("/vps/operations/{operation}");
-        let look = || async {
+        let check = || async {
             let found = self.get(process, &path).await.body;
             if found["state"] != "running" {
                 return Some(found);
@@ -259,10 +259,10 @@ impl Stack {
             }
             None
         };
-        self.eventually("the operation ends", look).await
+        self.eventually("the operation ends", check).await
     }
 
-    /// Heartbeats of every server that is switched on, to a platform that may be gone.
+    /// Heartbeats of every server that is switched on, to a platform that may be dead.
     pub async fn try_beats(&self, base: String) {
         for server in self.provider.servers().iter().filter(|server| server.status == Power::Running) {
             let guest = Guest::of(server);
@@ -270,13 +270,13 @@ impl Stack {
         }
     }
 
-    /// What a platform that may be gone answered, if it did.
+    /// The response of a platform that may be dead, if there is one.
     pub async fn try_beat(&self, base: &str, guest: &Guest, body: &Value) -> Option<Value> {
         let request = self.client.post(format!("{base}/vps/{}/heartbeat", guest.machine));
         request.bearer_auth(&guest.upgrade_token).json(body).send().await.ok()?.json().await.ok()
     }
 
-    /// Waits until the process has read its first routes.
+    /// Waits until the process has loaded its first routes.
     pub async fn routing(&self, process: &Process) {
         let ready = || async { (self.get(process, "/readyz").await.status == 200).then_some(()) };
         self.eventually("routes are loaded", ready).await;
@@ -289,24 +289,24 @@ impl Stack {
     pub async fn eventually<T, F: Future<Output = Option<T>>>(
         &self,
         what: &str,
-        mut look: impl FnMut() -> F,
+        mut check: impl FnMut() -> F,
     ) -> T {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + WAIT_TIMEOUT;
         loop {
-            if let Some(found) = look().await {
+            if let Some(found) = check().await {
                 return found;
             }
-            assert!(Instant::now() < end, "not within {PATIENCE:?}: {what}\n{}", self.log());
+            assert!(Instant::now() < end, "not within {WAIT_TIMEOUT:?}: {what}\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 
-    /// One server, the machine's: those of earlier machines are deleted soon.
+    /// Asserts that only this machine's server remains; servers of earlier machines are deleted shortly.
     pub fn assert_only_server(&self, machine: &str) {
         self.assert_servers(&[format!("svc-{machine}")]);
     }
 
-    /// No server is left, soon.
+    /// Asserts that no server remains, after a short wait.
     pub fn assert_no_server(&self) {
         self.assert_servers(&[]);
     }
@@ -334,7 +334,7 @@ pub fn provision_body(user: &str) -> Value {
     json!({"idpUserId": user, "handle": format!("h-{}", user.replace('_', "-"))})
 }
 
-/// A registration; `n` makes it a different one.
+/// A registration body; `n` makes it unique.
 pub fn registration(machine: &str, n: u32) -> Value {
     json!({"machineId": machine, "imageVersion": "v1", "bundleSha256": DIGEST,
         "tlsSpkiSha256": format!("{n:064x}"), "bootMs": 1234})
@@ -345,14 +345,14 @@ pub fn heartbeat() -> Value {
         "disk": {"totalBytes": 10, "freeBytes": 5}, "proofKids": []})
 }
 
-/// What a host that is well says, with its own epoch.
+/// A heartbeat of a healthy host, with its own epoch.
 pub fn beat_of(guest: &Guest) -> Value {
     let mut body = heartbeat();
     body["epoch"] = json!(guest.epoch.parse::<u32>().expect("an epoch"));
     body
 }
 
-/// A server's host as its user-data made it.
+/// A server's host, as configured by its user-data.
 #[derive(Debug, Clone)]
 pub struct Guest {
     pub machine: String,
@@ -404,7 +404,7 @@ impl Answer {
         Ok(Self { status, headers, text, body })
     }
 
-    /// Checks that it is a problem with this status and code.
+    /// Asserts a problem with this status and code.
     #[track_caller]
     pub fn assert_problem(&self, status: u16, code: &str) {
         assert_eq!((self.status, self.body["code"].as_str()), (status, Some(code)), "{self:?}");
@@ -433,14 +433,14 @@ impl Process {
         self.child.wait().ok();
     }
 
-    /// Waits until the process has ended by itself.
+    /// Waits until the process has exited.
     pub async fn end(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return status;
             }
-            assert!(Instant::now() < deadline, "the platform goes on");
+            assert!(Instant::now() < deadline, "the platform still runs");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -451,11 +451,11 @@ impl Process {
         assert_eq!(status.signal(), Some(9), "{status}");
     }
 
-    /// [`Self::killed`] at a point that comes only while hosts speak to it.
+    /// [`Self::killed`] at a point that is reached only while hosts send requests.
     pub async fn killed_while<F: Future<Output = ()>>(&mut self, mut speak: impl FnMut(String) -> F) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while let Ok(None) = self.child.try_wait() {
-            assert!(Instant::now() < deadline, "the platform goes on");
+            assert!(Instant::now() < deadline, "the platform still runs");
             speak(self.base.clone()).await;
             tokio::time::sleep(Duration::from_millis(50)).await;
         }

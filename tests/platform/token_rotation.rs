@@ -1,4 +1,4 @@
-//! `UPGRADE_TOKEN` rotates: a host gets the next one with its heartbeat's answer, and the one before ends.
+//! `UPGRADE_TOKEN` rotates: a host gets the next one in the response to its heartbeat, and the previous one expires.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ async fn beat(stack: &Stack, process: &Process, guest: &Guest) -> Answer {
     stack.beat(process, guest, &beat_of(guest)).await
 }
 
-/// The guest with the token of the answer.
+/// The guest with the token of the response.
 fn with_next(guest: &Guest, answer: &Answer) -> Guest {
     let token = answer.body["nextToken"].as_str().unwrap_or_else(|| panic!("no token: {answer:?}"));
     Guest { upgrade_token: token.to_owned(), ..guest.clone() }
@@ -44,18 +44,18 @@ async fn copied_token_ends_after_the_host_has_used_the_next() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&SHORT_OVERLAP);
     let guest = stack.running(&process, "user_1").await;
-    assert_eq!(beat(&stack, &process, &guest).await.body["nextToken"], Value::Null, "nothing is due");
-    let asked = request(&stack, &process, &guest).await;
-    assert!(asked.body["upgradeToken"]["requestedAt"].is_string(), "{asked:?}");
+    assert_eq!(beat(&stack, &process, &guest).await.body["nextToken"], Value::Null, "no rotation is due");
+    let response = request(&stack, &process, &guest).await;
+    assert!(response.body["upgradeToken"]["requestedAt"].is_string(), "{response:?}");
 
     let offered = beat(&stack, &process, &guest).await;
     assert_eq!(offered.headers["cache-control"], "no-store");
     let next = with_next(&guest, &offered);
-    // Its answer may be lost: the same token again, and the old one works however long that takes.
+    // The response may be lost: a repetition gets the same token, and the old one remains valid until then.
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
     let again = with_next(&guest, &beat(&stack, &process, &guest).await);
     assert_eq!(again.upgrade_token, next.upgrade_token);
-    // Other routes accept both, and only a heartbeat takes it up.
+    // Other routes accept both; only a heartbeat confirms the new one.
     assert_eq!(credentials(&stack, &process, &next).await, 200);
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
     assert_eq!(credentials(&stack, &process, &guest).await, 200);
@@ -64,7 +64,7 @@ async fn copied_token_ends_after_the_host_has_used_the_next() {
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!(record["upgradeToken"]["generation"], 2);
     assert_eq!(record["upgradeToken"]["requestedAt"], Value::Null);
-    // Within the overlap a host that lost the file gets it again.
+    // Within the overlap, a host that lost the file gets it again.
     assert_eq!(with_next(&guest, &beat(&stack, &process, &guest).await).upgrade_token, next.upgrade_token);
     tokio::time::sleep(std::time::Duration::from_millis(2500)).await;
     beat(&stack, &process, &guest).await.assert_problem(401, "unauthorized");
@@ -90,7 +90,7 @@ async fn old_token_rotates_by_itself_and_all_rotate_by_request() {
     for guest in [&one, &two] {
         with_next(guest, &beat(&stack, &process, guest).await);
     }
-    // Who does not take it up is listed.
+    // Hosts that do not confirm it are listed.
     let late = "UPDATE user_machines SET upgrade_token_requested_at = now() - interval '8 days' WHERE idp_user_id = 'user_2'";
     client.execute(late, &[]).await.unwrap();
     let fleet = stack.get(&process, "/vps/fleet").await.body;
@@ -105,7 +105,7 @@ async fn old_token_rotates_by_itself_and_all_rotate_by_request() {
     gone.assert_problem(409, "invalid_state");
 }
 
-/// The database of the platform was restored from a copy: the host has a later token than it knows.
+/// The platform's database was restored from a copy: the host has a later token than it knows.
 #[tokio::test(flavor = "multi_thread")]
 async fn restored_database_accepts_the_later_token_of_a_host() {
     let stack = Stack::start().await;
@@ -137,7 +137,7 @@ async fn restored_database_accepts_the_later_token_of_a_host() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn platform_killed_while_a_token_is_taken_up_locks_no_host_out() {
+async fn platform_killed_during_rotation_locks_no_host_out() {
     for point in svc::platform::token_rotation::POINTS {
         let stack = Stack::start().await;
         let mut process =

@@ -1,5 +1,5 @@
-//! Delete takes a last backup and keeps the server for a grace, in which the machine can be brought back; provision over
-//! a failed machine and the end of a preview do the same.
+//! Delete makes a last backup and keeps the server for a grace period, in which it can be undone. Provisioning over a
+//! failed machine and the end of a preview do the same.
 
 use std::time::Duration;
 
@@ -19,20 +19,20 @@ async fn record(stack: &Stack, process: &Process, machine: &str) -> Value {
     stack.get(process, &format!("/vps/{machine}")).await.body
 }
 
-/// Waits for the request and answers it with a snapshot.
-async fn backs_up(stack: &Stack, old: &Host) {
+/// Waits for the request and responds with a snapshot.
+async fn store_backup(stack: &Stack, old: &Host) {
     stack
         .eventually("a backup is requested", || async { (old.calls("POST", BACKUP) > 0).then_some(()) })
         .await;
-    old.backs_up(stack, "user_1");
+    old.store_backup(stack, "user_1");
 }
 
-async fn is_off(stack: &Stack, machine: &str) {
+async fn until_off(stack: &Stack, machine: &str) {
     let off = || async { (power(stack, machine) == Some(Power::Off)).then_some(()) };
     stack.eventually("the server is off", off).await;
 }
 
-async fn operation_ends(stack: &Stack, process: &Process, id: &Value) -> Value {
+async fn until_ended(stack: &Stack, process: &Process, id: &Value) -> Value {
     let path = format!("/vps/operations/{}", id.as_str().unwrap());
     let ended = || async {
         let found = stack.get(process, &path).await.body;
@@ -42,7 +42,7 @@ async fn operation_ends(stack: &Stack, process: &Process, id: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deleted_machine_is_backed_up_kept_and_brought_back() {
+async fn deleted_machine_is_backed_up_and_can_be_undeleted() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = host(&stack, &process).await;
@@ -53,10 +53,10 @@ async fn deleted_machine_is_backed_up_kept_and_brought_back() {
         deleted.body["undeletableUntil"].is_string() && deleted.body["kind"] == "customer",
         "{deleted:?}"
     );
-    backs_up(&stack, &old).await;
-    let operation = operation_ends(&stack, &process, &deleted.body["operationId"]).await;
+    store_backup(&stack, &old).await;
+    let operation = until_ended(&stack, &process, &deleted.body["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
-    is_off(&stack, &machine).await;
+    until_off(&stack, &machine).await;
     let kept = record(&stack, &process, &machine).await;
     assert!(kept["finalBackupAt"].is_string(), "{kept}");
     assert_eq!(kept["copies"]["kept"][0]["reason"], "deleted");
@@ -83,7 +83,7 @@ async fn deleted_machine_is_backed_up_kept_and_brought_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn undelete_of_a_machine_never_deleted_says_what_it_is() {
+async fn undelete_of_an_active_machine_is_refused() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -96,13 +96,13 @@ async fn undelete_of_a_machine_never_deleted_says_what_it_is() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
+async fn deletion_without_backup_asks_and_can_be_abandoned() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1")]);
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    let asks = operation_ends(&stack, &process, &deleted["operationId"]).await;
+    let asks = until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(
         (&asks["state"], &asks["question"]["code"]),
         (&json!("waiting"), &json!("last_backup_missing"))
@@ -112,9 +112,9 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
     assert_eq!(stack.status(&process, &machine).await, "running", "it was never switched off");
     stack.assert_only_server(&machine);
 
-    // While it asks, its server is there, and is not one that is kept.
+    // While it asks, its server exists, but is not a kept one.
     let now = stack.delete(&process, &format!("/vps/{machine}?now=true")).await.body;
-    operation_ends(&stack, &process, &now["operationId"]).await;
+    until_ended(&stack, &process, &now["operationId"]).await;
     let copies = record(&stack, &process, &machine).await["copies"].clone();
     assert_eq!(
         (&copies["kept"][0]["deletedBy"], &copies["kept"][0]["until"]),
@@ -126,7 +126,7 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
 
     let deleted = stack.delete(&process, &format!("/vps/{machine}?acceptLoss=true&now=true")).await.body;
     assert_eq!(deleted["undeletableUntil"], Value::Null);
-    let operation = operation_ends(&stack, &process, &deleted["operationId"]).await;
+    let operation = until_ended(&stack, &process, &deleted["operationId"]).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     let gone = || async { power(&stack, &machine).is_none().then_some(()) };
     stack.eventually("its server is deleted at once", gone).await;
@@ -137,26 +137,26 @@ async fn deletion_that_cannot_back_up_asks_and_an_abandoned_one_is_undone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn grace_of_a_deletion_that_asked_counts_from_its_power_off() {
+async fn grace_counts_from_the_power_off() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("LAST_BACKUP_STALL_SECONDS", "1"), ("DELETE_GRACE_SECONDS", "6")]);
     let old = host(&stack, &process).await;
     let machine = old.guest.machine.clone();
     let deleted = stack.delete(&process, &format!("/vps/{machine}")).await.body;
-    operation_ends(&stack, &process, &deleted["operationId"]).await;
+    until_ended(&stack, &process, &deleted["operationId"]).await;
     tokio::time::sleep(Duration::from_secs(7)).await;
     let path = format!("/vps/operations/{}/continue", deleted["operationId"].as_str().unwrap());
     assert_eq!(stack.post(&process, &path, &json!({"acceptLoss": true})).await.status, 200);
-    is_off(&stack, &machine).await;
-    operation_ends(&stack, &process, &deleted["operationId"]).await;
+    until_off(&stack, &machine).await;
+    until_ended(&stack, &process, &deleted["operationId"]).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(power(&stack, &machine).is_some(), "it can still be brought back");
+    assert!(power(&stack, &machine).is_some(), "it can still be undeleted");
     let back = stack.post(&process, &format!("/vps/{machine}/undelete"), &json!({})).await;
     assert_eq!(back.status, 202, "{back:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn provision_over_a_failed_machine_takes_its_last_backup_first() {
+async fn provision_over_a_failed_machine_backs_it_up_first() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("PREDECESSOR_KEEP_SECONDS", "60")]);
     let old = host(&stack, &process).await;
@@ -164,7 +164,7 @@ async fn provision_over_a_failed_machine_takes_its_last_backup_first() {
     stack.post(&process, &format!("/vps/{}/fail", old.guest.machine), &json!({"reason": "r"})).await;
     let made = stack.post(&process, "/vps/provision", &provision_body("user_1")).await;
     assert_eq!((made.status, &made.body["kind"]), (202, &json!("customer")), "{made:?}");
-    backs_up(&stack, &old).await;
+    store_backup(&stack, &old).await;
     let operation = stack.ended(&process, made.body["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
     assert_eq!(power(&stack, &old.guest.machine), Some(Power::Off), "kept until its successor has served");
@@ -178,8 +178,8 @@ async fn expired_preview_is_backed_up_and_kept() {
     let client = stack.database.connect().await.unwrap();
     let sql = "UPDATE user_machines SET kind = 'preview', preview_expires_at = now()";
     client.execute(sql, &[]).await.unwrap();
-    backs_up(&stack, &old).await;
-    is_off(&stack, &old.guest.machine).await;
+    store_backup(&stack, &old).await;
+    until_off(&stack, &old.guest.machine).await;
     assert!(record(&stack, &process, &old.guest.machine).await["deletedAt"].is_string());
 }
 
@@ -196,7 +196,7 @@ async fn slot_with_a_machine_of_another_kind_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deleted_slot_that_was_recovering_keeps_the_machine_that_served() {
+async fn deletion_during_recovery_keeps_the_serving_machine() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let old = stack.running(&process, "user_1").await;
@@ -218,7 +218,7 @@ async fn deleted_slot_that_was_recovering_keeps_the_machine_that_served() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn deletion_of_an_unregistered_machine_promises_no_undelete() {
+async fn deletion_of_an_unregistered_machine_offers_no_undelete() {
     let stack = Stack::start().await;
     let process = stack.platform_with(&[("DELETE_GRACE_SECONDS", "60")]);
     let made = stack.provision(&process, "user_1").await;

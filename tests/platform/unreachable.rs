@@ -1,11 +1,11 @@
-//! Database or store away: 503 with a code of its own, readiness says which, and it heals by itself.
+//! An unreachable database or store: 503 with a specific code, readiness names it, and the platform recovers.
 
 use kit::pg::{PgBinaries, PgOptions, PgServer};
 
 use super::stack::{Stack, provision_body};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_its_database_it_says_so_and_comes_back() {
+async fn database_outage_is_reported_and_recovered() {
     let stack = Stack::start().await;
     let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
@@ -21,7 +21,7 @@ async fn without_its_database_it_says_so_and_comes_back() {
         (503, &"failing".into(), &"ok".into())
     );
     assert_eq!(stack.get(&process, "/livez").await.status, 200);
-    // Its routes still serve, so no load balancer takes it out.
+    // Its routes are still served, so no load balancer removes it.
     let stale = || async { (stack.get(&process, "/readyz").await.body["routes"] == "stale").then_some(()) };
     stack.eventually("the routes are stale", stale).await;
     let routing = stack.get(&process, "/readyz").await;
@@ -50,7 +50,7 @@ async fn lost_store_stops_control_and_drains_no_router() {
         (503, &"ok".into(), &"failing".into())
     );
     tokio::time::sleep(std::time::Duration::from_millis(2000)).await;
-    assert!(stack.provider.servers().is_empty(), "nothing of a machine exists before its fence");
+    assert!(stack.provider.servers().is_empty(), "no server exists before its fence");
     stack.store.up().unwrap();
     let operation = stack.ended(&process, made["operationId"].as_str().unwrap()).await;
     assert_eq!(operation["state"], "succeeded", "{operation}");
@@ -59,7 +59,7 @@ async fn lost_store_stops_control_and_drains_no_router() {
 #[tokio::test(flavor = "multi_thread")]
 async fn process_is_not_ready_before_its_first_routes() {
     let stack = Stack::start().await;
-    // The rows cannot be read while another transaction holds the table.
+    // The rows cannot be read while another transaction locks the table.
     let mut client = stack.database.connect().await.unwrap();
     let locked = client.transaction().await.unwrap();
     locked.batch_execute("LOCK TABLE user_machines IN ACCESS EXCLUSIVE MODE").await.unwrap();

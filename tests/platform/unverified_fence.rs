@@ -1,4 +1,4 @@
-//! A fence that no platform key in force verifies: of a key that was restored away, or made up by a host.
+//! A fence that no key in force verifies: signed with a key lost in a restore, or forged by a host.
 
 use serde_json::{Value, json};
 use svc::platform::key_change::mark;
@@ -6,22 +6,22 @@ use svc::platform::key_change::mark;
 use super::restored_database::{Restorable, id};
 use super::stack::{BUCKET, provision_body};
 
-const KEY_OF_NOW: &str = "0808080808080808080808080808080808080808080808080808080808080808";
-const KEY_OF_THEN: &str = "0707070707070707070707070707070707070707070707070707070707070707";
+const NEW_KEY: &str = "0808080808080808080808080808080808080808080808080808080808080808";
+const OLD_KEY: &str = "0707070707070707070707070707070707070707070707070707070707070707";
 
 impl Restorable {
-    /// Changes the platform's key, saved as it was before.
+    /// Changes the platform's key, after saving the database.
     async fn change_key(&mut self) {
         self.save().await;
         let mut process = self.process.take().unwrap();
         process.kill();
         process.killed().await;
-        let both = [("PLATFORM_KEY", KEY_OF_NOW), ("PLATFORM_KEY_PREVIOUS", KEY_OF_THEN)];
+        let both = [("PLATFORM_KEY", NEW_KEY), ("PLATFORM_KEY_PREVIOUS", OLD_KEY)];
         self.process = Some(self.stack.platform_with(&[self.settings.clone(), both.to_vec()].concat()));
     }
 
-    /// Restores database and key of then. What would refuse that key was lost, or was not written yet.
-    async fn restore_with_the_key_of_then(&mut self) {
+    /// Restores the old database and key. The marks that would refuse that key are lost, or were not written yet.
+    async fn restore_with_old_key(&mut self) {
         let mut process = self.process.take().unwrap();
         process.kill();
         process.killed().await;
@@ -40,7 +40,7 @@ async fn fence_of_a_later_key_is_no_free_slot() {
     let recovery = it.stack.post(it.process(), "/vps/recover", &body).await.body;
     let forgotten = id(&recovery, "machineId");
     it.stack.ended(it.process(), &id(&recovery, "operationId")).await;
-    it.restore_with_the_key_of_then().await;
+    it.restore_with_old_key().await;
 
     let refused = it.stack.post(it.process(), "/vps/recover", &body).await;
     refused.assert_problem(409, "invalid_state");
@@ -52,20 +52,20 @@ async fn fence_of_a_later_key_is_no_free_slot() {
 
     let deleted = it.stack.delete(it.process(), &format!("/vps/{}", old.machine)).await.body;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    it.asks_for_the_key(&operation).await;
-    it.shown_in_fleet("unverified_fence").await;
+    it.until_key_is_requested(&operation).await;
+    it.until_in_fleet("unverified_fence").await;
     assert_eq!(it.stack.provider.call_count("DELETE", "/servers/"), 0);
-    // Without a decision it looks again, and asks again.
+    // Without a decision it checks again, and asks again.
     assert_eq!(it.stack.post(it.process(), &format!("{operation}/continue"), &json!({})).await.status, 200);
-    it.asks_for_the_key(&operation).await;
-    // It may hold the slot, so the machine does not get it back either.
+    it.until_key_is_requested(&operation).await;
+    // The other machine may hold the slot, so this one does not get it back either.
     let path = format!("{operation}/abandon");
     it.stack.post(it.process(), &path, &json!({})).await.assert_problem(409, "invalid_state");
     assert!(it.power(&old.machine).is_some() && it.power(&forgotten).is_some());
 }
 
 impl Restorable {
-    async fn asks_for_the_key(&self, operation: &str) {
+    async fn until_key_is_requested(&self, operation: &str) {
         let asks = || async {
             let found = self.stack.get(self.process(), operation).await.body;
             (!found["question"].is_null()).then_some(found)
@@ -75,7 +75,7 @@ impl Restorable {
     }
 }
 
-/// A host can write the pointer: what it makes up costs its own slot an answer of an operator, and nothing more.
+/// A host can write the pointer: a forged fence makes only its own slot wait for an operator.
 #[tokio::test(flavor = "multi_thread")]
 async fn fence_that_a_host_made_up_locks_no_slot() {
     let it = Restorable::start(&[("DELETE_GRACE_SECONDS", "0")]).await;
@@ -93,21 +93,21 @@ async fn fence_that_a_host_made_up_locks_no_slot() {
         }
     };
     forge(7);
-    // It takes nothing over by it, and serves as before.
+    // It gains nothing from it, and serves as before.
     it.beat(&guest, 7, Value::Null).await;
     assert_eq!(it.record(&guest.machine).await["epoch"], 1);
     let deleted =
         it.stack.delete(it.process(), &format!("/vps/{}?acceptLoss=true", guest.machine)).await.body;
     let operation = format!("/vps/operations/{}", id(&deleted, "operationId"));
-    it.asks_for_the_key(&operation).await;
+    it.until_key_is_requested(&operation).await;
     let answer =
         it.stack.post(it.process(), &format!("{operation}/continue"), &json!({"acceptLoss": true})).await;
     assert_eq!(answer.status, 200, "{answer:?}");
-    // Another lie does not ask again.
+    // A different forgery does not ask again.
     forge(9);
     let gone = || async { it.power(&guest.machine).is_none().then_some(()) };
     it.stack.eventually("its server is gone", gone).await;
-    // No machine of the slot can have had this one: it is not believed at all.
+    // No machine of the slot can have had this epoch, so it is ignored.
     forge(100_000);
     let made = it.stack.post(it.process(), "/vps/provision", &provision_body("user_1")).await;
     assert_eq!(made.status, 202, "{made:?}");

@@ -1,4 +1,4 @@
-//! Usage of a machine for operators: read from its host, under the scope `billing`, with a row in the audit for each read.
+//! Usage of a machine for operators: read from its host, under the scope `billing`, with an audit row for each read.
 
 use http::StatusCode;
 use jiff::Timestamp;
@@ -10,8 +10,8 @@ use super::internal_host::host;
 use super::stack::{Answer, Process, Stack, beat_of, registration};
 use crate::gateway::host::Machine;
 
-/// No database: usage comes from files.
-const NOWHERE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
+/// No database: usage is read from files.
+const UNREACHABLE_DATABASE: &str = "postgres://postgres:x@127.0.0.1:1/svc";
 
 /// The token of a new operator with this scope.
 async fn operator(stack: &Stack, process: &Process, name: &str, scope: &str) -> String {
@@ -24,7 +24,7 @@ async fn read(stack: &Stack, process: &Process, token: &str, machine: &str, quer
     stack.send(request.bearer_auth(token)).await
 }
 
-/// The audit's reads of usage, the newest first.
+/// The audit rows of usage reads, newest first.
 async fn audited(stack: &Stack, process: &Process) -> Vec<Value> {
     let page = stack.get(process, "/audit?action=usage.read").await;
     page.body["entries"].as_array().unwrap().clone()
@@ -40,7 +40,7 @@ async fn billing_operator_reads_usage_from_the_host() {
     let guest = stack.guest(&process, &id).await;
     let server = stack.provider.server_by_name(&format!("svc-{id}")).unwrap();
 
-    let mut machine = Machine::new(NOWHERE).unwrap();
+    let mut machine = Machine::new(UNREACHABLE_DATABASE).unwrap();
     let listen = format!("{}:{}", server.ipv4, stack.provider.https_port());
     for (name, value) in [("SVC_MACHINE_ID", &*id), ("SVC_USER_ID", "user_1"), ("GATEWAY_LISTEN", &*listen)] {
         machine.env.insert(name.into(), value.into());
@@ -61,7 +61,7 @@ async fn billing_operator_reads_usage_from_the_host() {
     body["tlsSpkiSha256"] = json!(pin.to_string());
     assert_eq!(stack.register_as(&process, &guest.registration_token, &body).await.status, 200);
 
-    // It does not know the platform's keys yet.
+    // The host does not have the platform's keys yet.
     let unproven = read(&stack, &process, &ada, &id, "").await;
     unproven.assert_problem(502, "host_refused");
     assert!(unproven.body["detail"].as_str().unwrap().contains("its clock"), "{unproven:?}");
@@ -134,11 +134,11 @@ async fn each_failure_of_the_host_is_named_and_audited() {
     }
     let wrong = read(&stack, &process, &ada, machine, "?startDate=2026-11-02&endDate=2026-11-01").await;
     wrong.assert_problem(400, "invalid_request");
-    assert_eq!(host.calls("GET", "/api/usage"), 7, "a wrong query reaches no host");
+    assert_eq!(host.calls("GET", "/api/usage"), 7, "an invalid query reaches no host");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn machine_that_does_not_serve_has_no_usage() {
+async fn machine_out_of_service_has_no_usage() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let ada = operator(&stack, &process, "ada", "billing").await;

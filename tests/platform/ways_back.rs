@@ -1,11 +1,11 @@
-//! The way back from `failed` that is not another machine.
+//! Resume: returning from `failed` without another machine.
 
 use serde_json::{Value, json};
 
 use super::stack::{Stack, beat_of};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn failed_machine_whose_host_is_well_is_resumed() {
+async fn failed_machine_with_a_healthy_host_is_resumed() {
     let stack = Stack::start().await;
     let process = stack.platform();
     let guest = stack.running(&process, "user_1").await;
@@ -19,7 +19,7 @@ async fn failed_machine_whose_host_is_well_is_resumed() {
     let resumed = stack.post(&process, &path, &json!({})).await;
     assert_eq!((resumed.status, &resumed.body["status"]), (200, &json!("running")), "{resumed:?}");
     assert_eq!(resumed.body["failure"], Value::Null);
-    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200, "it is the same when sent again");
+    assert_eq!(stack.post(&process, &path, &json!({})).await.status, 200, "resume is idempotent");
     let client = stack.database.connect().await.unwrap();
     let audit = client.query("SELECT 1 FROM operator_audit WHERE action = 'resume'", &[]).await.unwrap();
     assert_eq!(audit.len(), 1);

@@ -1,5 +1,5 @@
-//! Who writes the pointer: hosts after each backup, platforms before each new machine. They run the product's own code;
-//! the careless ones, which break one rule each, are the test's.
+//! The writers of the pointer: hosts after each backup, platforms before each new machine. They run the product's
+//! code, except the faulty ones, which each break one rule.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -18,21 +18,21 @@ use tokio::sync::watch;
 
 use super::history::History;
 
-/// How often somebody tries again what the store failed.
-const PATIENCE: u32 = 12;
+/// Maximum attempts of a call that the store failed.
+const MAX_ATTEMPTS: u32 = 12;
 
-/// The rule that one actor does not keep.
+/// The rule that a faulty actor breaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Careless {
-    /// A host that does not look at the fence.
+pub enum BrokenRule {
+    /// A host that does not check the fence.
     Fence,
-    /// A host that names its snapshot before the side record is written.
+    /// A host that publishes its snapshot before the side record is written.
     Order,
-    /// A host that takes an error for a success.
+    /// A host that treats an error as a success.
     Success,
-    /// A platform that puts the fence where its machine is, whatever stands there.
+    /// A platform that lowers the fence to its machine's epoch.
     Lowering,
-    /// A platform that writes a tombstone over what is there.
+    /// A platform that overwrites the pointer with a tombstone.
     Tombstone,
 }
 
@@ -40,14 +40,14 @@ pub fn slot() -> SlotPrefix {
     SlotPrefix::new(&"user_1".parse().unwrap(), &Slot::primary())
 }
 
-/// What is known outside of the store.
-pub struct Outside {
-    /// The highest epoch whose fence stands, as its platform saw it.
+/// State that is known outside the store.
+pub struct ExternalState {
+    /// The highest fenced epoch that a platform has observed.
     pub fenced: watch::Sender<u32>,
     clock: AtomicU32,
 }
 
-impl Outside {
+impl ExternalState {
     pub fn new() -> Arc<Self> {
         Arc::new(Self { fenced: watch::channel(0).0, clock: AtomicU32::new(0) })
     }
@@ -58,7 +58,7 @@ pub fn machine(epoch: u32) -> MachineId {
     MachineId(uuid::Uuid::from_u128(u128::from(epoch)))
 }
 
-/// What a backup leaves in the store before the pointer moves.
+/// The side record of a backup, written before the pointer advances.
 pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
     SideRecord {
         version: snapshot::FORMAT,
@@ -77,12 +77,19 @@ pub fn side_record(epoch: Epoch, at: Timestamp) -> SideRecord {
     }
 }
 
-/// A platform that prepares the machine of `epoch`, asked again until the fence stands or a later one does.
-pub async fn platform(bucket: Bucket, outside: Arc<Outside>, epoch: u32, careless: Option<Careless>) {
+/// A platform that prepares the machine of `epoch`. It retries until that fence or a later one is written.
+pub async fn platform(
+    bucket: Bucket,
+    outside: Arc<ExternalState>,
+    epoch: u32,
+    broken_rule: Option<BrokenRule>,
+) {
     let _ = outside.fenced.subscribe().wait_for(|fenced| *fenced + 1 >= epoch).await;
-    for _ in 0..PATIENCE {
-        let end = match careless {
-            Some(Careless::Lowering | Careless::Tombstone) => careless_fence(&bucket, epoch, careless).await,
+    for _ in 0..MAX_ATTEMPTS {
+        let end = match broken_rule {
+            Some(BrokenRule::Lowering | BrokenRule::Tombstone) => {
+                faulty_fence(&bucket, epoch, broken_rule).await
+            }
             _ => pointer_io::fence(&bucket, &slot(), &Fence::unsigned(Epoch(epoch), machine(epoch))).await,
         };
         match end {
@@ -100,13 +107,13 @@ pub async fn platform(bucket: Bucket, outside: Arc<Outside>, epoch: u32, careles
     }
 }
 
-/// The machine of `epoch`, which runs once its fence stands, and backs up that often.
+/// The machine of `epoch`. It starts once its fence is written and makes the given number of backups.
 pub async fn host(
     bucket: Bucket,
-    outside: Arc<Outside>,
+    outside: Arc<ExternalState>,
     history: impl Fn(&mut dyn FnMut(&mut History)),
     (epoch, backups): (u32, u32),
-    careless: Option<Careless>,
+    broken_rule: Option<BrokenRule>,
 ) {
     let _ = outside.fenced.subscribe().wait_for(|fenced| *fenced >= epoch).await;
     let mine = Epoch(epoch);
@@ -116,69 +123,75 @@ pub async fn host(
         let side = side_record(mine, at);
         let Ok(pointer) = pointer_io::read(&bucket, &slot()).await else { continue };
         let fenced = pointer.is_some_and(|pointer| pointer.value.admit(mine, machine(epoch)).is_err());
-        if fenced && careless != Some(Careless::Fence) {
+        if fenced && broken_rule != Some(BrokenRule::Fence) {
             return;
         }
         let object = slot().snapshot(&side.key).unwrap();
         if bucket.put(&object, &b"dump"[..]).await.is_err() {
             continue;
         }
-        let end = match careless {
-            Some(Careless::Fence | Careless::Order) => careless_advance(&bucket, &side, careless).await,
+        let end = match broken_rule {
+            Some(BrokenRule::Fence | BrokenRule::Order) => faulty_advance(&bucket, &side, broken_rule).await,
             _ => match snapshot::record(&bucket, &slot(), &side, None).await {
                 Ok(recorded) => pointer_io::advance(&bucket, &slot(), &recorded).await,
                 Err(error) => Err(error.into()),
             },
         };
         match end {
-            Ok(()) => history(&mut |history| history.told_of_success(&side.key)),
+            Ok(()) => history(&mut |history| history.record_success(&side.key)),
             Err(PointerError::Fenced(_)) => return,
-            Err(_) if careless == Some(Careless::Success) => {
-                history(&mut |history| history.told_of_success(&side.key));
+            Err(_) if broken_rule == Some(BrokenRule::Success) => {
+                history(&mut |history| history.record_success(&side.key));
             }
             Err(_) => {}
         }
     }
 }
 
-/// The last step of a backup whose dump and side record are in the store.
+/// The last step of a backup whose dump and side record are stored.
 pub async fn advance(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), recorded: Recorded) {
-    for _ in 0..PATIENCE {
+    for _ in 0..MAX_ATTEMPTS {
         match pointer_io::advance(&bucket, &slot(), &recorded).await {
-            Ok(()) => return history(&mut |history| history.told_of_success(&recorded.named().key)),
+            Ok(()) => return history(&mut |history| history.record_success(&recorded.named().key)),
             Err(PointerError::Fenced(_)) => return,
             Err(_) => {}
         }
     }
 }
 
-/// Looks for the latest snapshot, as a recovery does. What was claimed before must be seen, and what was named before
-/// must be usable.
-pub async fn reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), looks: u32) {
-    for _ in 0..looks {
+/// Reads the latest snapshot as a recovery does. It must see every earlier claim, and every published snapshot must
+/// be usable.
+pub async fn reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History)), reads: u32) {
+    for _ in 0..reads {
         let (mut seq, mut named) = (0, false);
         history(&mut |history| (seq, named) = (history.seq(), history.names_snapshot()));
         if let Ok(read) = pointer_io::read(&bucket, &slot()).await
             && read.map_or(0, |read| read.value.seq) < seq
         {
-            history(&mut History::saw_the_past);
+            history(&mut History::record_stale_read);
         }
         match snapshot::latest(&bucket, &slot()).await {
-            Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if named => history(&mut History::saw_damage),
+            Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if named => {
+                history(&mut History::record_damaged_read)
+            }
             _ => {}
         }
     }
 }
 
-async fn careless_fence(bucket: &Bucket, epoch: u32, careless: Option<Careless>) -> Result<(), PointerError> {
+async fn faulty_fence(
+    bucket: &Bucket,
+    epoch: u32,
+    broken_rule: Option<BrokenRule>,
+) -> Result<(), PointerError> {
     let now = pointer_io::read(bucket, &slot()).await?;
     let old = now.as_ref().map(|now| now.value.clone());
-    let fence_epoch = match careless {
-        Some(Careless::Lowering) => Epoch(epoch),
+    let fence_epoch = match broken_rule {
+        Some(BrokenRule::Lowering) => Epoch(epoch),
         _ => old.as_ref().map_or(Epoch(epoch), |old| old.fence_epoch.max(Epoch(epoch))),
     };
     let snapshot = old.as_ref().and_then(|old| old.snapshot.clone());
-    let snapshot = snapshot.filter(|_| careless != Some(Careless::Tombstone));
+    let snapshot = snapshot.filter(|_| broken_rule != Some(BrokenRule::Tombstone));
     let next = Pointer {
         version: FORMAT,
         fence_epoch,
@@ -191,17 +204,17 @@ async fn careless_fence(bucket: &Bucket, epoch: u32, careless: Option<Careless>)
     write(bucket, now, &next).await
 }
 
-/// As the product writes: the entry of the log, then `latest`.
+/// Writes in the product's order: the log entry, then `latest`.
 async fn write(bucket: &Bucket, now: Option<PointerRead>, next: &Pointer) -> Result<(), PointerError> {
     bucket.put_json_if(&slot().pointer_entry(next.seq), next, Condition::Absent).await?;
     let condition = now.map_or(Condition::Absent, |now| now.condition());
     Ok(bucket.put_json_if(&slot().pointer(), next, condition).await?)
 }
 
-async fn careless_advance(
+async fn faulty_advance(
     bucket: &Bucket,
     side: &SideRecord,
-    careless: Option<Careless>,
+    broken_rule: Option<BrokenRule>,
 ) -> Result<(), PointerError> {
     let now = pointer_io::read(bucket, &slot()).await?;
     let old = now.as_ref().map(|now| &now.value);
@@ -214,11 +227,11 @@ async fn careless_advance(
         snapshot: Some(side.named()),
         emptied_at: None,
     };
-    if careless == Some(Careless::Fence) {
+    if broken_rule == Some(BrokenRule::Fence) {
         snapshot::record(bucket, &slot(), side, None).await?;
     }
     write(bucket, now, &next).await?;
-    if careless == Some(Careless::Order) {
+    if broken_rule == Some(BrokenRule::Order) {
         snapshot::record(bucket, &slot(), side, None).await?;
     }
     Ok(())

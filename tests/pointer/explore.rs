@@ -1,4 +1,4 @@
-//! Runs of several actors on one staged store, each in another order and with other faults.
+//! Runs of several actors on one staged store, each in a different order and with different faults.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,24 +12,25 @@ use svc::store::{Bucket, snapshot};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::actors::{self, Careless, Outside, slot};
+use super::actors::{self, BrokenRule, ExternalState, slot};
 use super::history::{History, Violation};
 use super::schedule::{Choices, Exhaustive, Seeded};
 use super::staged::{Call, Conditions, Fate, Server, Staged, Turn};
 
-/// Longer than any pause that a writer makes before it tries again; the clock stands still while anybody can go on.
-const ALL_PAUSES: Duration = Duration::from_secs(5);
+/// Longer than any retry delay of a writer. The clock does not advance while an actor can run.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
-/// Who takes part, and how much may go wrong.
+/// The actors of a run, and its budget of faults.
 #[derive(Debug, Clone)]
 struct Scene {
     roles: Vec<Role>,
-    careless: Option<Careless>,
+    broken_rule: Option<BrokenRule>,
     conditions: Conditions,
     faults: u32,
     crashes: u32,
-    /// How much likelier a call goes well than each of its faults happens: else all faults happen at the beginning.
-    calm: usize,
+    /// The weight of a successful call relative to each of its faults. A low weight would use up all faults at the
+    /// start.
+    success_weight: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -41,18 +42,18 @@ enum Role {
         epoch: u32,
         backups: u32,
     },
-    /// The last step of a backup alone.
+    /// Only the last step of a backup.
     Advance {
         epoch: u32,
     },
     Reader {
-        looks: u32,
+        reads: u32,
     },
 }
 
 impl Scene {
-    /// Three lives of a slot, the fence of the second written by two platform processes at once.
-    fn whole() -> Self {
+    /// Three generations of a slot; two platform processes write the fence of the second at once.
+    fn full() -> Self {
         let roles = vec![
             Role::Platform { epoch: 1 },
             Role::Host { epoch: 1, backups: 3 },
@@ -61,20 +62,27 @@ impl Scene {
             Role::Host { epoch: 2, backups: 2 },
             Role::Platform { epoch: 3 },
             Role::Host { epoch: 3, backups: 1 },
-            Role::Reader { looks: 3 },
+            Role::Reader { reads: 3 },
         ];
-        Self { roles, careless: None, conditions: Conditions::Honoured, faults: 12, crashes: 3, calm: 16 }
+        Self {
+            roles,
+            broken_rule: None,
+            conditions: Conditions::Honoured,
+            faults: 12,
+            crashes: 3,
+            success_weight: 16,
+        }
     }
 
-    fn careless(careless: Careless) -> Self {
-        Self { careless: Some(careless), ..Self::whole() }
+    fn broken_rule(broken_rule: BrokenRule) -> Self {
+        Self { broken_rule: Some(broken_rule), ..Self::full() }
     }
 }
 
 struct Stage {
     scene: Scene,
     server: Arc<Server>,
-    outside: Arc<Outside>,
+    outside: Arc<ExternalState>,
     /// The snapshots of [`Role::Advance`], by actor.
     recorded: HashMap<usize, Recorded>,
     actors: Vec<JoinHandle<()>>,
@@ -82,30 +90,30 @@ struct Stage {
     waiting: Vec<Turn>,
 }
 
-/// What one run showed.
-struct Shown {
+/// The result of one run.
+struct Outcome {
     violations: Vec<Violation>,
     writes: u32,
-    /// Calls that went wrong, and writers that died.
+    /// Failed calls and crashed writers.
     faults: u32,
     log: Vec<String>,
 }
 
-/// One thing that can happen next.
+/// A possible next event.
 #[derive(Debug, Clone, Copy)]
-enum Next {
+enum Event {
     Call { waiting: usize, fate: Fate },
     Crash { waiting: usize, fate: Fate },
     Land { late: usize },
 }
 
-fn play(scene: &Scene, choices: &mut dyn Choices) -> Shown {
+fn play(scene: &Scene, choices: &mut dyn Choices) -> Outcome {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     runtime.unwrap().block_on(Stage::play(scene.clone(), choices))
 }
 
-/// Dump and side record of every [`Role::Advance`], in the store before anything begins.
-async fn prepared(server: &Server, roles: &[Role]) -> HashMap<usize, Recorded> {
+/// Stores the dump and side record of every [`Role::Advance`] before the run starts.
+async fn store_recorded(server: &Server, roles: &[Role]) -> HashMap<usize, Recorded> {
     let mut recorded = HashMap::new();
     for (actor, role) in roles.iter().enumerate() {
         let Role::Advance { epoch } = role else { continue };
@@ -121,24 +129,24 @@ async fn prepared(server: &Server, roles: &[Role]) -> HashMap<usize, Recorded> {
 }
 
 impl Stage {
-    async fn play(scene: Scene, choices: &mut dyn Choices) -> Shown {
+    async fn play(scene: Scene, choices: &mut dyn Choices) -> Outcome {
         let (server, turns) = Server::new(slot(), scene.conditions);
         let bad = scene.faults + scene.crashes;
-        let recorded = prepared(&server, &scene.roles).await;
+        let recorded = store_recorded(&server, &scene.roles).await;
         let mut stage = Self {
             recorded,
             scene,
             server,
-            outside: Outside::new(),
+            outside: ExternalState::new(),
             actors: Vec::new(),
             turns,
             waiting: Vec::new(),
         };
-        stage.actors = (0..stage.scene.roles.len()).map(|actor| stage.enter(actor)).collect();
+        stage.actors = (0..stage.scene.roles.len()).map(|actor| stage.spawn_actor(actor)).collect();
         let mut log = Vec::new();
         loop {
-            // Everybody goes on until they wait for a turn: the paused clock moves only when nobody can.
-            tokio::time::sleep(ALL_PAUSES).await;
+            // Every actor runs until it waits for a turn: the paused clock advances only when none can run.
+            tokio::time::sleep(MAX_RETRY_DELAY).await;
             while let Ok(turn) = stage.turns.try_recv() {
                 stage.waiting.push(turn);
             }
@@ -149,37 +157,38 @@ impl Stage {
                 break;
             }
             let next = open[choices.pick(open.len())];
-            log.push(stage.told(next));
-            stage.happen(next).await;
+            log.push(stage.describe(next));
+            stage.apply(next).await;
         }
         stage.actors.iter().for_each(JoinHandle::abort);
         let history = stage.server.history.lock().unwrap();
         let faults = bad - stage.scene.faults - stage.scene.crashes;
-        Shown { violations: history.violations.clone(), writes: history.writes, faults, log }
+        Outcome { violations: history.violations.clone(), writes: history.writes, faults, log }
     }
 
-    fn enter(&self, actor: usize) -> JoinHandle<()> {
+    fn spawn_actor(&self, actor: usize) -> JoinHandle<()> {
         let bucket = Bucket::new(Arc::new(Staged { actor, server: Arc::clone(&self.server) }));
         let (outside, server) = (Arc::clone(&self.outside), Arc::clone(&self.server));
         let history = move |tell: &mut dyn FnMut(&mut History)| tell(&mut server.history.lock().unwrap());
-        let careless = self.scene.careless;
+        let broken_rule = self.scene.broken_rule;
         match self.scene.roles[actor] {
-            Role::Platform { epoch } => tokio::spawn(actors::platform(bucket, outside, epoch, careless)),
+            Role::Platform { epoch } => tokio::spawn(actors::platform(bucket, outside, epoch, broken_rule)),
             Role::Host { epoch, backups } => {
-                tokio::spawn(actors::host(bucket, outside, history, (epoch, backups), careless))
+                tokio::spawn(actors::host(bucket, outside, history, (epoch, backups), broken_rule))
             }
             Role::Advance { .. } => {
                 tokio::spawn(actors::advance(bucket, history, self.recorded[&actor].clone()))
             }
-            Role::Reader { looks } => tokio::spawn(actors::reader(bucket, history, looks)),
+            Role::Reader { reads } => tokio::spawn(actors::reader(bucket, history, reads)),
         }
     }
 
-    /// Everything that can happen now, what goes well first.
-    fn open(&self) -> Vec<Next> {
-        let good = (0..self.waiting.len()).map(|waiting| Next::Call { waiting, fate: Fate::Done });
-        let mut open: Vec<Next> = good.flat_map(|next| std::iter::repeat_n(next, self.scene.calm)).collect();
-        open.extend((0..self.server.late()).map(|late| Next::Land { late }));
+    /// The possible events, successful calls first.
+    fn open(&self) -> Vec<Event> {
+        let good = (0..self.waiting.len()).map(|waiting| Event::Call { waiting, fate: Fate::Done });
+        let mut open: Vec<Event> =
+            good.flat_map(|next| std::iter::repeat_n(next, self.scene.success_weight)).collect();
+        open.extend((0..self.server.late()).map(|late| Event::Land { late }));
         for (waiting, turn) in self.waiting.iter().enumerate() {
             let fates: &[Fate] = match turn.call {
                 Call::Get => &Fate::OF_GET,
@@ -187,53 +196,53 @@ impl Stage {
                 Call::Put => &Fate::OF_PUT,
             };
             if self.scene.faults > 0 {
-                open.extend(fates.iter().map(|&fate| Next::Call { waiting, fate }));
+                open.extend(fates.iter().map(|&fate| Event::Call { waiting, fate }));
             }
             if self.scene.crashes > 0 {
-                open.push(Next::Crash { waiting, fate: Fate::Lost });
+                open.push(Event::Crash { waiting, fate: Fate::Lost });
                 if turn.call == Call::Put {
-                    open.push(Next::Crash { waiting, fate: Fate::Unanswered });
+                    open.push(Event::Crash { waiting, fate: Fate::Unanswered });
                 }
             }
         }
         open
     }
 
-    fn told(&self, next: Next) -> String {
+    fn describe(&self, next: Event) -> String {
         match next {
-            Next::Call { waiting, .. } | Next::Crash { waiting, .. } => {
+            Event::Call { waiting, .. } | Event::Crash { waiting, .. } => {
                 let turn = &self.waiting[waiting];
                 format!("{:?} {:?}: {next:?}", self.scene.roles[turn.actor], turn.call)
             }
-            Next::Land { .. } => format!("{next:?}"),
+            Event::Land { .. } => format!("{next:?}"),
         }
     }
 
-    async fn happen(&mut self, next: Next) {
+    async fn apply(&mut self, next: Event) {
         match next {
-            Next::Call { waiting, fate } => {
+            Event::Call { waiting, fate } => {
                 self.scene.faults -= u32::from(fate != Fate::Done);
-                // Whoever waited may have been ended meanwhile.
+                // The waiting actor may have ended meanwhile.
                 let _ = self.waiting.remove(waiting).go.send(fate);
             }
-            Next::Crash { waiting, fate } => {
+            Event::Crash { waiting, fate } => {
                 self.scene.crashes -= 1;
                 let turn = self.waiting.remove(waiting);
                 let actor = turn.actor;
                 let _ = turn.go.send(fate);
-                // The call has its fate before its caller dies.
+                // The call is completed before its caller dies.
                 tokio::task::yield_now().await;
                 self.actors[actor].abort();
-                self.actors[actor] = self.enter(actor);
+                self.actors[actor] = self.spawn_actor(actor);
             }
-            Next::Land { late } => self.server.land(late).await,
+            Event::Land { late } => self.server.land(late).await,
         }
     }
 }
 
-/// Plays seeds until one shows this violation; the number of seeds that it took.
-fn seeds_until(scene: &Scene, violation: Violation, most: u64) -> Option<u64> {
-    (0..most).find(|&seed| play(scene, &mut Seeded(seed)).violations.contains(&violation))
+/// Runs seeds until one shows this violation, and returns the number of seeds.
+fn seeds_until(scene: &Scene, violation: Violation, max_seeds: u64) -> Option<u64> {
+    (0..max_seeds).find(|&seed| play(scene, &mut Seeded(seed)).violations.contains(&violation))
 }
 
 fn hold(scene: &Scene, seeds: std::ops::Range<u64>) -> Figures {
@@ -246,28 +255,28 @@ fn hold(scene: &Scene, seeds: std::ops::Range<u64>) -> Figures {
     }
     let runs = seeds.end - seeds.start;
     println!("{runs} runs, {writes} writes of the pointer");
-    assert!(writes > 3 * runs, "the runs get somewhere: {writes} writes in {runs} runs");
+    assert!(writes > 3 * runs, "the runs make progress: {writes} writes in {runs} runs");
     Figures { faults_tried: faults, ..Figures::new("orders of the pointer's calls") }
 }
 
 #[test]
-fn the_pointer_holds_under_random_orders_and_faults() {
-    hold(&Scene::whole(), 0..2000);
+fn pointer_holds_under_random_orders_and_faults() {
+    hold(&Scene::full(), 0..2000);
 }
 
 #[test]
-fn pointer_holds_where_if_match_refuses_nothing() {
-    hold(&Scene { conditions: Conditions::CreateAlone, ..Scene::whole() }, 0..2000);
+fn pointer_holds_when_if_match_never_refuses() {
+    hold(&Scene { conditions: Conditions::CreateOnly, ..Scene::full() }, 0..2000);
 }
 
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
-fn the_pointer_holds_under_many_more_orders_and_faults() -> anyhow::Result<()> {
-    hold(&Scene::whole(), 3000..50_000).record()?;
-    hold(&Scene { conditions: Conditions::CreateAlone, ..Scene::whole() }, 3000..50_000).record()
+fn pointer_holds_under_many_more_orders_and_faults() -> anyhow::Result<()> {
+    hold(&Scene::full(), 3000..50_000).record()?;
+    hold(&Scene { conditions: Conditions::CreateOnly, ..Scene::full() }, 3000..50_000).record()
 }
 
-/// Every order of the scene's calls, with every fault that it allows at every place.
+/// Runs every order of the scene's calls, with every allowed fault at every position.
 fn hold_in_every_order(scene: &Scene) -> u64 {
     let (mut choices, mut runs) = (Exhaustive::default(), 0_u64);
     loop {
@@ -281,15 +290,15 @@ fn hold_in_every_order(scene: &Scene) -> u64 {
     }
 }
 
-/// The old host's last write and the successor's fence at once.
+/// The old host's last write concurrent with the successor's fence.
 fn replacement(conditions: Conditions) -> Scene {
     let roles = vec![Role::Advance { epoch: 0 }, Role::Platform { epoch: 1 }];
-    Scene { roles, careless: None, conditions, faults: 0, crashes: 0, calm: 1 }
+    Scene { roles, broken_rule: None, conditions, faults: 0, crashes: 0, success_weight: 1 }
 }
 
 #[test]
 fn pointer_holds_in_random_orders_of_a_replacement() {
-    for conditions in [Conditions::Honoured, Conditions::CreateAlone] {
+    for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
         hold_without_faults(&replacement(conditions), 0..1000);
     }
 }
@@ -297,7 +306,7 @@ fn pointer_holds_in_random_orders_of_a_replacement() {
 #[test]
 #[ignore = "a long campaign: cargo xtask test --long"]
 fn pointer_holds_in_every_order_of_a_replacement() {
-    for conditions in [Conditions::Honoured, Conditions::CreateAlone] {
+    for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
         assert!(hold_in_every_order(&replacement(conditions)) > 500);
     }
 }
@@ -310,14 +319,20 @@ fn hold_without_faults(scene: &Scene, seeds: std::ops::Range<u64>) {
     }
 }
 
-/// A platform's fence and the host's first backup after it, with one fault and one crash somewhere.
+/// A platform's fence, then the host's first backup, with one fault and one crash at any position.
 #[test]
 fn pointer_holds_with_one_fault_and_one_crash() {
     let roles =
         vec![Role::Platform { epoch: 1 }, Role::Host { epoch: 1, backups: 1 }, Role::Platform { epoch: 2 }];
-    for conditions in [Conditions::Honoured, Conditions::CreateAlone] {
-        let scene =
-            Scene { roles: roles.clone(), careless: None, conditions, faults: 1, crashes: 1, calm: 4 };
+    for conditions in [Conditions::Honoured, Conditions::CreateOnly] {
+        let scene = Scene {
+            roles: roles.clone(),
+            broken_rule: None,
+            conditions,
+            faults: 1,
+            crashes: 1,
+            success_weight: 4,
+        };
         for seed in 0..1500 {
             let shown = play(&scene, &mut Seeded(seed));
             assert!(
@@ -331,23 +346,23 @@ fn pointer_holds_with_one_fault_and_one_crash() {
 }
 
 #[test]
-fn a_store_that_ignores_conditions_is_caught() {
-    let scene = Scene { conditions: Conditions::Ignored, ..Scene::whole() };
-    assert!(seeds_until(&scene, Violation::WentBack, 200).is_some());
+fn store_that_ignores_conditions_is_detected() {
+    let scene = Scene { conditions: Conditions::Ignored, ..Scene::full() };
+    assert!(seeds_until(&scene, Violation::LostUpdate, 200).is_some());
 }
 
 #[test]
-fn every_careless_writer_is_caught() {
-    for (careless, violation) in [
-        (Careless::Fence, Violation::FencedOff),
-        (Careless::Order, Violation::Unverified),
-        (Careless::Order, Violation::SeenDamaged),
-        (Careless::Success, Violation::FalseSuccess),
-        (Careless::Lowering, Violation::FenceLowered),
-        (Careless::Tombstone, Violation::Forgotten),
+fn every_faulty_writer_is_detected() {
+    for (broken_rule, violation) in [
+        (BrokenRule::Fence, Violation::FencedOff),
+        (BrokenRule::Order, Violation::Unverified),
+        (BrokenRule::Order, Violation::DamagedRead),
+        (BrokenRule::Success, Violation::FalseSuccess),
+        (BrokenRule::Lowering, Violation::FenceLowered),
+        (BrokenRule::Tombstone, Violation::SnapshotDropped),
     ] {
-        let seeds = seeds_until(&Scene::careless(careless), violation, 500);
-        println!("{careless:?} is caught as {violation:?} by seed {seeds:?}");
-        assert!(seeds.is_some(), "{careless:?} is not caught as {violation:?}");
+        let seeds = seeds_until(&Scene::broken_rule(broken_rule), violation, 500);
+        println!("{broken_rule:?} is detected as {violation:?} by seed {seeds:?}");
+        assert!(seeds.is_some(), "{broken_rule:?} is not detected as {violation:?}");
     }
 }

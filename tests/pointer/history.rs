@@ -1,30 +1,30 @@
-//! What became of one pointer, write by write, and what must never be among it.
+//! The write history of one pointer, and the violations that it must not contain.
 
 use std::collections::{HashMap, HashSet};
 
 use svc::store::pointer::Pointer;
 
-/// A rule of the pointer that a write broke.
+/// A violated rule of the pointer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Violation {
-    /// A write undid one that it had not seen.
-    WentBack,
+    /// A write undid another that it had not seen.
+    LostUpdate,
     /// The fence was lowered.
     FenceLowered,
-    /// It names a snapshot of a machine that had been fenced off, or an older one than before.
+    /// The pointer names a snapshot of a fenced-off machine, or an older one than before.
     FencedOff,
-    /// It names a snapshot whose object or side record is not there as it says.
+    /// The pointer names a snapshot whose object or side record does not match.
     Unverified,
-    /// It named a snapshot, and then none.
-    Forgotten,
-    /// A host was told of success, and the pointer had never named its snapshot.
+    /// The pointer named a snapshot, and then none.
+    SnapshotDropped,
+    /// A host saw success, but the pointer never named its snapshot.
     FalseSuccess,
-    /// A snapshot was named, and a reader found none that is usable.
-    SeenDamaged,
-    /// `latest` holds what no entry of the log says.
+    /// A snapshot was published, but a reader found no usable one.
+    DamagedRead,
+    /// `latest` holds a value that no log entry claims.
     Unclaimed,
-    /// A read began after a claim, and did not see it.
-    SeenThePast,
+    /// A read that started after a claim did not see it.
+    StaleRead,
 }
 
 #[derive(Debug, Default)]
@@ -37,7 +37,7 @@ pub struct History {
 }
 
 impl History {
-    /// The `seq` that was claimed last.
+    /// The last claimed `seq`.
     pub fn seq(&self) -> u64 {
         self.now.as_ref().map_or(0, |now| now.seq)
     }
@@ -46,27 +46,27 @@ impl History {
         self.now.as_ref().is_some_and(|now| now.snapshot.is_some())
     }
 
-    /// Takes note of a write of `latest`.
+    /// Records a write of `latest`.
     pub fn published(&mut self, new: &Pointer) {
         if self.claimed.get(&new.seq) != Some(new) {
             self.violations.push(Violation::Unclaimed);
         }
     }
 
-    /// Takes note of a claim that happened; `whole`: the snapshot that it names has its object and side record.
+    /// Records a successful claim; `whole` says whether the object and side record of its snapshot exist.
     pub fn claimed(&mut self, new: Pointer, whole: bool) {
         self.writes += 1;
         let old_fence = self.now.as_ref().map(|old| old.fence_epoch);
         let old_seq = self.now.as_ref().map_or(0, |old| old.seq);
         if new.seq != old_seq + 1 {
-            self.violations.push(Violation::WentBack);
+            self.violations.push(Violation::LostUpdate);
         }
         if old_fence.is_some_and(|fence| new.fence_epoch < fence) {
             self.violations.push(Violation::FenceLowered);
         }
         let before = self.now.as_ref().and_then(|old| old.snapshot.as_ref());
         match (before, &new.snapshot) {
-            (Some(_), None) => self.violations.push(Violation::Forgotten),
+            (Some(_), None) => self.violations.push(Violation::SnapshotDropped),
             (before, Some(named)) if before.is_none_or(|before| before.key != named.key) => {
                 let older = before
                     .is_some_and(|before| (named.epoch, named.taken_at) < (before.epoch, before.taken_at));
@@ -84,17 +84,17 @@ impl History {
         self.now = Some(new);
     }
 
-    pub fn told_of_success(&mut self, key: &str) {
+    pub fn record_success(&mut self, key: &str) {
         if !self.named.contains(key) {
             self.violations.push(Violation::FalseSuccess);
         }
     }
 
-    pub fn saw_the_past(&mut self) {
-        self.violations.push(Violation::SeenThePast);
+    pub fn record_stale_read(&mut self) {
+        self.violations.push(Violation::StaleRead);
     }
 
-    pub fn saw_damage(&mut self) {
-        self.violations.push(Violation::SeenDamaged);
+    pub fn record_damaged_read(&mut self) {
+        self.violations.push(Violation::DamagedRead);
     }
 }

@@ -1,5 +1,6 @@
-//! The pointer protocol under every order of events: old host, new hosts and platforms write one pointer, calls are
-//! lost, late, doubled and stale, and writers die. In one process by a schedule, and against a real server by races.
+//! The pointer protocol under every order of events. Old host, new hosts and platforms write one pointer; calls are
+//! lost, late, duplicated and stale; writers crash. Run in one process on a schedule, and as races against a real
+//! server.
 
 pub mod actors;
 mod explore;

@@ -1,4 +1,4 @@
-//! Real clients in real races over HTTP, against a server that is not ours.
+//! Real clients that race over HTTP against a third-party server.
 
 use std::time::Duration;
 
@@ -19,23 +19,23 @@ use svc::store::{Bucket, parallel_probe, snapshot};
 use super::actors::{machine, side_record};
 use super::schedule::{Choices, Seeded};
 
-/// The product's configuration of a server.
-type Settings = Vec<(String, String)>;
+/// The product's configuration of a store.
+type StoreSettings = Vec<(String, String)>;
 
-fn open(pairs: &Settings) -> Result<Bucket> {
+fn open(pairs: &StoreSettings) -> Result<Bucket> {
     let mut env = Env::from_pairs(pairs.iter().map(|(name, value)| (&**name, &**value)));
     let config = StoreConfig::read(&mut env);
     env.finish(config)?.open()
 }
 
 /// A backup of the machine of `epoch`, up to its last step.
-async fn backed_up(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<Recorded> {
+async fn prepare_backup(bucket: &Bucket, slot: &SlotPrefix, epoch: u32, at: i64) -> Result<Recorded> {
     let side = side_record(Epoch(epoch), Timestamp::UNIX_EPOCH + SignedDuration::from_secs(at));
     bucket.put(&slot.snapshot(&side.key).context("a snapshot's key")?, &b"dump"[..]).await?;
     Ok(snapshot::record(bucket, slot, &side, None).await?)
 }
 
-/// Reads until it is told to stop; the pointers in the order in which they were seen.
+/// Reads until cancelled, and returns the pointers in the observed order.
 async fn watch(bucket: Bucket, slot: SlotPrefix, stop: tokio_util::sync::CancellationToken) -> Vec<Pointer> {
     let mut seen: Vec<Pointer> = Vec::new();
     while !stop.is_cancelled() {
@@ -48,29 +48,29 @@ async fn watch(bucket: Bucket, slot: SlotPrefix, stop: tokio_util::sync::Cancell
     seen
 }
 
-/// Old machine, platform and new machine at once: how many writes were told of success.
+/// Runs old machine, platform and new machine concurrently, and returns the number of successful writes.
 async fn race(bucket: &Bucket, slot: &SlotPrefix, draw: &mut Seeded) -> Result<u64> {
-    // Starts that lie apart by about what a call takes: else the same one would always be the first.
+    // The starts are staggered by about the duration of a call; otherwise the same writer would always win.
     let mut pause = || Duration::from_millis(draw.pick(40) as u64);
 
     pointer_io::fence(bucket, slot, &Fence::unsigned(Epoch(1), machine(1))).await?;
     let mut writers = tokio::task::JoinSet::new();
     for at in 0..3 {
-        let recorded = backed_up(bucket, slot, 1, at).await?;
+        let recorded = prepare_backup(bucket, slot, 1, at).await?;
         let (bucket, slot, pause) = (bucket.clone(), slot.clone(), pause());
         writers.spawn(async move {
             tokio::time::sleep(pause).await;
             pointer_io::advance(&bucket, &slot, &recorded).await
         });
     }
-    let recorded = backed_up(bucket, slot, 2, 10).await?;
+    let recorded = prepare_backup(bucket, slot, 2, 10).await?;
     let (of_platform, on, pause) = (bucket.clone(), slot.clone(), pause());
     writers.spawn(async move {
         tokio::time::sleep(pause).await;
         pointer_io::fence(&of_platform, &on, &Fence::unsigned(Epoch(2), machine(2))).await?;
         pointer_io::advance(&of_platform, &on, &recorded).await
     });
-    // The fence at 1, and at 2: the platform's task stands for two writes, each other one for one.
+    // The platform's task makes two writes, the fences at 1 and 2; each other task makes one.
     let mut writes = 2;
     while let Some(end) = writers.join_next().await {
         match end? {
@@ -116,7 +116,7 @@ async fn on_seaweedfs(count: usize) -> Result<()> {
     races(&seaweed.s3().env(), count).await
 }
 
-/// A server with its bucket; `None`, said by name, where it cannot be fetched.
+/// A server with its bucket, or `None`, with a message, if it cannot be fetched.
 async fn seaweedfs() -> Result<Option<Seaweed>> {
     svc::http::tls::install_provider();
     if let Err(error) =
@@ -130,10 +130,10 @@ async fn seaweedfs() -> Result<Option<Seaweed>> {
     Ok(Some(seaweed))
 }
 
-/// The platform starts on this store: an object is created once. Whether a probe sees that several writers can replace
-/// one version depends on their timing, so that is only said.
+/// The platform starts on this store because an object is created only once. Whether the probe detects that several
+/// writers can replace one version depends on timing, so that result is only printed.
 #[tokio::test(flavor = "multi_thread")]
-async fn probe_accepts_if_none_match_of_seaweedfs() -> Result<()> {
+async fn probe_accepts_seaweedfs() -> Result<()> {
     let Some(seaweed) = seaweedfs().await? else { return Ok(()) };
     let found = parallel_probe::run(&open(&seaweed.s3().env())?, Duration::from_secs(60)).await?;
     println!("If-Match of SeaweedFS: {:?}", found.replace);
@@ -141,7 +141,7 @@ async fn probe_accepts_if_none_match_of_seaweedfs() -> Result<()> {
     Ok(())
 }
 
-async fn races(settings: &Settings, count: usize) -> Result<()> {
+async fn races(settings: &StoreSettings, count: usize) -> Result<()> {
     let bucket = open(settings)?;
     let mut refused = 0;
     for n in 0..count {
@@ -161,11 +161,11 @@ async fn races(settings: &Settings, count: usize) -> Result<()> {
         let end = pointer_io::read(&bucket, &slot).await?.context("a pointer")?.value;
         let named = end.snapshot.as_ref().context("a snapshot")?;
         assert_eq!((end.fence_epoch, named.epoch), (Epoch(2), Epoch(2)), "race {n}: {end:?}");
-        assert_eq!(end.seq, writes, "race {n}: each writer that was told of success wrote once: {end:?}");
+        assert_eq!(end.seq, writes, "race {n}: each successful writer wrote once: {end:?}");
         assert_eq!(snapshot::latest(&bucket, &slot).await?.key, named.key);
         refused += 6 - writes;
     }
     println!("{count} races, {refused} of {} writers refused by the fence", 3 * count);
-    assert!(refused > 0 && refused < 3 * count as u64, "races that are always won by the same one are none");
+    assert!(refused > 0 && refused < 3 * count as u64, "the same writer won every race");
     Ok(())
 }

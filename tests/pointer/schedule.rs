@@ -1,12 +1,12 @@
-//! Where a run could go either way: drawn from a seed, or every way in turn.
+//! The choices of a run: drawn from a seed, or enumerated.
 
-/// Decides each open choice of a run.
+/// Decides each choice of a run.
 pub trait Choices {
     /// A number below `of`, which is not 0.
     fn pick(&mut self, of: usize) -> usize;
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014): the same seed, the same run.
+/// SplitMix64 (Steele, Lea, Flood 2014): the same seed gives the same run.
 pub struct Seeded(pub u64);
 
 impl Choices for Seeded {
@@ -19,7 +19,7 @@ impl Choices for Seeded {
     }
 }
 
-/// Every run in turn, as a number whose digits are the choices and whose last digit counts first.
+/// Enumerates every run as a number whose digits are the choices, least significant digit last.
 #[derive(Default)]
 pub struct Exhaustive {
     digits: Vec<(usize, usize)>,
@@ -27,7 +27,7 @@ pub struct Exhaustive {
 }
 
 impl Exhaustive {
-    /// Goes to the next run; `false` after the last.
+    /// Advances to the next run; `false` after the last.
     pub fn next_run(&mut self) -> bool {
         self.digits.truncate(self.at);
         self.at = 0;
@@ -47,14 +47,14 @@ impl Choices for Exhaustive {
             self.digits.push((0, of));
         }
         let (digit, known) = self.digits[self.at];
-        assert_eq!(known, of, "a run that is played again goes the same way");
+        assert_eq!(known, of, "a replayed run makes the same choices");
         self.at += 1;
         digit
     }
 }
 
 #[test]
-fn every_way_is_gone_once() {
+fn exhaustive_schedule_visits_every_run_once() {
     let mut choices = Exhaustive::default();
     let mut seen = Vec::new();
     loop {

@@ -1,4 +1,4 @@
-//! A store whose calls wait for their turn, and end as the schedule says.
+//! A store whose calls wait for their turn and end as the schedule decides.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::history::History;
 
-/// A call that waits: whose it is, and what it would do.
+/// A waiting call: its actor and its kind.
 pub struct Turn {
     pub actor: usize,
     pub call: Call,
@@ -39,13 +39,13 @@ pub enum Fate {
     Done,
     /// The request is lost; the caller gets an error.
     Lost,
-    /// It happens, and the answer is lost.
+    /// The write happens; the response is lost.
     Unanswered,
-    /// It happens, and the client's own second try of it is refused.
+    /// The write happens; the client's own retry of it is refused.
     RefusedBySelf,
-    /// The caller gets an error, and it happens later.
+    /// The caller gets an error; the write happens later.
     Late,
-    /// What was there before the last write is read.
+    /// The read returns the state before the last write.
     Stale,
 }
 
@@ -55,19 +55,19 @@ impl Fate {
     pub const OF_PUT: [Self; 4] = [Self::Lost, Self::Unanswered, Self::RefusedBySelf, Self::Late];
 }
 
-/// Which conditions of a write the server keeps.
+/// The write conditions that the server enforces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Conditions {
     Honoured,
-    /// An object is created once, and `If-Match` never refuses: the worst that an inexact store can do.
-    CreateAlone,
-    /// Neither: on such a store no protocol holds.
+    /// Objects are created only once, but `If-Match` never refuses: the weakest store that the protocol supports.
+    CreateOnly,
+    /// Neither condition is enforced; no protocol holds on such a store.
     Ignored,
 }
 
 type LatePut = (Path, PutPayload, PutOptions);
 
-/// The one server that all actors' stores lead to.
+/// The server behind all actors' stores.
 #[derive(Debug)]
 pub struct Server {
     inner: InMemory,
@@ -91,13 +91,13 @@ impl Server {
         self.late.lock().unwrap().len()
     }
 
-    /// Lets a late write happen now; nobody learns how it ends.
+    /// Applies a late write; its result is discarded.
     pub async fn land(&self, index: usize) {
         let (at, payload, options) = self.late.lock().unwrap().remove(index);
         let _ = self.apply(&at, payload, options).await;
     }
 
-    /// Puts what was there before any actor came.
+    /// Stores the initial state, before any actor starts.
     pub async fn prepare(&self, bucket: impl AsyncFnOnce(Bucket)) {
         bucket(Bucket::new(Arc::new(self.inner.clone()))).await;
     }
@@ -114,7 +114,7 @@ impl Server {
         let bytes: bytes::Bytes = payload.clone().into();
         let put = self.inner.put_opts(at, payload, options).await?;
         let pointer =
-            || serde_json::from_slice::<Pointer>(&bytes).expect("a pointer is written to its place");
+            || serde_json::from_slice::<Pointer>(&bytes).expect("only a pointer is written to this key");
         if *at == self.slot.pointer() {
             *self.before.lock().unwrap() = before;
             self.history.lock().unwrap().published(&pointer());
@@ -136,7 +136,7 @@ impl Server {
     }
 }
 
-/// One actor's way to the server.
+/// One actor's connection to the server.
 #[derive(Debug, Clone)]
 pub struct Staged {
     pub actor: usize,
@@ -180,7 +180,10 @@ impl ObjectStore for Staged {
                 if !conditional {
                     return Ok(put);
                 }
-                Err(Error::Precondition { path: at.to_string(), source: "it was changed, by itself".into() })
+                Err(Error::Precondition {
+                    path: at.to_string(),
+                    source: "changed by the client's own first attempt".into(),
+                })
             }
             Fate::Late => {
                 self.server.late.lock().unwrap().push((at.clone(), payload, options));
@@ -190,13 +193,13 @@ impl ObjectStore for Staged {
     }
 
     async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
-        // An entry is written once: when it is read makes no difference.
+        // A log entry is written once, so the time of the read makes no difference.
         if at.prefix_matches(&self.server.slot.pointer_log()) {
             return self.server.inner.get_opts(at, options).await;
         }
         match self.turn(Call::Get).await {
             Fate::Lost => Err(lost()),
-            // Only `latest` is ever written twice.
+            // Only `latest` is ever overwritten.
             Fate::Stale if *at == self.server.slot.pointer() => {
                 let before = self.server.before.lock().unwrap().fork();
                 before.get_opts(at, options).await

@@ -1,4 +1,4 @@
-//! What each failure of the provider is taken for, and what is tried again.
+//! The classification of each provider failure, and the calls that are retried.
 
 use std::error::Error;
 
@@ -7,7 +7,7 @@ use kit::provider::{Fault, FaultRule, RateLimit};
 use super::*;
 
 #[tokio::test]
-async fn quota_is_the_accounts_and_not_a_refusal() {
+async fn quota_error_is_attributed_to_the_account() {
     let simulator =
         Simulator::start(SimulatorOptions { server_limit: 0, ..SimulatorOptions::record() }).await.unwrap();
     let error = adapter(&simulator).create(&order("svc-1")).await.unwrap_err();
@@ -16,7 +16,7 @@ async fn quota_is_the_accounts_and_not_a_refusal() {
 }
 
 #[tokio::test]
-async fn a_create_without_a_clear_answer_is_ambiguous_and_never_repeated() {
+async fn create_without_clear_response_is_ambiguous_and_not_retried() {
     let unclear = [
         (Fault::LostReplyAfterCommit, 1),
         (Fault::LostRequest, 0),
@@ -41,7 +41,7 @@ async fn a_create_without_a_clear_answer_is_ambiguous_and_never_repeated() {
 }
 
 #[tokio::test]
-async fn an_answer_that_nothing_was_done_is_worth_another_try() {
+async fn response_without_effect_is_retried() {
     for (status, code) in [(429, "rate_limit_exceeded"), (409, "conflict"), (423, "locked")] {
         let simulator = simulator().await;
         let fault = Fault::Status { status, code: code.to_owned(), reset_in_seconds: None };
@@ -52,7 +52,7 @@ async fn an_answer_that_nothing_was_done_is_worth_another_try() {
 }
 
 #[tokio::test]
-async fn reads_are_repeated_within_bounds() {
+async fn reads_are_retried_a_bounded_number_of_times() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     let gateway = |times| {
@@ -69,7 +69,7 @@ async fn reads_are_repeated_within_bounds() {
 }
 
 #[tokio::test]
-async fn a_refused_rate_waits_for_the_reset_and_all_clones_wait_with_it() {
+async fn rate_limited_client_and_its_clones_wait_for_the_reset() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     let fault =
@@ -86,11 +86,11 @@ async fn a_refused_rate_waits_for_the_reset_and_all_clones_wait_with_it() {
     found.unwrap();
     let bound = FAST.max_rate_wait;
     assert!(start.elapsed() >= bound && start.elapsed() < bound * 4, "{:?}", start.elapsed());
-    assert!(other >= bound, "the clone called while nothing was left: {other:?}");
+    assert!(other >= bound, "the clone called with an exhausted budget: {other:?}");
 }
 
 #[tokio::test]
-async fn a_spent_budget_is_not_overdrawn() {
+async fn client_stops_when_the_rate_budget_is_exhausted() {
     let rate_limit = RateLimit { limit: 4, per_second: 8.0 };
     let simulator =
         Simulator::start(SimulatorOptions { rate_limit, ..SimulatorOptions::record() }).await.unwrap();
@@ -98,11 +98,11 @@ async fn a_spent_budget_is_not_overdrawn() {
     for _ in 0..10 {
         provider.find("svc-1").await.unwrap();
     }
-    assert_eq!(simulator.calls().len(), 10, "a call was refused and repeated: {:?}", simulator.calls());
+    assert_eq!(simulator.calls().len(), 10, "a refused call was retried: {:?}", simulator.calls());
 }
 
 #[tokio::test]
-async fn a_silent_provider_costs_one_deadline() {
+async fn silent_provider_costs_one_deadline() {
     let simulator = simulator().await;
     let limits = CallLimits { deadline: Duration::from_millis(300), ..FAST };
     let provider = adapter_with(&simulator, simulator.token(), limits);
@@ -114,7 +114,7 @@ async fn a_silent_provider_costs_one_deadline() {
 }
 
 #[tokio::test]
-async fn a_provider_that_is_not_there_is_transient_even_for_a_create() {
+async fn unreachable_provider_is_transient_even_for_create() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     drop(simulator);
@@ -135,7 +135,7 @@ async fn the_log_gets_the_providers_words_the_caller_and_the_token_do_not() {
 }
 
 #[tokio::test]
-async fn a_change_of_type_without_a_clear_answer_is_ambiguous() {
+async fn change_type_without_clear_response_is_ambiguous() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     let id = running(&simulator, &provider, "svc-1").await.id;
@@ -147,7 +147,7 @@ async fn a_change_of_type_without_a_clear_answer_is_ambiguous() {
 }
 
 #[tokio::test]
-async fn an_action_that_fails_says_so_and_has_no_effect() {
+async fn failed_action_is_reported_and_has_no_effect() {
     let simulator = simulator().await;
     let provider = adapter(&simulator);
     let id = running(&simulator, &provider, "svc-1").await.id;

@@ -1,5 +1,5 @@
-//! A day of dispatches through the book, by a process that is killed again and again: usage is the sum of the interactions
-//! that are there, and of those that were acknowledged only the youngest are not.
+//! A day of dispatches written by a process that is killed repeatedly. Usage always equals the sum of the stored
+//! interactions, and only the newest acknowledged ones may be missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -22,15 +22,15 @@ use svc::host::system::layout::Layout;
 
 use super::sum::{self, Key, Sum};
 
-/// Of the dispatch that a process begins with, and where it is; of how many.
+/// Variables of the victim process: its directory, its first dispatch, and the number of dispatches.
 const DIR: &str = "SVC_RECORDS_VICTIM_DIR";
 const FIRST: &str = "SVC_RECORDS_VICTIM_FIRST";
 const LAST: &str = "SVC_RECORDS_VICTIM_LAST";
-/// Between two dispatches.
-const PACE: Duration = Duration::from_micros(300);
+/// Interval between two dispatches.
+const DISPATCH_INTERVAL: Duration = Duration::from_micros(300);
 
-/// Numbers that look random, and are the same for the same number.
-fn mixed(n: u64) -> u64 {
+/// A deterministic hash that makes the numbers look random.
+fn hash(n: u64) -> u64 {
     let mut z = n.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -38,7 +38,7 @@ fn mixed(n: u64) -> u64 {
 }
 
 fn dispatch(n: u64) -> (Date, Interaction) {
-    let random = mixed(n);
+    let random = hash(n);
     let day = Date::constant(2026, 11, if random.is_multiple_of(16) { 21 } else { 22 });
     let one = Interaction {
         version: Interaction::VERSION,
@@ -50,7 +50,7 @@ fn dispatch(n: u64) -> (Date, Interaction) {
         agent_name: "coder".to_owned(),
         tokens_in: (random >> 16) % 200_000,
         tokens_out: (random >> 24) % 8_000,
-        // Free ones, and those of a billionth of a dollar, too.
+        // Includes costs of zero and of a billionth of a dollar.
         cost: Dollars::from_nanos(if random.is_multiple_of(7) { 0 } else { (random >> 32) % 3_000_000_000 }),
         duration_ms: 5,
         tools: Vec::new(),
@@ -72,7 +72,7 @@ fn variable(name: &str) -> u64 {
 }
 
 #[test]
-#[ignore = "not a test: the other half of those below"]
+#[ignore = "not a test: the victim process of the tests below"]
 fn victim() {
     let Some(dir) = std::env::var_os(DIR) else { return };
     svc::failpoint::arm();
@@ -87,10 +87,10 @@ fn victim() {
                 let (day, one) = dispatch(n);
                 book.record(day, &one).unwrap();
                 acknowledged.write_all_at(&now().to_le_bytes(), n * 8).unwrap();
-                std::thread::sleep(PACE);
+                std::thread::sleep(DISPATCH_INTERVAL);
             }
         });
-        // What happens by the clock, more often.
+        // Tasks that run on a timer run more often here.
         for turn in 0_u32.. {
             if ends.is_finished() {
                 break;
@@ -108,7 +108,7 @@ fn victim() {
     println!("done");
 }
 
-/// A place with records, and what is known of it from outside.
+/// A directory of records, and what the test knows about it.
 struct Campaign {
     layout: Layout,
     dispatches: u64,
@@ -136,7 +136,7 @@ impl Campaign {
         })
     }
 
-    /// When each dispatch was acknowledged; those that were not are left out.
+    /// The time of acknowledgement, by dispatch. Dispatches without one are omitted.
     fn acknowledged(&self) -> Result<BTreeMap<u64, u64>> {
         let times = fs::read(self.layout.root().join("acknowledged"))?;
         let times = times.chunks_exact(8).map(|time| u64::from_le_bytes(time.try_into().unwrap_or_default()));
@@ -157,11 +157,11 @@ impl Campaign {
         Ok(child)
     }
 
-    /// A process is killed some time after it has begun, or while it begins; `false` where it came to its end before.
-    fn kill_after(&mut self, wait: Duration, is_begun: bool) -> Result<bool> {
+    /// Kills a process some time after its start, or during its start. Returns `false` if it had already finished.
+    fn kill_after(&mut self, wait: Duration, has_started: bool) -> Result<bool> {
         let mut child = self.start("")?;
-        if is_begun {
-            said(&mut child, "begun")?;
+        if has_started {
+            wait_for_line(&mut child, "begun")?;
         }
         let status = child::wait_until(&mut child, std::time::Instant::now() + wait);
         let killed = now();
@@ -173,16 +173,16 @@ impl Campaign {
         if status.success() {
             return Ok(false);
         }
-        self.look(killed)?;
+        self.record_losses(killed)?;
         Ok(true)
     }
 
-    /// After a kill: what is missing of what was acknowledged, and how old it was.
-    fn look(&mut self, killed: u64) -> Result<()> {
+    /// After a kill: finds the acknowledged lines that are missing, and their age.
+    fn record_losses(&mut self, killed: u64) -> Result<()> {
         self.kills += 1;
         let (_, there) = sum::of_interactions(&self.layout.logs())?;
         let unique: BTreeSet<u64> = there.iter().copied().collect();
-        ensure!(unique.len() == there.len(), "a line is there twice");
+        ensure!(unique.len() == there.len(), "a line is duplicated");
         for (n, at) in self.acknowledged()? {
             if !unique.contains(&n) && self.lost.insert(n) {
                 self.oldest_lost = self.oldest_lost.max(Duration::from_nanos(killed.saturating_sub(at)));
@@ -191,27 +191,30 @@ impl Campaign {
         Ok(())
     }
 
-    /// To the end, without a kill.
+    /// Runs to the end without a kill.
     fn finish(&mut self) -> Result<()> {
         let mut child = self.start("")?;
-        said(&mut child, "done")?;
-        ensure!(child.wait()?.success(), "it ends well");
+        wait_for_line(&mut child, "done")?;
+        ensure!(child.wait()?.success(), "the process succeeds");
         child::unregister(child.id());
         Ok(())
     }
 
-    /// Usage is the sum of the interactions, however it is asked for.
-    fn holds(&self) -> Result<()> {
+    /// Checks that usage equals the sum of the interactions in every report.
+    fn assert_exact(&self) -> Result<()> {
         let logs = self.layout.logs();
         let (sums, there) = sum::of_interactions(&logs)?;
-        ensure!(!sums.is_empty(), "there is something");
-        ensure!(there.len() as u64 + self.lost.len() as u64 >= self.next()?, "what is not lost is there");
+        ensure!(!sums.is_empty(), "there are interactions");
+        ensure!(
+            there.len() as u64 + self.lost.len() as u64 >= self.next()?,
+            "all other interactions are stored"
+        );
         let writer = Writer::start(logs.clone())?;
         let book = Book::open(writer.records(), logs.clone(), self.layout.usage_seals())?;
         for (group_by, word) in [(GroupBy::Day, "day"), (GroupBy::Model, "model"), (GroupBy::User, "user")] {
             let expected = grouped(&sums, group_by);
             let report = book.report(&UsageQuery { group_by, ..UsageQuery::default() });
-            ensure!(told(&report) == expected, "the book by {word}: {report:?}\n{expected:?}");
+            ensure!(sums_of_report(&report) == expected, "the book by {word}: {report:?}\n{expected:?}");
             let shown = self.shown(word)?;
             ensure!(shown == (expected, sum::all(&sums)), "the terminal by {word}: {shown:?}");
         }
@@ -221,7 +224,7 @@ impl Campaign {
         Ok(())
     }
 
-    /// As `svc-gateway usage --json` prints it.
+    /// The report of `svc-gateway usage --json`.
     fn shown(&self, word: &str) -> Result<(BTreeMap<String, Sum>, Sum)> {
         let mut command = Command::new(env!("CARGO_BIN_EXE_svc"));
         command.args(["svc-gateway", "usage", "--json", "--by", word]).env("SVC_ROOT", self.layout.root());
@@ -248,7 +251,7 @@ impl Campaign {
         Ok((groups, all))
     }
 
-    fn tell(&self, name: &str) -> Result<()> {
+    fn print_figures(&self, name: &str) -> Result<()> {
         println!(
             "{name}: {} dispatches, {} kills, {} not written, the oldest {} ms",
             self.dispatches,
@@ -260,7 +263,7 @@ impl Campaign {
     }
 }
 
-fn said(child: &mut Child, word: &str) -> Result<()> {
+fn wait_for_line(child: &mut Child, word: &str) -> Result<()> {
     let lines = BufReader::new(child.stdout.as_mut().context("its output")?).lines();
     let mut found = lines.map_while(Result::ok).filter(|line| line.ends_with(word));
     found.next().map(|_| ()).with_context(|| format!("it did not say {word}"))
@@ -279,7 +282,7 @@ fn grouped(sums: &BTreeMap<Key, Sum>, group_by: GroupBy) -> BTreeMap<String, Sum
     groups
 }
 
-fn told(report: &Report) -> BTreeMap<String, Sum> {
+fn sums_of_report(report: &Report) -> BTreeMap<String, Sum> {
     let entries = report.entries.iter().map(|entry| {
         let name = entry.model.clone().or(entry.user_id.clone()).unwrap_or_else(|| entry.date.to_string());
         let totals = &entry.totals;
@@ -294,37 +297,37 @@ fn told(report: &Report) -> BTreeMap<String, Sum> {
     entries.collect()
 }
 
-/// A kill about each so many dispatches, and an end.
-fn survived(dispatches: u64, kills: u64, seed: u64) -> Result<Campaign> {
+/// Kills the process at average intervals, then lets it finish.
+fn run_with_kills(dispatches: u64, kills: u64, seed: u64) -> Result<Campaign> {
     let mut campaign = Campaign::new(dispatches)?;
-    let each = PACE * u32::try_from(dispatches / kills)?;
+    let each = DISPATCH_INTERVAL * u32::try_from(dispatches / kills)?;
     let mut turn = seed;
     while campaign.kills < kills {
         turn += 1;
-        // One in eight while it still reads.
-        let is_begun = !mixed(turn).is_multiple_of(8);
-        let wait = each.mul_f64((mixed(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
-        if !campaign.kill_after(wait.max(Duration::from_millis(1)), is_begun)? {
+        // One in eight kills happens while the process still loads the records.
+        let has_started = !hash(turn).is_multiple_of(8);
+        let wait = each.mul_f64((hash(turn) >> 40) as f64 / f64::from(1 << 24) * 2.0);
+        if !campaign.kill_after(wait.max(Duration::from_millis(1)), has_started)? {
             break;
         }
     }
     campaign.finish()?;
-    campaign.holds()?;
+    campaign.assert_exact()?;
     Ok(campaign)
 }
 
 #[test]
-fn usage_is_exact_after_kills_at_random_moments() -> Result<()> {
-    let campaign = survived(3_000, 8, 1)?;
-    campaign.tell("kills of the book")?;
-    // A machine that stands still makes nothing older than it.
+fn usage_is_exact_after_random_kills() -> Result<()> {
+    let campaign = run_with_kills(3_000, 8, 1)?;
+    campaign.print_figures("kills of the book")?;
+    // A stalled machine does not increase the age of lost lines.
     ensure!(campaign.oldest_lost < Duration::from_secs(2), "{:?}", campaign.oldest_lost);
     ensure!(campaign.kills >= 4, "{} kills", campaign.kills);
     Ok(())
 }
 
 #[test]
-fn usage_is_exact_after_a_kill_at_each_step_of_its_compaction() -> Result<()> {
+fn usage_is_exact_after_kill_at_each_compaction_step() -> Result<()> {
     let mut campaign = Campaign::new(2_000)?;
     for point in POINTS {
         let mut child = campaign.start(&format!("{point}=5*off->return(kill)"))?;
@@ -332,19 +335,19 @@ fn usage_is_exact_after_a_kill_at_each_step_of_its_compaction() -> Result<()> {
         let killed = now();
         child::unregister(child.id());
         ensure!(status.is_some_and(|status| !status.success()), "{point}: {status:?}");
-        campaign.look(killed)?;
-        campaign.holds().with_context(|| point.to_string())?;
+        campaign.record_losses(killed)?;
+        campaign.assert_exact().with_context(|| point.to_string())?;
     }
     campaign.finish()?;
-    campaign.holds()?;
-    campaign.tell("kills of compactions")
+    campaign.assert_exact()?;
+    campaign.print_figures("kills of compactions")
 }
 
 #[test]
-#[ignore = "long: 100 kills of 100,000 dispatches"]
-fn long_usage_of_100_000_dispatches_is_exact_after_100_kills() -> Result<()> {
-    let campaign = survived(100_000, 100, now())?;
-    campaign.tell("100 kills of the book")?;
+#[ignore = "long: 100 kills during 100,000 dispatches"]
+fn long_usage_of_100_000_dispatches_survives_100_kills() -> Result<()> {
+    let campaign = run_with_kills(100_000, 100, now())?;
+    campaign.print_figures("100 kills of the book")?;
     ensure!(campaign.kills >= 90, "{} kills", campaign.kills);
     ensure!(campaign.oldest_lost <= Duration::from_millis(200), "{:?}", campaign.oldest_lost);
     Ok(())

@@ -1,4 +1,4 @@
-//! The kernel's records as they are kept by a process that may end at any moment.
+//! The kernel's records, written by a process that may be killed at any moment.
 
 mod exact;
 mod sum;

@@ -1,4 +1,5 @@
-//! What was spent, summed up by other code than the product's: its own reading of the lines, in 128-bit billionths.
+//! The sum of the spending, computed independently of the product: its own parser of the lines, in 128-bit
+//! billionths.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -33,7 +34,7 @@ pub fn all(sums: &BTreeMap<Key, Sum>) -> Sum {
     all
 }
 
-/// By day, user and model, of all files of interactions; and the number of each dispatch that is there.
+/// Sums all files of interactions by day, user and model. Also returns the number of each stored dispatch.
 pub fn of_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
     let (mut sums, mut numbers) = (BTreeMap::<Key, Sum>::new(), Vec::new());
     for entry in fs::read_dir(logs)? {
@@ -44,7 +45,7 @@ pub fn of_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
             continue;
         };
         for line in fs::read_to_string(&path)?.lines() {
-            // What a kill tore is no line.
+            // A line torn by a kill does not count.
             let Ok(Value::Object(entry)) = serde_json::from_str::<Value>(line) else { continue };
             let text = |name: &str| entry[name].as_str().unwrap_or_default().to_owned();
             let sum = Sum {
@@ -60,7 +61,7 @@ pub fn of_interactions(logs: &Path) -> Result<(BTreeMap<Key, Sum>, Vec<u64>)> {
     Ok((sums, numbers))
 }
 
-/// By `usage.jsonl`: the last line of a key.
+/// The sums in `usage.jsonl`: the last line of each key.
 pub fn of_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
     let mut sums = BTreeMap::new();
     for line in fs::read_to_string(logs.join("usage.jsonl"))?.lines() {
@@ -78,13 +79,13 @@ pub fn of_usage(logs: &Path) -> Result<BTreeMap<Key, Sum>> {
     Ok(sums)
 }
 
-/// The digits of a line's cost, as they stand there.
+/// The digits of a line's cost, as written.
 fn cost(line: &str) -> Result<&str> {
     let (_, rest) = line.split_once("\"cost\":").context("a cost")?;
     Ok(rest.split([',', '}']).next().unwrap_or_default())
 }
 
-/// A decimal number of dollars in billionths, digit by digit.
+/// Converts a decimal number of dollars to billionths, digit by digit.
 pub fn nanos(text: &str) -> Result<u128> {
     let (digits, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
     let (whole, part) = digits.split_once('.').unwrap_or((digits, ""));
@@ -99,7 +100,7 @@ pub fn nanos(text: &str) -> Result<u128> {
 }
 
 #[test]
-fn digits_are_read_as_they_stand() {
+fn nanos_reads_digits_exactly() {
     for (text, expected) in [
         ("0", 0),
         ("3", 3_000_000_000),

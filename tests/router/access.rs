@@ -1,4 +1,4 @@
-//! Who is let in.
+//! Authentication of requests.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -7,7 +7,7 @@ use kit::idp::{Alg, Flaw, MintOptions, OldKeys};
 use super::world::{APP, World, read};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn good_tokens_are_believed_by_header_and_by_cookie() -> Result<()> {
+async fn valid_token_is_accepted_in_header_or_cookie() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     for alg in Alg::ALL {
         let token = world.idp.mint("user_1", &MintOptions { alg, ..MintOptions::default() });
@@ -70,7 +70,7 @@ async fn every_bad_token_is_refused() -> Result<()> {
             "{junk}"
         );
     }
-    assert_eq!(machine.arrivals().len(), before, "nothing reached the machine");
+    assert_eq!(machine.arrivals().len(), before, "no request reached the machine");
     Ok(())
 }
 
@@ -91,18 +91,22 @@ async fn new_keys_are_fetched_and_old_ones_kept_while_the_issuer_is_down() -> Re
     assert_eq!(
         read(world.get(APP, "/").bearer_auth(&first)).await.status,
         absent,
-        "believed, without a machine"
+        "accepted, but without a machine"
     );
     assert_eq!(world.idp.jwks_fetches(), 1);
     world.idp.rotate(OldKeys::Withdrawn)?;
     let rotated = world.token("user_1");
-    assert_eq!(read(world.get(APP, "/").bearer_auth(&rotated)).await.status, absent, "by the new key");
+    assert_eq!(
+        read(world.get(APP, "/").bearer_auth(&rotated)).await.status,
+        absent,
+        "signed with the new key"
+    );
     assert_eq!(
         read(world.get(APP, "/").bearer_auth(&again)).await.status,
         StatusCode::UNAUTHORIZED,
         "withdrawn"
     );
-    // Unknown ids are asked for at most once in 30 s, however many come.
+    // Unknown key ids cause at most one fetch in 30 s, regardless of their number.
     for kid in ["a", "b", "c"] {
         let token =
             world.idp.mint("user_1", &MintOptions { kid: Some(kid.into()), ..MintOptions::default() });
@@ -138,7 +142,7 @@ async fn without_any_keys_nobody_is_refused_for_good() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_is_sent_to_sign_in_or_told_401() -> Result<()> {
+async fn anonymous_request_is_redirected_or_gets_401() -> Result<()> {
     let world = World::start().await?;
     let program = read(world.get(APP, "/a")).await;
     assert_eq!(
@@ -189,7 +193,7 @@ async fn pages_of_the_router_are_closed_and_https_stays_https() -> Result<()> {
         assert_eq!(header("x-content-type-options"), Some("nosniff"));
         assert_eq!(header("cross-origin-opener-policy"), Some("same-origin"));
         assert!(header("permissions-policy").is_some_and(|policy| policy.contains("camera=()")));
-        // A page of the same name over plain HTTP is another origin where this router speaks HTTPS.
+        // A page of the same host over plain HTTP is another origin if this router uses HTTPS.
         let origin = format!("http://{APP}");
         let answer = read(world.post(APP, "/x").header("cookie", &cookie).header("origin", &origin)).await;
         let expected =

@@ -1,4 +1,4 @@
-//! Apps' pages: framed for their owner, let in by an app token alone, and no further than their own app.
+//! Apps' pages: framed for their owner, opened only by an app token, and limited to their own app.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -9,16 +9,16 @@ use svc::machine::id::MachineId;
 use super::machine::TestMachine;
 use super::world::{APP, Answer, CODE, World, read};
 
-/// A program of the owner asks for an app's token.
+/// A program of the owner requests an app token.
 async fn app_token(world: &World, user: &str, app: &str) -> String {
-    let asked =
+    let token_request =
         world.post(APP, "/_svc/app-token").bearer_auth(world.token(user)).json(&json!({ "app": app }));
-    let answer = read(asked).await;
+    let answer = read(token_request).await;
     assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
     answer.json()["token"].as_str().expect("a token").to_owned()
 }
 
-/// The frame's settings, as its script reads them.
+/// The frame's settings, as its script parses them.
 fn settings(frame: &Answer) -> Value {
     let begin = frame.body.find("application/json\">").expect("settings") + "application/json\">".len();
     let end = begin + frame.body[begin..].find("</script>").expect("an end");
@@ -36,7 +36,7 @@ async fn a_page_is_framed_and_the_frame_shows_the_app_by_a_token() -> Result<()>
     let page = world.get(APP, "/apps/notes/a/b?x=1").header("accept", "text/html");
     let frame = read(page.bearer_auth(world.token("user_1"))).await;
     assert_eq!(frame.status, StatusCode::OK);
-    assert_eq!(machine.arrivals().len(), before, "the frame is the router's");
+    assert_eq!(machine.arrivals().len(), before, "the router serves the frame");
     let policy = frame.headers["content-security-policy"].to_str()?;
     for part in [
         "default-src 'none'",
@@ -58,10 +58,10 @@ async fn a_page_is_framed_and_the_frame_shows_the_app_by_a_token() -> Result<()>
     let answer = read(world.get(APP, &inner).header("accept", "text/html")).await;
     assert_eq!((answer.status, &*answer.body), (StatusCode::OK, "GET /apps/notes/a/b"));
     let arrival = machine.last();
-    assert_eq!(arrival.uri, "/apps/notes/a/b?x=1", "the token stays with the router");
+    assert_eq!(arrival.uri, "/apps/notes/a/b?x=1", "the token is not forwarded");
     let claims = world.proven(&machine, &arrival.headers);
     assert_eq!((claims.route, claims.app.as_deref()), (Route::App, Some("notes")));
-    // Scripts and pictures of the owner's own pages are no documents: they are not framed.
+    // Scripts and images of the owner's own pages are not documents, so they are not framed.
     assert_eq!(world.fetch("user_1", "/apps/notes/x.js").await.body, "GET /apps/notes/x.js");
     Ok(())
 }
@@ -89,7 +89,7 @@ async fn a_page_of_an_opaque_origin_may_use_its_token_and_read_the_answers() -> 
     assert!(arrival.headers.get("authorization").is_none());
     assert_eq!(world.proven(&machine, &arrival.headers).app.as_deref(), Some("notes"));
 
-    // A refusal can be read, too, and nobody else may.
+    // The page can read a refusal as well; other origins cannot.
     let refused = world.post(APP, "/api/bridge/query").header("origin", "null").bearer_auth("svca_x.y.z");
     let refused = read(refused).await;
     assert_eq!(
@@ -102,7 +102,7 @@ async fn a_page_of_an_opaque_origin_may_use_its_token_and_read_the_answers() -> 
     let elsewhere = read(elsewhere).await;
     assert_eq!(elsewhere.status, StatusCode::FORBIDDEN);
     assert!(elsewhere.headers.get("access-control-allow-origin").is_none());
-    // Cookies still open nothing for an opaque origin.
+    // Cookies still grant nothing to an opaque origin.
     let cookie = format!("__session={}", world.token("user_1"));
     let by_cookie = world.post(APP, "/api/bridge/query").header("origin", "null").header("cookie", cookie);
     assert_eq!(read(by_cookie).await.status, StatusCode::FORBIDDEN);
@@ -117,10 +117,10 @@ async fn a_token_opens_its_app_on_its_machine_and_nothing_else() -> Result<()> {
     let other_app = read(world.get(APP, &format!("/apps/tasks/~{token}/"))).await;
     assert_eq!(other_app.status, StatusCode::FORBIDDEN);
     let on_code = read(world.get(CODE, "/").bearer_auth(&token)).await;
-    assert_eq!(on_code.status, StatusCode::UNAUTHORIZED, "code-server is no app's");
+    assert_eq!(on_code.status, StatusCode::UNAUTHORIZED, "an app token does not open code-server");
     let more =
         read(world.post(APP, "/_svc/app-token").bearer_auth(&token).json(&json!({"app": "tasks"}))).await;
-    assert_eq!(more.status, StatusCode::FORBIDDEN, "an app makes no tokens");
+    assert_eq!(more.status, StatusCode::FORBIDDEN, "an app cannot create tokens");
     let now = jiff::Timestamp::now().as_second();
     let claims = |change: &dyn Fn(&mut Value)| {
         let mut claims = json!({ "iss": "svc-app-token", "sub": "user_1", "aud": machine.id, "app": "notes",
@@ -142,16 +142,16 @@ async fn a_token_opens_its_app_on_its_machine_and_nothing_else() -> Result<()> {
     }
     let as_proof = world.get(APP, "/").header("x-svc-proof", token.trim_start_matches("svca_"));
     assert_eq!(read(as_proof).await.status, StatusCode::UNAUTHORIZED);
-    // A cookie beside a bad token does not help it.
+    // A cookie next to a bad token does not help.
     let cookie = format!("__session={}", world.token("user_1"));
     let both = world.get(APP, "/apps/notes/x").bearer_auth("svca_a.b.c").header("cookie", cookie);
     assert_eq!(read(both).await.status, StatusCode::UNAUTHORIZED);
-    assert_eq!(machine.arrivals().len(), before, "nothing of it reached the machine");
+    assert_eq!(machine.arrivals().len(), before, "no request reached the machine");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replaced_machines_token_has_ended_and_the_page_says_so_to_its_frame() -> Result<()> {
+async fn token_of_a_replaced_machine_is_refused_and_page_notified() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let token = app_token(&world, "user_1", "notes").await;
     world.set_status(&machine, "recovering").await?;
@@ -182,11 +182,11 @@ async fn a_replaced_machines_token_has_ended_and_the_page_says_so_to_its_frame()
 #[tokio::test(flavor = "multi_thread")]
 async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
-    let ask = |body: Value| world.post(APP, "/_svc/app-token").json(&body);
-    assert_eq!(read(ask(json!({"app": "notes"}))).await.status, StatusCode::UNAUTHORIZED);
+    let token_request = |body: Value| world.post(APP, "/_svc/app-token").json(&body);
+    assert_eq!(read(token_request(json!({"app": "notes"}))).await.status, StatusCode::UNAUTHORIZED);
     let owner = world.token("user_1");
     for bad in [json!({}), json!({"app": "No"}), json!({"app": "notes", "x": 1}), json!([])] {
-        let answer = read(ask(bad.clone()).bearer_auth(&owner)).await;
+        let answer = read(token_request(bad.clone()).bearer_auth(&owner)).await;
         assert_eq!(
             (answer.status, answer.json()["code"].as_str()),
             (StatusCode::BAD_REQUEST, Some("invalid_request")),
@@ -194,7 +194,7 @@ async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()
         );
     }
     let cookie = format!("__session={owner}");
-    let foreign = ask(json!({"app": "notes"})).header("cookie", &cookie).header("origin", "null");
+    let foreign = token_request(json!({"app": "notes"})).header("cookie", &cookie).header("origin", "null");
     assert_eq!(read(foreign).await.status, StatusCode::FORBIDDEN);
     assert_eq!(
         read(world.get(APP, "/_svc/app-token").bearer_auth(&owner)).await.status,
@@ -203,7 +203,7 @@ async fn tokens_are_made_for_signed_in_owners_of_running_machines() -> Result<()
     world.set_status(&machine, "resizing").await?;
     world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
     assert_eq!(
-        read(ask(json!({"app": "notes"})).bearer_auth(&owner)).await.status,
+        read(token_request(json!({"app": "notes"})).bearer_auth(&owner)).await.status,
         StatusCode::SERVICE_UNAVAILABLE
     );
     Ok(())
@@ -226,6 +226,6 @@ async fn forged_app_tokens_are_limited_by_address() -> Result<()> {
         refused.iter().find(|answer| answer.status == StatusCode::TOO_MANY_REQUESTS).expect("a 429");
     assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
     let good = read(world.get(APP, "/apps/notes/x").bearer_auth(token)).await;
-    assert_eq!(good.status, StatusCode::OK, "a good token is not delayed by forged ones: {good:?}");
+    assert_eq!(good.status, StatusCode::OK, "a valid token is not limited by forged ones: {good:?}");
     Ok(())
 }

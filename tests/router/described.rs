@@ -1,5 +1,5 @@
-//! The router's own routes against their description: each is called in every wrong way that it has, and every code that
-//! it names is provoked.
+//! The router's own routes against their description: every route gets every wrong call, and every declared code is
+//! provoked.
 
 use anyhow::Result;
 use http::{Method, StatusCode};
@@ -11,33 +11,33 @@ use svc::platform::router::ROUTES;
 
 use super::machine::TestMachine;
 use super::world::{APP, CODE, World, read};
-use crate::contract::{self, Contract, Reply, Side, Stranger, right_call, wrong_ways};
+use crate::contract::{self, Contract, Reply, Side, WrongCredential, assert_refuses_wrong_calls, valid_call};
 
-/// Of a code session's beginning, in the browser that began it.
+/// The cookie of a started code session.
 const STATE: &str = "svc_code_state=s";
 
-/// What no request provokes.
+/// Codes that no request can provoke.
 const EXCUSED: [(&str, &str); 1] = [
-    // A fault of our own that no request leads to.
+    // An internal error that no request can cause.
     ("*", "internal"),
 ];
 
-/// A router with a user who has a running machine, a session, and an app's token.
-struct Visited {
+/// A router with a user who has a running machine, a session and an app token.
+struct RouterSetup {
     world: World,
     _machine: TestMachine,
     session: String,
     app_token: String,
 }
 
-impl Visited {
+impl RouterSetup {
     async fn start() -> Result<Self> {
         let (world, machine) = World::with_machine("user_1").await?;
         let cookie = format!("__session={}", world.token("user_1"));
         let page = world.get(APP, "/").header("accept", "text/html").header("cookie", cookie);
         let session = read(page).await.cookie("svc_session").expect("a session");
-        let ask = world.post(APP, "/_svc/app-token").bearer_auth(world.token("user_1"));
-        let minted = read(ask.json(&json!({ "app": "notes" }))).await.json();
+        let mint = world.post(APP, "/_svc/app-token").bearer_auth(world.token("user_1"));
+        let minted = read(mint.json(&json!({ "app": "notes" }))).await.json();
         let app_token = minted["token"].as_str().expect("a token").to_owned();
         [&session, &app_token].into_iter().for_each(|secret| contract::platform().plant(secret));
         Ok(Self { world, _machine: machine, session: format!("svc_session={session}"), app_token })
@@ -48,7 +48,7 @@ impl Visited {
     }
 }
 
-impl Side for Visited {
+impl Side for RouterSetup {
     fn contract(&self) -> &'static Contract {
         contract::platform()
     }
@@ -57,7 +57,7 @@ impl Side for Visited {
         operation.path.to_owned()
     }
 
-    fn largest_body(&self, _: &Operation) -> usize {
+    fn max_body_bytes(&self, _: &Operation) -> usize {
         64 * 1024
     }
 
@@ -70,10 +70,10 @@ impl Side for Visited {
         self.bare(operation, operation.method.clone(), path).header("cookie", cookie)
     }
 
-    fn strangers(&self, operation: &Operation) -> Vec<Stranger> {
+    fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let call = || self.bare(operation, operation.method.clone(), operation.path);
-        let refused = |what, request| Stranger { what, request, status: 401, code: "unauthorized" };
-        let forbidden = |what, request| Stranger { what, request, status: 403, code: "forbidden" };
+        let refused = |what, request| WrongCredential { what, request, status: 401, code: "unauthorized" };
+        let forbidden = |what, request| WrongCredential { what, request, status: 403, code: "forbidden" };
         let minted = |options: MintOptions| self.world.idp.mint("user_1", &options);
         let forged = minted(MintOptions { flaw: Some(Flaw::BadSignature), ..MintOptions::default() });
         let old = minted(MintOptions { ttl: -120, ..MintOptions::default() });
@@ -97,7 +97,7 @@ impl Side for Visited {
         all
     }
 
-    fn takes_others(&self, operation: &Operation) -> bool {
+    fn allows_unknown_query(&self, operation: &Operation) -> bool {
         ["handOverSession", "takeSession"].contains(&operation.id)
     }
 
@@ -124,13 +124,13 @@ fn named(id: &str) -> &'static Operation {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_code_that_a_route_names_is_seen() -> Result<()> {
-    let visited = Visited::start().await?;
+    let setup = RouterSetup::start().await?;
     for operation in operations() {
-        wrong_ways(&visited, operation).await;
+        assert_refuses_wrong_calls(&setup, operation).await;
     }
-    what_is_known(&visited).await;
-    without_a_machine(&visited).await?;
-    signing_out(&visited).await;
+    known_state(&setup).await;
+    without_a_machine(&setup).await?;
+    signing_out(&setup).await;
     without_keys().await?;
     without_database().await?;
     over_the_rate().await?;
@@ -142,65 +142,63 @@ async fn every_code_that_a_route_names_is_seen() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_right_call_of_every_route_is_answered_as_described() -> Result<()> {
-    let visited = Visited::start().await?;
+    let setup = RouterSetup::start().await?;
     for id in ["listOwnSlots", "chooseSlot", "mintAppToken", "signOut"] {
-        let answer = visited.send(right_call(&visited, named(id))).await;
+        let answer = setup.send(valid_call(&setup, named(id))).await;
         assert!(answer.status < 300, "{id}: {answer:?}");
     }
-    let visited = Visited::start().await?;
-    let settled = visited.send(right_call(&visited, named("chooseAccount"))).await;
+    let setup = RouterSetup::start().await?;
+    let settled = setup.send(valid_call(&setup, named("chooseAccount"))).await;
     assert_eq!(settled.status, 303, "{settled:?}");
     let hand_over = format!("{}?state=s", named("handOverSession").path);
-    let handed = visited.send(visited.known(named("handOverSession"), &hand_over)).await;
+    let handed = setup.send(setup.known(named("handOverSession"), &hand_over)).await;
     assert_eq!(handed.status, 302, "{handed:?}");
     let take =
         handed.headers["location"].to_str()?.strip_prefix(&format!("http://{CODE}")).unwrap().to_owned();
-    let taken = visited.send(visited.known(named("takeSession"), &take)).await;
+    let taken = setup.send(setup.known(named("takeSession"), &take)).await;
     assert_eq!(taken.status, 302, "{taken:?}");
     Ok(())
 }
 
-async fn what_is_known(visited: &Visited) {
+async fn known_state(setup: &RouterSetup) {
     let choose = named("chooseSlot");
-    let slot = visited.known(choose, choose.path).json(&json!({ "slot": "of-another" }));
-    visited.send(slot).await.assert_problem(404, "not_found");
-    let token = visited.world.token("user_1");
-    let by_token =
-        visited.world.post(APP, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
-    visited.send(by_token).await.assert_problem(400, "invalid_request");
+    let slot = setup.known(choose, choose.path).json(&json!({ "slot": "of-another" }));
+    setup.send(slot).await.assert_problem(404, "not_found");
+    let token = setup.world.token("user_1");
+    let by_token = setup.world.post(APP, choose.path).bearer_auth(token).json(&json!({ "slot": "primary" }));
+    setup.send(by_token).await.assert_problem(400, "invalid_request");
     let path = format!("{}?code=unknown", named("takeSession").path);
-    let take = visited.known(named("takeSession"), &path);
-    visited.send(take).await.assert_problem(401, "unauthorized");
+    let take = setup.known(named("takeSession"), &path);
+    setup.send(take).await.assert_problem(401, "unauthorized");
     for path in ["/_svc", "/_svc/", "/_svc/internal/backup", "/_svc/slots/x", "/_svc/%ff"] {
-        visited.send(visited.world.get(APP, path)).await.assert_problem(404, "not_found");
+        setup.send(setup.world.get(APP, path)).await.assert_problem(404, "not_found");
     }
-    let elsewhere = visited.world.get("other.test", "/_svc/slots").send().await.unwrap();
-    assert_eq!(elsewhere.status(), StatusCode::NOT_FOUND, "a host that is not ours has no route");
+    let elsewhere = setup.world.get("other.test", "/_svc/slots").send().await.unwrap();
+    assert_eq!(elsewhere.status(), StatusCode::NOT_FOUND, "an unknown host has no route");
 }
 
-/// A user whose machine does not run.
-async fn without_a_machine(visited: &Visited) -> Result<()> {
-    let ask =
-        visited.world.post(APP, named("mintAppToken").path).bearer_auth(visited.world.token("user_none"));
-    visited.send(ask.json(&json!({ "app": "notes" }))).await.assert_problem(503, "unavailable");
+/// A user without a running machine.
+async fn without_a_machine(setup: &RouterSetup) -> Result<()> {
+    let mint = setup.world.post(APP, named("mintAppToken").path).bearer_auth(setup.world.token("user_none"));
+    setup.send(mint.json(&json!({ "app": "notes" }))).await.assert_problem(503, "unavailable");
     Ok(())
 }
 
-async fn signing_out(visited: &Visited) {
+async fn signing_out(setup: &RouterSetup) {
     let path = named("signOut").path;
-    let foreign = visited.world.post(APP, path).header("origin", "https://evil.test");
-    visited.send(foreign).await.assert_problem(403, "forbidden");
-    let large = visited.world.post(APP, path).body("x".repeat(65 * 1024));
-    visited.send(large).await.assert_problem(413, "request_too_large");
-    let large = visited.world.get(CODE, named("takeSession").path).body("x".repeat(65 * 1024));
-    visited.send(large).await.assert_problem(413, "request_too_large");
-    visited.send(visited.world.post(APP, path).bearer_auth("x")).await.assert_problem(401, "unauthorized");
-    assert_eq!(visited.send(visited.known(named("signOut"), path)).await.status, 204);
-    let list = visited.known(named("listOwnSlots"), named("listOwnSlots").path);
-    visited.send(list).await.assert_problem(401, "unauthorized");
+    let foreign = setup.world.post(APP, path).header("origin", "https://evil.test");
+    setup.send(foreign).await.assert_problem(403, "forbidden");
+    let large = setup.world.post(APP, path).body("x".repeat(65 * 1024));
+    setup.send(large).await.assert_problem(413, "request_too_large");
+    let large = setup.world.get(CODE, named("takeSession").path).body("x".repeat(65 * 1024));
+    setup.send(large).await.assert_problem(413, "request_too_large");
+    setup.send(setup.world.post(APP, path).bearer_auth("x")).await.assert_problem(401, "unauthorized");
+    assert_eq!(setup.send(setup.known(named("signOut"), path)).await.status, 204);
+    let list = setup.known(named("listOwnSlots"), named("listOwnSlots").path);
+    setup.send(list).await.assert_problem(401, "unauthorized");
 }
 
-/// The provider's keys were never fetched, and it is away.
+/// The provider's keys were never fetched, and the provider is down.
 async fn without_keys() -> Result<()> {
     let world = World::start().await?;
     let token = world.token("user_1");
@@ -213,7 +211,7 @@ async fn without_keys() -> Result<()> {
     Ok(())
 }
 
-/// An address that has had too many credentials verified.
+/// An address that exceeded the rate of credential checks.
 async fn over_the_rate() -> Result<()> {
     let world = World::start_with(&[("ROUTER_ADDRESS_CHECKS_PER_SECOND", "1")], None).await?;
     for operation in operations() {
@@ -236,8 +234,8 @@ async fn without_database() -> Result<()> {
     let line = kit::net::Proxy::start(([127, 0, 0, 1], database.port()).into())?;
     let world = World::start_with(&[], Some(line.addr())).await?;
     world.until_status("user_1", StatusCode::SERVICE_UNAVAILABLE).await;
-    // Opened by another process: here only the database would know it.
-    let unknown = world.beside().await?.session(APP, "user_1").await;
+    // Opened by another process, so this one would have to look it up in the database.
+    let unknown = world.another_process().await?.session(APP, "user_1").await;
     line.refuse();
     line.cut();
     for operation in operations() {

@@ -1,4 +1,4 @@
-//! What a machine gets, and what comes back.
+//! Requests as the machine receives them, and responses as the browser receives them.
 
 use anyhow::Result;
 use http::StatusCode;
@@ -6,7 +6,7 @@ use svc::http::proof::Route;
 use svc::platform::keys::SigningSet;
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, World, of_apps, read, signer};
+use super::world::{APP, CODE, World, app_keys, read, signer};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_that_the_browser_claims_reaches_the_machine() -> Result<()> {
@@ -74,7 +74,7 @@ async fn connection_cannot_name_the_proof_away() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_code_host_is_another_route() -> Result<()> {
+async fn code_host_uses_its_own_route() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     assert_eq!(read(world.get(CODE, "/").bearer_auth(world.token("user_1"))).await.status, StatusCode::OK);
     assert_eq!(world.proven(&machine, &machine.last().headers).route, Route::Code);
@@ -121,10 +121,10 @@ async fn a_machine_with_another_key_gets_nothing() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_that_is_down_is_said_by_accept() -> Result<()> {
+async fn unreachable_machine_is_reported_as_page_or_problem() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     drop(machine);
-    // It ends by itself, a moment later.
+    // It exits a moment later.
     world.until_status("user_1", StatusCode::BAD_GATEWAY).await;
     let answer = world.fetch("user_1", "/").await;
     assert_eq!(answer.status, StatusCode::BAD_GATEWAY);
@@ -148,7 +148,7 @@ async fn a_new_proof_key_is_used_when_the_machine_knows_it() -> Result<()> {
     let (old, new) = (signer("old"), signer("new"));
     world.keys.keys = vec![new.public()];
     let public = world.keys.clone();
-    let app = of_apps().1;
+    let app = app_keys().1;
     world
         .signing
         .send_replace(SigningSet { current: old, next: Some(new), retired: Vec::new(), public, app }.into());
@@ -160,7 +160,7 @@ async fn a_new_proof_key_is_used_when_the_machine_knows_it() -> Result<()> {
         if world.keys.verify(proof.to_str()?, machine.id, jiff::Timestamp::now()).is_ok() {
             return Ok(());
         }
-        assert!(began.elapsed() < super::world::OBEYED_WITHIN);
+        assert!(began.elapsed() < super::world::ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
 }

@@ -1,4 +1,4 @@
-//! A machine as the router meets it: HTTPS with a self-signed key, recording all that arrives.
+//! A fake machine for the router: HTTPS with a self-signed key; it records every request.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex};
@@ -25,7 +25,7 @@ pub struct Arrival {
     pub headers: HeaderMap,
 }
 
-/// Dropped, it answers no more.
+/// Stops responding when dropped.
 pub struct TestMachine {
     pub id: MachineId,
     pub addr: SocketAddr,
@@ -102,7 +102,7 @@ async fn answer(State(arrivals): State<Arc<Mutex<Vec<Arrival>>>>, mut request: R
     }
 }
 
-/// Answers each message with itself.
+/// Echoes every message.
 fn websocket(request: &mut Request) -> Response {
     let Some(key) = request.headers().get("sec-websocket-key") else {
         return StatusCode::BAD_REQUEST.into_response();

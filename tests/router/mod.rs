@@ -1,4 +1,4 @@
-//! The router between browsers and machines: real PostgreSQL, a real issuer, real TLS to recording machines.
+//! The router between browsers and machines: real PostgreSQL, a real issuer, and real TLS to recording machines.
 
 mod access;
 mod apps;

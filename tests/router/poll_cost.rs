@@ -1,4 +1,4 @@
-//! What the router's poll costs at the database does not grow with the rows that do not matter to it.
+//! The database cost of the router's poll does not grow with irrelevant rows.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use super::world::World;
 
 const OLD_SESSIONS: i64 = 100_000;
 
-/// Rows that sequential scans have read so far, and index scans made so far.
+/// The rows read by sequential scans so far, and the index scans so far.
 async fn scans(sql: &Client, table: &str) -> Result<(i64, i64)> {
     let query = "SELECT seq_tup_read, coalesce(idx_scan, 0) FROM pg_stat_user_tables WHERE relname = $1";
     sql.batch_execute("SELECT pg_stat_clear_snapshot()").await?;
@@ -29,7 +29,7 @@ async fn poll_of_sessions_uses_the_index_at_100_000_rows() -> Result<()> {
     );
     world.sql.batch_execute(&fill).await?;
     let (read_before, indexed_before) = scans(&world.sql, "sessions").await?;
-    // A backend publishes its counts once a second at most.
+    // A backend publishes its statistics at most once a second.
     let began = Instant::now();
     loop {
         let (read, indexed) = scans(&world.sql, "sessions").await?;
@@ -55,7 +55,7 @@ async fn poll_of_machines_reads_no_retired_ones() -> Result<()> {
          FROM generate_series(1, {retired}) AS n; ANALYZE user_machines"
     );
     world.sql.batch_execute(&fill).await?;
-    // The plan that was prepared before is made again after ANALYZE; what ran until then does not count.
+    // The prepared plan is replaced after ANALYZE; earlier runs do not count.
     tokio::time::sleep(Duration::from_millis(2500)).await;
     let (before, _) = scans(&world.sql, "user_machines").await?;
     tokio::time::sleep(Duration::from_millis(3000)).await;
@@ -75,6 +75,6 @@ async fn acknowledged_key_changes_no_route() -> Result<()> {
     };
     let before = number().await?;
     world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1,k2}'").await?;
-    assert_eq!(number().await?, before, "every router would read every route again");
+    assert_eq!(number().await?, before, "every router would reload every route");
     Ok(())
 }

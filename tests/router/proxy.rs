@@ -1,4 +1,4 @@
-//! The reverse proxy by itself, against upstreams that behave badly.
+//! The reverse proxy in isolation, with misbehaving upstreams.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,17 +22,17 @@ impl Dial for Plain {
     }
 }
 
-/// What an upstream does with the nth request of a connection.
+/// The upstream's behaviour for the nth request of a connection.
 #[derive(Clone, Copy)]
-enum Play {
+enum Behavior {
     Answer,
-    /// Closes after having read it.
+    /// Closes the connection after reading the request.
     Hang,
-    /// Reads it and says nothing.
+    /// Reads the request and never responds.
     Silent,
-    /// Answers, then closes.
+    /// Responds, then closes.
     Last,
-    /// An answer that breaks off in its body.
+    /// Breaks off in the middle of the body.
     Torn,
 }
 
@@ -43,8 +43,8 @@ struct Upstream {
 }
 
 impl Upstream {
-    /// `play` gives the behaviour by (connection, request on it), both from 0.
-    async fn start(play: fn(usize, usize) -> Play) -> Result<Self> {
+    /// `play` returns the behaviour by (connection, request on it), both from 0.
+    async fn start(play: fn(usize, usize) -> Behavior) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
         let (connections, requests) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
@@ -71,7 +71,7 @@ impl Upstream {
     }
 }
 
-async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, play: impl Fn(usize) -> Play) {
+async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, play: impl Fn(usize) -> Behavior) {
     for index in 0.. {
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
@@ -82,15 +82,15 @@ async fn serve(mut stream: TcpStream, requests: Arc<AtomicUsize>, play: impl Fn(
         }
         requests.fetch_add(1, Ordering::SeqCst);
         let answer: &[u8] = match play(index) {
-            Play::Answer | Play::Last => b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
-            Play::Torn => b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
-            Play::Hang => return,
-            Play::Silent => {
+            Behavior::Answer | Behavior::Last => b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok",
+            Behavior::Torn => b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nok",
+            Behavior::Hang => return,
+            Behavior::Silent => {
                 std::future::pending::<()>().await;
                 return;
             }
         };
-        if stream.write_all(answer).await.is_err() || matches!(play(index), Play::Last | Play::Torn) {
+        if stream.write_all(answer).await.is_err() || matches!(play(index), Behavior::Last | Behavior::Torn) {
             return;
         }
     }
@@ -108,8 +108,8 @@ async fn exchange(proxy: &Proxy, method: Method) -> Result<StatusCode, ProxyErro
 }
 
 #[tokio::test]
-async fn one_connection_serves_many_requests() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Play::Answer).await?;
+async fn connection_is_reused_for_many_requests() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Behavior::Answer).await?;
     let proxy = upstream.proxy();
     for _ in 0..10 {
         assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
@@ -120,12 +120,12 @@ async fn one_connection_serves_many_requests() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_kept_connection_that_was_closed_is_not_used() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Play::Last).await?;
+async fn closed_idle_connection_is_not_reused() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Behavior::Last).await?;
     let proxy = upstream.proxy();
     for _ in 0..3 {
         assert_eq!(exchange(&proxy, Method::POST).await?, StatusCode::OK);
-        // Until the close has arrived here.
+        // Waits until the close has arrived here.
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(upstream.counts(), (3, 3));
@@ -133,28 +133,32 @@ async fn a_kept_connection_that_was_closed_is_not_used() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_kept_connection_that_dies_under_a_request_is_replaced_where_that_is_safe() -> Result<()> {
-    let upstream = Upstream::start(
-        |connection, request| if (connection, request) == (0, 1) { Play::Hang } else { Play::Answer },
-    );
+async fn broken_idle_connection_is_replaced_for_safe_requests() -> Result<()> {
+    let upstream =
+        Upstream::start(
+            |connection, request| {
+                if (connection, request) == (0, 1) { Behavior::Hang } else { Behavior::Answer }
+            },
+        );
     let upstream = upstream.await?;
     let proxy = upstream.proxy();
     exchange(&proxy, Method::GET).await?;
     assert_eq!(exchange(&proxy, Method::GET).await?, StatusCode::OK);
     assert_eq!(upstream.counts(), (2, 3));
 
-    let upstream = Upstream::start(|_, request| if request == 1 { Play::Hang } else { Play::Answer }).await?;
+    let upstream =
+        Upstream::start(|_, request| if request == 1 { Behavior::Hang } else { Behavior::Answer }).await?;
     let proxy = upstream.proxy();
     exchange(&proxy, Method::GET).await?;
-    // It may have been carried out: not asked again.
+    // The request may have been processed, so it is not retried.
     assert!(matches!(exchange(&proxy, Method::POST).await, Err(ProxyError::Exchange(_))));
     assert_eq!(upstream.counts(), (1, 2));
     Ok(())
 }
 
 #[tokio::test]
-async fn a_fresh_connection_that_dies_is_not_retried() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Play::Hang).await?;
+async fn broken_new_connection_is_not_retried() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Behavior::Hang).await?;
     assert!(matches!(exchange(&upstream.proxy(), Method::GET).await, Err(ProxyError::Exchange(_))));
     assert_eq!(upstream.counts(), (1, 1));
     Ok(())
@@ -163,7 +167,8 @@ async fn a_fresh_connection_that_dies_is_not_retried() -> Result<()> {
 #[tokio::test]
 async fn a_torn_body_is_an_error_and_its_connection_is_not_kept() -> Result<()> {
     let upstream =
-        Upstream::start(|connection, _| if connection == 0 { Play::Torn } else { Play::Answer }).await?;
+        Upstream::start(|connection, _| if connection == 0 { Behavior::Torn } else { Behavior::Answer })
+            .await?;
     let proxy = upstream.proxy();
     let answer = proxy.forward(request(Method::GET)).await?;
     assert!(to_bytes(answer.into_body(), 100).await.is_err());
@@ -174,7 +179,7 @@ async fn a_torn_body_is_an_error_and_its_connection_is_not_kept() -> Result<()> 
 
 #[tokio::test]
 async fn deadlines_and_bounds_hold() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Play::Silent).await?;
+    let upstream = Upstream::start(|_, _| Behavior::Silent).await?;
     let limits =
         ProxyLimits { response_head: Duration::from_millis(50), connections: 1, ..ProxyLimits::default() };
     let proxy = Arc::new(upstream.proxy_with(limits));
@@ -182,13 +187,13 @@ async fn deadlines_and_bounds_hold() -> Result<()> {
     assert!(matches!(one, Err(ProxyError::HeadTimeout)), "{one:?}");
     assert!(matches!(two, Err(ProxyError::Full)), "{two:?}");
     let again = proxy.forward(request(Method::GET)).await;
-    assert!(matches!(again, Err(ProxyError::HeadTimeout)), "the place is free again: {again:?}");
+    assert!(matches!(again, Err(ProxyError::HeadTimeout)), "the connection slot is free again: {again:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn what_is_idle_for_too_long_is_closed() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Play::Answer).await?;
+async fn idle_connection_is_closed_after_its_timeout() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Behavior::Answer).await?;
     let limits = ProxyLimits { idle: Duration::from_millis(40), ..ProxyLimits::default() };
     let proxy = upstream.proxy_with(limits);
     exchange(&proxy, Method::GET).await?;
@@ -199,8 +204,8 @@ async fn what_is_idle_for_too_long_is_closed() -> Result<()> {
 }
 
 #[tokio::test]
-async fn closing_ends_what_is_under_way() -> Result<()> {
-    let upstream = Upstream::start(|_, _| Play::Silent).await?;
+async fn close_ends_exchanges_in_flight() -> Result<()> {
+    let upstream = Upstream::start(|_, _| Behavior::Silent).await?;
     let proxy = Arc::new(upstream.proxy());
     let waiting = tokio::spawn({
         let proxy = Arc::clone(&proxy);

@@ -1,4 +1,4 @@
-//! The platform's own sessions: opened after the provider's token, handed to the code host, revoked, per slot.
+//! The platform's own sessions: opened after the provider's token, handed over to the code host, revoked, per slot.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use http::StatusCode;
 use reqwest::RequestBuilder;
 
 use super::machine::TestMachine;
-use super::world::{APP, Answer, CODE, OBEYED_WITHIN, World, read};
+use super::world::{APP, Answer, CODE, ROUTE_UPDATE_TIMEOUT, World, read};
 
 async fn with_cookie(world: &World, host: &str, path: &str, cookie: &str) -> Answer {
     read(world.get(host, path).header("cookie", cookie)).await
@@ -23,14 +23,14 @@ async fn a_page_opens_a_session_that_outlives_the_token() -> Result<()> {
         assert!(line.contains(part), "{line}");
     }
     let program = read(world.get(APP, "/").header("cookie", &cookie)).await;
-    assert_eq!(program.cookie("svc_session"), None, "a program asked for no session");
+    assert_eq!(program.cookie("svc_session"), None, "a program gets no session");
     let own = format!("svc_session={}", page.cookie("svc_session").unwrap());
     assert_eq!(with_cookie(&world, APP, "/", &own).await.status, StatusCode::OK);
     assert_eq!(world.proven(&machine, &machine.last().headers).sub.as_str(), "user_1");
-    // Only a hash is kept.
+    // Only a hash is stored.
     let row = world.sql.query_one("SELECT token_hash FROM sessions", &[]).await?;
     assert!(!String::from_utf8_lossy(row.get::<_, &[u8]>(0)).contains(&own[12..]));
-    // The other host's cookie is another one.
+    // The other host uses a different cookie.
     for wrong in [own.replace("svc_session", "svc_code_session"), own.clone()] {
         assert_eq!(with_cookie(&world, CODE, "/", &wrong).await.status, StatusCode::UNAUTHORIZED);
     }
@@ -48,7 +48,7 @@ async fn a_revocation_elsewhere_is_obeyed() -> Result<()> {
     world.sql.batch_execute("UPDATE sessions SET revoked_at = now()").await?;
     let began = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
-        assert!(began.elapsed() < OBEYED_WITHIN);
+        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
@@ -78,7 +78,7 @@ async fn an_expired_session_is_none() -> Result<()> {
     world.sql.batch_execute("UPDATE sessions SET expires_at = now()").await?;
     let began = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status != StatusCode::UNAUTHORIZED {
-        assert!(began.elapsed() < OBEYED_WITHIN);
+        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
@@ -107,7 +107,7 @@ async fn a_planted_provider_cookie_changes_no_account() -> Result<()> {
     let question = read(page(&both)).await;
     assert_eq!(question.status, StatusCode::CONFLICT);
     assert!(question.body.contains(r#"value="/x?a=1""#), "{}", question.body);
-    assert_eq!(machine.arrivals().len(), seen, "nothing was forwarded before the answer");
+    assert_eq!(machine.arrivals().len(), seen, "no request was forwarded before the decision");
 
     let kept = read(choose(&world, &both, "account=session&returnTo=%2Fx")).await;
     assert_eq!((kept.status, kept.location()), (StatusCode::SEE_OTHER, "/x"));
@@ -115,7 +115,11 @@ async fn a_planted_provider_cookie_changes_no_account() -> Result<()> {
     assert_eq!(read(page(&kept)).await.status, StatusCode::OK);
     let mark = kept.rsplit("; ").next().context("the mark")?;
     let third = format!("{session}; __session={}; {mark}", world.token("user_3"));
-    assert_eq!(read(page(&third)).await.status, StatusCode::CONFLICT, "decided for two users only");
+    assert_eq!(
+        read(page(&third)).await.status,
+        StatusCode::CONFLICT,
+        "the decision covers only these two users"
+    );
     Ok(())
 }
 
@@ -151,11 +155,11 @@ async fn a_person_switches_to_the_providers_account() -> Result<()> {
         "no machine"
     );
     assert_eq!(with_cookie(&world, APP, "/", &old).await.status, StatusCode::UNAUTHORIZED, "ended");
-    assert_eq!(read(code(unused)).await.status, StatusCode::UNAUTHORIZED, "its code opens nothing");
+    assert_eq!(read(code(unused)).await.status, StatusCode::UNAUTHORIZED, "its code is invalid");
     assert_eq!(machine.arrivals().len(), seen);
     let end = Instant::now() + Duration::from_secs(10);
     while with_cookie(&world, CODE, "/", &editor).await.status != StatusCode::UNAUTHORIZED {
-        ensure!(Instant::now() < end, "the editor's session outlives the one that it came from");
+        ensure!(Instant::now() < end, "the editor's session outlived its origin");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let again = read(choose(&world, &new, "account=provider")).await;
@@ -180,8 +184,8 @@ async fn cookies_over_https_are_bound_to_the_host() -> Result<()> {
     assert_eq!(planted.status, StatusCode::UNAUTHORIZED, "another host of the domain can set this one");
     let program = with_cookie(&world, APP, "/", &format!("svc_session={token}")).await;
     assert_eq!(program.status, StatusCode::OK);
-    let asked = read(world.get(CODE, "/").header("accept", "text/html")).await;
-    assert!(asked.cookie("__Host-svc_code_state").is_some(), "{asked:?}");
+    let page_answer = read(world.get(CODE, "/").header("accept", "text/html")).await;
+    assert!(page_answer.cookie("__Host-svc_code_state").is_some(), "{page_answer:?}");
     Ok(())
 }
 
@@ -194,14 +198,14 @@ async fn lookups(world: &World) -> Result<i64> {
 #[tokio::test(flavor = "multi_thread")]
 async fn invented_session_cookies_cost_no_query() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
-    let other = world.beside().await?;
+    let other = world.another_process().await?;
     for number in 0..200 {
         for invented in [format!("{number:A>43}"), format!("svcs_e30.e30.{number:A>86}")] {
             let answer = with_cookie(&world, APP, "/", &format!("svc_session={invented}")).await;
             assert_eq!(answer.status, StatusCode::UNAUTHORIZED);
         }
     }
-    // A session of another process is looked up once; its lookup shows that the statistics have arrived.
+    // A session of another process is looked up once; this lookup shows that the statistics have arrived.
     let began = Instant::now();
     while lookups(&world).await? == 0 {
         let genuine = other.session(APP, "user_1").await;
@@ -228,7 +232,7 @@ async fn an_address_guesses_at_a_bounded_rate() -> Result<()> {
     assert_eq!(limited.json()["code"], "rate_limited");
     assert!(limited.headers.contains_key("retry-after"), "{limited:?}");
     assert_eq!(refused[0].status, StatusCode::UNAUTHORIZED);
-    // Codes are guessed no faster.
+    // The rate limit covers codes as well.
     let mut guessed = Vec::new();
     for _ in 0..30 {
         let code = world.get(CODE, "/_svc/session?code=x").header("cookie", "svc_code_state=s");
@@ -267,7 +271,7 @@ async fn a_user_opens_sessions_at_a_bounded_rate() -> Result<()> {
     Ok(())
 }
 
-/// The path and query of a redirect to one of our hosts.
+/// The path and query of a redirect to one of the router's hosts.
 fn to_host<'a>(answer: &'a Answer, host: &str) -> &'a str {
     let prefix = format!("http://{host}");
     answer.location().strip_prefix(&prefix).unwrap_or_else(|| panic!("not to {host}: {answer:?}"))
@@ -280,9 +284,9 @@ async fn the_code_host_gets_its_session_by_a_code_that_works_once_and_there_alon
     let page = |host, path: &str, cookie: &str| {
         world.get(host, path).header("accept", "text/html").header("cookie", cookie.to_owned())
     };
-    let asked = read(page(CODE, "/?folder=/home", "")).await;
-    let state = format!("svc_code_state={}", asked.cookie("svc_code_state").unwrap());
-    let handed = read(page(APP, to_host(&asked, APP), &app)).await;
+    let page_answer = read(page(CODE, "/?folder=/home", "")).await;
+    let state = format!("svc_code_state={}", page_answer.cookie("svc_code_state").unwrap());
+    let handed = read(page(APP, to_host(&page_answer, APP), &app)).await;
     let take = to_host(&handed, CODE);
     assert!(take.starts_with("/_svc/session?code="), "{take}");
 
@@ -318,7 +322,7 @@ async fn a_handover_leads_to_our_own_host_only_and_not_without_a_session() -> Re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_browser_chooses_among_the_users_slots() -> Result<()> {
+async fn browser_selects_one_of_the_user_slots() -> Result<()> {
     let (world, primary) = World::with_machine("user_1").await?;
     let studio = TestMachine::start().await?;
     world.add(&studio, "user_1", "studio", "running").await?;
@@ -337,7 +341,7 @@ async fn a_browser_chooses_among_the_users_slots() -> Result<()> {
             );
             break;
         }
-        assert!(began.elapsed() < OBEYED_WITHIN);
+        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let choose = |body: &str| {
@@ -351,11 +355,11 @@ async fn a_browser_chooses_among_the_users_slots() -> Result<()> {
     assert_eq!(world.proven(&studio, &studio.last().headers).slot.as_str(), "studio");
     assert_eq!(read(choose(r#"{"slot":"of-another"}"#)).await.status, StatusCode::NOT_FOUND);
     assert_eq!(read(choose(r#"{"slot":"studio","x":1}"#)).await.status, StatusCode::BAD_REQUEST);
-    // The chosen one is down: said, and not silently another computer.
+    // The chosen machine is down: the router reports it and does not switch to another.
     world.set_status(&studio, "recovering").await?;
     let began = Instant::now();
     while with_cookie(&world, APP, "/", &cookie).await.status == StatusCode::OK {
-        assert!(began.elapsed() < OBEYED_WITHIN);
+        assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(primary.arrivals().len(), before);

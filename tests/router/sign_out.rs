@@ -1,4 +1,4 @@
-//! What a sign-out closes: streams, WebSockets and app tokens, here and in other processes.
+//! The effect of a sign-out on streams, WebSockets and app tokens, in this process and in others.
 
 use std::time::{Duration, Instant};
 
@@ -14,21 +14,21 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::{WebSocketStream, client_async};
 
 use super::machine::TestMachine;
-use super::world::{APP, CODE, OBEYED_WITHIN, World, read};
+use super::world::{APP, CODE, ROUTE_UPDATE_TIMEOUT, World, read};
 
-/// What a browser of one user has open: by its session, and by an app's token.
-struct Opened {
+/// The open connections of a user's browser: by its session and by an app token.
+struct OpenConnections {
     socket: WebSocketStream<TcpStream>,
     streams: [Response; 2],
     token: String,
 }
 
-async fn begun(mut stream: Response) -> Result<Response> {
+async fn started(mut stream: Response) -> Result<Response> {
     assert_eq!(stream.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
     Ok(stream)
 }
 
-impl Opened {
+impl OpenConnections {
     async fn by(world: &World, session: &str) -> Result<Self> {
         let stream = TcpStream::connect(world.addr).await?;
         let mut request = format!("ws://{APP}/ws").into_client_request()?;
@@ -37,22 +37,22 @@ impl Opened {
         let (mut socket, _) = client_async(request, stream).await?;
         socket.send(Message::text("hello")).await?;
         socket.next().await.context("open")??;
-        let asked = world.post(APP, "/_svc/app-token").header("cookie", session);
-        let minted = read(asked.json(&json!({ "app": "notes" }))).await;
+        let request = world.post(APP, "/_svc/app-token").header("cookie", session);
+        let minted = read(request.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("a token")?.to_owned();
-        let own = begun(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
-        let of_app = begun(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
+        let own = started(world.get(APP, "/endless").header("cookie", session).send().await?).await?;
+        let of_app = started(world.get(APP, "/endless").bearer_auth(&token).send().await?).await?;
         Ok(Self { socket, streams: [own, of_app], token })
     }
 
-    async fn is_closed_soon(&mut self, world: &World) -> Result<()> {
+    async fn assert_closed_soon(&mut self, world: &World) -> Result<()> {
         let began = Instant::now();
-        let left = || OBEYED_WITHIN.saturating_sub(began.elapsed());
-        let end = timeout(left(), self.socket.next()).await.context("the WebSocket goes on")?;
+        let left = || ROUTE_UPDATE_TIMEOUT.saturating_sub(began.elapsed());
+        let end = timeout(left(), self.socket.next()).await.context("the WebSocket is still open")?;
         ensure!(!matches!(end, Some(Ok(_))), "{end:?}");
         for stream in &mut self.streams {
-            // Broken off: nobody takes it for whole.
-            ensure!(timeout(left(), stream.chunk()).await.context("a stream goes on")?.is_err());
+            // It is aborted, so no client accepts it as complete.
+            ensure!(timeout(left(), stream.chunk()).await.context("a stream is still open")?.is_err());
         }
         let late = read(world.get(APP, "/").bearer_auth(&self.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED, "the app's token");
@@ -64,31 +64,31 @@ impl Opened {
 async fn what_a_session_has_opened_closes_with_it() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let session = world.session(APP, "user_1").await;
-    let mut opened = Opened::by(&world, &session).await?;
+    let mut opened = OpenConnections::by(&world, &session).await?;
     let answer = read(world.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
     assert_eq!(answer.status, StatusCode::NO_CONTENT);
-    opened.is_closed_soon(&world).await
+    opened.assert_closed_soon(&world).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sign_out_in_another_process_closes_it_too_and_a_later_session_is_none_of_it() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     // Another process of the platform, with the same database.
-    let other = world.beside().await?;
+    let other = world.another_process().await?;
     for _ in 0..3 {
         let session = world.session(APP, "user_1").await;
-        let mut opened = Opened::by(&world, &session).await?;
+        let mut opened = OpenConnections::by(&world, &session).await?;
         let answer = read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
         assert_eq!(answer.status, StatusCode::NO_CONTENT);
-        opened.is_closed_soon(&world).await?;
+        opened.assert_closed_soon(&world).await?;
         let late = read(other.get(APP, "/").bearer_auth(&opened.token)).await;
         assert_eq!(late.status, StatusCode::UNAUTHORIZED);
     }
-    // A process that starts later knows of it.
+    // A process that starts later knows about it.
     let session = world.session(APP, "user_1").await;
-    let opened = Opened::by(&world, &session).await?;
+    let opened = OpenConnections::by(&world, &session).await?;
     read(other.post(APP, "/_svc/sign-out").header("cookie", &session)).await;
-    let late = world.beside().await?;
+    let late = world.another_process().await?;
     late.until_status("user_1", StatusCode::OK).await;
     assert_eq!(read(late.get(APP, "/").bearer_auth(&opened.token)).await.status, StatusCode::UNAUTHORIZED);
     Ok(())
@@ -101,7 +101,7 @@ async fn nobody_elses_streams_end() -> Result<()> {
     world.add(&another, "user_2", "primary", "running").await?;
     world.until_status("user_2", StatusCode::OK).await;
     let (one, two) = (world.session(APP, "user_1").await, world.session(APP, "user_2").await);
-    let mut opened = Opened::by(&world, &two).await?;
+    let mut opened = OpenConnections::by(&world, &two).await?;
     read(world.post(APP, "/_svc/sign-out").header("cookie", &one)).await;
     tokio::time::sleep(Duration::from_millis(700)).await;
     opened.socket.send(Message::text("still here")).await?;
@@ -117,13 +117,13 @@ async fn a_stream_ends_when_its_session_expires() -> Result<()> {
     let session = world.session(APP, "user_1").await;
     world.sql.batch_execute("UPDATE sessions SET expires_at = now() + interval '3 seconds'").await?;
     tokio::time::sleep(Duration::from_millis(700)).await;
-    let mut stream = begun(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
-    let end = timeout(Duration::from_secs(5), stream.chunk()).await.context("it goes on")?;
+    let mut stream = started(world.get(APP, "/endless").header("cookie", &session).send().await?).await?;
+    let end = timeout(Duration::from_secs(5), stream.chunk()).await.context("the stream is still open")?;
     ensure!(end.is_err());
     Ok(())
 }
 
-/// A code is good for a minute, and would open a session of twelve hours.
+/// A code is valid for a minute, and would open a session of twelve hours.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_code_from_before_a_sign_out_opens_nothing() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
@@ -138,9 +138,9 @@ async fn a_code_from_before_a_sign_out_opens_nothing() -> Result<()> {
     Ok(())
 }
 
-/// As after two hours, when the row is gone and one process has started since.
+/// As after two hours, when the row is deleted and one process has started since.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sign_out_of_long_ago_keeps_no_process_from_another_ones_tokens() -> Result<()> {
+async fn old_sign_out_does_not_block_later_tokens() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     world
         .sql
@@ -150,18 +150,18 @@ async fn a_sign_out_of_long_ago_keeps_no_process_from_another_ones_tokens() -> R
              UPDATE sign_outs SET changed_at = now() - interval '90 minutes'",
         )
         .await?;
-    // One that knows of it still, and one for which the row was never there.
-    let knows = world.beside().await?;
+    // One process still knows about it; for the other the row never existed.
+    let knows = world.another_process().await?;
     knows.until_status("user_1", StatusCode::OK).await;
     world.sql.batch_execute("DELETE FROM sign_outs").await?;
-    let never = world.beside().await?;
+    let never = world.another_process().await?;
     never.until_status("user_1", StatusCode::OK).await;
-    for (minted_by, asked) in [(&never, &knows), (&knows, &never)] {
+    for (minted_by, request) in [(&never, &knows), (&knows, &never)] {
         let session = minted_by.session(APP, "user_1").await;
         let minted = minted_by.post(APP, "/_svc/app-token").header("cookie", &session);
         let minted = read(minted.json(&json!({ "app": "notes" }))).await;
         let token = minted.json()["token"].as_str().context("a token")?.to_owned();
-        assert_eq!(read(asked.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK);
+        assert_eq!(read(request.get(APP, "/").bearer_auth(&token)).await.status, StatusCode::OK);
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use tokio_tungstenite::tungstenite::Message;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::{WebSocketStream, client_async};
 
-use super::world::{APP, OBEYED_WITHIN, World, read};
+use super::world::{APP, ROUTE_UPDATE_TIMEOUT, World, read};
 
 const CHUNK: usize = 64 * 1024;
 const CHUNKS: usize = 160;
@@ -29,7 +29,7 @@ async fn websocket(world: &World, user: &str) -> Result<WebSocketStream<TcpStrea
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn websocket_messages_go_both_ways() -> Result<()> {
+async fn websocket_forwards_messages_both_ways() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let mut socket = websocket(&world, "user_1").await?;
     for message in [Message::text("hello"), Message::binary(vec![0; 300_000]), Message::text("")] {
@@ -54,15 +54,15 @@ async fn a_machine_that_leaves_running_loses_its_websockets_and_streams() -> Res
     assert_eq!(endless.chunk().await?.as_deref(), Some(&b"begun\n"[..]));
     world.set_status(&machine, "failed").await?;
     let began = Instant::now();
-    let end = timeout(OBEYED_WITHIN, socket.next()).await?;
+    let end = timeout(ROUTE_UPDATE_TIMEOUT, socket.next()).await?;
     assert!(!matches!(end, Some(Ok(_))), "{end:?}");
-    let end = timeout(OBEYED_WITHIN.saturating_sub(began.elapsed()), endless.chunk()).await?;
+    let end = timeout(ROUTE_UPDATE_TIMEOUT.saturating_sub(began.elapsed()), endless.chunk()).await?;
     assert!(end.is_err(), "{end:?}");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_changed_row_that_stays_running_keeps_its_websockets() -> Result<()> {
+async fn unrelated_change_keeps_websockets_open() -> Result<()> {
     let (world, machine) = World::with_machine("user_1").await?;
     let mut socket = websocket(&world, "user_1").await?;
     world.sql.batch_execute("UPDATE user_machines SET proof_kids = '{k1}'").await?;
@@ -87,9 +87,9 @@ async fn ten_mebibytes_go_up_and_come_down_whole() -> Result<()> {
     Ok(())
 }
 
-/// Each piece is sent only after the one before has come back: nothing waits for a body's end, in either direction.
+/// Each chunk is sent only after the previous one has come back: neither direction waits for the end of a body.
 #[tokio::test(flavor = "multi_thread")]
-async fn bodies_are_streamed_both_ways_at_once() -> Result<()> {
+async fn bodies_are_streamed_in_both_directions() -> Result<()> {
     let (world, _machine) = World::with_machine("user_1").await?;
     let (sender, receiver) = mpsc::channel::<Result<Bytes, std::io::Error>>(1);
     let pieces = futures_util::stream::unfold(receiver, |mut receiver| async move {
@@ -104,7 +104,7 @@ async fn bodies_are_streamed_both_ways_at_once() -> Result<()> {
         let mut back = Vec::new();
         while back.len() < CHUNK {
             let part = timeout(Duration::from_secs(10), answer.chunk()).await??;
-            back.extend_from_slice(&part.context("the body goes on")?);
+            back.extend_from_slice(&part.context("the body continues")?);
         }
         assert_eq!(back, piece(index), "piece {index}");
         if index + 1 < CHUNKS {

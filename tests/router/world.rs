@@ -1,4 +1,4 @@
-//! A router with its database and issuer, and a browser that speaks to it.
+//! A router with its database and issuer, and a browser that uses it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -27,8 +27,8 @@ use crate::contract::{self, Exchange};
 
 pub const APP: &str = "app.test";
 pub const CODE: &str = "code.test";
-/// What is promised, with room for a busy machine around the poll.
-pub const OBEYED_WITHIN: Duration = Duration::from_secs(1);
+/// The guaranteed time until a change applies.
+pub const ROUTE_UPDATE_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub struct World {
     pub idp: Arc<Idp>,
@@ -44,7 +44,7 @@ pub struct World {
     stop: CancellationToken,
 }
 
-/// What an answer was, read whole.
+/// A complete response.
 #[derive(Debug)]
 pub struct Answer {
     pub status: StatusCode,
@@ -57,7 +57,7 @@ impl Answer {
         serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error} in {self:?}"))
     }
 
-    /// The value that the answer sets a cookie to.
+    /// The value of a cookie that the response sets.
     pub fn cookie(&self, name: &str) -> Option<String> {
         let lines = self.headers.get_all("set-cookie").iter().filter_map(|line| line.to_str().ok());
         let mut pairs = lines.filter_map(|line| line.split(';').next()?.split_once('='));
@@ -74,7 +74,7 @@ impl World {
         Self::start_with(&[], None).await
     }
 
-    /// `database` is where the router finds the database, if not at its own address.
+    /// `database` is the router's address of the database, if not its own.
     pub async fn start_with(settings: &[(&str, &str)], database: Option<SocketAddr>) -> Result<Self> {
         svc::http::tls::install_provider();
         let idp = Arc::new(Idp::start()?);
@@ -86,7 +86,7 @@ impl World {
         );
         let proof_signer = signer("k1");
         let public = ProofKeys { keys: vec![proof_signer.public()] };
-        let (app_signer, app) = of_apps();
+        let (app_signer, app) = app_keys();
         let set = SigningSet { current: proof_signer, next: None, retired: Vec::new(), public, app };
         let (signing, _) = watch::channel(Arc::new(set));
         let mut config: tokio_postgres::Config = match database {
@@ -103,7 +103,7 @@ impl World {
     }
 
     /// Another process of the same platform.
-    pub async fn beside(&self) -> Result<Self> {
+    pub async fn another_process(&self) -> Result<Self> {
         let (idp, db) = (Arc::clone(&self.idp), Arc::clone(&self.database));
         let config = db.url().parse()?;
         let signing = (self.signing.clone(), Arc::clone(&self.app_signer));
@@ -140,7 +140,7 @@ impl World {
         Ok(Self { idp, database: db, sql, addr, keys, signing, app_signer, settings, client, stop })
     }
 
-    /// A user with one running machine, seen by the router.
+    /// A user with one running machine that the router has loaded.
     pub async fn with_machine(user: &str) -> Result<(Self, TestMachine)> {
         let world = Self::start().await?;
         let machine = TestMachine::start().await?;
@@ -175,7 +175,7 @@ impl World {
         self.client.post(format!("http://{}{path}", self.addr)).header("host", host)
     }
 
-    /// A `GET` of a program with this user's token.
+    /// A `GET` by a program with this user's token.
     pub async fn fetch(&self, user: &str, path: &str) -> Answer {
         read(self.get(APP, path).bearer_auth(self.token(user))).await
     }
@@ -189,7 +189,7 @@ impl World {
         format!("{name}={value}")
     }
 
-    /// Waits until a user's requests are answered so, for as long as is promised.
+    /// Waits until the user's requests get this status, for at most the guaranteed time.
     pub async fn until_status(&self, user: &str, status: StatusCode) {
         let (began, token) = (Instant::now(), self.token(user));
         loop {
@@ -197,12 +197,12 @@ impl World {
             if answer.status == status {
                 return;
             }
-            assert!(began.elapsed() < OBEYED_WITHIN, "after {:?} still {answer:?}", began.elapsed());
+            assert!(began.elapsed() < ROUTE_UPDATE_TIMEOUT, "after {:?} still {answer:?}", began.elapsed());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
-    /// The claims of the proof that came with a request, checked as this machine would.
+    /// The claims of the forwarded proof, verified as this machine would.
     pub fn proven(&self, machine: &TestMachine, headers: &HeaderMap) -> Claims {
         let proofs: Vec<_> = headers.get_all("x-svc-proof").iter().collect();
         assert_eq!(proofs.len(), 1, "one proof");
@@ -220,7 +220,7 @@ pub fn signer(kid: &str) -> Arc<Signer> {
     Arc::new(Signer::from_pkcs8(kid, &Signer::generate().unwrap()).unwrap())
 }
 
-pub fn of_apps() -> (Arc<Signer>, AppKeys) {
+pub fn app_keys() -> (Arc<Signer>, AppKeys) {
     let signer = signer("app-k1");
     let public = ProofKeys { keys: vec![signer.public()] };
     (Arc::clone(&signer), AppKeys { current: signer, public })

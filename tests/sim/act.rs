@@ -1,4 +1,4 @@
-//! An action of a plan, done to the world.
+//! Applies an action of a plan to the world.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,51 +9,51 @@ use serde_json::{Value, json};
 
 use super::check::has_leftovers;
 use super::host::Host;
-use super::ledger::{Ledger, Told};
-use super::look::{Look, MachineSeen};
+use super::ledger::{Ledger, RequestRecord};
+use super::look::{DatabaseState, MachineSeen};
 use super::plan::{Action, PROCESSES, SLOTS, Step};
 use super::process::{Answer, Process, SECRET, request};
 use super::world::World;
 
-/// A request as it can be sent to any process.
+/// A request that can be sent to any process.
 #[derive(Debug, Clone)]
-struct Asked {
+struct PlannedRequest {
     what: &'static str,
     method: &'static str,
     path: String,
     token: SecretString,
     body: Option<Value>,
     key: Option<String>,
-    accepts: Accepts,
+    accepts: AcceptedLoss,
 }
 
-/// Whose data an operator gives up by a request.
+/// The data that an operator gives up by a request.
 #[derive(Debug, Clone)]
-enum Accepts {
+enum AcceptedLoss {
     Nothing,
     OfSlot(String),
     OfMachine(String),
 }
 
-impl Asked {
-    fn accepting(self, does: bool, accepts: Accepts) -> Self {
+impl PlannedRequest {
+    fn accepting(self, does: bool, accepts: AcceptedLoss) -> Self {
         if does { Self { accepts, ..self } } else { self }
     }
 }
 
 impl World<'_> {
-    /// Does one step, and waits for its answer as long as the step says.
+    /// Performs one step, and waits for its response as long as the step allows.
     pub async fn act(&mut self, step: &Step) -> Result<()> {
         match &step.action {
-            Action::BackUp { host, breaks_off } => {
+            Action::BackUp { host, stops_after } => {
                 if let Some(host) = self.host(*host) {
                     let (store, ledger, rows) =
                         (Arc::clone(&self.store), self.ledger.clone(), self.rows.clone());
-                    let (breaks_off, broken) = (*breaks_off, self.broken);
+                    let (stops_after, broken) = (*stops_after, self.broken);
                     self.tally.snapshots += 1;
                     self.under_way.spawn(async move {
                         let server = host.server.clone();
-                        let end = host.back_up(store, rows, breaks_off, broken).await;
+                        let end = host.back_up(store, rows, stops_after, broken).await;
                         ledger.note(format!("{server} backed up: {end}"));
                     });
                     tokio::time::sleep(Duration::from_millis(step.wait_ms.min(60))).await;
@@ -105,8 +105,8 @@ impl World<'_> {
                 {
                     return Ok(());
                 }
-                if let Some(asked) = self.asked(step) {
-                    self.ask(asked, step).await;
+                if let Some(planned) = self.planned(step) {
+                    self.send_planned(planned, step).await;
                 }
             }
         }
@@ -128,7 +128,8 @@ impl World<'_> {
         booted.unwrap_or(false)
     }
 
-    /// Through the router: the machine runs, and its server is on, when the row is written and when it is acknowledged.
+    /// Through the router: the machine runs, and its server is on, both when the row is written and when it is
+    /// acknowledged.
     async fn write(&self, host: &Host) -> Result<()> {
         if !self.serves(&host.machine).await? {
             return Ok(());
@@ -137,14 +138,14 @@ impl World<'_> {
         if self.serves(&host.machine).await? {
             self.ledger.note(format!("{} has row {row}", host.server));
         } else {
-            self.rows.take_back(row);
+            self.rows.unacknowledge(row);
         }
         Ok(())
     }
 
     async fn serves(&self, machine: &str) -> Result<bool> {
-        let look = Look::at(&self.seat.client).await?;
-        Ok(look.machine(machine).is_some_and(MachineSeen::is_running)
+        let database_state = DatabaseState::at(&self.seat.client).await?;
+        Ok(database_state.machine(machine).is_some_and(MachineSeen::is_running)
             && self.sky.on().iter().any(|on| on == machine))
     }
 
@@ -153,28 +154,28 @@ impl World<'_> {
         (!known.is_empty()).then(|| known[known.len() - 1 - nth % known.len()].clone())
     }
 
-    fn asked(&mut self, step: &Step) -> Option<Asked> {
+    fn planned(&mut self, step: &Step) -> Option<PlannedRequest> {
         let operator = |what, method, path: String, body: Option<Value>| {
-            // The same key always carries the same request.
+            // A key always carries the same request.
             let key = step.key.map(|key| format!("{what} {path} {} {key}", body.clone().unwrap_or_default()));
-            Asked {
+            PlannedRequest {
                 what,
                 method,
                 path,
                 token: SECRET.to_owned().into(),
                 body,
                 key,
-                accepts: Accepts::Nothing,
+                accepts: AcceptedLoss::Nothing,
             }
         };
-        let of_host = |what, path: String, token: &str, body: Value| Asked {
+        let of_host = |what, path: String, token: &str, body: Value| PlannedRequest {
             what,
             method: "POST",
             path,
             token: token.to_owned().into(),
             body: Some(body),
             key: None,
-            accepts: Accepts::Nothing,
+            accepts: AcceptedLoss::Nothing,
         };
         Some(match &step.action {
             Action::Subscribe { slot } => {
@@ -187,15 +188,15 @@ impl World<'_> {
                 let handle = user.replace('_', "-");
                 let body = json!({"idpUserId": user, "slot": slot, "handle": handle, "acceptLoss": accept_loss,
                     "allowEmpty": accept_loss});
-                let asked = operator("provision", "POST", "/vps/provision".to_owned(), Some(body));
-                asked.accepting(*accept_loss, Accepts::OfSlot(format!("{user}/{slot}")))
+                let planned = operator("provision", "POST", "/vps/provision".to_owned(), Some(body));
+                planned.accepting(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
             }
             Action::Recover { slot, empty, accept_loss } => {
                 let (user, slot) = SLOTS[*slot];
                 let body =
                     json!({"idpUserId": user, "slot": slot, "allowEmpty": empty, "acceptLoss": accept_loss});
-                let asked = operator("recover", "POST", "/vps/recover".to_owned(), Some(body));
-                asked.accepting(*accept_loss, Accepts::OfSlot(format!("{user}/{slot}")))
+                let planned = operator("recover", "POST", "/vps/recover".to_owned(), Some(body));
+                planned.accepting(*accept_loss, AcceptedLoss::OfSlot(format!("{user}/{slot}")))
             }
             Action::Resize { machine, to } => {
                 let path = format!("/vps/{}/resize", self.machine(*machine)?);
@@ -207,9 +208,9 @@ impl World<'_> {
             }
             Action::Delete { machine, accept_loss } => {
                 let machine = self.machine(*machine)?;
-                let asked =
+                let planned =
                     operator("delete", "DELETE", format!("/vps/{machine}?acceptLoss={accept_loss}"), None);
-                asked.accepting(*accept_loss, Accepts::OfMachine(machine))
+                planned.accepting(*accept_loss, AcceptedLoss::OfMachine(machine))
             }
             Action::Undelete { machine } => {
                 operator("undelete", "POST", format!("/vps/{}/undelete", self.machine(*machine)?), None)
@@ -220,8 +221,8 @@ impl World<'_> {
             Action::Discard { machine, accept_loss } => {
                 let machine = self.machine(*machine)?;
                 let body = json!({"acceptLoss": accept_loss});
-                let asked = operator("discard", "POST", format!("/vps/{machine}/discard"), Some(body));
-                asked.accepting(*accept_loss, Accepts::OfMachine(machine))
+                let planned = operator("discard", "POST", format!("/vps/{machine}/discard"), Some(body));
+                planned.accepting(*accept_loss, AcceptedLoss::OfMachine(machine))
             }
             Action::Abandon { operation } => {
                 let known = self.ledger.operations();
@@ -235,7 +236,7 @@ impl World<'_> {
             }
             Action::Register { host, body } => {
                 let host = self.host(*host)?;
-                self.ledger.registers(&host.machine);
+                self.ledger.record_attempt(&host.machine);
                 let path = "/vps/register".to_owned();
                 of_host("register", path, &host.registration, host.registration_body(*body))
             }
@@ -259,93 +260,94 @@ impl World<'_> {
         })
     }
 
-    async fn ask(&mut self, asked: Asked, step: &Step) {
+    async fn send_planned(&mut self, planned: PlannedRequest, step: &Step) {
         let copies = if step.twice { 2 } else { 1 };
-        let gives_up = self.given_up_by(&asked.accepts).await;
+        let gives_up = self.prefix_given_up(&planned.accepts).await;
         for copy in 0..copies {
             let via = (step.via + copy) % PROCESSES;
             let process = Arc::clone(&self.processes[via]);
-            let (ledger, asked) = (self.ledger.clone(), asked.clone());
+            let (ledger, planned) = (self.ledger.clone(), planned.clone());
             let accepting = gives_up.clone().map(|prefix| self.rows.accept(prefix));
             self.tally.requests += 1;
             self.under_way.spawn(async move {
-                send(&process, via, &ledger, &asked).await;
+                send(&process, via, &ledger, &planned).await;
                 drop(accepting);
             });
         }
-        // One that takes longer than the step waits overlaps the next.
-        let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.answered()).await;
+        // A request that takes longer than the wait overlaps the next one.
+        let _ = tokio::time::timeout(Duration::from_millis(step.wait_ms), self.wait_for_requests()).await;
     }
 
     /// The slot whose data a request gives up.
-    async fn given_up_by(&self, accepts: &Accepts) -> Option<String> {
+    async fn prefix_given_up(&self, accepts: &AcceptedLoss) -> Option<String> {
         match accepts {
-            Accepts::Nothing => None,
-            Accepts::OfSlot(prefix) => Some(prefix.clone()),
-            Accepts::OfMachine(machine) => {
-                let look = Look::at(&self.seat.client).await.ok()?;
-                look.machine(machine).map(MachineSeen::prefix)
+            AcceptedLoss::Nothing => None,
+            AcceptedLoss::OfSlot(prefix) => Some(prefix.clone()),
+            AcceptedLoss::OfMachine(machine) => {
+                let database_state = DatabaseState::at(&self.seat.client).await.ok()?;
+                database_state.machine(machine).map(MachineSeen::prefix)
             }
         }
     }
 
-    /// Until every request so far has ended.
-    async fn answered(&mut self) {
+    /// Waits until every request so far has ended.
+    async fn wait_for_requests(&mut self) {
         while self.under_way.join_next().await.is_some() {}
     }
 
-    /// A heartbeat, answered; by the first process from `via` on that lives.
+    /// A heartbeat through the first live process, starting with `via`; returns the response.
     pub async fn heartbeat(&self, host: &Host, via: usize) -> Option<Answer> {
         let path = format!("/vps/{}/heartbeat", host.machine);
         let token = host.upgrade.clone().into();
         let body = Some(host.heartbeat_body(self.ledger.registration(&host.machine).as_ref()));
-        let (key, accepts) = (None, Accepts::Nothing);
-        let asked = Asked { what: "heartbeat", method: "POST", path, token, body, key, accepts };
-        send(&self.processes[via], via, &self.ledger, &asked).await
+        let (key, accepts) = (None, AcceptedLoss::Nothing);
+        let planned = PlannedRequest { what: "heartbeat", method: "POST", path, token, body, key, accepts };
+        send(&self.processes[via], via, &self.ledger, &planned).await
     }
 
-    /// The host registers, as it was made to.
+    /// The host registers with its own key.
     pub async fn register(&self, host: &Host, via: usize) -> Option<Answer> {
         if !self.boots(host).await {
             return None;
         }
-        self.ledger.registers(&host.machine);
+        self.ledger.record_attempt(&host.machine);
         let token = host.registration.clone().into();
         let (path, body) = ("/vps/register".to_owned(), Some(host.registration_body(0)));
-        let (key, accepts) = (None, Accepts::Nothing);
-        let asked = Asked { what: "register", method: "POST", path, token, body, key, accepts };
-        send(&self.processes[via], via, &self.ledger, &asked).await
+        let (key, accepts) = (None, AcceptedLoss::Nothing);
+        let planned = PlannedRequest { what: "register", method: "POST", path, token, body, key, accepts };
+        send(&self.processes[via], via, &self.ledger, &planned).await
     }
 
-    /// An operator puts a broken pointer in place again.
+    /// An operator rebuilds a broken pointer.
     async fn rebuild(&self, prefix: &str) {
         let (user, slot) = prefix.split_once('/').expect("a slot's prefix");
         let body = Some(json!({"idpUserId": user, "slot": slot}));
         let (token, path) = (SECRET.to_owned().into(), "/vps/slots/pointer/rebuild".to_owned());
-        let (key, accepts) = (None, Accepts::Nothing);
-        let asked = Asked { what: "rebuild", method: "POST", path, token, body, key, accepts };
-        send(&self.processes[0], 0, &self.ledger, &asked).await;
+        let (key, accepts) = (None, AcceptedLoss::Nothing);
+        let planned = PlannedRequest { what: "rebuild", method: "POST", path, token, body, key, accepts };
+        send(&self.processes[0], 0, &self.ledger, &planned).await;
     }
 
-    /// An operator answers what an operation asks: one in two goes ahead with the loss.
-    async fn decide(&self, operation: &str, machine: &str, look: &Look) {
+    /// An operator answers an operation's question: every second one accepts the loss.
+    async fn decide(&self, operation: &str, machine: &str, database_state: &DatabaseState) {
         let goes_ahead = operation.bytes().last().is_some_and(|last| last % 2 == 0);
         let (what, body) =
             if goes_ahead { ("continue", Some(json!({"acceptLoss": true}))) } else { ("abandon", None) };
-        let accepting = look.machine(machine).filter(|_| goes_ahead).map(|it| self.rows.accept(it.prefix()));
+        let accepting =
+            database_state.machine(machine).filter(|_| goes_ahead).map(|it| self.rows.accept(it.prefix()));
         let (token, path) = (SECRET.to_owned().into(), format!("/vps/operations/{operation}/{what}"));
-        let (key, accepts) = (None, Accepts::Nothing);
-        let asked = Asked { what, method: "POST", path, token, body, key, accepts };
-        send(&self.processes[0], 0, &self.ledger, &asked).await;
+        let (key, accepts) = (None, AcceptedLoss::Nothing);
+        let planned = PlannedRequest { what, method: "POST", path, token, body, key, accepts };
+        send(&self.processes[0], 0, &self.ledger, &planned).await;
         drop(accepting);
     }
 
-    /// For a while, or until no operation has anything to do but wait for a host.
+    /// Waits for a limited time, or until every operation only waits for a host.
     async fn rest(&mut self) -> Result<()> {
         for _ in 0..20 {
-            let look = Look::at(&self.seat.client).await?;
+            let database_state = DatabaseState::at(&self.seat.client).await?;
             let busy = |step: &str| !matches!(step, "await_registration" | "await_health");
-            if !look.operations.iter().any(|it| it.state == "running" && busy(&it.step)) {
+            if !database_state.operations.iter().any(|it| it.state == "running" && busy(&it.step)) {
                 return Ok(());
             }
             self.nudge();
@@ -358,12 +360,12 @@ impl World<'_> {
         self.processes.iter().for_each(|process| process.nudge());
     }
 
-    /// Ends the faults, brings everybody back, and gives everything its time; until nothing is left to do, or no more
-    /// time is given.
+    /// Ends the faults, restarts every process, and advances the time, until nothing remains to do or the limit is
+    /// reached.
     pub async fn settle(&mut self) -> Result<()> {
         self.sky.heal();
         self.store.heal();
-        let _ = tokio::time::timeout(Duration::from_secs(20), self.answered()).await;
+        let _ = tokio::time::timeout(Duration::from_secs(20), self.wait_for_requests()).await;
         for process in 0..PROCESSES {
             self.processes[process].switch.disarm();
             if !self.processes[process].is_alive() {
@@ -373,34 +375,36 @@ impl World<'_> {
         for prefix in self.store.broken_pointers() {
             self.rebuild(&prefix).await;
         }
-        let mut calm = 0;
-        // With a rule broken, it may never come to rest.
+        let mut quiet_rounds = 0;
+        // With a broken rule it may never settle.
         let rounds = if self.broken.is_some() { 100 } else { 400 };
         for round in 0..rounds {
             self.nudge();
             tokio::time::sleep(Duration::from_millis(30)).await;
-            let look = Look::at(&self.seat.client).await?;
+            let database_state = DatabaseState::at(&self.seat.client).await?;
             let live = self.sky.live();
             let bare = |it: &MachineSeen| it.is_running() && !live.contains(&it.machine_id);
-            let under_way = look.operations.iter().any(|it| it.state == "running");
-            let quiet =
-                !under_way && !has_leftovers(&look, &live, &self.ledger) && !look.machines.iter().any(bare);
+            let under_way = database_state.operations.iter().any(|it| it.state == "running");
+            let quiet = !under_way
+                && !has_leftovers(&database_state, &live, &self.ledger)
+                && !database_state.machines.iter().any(bare);
             if quiet {
-                calm += 1;
-                if calm == 2 {
+                quiet_rounds += 1;
+                if quiet_rounds == 2 {
                     return Ok(());
                 }
             } else {
-                calm = 0;
+                quiet_rounds = 0;
             }
             for operation in
-                look.operations.iter().filter(|it| it.question.is_some() && it.state == "running")
+                database_state.operations.iter().filter(|it| it.question.is_some() && it.state == "running")
             {
-                self.decide(&operation.operation_id, &operation.machine_id, &look).await;
+                self.decide(&operation.operation_id, &operation.machine_id, &database_state).await;
             }
-            // Those that still boot come up, those that were resized are well; for the others the time runs out.
+            // Booting hosts register, resized hosts report healthy; for the others their deadline passes.
             for host in self.hosts().to_vec() {
-                let Some(machine) = look.machine(&host.machine).filter(|_| live.contains(&host.machine))
+                let Some(machine) =
+                    database_state.machine(&host.machine).filter(|_| live.contains(&host.machine))
                 else {
                     continue;
                 };
@@ -413,18 +417,18 @@ impl World<'_> {
             }
             self.seat.pass_time(10, false).await?;
         }
-        self.ledger.note("it did not come to rest");
-        let look = Look::at(&self.seat.client).await?;
-        for operation in look.operations.iter().filter(|it| it.state == "running") {
+        self.ledger.note("the platform did not settle");
+        let database_state = DatabaseState::at(&self.seat.client).await?;
+        for operation in database_state.operations.iter().filter(|it| it.state == "running") {
             self.ledger.note(format!("under way: {operation:?}"));
         }
         Ok(())
     }
 }
 
-async fn send(process: &Process, via: usize, ledger: &Ledger, asked: &Asked) -> Option<Answer> {
+async fn send(process: &Process, via: usize, ledger: &Ledger, planned: &PlannedRequest) -> Option<Answer> {
     let request_id = ledger.request_id();
-    let Asked { what, method, path, token, body, key, .. } = asked;
+    let PlannedRequest { what, method, path, token, body, key, .. } = planned;
     let request = request(method, path, token, body.as_ref(), &request_id, key.as_deref());
     let answer = process.api(request).await;
     let said =
@@ -432,15 +436,18 @@ async fn send(process: &Process, via: usize, ledger: &Ledger, asked: &Asked) -> 
     ledger.note(format!("p{via} {what} {path} {}: {said}", key.as_deref().unwrap_or("")));
     if let Some(answer) = &answer {
         if let ("register", 200, Some(body)) = (*what, answer.status, body) {
-            ledger.registered(body);
+            ledger.record_registration(body);
         }
         if let ("heartbeat", 200, Some(epoch)) = (*what, answer.status, answer.body["epoch"].as_u64()) {
             let machine = path.split('/').nth(2).unwrap_or_default();
-            ledger.raised(machine, epoch as u32);
+            ledger.record_epoch(machine, epoch as u32);
         }
-        ledger.answered(Told { what, key: key.clone(), request_id, status: answer.status }, answer);
+        ledger.wait_for_requests(
+            RequestRecord { what, key: key.clone(), request_id, status: answer.status },
+            answer,
+        );
     } else {
-        ledger.unanswered(Told { what, key: key.clone(), request_id, status: 0 });
+        ledger.record_no_response(RequestRecord { what, key: key.clone(), request_id, status: 0 });
     }
     answer
 }

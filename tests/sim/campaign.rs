@@ -1,4 +1,4 @@
-//! Three real platform processes on one database, a hundred overlapping requests, and kill -9 all the while.
+//! Three real platform processes on one database, a hundred overlapping requests, and kill -9 throughout.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -10,11 +10,11 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use svc::http::client::{self, Deadlines};
 
-use super::check::{self, Known, Memory};
-use super::cloud::Made;
+use super::check::{self, CallerView, Observations};
+use super::cloud::OrderedServer;
 use super::host::Host;
-use super::ledger::{Ledger, Told};
-use super::look::{self, Look};
+use super::ledger::{Ledger, RequestRecord};
+use super::look::{self, DatabaseState};
 use super::process::Answer;
 use super::rng::Rng;
 use super::seat::Times;
@@ -23,8 +23,8 @@ use crate::platform::stack::{Process, SECRET, Stack};
 const PROCESSES: usize = 3;
 const USERS: usize = 9;
 const REQUESTS: u32 = 100;
-/// Twice what a caller waits for a process to come back.
-const TRIES: usize = 150;
+/// Twice as long as a caller waits for a process to restart.
+const MAX_ATTEMPTS: usize = 150;
 
 struct Fleet {
     stack: Stack,
@@ -33,7 +33,7 @@ struct Fleet {
     ledger: Ledger,
 }
 
-struct Asked {
+struct CampaignRequest {
     what: &'static str,
     method: Method,
     path: String,
@@ -43,17 +43,17 @@ struct Asked {
 }
 
 impl Fleet {
-    /// Asks until there is an answer that says more than "later", each time whichever process comes.
-    async fn ask(&self, rng: &mut Rng, asked: &Asked) -> Option<Answer> {
-        for _ in 0..TRIES {
+    /// Retries until the response is not a 503, each time on a random process.
+    async fn request_until_answered(&self, rng: &mut Rng, planned: &CampaignRequest) -> Option<Answer> {
+        for _ in 0..MAX_ATTEMPTS {
             let base = rng.pick(&self.bases.lock().unwrap_or_else(PoisonError::into_inner));
             let request_id = self.ledger.request_id();
-            let mut request = self.client.request(asked.method.clone(), format!("{base}{}", asked.path));
-            request = request.bearer_auth(&asked.token).header("x-request-id", &request_id);
-            if let Some(key) = &asked.key {
+            let mut request = self.client.request(planned.method.clone(), format!("{base}{}", planned.path));
+            request = request.bearer_auth(&planned.token).header("x-request-id", &request_id);
+            if let Some(key) = &planned.key {
                 request = request.header("idempotency-key", key);
             }
-            if let Some(body) = &asked.body {
+            if let Some(body) = &planned.body {
                 request = request.json(body);
             }
             let answered = async {
@@ -63,16 +63,17 @@ impl Fleet {
             };
             let answered = answered.await;
             let status = answered.as_ref().map_or(0, |answer| answer.status);
-            let told = Told { what: asked.what, key: asked.key.clone(), request_id, status };
+            let record = RequestRecord { what: planned.what, key: planned.key.clone(), request_id, status };
             match answered {
                 Ok(answer) => {
-                    self.ledger.note(format!("{} {}: {} {}", asked.what, asked.path, status, answer.body));
-                    self.ledger.answered(told, &answer);
+                    self.ledger
+                        .note(format!("{} {}: {} {}", planned.what, planned.path, status, answer.body));
+                    self.ledger.record_response(record, &answer);
                     if status != 503 {
                         return Some(answer);
                     }
                 }
-                Err(_) => self.ledger.unanswered(told),
+                Err(_) => self.ledger.record_no_response(record),
             }
             tokio::time::sleep(Duration::from_millis(40)).await;
         }
@@ -88,21 +89,24 @@ impl Fleet {
         body: Option<Value>,
     ) -> Answer {
         let key = Some(format!("{what} {}", rng.next()));
-        let asked = Asked { what, method, path, token: SECRET.to_owned(), body, key };
+        let planned = CampaignRequest { what, method, path, token: SECRET.to_owned(), body, key };
         let mut other = Rng::new(rng.next());
         let (first, again) = match rng.below(3) {
-            // At once, at two processes.
-            0 => tokio::join!(self.ask(rng, &asked), self.ask(&mut other, &asked)),
+            // At the same time, on two processes.
+            0 => tokio::join!(
+                self.request_until_answered(rng, &planned),
+                self.request_until_answered(&mut other, &planned)
+            ),
             1 => {
-                let first = self.ask(rng, &asked).await;
-                (first, self.ask(&mut other, &asked).await)
+                let first = self.request_until_answered(rng, &planned).await;
+                (first, self.request_until_answered(&mut other, &planned).await)
             }
-            _ => (self.ask(rng, &asked).await, None),
+            _ => (self.request_until_answered(rng, &planned).await, None),
         };
         first.or(again).unwrap_or_else(|| panic!("no answer to {what}\n{}", self.stack.log()))
     }
 
-    /// One user's operator: what is asked depends on nothing but chance, so that refusals are asked for too.
+    /// One user's operator. Its requests are random, so that refusals are included.
     async fn serve(&self, number: usize, seed: u64) -> u32 {
         let mut rng = Rng::new(seed ^ (number as u64) << 32);
         let user = format!("user_{number}");
@@ -120,10 +124,10 @@ impl Fleet {
             Some(provision.clone()),
         );
         let mut machine = made.await.body["machineId"].as_str().unwrap_or_default().to_owned();
-        let mut asked = 2;
+        let mut sent = 2;
         let mine = REQUESTS.div_ceil(USERS as u32);
-        while asked < mine {
-            asked += 1;
+        while sent < mine {
+            sent += 1;
             let (what, method, path, body) = match rng.weighted(&[3, 3, 2, 2, 2, 1]) {
                 0 => ("provision", Method::POST, path("/vps/provision"), Some(provision.clone())),
                 1 => ("recover", Method::POST, path("/vps/recover"), Some(recover.clone())),
@@ -143,26 +147,26 @@ impl Fleet {
             if let Some(named) = answer.body["machineId"].as_str() {
                 named.clone_into(&mut machine);
             }
-            // Some come on each other's heels, some find a machine that runs.
+            // Some follow each other closely, others find a running machine.
             tokio::time::sleep(Duration::from_millis(rng.pick(&[0, 50, 400, 900]))).await;
         }
-        asked
+        sent
     }
 
-    /// All hosts, for as long as it is polled: they register, and then send heartbeats.
+    /// All hosts, for as long as it is polled: they register, then send heartbeats.
     async fn hosts(&self, seed: u64) {
         let mut rng = Rng::new(seed);
         let mut known: Vec<Host> = Vec::new();
         loop {
             for server in self.stack.provider.servers() {
                 if !known.iter().any(|host| host.server == server.name) {
-                    known.push(Host::of(&Made { name: server.name, user_data: server.user_data }));
+                    known.push(Host::of(&OrderedServer { name: server.name, user_data: server.user_data }));
                 }
             }
             let newest: Vec<Host> = known.iter().rev().take(12).cloned().collect();
             for host in newest {
                 let (what, path, token, body) = if rng.percent(60) {
-                    self.ledger.registers(&host.machine);
+                    self.ledger.record_attempt(&host.machine);
                     ("register", "/vps/register".to_owned(), &host.registration, host.registration_body(0))
                 } else {
                     let path = format!("/vps/{}/heartbeat", host.machine);
@@ -175,9 +179,13 @@ impl Fleet {
                 };
                 let body = Some(body);
                 let token = token.clone();
-                let asked = Asked { what, method: Method::POST, path, token, body, key: None };
-                // A host that is not answered tries again by itself, later.
-                let _ = tokio::time::timeout(Duration::from_secs(1), self.ask(&mut rng, &asked)).await;
+                let planned = CampaignRequest { what, method: Method::POST, path, token, body, key: None };
+                // A host without a response retries later.
+                let _ = tokio::time::timeout(
+                    Duration::from_secs(1),
+                    self.request_until_answered(&mut rng, &planned),
+                )
+                .await;
             }
             tokio::time::sleep(Duration::from_millis(30)).await;
         }
@@ -190,8 +198,8 @@ impl Fleet {
     }
 }
 
-/// Kills and restarts until it is told to end; then all processes run. How often it killed.
-async fn kill_again_and_again(
+/// Kills and restarts processes until stopped; then all run. Returns the number of kills.
+async fn kill_repeatedly(
     fleet: Arc<Fleet>,
     mut processes: Vec<Process>,
     seed: u64,
@@ -214,7 +222,7 @@ async fn kill_again_and_again(
     }
 }
 
-/// How many processes were killed.
+/// Runs a campaign and returns the number of kills.
 async fn campaign(seed: u64) -> Result<u32> {
     let stack = Stack::start().await;
     let client = client::build(Deadlines { whole: Some(Duration::from_secs(15)), ..Deadlines::CALL })?;
@@ -223,33 +231,36 @@ async fn campaign(seed: u64) -> Result<u32> {
     let starting = Arc::clone(&fleet);
     let processes =
         tokio::task::spawn_blocking(move || (0..PROCESSES).map(|n| starting.start(n)).collect()).await?;
-    let (tell, told) = tokio::sync::oneshot::channel();
-    let killer = tokio::spawn(kill_again_and_again(Arc::clone(&fleet), processes, seed, told));
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let killer = tokio::spawn(kill_repeatedly(Arc::clone(&fleet), processes, seed, stopped));
     let playing = Arc::clone(&fleet);
     let hosts = tokio::spawn(async move { playing.hosts(seed).await });
 
-    let asked: u32 = join_all((0..USERS).map(|number| fleet.serve(number, seed))).await.into_iter().sum();
-    let _ = tell.send(());
+    let sent: u32 = join_all((0..USERS).map(|number| fleet.serve(number, seed))).await.into_iter().sum();
+    let _ = stop.send(());
     let (_processes, kills) = killer.await?;
-    assert!(asked >= REQUESTS && kills > 3, "{asked} requests, {kills} kills");
+    assert!(sent >= REQUESTS && kills > 3, "{sent} requests, {kills} kills");
 
     let database = fleet.stack.database.connect().await?;
     let times = Times::of(&database).await?;
-    let came = comes_to_rest(&fleet, &database, &times).await?;
+    let came = settle(&fleet, &database, &times).await?;
     hosts.abort();
-    let look = Look::at(&database).await?;
+    let database_state = DatabaseState::at(&database).await?;
     let live = live(&fleet.stack);
-    let known = Known::of(&fleet.ledger);
-    let mut found = check::always(&look, &mut Memory::default(), &fleet.ledger, &known);
-    found.extend(check::settled(&look, &live, &look::audit(&database).await?, &fleet.ledger));
+    let known = CallerView::of(&fleet.ledger);
+    let mut found = check::always(&database_state, &mut Observations::default(), &fleet.ledger, &known);
+    found.extend(check::settled(&database_state, &live, &look::audit(&database).await?, &fleet.ledger));
     let log = || format!("{}\n{}", fleet.ledger.lines().join("\n"), fleet.stack.log());
-    assert!(came && found.is_empty(), "seed {seed} broke {found:?}\n{look:#?}\n{}", log());
-    for machine in look.machines.iter().filter(|machine| machine.is_running()) {
+    assert!(came && found.is_empty(), "seed {seed} broke {found:?}\n{database_state:#?}\n{}", log());
+    for machine in database_state.machines.iter().filter(|machine| machine.is_running()) {
         let servers = live.iter().filter(|id| **id == machine.machine_id).count();
         assert_eq!(servers, 1, "{machine:?}\n{}", log());
     }
-    let running = look.machines.iter().filter(|machine| machine.is_running()).count();
-    println!("seed {seed}: {asked} requests, {kills} kills, {} machines, {running} run", look.machines.len());
+    let running = database_state.machines.iter().filter(|machine| machine.is_running()).count();
+    println!(
+        "seed {seed}: {sent} requests, {kills} kills, {} machines, {running} run",
+        database_state.machines.len()
+    );
     Ok(kills)
 }
 
@@ -258,12 +269,12 @@ fn live(stack: &Stack) -> Vec<String> {
     stack.provider.servers().into_iter().filter_map(machine).collect()
 }
 
-/// Until nothing is under way and no server is left over; time is helped along.
-async fn comes_to_rest(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
+/// Waits until no operation is open and no server is left over, while it advances the time.
+async fn settle(fleet: &Fleet, database: &tokio_postgres::Client, times: &Times) -> Result<bool> {
     for _ in 0..300 {
-        let look = Look::at(database).await.context("look")?;
-        let under_way = look.operations.iter().any(|operation| operation.state == "running");
-        if !under_way && !check::has_leftovers(&look, &live(&fleet.stack), &fleet.ledger) {
+        let database_state = DatabaseState::at(database).await.context("read the database state")?;
+        let under_way = database_state.operations.iter().any(|operation| operation.state == "running");
+        if !under_way && !check::has_leftovers(&database_state, &live(&fleet.stack), &fleet.ledger) {
             return Ok(true);
         }
         times.pass(database, 3, false).await?;
@@ -273,14 +284,14 @@ async fn comes_to_rest(fleet: &Fleet, database: &tokio_postgres::Client, times: 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hundred_overlapping_requests_survive_random_kills() {
+async fn hundred_overlapping_requests_survive_random_kills() {
     campaign(1).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: ten campaigns"]
 async fn long_ten_campaigns_survive() -> Result<()> {
-    let mut figures = Figures::new("platforms that are killed again and again");
+    let mut figures = Figures::new("kills of platform processes");
     for seed in 2..12 {
         figures.kills_survived += u64::from(campaign(seed).await?);
     }

@@ -1,35 +1,40 @@
-//! The invariants, looked at from outside: the database, the provider's books, the store, and what callers were told.
+//! The invariants, checked from outside: the database, the provider's state, the store, and the responses to callers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::ledger::Ledger;
-use super::look::{AuditSeen, Look, MachineSeen};
+use super::look::{AuditSeen, DatabaseState, MachineSeen};
 use super::violation::Violation;
 
-/// What was seen before, for what cannot be seen in a state.
+/// Earlier observations, for invariants that span several states.
 #[derive(Debug, Default)]
-pub struct Memory {
-    /// Ended machines, as they ended.
+pub struct Observations {
+    /// Ended machines, with their state at the end.
     ended: BTreeMap<String, (String, bool, bool)>,
-    /// The epoch that each machine was made with, and the one that it was last seen with.
+    /// The first and the last observed epoch of each machine.
     epochs: BTreeMap<String, (u32, u32)>,
     highest: BTreeMap<String, u32>,
 }
 
-/// What callers knew before a look.
-pub struct Known {
+/// The knowledge of callers before an observation.
+pub struct CallerView {
     pub operations: BTreeSet<String>,
     pub ended: BTreeSet<String>,
 }
 
-impl Known {
+impl CallerView {
     pub fn of(ledger: &Ledger) -> Self {
         Self { operations: ledger.operations(), ended: ledger.ended() }
     }
 }
 
-/// What must hold at any instant.
-pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) -> BTreeSet<Violation> {
+/// The invariants that hold at every instant.
+pub fn always(
+    database_state: &DatabaseState,
+    memory: &mut Observations,
+    ledger: &Ledger,
+    known: &CallerView,
+) -> BTreeSet<Violation> {
     let mut found = ledger.violations();
     let mut hold = |holds: bool, violation| {
         if !holds {
@@ -38,35 +43,39 @@ pub fn always(look: &Look, memory: &mut Memory, ledger: &Ledger, known: &Known) 
     };
     let registrations = ledger.registrations();
     let mut active = BTreeMap::<String, u32>::new();
-    for machine in &look.machines {
+    for machine in &database_state.machines {
         if machine.is_active() {
             *active.entry(machine.prefix()).or_default() += 1;
         }
         let running = machine.is_running();
         hold(!running || registrations.contains(&machine.machine_id), Violation::RunningUnregistered);
         let waits = machine.is_booting() || (machine.is_active() && machine.status == "resizing");
-        hold(!waits || look.is_under_way(&machine.machine_id), Violation::Stuck);
-        let ended = known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine, look);
-        hold(memory.has_stayed(machine, look) && !(ended && machine.is_active()), Violation::CameBack);
+        hold(!waits || database_state.is_under_way(&machine.machine_id), Violation::Stuck);
+        let ended =
+            known.ended.contains(&machine.machine_id) && !memory.is_reinstated(machine, database_state);
+        hold(
+            memory.has_stayed(machine, database_state) && !(ended && machine.is_active()),
+            Violation::CameBack,
+        );
     }
     hold(active.values().all(|count| *count == 1), Violation::TwoActiveMachinesOfOneSlot);
-    hold(memory.epochs_grow(look), Violation::EpochDidNotGrow);
-    let there: BTreeSet<&str> = look.operations.iter().map(|it| it.operation_id.as_str()).collect();
-    hold(known.operations.iter().all(|told| there.contains(told.as_str())), Violation::AcceptedAndForgotten);
+    hold(memory.epochs_grow(database_state), Violation::EpochDidNotGrow);
+    let there: BTreeSet<&str> = database_state.operations.iter().map(|it| it.operation_id.as_str()).collect();
+    hold(known.operations.iter().all(|id| there.contains(id.as_str())), Violation::AcceptedAndForgotten);
     found
 }
 
-impl Memory {
-    fn has_stayed(&mut self, machine: &MachineSeen, look: &Look) -> bool {
+impl Observations {
+    fn has_stayed(&mut self, machine: &MachineSeen, database_state: &DatabaseState) -> bool {
         let now = (machine.status.clone(), machine.retired_at.is_some(), machine.deleted_at.is_some());
-        // Out of an end leads a reinstatement alone, and only under a higher epoch; a deletion ends a replaced one, too.
+        // Only a reinstatement leads out of an end, under a higher epoch; a deletion also ends a replaced machine.
         if let Some(ended) = self.ended.get(&machine.machine_id) {
             let is_deleted_too = !machine.is_active() && machine.deleted_at.is_some();
             if *ended == now || is_deleted_too {
                 return true;
             }
             // It may have ended again since.
-            let comes_back = self.is_reinstated(machine, look);
+            let comes_back = self.is_reinstated(machine, database_state);
             self.ended.remove(&machine.machine_id);
             return comes_back;
         }
@@ -76,19 +85,19 @@ impl Memory {
         true
     }
 
-    /// Whether its slot was given back to it, as its epoch says: higher than when it was seen first, or than that of a machine
-    /// that was made after it.
-    fn is_reinstated(&self, machine: &MachineSeen, look: &Look) -> bool {
+    /// Whether its slot was given back to it, as its epoch shows: higher than when first observed, or than that of a
+    /// later machine.
+    fn is_reinstated(&self, machine: &MachineSeen, database_state: &DatabaseState) -> bool {
         let made_after = |other: &&MachineSeen| {
             other.prefix() == machine.prefix() && other.machine_id > machine.machine_id
         };
         self.epochs.get(&machine.machine_id).is_some_and(|(first, _)| machine.epoch > *first)
-            || look.machines.iter().filter(made_after).any(|other| other.epoch < machine.epoch)
+            || database_state.machines.iter().filter(made_after).any(|other| other.epoch < machine.epoch)
     }
 
-    fn epochs_grow(&mut self, look: &Look) -> bool {
+    fn epochs_grow(&mut self, database_state: &DatabaseState) -> bool {
         let mut grow = true;
-        let mut seen: Vec<&MachineSeen> = look.machines.iter().collect();
+        let mut seen: Vec<&MachineSeen> = database_state.machines.iter().collect();
         seen.sort_by_key(|machine| machine.epoch);
         for machine in seen {
             let first = self.epochs.get(&machine.machine_id).map(|(first, _)| *first);
@@ -106,11 +115,18 @@ impl Memory {
     }
 }
 
-/// No server of a new machine stands before its slot's fence does. A machine that is reinstated takes its new epoch
-/// first, and writes nothing under it before the fence.
-pub fn fenced(look: &Look, live: &[String], fences: &BTreeMap<String, u32>) -> BTreeSet<Violation> {
+/// No server of a new machine exists before its slot's fence. A reinstated machine gets its new epoch first, and
+/// writes nothing under it before the fence.
+pub fn fenced(
+    database_state: &DatabaseState,
+    live: &[String],
+    fences: &BTreeMap<String, u32>,
+) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
-    let new = live.iter().filter_map(|id| look.machine(id)).filter(|machine| machine.registered_at.is_none());
+    let new = live
+        .iter()
+        .filter_map(|id| database_state.machine(id))
+        .filter(|machine| machine.registered_at.is_none());
     for machine in new {
         if fences.get(&machine.prefix()).copied().unwrap_or(0) < machine.epoch {
             found.insert(Violation::ServerBeforeFence);
@@ -119,53 +135,59 @@ pub fn fenced(look: &Look, live: &[String], fences: &BTreeMap<String, u32>) -> B
     found
 }
 
-/// What must hold besides, once everything had the time it needs and no fault is left.
-pub fn settled(look: &Look, live: &[String], audit: &[AuditSeen], ledger: &Ledger) -> BTreeSet<Violation> {
+/// Additional invariants once everything has settled and no fault remains.
+pub fn settled(
+    database_state: &DatabaseState,
+    live: &[String],
+    audit: &[AuditSeen],
+    ledger: &Ledger,
+) -> BTreeSet<Violation> {
     let mut found = BTreeSet::new();
-    if look.operations.iter().any(|operation| operation.state == "running") {
+    if database_state.operations.iter().any(|operation| operation.state == "running") {
         found.insert(Violation::OperationNeverEnds);
     }
-    if live.iter().any(|id| is_stray(look, live, ledger, id)) {
+    if live.iter().any(|id| is_stray(database_state, live, ledger, id)) {
         found.insert(Violation::Orphan);
     }
-    if look.machines.iter().any(|it| it.is_running() && !live.contains(&it.machine_id)) {
+    if database_state.machines.iter().any(|it| it.is_running() && !live.contains(&it.machine_id)) {
         found.insert(Violation::RunsWithoutServer);
     }
-    if !is_complete(look, audit, ledger) {
+    if !is_complete(database_state, audit, ledger) {
         found.insert(Violation::AuditIncomplete);
     }
     found
 }
 
-/// Whether no server is deleted: there is one that the database forgot when it was restored, about which an operator
-/// decides.
-pub fn holds_deletions(look: &Look, live: &[String], ledger: &Ledger) -> bool {
-    ledger.was_restored() && live.iter().any(|id| look.machine(id).is_none())
+/// Whether deletions are suspended: a restored database has forgotten a server, so an operator must decide.
+pub fn holds_deletions(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
+    ledger.was_restored() && live.iter().any(|id| database_state.machine(id).is_none())
 }
 
-/// Whether a server is to be gone.
-pub fn is_stray(look: &Look, live: &[String], ledger: &Ledger, machine: &str) -> bool {
-    if holds_deletions(look, live, ledger) {
+/// Whether a server must be deleted.
+pub fn is_stray(database_state: &DatabaseState, live: &[String], ledger: &Ledger, machine: &str) -> bool {
+    if holds_deletions(database_state, live, ledger) {
         return false;
     }
-    look.machine(machine).is_none_or(|machine| !machine.is_active() && !look.is_kept(machine))
+    database_state
+        .machine(machine)
+        .is_none_or(|machine| !machine.is_active() && !database_state.is_kept(machine))
 }
 
-/// Whether a server is left that is to be gone, or whose deletion is still to come.
-pub fn has_leftovers(look: &Look, live: &[String], ledger: &Ledger) -> bool {
-    let strays = live.iter().filter(|id| is_stray(look, live, ledger, id));
-    let to_come = look.machines.iter().filter(|machine| {
-        machine.server_deleted_at.is_none() && is_stray(look, live, ledger, &machine.machine_id)
+/// Whether a server that must be deleted still exists, or a deletion is still to come.
+pub fn has_leftovers(database_state: &DatabaseState, live: &[String], ledger: &Ledger) -> bool {
+    let strays = live.iter().filter(|id| is_stray(database_state, live, ledger, id));
+    let to_come = database_state.machines.iter().filter(|machine| {
+        machine.server_deleted_at.is_none() && is_stray(database_state, live, ledger, &machine.machine_id)
     });
     strays.count() + to_come.count() > 0
 }
 
-/// One row for each change, none twice, and none for an answer that was given again.
-fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
+/// Exactly one row for each change, and none for a replayed response.
+fn is_complete(database_state: &DatabaseState, audit: &[AuditSeen], ledger: &Ledger) -> bool {
     let rows = |actions: &[&str], of: &dyn Fn(&AuditSeen) -> bool| {
         audit.iter().filter(|row| actions.contains(&row.action.as_str()) && of(row)).count()
     };
-    let machines = look.machines.iter().all(|machine| {
+    let machines = database_state.machines.iter().all(|machine| {
         let id = &machine.machine_id;
         let made = |row: &AuditSeen| {
             row.after.as_ref().is_some_and(|after| after["machineId"].as_str() == Some(id.as_str()))
@@ -179,25 +201,25 @@ fn is_complete(look: &Look, audit: &[AuditSeen], ledger: &Ledger) -> bool {
             && (deleted..=deleted + undone).contains(&deletions)
             && rows(&["register"], &target) == usize::from(machine.registered_at.is_some())
     });
-    let resizes = look.operations.iter().filter(|operation| operation.kind == "resize");
+    let resizes = database_state.operations.iter().filter(|operation| operation.kind == "resize");
     let resizes = rows(&["resize"], &|_| true) == resizes.count();
-    let failed = look.machines.iter().filter(|it| it.failure_cause.as_deref() == Some("operator"));
+    let failed = database_state.machines.iter().filter(|it| it.failure_cause.as_deref() == Some("operator"));
     let failed =
         failed.into_iter().all(|machine| rows(&["fail"], &|row| row.target == machine.machine_id) > 0);
     machines && resizes && failed && is_once_for_each(audit, ledger)
 }
 
-/// No request has two rows, nor have all that carried one key; and a subscription that was accepted has one.
+/// No request has two rows, nor do all requests with one key; and an accepted subscription has one.
 fn is_once_for_each(audit: &[AuditSeen], ledger: &Ledger) -> bool {
     let mut groups = BTreeMap::<String, (bool, Vec<String>)>::new();
-    for told in ledger.told() {
-        let group = told.key.unwrap_or_else(|| told.request_id.clone());
+    for record in ledger.records() {
+        let group = record.key.unwrap_or_else(|| record.request_id.clone());
         let (accepted, requests) = groups.entry(group).or_default();
-        *accepted |= told.what == "subscribe" && told.status == 200;
-        requests.push(told.request_id);
+        *accepted |= record.what == "subscribe" && record.status == 200;
+        requests.push(record.request_id);
     }
     groups.values().all(|(accepted, requests)| {
-        // What a change meant for another machine of the slot, or for its data, has a row of its own.
+        // A change for another machine of the slot, or for its data, has a separate row.
         let follows = |row: &&AuditSeen| {
             matches!(row.action.as_str(), "delete.predecessor" | "reinstate" | "last_backup.loss_accepted")
         };

@@ -1,7 +1,7 @@
-//! The provider at the port: its books in memory, its rules, and the faults of a plan.
+//! An in-memory provider: its state, its rules, and the faults of a plan.
 //!
-//! It stands in for the adapter and the kit's simulator in the bulk of the runs, since an HTTP exchange in a dev build
-//! costs as much as a whole step; `wire` plays the same plans through both.
+//! It replaces the adapter and the kit's simulator in most runs, because an HTTP exchange in a dev build costs as
+//! much as a whole step; `wire` runs the same plans through both.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -17,33 +17,33 @@ use svc::provider::{
 };
 
 use super::plan::{Call, CloudFault};
-use super::violation::Broken;
+use super::violation::BrokenRule;
 
-/// How long an action takes, and an order that arrives late.
-const ACTION: Duration = Duration::from_millis(15);
-const LATE: Duration = Duration::from_millis(120);
-const SLOW: Duration = Duration::from_millis(200);
+/// The duration of an action, and the delay of a late order.
+const ACTION_DURATION: Duration = Duration::from_millis(15);
+const LATE_DELAY: Duration = Duration::from_millis(120);
+const SLOW_DELAY: Duration = Duration::from_millis(200);
 const MACHINE_LABEL: &str = "svc-machine";
 const TYPES: [(&str, u32); 4] = [("cpx12", 40), ("cpx22", 80), ("cpx32", 160), ("cpx52", 480)];
 
-/// A server as it was ordered; what a host is made of.
+/// A server as ordered; the input of a host.
 #[derive(Debug, Clone)]
-pub struct Made {
+pub struct OrderedServer {
     pub name: String,
     pub user_data: String,
 }
 
 pub struct Cloud {
-    books: Mutex<Books>,
-    broken: Option<Broken>,
+    books: Mutex<CloudState>,
+    broken: Option<BrokenRule>,
 }
 
 #[derive(Default)]
-struct Books {
+struct CloudState {
     next: i64,
     servers: BTreeMap<i64, Server>,
     actions: BTreeMap<i64, Pending>,
-    made: Vec<Made>,
+    made: Vec<OrderedServer>,
     faults: Vec<(Call, CloudFault, u8)>,
     doubles: bool,
 }
@@ -63,7 +63,7 @@ enum Effect {
 }
 
 impl Cloud {
-    pub fn new(broken: Option<Broken>) -> Arc<Self> {
+    pub fn new(broken: Option<BrokenRule>) -> Arc<Self> {
         Arc::new(Self { books: Mutex::default(), broken })
     }
 
@@ -75,21 +75,21 @@ impl Cloud {
         self.books().faults.clear();
     }
 
-    /// The machines that have a server now, by label.
+    /// The machines that have a server now, from its label.
     pub fn live(&self) -> Vec<String> {
         let machine = |server: &Server| server.labels.get(MACHINE_LABEL).cloned().unwrap_or_default();
         self.books().servers.values().map(machine).collect()
     }
 
-    /// Of those, the ones that are switched on.
+    /// Those whose servers are switched on.
     pub fn on(&self) -> Vec<String> {
         let books = self.books();
         let on = books.servers.values().filter(|server| server.status == ServerStatus::Running);
         on.filter_map(|server| server.labels.get(MACHINE_LABEL).cloned()).collect()
     }
 
-    /// Every server that was ever made, the oldest first.
-    pub fn made(&self) -> Vec<Made> {
+    /// Every server ever created, the oldest first.
+    pub fn made(&self) -> Vec<OrderedServer> {
         self.books().made.clone()
     }
 
@@ -102,7 +102,7 @@ impl Cloud {
         self.books().servers.retain(|_, server| server.name != name);
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
+    fn books(&self) -> MutexGuard<'_, CloudState> {
         let mut books = self.books.lock().unwrap_or_else(PoisonError::into_inner);
         books.settle();
         books
@@ -110,8 +110,8 @@ impl Cloud {
 
     fn fault_of(&self, call: Call) -> Option<CloudFault> {
         let mut books = self.books();
-        // Names matter where an answer is lost, which no plan is sure to bring soon.
-        if self.broken == Some(Broken::NamesRepeat) && call == Call::Create && books.next % 2 == 0 {
+        // Names matter after a lost response, which few plans contain.
+        if self.broken == Some(BrokenRule::NamesRepeat) && call == Call::Create && books.next % 2 == 0 {
             return Some(CloudFault::LostReply);
         }
         let at = books.faults.iter().position(|(known, _, _)| *known == call)?;
@@ -123,15 +123,16 @@ impl Cloud {
         Some(fault)
     }
 
-    /// Whether the next list is not whole.
+    /// Whether the next list is incomplete.
     fn is_partial(&self) -> bool {
-        let next =
-            |books: &Books| books.faults.iter().find(|(call, _, _)| *call == Call::Look).map(|found| found.1);
+        let next = |books: &CloudState| {
+            books.faults.iter().find(|(call, _, _)| *call == Call::DatabaseState).map(|found| found.1)
+        };
         next(&self.books()) == Some(CloudFault::Partial)
     }
 
     fn order(&self, order: &ServerOrder) -> Result<Server, ProviderError> {
-        let unique = self.broken != Some(Broken::NamesRepeat);
+        let unique = self.broken != Some(BrokenRule::NamesRepeat);
         let mut books = self.books();
         if unique && books.servers.values().any(|server| server.name == order.name) {
             return Err(failure("create server", ErrorKind::Conflict, 409, "uniqueness_error"));
@@ -148,9 +149,10 @@ impl Cloud {
             labels: order.labels.clone(),
             locked: false,
         };
-        books
-            .made
-            .push(Made { name: order.name.clone(), user_data: order.user_data.expose_secret().to_owned() });
+        books.made.push(OrderedServer {
+            name: order.name.clone(),
+            user_data: order.user_data.expose_secret().to_owned(),
+        });
         let label = |server: &Server| server.labels.get(MACHINE_LABEL).cloned();
         books.doubles |= books.servers.values().any(|known| label(known) == label(&server));
         books.servers.insert(id, server.clone());
@@ -161,14 +163,18 @@ impl Cloud {
         Ok(Created { server: self.order(order)?, actions: Vec::new() })
     }
 
-    async fn look<T>(&self, call: &'static str, found: impl FnOnce(&Books) -> T) -> Result<T, ProviderError> {
-        match self.fault_of(Call::Look) {
+    async fn call_read<T>(
+        &self,
+        call: &'static str,
+        found: impl FnOnce(&CloudState) -> T,
+    ) -> Result<T, ProviderError> {
+        match self.fault_of(Call::DatabaseState) {
             Some(CloudFault::RateLimited) => {
                 Err(failure(call, ErrorKind::Transient, 429, "rate_limit_exceeded"))
             }
             Some(CloudFault::ServerError) => Err(failure(call, ErrorKind::Transient, 503, "")),
             Some(CloudFault::Slow) => {
-                tokio::time::sleep(SLOW).await;
+                tokio::time::sleep(SLOW_DELAY).await;
                 Ok(found(&self.books()))
             }
             _ => Ok(found(&self.books())),
@@ -192,7 +198,7 @@ impl Cloud {
         let begun = self.books().begin(call, id, effect, fault == Some(CloudFault::ActionError));
         match fault {
             Some(CloudFault::Slow) => {
-                tokio::time::sleep(SLOW).await;
+                tokio::time::sleep(SLOW_DELAY).await;
                 begun
             }
             Some(CloudFault::LostReply) => Err(failure(call, unclear, 504, "")),
@@ -201,8 +207,8 @@ impl Cloud {
     }
 }
 
-impl Books {
-    /// Lets the actions take effect whose time is over.
+impl CloudState {
+    /// Applies the actions that are due.
     fn settle(&mut self) {
         let now = Instant::now();
         let Self { servers, actions, .. } = self;
@@ -253,8 +259,13 @@ impl Books {
         self.next += 1;
         let action =
             Action { id: ActionId(self.next), command: call.to_owned(), status: ActionStatus::Running };
-        let pending =
-            Pending { action: action.clone(), server: id.0, ends: Instant::now() + ACTION, effect, fails };
+        let pending = Pending {
+            action: action.clone(),
+            server: id.0,
+            ends: Instant::now() + ACTION_DURATION,
+            effect,
+            fails,
+        };
         self.actions.insert(self.next, pending);
         Ok(action)
     }
@@ -269,11 +280,11 @@ fn failure(call: &'static str, kind: ErrorKind, status: u16, code: &str) -> Prov
     ProviderError::new(call, kind, cause)
 }
 
-/// What the processes hold: the cloud, shared.
-pub struct AtThePort(pub Arc<Cloud>);
+/// The provider of the processes: a shared cloud.
+pub struct SharedCloud(pub Arc<Cloud>);
 
 #[async_trait]
-impl Provider for AtThePort {
+impl Provider for SharedCloud {
     async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
         const CALL: &str = "create server";
         match self.0.fault_of(Call::Create) {
@@ -292,15 +303,15 @@ impl Provider for AtThePort {
             Some(CloudFault::Late) => {
                 let (cloud, order) = (Arc::clone(&self.0), order.clone());
                 tokio::spawn(async move {
-                    tokio::time::sleep(LATE).await;
-                    // Where another order was faster, the name is taken.
+                    tokio::time::sleep(LATE_DELAY).await;
+                    // Another order was faster, so the name is taken.
                     let _ = cloud.order(&order);
                 });
                 Err(failure(CALL, ErrorKind::Ambiguous, 504, ""))
             }
             Some(CloudFault::Slow) => {
                 let made = self.0.create(order);
-                tokio::time::sleep(SLOW).await;
+                tokio::time::sleep(SLOW_DELAY).await;
                 made
             }
             Some(CloudFault::ActionError | CloudFault::Partial | CloudFault::Locked) | None => {
@@ -310,14 +321,14 @@ impl Provider for AtThePort {
     }
 
     async fn find(&self, name: &str) -> Result<Option<Server>, ProviderError> {
-        let blind = matches!(self.0.broken, Some(Broken::NamesRepeat | Broken::NothingIsDeleted));
+        let blind = matches!(self.0.broken, Some(BrokenRule::NamesRepeat | BrokenRule::NothingIsDeleted));
         let named = |server: &&Server| server.name == name && !blind;
-        self.0.look("find server", |books| books.servers.values().find(named).cloned()).await
+        self.0.call_read("find server", |books| books.servers.values().find(named).cloned()).await
     }
 
     async fn find_by_label(&self, selector: &str) -> Result<Vec<Server>, ProviderError> {
         let (label, value) = selector.split_once('=').map_or((selector, None), |(l, v)| (l, Some(v)));
-        let blind = matches!(self.0.broken, Some(Broken::NamesRepeat | Broken::NothingIsDeleted));
+        let blind = matches!(self.0.broken, Some(BrokenRule::NamesRepeat | BrokenRule::NothingIsDeleted));
         let chosen = |server: &&Server| {
             let found = server.labels.get(label);
             !blind && found.is_some_and(|found| value.is_none_or(|value| value == found))
@@ -326,13 +337,13 @@ impl Provider for AtThePort {
         let every_other = |(nth, _): &(usize, Server)| !partial || nth % 2 == 1;
         let all: Vec<Server> = self
             .0
-            .look("list servers", |books| books.servers.values().filter(chosen).cloned().collect())
+            .call_read("list servers", |books| books.servers.values().filter(chosen).cloned().collect())
             .await?;
         Ok(all.into_iter().enumerate().filter(every_other).map(|(_, server)| server).collect())
     }
 
     async fn get(&self, id: ServerId) -> Result<Option<Server>, ProviderError> {
-        self.0.look("get server", |books| books.servers.get(&id.0).cloned()).await
+        self.0.call_read("get server", |books| books.servers.get(&id.0).cloned()).await
     }
 
     async fn delete(&self, id: ServerId) -> Result<Deleted, ProviderError> {
@@ -346,7 +357,7 @@ impl Provider for AtThePort {
             Some(CloudFault::Locked) => return Err(failure(CALL, ErrorKind::Transient, 423, "locked")),
             _ => {}
         }
-        if self.0.broken == Some(Broken::NothingIsDeleted) {
+        if self.0.broken == Some(BrokenRule::NothingIsDeleted) {
             return Ok(Deleted::Done);
         }
         let there = {
@@ -358,14 +369,15 @@ impl Provider for AtThePort {
         };
         match fault {
             Some(CloudFault::LostReply) => return Err(failure(CALL, ErrorKind::Transient, 504, "")),
-            Some(CloudFault::Slow) => tokio::time::sleep(SLOW).await,
+            Some(CloudFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             _ => {}
         }
         Ok(if there { Deleted::Done } else { Deleted::WasAbsent })
     }
 
     async fn action(&self, id: ActionId) -> Result<Action, ProviderError> {
-        let found = self.0.look("get action", |books| books.actions.get(&id.0).map(|it| it.action.clone()));
+        let found =
+            self.0.call_read("get action", |books| books.actions.get(&id.0).map(|it| it.action.clone()));
         found.await?.ok_or_else(|| failure("get action", ErrorKind::NotFound, 404, "not_found"))
     }
 
@@ -395,6 +407,6 @@ impl Provider for AtThePort {
 
     async fn server_type(&self, name: &ServerType) -> Result<Option<ServerTypeInfo>, ProviderError> {
         let info = |disk_gb| ServerTypeInfo { name: name.clone(), cores: 2, memory_gb: 4.0, disk_gb };
-        self.0.look("get server type", |_| disk_of(name).map(info)).await
+        self.0.call_read("get server type", |_| disk_of(name).map(info)).await
     }
 }

@@ -1,19 +1,19 @@
-//! Plans written by hand: what reading or a seed has found once, so that it stays found.
+//! Handwritten plans: problems that a review or a seed once found.
 
 use super::plan::{Action, Step};
-use super::run::{End, Parts, play};
-use super::seat::Seat;
+use super::run::{Parts, RunResult, play};
+use super::seat::RunDatabase;
 
-/// Long enough for any answer: these plans are about order, not about overlap.
-const PATIENT_MS: u64 = 5000;
+/// Long enough for any response: these plans test the order, not overlap.
+const RESPONSE_TIMEOUT_MS: u64 = 5000;
 
 fn step(action: Action, key: Option<u8>) -> Step {
-    Step { via: 0, action, twice: false, key, wait_ms: PATIENT_MS }
+    Step { via: 0, action, twice: false, key, wait_ms: RESPONSE_TIMEOUT_MS }
 }
 
 async fn holds(steps: Vec<Step>) {
-    let seat = Seat::new(None).await.unwrap();
-    if let End::Broken { found, log, .. } = play(&seat, Parts::Near, &steps, None).await.unwrap() {
+    let seat = RunDatabase::new(None).await.unwrap();
+    if let RunResult::Broken { found, log, .. } = play(&seat, Parts::InProcess, &steps, None).await.unwrap() {
         panic!("{found:?}:\n{}", log.join("\n"));
     }
 }
@@ -28,9 +28,9 @@ fn running(slot: usize) -> Vec<Step> {
     actions.into_iter().map(|action| step(action, None)).collect()
 }
 
-/// The answer that a recovery is under way is an answer to its key, too.
+/// A response that a recovery is in progress also belongs to its key.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_recovery_asked_for_twice_is_not_begun_again_by_the_second_key() {
+async fn second_key_does_not_restart_a_recovery() {
     let mut steps = running(0);
     let recover = || Action::Recover { slot: 0, empty: true, accept_loss: true };
     steps.push(step(recover(), Some(0)));
@@ -41,9 +41,9 @@ async fn a_recovery_asked_for_twice_is_not_begun_again_by_the_second_key() {
     holds(steps).await;
 }
 
-/// A deletion's answer stays what it was when the leftovers are deleted once more.
+/// The response to a deletion does not change when the leftovers are deleted again.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_repeated_deletion_keeps_its_answer() {
+async fn repeated_deletion_keeps_its_response() {
     let mut steps = running(0);
     let delete = || Action::Delete { machine: 0, accept_loss: true };
     steps.push(step(delete(), Some(0)));

@@ -1,4 +1,4 @@
-//! A host at the level of its protocol: what its user-data tells it, and a backup by the production store code.
+//! A host at the protocol level: configured by its user-data, with backups by the production store code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use svc::store::snapshot::{self, FORMAT, SideRecord, SnapshotUnusable};
 use svc::store::upload::{PartLayout, Upload};
 use svc::store::{Bucket, pointer_io};
 
-use super::cloud::Made;
+use super::cloud::OrderedServer;
 use super::rows::Rows;
 use super::store::{Store, View};
-use super::violation::Broken;
+use super::violation::BrokenRule;
 
 pub const DIGEST: &str = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8";
 
@@ -37,7 +37,7 @@ pub struct Host {
     pub restore: String,
 }
 
-/// What a snapshot holds, instead of a dump.
+/// The content of a snapshot, in place of a dump.
 #[derive(Debug, Serialize, Deserialize)]
 struct Dump {
     machine: String,
@@ -45,17 +45,19 @@ struct Dump {
 }
 
 impl Host {
-    pub fn of(made: &Made) -> Self {
+    pub fn of(made: &OrderedServer) -> Self {
         let text = made.user_data.strip_prefix("#cloud-config\n").expect("cloud-config");
         let config: Value = serde_json::from_str(text).expect("JSON");
-        let mut told: BTreeMap<String, String> = BTreeMap::new();
+        let mut variables: BTreeMap<String, String> = BTreeMap::new();
         for file in config["write_files"].as_array().expect("files") {
             // Not every file is an env file.
             if file["path"].as_str().is_some_and(|path| path.ends_with(".env")) {
-                told.extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
+                variables
+                    .extend(parse_env_file(file["content"].as_str().expect("text")).expect("an env file"));
             }
         }
-        let take = |name: &str| told.get(name).cloned().unwrap_or_else(|| panic!("user-data without {name}"));
+        let take =
+            |name: &str| variables.get(name).cloned().unwrap_or_else(|| panic!("user-data without {name}"));
         Self {
             server: made.name.clone(),
             machine: take("SVC_MACHINE_ID"),
@@ -68,7 +70,7 @@ impl Host {
         }
     }
 
-    /// Bodies differ by the key that the host made, which a second boot of the same disk would keep.
+    /// Bodies differ by the host's key, which survives a reboot of the same disk.
     pub fn registration_body(&self, body: u8) -> Value {
         json!({"machineId": self.machine, "imageVersion": "v1", "bundleSha256": DIGEST,
             "tlsSpkiSha256": format!("{:064x}", u32::from(body) + 1), "bootMs": 1234})
@@ -83,7 +85,7 @@ impl Host {
         format!("{}/{}", self.user, self.slot)
     }
 
-    /// Restores the slot's latest snapshot, once for each disk; `false` where that cannot be done now.
+    /// Restores the slot's latest snapshot, once for each disk; `false` if that is not possible now.
     pub async fn boot(&self, store: &Arc<Store>, rows: &Rows) -> anyhow::Result<bool> {
         if rows.on_disk(&self.machine).is_some() {
             return Ok(true);
@@ -103,56 +105,56 @@ impl Host {
         Ok(true)
     }
 
-    /// Dump, side record, pointer, in that order, as the backup job does it; it may break off in between.
+    /// Dump, side record and pointer, in that order, as in the backup job; it may break off in between.
     pub async fn back_up(
         self,
         store: Arc<Store>,
         rows: Rows,
-        breaks_off: Option<u8>,
-        broken: Option<Broken>,
+        stops_after: Option<u8>,
+        broken: Option<BrokenRule>,
     ) -> String {
-        match self.backed_up(&store, &rows, breaks_off, broken).await {
+        match self.try_back_up(&store, &rows, stops_after, broken).await {
             Ok(what) => what.to_owned(),
             Err(error) => format!("{error:#}"),
         }
     }
 
-    async fn backed_up(
+    async fn try_back_up(
         &self,
         store: &Arc<Store>,
         rows: &Rows,
-        breaks_off: Option<u8>,
-        broken: Option<Broken>,
+        stops_after: Option<u8>,
+        broken: Option<BrokenRule>,
     ) -> anyhow::Result<&'static str> {
         let bucket = Bucket::new(Arc::new(View { store: Arc::clone(store), switch: None }));
         let slot = SlotPrefix::new(&self.user.parse()?, &self.slot.parse()?);
         let (at, epoch) = (svc::clock::now_ms(), Epoch(self.epoch));
         let key = snapshot_key(at, epoch);
         if !self.boot(store, rows).await? {
-            return Ok("nothing is restored there yet");
+            return Ok("no data restored yet");
         }
         let dump =
             Dump { machine: self.machine.clone(), rows: rows.on_disk(&self.machine).unwrap_or_default() };
         let content = Bytes::from(serde_json::to_vec(&dump)?);
         let path = slot.snapshot(&key).expect("a key of ours");
         let mut upload = Upload::begin(&bucket, &path, PartLayout::for_max_bytes(1 << 20)).await?;
-        upload.push(content.clone()).await?;
+        upload.write_pointer_unchecked(content.clone()).await?;
         let etag = upload.complete().await?.e_tag;
-        if breaks_off == Some(1) {
+        if stops_after == Some(1) {
             return Ok("broke off after the dump");
         }
         let side = self.side_record(key, &content, at);
-        if broken == Some(Broken::HostDoesNotVerify) {
-            push(&bucket, &slot, &named(&side)).await?;
+        if broken == Some(BrokenRule::HostDoesNotVerify) {
+            write_pointer_unchecked(&bucket, &slot, &named(&side)).await?;
             return Ok("moved the pointer too soon");
         }
         let recorded = snapshot::record(&bucket, &slot, &side, etag).await?;
         rows.saved(&self.prefix(), dump.rows);
-        if breaks_off == Some(2) {
+        if stops_after == Some(2) {
             return Ok("broke off after the side record");
         }
-        if broken == Some(Broken::HostIgnoresFence) {
-            push(&bucket, &slot, recorded.named()).await?;
+        if broken == Some(BrokenRule::HostIgnoresFence) {
+            write_pointer_unchecked(&bucket, &slot, recorded.named()).await?;
         } else {
             pointer_io::advance(&bucket, &slot, &recorded).await?;
         }
@@ -191,8 +193,12 @@ fn named(side: &SideRecord) -> SnapshotRef {
     }
 }
 
-/// Moves the pointer as nobody may: the fence is not obeyed, and nobody asks for a side record.
-async fn push(bucket: &Bucket, slot: &SlotPrefix, named: &SnapshotRef) -> anyhow::Result<()> {
+/// Moves the pointer against the rules: ignores the fence and needs no side record.
+async fn write_pointer_unchecked(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    named: &SnapshotRef,
+) -> anyhow::Result<()> {
     let now = pointer_io::read(bucket, slot).await?;
     let Some(now) = now else { anyhow::bail!("no pointer yet") };
     let condition = now.condition();

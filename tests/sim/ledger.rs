@@ -1,4 +1,4 @@
-//! What callers were told: every request with its answer, and what of it can be held against the platform.
+//! The requests and responses of all callers, and the violations that follow from them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,9 +9,9 @@ use serde_json::Value;
 use super::process::Answer;
 use super::violation::Violation;
 
-/// One request that an answer came to.
+/// A request with the status of its response.
 #[derive(Debug, Clone)]
-pub struct Told {
+pub struct RequestRecord {
     pub what: &'static str,
     pub key: Option<String>,
     pub request_id: String,
@@ -19,29 +19,29 @@ pub struct Told {
 }
 
 #[derive(Debug, Default)]
-struct Book {
+struct LedgerState {
     lines: Vec<String>,
-    told: Vec<Told>,
-    /// What each key was answered first.
+    records: Vec<RequestRecord>,
+    /// The first response to each key.
     keys: BTreeMap<String, (u16, Value)>,
     machines: Vec<String>,
     operations: BTreeSet<String>,
     registrations: BTreeSet<String>,
-    /// The body by which each machine was accepted first.
+    /// The body with which each machine was first accepted.
     accepted: BTreeMap<String, Value>,
     ended: BTreeSet<String>,
     seen: BTreeSet<Violation>,
     requests: u32,
-    /// Epochs that heartbeats handed out.
-    raised: BTreeMap<String, u32>,
-    /// Machines whose hosts know that they are registered; they do not forget it.
+    /// The epochs that heartbeat responses assigned.
+    epochs: BTreeMap<String, u32>,
+    /// Machines whose hosts know that they are registered; a host does not forget it.
     registered: BTreeMap<String, Value>,
     was_restored: bool,
 }
 
 #[derive(Debug, Clone)]
 pub struct Ledger {
-    book: Arc<Mutex<Book>>,
+    book: Arc<Mutex<LedgerState>>,
     began: Instant,
 }
 
@@ -50,7 +50,7 @@ impl Ledger {
         Self { book: Arc::default(), began: Instant::now() }
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
+    fn book(&self) -> MutexGuard<'_, LedgerState> {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -69,14 +69,14 @@ impl Ledger {
         format!("request-{}", book.requests)
     }
 
-    /// Takes an answer in.
-    pub fn answered(&self, told: Told, answer: &Answer) {
+    /// Records a response.
+    pub fn record_response(&self, record: RequestRecord, answer: &Answer) {
         let mut book = self.book();
         if answer.status == 500 {
             book.seen.insert(Violation::InternalError);
         }
         if (200..300).contains(&answer.status) {
-            if let Some(key) = &told.key {
+            if let Some(key) = &record.key {
                 let now = (answer.status, answer.body.clone());
                 let first = book.keys.entry(key.clone()).or_insert_with(|| now.clone()).clone();
                 if first != now {
@@ -88,7 +88,7 @@ impl Ledger {
                 book.operations.insert(operation);
             }
             book.ended.extend(named("oldMachineId"));
-            if told.what == "delete" {
+            if record.what == "delete" {
                 book.ended.extend(named("machineId"));
             }
             if let Some(machine) = named("machineId")
@@ -97,16 +97,16 @@ impl Ledger {
                 book.machines.push(machine);
             }
         }
-        book.told.push(told);
+        book.records.push(record);
     }
 
-    /// A request that may have been done, and of which nothing was heard.
-    pub fn unanswered(&self, told: Told) {
-        self.book().told.push(told);
+    /// Records a request without a response, which may have taken effect.
+    pub fn record_no_response(&self, record: RequestRecord) {
+        self.book().records.push(record);
     }
 
-    /// A host was told that it is its machine's.
-    pub fn registered(&self, body: &Value) {
+    /// Records the registration of a host as accepted.
+    pub fn record_registration(&self, body: &Value) {
         let mut book = self.book();
         let machine = body["machineId"].as_str().unwrap_or_default().to_owned();
         book.registered.entry(machine.clone()).or_insert_with(|| body.clone());
@@ -115,17 +115,17 @@ impl Ledger {
         }
     }
 
-    /// Whether a host has seen its registration accepted.
+    /// Whether the host's registration was accepted.
     pub fn is_registered(&self, machine: &str) -> bool {
         self.book().registered.contains_key(machine)
     }
 
-    /// The registration of a host that has seen it accepted.
+    /// The accepted registration of a host.
     pub fn registration(&self, machine: &str) -> Option<Value> {
         self.book().registered.get(machine).cloned()
     }
 
-    pub fn registers(&self, machine: &str) {
+    pub fn record_attempt(&self, machine: &str) {
         self.book().registrations.insert(machine.to_owned());
     }
 
@@ -134,7 +134,7 @@ impl Ledger {
         self.book().registrations.clone()
     }
 
-    /// Machines that answers named, in that order.
+    /// The machines named by responses, in that order.
     pub fn machines(&self) -> Vec<String> {
         self.book().machines.clone()
     }
@@ -149,20 +149,20 @@ impl Ledger {
     }
 
     /// Records the epoch that a heartbeat's answer gave a host.
-    pub fn raised(&self, machine: &str, epoch: u32) {
-        self.book().raised.insert(machine.to_owned(), epoch);
+    pub fn record_epoch(&self, machine: &str, epoch: u32) {
+        self.book().epochs.insert(machine.to_owned(), epoch);
     }
 
     pub fn epoch_of(&self, machine: &str) -> Option<u32> {
-        self.book().raised.get(machine).copied()
+        self.book().epochs.get(machine).copied()
     }
 
     /// The platform's database was restored from an older copy: discards the answers that it does not know.
-    pub fn restored(&self) {
+    pub fn record_restore(&self) {
         let mut book = self.book();
         book.was_restored = true;
         // Accepted requests may be missing in the copy. A repeated request with an earlier key may be answered from the copy.
-        book.told.iter_mut().for_each(|told| told.status = 0);
+        book.records.iter_mut().for_each(|record| record.status = 0);
         book.keys.clear();
         book.operations.clear();
         book.accepted.clear();
@@ -173,8 +173,8 @@ impl Ledger {
         self.book().was_restored
     }
 
-    pub fn told(&self) -> Vec<Told> {
-        self.book().told.clone()
+    pub fn records(&self) -> Vec<RequestRecord> {
+        self.book().records.clone()
     }
 
     pub fn violations(&self) -> BTreeSet<Violation> {

@@ -1,4 +1,4 @@
-//! One process's way to the provider: each call is a moment at which the process may die.
+//! The provider connection of one process: each call is a point at which the process may die.
 
 use std::sync::Arc;
 
@@ -12,12 +12,12 @@ use svc::provider::{
 use super::plan::Moment;
 use super::switch::Switch;
 
-pub struct Line {
+pub struct ProcessProvider {
     pub provider: Arc<dyn Provider>,
     pub switch: Arc<Switch>,
 }
 
-impl Line {
+impl ProcessProvider {
     async fn call<T>(&self, exchange: impl Future<Output = T>) -> T {
         self.switch.pass(Moment::BeforeProvider).await;
         let answer = exchange.await;
@@ -27,7 +27,7 @@ impl Line {
 }
 
 #[async_trait]
-impl Provider for Line {
+impl Provider for ProcessProvider {
     async fn create(&self, order: &ServerOrder) -> Result<Created, ProviderError> {
         self.call(self.provider.create(order)).await
     }

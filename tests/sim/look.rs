@@ -1,4 +1,4 @@
-//! The database as it is at one instant.
+//! The state of the database at one instant.
 
 use anyhow::Result;
 use serde::Deserialize;
@@ -28,7 +28,7 @@ pub struct OperationSeen {
     pub kind: String,
     pub state: String,
     pub step: String,
-    /// What it asks an operator.
+    /// Its question to an operator.
     pub question: Option<serde_json::Value>,
 }
 
@@ -41,22 +41,22 @@ pub struct AuditSeen {
 }
 
 #[derive(Debug, Clone, Default)]
-pub struct Look {
+pub struct DatabaseState {
     pub machines: Vec<MachineSeen>,
     pub operations: Vec<OperationSeen>,
 }
 
-/// One statement, hence one instant; the oldest machine first.
-const LOOK: &str = "SELECT \
+/// One statement, and therefore one instant; the oldest machine first.
+const STATE_QUERY: &str = "SELECT \
     (SELECT coalesce(json_agg(m ORDER BY machine_id), '[]') FROM (SELECT machine_id, idp_user_id, slot, \
         status, failure_cause, epoch, registered_at, proven_at, retired_at, deleted_at, \
         unsaved_since, discard_ordered_at, server_deleted_at FROM user_machines) m), \
     (SELECT coalesce(json_agg(o ORDER BY operation_id), '[]') FROM (SELECT operation_id, machine_id, \
         kind, state, step, question FROM operations) o)";
 
-impl Look {
+impl DatabaseState {
     pub async fn at(client: &Client) -> Result<Self> {
-        let row = client.query_one(LOOK, &[]).await?;
+        let row = client.query_one(STATE_QUERY, &[]).await?;
         Ok(Self {
             machines: serde_json::from_value(row.get(0))?,
             operations: serde_json::from_value(row.get(1))?,
@@ -67,8 +67,8 @@ impl Look {
         self.machines.iter().find(|machine| machine.machine_id == id)
     }
 
-    /// Whether the server of a machine that left its slot is to stay: it holds what no snapshot does, or nothing has taken
-    /// its place yet.
+    /// Whether the server of a machine that left its slot must be kept: it holds unsaved data, or it has no successor
+    /// yet.
     pub fn is_kept(&self, machine: &MachineSeen) -> bool {
         if machine.is_active() || machine.discard_ordered_at.is_some() {
             return false;

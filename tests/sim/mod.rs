@@ -1,23 +1,23 @@
-//! The control plane as a whole under everything at once: several platform processes on one database, hosts old and
-//! new, faults of provider, store and database, crashes, duplicates, time that passes; decided by seeds.
+//! The control plane under concurrent faults: several platform processes on one database, old and new hosts, faults
+//! of provider, store and database, crashes, duplicates and passing time, all chosen by seeds.
 //!
-//! The platform's code is the production's: routes, lifecycle, runner, reconciler, router, database. What a seed
-//! decides is its plan: the actions, their order and pauses, and which calls fail how. How tasks and the database
-//! interleave is not decided by it, so that a seed may need a few tries to fail again.
+//! The platform's code is that of production: routes, lifecycle, runner, reconciler, router, database. A seed
+//! determines its plan: the actions, their order and pauses, and the calls that fail. It does not determine how tasks
+//! and the database interleave, so a failing seed may need several tries to fail again.
 //!
-//! | file | what it owns |
+//! | file | content |
 //! |---|---|
 //! | `plan`, `rng` | a seed's plan |
 //! | `seat`, `process`, `world` | a database, platform processes in this process, a run's world |
-//! | `cloud`, `line`, `sky` | the provider, at the port or over HTTP |
-//! | `store`, `host` | the object store and who writes to it besides the platform |
-//! | `rows` | acknowledged rows, and where each is stored |
-//! | `act`, `ledger` | actions, and what callers were told |
+//! | `cloud`, `line`, `sky` | the provider, in memory or over HTTP |
+//! | `store`, `host` | the object store, and its writers besides the platform |
+//! | `rows` | acknowledged rows and their locations |
+//! | `act`, `ledger` | actions, and their responses |
 //! | `look`, `check`, `violation` | the invariants |
-//! | `run`, `runs`, `broken` | seeds that hold, and rules that are broken on purpose |
-//! | `found` | plans written by hand |
-//! | `campaign` | real processes, killed again and again |
-//! | `points` | that every fail point has a test that kills there |
+//! | `run`, `runs`, `broken` | seeds that hold, and deliberately broken rules |
+//! | `found` | handwritten plans |
+//! | `campaign` | real processes under repeated kills |
+//! | `points` | a kill test for every fail point |
 
 mod act;
 mod broken;

@@ -1,8 +1,8 @@
-//! What happens in a run: a seed's plan, as data that can be printed and cut short.
+//! The actions of a run: a seed's plan, as data that can be printed and shortened.
 
 use super::rng::Rng;
 
-/// Users and their slots; one user has two, since the platform lets a user's requests take turns.
+/// Users and their slots. One user has two, because the platform serialises a user's requests.
 pub const SLOTS: [(&str, &str); 3] = [("user_a", "primary"), ("user_a", "second"), ("user_b", "primary")];
 pub const PROCESSES: usize = 3;
 
@@ -20,7 +20,7 @@ pub enum Action {
         empty: bool,
         accept_loss: bool,
     },
-    /// Of any machine that an answer ever named.
+    /// Any machine that a response ever named.
     Resize {
         machine: usize,
         to: &'static str,
@@ -42,7 +42,7 @@ pub enum Action {
         machine: usize,
         accept_loss: bool,
     },
-    /// Of any operation that an answer ever named.
+    /// Any operation that a response ever named.
     Abandon {
         operation: usize,
     },
@@ -53,7 +53,7 @@ pub enum Action {
     Write {
         host: usize,
     },
-    /// Of any host that ever was, also one whose server is gone: its disk may run anywhere.
+    /// Any host that ever existed, even without its server: its disk may run anywhere.
     Register {
         host: usize,
         body: u8,
@@ -64,10 +64,10 @@ pub enum Action {
     BootFailure {
         host: usize,
     },
-    /// It may break off after the dump, or after the side record.
+    /// It may stop after the dump, or after the side record.
     BackUp {
         host: usize,
-        breaks_off: Option<u8>,
+        stops_after: Option<u8>,
     },
     ServerVanishes {
         host: usize,
@@ -82,21 +82,21 @@ pub enum Action {
         fault: StoreFault,
         times: u8,
     },
-    /// `system/db/latest` is deleted, or overwritten with what is no JSON.
+    /// `system/db/latest` is deleted, or overwritten with invalid JSON.
     PointerBreaks {
         slot: usize,
         is_lost: bool,
     },
-    /// Every connection to the database is cut.
+    /// Closes every connection to the database.
     DatabaseCuts,
-    /// The platform's database is copied, to be restored later.
+    /// Copies the platform's database for a later restore.
     DatabaseSaved,
-    /// The platform stops, gets the copy as its database, and starts again.
+    /// Stops the platform, replaces its database by the copy, and starts it again.
     DatabaseRestored,
     Crash {
         process: usize,
     },
-    /// At its `nth` call from now on of this sort, before or after it was done.
+    /// At its `nth` following call of this kind, before or after its effect.
     CrashAt {
         process: usize,
         moment: Moment,
@@ -108,19 +108,19 @@ pub enum Action {
     Start {
         process: usize,
     },
-    /// All stored times move into the past; with the leases, whoever is at work has slept through them.
+    /// Moves all stored times into the past. If it includes leases, every current holder has lost its lease.
     TimePasses {
         seconds: u32,
         leases: bool,
     },
-    /// Nothing new until the operations stand still, for a bounded time.
+    /// No new action until the operations are idle, for a bounded time.
     Rest,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Call {
     Create,
-    Look,
+    DatabaseState,
     Delete,
     Act,
 }
@@ -128,20 +128,20 @@ pub enum Call {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloudFault {
     RateLimited,
-    /// 5xx, nothing done.
+    /// 5xx, without effect.
     ServerError,
-    /// Done, and no answer.
+    /// Takes effect; the response is lost.
     LostReply,
-    /// No answer, and done only a while later.
+    /// The response is lost; takes effect a little later.
     Late,
-    /// Done, answered late.
+    /// Takes effect; the response is late.
     Slow,
     Refused,
-    /// Accepted; the action ends as an error.
+    /// Accepted; the action fails.
     ActionError,
-    /// A list leaves out every other server.
+    /// The list omits every other server.
     Partial,
-    /// The account's fault, for now: no capacity where the server was ordered.
+    /// A temporary error of the account: no capacity at the location.
     NoCapacity,
     /// The server is locked by something else.
     Locked,
@@ -164,14 +164,14 @@ pub enum Moment {
 
 #[derive(Debug, Clone)]
 pub struct Step {
-    /// The process that a request goes to.
+    /// The process that receives the request.
     pub via: usize,
     pub action: Action,
-    /// Sent to another process at the same time, under the same key.
+    /// Also sent to another process at the same time, with the same key.
     pub twice: bool,
-    /// Of a few, so that keys are used again.
+    /// One of a few keys, so that keys are reused.
     pub key: Option<u8>,
-    /// How long the next step waits for this one's answer.
+    /// The maximum wait for the response before the next step.
     pub wait_ms: u64,
 }
 
@@ -179,7 +179,7 @@ pub struct Step {
 pub fn plan(seed: u64) -> Vec<Step> {
     let mut rng = Rng::new(seed);
     let length = 20 + rng.below(21);
-    // A run is about its faults or about its requests; both in one would seldom get anywhere.
+    // A run has either faults or many requests; with both, few operations would complete.
     let troubled = rng.percent(60);
     let mut steps: Vec<Step> =
         (0..SLOTS.len()).map(|slot| step(&mut rng, Action::Subscribe { slot })).collect();
@@ -212,14 +212,14 @@ pub fn plan(seed: u64) -> Vec<Step> {
     steps
 }
 
-/// What mostly happens to a slot, so that runs come as far as machines with something to lose.
+/// The usual life of a slot, so that runs reach machines with data to lose.
 fn life(rng: &mut Rng) -> Vec<Action> {
     let slot = rng.below(SLOTS.len());
     let (newest, before) = (0, 1);
     let comes_up = [Action::Rest, Action::Register { host: newest, body: 0 }];
-    let backs_up = |host| Action::BackUp { host, breaks_off: None };
+    let backs_up = |host| Action::BackUp { host, stops_after: None };
     let recovers = rng.percent(40);
-    let accept_loss = rng.percent(ACCEPTED);
+    let accept_loss = rng.percent(ACCEPT_LOSS_PERCENT);
     let mut life = if recovers {
         vec![
             backs_up(newest),
@@ -250,8 +250,8 @@ fn life(rng: &mut Rng) -> Vec<Action> {
     life
 }
 
-/// How often an operator accepts a loss.
-const ACCEPTED: u64 = 30;
+/// The percentage of requests in which an operator accepts a loss.
+const ACCEPT_LOSS_PERCENT: u64 = 30;
 
 fn step(rng: &mut Rng, action: Action) -> Step {
     let twice = rng.percent(12);
@@ -293,20 +293,20 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
     ];
     let machine = rng.below(64);
     let slot = rng.below(SLOTS.len());
-    // Mostly the newest, which is where things go on.
+    // Mostly the newest machine, which has the most activity.
     let host = if rng.percent(70) { rng.below(3) } else { rng.below(64) };
     let process = rng.below(PROCESSES);
     match rng.weighted(&weights) {
         0 => Action::Subscribe { slot },
-        1 => Action::Provision { slot, accept_loss: rng.percent(ACCEPTED) },
-        2 => Action::Recover { slot, empty: rng.percent(70), accept_loss: rng.percent(ACCEPTED) },
+        1 => Action::Provision { slot, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
+        2 => Action::Recover { slot, empty: rng.percent(70), accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
         3 => Action::Resize { machine, to: rng.pick(&["cpx22", "cpx32", "cpx52"]) },
         4 => Action::Fail { machine },
-        5 => Action::Delete { machine, accept_loss: rng.percent(ACCEPTED) },
+        5 => Action::Delete { machine, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
         6 => Action::Register { host, body: u8::from(rng.percent(25)) },
         7 => Action::Heartbeat { host },
         8 => Action::BootFailure { host },
-        9 => Action::BackUp { host, breaks_off: rng.percent(25).then(|| 1 + rng.below(2) as u8) },
+        9 => Action::BackUp { host, stops_after: rng.percent(25).then(|| 1 + rng.below(2) as u8) },
         10 => Action::ServerVanishes { host },
         11 => provider_fails(rng),
         12 => Action::StoreFails {
@@ -328,7 +328,7 @@ fn action(rng: &mut Rng, troubled: bool) -> Action {
         20 => Action::Write { host },
         21 => Action::Undelete { machine },
         22 => Action::Resume { machine },
-        23 => Action::Discard { machine, accept_loss: rng.percent(ACCEPTED) },
+        23 => Action::Discard { machine, accept_loss: rng.percent(ACCEPT_LOSS_PERCENT) },
         24 => Action::Abandon { operation: rng.below(3) },
         25 => Action::RebuildPointer { slot },
         _ => Action::PointerBreaks { slot, is_lost: rng.percent(60) },
@@ -339,12 +339,13 @@ fn provider_fails(rng: &mut Rng) -> Action {
     use CloudFault::{
         ActionError, Late, Locked, LostReply, NoCapacity, Partial, RateLimited, Refused, ServerError, Slow,
     };
-    let call = rng.pick(&[Call::Create, Call::Create, Call::Create, Call::Look, Call::Delete, Call::Act]);
+    let call =
+        rng.pick(&[Call::Create, Call::Create, Call::Create, Call::DatabaseState, Call::Delete, Call::Act]);
     let fault = match call {
         Call::Create => {
             rng.pick(&[RateLimited, ServerError, LostReply, LostReply, Late, Slow, Refused, NoCapacity])
         }
-        Call::Look => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
+        Call::DatabaseState => rng.pick(&[RateLimited, ServerError, Slow, Partial, Partial]),
         Call::Delete => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Locked]),
         Call::Act => rng.pick(&[RateLimited, ServerError, LostReply, Slow, Refused, ActionError]),
     };
@@ -352,7 +353,7 @@ fn provider_fails(rng: &mut Rng) -> Action {
 }
 
 #[test]
-fn a_seed_decides_its_plan_and_seeds_differ() {
+fn plan_is_determined_by_its_seed() {
     assert_eq!(format!("{:?}", plan(7)), format!("{:?}", plan(7)));
     assert_ne!(format!("{:?}", plan(7)), format!("{:?}", plan(8)));
     let lengths: std::collections::BTreeSet<usize> = (0..200).map(|seed| plan(seed).len()).collect();

@@ -1,4 +1,4 @@
-//! Every fail point is enumerated where it stands, and every enumeration is walked by a test that kills at each.
+//! Every fail point in the source is enumerated, and every enumeration has a test that kills at each point.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use svc::host::update;
 use svc::platform::operations::{OperationKind, points};
 use svc::platform::{key_change, rollouts, token_rotation};
 
-/// Enumerations, each with the test that kills at every one of its points.
+/// The enumerations, each with the test that kills at every one of its points.
 fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19] {
     [
         (backup::POINTS, "svc::host::snapshots::backup::POINTS", "tests/vault/backup.rs"),
@@ -38,7 +38,7 @@ fn enumerations() -> [(&'static [&'static str], &'static str, &'static str); 19]
     ]
 }
 
-/// What a test changes and no place where it stops anything: how long a hook waits.
+/// A fail point that changes the waiting time of a hook and interrupts nothing.
 const SWITCHES: [&str; 1] = ["hook.patient"];
 
 fn read(path: &str) -> String {
@@ -57,7 +57,7 @@ fn sources(below: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Names in calls of `failpoint::pass` in a text; an expression in place of a name is given as it stands.
+/// The names in calls of `failpoint::pass`; an expression instead of a name is returned as written.
 fn passed(text: &str) -> Vec<String> {
     let calls = text.split("failpoint::pass(").skip(1);
     calls.map(|call| call.split(')').next().unwrap_or_default().trim_matches('"').to_owned()).collect()
@@ -71,7 +71,7 @@ fn every_point_in_the_source_is_enumerated() {
     let mut found = Vec::new();
     for file in files {
         for name in passed(&fs::read_to_string(&file).unwrap()) {
-            // Operations make their points from kind, step and place, and enumerate them the same way.
+            // Operations derive their points from kind, step and position, and enumerate them in the same way.
             let made = name.starts_with("&point(") && file.ends_with("platform/operations/held.rs");
             let is_switch = SWITCHES.contains(&name.as_str());
             assert!(
@@ -89,7 +89,7 @@ fn every_point_in_the_source_is_enumerated() {
 }
 
 #[test]
-fn every_enumeration_is_walked_by_a_kill() {
+fn every_enumeration_has_a_kill_test() {
     for (points, name, test) in enumerations() {
         let text = read(test);
         assert!(!points.is_empty());

@@ -1,7 +1,7 @@
 //! A platform process inside the test: the production API, router, runner and reconciler over one context.
 //!
-//! It dies by its switch, like a process by kill -9: no task of it runs on, its transactions are rolled back, its leases
-//! stay until they run out.
+//! Its switch kills it as kill -9 would: none of its tasks continues, its transactions are rolled back, and its
+//! leases remain until they expire.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,8 +31,8 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::line::Line;
-use super::seat::Seat;
+use super::line::ProcessProvider;
+use super::seat::RunDatabase;
 use super::store::{Store, View};
 use super::switch::Switch;
 
@@ -52,14 +52,14 @@ pub struct Answer {
     pub body: Value,
 }
 
-/// The production configuration, with times that a run has time for.
+/// The production configuration, with short times.
 pub fn config(database: &str) -> PlatformConfig {
     let key = "07".repeat(32);
     let env = Env::from_pairs([
         ("PLATFORM_DATABASE_URL", database),
         ("PLATFORM_KEY", &key),
         ("PLATFORM_SECRET", SECRET),
-        // Time passes faster here than rates know.
+        // Time passes faster here than rate limits assume.
         ("PLATFORM_HOST_REQUESTS_PER_SECOND", "0"),
         ("PLATFORM_PUBLIC_URL", "http://platform.example"),
         ("APP_HOST", "app.test"),
@@ -71,7 +71,7 @@ pub fn config(database: &str) -> PlatformConfig {
         ("SERVER_CHECK_SECONDS", "0"),
         ("CUSTOMER_VPS_ENABLED", "true"),
         ("CUSTOMER_VPS_IMAGE_VERSION", "v1"),
-        // Nobody listens there: a host is asked in vain, and at once.
+        // No host listens at this port, so calls fail at once.
         ("CUSTOMER_VPS_HTTPS_PORT", "9"),
         ("PROVIDER_API_TOKEN", "token"),
         ("OBJECT_STORE_URL", "s3://fleet"),
@@ -92,7 +92,7 @@ pub fn config(database: &str) -> PlatformConfig {
 }
 
 impl Process {
-    pub fn start(seat: &Seat, provider: Arc<dyn Provider>, store: &Arc<Store>) -> Self {
+    pub fn start(seat: &RunDatabase, provider: Arc<dyn Provider>, store: &Arc<Store>) -> Self {
         let switch = Arc::new(Switch::default());
         let config = config(&seat.url());
         let view = View { store: Arc::clone(store), switch: Some(Arc::clone(&switch)) };
@@ -107,7 +107,7 @@ impl Process {
             stop: switch.token(),
         };
         let platform = Arc::new(Platform {
-            provider: Arc::new(Line { provider, switch: Arc::clone(&switch) }),
+            provider: Arc::new(ProcessProvider { provider, switch: Arc::clone(&switch) }),
             bucket: Bucket::new(Arc::new(view)),
             host_store: HostStore::new(&config.store, &config.host_credentials).expect("a store for hosts"),
             mint: TokenMint::new(&config.keys.current),
@@ -154,21 +154,21 @@ impl Process {
         self.platform.reconcile.notify_one();
     }
 
-    /// An answer of the API; `None` where the process died before it came.
+    /// A response of the API; `None` if the process died before it.
     pub async fn api(&self, request: Request<Body>) -> Option<Answer> {
         self.switch.alive(answer(self.api.clone(), request)).await
     }
 
-    /// An answer of the public listener.
+    /// A response of the public listener.
     pub async fn public(&self, request: Request<Body>) -> Option<Answer> {
         self.switch.alive(answer(self.public.clone(), request)).await
     }
 
-    /// As told by a signal: the steps under way end, leases are given back.
+    /// As on a signal: the current steps end, and leases are released.
     pub async fn stop(&self) {
         self.platform.stop.cancel();
         self.tasks.close();
-        // What hangs is killed, as a supervisor would.
+        // A hanging process is killed, as by a supervisor.
         let _ = tokio::time::timeout(Duration::from_secs(2), self.tasks.wait()).await;
         self.switch.kill();
     }
@@ -187,7 +187,7 @@ async fn answer(router: Router, request: Request<Body>) -> Answer {
     Answer { status: parts.status.as_u16(), body: serde_json::from_slice(&bytes).unwrap_or_default() }
 }
 
-/// The request of an operator or a host; its id ties it to its audit row.
+/// A request of an operator or a host; its id links it to its audit row.
 pub fn request(
     method: &str,
     path: &str,

@@ -1,10 +1,10 @@
-//! Random numbers that a seed decides (SplitMix64); nothing else of a plan is random.
+//! Seeded random numbers (SplitMix64), the only randomness of a plan.
 
 pub struct Rng(u64);
 
 impl Rng {
     pub fn new(seed: u64) -> Self {
-        // Neighbouring seeds shall not give neighbouring plans.
+        // Neighbouring seeds must not give similar plans.
         Self(seed.wrapping_mul(0xD134_2543_DE82_EF95).wrapping_add(0x9E37_79B9))
     }
 
@@ -16,7 +16,7 @@ impl Rng {
         mixed ^ (mixed >> 31)
     }
 
-    /// Less than `limit`, which is not 0.
+    /// A number below `limit`, which is not 0.
     pub fn below(&mut self, limit: usize) -> usize {
         (self.next() % limit as u64) as usize
     }
@@ -29,7 +29,7 @@ impl Rng {
         of[self.below(of.len())].clone()
     }
 
-    /// A place in `weights`, each as likely as its weight says.
+    /// An index of `weights`, chosen in proportion to its weight.
     pub fn weighted(&mut self, weights: &[u32]) -> usize {
         let mut at = self.next() % u64::from(weights.iter().sum::<u32>());
         for (place, weight) in weights.iter().enumerate() {

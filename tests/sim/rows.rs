@@ -1,16 +1,16 @@
-//! Acknowledged rows: on which disks and in which snapshots each of them is, and which ones an operator gave up.
+//! Acknowledged rows: the disks and snapshots that contain each of them, and the rows that an operator gave up.
 //!
-//! The rule: a row that was acknowledged stays on a server of its slot or in a snapshot, unless an operator accepted the
-//! loss, or the provider lost the disk.
+//! The rule: an acknowledged row remains on a server of its slot or in a snapshot, unless an operator accepted its
+//! loss or the provider lost the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 #[derive(Debug, Clone, Default)]
-pub struct Rows(Arc<Mutex<Book>>);
+pub struct Rows(Arc<Mutex<RowsState>>);
 
 #[derive(Debug, Default)]
-struct Book {
+struct RowsState {
     last: u32,
     /// By the slot's prefix.
     slots: BTreeMap<String, SlotRows>,
@@ -23,7 +23,7 @@ struct SlotRows {
     acknowledged: BTreeSet<u32>,
     in_snapshots: BTreeSet<u32>,
     given_up: BTreeSet<u32>,
-    /// Requests under way that accept a loss.
+    /// Number of open requests that accept a loss.
     accepting: u32,
 }
 
@@ -34,21 +34,21 @@ struct Disk {
 }
 
 impl Rows {
-    fn book(&self) -> MutexGuard<'_, Book> {
+    fn book(&self) -> MutexGuard<'_, RowsState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A new machine's disk, with what its snapshot held.
+    /// A new machine's disk, with the rows of its snapshot.
     pub fn load(&self, machine: &str, prefix: &str, rows: BTreeSet<u32>) {
         self.book().disks.insert(machine.to_owned(), Disk { prefix: prefix.to_owned(), rows });
     }
 
-    /// `None`: nothing was ever restored there.
+    /// `None` if no data was restored to the disk.
     pub fn on_disk(&self, machine: &str) -> Option<BTreeSet<u32>> {
         self.book().disks.get(machine).map(|disk| disk.rows.clone())
     }
 
-    /// One more row; its number.
+    /// Writes one more row and returns its number.
     pub fn write(&self, machine: &str) -> Option<u32> {
         let mut book = self.book();
         book.last += 1;
@@ -64,8 +64,8 @@ impl Rows {
         Some(row)
     }
 
-    /// The answer to a write did not get out.
-    pub fn take_back(&self, row: u32) {
+    /// Removes a row whose write was not acknowledged.
+    pub fn unacknowledge(&self, row: u32) {
         for slot in self.book().slots.values_mut() {
             slot.acknowledged.remove(&row);
         }
@@ -82,9 +82,9 @@ impl Rows {
         book.slots.entry(disk.prefix).or_default().given_up.extend(disk.rows);
     }
 
-    /// An operator gives up what the slot has that no snapshot holds, up to the end of the request.
-    pub fn accept(&self, prefix: String) -> Accepting {
-        let accepting = Accepting { rows: self.clone(), prefix };
+    /// An operator gives up the slot's unsaved rows until the end of the request.
+    pub fn accept(&self, prefix: String) -> LossAcceptance {
+        let accepting = LossAcceptance { rows: self.clone(), prefix };
         accepting.count(1);
         accepting
     }
@@ -93,7 +93,7 @@ impl Rows {
         self.book().slots.values().map(|slot| slot.acknowledged.len()).sum()
     }
 
-    /// What was acknowledged and is nowhere any more, with these machines having servers.
+    /// Acknowledged rows that are stored nowhere, if these machines have servers.
     pub fn missing(&self, live: &[String]) -> BTreeSet<u32> {
         let book = self.book();
         let on_servers: BTreeSet<u32> = live
@@ -112,14 +112,14 @@ impl Rows {
     }
 }
 
-/// A request under way that accepts a loss. It may be done at any moment until its end.
+/// An open request that accepts a loss. It may take effect at any moment until its end.
 #[derive(Debug)]
-pub struct Accepting {
+pub struct LossAcceptance {
     rows: Rows,
     prefix: String,
 }
 
-impl Accepting {
+impl LossAcceptance {
     fn count(&self, by: i8) {
         let mut book = self.rows.book();
         let slot = book.slots.entry(self.prefix.clone()).or_default();
@@ -128,7 +128,7 @@ impl Accepting {
     }
 }
 
-impl Drop for Accepting {
+impl Drop for LossAcceptance {
     fn drop(&mut self) {
         self.count(-1);
     }

@@ -1,4 +1,5 @@
-//! A run of a seed: its plan, acted out, and what it found; a failing plan is cut to its shortest failing beginning.
+//! The run of a seed: executes its plan and collects violations; a failing plan is reduced to its shortest failing
+//! prefix.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -9,59 +10,68 @@ use anyhow::Result;
 use object_store::ObjectStore;
 
 use super::plan::{Step, plan};
-use super::seat::Seat;
-use super::sky::Sky;
-use super::violation::{Broken, Violation};
+use super::seat::RunDatabase;
+use super::sky::RunProvider;
+use super::violation::{BrokenRule, Violation};
 use super::world::{Tally, World};
 
-/// How a plan went.
-pub enum End {
+/// The result of a plan.
+pub enum RunResult {
     Held(Tally),
     Broken { found: BTreeSet<Violation>, after: usize, log: Vec<String> },
 }
 
-/// The parts outside the platform.
+/// The components outside the platform.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Parts {
     /// Provider and store in this process.
-    Near,
+    InProcess,
     /// The adapter and the store's client over HTTP, to the kit's provider and S3 server.
     Wire,
 }
 
-pub async fn play(seat: &Seat, parts: Parts, steps: &[Step], broken: Option<Broken>) -> Result<End> {
+pub async fn play(
+    seat: &RunDatabase,
+    parts: Parts,
+    steps: &[Step],
+    broken: Option<BrokenRule>,
+) -> Result<RunResult> {
     let (sky, objects, _s3) = match parts {
-        Parts::Near => (Sky::port(broken), None, None),
+        Parts::InProcess => (RunProvider::port(broken), None, None),
         Parts::Wire => {
             let (objects, s3) = s3()?;
-            (Sky::wire().await?, Some(objects), Some(s3))
+            (RunProvider::wire().await?, Some(objects), Some(s3))
         }
     };
     let mut world = World::new(seat, sky, objects, broken).await?;
     for (number, step) in steps.iter().enumerate() {
         world.ledger.note(format!("{number:>2}. p{} {:?}", step.via, step.action));
         world.act(step).await?;
-        let found = world.broken_now().await?;
+        let found = world.check_now().await?;
         if !found.is_empty() {
             let log = world.ledger.lines();
             world.end().await;
-            return Ok(End::Broken { found, after: number + 1, log });
+            return Ok(RunResult::Broken { found, after: number + 1, log });
         }
     }
     world.ledger.note("the faults end");
     world.settle().await?;
-    let mut found = world.broken_now().await?;
+    let mut found = world.check_now().await?;
     if found.is_empty() {
-        found = world.broken_at_rest().await?;
+        found = world.check_settled().await?;
     }
     let log = world.ledger.lines();
     let tally = world.end().await;
-    Ok(if found.is_empty() { End::Held(tally) } else { End::Broken { found, after: steps.len(), log } })
+    Ok(if found.is_empty() {
+        RunResult::Held(tally)
+    } else {
+        RunResult::Broken { found, after: steps.len(), log }
+    })
 }
 
-type Kept = (Arc<dyn ObjectStore>, kit::s3::S3Server);
+type StoreWithServer = (Arc<dyn ObjectStore>, kit::s3::S3Server);
 
-fn s3() -> Result<Kept> {
+fn s3() -> Result<StoreWithServer> {
     let server = kit::s3::S3Server::start(&std::env::temp_dir())?;
     server.create_bucket("fleet");
     let pairs = server.env("fleet");
@@ -71,8 +81,8 @@ fn s3() -> Result<Kept> {
     Ok((Arc::clone(config.open()?.raw()), server))
 }
 
-/// Plays seeds until one breaks something, several at a time; panics with its log. `SVC_SIM_SEED` plays that seed alone, and
-/// `SVC_SIM_FROM` resumes a long run at that seed.
+/// Runs seeds, several at a time, and panics with the log of the first violation. `SVC_SIM_SEED` runs only that seed,
+/// and `SVC_SIM_FROM` resumes a long run at that seed.
 pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> Tally {
     let seeds = match (seed_of("SVC_SIM_SEED"), seed_of("SVC_SIM_FROM")) {
         (Some(seed), _) if seeds.contains(&seed) => seed..seed + 1,
@@ -88,7 +98,7 @@ pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> 
     for _ in 0..at_once.min((seeds.end - seeds.start) as usize) {
         let (next, end) = (Arc::clone(&next), seeds.end);
         seats.spawn(async move {
-            let seat = Seat::new(None).await.expect("a seat");
+            let seat = RunDatabase::new(None).await.expect("a seat");
             let mut tally = Tally::default();
             loop {
                 let seed = next.fetch_add(1, Ordering::Relaxed);
@@ -96,8 +106,8 @@ pub async fn hold(seeds: std::ops::Range<u64>, parts: Parts, at_once: usize) -> 
                     return tally;
                 }
                 match play(&seat, parts, &plan(seed), None).await.expect("the parts work") {
-                    End::Held(one) => tally.add(one),
-                    End::Broken { found, after, log } => {
+                    RunResult::Held(one) => tally.add(one),
+                    RunResult::Broken { found, after, log } => {
                         let report = report(seed, &found, after, &log);
                         let shortest = shortest(&seat, parts, seed, after).await;
                         panic!("{report}{shortest}");
@@ -126,38 +136,43 @@ fn report(seed: u64, found: &BTreeSet<Violation>, after: usize, log: &[String]) 
     for line in log {
         let _ = writeln!(text, "  {line}");
     }
-    let _ = writeln!(text, "again: SVC_SIM_SEED={seed} cargo xtask test sim::runs");
+    let _ = writeln!(text, "replay: SVC_SIM_SEED={seed} cargo xtask test sim::runs");
     text
 }
 
-/// The shortest beginning of the plan that fails too, looked for by halving; timing is not the seed's, so that a try
-/// may pass by luck.
-async fn shortest(seat: &Seat, parts: Parts, seed: u64, failed: usize) -> String {
+/// The shortest failing prefix of the plan, found by bisection. A seed does not determine the timing, so a try may
+/// pass by chance.
+async fn shortest(seat: &RunDatabase, parts: Parts, seed: u64, failed: usize) -> String {
     let steps = plan(seed);
     let (mut holds, mut fails, mut last) = (0, failed, None);
     while holds + 1 < fails {
         let middle = (holds + fails) / 2;
         match play(seat, parts, &steps[..middle], None).await {
-            Ok(End::Broken { found, after, log }) => {
+            Ok(RunResult::Broken { found, after, log }) => {
                 fails = after.min(middle);
                 last = Some(report(seed, &found, after, &log));
             }
-            Ok(End::Held(_)) | Err(_) => holds = middle,
+            Ok(RunResult::Held(_)) | Err(_) => holds = middle,
         }
     }
     match last {
-        Some(report) => format!("the shortest beginning that failed again has {fails} steps:\n{report}"),
-        None => "no shorter beginning failed again\n".to_owned(),
+        Some(report) => format!("the shortest prefix that failed again has {fails} steps:\n{report}"),
+        None => "no shorter prefix failed again\n".to_owned(),
     }
 }
 
-/// Plays seeds with a rule broken, at most so many, until one finds `wanted`. What any finds is among `wanted` and what
-/// follows from it: nothing is taken for what it is not.
-pub async fn caught(broken: Broken, most: u64, wanted: Violation, follows: &[Violation]) -> Option<u64> {
-    let seat = Seat::new(Some(broken)).await.expect("a seat");
-    for seed in 0..most {
-        let end = play(&seat, Parts::Near, &plan(seed), Some(broken)).await.expect("the parts work");
-        let End::Broken { found, log, .. } = end else { continue };
+/// Runs at most `max_seeds` seeds with a broken rule until one detects `wanted`. Every detected violation must be
+/// `wanted` or follow from it.
+pub async fn find_violation(
+    broken: BrokenRule,
+    max_seeds: u64,
+    wanted: Violation,
+    follows: &[Violation],
+) -> Option<u64> {
+    let seat = RunDatabase::new(Some(broken)).await.expect("a seat");
+    for seed in 0..max_seeds {
+        let end = play(&seat, Parts::InProcess, &plan(seed), Some(broken)).await.expect("the parts work");
+        let RunResult::Broken { found, log, .. } = end else { continue };
         let other = found.iter().find(|found| **found != wanted && !follows.contains(found));
         assert!(other.is_none(), "seed {seed} found {found:?}:\n{}", log.join("\n"));
         if found.contains(&wanted) {

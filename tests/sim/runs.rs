@@ -1,4 +1,4 @@
-//! The seeds that are played for every change, and the many more of the long mode.
+//! The seeds of every change, and the larger set of the long mode.
 
 use anyhow::Result;
 use kit::long::Figures;
@@ -6,16 +6,16 @@ use kit::long::Figures;
 use super::run::{Parts, hold};
 use super::world::Tally;
 
-const AT_ONCE: usize = 5;
+const CONCURRENT_SEEDS: usize = 5;
 
-async fn near(first: u64, count: u64) -> Tally {
-    let tally = hold(first..first + count, Parts::Near, AT_ONCE).await;
+async fn run_in_process(first: u64, count: u64) -> Tally {
+    let tally = hold(first..first + count, Parts::InProcess, CONCURRENT_SEEDS).await;
     println!("{count} seeds from {first}: {tally:?}");
-    // Where all is played, enough has to be reached for the rest to mean anything.
+    // A complete range of seeds must reach enough states to be meaningful.
     if ["SVC_SIM_SEED", "SVC_SIM_FROM"].iter().all(|variable| std::env::var_os(variable).is_none()) {
         assert!(u64::from(tally.running) > count / 2, "{tally:?}");
         assert!(u64::from(tally.routed) > count / 2, "{tally:?}");
-        // Seldom, and fewer get through on a busy machine: four of 125 have been seen.
+        // Rare, and rarer on a busy machine: four of 125 have been seen.
         assert!(u64::from(tally.resized) > count / 125, "{tally:?}");
         assert!(u64::from(tally.crashes) > count / 4, "{tally:?}");
         assert!(u64::from(tally.snapshots) > count / 2, "{tally:?}");
@@ -25,29 +25,29 @@ async fn near(first: u64, count: u64) -> Tally {
     tally
 }
 
-/// A crash of a process that is simulated is a fault like those of its world.
-fn told(test: &str, tally: &Tally) -> Result<()> {
+/// Counts the simulated crashes as faults.
+fn record_figures(test: &str, tally: &Tally) -> Result<()> {
     Figures { faults_tried: u64::from(tally.crashes), ..Figures::new(test) }.record()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_first_quarter_holds() {
-    near(0, 125).await;
+async fn first_quarter_of_seeds_holds() {
+    run_in_process(0, 125).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_second_quarter_holds() {
-    near(125, 125).await;
+async fn second_quarter_of_seeds_holds() {
+    run_in_process(125, 125).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_third_quarter_holds() {
-    near(250, 125).await;
+async fn third_quarter_of_seeds_holds() {
+    run_in_process(250, 125).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_fourth_quarter_holds() {
-    near(375, 125).await;
+async fn fourth_quarter_of_seeds_holds() {
+    run_in_process(375, 125).await;
 }
 
 /// The same plans through the production adapter and the store's client, over HTTP.
@@ -59,20 +59,20 @@ async fn plans_hold_over_the_wire() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "long: 10,000 runs"]
-async fn long_the_first_half_holds() -> Result<()> {
-    told("simulated fleets, first half", &near(100_000, 10_000).await)
+async fn long_first_half_of_seeds_holds() -> Result<()> {
+    record_figures("simulated fleets, first half", &run_in_process(100_000, 10_000).await)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "long: 10,000 runs"]
-async fn long_the_second_half_holds() -> Result<()> {
-    told("simulated fleets, second half", &near(200_000, 10_000).await)
+async fn long_second_half_of_seeds_holds() -> Result<()> {
+    record_figures("simulated fleets, second half", &run_in_process(200_000, 10_000).await)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "long: 200 runs over HTTP"]
-async fn long_over_the_wire() -> Result<()> {
+async fn long_plans_hold_over_the_wire() -> Result<()> {
     let tally = hold(300_000..300_200, Parts::Wire, 3).await;
     println!("200 seeds over the wire: {tally:?}");
-    told("simulated fleets over the wire", &tally)
+    record_figures("simulated fleets over the wire", &tally)
 }

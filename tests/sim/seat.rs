@@ -1,4 +1,4 @@
-//! A place where runs take turns: one real database, its connections, and the platform's keys in it.
+//! A database shared by consecutive runs, with its connections and the platform's keys.
 
 use std::sync::Arc;
 
@@ -13,11 +13,11 @@ use tokio_postgres::Client;
 use uuid::Uuid;
 
 use super::process;
-use super::violation::Broken;
+use super::violation::BrokenRule;
 
-pub struct Seat {
+pub struct RunDatabase {
     database: TestDatabase,
-    /// The test's own connection, which no fault concerns.
+    /// The test's own connection, unaffected by faults.
     pub client: Client,
     pub db: Db,
     pub keys: watch::Receiver<Arc<SigningSet>>,
@@ -26,8 +26,8 @@ pub struct Seat {
     times: Times,
 }
 
-impl Seat {
-    pub async fn new(broken: Option<Broken>) -> Result<Self> {
+impl RunDatabase {
+    pub async fn new(broken: Option<BrokenRule>) -> Result<Self> {
         svc::http::tls::install_provider();
         let database = test_database_from("platform", |url| async move {
             svc::platform::db::migrate::run(&url.parse()?).await
@@ -36,7 +36,7 @@ impl Seat {
         let client = database.connect().await?;
         static CHEAP: OnceCell<()> = OnceCell::const_new();
         CHEAP.get_or_try_init(|| cheap_password(&client, database.server().password())).await?;
-        if let Some(Broken::Sql(sql)) = broken {
+        if let Some(BrokenRule::Sql(sql)) = broken {
             client.batch_execute(sql).await?;
         }
         let config: PlatformConfig = process::config(&database.url());
@@ -44,7 +44,7 @@ impl Seat {
         let (_, keys) = watch::channel(Arc::new(
             keys::load(&db, &Seal::of(&config.keys), config.timing.keys.overlap).await?,
         ));
-        // Rows of a few runs go sooner than files do.
+        // Rows of a few runs are deleted faster than files are truncated.
         let copy = TablesCopy::new(&client).await?;
         let sql = "SELECT installation_id FROM installation";
         let installation = client.query_one(sql, &[]).await?.get(0);
@@ -56,7 +56,7 @@ impl Seat {
         self.database.url()
     }
 
-    /// As new, but for the keys.
+    /// Resets the database, except for the keys.
     pub async fn clear(&self) -> Result<()> {
         self.copy.drop(&self.client).await?;
         self.copy.empty(&self.client).await
@@ -66,7 +66,7 @@ impl Seat {
         self.copy.save(&self.client).await
     }
 
-    /// Brings the copy back; `false` without one.
+    /// Restores the copy; `false` without one.
     pub async fn restore(&self) -> Result<bool> {
         self.copy.restore(&self.client).await
     }
@@ -83,17 +83,17 @@ impl Seat {
     }
 }
 
-/// Thousands of connections are made, and each would hash the password thousands of times in a dev build.
+/// Thousands of connections are opened, and each would hash the password thousands of times in a dev build.
 async fn cheap_password(client: &Client, password: &str) -> Result<()> {
     let sql = format!("SET scram_iterations = 1; ALTER ROLE postgres PASSWORD '{password}'");
     Ok(client.batch_execute(&sql).await?)
 }
 
-/// Moves all times that anything is decided by into the past, so that nobody has to wait for them.
+/// Moves every time that drives decisions into the past, so that no test has to wait.
 pub struct Times(Vec<String>);
 
 impl Times {
-    /// Of every time in the tables that work is driven by, but for those that only tell what was.
+    /// Covers all times in the tables that drive work, except purely historical ones.
     pub async fn of(client: &Client) -> Result<Self> {
         let sql = "SELECT table_name::text, column_name::text FROM information_schema.columns \
                    WHERE table_schema = 'public' AND data_type LIKE 'timestamp%' \
@@ -115,7 +115,7 @@ impl Times {
         Ok(Self(statements))
     }
 
-    /// With the leases, whoever is at work has slept through them.
+    /// If it includes leases, every current holder has lost its lease.
     pub async fn pass(&self, client: &Client, seconds: u32, leases: bool) -> Result<()> {
         for sql in &self.0 {
             execute_with_retry(client, &sql.replace("$N", &seconds.to_string())).await?;

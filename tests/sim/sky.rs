@@ -1,4 +1,4 @@
-//! The provider of a run: at the port, or the kit's simulator behind the production adapter.
+//! The provider of a run: in memory, or the kit's simulator behind the production adapter.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,17 +10,17 @@ use svc::http::client::{self, Deadlines};
 use svc::provider::Provider;
 use svc::provider::hetzner::{CallLimits, Hetzner};
 
-use super::cloud::{AtThePort, Cloud, Made};
+use super::cloud::{Cloud, OrderedServer, SharedCloud};
 use super::plan::{Call, CloudFault};
-use super::violation::Broken;
+use super::violation::BrokenRule;
 
-pub enum Sky {
+pub enum RunProvider {
     Port(Arc<Cloud>),
-    Wire { simulator: Box<Simulator>, made: Mutex<Vec<Made>> },
+    Wire { simulator: Box<Simulator>, made: Mutex<Vec<OrderedServer>> },
 }
 
-impl Sky {
-    pub fn port(broken: Option<Broken>) -> Self {
+impl RunProvider {
+    pub fn port(broken: Option<BrokenRule>) -> Self {
         Self::Port(Cloud::new(broken))
     }
 
@@ -32,7 +32,7 @@ impl Sky {
 
     pub fn provider(&self) -> Arc<dyn Provider> {
         match self {
-            Self::Port(cloud) => Arc::new(AtThePort(Arc::clone(cloud))),
+            Self::Port(cloud) => Arc::new(SharedCloud(Arc::clone(cloud))),
             Self::Wire { simulator, .. } => {
                 let client = client::build(Deadlines::CALL).expect("a client");
                 let base = simulator.base_url().parse().expect("a URL");
@@ -48,7 +48,7 @@ impl Sky {
         }
     }
 
-    /// Machines that have a server now.
+    /// The machines that have a server now.
     pub fn live(&self) -> Vec<String> {
         match self {
             Self::Port(cloud) => cloud.live(),
@@ -60,7 +60,7 @@ impl Sky {
         }
     }
 
-    /// Of those, the ones whose servers are switched on.
+    /// Those whose servers are switched on.
     pub fn on(&self) -> Vec<String> {
         match self {
             Self::Port(cloud) => cloud.on(),
@@ -71,15 +71,15 @@ impl Sky {
         }
     }
 
-    /// Servers that were made, the oldest first; at the wire, those that were there at one of these looks.
-    pub fn made(&self) -> Vec<Made> {
+    /// The created servers, the oldest first; over HTTP, those that an observation has seen.
+    pub fn made(&self) -> Vec<OrderedServer> {
         match self {
             Self::Port(cloud) => cloud.made(),
             Self::Wire { simulator, made } => {
                 let mut made = made.lock().unwrap_or_else(PoisonError::into_inner);
                 for server in simulator.servers() {
                     if !made.iter().any(|known| known.name == server.name) {
-                        made.push(Made { name: server.name, user_data: server.user_data });
+                        made.push(OrderedServer { name: server.name, user_data: server.user_data });
                     }
                 }
                 made.clone()
@@ -91,7 +91,7 @@ impl Sky {
         match self {
             Self::Port(cloud) => cloud.had_doubles(),
             Self::Wire { simulator, .. } => {
-                // A second server of a name can only come after the end of the first.
+                // A second server with the same name can only exist after the end of the first.
                 let mut open = BTreeSet::new();
                 simulator.creations().into_iter().any(|it| it.ended.is_none() && !open.insert(it.name))
             }
@@ -101,7 +101,7 @@ impl Sky {
     pub async fn vanish(&self, name: &str) {
         match self {
             Self::Port(cloud) => cloud.vanish(name),
-            // Gone already is as good.
+            // A server that is already gone is fine.
             Self::Wire { simulator, .. } => drop(simulator.vanish_server(name).await),
         }
     }
@@ -124,7 +124,7 @@ impl Sky {
 fn rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
     let (method, path) = match call {
         Call::Create => ("POST", "/v1/servers"),
-        Call::Look => ("GET", "/v1/"),
+        Call::DatabaseState => ("GET", "/v1/"),
         Call::Delete => ("DELETE", "/v1/servers"),
         Call::Act => ("POST", "/actions/"),
     };
@@ -137,7 +137,7 @@ fn rule(call: Call, fault: CloudFault, times: u8) -> FaultRule {
         CloudFault::Slow => Fault::SlowReply { ms: 200 },
         CloudFault::Refused => status(422, "unsupported_error"),
         CloudFault::ActionError => Fault::ActionError,
-        // The kit's provider lists the truth: over HTTP, a lost request takes its place.
+        // The kit's provider always lists every server, so over HTTP a lost request replaces this fault.
         CloudFault::Partial => Fault::LostRequest,
         CloudFault::NoCapacity => status(412, "resource_unavailable"),
         CloudFault::Locked => status(423, "locked"),

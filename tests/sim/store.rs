@@ -1,6 +1,6 @@
-//! The object store of a run: every writer goes through it, so that it sees what becomes of pointers and snapshots.
+//! The object store of a run. Every writer goes through it, so it observes all changes of pointers and snapshots.
 //!
-//! What lies behind is `object_store`'s in-memory store, which holds conditions exactly, or the kit's S3 server.
+//! Behind it is the in-memory store of `object_store`, which enforces conditions exactly, or the kit's S3 server.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -22,12 +22,12 @@ use svc::store::snapshot::SideRecord;
 
 use super::plan::{Moment, StoreFault};
 use super::switch::Switch;
-use super::violation::{Broken, Violation};
+use super::violation::{BrokenRule, Violation};
 
-const SLOW: Duration = Duration::from_millis(60);
+const SLOW_DELAY: Duration = Duration::from_millis(60);
 const POINTER: &str = "/system/db/latest";
 
-/// Whose a write is.
+/// The author of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Writer {
     Platform,
@@ -37,20 +37,20 @@ enum Writer {
 #[derive(Debug)]
 pub struct Store {
     inner: Arc<dyn ObjectStore>,
-    broken: Option<Broken>,
+    broken: Option<BrokenRule>,
     faults: Mutex<Vec<(bool, StoreFault, u8)>>,
     seen: Mutex<BTreeSet<Violation>>,
-    /// What each pointer was last. One write of a pointer at a time, so that this is the order they came in.
+    /// The last value of each pointer. Writes of a pointer are serialised, so this is their order.
     pointers: tokio::sync::Mutex<BTreeMap<String, Pointer>>,
-    /// Who claimed a value of a pointer, by the pointer and its `seq`: another writer may bring `latest` up to it.
+    /// The claims of a pointer, by pointer and `seq`: another writer may advance `latest` to them.
     claims: Mutex<BTreeMap<(String, u64), Writer>>,
     dumps: Mutex<BTreeSet<String>>,
-    /// Pointers that a plan broke: what is written next need not follow from what was there.
+    /// Pointers that a plan broke: the next value need not follow from the previous one.
     pointers_broken: Mutex<BTreeSet<String>>,
 }
 
 impl Store {
-    pub fn new(inner: Arc<dyn ObjectStore>, broken: Option<Broken>) -> Arc<Self> {
+    pub fn new(inner: Arc<dyn ObjectStore>, broken: Option<BrokenRule>) -> Arc<Self> {
         Arc::new(Self {
             inner,
             broken,
@@ -71,7 +71,7 @@ impl Store {
         lock(&self.faults).clear();
     }
 
-    /// What was broken so far; looks whether every snapshot is still there.
+    /// The violations so far; also checks that every snapshot still exists.
     pub async fn violations(&self) -> BTreeSet<Violation> {
         let listed: Result<Vec<ObjectMeta>> = self.inner.list(None).try_collect().await;
         if let Ok(listed) = listed {
@@ -85,7 +85,7 @@ impl Store {
         lock(&self.seen).clone()
     }
 
-    /// The store loses a pointer, or what it says.
+    /// The store loses a pointer, or its content.
     pub async fn break_pointer(&self, slot: &str, is_lost: bool) {
         let at = Path::from(format!("{slot}{POINTER}"));
         let _pointers = self.pointers.lock().await;
@@ -101,7 +101,7 @@ impl Store {
         done.expect("the store itself works");
     }
 
-    /// Slots whose broken pointers were not written since.
+    /// Slots whose broken pointers were not rewritten yet.
     pub fn broken_pointers(&self) -> Vec<String> {
         lock(&self.pointers_broken)
             .iter()
@@ -141,25 +141,25 @@ impl Store {
         let mut pointers = self.pointers.lock().await;
         let next: Option<Pointer> = serde_json::from_slice(&Bytes::from(payload.clone())).ok();
         let before = pointers.get(&pointer).cloned();
-        if self.broken == Some(Broken::Unconditional) {
+        if self.broken == Some(BrokenRule::Unconditional) {
             options.mode = PutMode::Overwrite;
         }
         let is_fence = next.as_ref().is_some_and(|next| {
             before.as_ref().map_or(0, |before| before.fence_epoch.0) < next.fence_epoch.0
         });
-        if is_fence && self.broken == Some(Broken::FenceIsNotWritten) {
+        if is_fence && self.broken == Some(BrokenRule::FenceIsNotWritten) {
             return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
         }
         let put = self.inner.put_opts(at, payload, options).await?;
         let Some(next) = next else { return Ok(put) };
         let claim = (pointer.clone(), next.seq);
-        // A claim in the log is judged when `latest` follows it.
+        // A claim in the log is checked when `latest` follows it.
         if pointer != at.as_ref() {
             lock(&self.claims).insert(claim, writer);
         } else {
             let writer = lock(&self.claims).get(&claim).copied().unwrap_or(writer);
             self.judge(at, before.as_ref(), &next, writer).await;
-            if self.broken == Some(Broken::StorePrunes) {
+            if self.broken == Some(BrokenRule::StorePrunes) {
                 self.prune(at, &next).await;
             }
             pointers.insert(at.to_string(), next);
@@ -167,8 +167,8 @@ impl Store {
         Ok(put)
     }
 
-    /// The platform writes fences, and what an operator's rebuild names: also a snapshot below the fence, where no other is
-    /// whole. A host may move the pointer only at the fence or above it.
+    /// The platform writes fences, and snapshots named by an operator's rebuild, even below the fence if no other is
+    /// complete. A host may move the pointer only at or above the fence.
     async fn judge(&self, at: &Path, before: Option<&Pointer>, next: &Pointer, writer: Writer) {
         let mut found = BTreeSet::new();
         if let Some(before) = before {
@@ -180,7 +180,7 @@ impl Store {
             };
             let is_new = next.snapshot != before.snapshot;
             if lock(&self.pointers_broken).remove(at.as_ref()) {
-                // Put in place again from the log, or rebuilt from snapshots.
+                // Restored from the log, or rebuilt from snapshots.
                 if next.seq < before.seq || next.fence_epoch < before.fence_epoch {
                     found.insert(Violation::PointerWentBack);
                 }
@@ -236,11 +236,11 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The store as one process or host has it.
+/// The store as one process or host sees it.
 #[derive(Debug)]
 pub struct View {
     pub store: Arc<Store>,
-    /// A process's end; hosts have none.
+    /// The kill switch of a process; hosts have none.
     pub switch: Option<Arc<Switch>>,
 }
 
@@ -259,7 +259,7 @@ impl View {
         }
         let done = done.await;
         if fault == Some(StoreFault::Slow) {
-            tokio::time::sleep(SLOW).await;
+            tokio::time::sleep(SLOW_DELAY).await;
         }
         self.pass(Moment::AfterStore).await;
         if fault == Some(StoreFault::LostReply) { Err(trouble()) } else { done }
@@ -294,13 +294,13 @@ impl ObjectStore for View {
     async fn get_opts(&self, at: &Path, options: GetOptions) -> Result<GetResult> {
         match self.store.fault_of(false) {
             Some(StoreFault::Unavailable | StoreFault::LostReply) => return Err(trouble()),
-            Some(StoreFault::Slow) => tokio::time::sleep(SLOW).await,
+            Some(StoreFault::Slow) => tokio::time::sleep(SLOW_DELAY).await,
             None => {}
         }
         let got = self.store.inner.get_opts(at, options).await;
-        // Without conditions, what was read has to get old to do harm.
-        if self.store.broken == Some(Broken::Unconditional) && at.as_ref().ends_with(POINTER) {
-            tokio::time::sleep(SLOW).await;
+        // Without conditions, only stale reads do harm.
+        if self.store.broken == Some(BrokenRule::Unconditional) && at.as_ref().ends_with(POINTER) {
+            tokio::time::sleep(SLOW_DELAY).await;
         }
         got
     }

@@ -1,4 +1,4 @@
-//! What ends a simulated platform process as kill -9 would: all its tasks stop where they are.
+//! Kills a simulated platform process as kill -9 would: all its tasks stop immediately.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -6,7 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::plan::Moment;
 
-/// One process's end; armed, it comes at the process's n-th call of a sort.
+/// The kill switch of a process; when armed, it acts at the n-th call of a kind.
 #[derive(Debug, Default)]
 pub struct Switch {
     dead: CancellationToken,
@@ -30,12 +30,12 @@ impl Switch {
         self.dead.is_cancelled()
     }
 
-    /// For parts that end by a token of their own.
+    /// For components that stop on a token.
     pub fn token(&self) -> CancellationToken {
         self.dead.clone()
     }
 
-    /// Work of the process: `None` when it died before the end.
+    /// Runs work of the process; `None` if it died before the end.
     pub async fn alive<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;
@@ -44,7 +44,7 @@ impl Switch {
         }
     }
 
-    /// A moment of the process, at which it may be made to die; then nothing after it ever runs.
+    /// A point of the process at which it may be killed; then nothing after it runs.
     pub async fn pass(&self, moment: Moment) {
         {
             let mut armed = self.armed.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! What must never be, and the rules that tests break on purpose to see it noticed.
+//! The violations of invariants, and the rules that tests break on purpose to see them detected.
 
 /// One for each invariant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -12,55 +12,55 @@ pub enum Violation {
     EpochDidNotGrow,
     /// A retired or deleted machine changed again.
     CameBack,
-    /// A server stands whose machine's epoch is above the slot's fence.
+    /// A server exists although its machine's epoch is above the slot's fence.
     ServerBeforeFence,
-    /// `seq`, the fence or the named snapshot's epoch became smaller.
+    /// `seq`, the fence or the epoch of the named snapshot decreased.
     PointerWentBack,
     PointerMovedByFencedHost,
     PointerNamesUnverified,
     SnapshotRemoved,
-    /// A state that waits for an operation, and none is under way.
+    /// A state that waits for an operation, without an open operation.
     Stuck,
     OperationNeverEnds,
-    /// An operation that a caller was told of is not there.
+    /// An operation from a response does not exist.
     AcceptedAndForgotten,
     Orphan,
-    /// A machine runs, everything has settled, and it has no server.
+    /// After settling, a running machine has no server.
     RunsWithoutServer,
     AuditIncomplete,
-    /// The same key and body, another answer.
+    /// The same key and body got a different response.
     ReplayDiffers,
-    /// A replaced host does not learn of it, or a current one is sent away.
+    /// A replaced host is not notified, or a current host is told that it is superseded.
     HostNotTold,
     /// An acknowledged row is on no server and in no snapshot, and no operator accepted its loss.
     LostRows,
-    /// The platform answered that it does not know what went wrong.
+    /// The platform responded with an internal error.
     InternalError,
 }
 
-/// A rule broken from outside: by the provider, the store, a host, or behind the platform's back in the database.
+/// A rule broken from outside: by the provider, the store, a host, or directly in the database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Broken {
-    /// The provider takes a name twice, and finds nothing by it.
+pub enum BrokenRule {
+    /// The provider accepts a name twice, and finds no server by name.
     NamesRepeat,
-    /// The provider says that it deleted, and did not.
+    /// The provider reports a deletion without deleting.
     NothingIsDeleted,
-    /// The store takes every write, whatever its condition.
+    /// The store ignores the conditions of writes.
     Unconditional,
-    /// The store says that it wrote a fence, and did not.
+    /// The store reports that it wrote a fence, but did not.
     FenceIsNotWritten,
     /// The store keeps one snapshot for each slot.
     StorePrunes,
-    /// A host moves the pointer whatever the fence says.
+    /// A host moves the pointer regardless of the fence.
     HostIgnoresFence,
-    /// A host moves the pointer before the side record is there.
+    /// A host moves the pointer before the side record exists.
     HostDoesNotVerify,
-    /// SQL, run on the database before the run.
+    /// SQL that runs on the database before the run.
     Sql(&'static str),
 }
 
-impl Broken {
-    /// Each machine of a slot brings a second one, which nobody was told of.
+impl BrokenRule {
+    /// Each machine of a slot creates a second one, which no response names.
     pub const SLOTS_ARE_SHARED: Self = Self::Sql(
         "DROP INDEX user_machines_active;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -70,7 +70,7 @@ impl Broken {
             END IF; RETURN NULL; END $$;
          CREATE TRIGGER broken AFTER INSERT ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();",
     );
-    /// Routers do not learn of anything but a machine that begins to run.
+    /// Routers are notified only of machines that start to run.
     pub const CHANGES_ARE_SILENT: Self = Self::Sql(
         "DROP TRIGGER user_machines_changed ON user_machines;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -98,7 +98,7 @@ impl Broken {
             NEW.epoch := 1; RETURN NEW; END $$;
          CREATE TRIGGER broken BEFORE INSERT ON user_machines FOR EACH ROW EXECUTE FUNCTION broken();",
     );
-    /// A machine whose server is deleted is free to come back.
+    /// A machine whose server is deleted can come back.
     pub const COMES_BACK: Self = Self::Sql(
         "DROP INDEX user_machines_active;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
@@ -106,7 +106,7 @@ impl Broken {
          CREATE TRIGGER broken BEFORE UPDATE OF server_deleted_at ON user_machines
             FOR EACH ROW WHEN (OLD.deleted_at IS NOT NULL) EXECUTE FUNCTION broken();",
     );
-    /// An operation that ended goes on.
+    /// An ended operation continues.
     pub const NOTHING_ENDS: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.state := 'running'; NEW.ended_at := NULL; RETURN NEW; END $$;
@@ -119,14 +119,14 @@ impl Broken {
          CREATE TRIGGER broken BEFORE UPDATE OF step ON operations
             FOR EACH ROW WHEN (NEW.step = 'await_registration') EXECUTE FUNCTION broken();",
     );
-    /// A request's operation is not kept.
+    /// A request's operation is not stored.
     pub const OPERATIONS_ARE_LOST: Self = Self::Sql(
         "ALTER TABLE operation_log DROP CONSTRAINT operation_log_operation_id_fkey;
          CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
          CREATE TRIGGER broken BEFORE INSERT ON operations
             FOR EACH ROW WHEN (NEW.kind = 'delete') EXECUTE FUNCTION broken();",
     );
-    /// A server that is missing is always missing only since now.
+    /// The time since a server is missing is always reset.
     pub const NOTHING_IS_MISSED: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.server_missing_since := clock_timestamp(); RETURN NEW; END $$;
@@ -142,7 +142,7 @@ impl Broken {
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$;
          CREATE TRIGGER broken BEFORE INSERT ON idempotency_keys FOR EACH ROW EXECUTE FUNCTION broken();",
     );
-    /// A replaced host's token is taken away, so that it never learns why.
+    /// A replaced host's token is removed, so that it is never notified.
     pub const OLD_TOKENS_END: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.upgrade_token_hash := '\\x00'; RETURN NEW; END $$;
@@ -150,7 +150,7 @@ impl Broken {
             FOR EACH ROW WHEN (NEW.retired_at IS NOT NULL OR NEW.deleted_at IS NOT NULL)
             EXECUTE FUNCTION broken();",
     );
-    /// The platform forgets by which body a machine registered.
+    /// The platform forgets the body of a registration.
     pub const REGISTRATION_IS_FORGOTTEN: Self = Self::Sql(
         "CREATE FUNCTION broken() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             NEW.registration_body_hash := NULL;

@@ -1,4 +1,4 @@
-//! One run's world: processes, provider, store and hosts around a seat's database, and what was seen of them.
+//! The world of one run: processes, provider, store and hosts around a database, and the observations.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,46 +13,46 @@ use sha2::{Digest, Sha256};
 use svc::store::Bucket;
 use tokio::task::JoinSet;
 
-use super::check::{self, Memory};
+use super::check::{self, Observations};
 use super::host::{DIGEST, Host};
 use super::ledger::Ledger;
-use super::look::Look;
+use super::look::DatabaseState;
 use super::plan::{PROCESSES, SLOTS};
 use super::process::Process;
 use super::rows::Rows;
-use super::seat::Seat;
-use super::sky::Sky;
+use super::seat::RunDatabase;
+use super::sky::RunProvider;
 use super::store::{Store, View};
-use super::violation::{Broken, Violation};
+use super::violation::{BrokenRule, Violation};
 
 pub struct World<'a> {
-    pub seat: &'a Seat,
-    pub sky: Sky,
+    pub seat: &'a RunDatabase,
+    pub sky: RunProvider,
     pub store: Arc<Store>,
     pub processes: Vec<Arc<Process>>,
     pub ledger: Ledger,
     pub rows: Rows,
-    pub broken: Option<Broken>,
-    /// Requests and backups whose end nobody waits for.
+    pub broken: Option<BrokenRule>,
+    /// Background requests and backups.
     pub under_way: JoinSet<()>,
-    memory: Memory,
+    memory: Observations,
     hosts: Vec<Host>,
-    /// The process whose routes are looked at next.
+    /// The process whose routes are checked next.
     turn: usize,
     pub tally: Tally,
 }
 
-/// What a run reached; a simulation that reaches nothing finds nothing.
+/// The states that a run reached; a simulation that reaches none detects nothing.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Tally {
     pub requests: u32,
     pub running: u32,
     pub routed: u32,
-    /// Resizes that ended well.
+    /// Successful resizes.
     pub resized: u32,
     pub crashes: u32,
     pub snapshots: u32,
-    /// Rows that were acknowledged.
+    /// Acknowledged rows.
     pub rows: u32,
     /// Restores of an older database.
     pub restored: u32,
@@ -60,10 +60,10 @@ pub struct Tally {
 
 impl<'a> World<'a> {
     pub async fn new(
-        seat: &'a Seat,
-        sky: Sky,
+        seat: &'a RunDatabase,
+        sky: RunProvider,
         objects: Option<Arc<dyn ObjectStore>>,
-        broken: Option<Broken>,
+        broken: Option<BrokenRule>,
     ) -> Result<Self> {
         seat.clear().await?;
         let store = Store::new(objects.unwrap_or_else(|| Arc::new(InMemory::new())), broken);
@@ -84,7 +84,7 @@ impl<'a> World<'a> {
             rows: Rows::default(),
             broken,
             under_way: JoinSet::new(),
-            memory: Memory::default(),
+            memory: Observations::default(),
             hosts: Vec::new(),
             turn: 0,
             tally: Tally::default(),
@@ -96,7 +96,7 @@ impl<'a> World<'a> {
         self.processes[process] = Arc::new(started);
     }
 
-    /// Every host that ever was, the oldest first.
+    /// Every host that ever existed, the oldest first.
     pub fn hosts(&mut self) -> &[Host] {
         let made = self.sky.made();
         self.hosts.extend(made.iter().skip(self.hosts.len()).map(Host::of));
@@ -106,15 +106,15 @@ impl<'a> World<'a> {
         &self.hosts
     }
 
-    /// What is broken now.
-    pub async fn broken_now(&mut self) -> Result<BTreeSet<Violation>> {
-        // Servers and answers first: what they rest on is older than they are.
+    /// The violations now.
+    pub async fn check_now(&mut self) -> Result<BTreeSet<Violation>> {
+        // Servers and responses first, because they depend on older state.
         let live = self.sky.live();
-        let known = check::Known::of(&self.ledger);
-        let look = Look::at(&self.seat.client).await?;
+        let known = check::CallerView::of(&self.ledger);
+        let database_state = DatabaseState::at(&self.seat.client).await?;
         let fences = self.store.fences().await;
-        let mut found = check::always(&look, &mut self.memory, &self.ledger, &known);
-        found.extend(check::fenced(&look, &live, &fences));
+        let mut found = check::always(&database_state, &mut self.memory, &self.ledger, &known);
+        found.extend(check::fenced(&database_state, &live, &fences));
         found.extend(self.store.violations().await);
         let lost = self.rows.missing(&self.sky.live());
         if !lost.is_empty() {
@@ -124,23 +124,25 @@ impl<'a> World<'a> {
         if self.sky.had_doubles() {
             found.insert(Violation::TwoServersOfOneMachine);
         }
-        if self.routes_astray(&look).await? {
+        if self.is_misrouted(&database_state).await? {
             found.insert(Violation::RoutedWhileNotRunning);
         }
         Ok(found)
     }
 
-    /// Whether a request of a user without a running machine is sent on, and goes on being sent on.
-    async fn routes_astray(&mut self, look: &Look) -> Result<bool> {
+    /// Whether a request of a user without a running machine is persistently forwarded.
+    async fn is_misrouted(&mut self, database_state: &DatabaseState) -> Result<bool> {
         self.turn = (self.turn + 1) % PROCESSES;
         let process = Arc::clone(&self.processes[self.turn]);
         for user in users() {
-            let runs = |look: &Look| look.machines.iter().any(|it| it.idp_user_id == user && it.is_running());
+            let runs = |database_state: &DatabaseState| {
+                database_state.machines.iter().any(|it| it.idp_user_id == user && it.is_running())
+            };
             let mut routed = self.is_routed(&process, user).await;
-            self.tally.routed += u32::from(routed && runs(look));
-            // A change is to be obeyed within a second; this machine may be busy.
+            self.tally.routed += u32::from(routed && runs(database_state));
+            // A change must apply within a second, but this machine may be busy.
             for _ in 0..60 {
-                if !routed || runs(&Look::at(&self.seat.client).await?) {
+                if !routed || runs(&DatabaseState::at(&self.seat.client).await?) {
                     routed = false;
                     break;
                 }
@@ -154,7 +156,7 @@ impl<'a> World<'a> {
         Ok(false)
     }
 
-    /// Nobody listens where a host should: a request that is sent on comes back as 502, one that is not as 503.
+    /// No host listens here: a forwarded request gets a 502, any other a 503.
     async fn is_routed(&self, process: &Process, user: &str) -> bool {
         let request = Request::builder()
             .uri("/")
@@ -166,36 +168,37 @@ impl<'a> World<'a> {
         process.public(request).await.is_some_and(|answer| matches!(answer.status, 502 | 504))
     }
 
-    /// What is broken when everything has settled, besides.
-    pub async fn broken_at_rest(&mut self) -> Result<BTreeSet<Violation>> {
+    /// The additional violations after settling.
+    pub async fn check_settled(&mut self) -> Result<BTreeSet<Violation>> {
         let mut found = BTreeSet::new();
-        let look = Look::at(&self.seat.client).await?;
+        let database_state = DatabaseState::at(&self.seat.client).await?;
         let audit = super::look::audit(&self.seat.client).await?;
-        found.extend(check::settled(&look, &self.sky.live(), &audit, &self.ledger));
+        found.extend(check::settled(&database_state, &self.sky.live(), &audit, &self.ledger));
         let resized = |it: &&super::look::OperationSeen| it.kind == "resize" && it.state == "succeeded";
-        self.tally.resized += look.operations.iter().filter(resized).count() as u32;
+        self.tally.resized += database_state.operations.iter().filter(resized).count() as u32;
         self.tally.rows += u32::try_from(self.rows.acknowledged())?;
-        self.tally.running += look.machines.iter().filter(|machine| machine.is_running()).count() as u32;
-        let is_held = check::holds_deletions(&look, &self.sky.live(), &self.ledger);
+        self.tally.running +=
+            database_state.machines.iter().filter(|machine| machine.is_running()).count() as u32;
+        let is_held = check::holds_deletions(&database_state, &self.sky.live(), &self.ledger);
         for host in self.hosts().to_vec() {
-            let Some(machine) = look.machine(&host.machine) else { continue };
+            let Some(machine) = database_state.machine(&host.machine) else { continue };
             let right = Some((200, Some(!machine.is_active())));
-            // Which may get its slot back is not sent away: its writers stay stopped.
-            let is_kept = look.is_kept(machine) || is_held;
+            // A machine that may get its slot back is not told that it is superseded: its writers stay stopped.
+            let is_kept = database_state.is_kept(machine) || is_held;
             let waits = is_kept.then_some((200, Some(false)));
-            let mut told = None;
-            // The reconciler sees soon that a deleted machine cannot come back.
+            let mut response = None;
+            // The reconciler soon notices that a deleted machine cannot come back.
             for _ in 0..30 {
                 let beat = self.heartbeat(&host, 0).await;
-                told = beat.as_ref().map(|beat| (beat.status, beat.body["superseded"].as_bool()));
-                if told == right || (waits.is_some() && told == waits) {
+                response = beat.as_ref().map(|beat| (beat.status, beat.body["superseded"].as_bool()));
+                if response == right || (waits.is_some() && response == waits) {
                     break;
                 }
                 self.nudge();
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
-            if told != right && (waits.is_none() || told != waits) {
-                self.ledger.note(format!("{} was told {told:?}", host.server));
+            if response != right && (waits.is_none() || response != waits) {
+                self.ledger.note(format!("{} got the response {response:?}", host.server));
                 found.insert(Violation::HostNotTold);
             }
         }
@@ -210,8 +213,8 @@ impl<'a> World<'a> {
         self.under_way.shutdown().await;
         self.seat.cut().await?;
         if self.seat.restore().await? {
-            self.ledger.restored();
-            self.memory = Memory::default();
+            self.ledger.record_restore();
+            self.memory = Observations::default();
             self.tally.restored += 1;
         }
         for process in 0..PROCESSES {
@@ -226,7 +229,7 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// Ends everything of the run.
+    /// Stops all parts of the run.
     pub async fn end(mut self) -> Tally {
         for process in &self.processes {
             process.switch.kill();
@@ -241,8 +244,8 @@ fn users() -> BTreeSet<&'static str> {
     SLOTS.iter().map(|(user, _)| *user).collect()
 }
 
-/// A session's cookie, as a router makes it.
-fn cookie(seat: &Seat, user: &str) -> String {
+/// A session cookie as a router creates it.
+fn cookie(seat: &RunDatabase, user: &str) -> String {
     let claims = serde_json::json!({ "iss": "svc-session", "jti": user, "host": "app" });
     format!("svcs_{}", seat.keys.borrow().app.current.sign_json(&claims))
 }

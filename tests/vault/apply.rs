@@ -1,7 +1,7 @@
-//! An update of a machine that runs: verified before anything is switched, finished after a kill anywhere, taken back by
-//! itself where the release is not well, and never tried again then.
+//! An update of a running machine: verified before the switch, completed after a kill at any point, rolled back if
+//! the release is unhealthy, and then not retried.
 //!
-//! The service manager is a stand-in that writes down how it was called; a release that has `app/broken` does not come up.
+//! A fake service manager records its calls; a release that contains `app/broken` does not start.
 
 use std::fs;
 
@@ -10,17 +10,17 @@ use futures_util::StreamExt;
 use kit::bundle::Manifest;
 use serde_json::Value;
 
-use super::stage::{MADE, NEW, OLD, Published, Stage, key};
+use super::stage::{CREATED_AT, NEW, OLD, Published, Stage, key};
 
 fn broken() -> Result<Published> {
     Published::new(NEW, &[("app/broken", "")])
 }
 
 #[tokio::test]
-async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
+async fn signed_release_is_installed_and_becomes_current() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     let last = stage.last()?;
     assert_eq!(
         (&last["version"], &last["outcome"], &last["stage"]),
@@ -36,26 +36,28 @@ async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
         "restart svc-sync-agent.service",
         "restart svc-watch.service",
     ];
-    assert_eq!(stage.told()?[1..], of_the_update, "after the boot's");
-    let asked = stage.source.asked();
+    assert_eq!(stage.service_calls()?[1..], of_the_update, "after the calls of the boot");
+    let requests = stage.source.requests();
     assert!(
-        asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
+        requests
+            .iter()
+            .all(|requests| requests.authorization.as_deref() == Some("Bearer upgrade-token-of-a-machine"))
     );
 
-    let before = asked.len();
+    let before = requests.len();
     let again = stage.apply(NEW).await?.expect(0);
     assert!(again.stdout.contains("is current"), "{}", again.stdout);
-    assert_eq!(stage.source.asked().len(), before, "what is current is not asked for");
+    assert_eq!(stage.source.requests().len(), before, "the current release is not requested");
 
-    // Back to the one before, and not forward again by itself.
+    // Rolls back to the previous release, without an automatic update afterwards.
     stage.run(&["rollback"], None).await?.expect(0);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("--allow-quarantined"), "{}", refused.stderr);
     let none = stage.run(&["rollback"], None).await?.expect(65);
     assert!(none.stderr.contains("no release to go back to"), "{}", none.stderr);
     stage.run(&["apply", "--version", NEW, "--allow-quarantined"], None).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     let status = stage.status().await?;
     assert_eq!((&status["previous"], &status["quarantined"]), (&OLD.into(), &serde_json::json!([])));
     let outcomes: Vec<Value> = stage.history()?.iter().map(|line| line["outcome"].clone()).collect();
@@ -66,7 +68,7 @@ async fn a_signed_release_is_brought_and_becomes_current() -> Result<()> {
 }
 
 #[tokio::test]
-async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
+async fn release_not_signed_for_this_machine_is_refused() -> Result<()> {
     let stage = Stage::new().await?;
     let good = Published::new(NEW, &[])?;
     let end = format!("/{NEW}/svc-host-bundle.tar.gz");
@@ -75,7 +77,7 @@ async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
         assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
         let last = stage.last()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &stage_of.into()), "{what}");
-        stage.is_untouched().context(what.to_owned())
+        stage.assert_untouched().context(what.to_owned())
     };
     for suffix in [".json", ".json.sig"] {
         good.serve(&stage.source)?;
@@ -99,7 +101,12 @@ async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
     refused("a bit of the archive", "download", "").await?;
 
     for (what, words, stage_of, change) in [
-        ("expired", "expired", "manifest", Manifest { expires_at: MADE.to_owned(), ..good.manifest.clone() }),
+        (
+            "expired",
+            "expired",
+            "manifest",
+            Manifest { expires_at: CREATED_AT.to_owned(), ..good.manifest.clone() },
+        ),
         (
             "another version",
             "9.9.9",
@@ -135,35 +142,35 @@ async fn whatever_is_not_signed_for_this_machine_is_refused() -> Result<()> {
         refused(what, stage_of, words).await?;
     }
     stage.run(&["apply", "--version", NEW, "--allow-downgrade"], None).await?.expect(0);
-    stage.runs(NEW)
+    stage.assert_running(NEW)
 }
 
 #[tokio::test]
-async fn keys_come_from_where_only_root_writes() -> Result<()> {
+async fn keys_are_read_only_from_files_of_root() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     fs::remove_file(stage.machine.path("opt/svc/env/update.env"))?;
     let own = key()?.public_key_base64();
     stage.machine.add_env("host.env", &[("SVC_BUNDLE_PUBLIC_KEYS", &own)])?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("no key is trusted"), "{}", refused.stderr);
-    stage.is_untouched()
+    stage.assert_untouched()
 }
 
 #[tokio::test]
-async fn a_program_that_does_not_start_is_never_switched_to() -> Result<()> {
+async fn release_whose_program_fails_is_never_current() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[("bin/svc", "#!/no/such/thing\n")])?).await?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert_eq!(stage.last()?["stage"], "trial", "{}", refused.stderr);
-    stage.is_untouched()
+    stage.assert_untouched()
 }
 
 #[tokio::test]
-async fn a_release_that_is_not_well_goes_back_and_is_not_tried_again() -> Result<()> {
+async fn unhealthy_release_is_rolled_back_and_not_retried() -> Result<()> {
     let stage = Stage::with(&broken()?).await?;
-    stage.ask_for(NEW)?;
+    stage.request_update(NEW)?;
     let ended = stage.run(&["apply", "--request"], None).await?.expect(0);
     assert!(ended.stdout.contains("the release before runs again"), "{}", ended.stdout);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let last = stage.last()?;
     assert_eq!(
         (&last["outcome"], &last["stage"], &last["requestId"]),
@@ -171,57 +178,65 @@ async fn a_release_that_is_not_well_goes_back_and_is_not_tried_again() -> Result
     );
     assert!(last["error"].as_str().is_some_and(|why| why.contains("svc-gateway.service failed")), "{last}");
     assert_eq!(stage.status().await?["quarantined"][0]["version"], NEW);
-    let before = stage.source.asked().len();
-    stage.ask_for(NEW)?;
+    let before = stage.source.requests().len();
+    stage.request_update(NEW)?;
     stage.run(&["apply", "--request"], None).await?.expect(0);
     assert_eq!(stage.last()?["outcome"], "refused");
-    assert_eq!(stage.source.asked().len(), before, "it was fetched again");
-    stage.runs(OLD)?;
-    assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "it takes room");
+    assert_eq!(stage.source.requests().len(), before, "the release was fetched again");
+    stage.assert_running(OLD)?;
+    assert!(!stage.machine.path("opt/svc/releases").join(NEW).exists(), "a failed release must be removed");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_boot_keeps_the_release_that_is_current() -> Result<()> {
+async fn boot_keeps_the_current_release() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     stage.apply(NEW).await?.expect(0);
     let unit = stage.machine.path(&format!("etc/systemd/system/svc-{NEW}.service"));
     fs::remove_file(&unit)?;
-    let before = stage.source.asked().len();
+    let before = stage.source.requests().len();
     stage.run(&["boot"], None).await?.expect(0);
-    stage.runs(NEW)?;
-    assert_eq!(stage.source.asked().len(), before, "the release of user-data was fetched");
+    stage.assert_running(NEW)?;
+    assert_eq!(stage.source.requests().len(), before, "the release of user-data was fetched");
 
     stage.run(&["rollback"], Some("update.activating=return(kill)")).await?.expect_killed();
     let refused = stage.run(&["boot"], None).await?.expect(75);
     assert!(refused.stderr.contains("`svc-update resume` finishes it"), "{}", refused.stderr);
     stage.run(&["resume"], None).await?.expect(0);
     stage.run(&["boot"], None).await?.expect(0);
-    stage.runs(OLD)
+    stage.assert_running(OLD)
 }
 
 #[tokio::test]
-async fn what_a_release_started_ends_with_it() -> Result<()> {
+async fn units_of_a_release_stop_with_it() -> Result<()> {
     let stage = Stage::with(&broken()?).await?;
-    // It is being started when the update begins, and does not come up: nobody waits for it.
+    // It is starting when the update begins, and fails; the update does not wait for it.
     fs::write(stage.machine.path("state-svc-code.service"), "activating\n")?;
     stage.apply(NEW).await?.expect(65);
-    stage.runs(OLD)?;
-    let told = stage.told()?;
+    stage.assert_running(OLD)?;
+    let service_calls = stage.service_calls()?;
     let new = ["stop svc-2026.1.0.service", "daemon-reload", "restart svc-gateway.service"];
-    assert_eq!(told[2..5], new, "after the boot and the snapshot");
-    let back = told.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
-    assert_eq!(told[back + 1], "daemon-reload", "its unit is gone when it is stopped: {told:?}");
-    for of_one in [&told[..back], &told[back..]] {
-        assert!(of_one.iter().any(|word| word == "restart svc-shell.service"), "{told:?}");
-        assert!(of_one.iter().any(|word| word == "try-restart --no-block svc-code.service"), "{told:?}");
+    assert_eq!(service_calls[2..5], new, "after the calls of the boot and the snapshot");
+    let back =
+        service_calls.iter().position(|word| word == "stop svc-2026.2.0.service").context("not stopped")?;
+    assert_eq!(
+        service_calls[back + 1],
+        "daemon-reload",
+        "the unit file exists until the unit is stopped: {service_calls:?}"
+    );
+    for of_one in [&service_calls[..back], &service_calls[back..]] {
+        assert!(of_one.iter().any(|word| word == "restart svc-shell.service"), "{service_calls:?}");
+        assert!(
+            of_one.iter().any(|word| word == "try-restart --no-block svc-code.service"),
+            "{service_calls:?}"
+        );
     }
-    assert!(!told.iter().any(|word| word == "restart svc-code.service"), "{told:?}");
+    assert!(!service_calls.iter().any(|word| word == "restart svc-code.service"), "{service_calls:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_release_that_lost_a_part_is_never_switched_to() -> Result<()> {
+async fn release_without_a_required_part_is_never_current() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     let current = stage.machine.path("opt/svc/releases").join(OLD);
     for part in ["app/shell", "runtime/postgres/bin/pg_dump"] {
@@ -231,41 +246,41 @@ async fn a_release_that_lost_a_part_is_never_switched_to() -> Result<()> {
         assert!(refused.stderr.contains(&format!("lacks {part}")), "{}", refused.stderr);
         let last = stage.last()?;
         assert_eq!((&last["outcome"], &last["stage"]), (&"refused".into(), &"preflight".into()));
-        stage.is_untouched()?;
+        stage.assert_untouched()?;
         fs::remove_dir(&has)?;
     }
-    // The owner's code-server may go.
+    // The owner's code-server is optional.
     fs::create_dir_all(current.join("runtime/code-server"))?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)
+    stage.assert_running(NEW)
 }
 
 #[tokio::test]
-async fn nothing_asked_for_is_nothing_done() -> Result<()> {
+async fn apply_without_a_request_does_nothing() -> Result<()> {
     let stage = Stage::new().await?;
     stage.run(&["apply", "--request"], None).await?.expect(0);
     stage.run(&["resume"], None).await?.expect(0);
     let path = stage.machine.path("var/lib/svc/requests/update");
     svc::fsx::write_atomic(&path, b"{\"imageVersion\":\"../../etc\"}", 0o600)?;
     stage.run(&["apply", "--request"], None).await?.expect(65);
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
     fs::write(stage.machine.path("var/lib/svc/superseded.json"), "{}")?;
     let refused = stage.apply(NEW).await?.expect(65);
     assert!(refused.stderr.contains("another machine"), "{}", refused.stderr);
-    stage.is_untouched()
+    stage.assert_untouched()
 }
 
-/// Kills an update to `published` at each point, finishes it by the unit's own call, and looks at what is there then.
+/// Kills an update to `published` at each point, completes it by the unit's own command, and checks the result.
 async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: &str) -> Result<()> {
     let one = |point: String| async move {
         let stage = Stage::with(published).await?;
-        stage.ask_for(NEW)?;
+        stage.request_update(NEW)?;
         let kill = format!("{point}=return(kill)");
         stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
         let journal = stage.machine.path("var/lib/svc/update/journal.json");
-        assert!(journal.exists(), "{point}: nothing would finish it");
+        assert!(journal.exists(), "{point}: the journal is missing");
         stage.run(&["apply", "--request"], None).await?.expect(0);
-        stage.runs(runs).context(point.clone())?;
+        stage.assert_running(runs).context(point.clone())?;
         assert_eq!(stage.last()?["outcome"], outcome, "{point}");
         assert_eq!(stage.history()?.len(), 1, "{point}");
         anyhow::Ok(())
@@ -276,13 +291,14 @@ async fn killed_at(points: &[&str], published: &Published, runs: &str, outcome: 
 }
 
 #[tokio::test]
-async fn an_update_killed_at_any_step_is_finished_by_the_next_run() -> Result<()> {
+async fn update_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     let good = Published::new(NEW, &[])?;
     let mut points: Vec<&str> = Vec::new();
     for point in svc::host::update::APPLY_POINTS {
         points.push(point);
     }
-    // Those of bringing a release, which a boot has too; its own first and last steps are not passed here.
+    // Includes the points of fetching a release, which a boot also passes; its own first and last points are not
+    // reached here.
     let shared =
         ["update.downloading", "update.unpacked", "update.verified", "update.synced", "update.renamed"];
     points.extend(shared);
@@ -292,7 +308,7 @@ async fn an_update_killed_at_any_step_is_finished_by_the_next_run() -> Result<()
 }
 
 #[tokio::test]
-async fn a_way_back_killed_at_any_step_is_finished_by_the_next_run() -> Result<()> {
+async fn rollback_killed_at_any_step_is_completed_by_next_run() -> Result<()> {
     let mut points: Vec<&str> = Vec::new();
     for point in svc::host::update::ROLLBACK_POINTS {
         points.push(point);
@@ -302,21 +318,21 @@ async fn a_way_back_killed_at_any_step_is_finished_by_the_next_run() -> Result<(
 }
 
 #[tokio::test]
-async fn an_update_that_is_cut_off_again_and_again_is_given_up() -> Result<()> {
+async fn repeatedly_killed_update_is_abandoned() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
-    stage.ask_for(NEW)?;
+    stage.request_update(NEW)?;
     for _ in 0..5 {
         stage.run(&["apply", "--request"], Some("update.restarted=return(kill)")).await?.expect_killed();
     }
     stage.run(&["resume"], None).await?.expect(0);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"rolled_back".into(), &"restart".into()));
     Ok(())
 }
 
 #[tokio::test]
-async fn a_step_that_fails_leaves_a_release_that_is_well() -> Result<()> {
+async fn failed_step_leaves_a_healthy_release() -> Result<()> {
     let good = Published::new(NEW, &[])?;
     let before = ["update.opened", "update.believed", "update.unpacked", "update.tried"];
     let after =
@@ -325,7 +341,7 @@ async fn a_step_that_fails_leaves_a_release_that_is_well() -> Result<()> {
         let stage = Stage::with(&good).await?;
         let error = format!("{point}=1*return(error)");
         stage.run(&["apply", "--version", NEW], Some(&error)).await?;
-        stage.runs(OLD).context(*point)?;
+        stage.assert_running(OLD).context(*point)?;
         let expected = if before.contains(point) { "failed" } else { "rolled_back" };
         assert_eq!(stage.last()?["outcome"], expected, "{point}");
     }

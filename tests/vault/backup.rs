@@ -1,4 +1,4 @@
-//! What can go wrong while a backup is taken: nothing of it moves the pointer to anything but a verified snapshot.
+//! Failures during a backup: the pointer only ever names a verified snapshot.
 
 use std::time::{Duration, Instant};
 
@@ -27,12 +27,12 @@ async fn machine_with(store: &S3Server, content: &str) -> Result<Machine> {
     Ok(machine)
 }
 
-/// The pointer is absent, or names an object that is there whole with its side record.
-async fn pointer_is_true(store: &S3Server) -> Result<()> {
+/// The pointer is absent, or names a complete object with its side record.
+async fn assert_pointer_valid(store: &S3Server) -> Result<()> {
     let has_pointer = machine::pointer(store).await?.is_some();
     match snapshot::latest(&machine::bucket(store)?, &slot()).await {
         Ok(_) | Err(snapshot::SnapshotUnusable::Absent) => Ok(()),
-        // A first backup that broke off: nothing starts empty beside its snapshot.
+        // After an interrupted first backup no machine starts empty beside its snapshot.
         Err(snapshot::SnapshotUnusable::Damaged { why, .. })
             if !has_pointer && why.contains("although snapshots") =>
         {
@@ -43,7 +43,7 @@ async fn pointer_is_true(store: &S3Server) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_bad_dump_never_becomes_an_object() -> Result<()> {
+async fn invalid_dump_never_becomes_an_object() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, &format!("{ROWS}; {NOISE}")).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -82,7 +82,7 @@ async fn a_bad_dump_never_becomes_an_object() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_password_is_in_no_argument_list_and_no_output() -> Result<()> {
+async fn password_is_in_no_argument_list_and_no_output() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     let seen = tempfile::tempdir()?;
@@ -97,7 +97,7 @@ async fn the_password_is_in_no_argument_list_and_no_output() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_store_that_stumbles_is_borne_with() -> Result<()> {
+async fn transient_store_faults_are_retried() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, NOISE).await?;
     let faults = [
@@ -119,17 +119,17 @@ async fn a_store_that_stumbles_is_borne_with() -> Result<()> {
         let hits = store.fault(rule);
         let ended = machine.run(&["svc-db-backup"])?;
         assert_eq!(ended.code, Some(0), "{name}: {}", ended.stderr);
-        assert!(hits.hits() > 0, "{name} did not happen");
+        assert!(hits.hits() > 0, "{name}: the fault was not triggered");
         let pointer = machine::pointer(&store).await?.context("a pointer")?;
         assert_eq!(pointer.seq, seq, "{name}: moved once");
-        pointer_is_true(&store).await.context(name)?;
+        assert_pointer_valid(&store).await.context(name)?;
         store.heal();
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn without_store_or_database_nothing_moves_and_the_exit_is_69() -> Result<()> {
+async fn backup_without_store_or_database_exits_with_69() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -142,10 +142,10 @@ async fn without_store_or_database_nothing_moves_and_the_exit_is_69() -> Result<
     store.heal();
     machine.postgres().stop().await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    // Its `seq` was claimed before `latest` could not be written: it holds.
+    // Its `seq` was claimed before the write of `latest` failed, so it is final.
     let moved = machine::pointer(&store).await?.context("a pointer")?;
     assert_eq!(Some(moved.seq), good.map(|good| good.seq + 1));
-    pointer_is_true(&store).await?;
+    assert_pointer_valid(&store).await?;
     let records = machine.backup_records()?;
     let statuses: Vec<_> =
         records.iter().map(|record| record["status"].as_str().unwrap_or_default()).collect();
@@ -157,13 +157,13 @@ async fn without_store_or_database_nothing_moves_and_the_exit_is_69() -> Result<
 }
 
 #[tokio::test]
-async fn a_replaced_machine_moves_nothing() -> Result<()> {
+async fn replaced_machine_moves_no_pointer() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let bucket = machine::bucket(&store)?;
 
-    // The fence comes while the dump is on its way.
+    // The fence is written during the dump.
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.side_record=sleep(2000)")])?;
     until("a second side record", || snapshots(&store).len() == 4).await?;
     pointer_io::fence(
@@ -177,7 +177,7 @@ async fn a_replaced_machine_moves_nothing() -> Result<()> {
     assert!(ended.stderr.contains("fenced at epoch 2"), "{}", ended.stderr);
     assert_eq!(machine::pointer(&store).await?, fenced);
 
-    // Later it is known from the start, and nothing is dumped.
+    // Later runs know it from the start, and make no dump.
     store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(77);
     assert!(!store.requests().iter().any(|seen| seen.method != "GET"), "{:?}", store.requests());
@@ -190,12 +190,12 @@ async fn a_replaced_machine_moves_nothing() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_second_run_says_that_another_is_under_way_and_a_request_waits() -> Result<()> {
+async fn second_run_reports_the_first_and_request_waits() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     let first = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.snapshot=sleep(1500)")])?;
     until("the lock", || machine.path("var/lib/svc/backup.lock").exists()).await?;
-    // The lock file is made and locked in two calls.
+    // The lock file is created and locked in two system calls.
     tokio::time::sleep(Duration::from_millis(100)).await;
     let second = machine.run(&["svc-db-backup"])?.expect(75);
     assert!(second.stderr.contains("another backup is under way"), "{}", second.stderr);
@@ -211,14 +211,14 @@ async fn a_second_run_says_that_another_is_under_way_and_a_request_waits() -> Re
 }
 
 #[tokio::test]
-async fn a_run_killed_at_any_step_leaves_a_true_pointer_and_the_next_one_works() -> Result<()> {
+async fn killed_run_leaves_a_valid_pointer_and_next_run_succeeds() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     for (n, point) in (1_u64..).zip(svc::host::snapshots::backup::POINTS) {
         machine.client().await?.execute(&format!("INSERT INTO t VALUES ({})", 10_000 + n), &[]).await?;
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &kill)])?.expect_killed();
-        pointer_is_true(&store).await.with_context(|| format!("after {point}"))?;
+        assert_pointer_valid(&store).await.with_context(|| format!("after {point}"))?;
         machine.run(&["svc-db-backup"])?.expect(0);
         let latest = snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
         let side = snapshot::side_record(&machine::bucket(&store)?, &slot(), &latest).await?;
@@ -230,22 +230,22 @@ async fn a_run_killed_at_any_step_leaves_a_true_pointer_and_the_next_one_works()
 }
 
 #[tokio::test]
-async fn an_error_at_any_step_is_recorded_and_moves_nothing_that_is_not_whole() -> Result<()> {
+async fn failed_step_is_recorded_and_publishes_nothing_partial() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, ROWS).await?;
     for point in svc::host::snapshots::backup::POINTS {
         let error = format!("{point}=return(error)");
         machine.run_with(&["svc-db-backup"], &[("FAILPOINTS", &error)])?.expect(70);
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{point}");
-        pointer_is_true(&store).await.with_context(|| format!("after {point}"))?;
+        assert_pointer_valid(&store).await.with_context(|| format!("after {point}"))?;
     }
     assert_eq!(machine.backup_records()?.len(), svc::host::snapshots::backup::POINTS.len());
     Ok(())
 }
 
-/// What lies in the database of a machine that was not restored yet must not become the latest snapshot.
+/// The database of a machine that is not restored yet must not become the latest snapshot.
 #[tokio::test]
-async fn nothing_is_backed_up_before_the_gate_opens() -> Result<()> {
+async fn no_backup_before_the_gate_opens() -> Result<()> {
     let store = machine::store()?;
     let old = machine_with(&store, ROWS).await?;
     old.run(&["svc-db-backup"])?.expect(0);
@@ -257,23 +257,23 @@ async fn nothing_is_backed_up_before_the_gate_opens() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_stop_aborts_the_upload() -> Result<()> {
+async fn termination_aborts_the_upload() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(&store, NOISE).await?;
     let running = machine.spawn(&["svc-db-backup"], &[("FAILPOINTS", "backup.streaming=sleep(200)")])?;
     until("the upload", || !store.uploads(BUCKET).is_empty()).await?;
-    let asked = Instant::now();
+    let stop_requested = Instant::now();
     running.signal(Signal::SIGTERM)?;
     running.end()?.expect(75);
-    assert!(asked.elapsed() < Duration::from_secs(20));
+    assert!(stop_requested.elapsed() < Duration::from_secs(20));
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     assert_eq!(snapshots(&store), Vec::<String>::new());
     Ok(())
 }
 
-/// A dump of 130 MB goes through in the memory that the parts are given; nothing is kept on disk.
+/// A dump of 130 MB needs only the memory of its parts; nothing is stored on disk.
 #[tokio::test]
-async fn a_big_dump_needs_no_more_memory_than_a_small_one() -> Result<()> {
+async fn memory_does_not_grow_with_the_dump() -> Result<()> {
     let store = machine::store()?;
     let machine = machine_with(
         &store,
@@ -281,10 +281,10 @@ async fn a_big_dump_needs_no_more_memory_than_a_small_one() -> Result<()> {
          FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n",
     )
     .await?;
-    // Slower than the dump, so that parts wait for each other.
+    // The store is slower than the dump, so that parts queue up.
     store.fault(Rule::new(Fault::Delay(Duration::from_millis(100))).query("partNumber=").always());
     let running = machine.spawn(&["svc-db-backup"], &[])?;
-    let most = running.most_memory().await;
+    let most = running.peak_memory().await;
     running.end()?.expect(0);
     let size = machine::pointer(&store).await?.and_then(|p| p.snapshot).context("a snapshot")?.size_bytes;
     assert!(size > 120 << 20, "{size} bytes");

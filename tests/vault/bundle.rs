@@ -1,4 +1,4 @@
-//! A small host bundle, and a source that serves it over HTTP as the platform does: ETag, Range, If-Range.
+//! A small host bundle, and an HTTP source that serves it as the platform does: ETag, Range, If-Range.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,12 +13,12 @@ use flate2::write::GzEncoder;
 use http::{HeaderMap, StatusCode, Uri, header};
 use sha2::{Digest, Sha256};
 
-/// A bundle of version `version`, with enough noise in it to be cut in the middle.
+/// A bundle of this version, with enough random bytes to be interrupted in the middle.
 pub fn bundle(version: &str) -> Result<Vec<u8>> {
     bundle_with(version, &[])
 }
 
-/// The same, with further files.
+/// The same with additional files.
 pub fn bundle_with(version: &str, more: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut tar = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::fast()));
     let mut add = |path: &str, mode: u32, body: &[u8]| -> Result<()> {
@@ -55,89 +55,93 @@ pub fn digest(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
 }
 
-/// What one request asked for.
+/// The relevant headers of a request.
 #[derive(Debug, Clone)]
-pub struct Asked {
+pub struct BundleRequest {
     pub authorization: Option<String>,
     pub range: Option<String>,
 }
 
 #[derive(Default)]
-struct Shelf {
+struct SourceState {
     content: Vec<u8>,
     etag: String,
     ranges: bool,
-    asked: Vec<Asked>,
-    /// What else lies there, by the end of its path; an end that is known to be missing has nothing.
+    requests: Vec<BundleRequest>,
+    /// Other files, by the end of their path; `None` for a missing file.
     others: BTreeMap<String, Option<Vec<u8>>>,
 }
 
-/// The source; it lives as long as the test's runtime.
+/// The source; it runs until the test's runtime ends.
 #[derive(Clone)]
 pub struct Source {
-    shelf: Arc<Mutex<Shelf>>,
+    state: Arc<Mutex<SourceState>>,
     pub addr: std::net::SocketAddr,
 }
 
 impl Source {
     pub async fn start(content: Vec<u8>) -> Result<Self> {
-        let shelf =
-            Shelf { etag: format!("\"{}\"", digest(&content)), content, ranges: true, ..Shelf::default() };
-        let shelf = Arc::new(Mutex::new(shelf));
+        let state = SourceState {
+            etag: format!("\"{}\"", digest(&content)),
+            content,
+            ranges: true,
+            ..SourceState::default()
+        };
+        let state = Arc::new(Mutex::new(state));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
-        let app = Router::new().fallback(serve).with_state(Arc::clone(&shelf));
+        let app = Router::new().fallback(serve).with_state(Arc::clone(&state));
         tokio::spawn(async move { axum::serve(listener, app).await });
-        Ok(Self { shelf, addr })
+        Ok(Self { state, addr })
     }
 
-    fn with<T>(&self, change: impl FnOnce(&mut Shelf) -> T) -> T {
-        change(&mut self.shelf.lock().unwrap_or_else(PoisonError::into_inner))
+    fn with<T>(&self, change: impl FnOnce(&mut SourceState) -> T) -> T {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub fn replace(&self, content: Vec<u8>) {
-        self.with(|shelf| {
-            shelf.etag = format!("\"{}\"", digest(&content));
-            shelf.content = content;
+        self.with(|state| {
+            state.etag = format!("\"{}\"", digest(&content));
+            state.content = content;
         });
     }
 
-    /// Puts another file there, or says that there is none.
+    /// Adds another file, or marks it as missing.
     pub fn put(&self, end_of_path: &str, content: Option<Vec<u8>>) {
-        self.with(|shelf| shelf.others.insert(end_of_path.to_owned(), content));
+        self.with(|state| state.others.insert(end_of_path.to_owned(), content));
     }
 
-    /// As a server that does not know Range.
+    /// Behaves like a server without Range support.
     pub fn forget_ranges(&self) {
-        self.with(|shelf| shelf.ranges = false);
+        self.with(|state| state.ranges = false);
     }
 
-    pub fn asked(&self) -> Vec<Asked> {
-        self.with(|shelf| shelf.asked.clone())
+    pub fn requests(&self) -> Vec<BundleRequest> {
+        self.with(|state| state.requests.clone())
     }
 }
 
-async fn serve(State(shelf): State<Arc<Mutex<Shelf>>>, uri: Uri, headers: HeaderMap) -> Response {
-    let mut shelf = shelf.lock().unwrap_or_else(PoisonError::into_inner);
+async fn serve(State(state): State<Arc<Mutex<SourceState>>>, uri: Uri, headers: HeaderMap) -> Response {
+    let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
     let range = text(header::RANGE);
-    shelf.asked.push(Asked { authorization: text(header::AUTHORIZATION), range: range.clone() });
-    if let Some((_, other)) = shelf.others.iter().find(|(end, _)| uri.path().ends_with(end.as_str())) {
+    state.requests.push(BundleRequest { authorization: text(header::AUTHORIZATION), range: range.clone() });
+    if let Some((_, other)) = state.others.iter().find(|(end, _)| uri.path().ends_with(end.as_str())) {
         let status = if other.is_some() { StatusCode::OK } else { StatusCode::NOT_FOUND };
         let answer = Response::builder().status(status).body(Body::from(other.clone().unwrap_or_default()));
         return answer.expect("a response of known headers");
     }
     let from =
         range.as_deref().and_then(|range| range.strip_prefix("bytes=")?.strip_suffix('-')?.parse().ok());
-    let same = text(header::IF_RANGE).as_deref() == Some(shelf.etag.as_str());
-    let answer = Response::builder().header(header::ETAG, &shelf.etag);
-    let total = shelf.content.len();
+    let same = text(header::IF_RANGE).as_deref() == Some(state.etag.as_str());
+    let answer = Response::builder().header(header::ETAG, &state.etag);
+    let total = state.content.len();
     let answer = match from {
-        Some(from) if same && shelf.ranges => answer
+        Some(from) if same && state.ranges => answer
             .status(StatusCode::PARTIAL_CONTENT)
             .header(header::CONTENT_RANGE, format!("bytes {from}-{}/{total}", total - 1))
-            .body(Body::from(shelf.content[from..].to_vec())),
-        _ => answer.body(Body::from(shelf.content.clone())),
+            .body(Body::from(state.content[from..].to_vec())),
+        _ => answer.body(Body::from(state.content.clone())),
     };
     answer.expect("a response of known headers")
 }

@@ -1,4 +1,4 @@
-//! Looks at snapshots that are at the store: what is not as it was written is found, and what is well is said to be.
+//! Verification of stored snapshots: damage is detected, and intact snapshots are reported as such.
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
@@ -9,7 +9,7 @@ use super::machine::{self, BUCKET, Machine, USER};
 const ROWS: &str = "CREATE ROLE app_t NOLOGIN; CREATE TABLE t (id int PRIMARY KEY, said text); ALTER TABLE t OWNER TO app_t; \
      INSERT INTO t SELECT n, md5(n::text) FROM generate_series(1, 20000) n";
 
-/// A machine with so many snapshots; their keys.
+/// A machine with this many snapshots, and their keys.
 async fn with_snapshots(store: &S3Server, many: usize) -> Result<(Machine, Vec<String>)> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
@@ -18,7 +18,7 @@ async fn with_snapshots(store: &S3Server, many: usize) -> Result<(Machine, Vec<S
         machine.run(&["svc-db-backup"])?.expect(0);
         let last = machine.backup_records()?.pop().context("a record")?;
         keys.push(last["key"].as_str().context("a key")?.to_owned());
-        // The next one is of something else.
+        // The next snapshot has different content.
         let row = format!("INSERT INTO t VALUES ({}, 'more')", 20_000 + keys.len());
         machine.client().await?.batch_execute(&row).await?;
     }
@@ -38,7 +38,7 @@ fn last(machine: &Machine, kind: &str) -> Result<Value> {
     Ok(serde_json::from_slice(&std::fs::read(machine.path(&format!("var/lib/svc/last-{kind}.json")))?)?)
 }
 
-/// The snapshot as if it had been taken at another time.
+/// The snapshot with an earlier time.
 fn older(store: &S3Server, key: &str, time: &str) -> Result<String> {
     let as_of = format!("system/db/snapshots/{time}-1.dump");
     let dump = store.read(BUCKET, &object(key)).context("the object")?;
@@ -53,7 +53,7 @@ fn older(store: &S3Server, key: &str, time: &str) -> Result<String> {
 }
 
 #[tokio::test]
-async fn every_damage_of_a_snapshot_is_found_and_nothing_else() -> Result<()> {
+async fn every_damage_of_a_snapshot_is_detected() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = with_snapshots(&store, 6).await?;
     let ended = machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
@@ -71,7 +71,7 @@ async fn every_damage_of_a_snapshot_is_found_and_nothing_else() -> Result<()> {
     store.write(BUCKET, &object(&keys[1]), shorter);
     store.remove(BUCKET, &object(&keys[2]));
     store.write(BUCKET, &object(&format!("{}.json", keys[3])), "{}");
-    // Another snapshot's bytes, of the same size or not: each is whole in itself.
+    // The bytes of another snapshot, of the same size or not; each is valid in itself.
     let other = store.read(BUCKET, &object(&keys[5])).context("the object")?;
     store.write(BUCKET, &object(&keys[4]), other);
 
@@ -89,15 +89,15 @@ async fn every_damage_of_a_snapshot_is_found_and_nothing_else() -> Result<()> {
     let check = last(&machine, "verify")?;
     assert_eq!((&check["status"], &check["key"]), (&"success".into(), &keys[5].as_str().into()), "{check}");
     machine.run(&["svc-db-backup", "verify", "system/db/snapshots/../../x.dump"])?.expect(65);
-    assert_eq!(checks(&machine)?.len(), 9, "a line for each run");
+    assert_eq!(checks(&machine)?.len(), 9, "one line for each run");
     Ok(())
 }
 
 #[tokio::test]
-async fn each_day_has_its_share() -> Result<()> {
+async fn daily_share_of_snapshots_is_verified() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = with_snapshots(&store, 1).await?;
-    // What its backup read just now is not read again.
+    // The bytes that its backup has just verified are not read again.
     let ended = machine.run(&["svc-db-backup", "verify"])?.expect(0);
     assert!(ended.stdout.starts_with("0 snapshots"), "{}", ended.stdout);
 
@@ -106,7 +106,7 @@ async fn each_day_has_its_share() -> Result<()> {
         old.push(older(&store, &keys[0], &format!("2026-01-{day:02}T00-00-00.000Z"))?);
     }
     let within = [("VERIFY_WITHIN_DAYS", "10")];
-    // Ten snapshots in ten days, three days' share at once after the time off: the oldest first.
+    // Ten snapshots in ten days; after the downtime, the share of three days at once, the oldest first.
     let ended = machine.run_with(&["svc-db-backup", "verify"], &within)?.expect(0);
     assert!(ended.stdout.starts_with("3 snapshots"), "{}", ended.stdout);
     store.remove(BUCKET, &object(&old[3]));
@@ -119,10 +119,10 @@ async fn each_day_has_its_share() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_store_that_fails_is_not_a_damaged_snapshot() -> Result<()> {
+async fn store_failure_is_not_reported_as_damage() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = with_snapshots(&store, 1).await?;
-    // Broken off twice in the middle, it is read on from there.
+    // Interrupted twice in the middle, the download resumes there.
     store.fault(Rule::new(Fault::TruncateBody(20_000)).method("GET").key_ending(".dump").times(2));
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(0);
     store.heal();
@@ -137,32 +137,33 @@ async fn a_store_that_fails_is_not_a_damaged_snapshot() -> Result<()> {
     Ok(())
 }
 
-/// Databases, roles and files that a drill may have made.
-async fn left(machine: &Machine) -> Result<Vec<String>> {
-    let mut left: Vec<String> =
+/// Databases, roles and files that a drill may have left.
+async fn leftovers(machine: &Machine) -> Result<Vec<String>> {
+    let mut leftovers: Vec<String> =
         machine.databases().await?.into_iter().filter(|name| name.starts_with("svc_")).collect();
     let roles = "SELECT rolname::text FROM pg_roles WHERE rolname ~ '^app_'";
-    left.extend(machine.client().await?.query(roles, &[]).await?.iter().map(|row| row.get::<_, String>(0)));
+    leftovers
+        .extend(machine.client().await?.query(roles, &[]).await?.iter().map(|row| row.get::<_, String>(0)));
     let files = std::fs::read_dir(machine.path("var/lib/svc/drill"))?;
-    left.extend(files.flatten().map(|file| file.file_name().to_string_lossy().into_owned()));
-    left.sort_unstable();
-    Ok(left)
+    leftovers.extend(files.flatten().map(|file| file.file_name().to_string_lossy().into_owned()));
+    leftovers.sort_unstable();
+    Ok(leftovers)
 }
 
 #[tokio::test]
-async fn a_drill_restores_compares_and_leaves_nothing() -> Result<()> {
+async fn drill_restores_compares_and_cleans_up() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(ended.stdout.contains("no snapshot yet"), "{}", ended.stdout);
     machine.client().await?.batch_execute(ROWS).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    // A role that the snapshot names and the machine has no more is made for the drill alone.
+    // A role of the snapshot that the machine no longer has is created only for the drill.
     machine.client().await?.batch_execute("REASSIGN OWNED BY app_t TO CURRENT_USER; DROP ROLE app_t").await?;
 
     let ended = machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(ended.stdout.contains("1 table, 20000 rows"), "{}", ended.stdout);
-    assert_eq!(left(&machine).await?, ["lock"]);
+    assert_eq!(leftovers(&machine).await?, ["lock"]);
     assert_eq!(last(&machine, "drill")?["status"], "success");
 
     let mut points = vec!["restore.roles", "restore.created", "restore.loaded", "restore.counted"];
@@ -173,21 +174,21 @@ async fn a_drill_restores_compares_and_leaves_nothing() -> Result<()> {
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup", "drill"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-db-backup", "drill"])?.expect(0);
-        assert_eq!(left(&machine).await?, ["lock"], "after a kill at {point}");
+        assert_eq!(leftovers(&machine).await?, ["lock"], "after a kill at {point}");
     }
     for point in svc::host::snapshots::backup::VERIFY_POINTS {
         let kill = format!("{point}=return(kill)");
         machine.run_with(&["svc-db-backup", "verify", "--all"], &[("FAILPOINTS", &kill)])?.expect_killed();
         machine.run(&["svc-db-backup", "verify", "--all"])?.expect(0);
     }
-    // The owner's database was never touched.
+    // The owner's database is unchanged.
     let rows = machine.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
     assert_eq!(rows, 20000);
     Ok(())
 }
 
 #[tokio::test]
-async fn a_snapshot_that_does_not_become_what_it_was_fails_the_drill() -> Result<()> {
+async fn snapshot_with_missing_rows_fails_the_drill() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = with_snapshots(&store, 1).await?;
     let side = format!("{}.json", object(&keys[0]));
@@ -203,16 +204,16 @@ async fn a_snapshot_that_does_not_become_what_it_was_fails_the_drill() -> Result
     machine.run(&["svc-db-backup", "drill"])?.expect(65);
     let check = last(&machine, "drill")?;
     assert_eq!((&check["status"], &check["key"]), (&"error".into(), &keys[0].as_str().into()), "{check}");
-    assert_eq!(left(&machine).await?, ["app_t", "lock"]);
-    // Hourly backups are not held up by any of it.
+    assert_eq!(leftovers(&machine).await?, ["app_t", "lock"]);
+    // Hourly backups are not delayed.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.run(&["svc-db-backup", "drill"])?.expect(0);
     Ok(())
 }
 
-/// A file that root made could not be written by the next run of a unit.
+/// The unit could not write a file created by root.
 #[tokio::test]
-async fn called_by_root_it_works_as_the_user_of_the_units() -> Result<()> {
+async fn run_by_root_it_switches_to_the_unit_user() -> Result<()> {
     const USER_ID: u32 = 54_321;
     if !nix::unistd::geteuid().is_root() {
         println!("SKIPPED: only root can become another user");
@@ -242,11 +243,11 @@ async fn called_by_root_it_works_as_the_user_of_the_units() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_database_that_was_lost_does_not_replace_the_snapshot_of_what_it_held() -> Result<()> {
+async fn lost_database_does_not_replace_its_snapshot() -> Result<()> {
     let store = machine::store()?;
     let (machine, keys) = with_snapshots(&store, 1).await?;
     let good = machine::pointer(&store).await?;
-    // What the gateway makes at its start is no data of the owner's.
+    // The tables that the gateway creates at startup are not the owner's data.
     let lost = "DROP TABLE t; CREATE SCHEMA svc; CREATE TABLE svc.apps (slug text); INSERT INTO svc.apps VALUES ('notes'); \
                 CREATE TABLE notes (id int)";
     machine.client().await?.batch_execute(lost).await?;
@@ -258,7 +259,7 @@ async fn a_database_that_was_lost_does_not_replace_the_snapshot_of_what_it_held(
     assert_eq!((&record["status"], &record["stage"]), (&"error".into(), &"dump".into()), "{record}");
     machine.run(&["svc-db-backup", "run", "--allow-empty"])?.expect(0);
     assert_ne!(machine::pointer(&store).await?, good);
-    // From an empty one on, empty is what it is.
+    // From here on, the empty database is the expected state.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.client().await?.batch_execute("INSERT INTO notes VALUES (1)").await?;
     machine.run(&["svc-db-backup"])?.expect(0);

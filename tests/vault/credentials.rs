@@ -1,5 +1,5 @@
-//! A machine whose credentials for the store run out: it asks the platform for others, whatever its clock says, and
-//! stops when the platform has none for it.
+//! A machine whose store credentials expire: it requests new ones from the platform, even with a wrong clock, and
+//! stops if the platform refuses.
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,25 +30,25 @@ use super::machine::{self, BUCKET, Machine, USER, slot, until};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// What the platform does when it is asked for credentials.
+/// The platform's response to a request for credentials.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Mood {
+pub enum CredentialResponse {
     Gives,
     Supersedes,
     Away,
     Refuses,
 }
 
-/// The platform's one route that matters here, with real sessions of the store's STS.
-struct Office {
+/// The platform's credentials route, with real sessions of the store's STS.
+struct CredentialService {
     sts: Sts,
-    mood: Mutex<Mood>,
-    asked: AtomicUsize,
+    response: Mutex<CredentialResponse>,
+    request_count: AtomicUsize,
     heartbeats: AtomicUsize,
 }
 
 pub struct Platform {
-    office: Arc<Office>,
+    service: Arc<CredentialService>,
     base: String,
 }
 
@@ -59,42 +59,43 @@ impl Platform {
         let caller = AwsCredential { key_id, secret_key: store.secret_key().to_owned(), token: None };
         let role = "arn:aws:iam::000000000000:role/svc-host".to_owned();
         let sts = Sts::new(store.endpoint().parse()?, store.region().to_owned(), role, caller)?;
-        let (mood, asked) = (Mutex::new(Mood::Gives), AtomicUsize::new(0));
-        let office = Arc::new(Office { sts, mood, asked, heartbeats: AtomicUsize::new(0) });
+        let (response, request_count) = (Mutex::new(CredentialResponse::Gives), AtomicUsize::new(0));
+        let service =
+            Arc::new(CredentialService { sts, response, request_count, heartbeats: AtomicUsize::new(0) });
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let base = format!("http://{}", listener.local_addr()?);
-        let app = Router::new().fallback(answer).with_state(Arc::clone(&office));
+        let app = Router::new().fallback(answer).with_state(Arc::clone(&service));
         tokio::spawn(async move { axum::serve(listener, app).await });
-        Ok(Self { office, base })
+        Ok(Self { service, base })
     }
 
-    pub fn mood(&self, mood: Mood) {
-        *self.office.mood.lock().expect("whole") = mood;
+    pub fn set_response(&self, response: CredentialResponse) {
+        *self.service.response.lock().expect("whole") = response;
     }
 
-    pub(super) fn asked(&self) -> usize {
-        self.office.asked.load(Ordering::SeqCst)
+    pub(super) fn request_count(&self) -> usize {
+        self.service.request_count.load(Ordering::SeqCst)
     }
 
     /// The outage session of a machine of epoch 1.
     pub(super) async fn outage(&self) -> Option<TemporaryCredentials> {
-        outage(&self.office.sts).await
+        outage(&self.service.sts).await
     }
 
     pub(super) fn heartbeats(&self) -> usize {
-        self.office.heartbeats.load(Ordering::SeqCst)
+        self.service.heartbeats.load(Ordering::SeqCst)
     }
 
     async fn session(&self) -> Result<TemporaryCredentials> {
         Ok(self
-            .office
+            .service
             .sts
             .assume("svc-host", &policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once), HOUR)
             .await?)
     }
 
-    /// Writes `r2.env` as user-data does; `expires_in` is what this machine's clock makes of it.
-    pub async fn equips(&self, machine: &Machine, expires_in: SignedDuration) -> Result<()> {
+    /// Writes `r2.env` as user-data does; `expires_in` is relative to this machine's clock.
+    pub async fn write_credentials(&self, machine: &Machine, expires_in: SignedDuration) -> Result<()> {
         let session = self.session().await?;
         let token = session.session_token.as_ref().context("a token")?;
         let expires_at = rfc3339_ms(Timestamp::now().checked_add(expires_in)?);
@@ -111,12 +112,12 @@ impl Platform {
     }
 }
 
-async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap) -> Response {
+async fn answer(State(service): State<Arc<CredentialService>>, uri: Uri, headers: HeaderMap) -> Response {
     if uri.path().ends_with("/heartbeat") {
-        office.heartbeats.fetch_add(1, Ordering::SeqCst);
+        service.heartbeats.fetch_add(1, Ordering::SeqCst);
         return axum::Json(json!({"superseded": false})).into_response();
     }
-    office.asked.fetch_add(1, Ordering::SeqCst);
+    service.request_count.fetch_add(1, Ordering::SeqCst);
     let problem = |status: u16, code: &str| {
         (StatusCode::from_u16(status).expect("a status"), axum::Json(json!({"code": code}))).into_response()
     };
@@ -124,22 +125,22 @@ async fn answer(State(office): State<Arc<Office>>, uri: Uri, headers: HeaderMap)
     if !authorized || !uri.path().ends_with("/storage-credentials") {
         return problem(401, "unauthorized");
     }
-    let mood = *office.mood.lock().expect("whole");
-    match mood {
-        Mood::Gives => {}
-        Mood::Supersedes => return problem(403, "superseded"),
-        Mood::Away => return problem(503, "store_unavailable"),
-        Mood::Refuses => return problem(401, "unauthorized"),
+    let response = *service.response.lock().expect("whole");
+    match response {
+        CredentialResponse::Gives => {}
+        CredentialResponse::Supersedes => return problem(403, "superseded"),
+        CredentialResponse::Away => return problem(503, "store_unavailable"),
+        CredentialResponse::Refuses => return problem(401, "unauthorized"),
     }
     let policy = policy::slot_policy("aws", BUCKET, &slot(), SnapshotWrites::Once);
-    match office.sts.assume("svc-host", &policy, HOUR).await {
+    match service.sts.assume("svc-host", &policy, HOUR).await {
         Ok(session) => {
             let mut answer = session_json(&session);
             answer["region"] = json!("auto");
             answer["bucket"] = json!(BUCKET);
             answer["prefix"] = json!(format!("{USER}/primary/"));
             answer["outage"] =
-                outage(&office.sts).await.map_or(Value::Null, |session| session_json(&session));
+                outage(&service.sts).await.map_or(Value::Null, |session| session_json(&session));
             axum::Json(answer).into_response()
         }
         Err(_) => problem(503, "store_unavailable"),
@@ -164,7 +165,7 @@ async fn outage(sts: &Sts) -> Option<TemporaryCredentials> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_sts_of_another_server_answers_as_well() -> Result<()> {
+async fn sts_client_works_with_another_server() -> Result<()> {
     svc::http::tls::install_provider();
     let moto = tokio::task::spawn_blocking(kit::moto::Moto::start).await??;
     let key = || "moto".to_owned();
@@ -189,33 +190,33 @@ pub(super) async fn in_use(
 ) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 100) AS id").await?;
-    platform.equips(&machine, expires_in).await?;
+    platform.write_credentials(&machine, expires_in).await?;
     Ok(machine)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn credentials_that_hold_are_used_as_they_are() -> Result<()> {
+async fn valid_credentials_are_used_unchanged() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.asked(), 0);
+    assert_eq!(platform.request_count(), 0);
     assert!(machine::pointer(&store).await?.is_some());
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn credentials_that_ran_out_are_renewed_and_kept_for_the_next_run() -> Result<()> {
+async fn expired_credentials_are_renewed_and_stored() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_secs(-60)).await?;
     store.expire_sessions();
     let ended = machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.asked(), 1, "{}", ended.stderr);
+    assert_eq!(platform.request_count(), 1, "{}", ended.stderr);
     let kept = machine.path("var/lib/svc/store-credentials.json");
     assert_eq!(std::fs::metadata(&kept)?.permissions().mode() & 0o777, 0o600);
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.asked(), 1, "the second run begins with what the first got");
+    assert_eq!(platform.request_count(), 1, "the second run starts with the session of the first");
     let kept: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
     for secret in ["secretAccessKey", "sessionToken"] {
         assert!(!ended.stderr.contains(kept[secret].as_str().context("a secret")?), "{}", ended.stderr);
@@ -224,33 +225,33 @@ async fn credentials_that_ran_out_are_renewed_and_kept_for_the_next_run() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_clock_that_is_wrong_costs_one_request() -> Result<()> {
+async fn wrong_clock_costs_one_request() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_hours(9)).await?;
     store.expire_sessions();
     store.clear_requests();
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.asked(), 1);
+    assert_eq!(platform.request_count(), 1);
     let refused = store.requests().into_iter().filter(|seen| seen.status == Some(400)).count();
-    assert_eq!(refused, 1, "the store refused one request, and it was sent again");
+    assert_eq!(refused, 1, "the store refused one request, which was retried");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sessions_may_end_while_a_backup_is_under_way() -> Result<()> {
+async fn backup_survives_expiring_sessions() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_hours(9)).await?;
     let noise = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
         FROM generate_series(1, 2000) n, generate_series(1, 1000) m GROUP BY n";
     machine.client().await?.batch_execute(noise).await?;
-    // Longer than any one request takes here, and shorter than the backup.
+    // Longer than any request here, and shorter than the backup.
     store.set_session_lifetime(Some(Duration::from_secs(4)));
     store.fault(Rule::new(Fault::Delay(Duration::from_millis(1800))).query("partNumber").always());
     store.expire_sessions();
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert!(platform.asked() >= 2, "{}", platform.asked());
+    assert!(platform.request_count() >= 2, "{}", platform.request_count());
     assert!(store.uploads(BUCKET).is_empty());
     let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
     assert!(latest.size_bytes > 10 << 20, "several parts: {}", latest.size_bytes);
@@ -258,14 +259,14 @@ async fn sessions_may_end_while_a_backup_is_under_way() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restore_that_boots_after_the_first_credentials_life_works() -> Result<()> {
+async fn restore_works_after_the_first_credentials_expired() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     in_use(&store, &platform, SignedDuration::from_hours(1)).await?.run(&["svc-db-backup"])?.expect(0);
-    // Once its clock knows that they ran out, and once only the store does.
+    // Once expired by the machine's clock, and once only at the store.
     for expires_in in [SignedDuration::from_hours(-3), SignedDuration::from_hours(3)] {
         let new = Machine::new(&store, 2).await?;
-        platform.equips(&new, expires_in).await?;
+        platform.write_credentials(&new, expires_in).await?;
         store.expire_sessions();
         new.run(&["svc-restore"])?.expect(0);
         assert!(new.marker());
@@ -282,43 +283,43 @@ async fn a_replaced_machine_gets_none_and_says_so() -> Result<()> {
     let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
-    platform.mood(Mood::Supersedes);
+    platform.set_response(CredentialResponse::Supersedes);
     store.expire_sessions();
     let ended = machine.run(&["svc-db-backup"])?.expect(77);
     assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
     assert_eq!(machine::pointer(&store).await?, before);
-    platform.equips(&machine, SignedDuration::from_secs(-1)).await?;
+    platform.write_credentials(&machine, SignedDuration::from_secs(-1)).await?;
     let ended = machine.run(&["svc-db-backup"])?.expect(77);
     assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
 
     let new = Machine::new(&store, 2).await?;
-    platform.equips(&new, SignedDuration::from_secs(-1)).await?;
+    platform.write_credentials(&new, SignedDuration::from_secs(-1)).await?;
     let ended = new.run(&["svc-restore"])?.expect(77);
     assert!(ended.stderr.contains("this machine has been replaced"), "{}", ended.stderr);
-    assert!(!new.marker(), "the gate stays shut");
+    assert!(!new.marker(), "the gate remains closed");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_platform_that_is_away_matters_only_once_the_credentials_ran_out() -> Result<()> {
+async fn platform_outage_matters_only_after_expiry() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_mins(10)).await?;
-    platform.mood(Mood::Away);
+    platform.set_response(CredentialResponse::Away);
     machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(platform.asked(), 1, "asked once early, and not again while they hold");
-    platform.equips(&machine, SignedDuration::from_secs(-1)).await?;
+    assert_eq!(platform.request_count(), 1, "requested once early, and not again while they are valid");
+    platform.write_credentials(&machine, SignedDuration::from_secs(-1)).await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    assert!(platform.asked() >= 3, "asked repeatedly: {}", platform.asked());
-    platform.mood(Mood::Refuses);
+    assert!(platform.request_count() >= 3, "requested repeatedly: {}", platform.request_count());
+    platform.set_response(CredentialResponse::Refuses);
     machine.run(&["svc-db-backup"])?.expect(69);
-    platform.mood(Mood::Gives);
+    platform.set_response(CredentialResponse::Gives);
     machine.run(&["svc-db-backup"])?.expect(0);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_agent_goes_on_over_many_sessions() -> Result<()> {
+async fn agent_renews_many_sessions() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_secs(-1)).await?;
@@ -330,7 +331,7 @@ async fn the_agent_goes_on_over_many_sessions() -> Result<()> {
         ("VPS_META_AT_LEAST_SECONDS", "1"),
     ];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
-    until("four sessions", || platform.asked() >= 4).await?;
+    until("four sessions", || platform.request_count() >= 4).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");
     let first = store.read(BUCKET, &key).context("the metadata, though whether it was there is hidden")?;
     until("a later one", || store.read(BUCKET, &key).is_some_and(|now| now != first)).await?;
@@ -359,7 +360,7 @@ fn source(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_renewal_serves_all_who_wait() -> Result<()> {
+async fn one_renewal_serves_all_waiting_requests() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
@@ -379,28 +380,28 @@ async fn one_renewal_serves_all_who_wait() -> Result<()> {
     for task in tasks {
         keys.insert(task.await??);
     }
-    assert_eq!((keys.len(), platform.asked()), (1, 1));
+    assert_eq!((keys.len(), platform.request_count()), (1, 1));
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn once_withdrawn_nothing_is_asked_again() -> Result<()> {
+async fn withdrawn_credentials_are_never_requested_again() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
-    // They would hold for some minutes yet.
+    // They would be valid for some more minutes.
     let source = source(&platform, dir.path(), SignedDuration::from_mins(5))?;
-    platform.mood(Mood::Supersedes);
+    platform.set_response(CredentialResponse::Supersedes);
     for _ in 0..3 {
         assert!(matches!(source.current().await, Err(CredentialError::Withdrawn)));
         assert!(matches!(source.replacement_for("x").await, Err(CredentialError::Withdrawn)));
     }
-    assert_eq!(platform.asked(), 1);
+    assert_eq!(platform.request_count(), 1);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_damaged_or_foreign_file_is_none() -> Result<()> {
+async fn damaged_or_foreign_credentials_file_is_ignored() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let dir = tempfile::tempdir()?;
@@ -411,6 +412,6 @@ async fn a_damaged_or_foreign_file_is_none() -> Result<()> {
         let key = source(&platform, dir.path(), SignedDuration::from_secs(-1))?.current().await?;
         assert!(key.key_id.starts_with("ASIA"), "{}", key.key_id);
     }
-    assert_eq!(platform.asked(), 3);
+    assert_eq!(platform.request_count(), 3);
     Ok(())
 }

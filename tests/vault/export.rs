@@ -1,4 +1,4 @@
-//! The owner's archive: it holds all that is the owner's, says so itself, and becomes the same on another machine.
+//! The owner's archive: it contains all of the owner's data, lists it, and restores it on another machine.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -22,7 +22,7 @@ fn write(machine: &Machine, path: &str, content: &[u8]) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// A machine with a database and files of all sorts, and its archive.
+/// A machine with a database and files of all kinds, and its archive.
 async fn exported(store: &S3Server) -> Result<(Machine, PathBuf)> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(NOTES).await?;
@@ -50,10 +50,10 @@ fn import(machine: &Machine, archive: &Path, more: &[&str]) -> Result<Ended> {
     machine.run(&words)
 }
 
-/// Every path below the home with kind, mode, time and content, but for what an import leaves aside.
+/// Every path below the home with type, mode, time and content, except those that an import excludes.
 fn tree(machine: &Machine) -> Result<Vec<String>> {
     let home = machine.path("home/svc/home");
-    let (mut told, mut all) = (Vec::new(), vec![home.clone()]);
+    let (mut lines, mut all) = (Vec::new(), vec![home.clone()]);
     while let Some(path) = all.pop() {
         let meta = fs::symlink_metadata(&path)?;
         let name = path.strip_prefix(&home)?.to_owned();
@@ -70,10 +70,10 @@ fn tree(machine: &Machine) -> Result<Vec<String>> {
             let digest = svc::host::snapshots::archive::sha256(&fs::read(&path)?);
             format!("{:o} {} {digest}", meta.mode(), meta.mtime())
         };
-        told.push(format!("{name:?} {what}"));
+        lines.push(format!("{name:?} {what}"));
     }
-    told.sort_unstable();
-    Ok(told)
+    lines.sort_unstable();
+    Ok(lines)
 }
 
 async fn rows(machine: &Machine) -> Result<i64> {
@@ -81,7 +81,7 @@ async fn rows(machine: &Machine) -> Result<i64> {
 }
 
 #[tokio::test]
-async fn an_archive_becomes_the_same_on_another_machine_and_nothing_that_was_there_is_lost() -> Result<()> {
+async fn import_restores_the_archive_and_keeps_existing_data() -> Result<()> {
     let store = machine::store()?;
     let (machine, archive) = exported(&store).await?;
     let other = Machine::in_use(&store, 2).await?;
@@ -90,7 +90,7 @@ async fn an_archive_becomes_the_same_on_another_machine_and_nothing_that_was_the
     write(&other, "system/config.json", b"{}")?;
     write(&other, "system/logs/activity.log", b"of the new one\n")?;
     other.client().await?.batch_execute("CREATE TABLE before (a int)").await?;
-    // Its own backups would be another slot's in truth.
+    // Backups of this machine would belong to another slot.
     import(&other, &archive, &["--check"])?.expect(0);
     assert!(other.path("home/svc/home/projects/here").exists());
     let said = import(&other, &archive, &[])?.expect(0).stdout;
@@ -106,7 +106,7 @@ async fn an_archive_becomes_the_same_on_another_machine_and_nothing_that_was_the
     let mut expected = tree(&machine)?;
     let mut found = tree(&other)?;
     let only_here = |line: &String| line.contains("untouched") || line.contains("config.json");
-    assert_eq!(found.iter().filter(|line| only_here(line)).count(), 3, "what has another name stays");
+    assert_eq!(found.iter().filter(|line| only_here(line)).count(), 3, "files with other names are kept");
     found.retain(|line| !only_here(line));
     let backup = |line: &String| line.contains("backup");
     found.retain(|line| !backup(line));
@@ -119,14 +119,14 @@ async fn an_archive_becomes_the_same_on_another_machine_and_nothing_that_was_the
     assert_eq!(fs::read(aside("home/svc/home")?.join("projects/here"))?, b"was here");
     assert_eq!(fs::read(aside("home/svc/home/system")?.join("logs/activity.log"))?, b"of the new one\n");
     assert!(other.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
-    assert!(other.path("var/lib/svc/requests/backup").exists(), "a backup is asked for");
+    assert!(other.path("var/lib/svc/requests/backup").exists(), "a backup is requested");
     other.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     Ok(())
 }
 
-/// Nothing of ours is needed to read it.
+/// The archive is readable without the product.
 #[tokio::test]
-async fn stock_tools_read_it() -> Result<()> {
+async fn archive_is_readable_with_stock_tools() -> Result<()> {
     let store = machine::store()?;
     let (machine, archive) = exported(&store).await?;
     let into = tempfile::tempdir()?;
@@ -151,7 +151,7 @@ async fn stock_tools_read_it() -> Result<()> {
     assert_eq!(client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get::<_, i64>(0), 5000);
     let mode = fs::metadata(&archive)?.mode() & 0o777;
     assert_eq!(mode, 0o600, "it holds everything");
-    // It is not written over, and half of one never has its name.
+    // An existing archive is not overwritten, and a partial one never has its final name.
     let output = archive.to_str().context("a path")?;
     machine.run(&["svc-db-backup", "export", "--output", output])?.expect(65);
     for point in svc::host::snapshots::backup::EXPORT_POINTS {
@@ -169,7 +169,7 @@ async fn stock_tools_read_it() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_import_that_was_killed_is_run_again() -> Result<()> {
+async fn killed_import_is_resumed() -> Result<()> {
     let store = machine::store()?;
     let (_machine, archive) = exported(&store).await?;
     let other = Machine::in_use(&store, 2).await?;
@@ -244,7 +244,7 @@ async fn what_is_no_whole_archive_changes_nothing() -> Result<()> {
                 evil.set_size(1);
                 evil.set_mode(0o600);
                 evil.set_mtime(0);
-                // The library would not write some of these.
+                // The library refuses to write some of these.
                 let name = &mut evil.as_old_mut().name;
                 name[..path.len()].copy_from_slice(path.as_bytes());
                 evil.set_cksum();
@@ -257,7 +257,7 @@ async fn what_is_no_whole_archive_changes_nothing() -> Result<()> {
         }
         refused(&tar.into_inner()?, why)?;
     }
-    // Another user's, a shut gate, a replaced machine.
+    // Another user's archive, a closed gate, a replaced machine.
     fs::write(&file, &bytes)?;
     let archive = file;
     drop(machine);

@@ -1,4 +1,5 @@
-//! Export and import on a machine whose two users are apart: root, who calls them, opens nothing that either can change.
+//! Export and import on a machine with two separate users: root, who runs them, opens nothing that either user can
+//! change.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
@@ -9,11 +10,11 @@ use kit::s3::S3Server;
 
 use super::machine::{self, Machine};
 
-/// As the machine's sysusers have them.
+/// The ids that the machine's sysusers configuration assigns.
 const GATEWAY: u32 = 940;
 const OWNER: u32 = 1940;
 
-/// A machine in use whose directories belong to whom tmpfiles gives them; `None` where the test cannot make one.
+/// A machine in use whose directories have the owners that tmpfiles assigns; `None` if the test cannot create one.
 async fn machine_of_two_users(store: &S3Server, epoch: u32) -> Result<Option<Machine>> {
     if !nix::unistd::geteuid().is_root() {
         eprintln!("skipped: only root can act for two users");
@@ -44,7 +45,7 @@ async fn machine_of_two_users(store: &S3Server, epoch: u32) -> Result<Option<Mac
     for system in ["home/svc/home/system", "home/svc/home/system/logs"] {
         set(system, 0o2750, GATEWAY, OWNER)?;
     }
-    // The marker lies where the gateway's user may replace it.
+    // The marker is in a directory where the gateway's user can replace it.
     fs::remove_file(machine.path("opt/svc/restore-complete"))?;
     let marker = machine.path("var/lib/svc/restore-complete");
     fs::write(&marker, "")?;
@@ -76,7 +77,7 @@ async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
     machine.client().await?.batch_execute("CREATE TABLE public.t AS SELECT 1 AS a").await?;
     write_as(&machine, "projects/file", "mine", OWNER, OWNER)?;
     write_as(&machine, "system/logs/activity.log", "a record", GATEWAY, OWNER)?;
-    // A secret of root's, by a link, and as a file that the owner may not read.
+    // A secret of root, as a link and as a file that the owner cannot read.
     write_as(&machine, "roots", "S3CRET", 0, 0)?;
     fs::write(machine.path("secret"), "S3CRET")?;
     fs::set_permissions(machine.path("secret"), Permissions::from_mode(0o600))?;
@@ -90,20 +91,20 @@ async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
     let meta = fs::metadata(&archive)?;
     assert_eq!((meta.uid(), meta.mode() & 0o777), (0, 0o600));
     assert!(!fs::read(&archive)?.windows(6).any(|part| part == b"S3CRET"));
-    // Where the owner could put a link, root creates nothing.
+    // Root creates no file where the owner could place a link.
     let said = export(&machine.path("home/svc/home/projects/ada.tar"))?.expect(65);
     assert!(said.stderr.contains("can be changed by others than root"), "{}", said.stderr);
     assert!(!machine.path("home/svc/home/projects/ada.tar.partial").exists());
 
     let Some(other) = machine_of_two_users(&store, 2).await? else { return Ok(()) };
-    // What root once moved through: names of an import's directories, planted as links.
+    // Directory names of an import, planted as links.
     let trap = other.path("trap");
     fs::create_dir(&trap)?;
     let planted = other.path("home/svc/home/projects");
     symlink(&trap, &planted)?;
     let refused = other.run(&["svc-restore", "import", text(&archive)?])?.expect(70);
     assert!(refused.stderr.contains("move it away first"), "{}", refused.stderr);
-    assert!(other.client().await?.query("SELECT FROM public.t", &[]).await.is_err(), "nothing was changed");
+    assert!(other.client().await?.query("SELECT FROM public.t", &[]).await.is_err(), "no table was imported");
     lchown(&planted, Some(OWNER), Some(OWNER))?;
     write_as(&other, "system/logs/activity.log", "another record", GATEWAY, OWNER)?;
     other.run(&["svc-restore", "import", text(&archive)?])?.expect(0);
@@ -114,7 +115,7 @@ async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
     assert_eq!(owner_of("projects/file")?, (OWNER, OWNER));
     assert_eq!(owner_of("system/logs/activity.log")?, (GATEWAY, OWNER));
     assert_eq!(fs::read_to_string(other.path("home/svc/home/projects/file"))?, "mine");
-    assert_eq!(fs::read_dir(&trap)?.count(), 0, "nothing went through the link");
+    assert_eq!(fs::read_dir(&trap)?.count(), 0, "no file was written through the link");
     assert_eq!(fs::metadata(other.path("var/lib/svc/restore-complete"))?.uid(), GATEWAY);
     assert_eq!(fs::metadata(other.path("var/lib/svc/requests/backup"))?.uid(), GATEWAY);
     let rows: i64 = other.client().await?.query_one("SELECT count(*) FROM public.t", &[]).await?.get(0);
@@ -122,7 +123,7 @@ async fn each_users_files_are_read_and_written_by_that_user() -> Result<()> {
     Ok(())
 }
 
-/// Opened like a file, it would never answer.
+/// Opened like a regular file, it would block forever.
 #[tokio::test]
 async fn a_fifo_is_no_archive() -> Result<()> {
     let store = machine::store()?;

@@ -1,4 +1,4 @@
-//! The restore gate: it opens on a whole snapshot or a confirmed and allowed absence, and on nothing else.
+//! The restore gate: it opens only with a complete snapshot, or with a confirmed and permitted absence.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use super::machine::{self, BUCKET, Ended, Extra, Machine, USER, slot, text, unti
 use super::platform::{Answer, Platform};
 
 pub const SHORT: Extra<'static> = &[("RESTORE_STORE_DEADLINE_SECONDS", "1")];
-/// What a new machine's database holds before it is restored: a table, so that it is known, and no row.
+/// The database of a new machine before its restore: one empty table, which identifies it.
 const LOCAL: &str = "CREATE TABLE local (id int)";
 
-/// A store with a snapshot of 500 rows and a few MiB, the machine that took it, and a new one with a row of its own.
+/// A store with a snapshot of 500 rows and a few MiB, the machine that made it, and a new one with its own row.
 pub async fn old_and_new() -> Result<(S3Server, Machine, Machine)> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
@@ -35,13 +35,13 @@ pub async fn old_and_new() -> Result<(S3Server, Machine, Machine)> {
     Ok((store, old, new))
 }
 
-/// The same, after the old machine was lost.
+/// The same, after the loss of the old machine.
 pub async fn lost_and_new() -> Result<(S3Server, Machine)> {
     let (store, _old, new) = old_and_new().await?;
     Ok((store, new))
 }
 
-/// As a machine that was never restored, with a row of its own.
+/// Resets the machine to the state before its restore, with its own row.
 pub async fn reset(machine: &Machine) -> Result<()> {
     svc::fsx::remove_if_exists(&machine.path("opt/svc/restore-complete"))?;
     let admin = machine.postgres().connect("postgres").await?;
@@ -71,10 +71,10 @@ pub async fn is_restored(machine: &Machine) -> Result<bool> {
     Ok(row.get::<_, i64>(0) == 500)
 }
 
-/// The gate is shut, the old database is as it was, nothing is left beside it.
-pub async fn is_untouched(machine: &Machine, why: &str) -> Result<()> {
+/// Asserts that the gate is closed, the old database is unchanged, and no other remains.
+pub async fn assert_untouched(machine: &Machine, why: &str) -> Result<()> {
     assert!(!machine.marker(), "{why}: the gate is open");
-    assert!(has_table(machine, "local").await?, "{why}: the old database is gone");
+    assert!(has_table(machine, "local").await?, "{why}: the old database is missing");
     assert_eq!(machine.databases().await?, ["postgres", "svc"], "{why}");
     Ok(())
 }
@@ -84,7 +84,7 @@ fn restore(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
 }
 
 #[tokio::test]
-async fn an_earlier_snapshot_is_restored_where_it_is_asked_for_and_a_backup_follows() -> Result<()> {
+async fn requested_earlier_snapshot_is_restored_then_backed_up() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
@@ -102,12 +102,12 @@ async fn an_earlier_snapshot_is_restored_where_it_is_asked_for_and_a_backup_foll
     new.run(&["svc-restore"])?.expect(0);
     let rows = new.client().await?.query_one("SELECT count(*) FROM t", &[]).await?.get::<_, i64>(0);
     assert_eq!(rows, 1);
-    assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer names another until then");
+    assert!(new.path("var/lib/svc/requests/backup").exists(), "the pointer still names another snapshot");
     new.run(&["svc-db-backup", "run", "--request"])?.expect(0);
     let pointer = machine::pointer(&store).await?.context("a pointer")?;
     assert_eq!(pointer.snapshot.context("a snapshot")?.epoch, new.epoch);
 
-    // One that is not there is no absence that an empty start is allowed for.
+    // A missing snapshot is not an absence that permits an empty start.
     let none = Machine::new(&store, 3).await?;
     let absent = earlier.key.replace("Z-1", "Z-9");
     none.write_boot(&[("SVC_RESTORE_SNAPSHOT", &absent), ("SVC_RESTORE_MODE", "empty")])?;
@@ -117,7 +117,7 @@ async fn an_earlier_snapshot_is_restored_where_it_is_asked_for_and_a_backup_foll
 }
 
 #[tokio::test]
-async fn a_snapshot_of_a_newer_postgresql_is_refused_and_an_older_one_is_taken() -> Result<()> {
+async fn snapshot_of_a_newer_postgresql_is_refused() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
@@ -138,9 +138,9 @@ async fn a_snapshot_of_a_newer_postgresql_is_refused_and_an_older_one_is_taken()
 }
 
 #[tokio::test]
-async fn a_broken_download_goes_on_where_it_broke() -> Result<()> {
+async fn interrupted_download_is_resumed_within_a_run() -> Result<()> {
     let (store, new) = lost_and_new().await?;
-    // Two reads of the side record come first. Then more breaks than the store's client bears with by itself.
+    // Two reads of the side record come first. Then there are more failures than the store's client retries itself.
     let broken = Rule::new(Fault::TruncateBody(400_000)).method("GET").key(".dump");
     let hits = store.fault(broken.after(2).times(6));
     restore(&new, &[])?.expect(0);
@@ -150,7 +150,7 @@ async fn a_broken_download_goes_on_where_it_broke() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_download_that_a_kill_broke_goes_on_after_it() -> Result<()> {
+async fn interrupted_download_is_resumed_after_a_kill() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     let kill = "restore.downloading=4*off->1*return(kill)";
     restore(&new, &[("FAILPOINTS", kill)])?.expect_killed();
@@ -162,7 +162,7 @@ async fn a_download_that_a_kill_broke_goes_on_after_it() -> Result<()> {
     let whole = store.read(BUCKET, &dump_key(&store)).context("the dump")?.len() as u64;
     assert!(there > 0 && there < whole, "{there} of {whole}");
 
-    // What is there is hashed, not believed.
+    // Existing bytes are hashed, not trusted.
     let mut bytes = std::fs::read(partial.path())?;
     bytes[100] ^= 1;
     std::fs::write(partial.path(), bytes)?;
@@ -176,7 +176,7 @@ async fn damaged_bytes_are_refused_and_the_gate_stays_shut() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     let once = store.fault(Rule::new(Fault::CorruptBody).method("GET").key(".dump").after(2));
     restore(&new, &[])?.expect(0);
-    assert_eq!(once.hits(), 1, "one damaged transfer is made again");
+    assert_eq!(once.hits(), 1, "a damaged transfer is retried once");
 
     let (store, new) = lost_and_new().await?;
     let key = dump_key(&store);
@@ -187,11 +187,11 @@ async fn damaged_bytes_are_refused_and_the_gate_stays_shut() -> Result<()> {
     store.write(BUCKET, &key, bad);
     let ended = restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
-    is_untouched(&new, "one bit").await?;
+    assert_untouched(&new, "one bit").await?;
 
     store.write(BUCKET, &key, good[..good.len() - 1].to_vec());
     restore(&new, &[])?.expect(70);
-    is_untouched(&new, "one byte short").await?;
+    assert_untouched(&new, "one byte short").await?;
 
     store.write(BUCKET, &key, good);
     restore(&new, &[])?.expect(0);
@@ -200,24 +200,24 @@ async fn damaged_bytes_are_refused_and_the_gate_stays_shut() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_be_reached_is_no_absence() -> Result<()> {
+async fn unreachable_store_does_not_count_as_absence() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     store.down();
     restore(&new, SHORT)?.expect(69);
-    is_untouched(&new, "store down").await?;
+    assert_untouched(&new, "store down").await?;
     store.up()?;
     for status in [500, 503, 403] {
         store.fault(Rule::new(Fault::Status(status)).always());
         restore(&new, SHORT)?.expect(69);
-        is_untouched(&new, &format!("{status}")).await?;
+        assert_untouched(&new, &format!("{status}")).await?;
         store.heal();
     }
 
-    // It comes back in time. And `empty` rules no snapshot that is there.
+    // The store recovers in time. And `empty` does not override an existing snapshot.
     store.down();
     let running = new.spawn(&["svc-restore"], &[])?;
-    until("a complaint", || running.stderr().contains("does not answer")).await?;
+    until("an error message", || running.stderr().contains("does not answer")).await?;
     store.up()?;
     running.end()?.expect(0);
     assert!(is_restored(&new).await?);
@@ -225,13 +225,13 @@ async fn a_store_that_cannot_be_reached_is_no_absence() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_confirmed_absence_opens_the_gate_only_where_that_is_allowed() -> Result<()> {
+async fn confirmed_absence_opens_the_gate_only_if_permitted() -> Result<()> {
     let store = machine::store()?;
     let new = Machine::new(&store, 2).await?;
     new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
     let ended = restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("SVC_RESTORE_MODE"), "{}", ended.stderr);
-    is_untouched(&new, "absent").await?;
+    assert_untouched(&new, "absent").await?;
 
     pointer_io::fence(
         &machine::bucket(&store)?,
@@ -240,7 +240,7 @@ async fn a_confirmed_absence_opens_the_gate_only_where_that_is_allowed() -> Resu
     )
     .await?;
     restore(&new, &[])?.expect(70);
-    is_untouched(&new, "tombstone").await?;
+    assert_untouched(&new, "tombstone").await?;
 
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     restore(&new, &[])?.expect(0);
@@ -248,25 +248,25 @@ async fn a_confirmed_absence_opens_the_gate_only_where_that_is_allowed() -> Resu
     Ok(())
 }
 
-/// As on a machine, where root's directory has only a link to where the marker may be written.
+/// As on a machine: root's directory contains only a link to the directory of the marker.
 #[tokio::test]
-async fn the_marker_is_set_behind_its_link_and_a_link_alone_is_none() -> Result<()> {
+async fn marker_is_written_through_its_link() -> Result<()> {
     let store = machine::store()?;
     let new = Machine::new(&store, 2).await?;
     let (link, target) = (new.path("opt/svc/restore-complete"), new.path("var/lib/svc/restore-complete"));
     std::os::unix::fs::symlink(&target, &link)?;
     restore(&new, &[])?.expect(70);
-    assert!(!new.marker(), "a link to nothing opens nothing");
+    assert!(!new.marker(), "a dangling link does not open the gate");
     new.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
     restore(&new, &[])?.expect(0);
-    assert_eq!(std::fs::read_link(&link)?, target, "the link stays");
+    assert_eq!(std::fs::read_link(&link)?, target, "the link remains");
     assert!(new.marker() && std::fs::symlink_metadata(&target)?.is_file());
     restore(&new, &[])?.expect(0);
     Ok(())
 }
 
 #[tokio::test]
-async fn a_database_in_use_wins_and_needs_no_store() -> Result<()> {
+async fn database_in_use_is_kept_without_the_store() -> Result<()> {
     let machine = Machine::bare(1)?;
     std::fs::remove_dir_all(machine.path("opt/svc/env"))?;
     restore(&machine, &[])?.expect(78);
@@ -276,7 +276,7 @@ async fn a_database_in_use_wins_and_needs_no_store() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_pointer_that_cannot_be_followed_is_refused_in_either_mode() -> Result<()> {
+async fn unusable_pointer_is_refused_in_both_modes() -> Result<()> {
     let (store, new) = lost_and_new().await?;
     let pointer = format!("{USER}/primary/system/db/latest");
     let side = format!("{}.json", dump_key(&store));
@@ -286,12 +286,12 @@ async fn a_pointer_that_cannot_be_followed_is_refused_in_either_mode() -> Result
         for bad in [&b"{"[..], b"", b"{\"version\":9}", b"null"] {
             store.write(BUCKET, &pointer, bad.to_vec());
             restore(&new, &[])?.expect(70);
-            is_untouched(&new, mode).await?;
+            assert_untouched(&new, mode).await?;
         }
         store.write(BUCKET, &pointer, good.0.clone());
         store.remove(BUCKET, &side);
         restore(&new, &[])?.expect(70);
-        is_untouched(&new, "without side record").await?;
+        assert_untouched(&new, "without side record").await?;
         store.write(BUCKET, &side, good.1.clone());
     }
     let mut other: serde_json::Value = serde_json::from_slice(&good.1)?;
@@ -299,11 +299,11 @@ async fn a_pointer_that_cannot_be_followed_is_refused_in_either_mode() -> Result
     store.write(BUCKET, &side, serde_json::to_vec(&other)?);
     let ended = restore(&new, &[])?.expect(70);
     assert!(ended.stderr.contains("501 rows"), "{}", ended.stderr);
-    is_untouched(&new, "a row is missing").await
+    assert_untouched(&new, "a row is missing").await
 }
 
 #[tokio::test]
-async fn a_restore_killed_at_any_step_is_simply_run_again() -> Result<()> {
+async fn restore_killed_at_any_step_can_be_rerun() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     for point in svc::host::snapshots::restore::POINTS {
         let kill = format!("{point}=return(kill)");
@@ -319,13 +319,13 @@ async fn a_restore_killed_at_any_step_is_simply_run_again() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_error_at_any_step_leaves_the_old_database_or_the_restored_one() -> Result<()> {
+async fn failed_step_leaves_the_old_or_the_restored_database() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     let swapped = ["restore.renamed", "restore.opened", "restore.marker"];
     for point in svc::host::snapshots::restore::POINTS.iter().filter(|point| !swapped.contains(point)) {
         let error = format!("{point}=return(error)");
         restore(&new, &[("FAILPOINTS", &error)])?.expect(70);
-        is_untouched(&new, point).await?;
+        assert_untouched(&new, point).await?;
     }
     for point in &swapped[..2] {
         let error = format!("{point}=return(error)");
@@ -339,7 +339,7 @@ async fn an_error_at_any_step_leaves_the_old_database_or_the_restored_one() -> R
 }
 
 #[tokio::test]
-async fn sessions_on_the_old_database_are_ended_for_the_swap() -> Result<()> {
+async fn sessions_of_the_old_database_are_ended_for_the_swap() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     let client = new.client().await?;
     client.batch_execute("BEGIN; SELECT 1").await?;
@@ -350,7 +350,7 @@ async fn sessions_on_the_old_database_are_ended_for_the_swap() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_database_that_is_still_starting_is_waited_for() -> Result<()> {
+async fn restore_waits_for_a_starting_database() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     new.postgres().stop().await?;
     restore(&new, SHORT)?.expect(69);
@@ -362,9 +362,10 @@ async fn a_database_that_is_still_starting_is_waited_for() -> Result<()> {
     Ok(())
 }
 
-/// A killed run's `pg_restore` lives on for a while; it finds its database gone, and never the next run's.
+/// The `pg_restore` of a killed run continues for a while; its database is deleted, and it never reaches that of the
+/// next run.
 #[tokio::test]
-async fn a_loader_that_outlives_its_killed_run_spoils_nothing() -> Result<()> {
+async fn leftover_pg_restore_of_a_killed_run_is_harmless() -> Result<()> {
     let (_store, new) = lost_and_new().await?;
     let signs = tempfile::tempdir()?;
     let script = format!(
@@ -384,14 +385,14 @@ async fn a_loader_that_outlives_its_killed_run_spoils_nothing() -> Result<()> {
     Ok(())
 }
 
-/// A large database is no boot that hangs: the platform hears how much of it is there, and a platform that refuses to
-/// hear it is in nobody's way.
+/// Restoring a large database is not a hanging boot: the platform gets progress reports, but refusing them does not
+/// stop the restore.
 #[tokio::test]
 async fn restore_reports_its_progress_to_the_platform() -> Result<()> {
     for status in [204, 400, 500] {
         let (_store, new) = lost_and_new().await?;
         let platform = Platform::start(Answer::Json(status, serde_json::json!({}))).await?;
-        platform.serves(&new)?;
+        platform.configure(&new)?;
         restore(&new, &[("FAILPOINTS", "restore.downloaded=sleep(300)")])?.expect(0);
         assert!(is_restored(&new).await?);
         let calls = platform.calls();

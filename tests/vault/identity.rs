@@ -1,5 +1,5 @@
-//! Which database a machine serves: one that took the place of the restored one is neither served nor backed up, and one
-//! that holds rows is never replaced.
+//! The database that a machine serves: a substitute for the restored one is neither served nor backed up, and one
+//! with rows is never replaced.
 
 use anyhow::{Context, Result};
 use kit::disk::SmallDisk;
@@ -13,7 +13,7 @@ use super::platform::{Answer, Platform, gateway};
 
 const ROWS: &str = "CREATE TABLE t (id int); INSERT INTO t SELECT * FROM generate_series(1, 10)";
 
-/// A new user's machine, past its gate, with rows and a backup.
+/// A new user's machine with an open gate, rows and a backup.
 async fn in_use(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = Machine::new(store, 1).await?;
     machine.write_boot(&[("SVC_RESTORE_MODE", "empty")])?;
@@ -23,7 +23,7 @@ async fn in_use(store: &kit::s3::S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-/// The volume is gone: a server made anew, whose database holds something.
+/// The volume is lost: a recreated server, whose database has some content.
 async fn lose_volume(machine: &mut Machine) -> Result<()> {
     let other = PgServer::start(&binaries()?, PgOptions::default()).await?;
     other.create_database("svc").await?;
@@ -56,11 +56,11 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
     machine.run(&["svc-db-backup"])?.expect(65);
 
     let platform = Platform::start(Answer::Json(400, json!({ "code": "invalid_request" }))).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let running =
         machine.spawn(&["svc-sync-agent"], &[("GATEWAY_LISTEN", &listen), ("HEARTBEAT_SECONDS", "1")])?;
-    until("a beat and one without its reason", || platform.calls().len() >= 2).await?;
+    until("a heartbeat and its repetition without attention", || platform.calls().len() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
     let calls = platform.calls();
@@ -76,7 +76,7 @@ async fn backup_refuses_a_database_that_lost_its_volume() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_lost_database_is_restored_by_replace_and_kept_beside() -> Result<()> {
+async fn replace_restores_a_lost_database_and_keeps_the_substitute() -> Result<()> {
     let store = machine::store()?;
     let mut machine = in_use(&store).await?;
     lose_volume(&mut machine).await?;
@@ -89,9 +89,9 @@ async fn a_lost_database_is_restored_by_replace_and_kept_beside() -> Result<()> 
     Ok(())
 }
 
-/// A release that knows no identities left a marker without one: the database under it is adopted, once.
+/// The marker of a release without database ids: its database is adopted once.
 #[tokio::test]
-async fn a_marker_of_an_earlier_release_adopts_the_database_once() -> Result<()> {
+async fn marker_of_an_earlier_release_adopts_its_database_once() -> Result<()> {
     let store = machine::store()?;
     let mut machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(ROWS).await?;
@@ -113,7 +113,7 @@ async fn a_marker_of_an_earlier_release_adopts_the_database_once() -> Result<()>
 }
 
 #[tokio::test]
-async fn restore_refuses_rows_that_no_marker_knows() -> Result<()> {
+async fn restore_refuses_to_replace_unknown_rows() -> Result<()> {
     let (_store, _old, new) = old_and_new().await?;
     new.client().await?.batch_execute("INSERT INTO local VALUES (42)").await?;
     let ended = new.run(&["svc-restore"])?.expect(65);
@@ -122,7 +122,7 @@ async fn restore_refuses_rows_that_no_marker_knows() -> Result<()> {
         "{}",
         ended.stderr
     );
-    assert!(!new.marker(), "the gate stays shut");
+    assert!(!new.marker(), "the gate remains closed");
     let rows: i64 = new.client().await?.query_one("SELECT count(*) FROM local", &[]).await?.get(0);
     assert_eq!(rows, 1);
     new.run(&["svc-restore", "adopt"])?.expect(0);
@@ -133,9 +133,9 @@ async fn restore_refuses_rows_that_no_marker_knows() -> Result<()> {
     Ok(())
 }
 
-/// A power cut in the swap of an import leaves a marker and an open journal: the next boot settles it.
+/// A power cut during the swap of an import leaves a marker and an open journal; the next boot completes it.
 #[tokio::test]
-async fn an_import_that_was_cut_off_is_settled_at_the_next_boot() -> Result<()> {
+async fn interrupted_import_is_completed_at_the_next_boot() -> Result<()> {
     for (point, restored) in [("restore.closed", false), ("restore.renamed", true), ("import.swapped", true)]
     {
         let store = machine::store()?;
@@ -152,7 +152,10 @@ async fn an_import_that_was_cut_off_is_settled_at_the_next_boot() -> Result<()> 
         let key = machine::slot().side_record(&saved.key).context("a key")?;
         let side: Value =
             serde_json::from_slice(&store.read(machine::BUCKET, key.as_ref()).context("a record")?)?;
-        assert_eq!(side["tables"][0]["rows"], 11, "a snapshot of what is replaced comes first: {side}");
+        assert_eq!(
+            side["tables"][0]["rows"], 11,
+            "a snapshot of the replaced database is made first: {side}"
+        );
         machine.run(&["svc-restore"])?.expect(0);
         let rows: i64 =
             machine.client().await.context(point)?.query_one("SELECT count(*) FROM t", &[]).await?.get(0);
@@ -164,7 +167,7 @@ async fn an_import_that_was_cut_off_is_settled_at_the_next_boot() -> Result<()> 
 }
 
 #[tokio::test]
-async fn a_snapshot_that_lost_half_waits_until_it_is_accepted() -> Result<()> {
+async fn shrunken_snapshot_is_held_until_accepted() -> Result<()> {
     let store = machine::store()?;
     let machine = in_use(&store).await?;
     let good = machine::pointer(&store).await?;
@@ -175,13 +178,16 @@ async fn a_snapshot_that_lost_half_waits_until_it_is_accepted() -> Result<()> {
         "{}",
         ended.stderr
     );
-    assert_eq!(machine::pointer(&store).await?, good, "it is not the latest");
+    assert_eq!(machine::pointer(&store).await?, good, "the held snapshot is not the latest");
     let held: Value =
         serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/held-snapshot.json"))?)?;
     let key = held["key"].as_str().context("a key")?.to_owned();
     let (object, side) = (machine::slot().snapshot(&key), machine::slot().side_record(&key));
     for object in [object, side] {
-        assert!(store.read(machine::BUCKET, object.context("a key")?.as_ref()).is_some(), "it is kept");
+        assert!(
+            store.read(machine::BUCKET, object.context("a key")?.as_ref()).is_some(),
+            "the object is kept"
+        );
     }
     svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/accept"), b"{}", 0o600)?;
     machine.run(&["svc-db-backup", "run", "--request"])?.expect(0);
@@ -195,7 +201,7 @@ async fn a_snapshot_that_lost_half_waits_until_it_is_accepted() -> Result<()> {
 }
 
 #[tokio::test]
-async fn three_hourly_snapshots_that_agree_on_a_loss_are_believed() -> Result<()> {
+async fn loss_confirmed_by_three_hourly_snapshots_is_accepted() -> Result<()> {
     const HELD: &str = "var/lib/svc/held-snapshot.json";
     let store = machine::store()?;
     let machine = in_use(&store).await?;
@@ -211,7 +217,7 @@ async fn three_hourly_snapshots_that_agree_on_a_loss_are_believed() -> Result<()
         assert!(ended.stderr.contains("public.t") && ended.stderr.contains("is gone"), "{}", ended.stderr);
         Ok(())
     };
-    // Neither requests nor runs at the same time agree with each other, however many they are.
+    // Requested or concurrent runs do not confirm each other, regardless of their number.
     for _ in 0..3 {
         svc::fsx::write_atomic(&machine.path("var/lib/svc/requests/backup"), b"{}", 0o600)?;
         held_back(&["svc-db-backup", "run", "--request"])?;
@@ -235,17 +241,17 @@ async fn three_hourly_snapshots_that_agree_on_a_loss_are_believed() -> Result<()
     Ok(())
 }
 
-/// The databases that restores and imports replaced and that are still there.
+/// The existing databases that were replaced by restores and imports.
 async fn replaced(machine: &Machine) -> Result<Vec<String>> {
     let mut names = machine.databases().await?;
     names.retain(|name| name.starts_with("svc_before_"));
     Ok(names)
 }
 
-/// What a restore replaced is the way back from a wrong one: it goes after seven days, when it holds nothing, or when space
-/// is short.
+/// A replaced database allows undoing a wrong restore. It is deleted after seven days, when it is empty, or when
+/// space is short.
 #[tokio::test]
-async fn replaced_databases_stay_for_seven_days() -> Result<()> {
+async fn replaced_databases_are_kept_for_seven_days() -> Result<()> {
     let store = machine::store()?;
     let machine = in_use(&store).await?;
     let Some(disk) = SmallDisk::mount(machine.path(""), 64)? else { return Ok(()) };
@@ -266,9 +272,9 @@ async fn replaced_databases_stay_for_seven_days() -> Result<()> {
     Ok(())
 }
 
-/// A store that is away for a moment costs no hour: the hourly run tries again, and each try is on record.
+/// A short store outage does not cost an hour: the hourly run retries, and each attempt is recorded.
 #[tokio::test]
-async fn a_failed_hourly_backup_is_tried_again() -> Result<()> {
+async fn failed_hourly_backup_is_retried() -> Result<()> {
     let store = machine::store()?;
     let machine = in_use(&store).await?;
     let before = machine.backup_records()?.len();
@@ -277,7 +283,7 @@ async fn a_failed_hourly_backup_is_tried_again() -> Result<()> {
     let records = machine.backup_records()?;
     let ends: Vec<&str> = records[before..].iter().filter_map(|record| record["status"].as_str()).collect();
     assert_eq!(ends, ["error", "error", "success"]);
-    // What a person has to decide is not tried again.
+    // A decision for a person is not retried.
     machine.client().await?.batch_execute("DELETE FROM t WHERE id > 2").await?;
     machine.run_with(&["svc-db-backup", "run", "--retry"], &extra[1..])?.expect(65);
     assert_eq!(machine.backup_records()?.len(), records.len() + 1);

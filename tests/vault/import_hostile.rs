@@ -1,5 +1,5 @@
-//! Archives from another author: their SQL runs without rights and leaves no code, and they take no memory that
-//! they only claim.
+//! Archives of another author: their SQL runs without privileges and leaves no code, and claimed sizes allocate no
+//! memory.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -14,13 +14,13 @@ use svc::host::system::tar_reader::EntryKind;
 
 use super::machine::{self, Ended, Machine};
 
-/// What a statement of the archive replaces: the text of a comment, which `pg_restore` sends as it stands in the dump.
+/// The text that a hostile statement replaces: a comment, which `pg_restore` sends exactly as in the dump.
 const COMMENT: &str = "COMMENT ON TABLE app_notes.notes IS '";
 const MAX_STATEMENT: usize = 1200;
-/// Of a process that reads an archive, with all that is not the archive's: the program alone has about 50 MiB.
+/// Maximum memory of a process that reads an archive; the program itself needs about 50 MiB.
 const MAX_RESIDENT_BYTES: u64 = 160 << 20;
 
-/// The entries of an honest archive, which hostile ones are made of.
+/// The entries of a valid archive, the base of hostile ones.
 struct Honest {
     about: Vec<u8>,
     dump: Vec<u8>,
@@ -55,7 +55,7 @@ impl Honest {
         Ok(found)
     }
 
-    /// The archive with this statement in its dump, and every digest right.
+    /// The archive with this statement in its dump, and matching digests.
     fn with(&self, statement: &str, to: &Path) -> Result<()> {
         assert!(statement.len() <= MAX_STATEMENT, "{statement}");
         let mut dump = self.dump.clone();
@@ -96,7 +96,7 @@ fn import(machine: &Machine, archive: &Path) -> Result<Ended> {
     machine.run(&["svc-restore", "import", archive.to_str().context("a path")?, "--no-backup"])
 }
 
-/// A refused import leaves nothing behind: databases, roles, rights, settings.
+/// The state that a refused import must not change: databases, roles, privileges, settings.
 async fn traces(machine: &Machine) -> Result<Vec<String>> {
     let client = machine.postgres().connect("postgres").await?;
     let sql = "SELECT 'database ' || datname FROM pg_database WHERE datname LIKE 'svc\\_%'
@@ -118,7 +118,7 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
     let definer = "CREATE FUNCTION app_notes.f(text) RETURNS text IMMUTABLE SECURITY DEFINER LANGUAGE plpgsql AS \
         'BEGIN BEGIN CREATE ROLE planted SUPERUSER; EXCEPTION WHEN insufficient_privilege THEN NULL; END; RETURN $1; END'; ";
     let cases = [
-        // What the role may not do.
+        // Statements that the role may not run.
         format!("COPY (SELECT 1) TO PROGRAM 'touch {planted_at}'"),
         format!("COPY (SELECT 1) TO '{planted_at}'"),
         "COPY app_notes.notes (body) FROM '/etc/passwd'".to_owned(),
@@ -131,7 +131,7 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
         "CREATE FUNCTION app_notes.e() RETURNS event_trigger LANGUAGE plpgsql AS 'BEGIN END'; \
          CREATE EVENT TRIGGER planted ON ddl_command_start EXECUTE FUNCTION app_notes.e()"
             .to_owned(),
-        // What it may do, and what must not be there when the superuser comes.
+        // Statements that it may run, whose effects must be gone before the superuser connects.
         format!("{definer} CREATE INDEX ON app_notes.notes (app_notes.f(body))"),
         format!("{definer} ALTER TABLE app_notes.notes ADD CHECK (app_notes.f(body) <> '')"),
         "ALTER TABLE app_notes.notes ALTER body SET DEFAULT pg_catalog.pg_read_file('/etc/passwd')"
@@ -159,7 +159,7 @@ async fn import_runs_sql_of_an_archive_without_rights() -> Result<()> {
     Ok(())
 }
 
-/// What the owner of a database sets for all its sessions is gone; owners and rights are ours.
+/// Settings for all sessions of the database are dropped; owners and privileges are the product's.
 #[tokio::test]
 async fn import_takes_tables_and_none_of_their_settings() -> Result<()> {
     let store = machine::store()?;
@@ -191,14 +191,14 @@ async fn import_takes_tables_and_none_of_their_settings() -> Result<()> {
     let row = client.query_one(sql, &[]).await?;
     let owners: [&str; 3] = [row.get(0), row.get(2), row.get(3)];
     assert_eq!(owners, ["postgres"; 3]);
-    assert!(row.get::<_, bool>(1), "no right of the archive is kept");
+    assert!(row.get::<_, bool>(1), "no privilege of the archive is kept");
     assert_eq!(row.get::<_, i32>(4), -1);
     let rows: i64 = client.query_one("SELECT count(*) FROM app_notes.notes", &[]).await?.get(0);
     assert_eq!(rows, 50);
     Ok(())
 }
 
-/// A header alone, with the size that it claims.
+/// A header without a body, with its claimed size.
 fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
     let mut header = tar::Header::new_gnu();
     header.as_old_mut().name[..path.len()].copy_from_slice(path.as_bytes());
@@ -210,7 +210,7 @@ fn header(kind: u8, path: &str, size: u64) -> Vec<u8> {
     header.as_bytes().to_vec()
 }
 
-/// A sparse file: it takes no space on the disk.
+/// A sparse file, which needs no disk space.
 fn sparse(path: PathBuf, head: &[u8], size: u64) -> Result<PathBuf> {
     let file = File::create(&path)?;
     file.write_all_at(head, 0)?;
@@ -235,7 +235,7 @@ async fn import_check_holds_nothing_that_is_only_claimed() -> Result<()> {
         cases.push(sparse(machine.path(name), &header(kind, path, 2 * gib), 2 * gib)?);
     }
     cases.push(sparse(machine.path("manifest"), &header(b'0', "manifest.json", 500 << 20), 500 << 20)?);
-    // Twenty bytes of memory for each byte, where a parser keeps them.
+    // A parser would need twenty bytes of memory for each of these bytes.
     let text = format!("{{\"version\":1,\"entries\":[],\"leftOut\":[{}\"\"]}}", "\"\",".repeat(20_000_000));
     let mut tar = header(b'0', "manifest.json", text.len() as u64);
     tar.extend(text.as_bytes());
@@ -246,7 +246,7 @@ async fn import_check_holds_nothing_that_is_only_claimed() -> Result<()> {
         let ended =
             machine.run(&["svc-restore", "import", archive.to_str().context("a path")?, "--check"])?;
         assert_eq!(ended.code, Some(65), "{}: {}", archive.display(), ended.stderr);
-        // The kernel counts in KiB, and this is the most of any process that has ended.
+        // The kernel reports KiB, the maximum of all processes that have ended.
         let resident = u64::try_from(getrusage(UsageWho::RUSAGE_CHILDREN)?.max_rss())? * 1024;
         assert!(resident < MAX_RESIDENT_BYTES, "{}: {resident} bytes", archive.display());
     }

@@ -1,4 +1,4 @@
-//! One customer machine below a `SVC_ROOT` of its own, with its own PostgreSQL, on a store that it shares with others.
+//! A customer machine in its own `SVC_ROOT`, with its own PostgreSQL, on a shared store.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -21,14 +21,14 @@ use svc::store::pointer_io;
 
 pub const BUCKET: &str = "fleet";
 pub const USER: &str = "user_1";
-/// No run of these tests takes longer; one that does hangs.
-const DEADLINE: Duration = Duration::from_secs(120);
+/// Longer than any run of these tests; a longer one hangs.
+const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn binaries() -> Result<PgBinaries> {
     PgBinaries::locate_or_fetch(&kit::fetch::target_dir())
 }
 
-/// An object store with the bucket that all machines of these tests use.
+/// An object store with the bucket of all machines in these tests.
 pub fn store() -> Result<S3Server> {
     let store = S3Server::start(&std::env::temp_dir())?;
     store.create_bucket(BUCKET);
@@ -39,12 +39,12 @@ pub fn slot() -> SlotPrefix {
     SlotPrefix::new(&USER.parse().expect("a user"), &svc::machine::name::Slot::primary())
 }
 
-/// The bucket as the platform sees it.
+/// The bucket with the platform's credentials.
 pub fn bucket(store: &S3Server) -> Result<Bucket> {
     config(store)?.open()
 }
 
-/// The bucket as whoever has this session sees it.
+/// The bucket with the credentials of this session.
 pub fn bucket_as(store: &S3Server, session: &TemporaryCredentials) -> Result<Bucket> {
     let StoreConfig::S3(s3) = config(store)? else { anyhow::bail!("the kit's store speaks S3") };
     let session = session.clone();
@@ -70,10 +70,10 @@ pub async fn pointer(store: &S3Server) -> Result<Option<Pointer>> {
     Ok(pointer_io::read(&bucket(store)?, &slot()).await?.map(|read| read.value))
 }
 
-/// How a run ended.
+/// The end of a run.
 #[derive(Debug)]
 pub struct Ended {
-    /// `None`: by a signal.
+    /// `None` if killed by a signal.
     pub code: Option<i32>,
     pub signal: Option<i32>,
     pub stdout: String,
@@ -93,7 +93,7 @@ impl Ended {
         self
     }
 
-    /// A process that it had started for one of its steps was killed, and it said so.
+    /// Asserts that a child process of a step was killed, and that the run reported it.
     #[track_caller]
     pub fn expect_step_killed(self) -> Self {
         let ended = self.expect(svc::applet::Exit::Internal as i32);
@@ -110,16 +110,16 @@ pub struct Machine {
     env: Vec<(String, String)>,
 }
 
-/// Variables of a single run, e.g. `FAILPOINTS`.
+/// Variables of a single run, for example `FAILPOINTS`.
 pub type Extra<'a> = &'a [(&'a str, &'a str)];
 
 impl Machine {
-    /// With a PostgreSQL of its own, in which there is an empty database `svc`.
+    /// A machine whose own PostgreSQL contains an empty database `svc`.
     pub async fn new(store: &S3Server, epoch: u32) -> Result<Self> {
         Self::with(store, epoch, PgOptions::default()).await
     }
 
-    /// The same, with other settings of its PostgreSQL.
+    /// The same with other PostgreSQL options.
     pub async fn with(store: &S3Server, epoch: u32, options: PgOptions) -> Result<Self> {
         let binaries = binaries()?;
         let postgres = PgServer::start(&binaries, options).await?;
@@ -132,14 +132,14 @@ impl Machine {
         Ok(machine)
     }
 
-    /// As [`Machine::new`], and its gate is open: it is in use.
+    /// As [`Machine::new`], but with an open gate.
     pub async fn in_use(store: &S3Server, epoch: u32) -> Result<Self> {
         let machine = Self::new(store, epoch).await?;
         svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
         Ok(machine)
     }
 
-    /// Without a database and without a store.
+    /// A machine without a database and without a store.
     pub fn bare(epoch: u32) -> Result<Self> {
         let root = tempfile::Builder::new().prefix("svc-machine-").tempdir()?;
         let id = MachineId::new();
@@ -167,7 +167,7 @@ impl Machine {
         Ok(machine)
     }
 
-    /// `boot.env` as provisioning writes it, with these variables instead.
+    /// Writes `boot.env` as provisioning does, with these variables replaced.
     pub fn write_boot(&self, instead: &[(&str, &str)]) -> Result<()> {
         let mut pairs = vec![
             ("REGISTRATION_TOKEN", "registration-token-of-a-machine"),
@@ -181,13 +181,13 @@ impl Machine {
         self.write_env("boot.env", &pairs)
     }
 
-    /// `update.env` with the release of provisioning, which root alone reads.
+    /// Writes `update.env` with the release of provisioning; only root reads it.
     pub fn write_update(&self, url: &str, sha256: &str) -> Result<()> {
         let pairs = [("SVC_HOST_BUNDLE_URL", url), ("SVC_BUNDLE_SHA256", sha256)];
         self.write_env("update.env", &pairs.map(|(name, value)| (name.to_owned(), value.to_owned())))
     }
 
-    /// A release with nothing in it but the digest of its bundle, as the one that runs.
+    /// Makes an otherwise empty release current that contains the digest of its bundle.
     pub fn run_release(&self, version: &str, digest: &str) -> Result<()> {
         let release = self.path("opt/svc/releases").join(version);
         fs::create_dir_all(&release)?;
@@ -206,7 +206,7 @@ impl Machine {
         let path = self.path("opt/svc/env").join(file);
         let mut text = fs::read_to_string(&path)?;
         for (name, value) in pairs {
-            // The last line of a name wins with systemd; here the first would: it is taken out.
+            // systemd uses the last line of a name, but here the first would win, so it is removed.
             text = text
                 .lines()
                 .filter(|line| !line.starts_with(&format!("{name}=")))
@@ -274,7 +274,7 @@ impl Machine {
     }
 }
 
-/// An applet under way.
+/// A running applet.
 pub struct Running {
     child: Child,
     out: tempfile::NamedTempFile,
@@ -287,8 +287,8 @@ impl Running {
         Ok(nix::sys::signal::kill(pid, signal)?)
     }
 
-    /// The most memory that was resident, anonymous pages alone, sampled until the run has ended.
-    pub async fn most_memory(&self) -> u64 {
+    /// The peak resident memory in anonymous pages, sampled until the run has ended.
+    pub async fn peak_memory(&self) -> u64 {
         let (mut most, path) = (0, format!("/proc/{}/status", self.child.id()));
         while let Some(now) = fs::read_to_string(&path).ok().as_deref().and_then(resident) {
             most = most.max(now);
@@ -302,9 +302,9 @@ impl Running {
     }
 
     pub fn end(mut self) -> Result<Ended> {
-        let Some(status) = child::wait_until(&mut self.child, Instant::now() + DEADLINE) else {
+        let Some(status) = child::wait_until(&mut self.child, Instant::now() + RUN_TIMEOUT) else {
             self.child.kill().ok();
-            bail!("still running after {DEADLINE:?}:\n{}", self.stderr());
+            bail!("still running after {RUN_TIMEOUT:?}:\n{}", self.stderr());
         };
         child::unregister(self.child.id());
         Ok(Ended {
@@ -332,19 +332,19 @@ impl Drop for Running {
     }
 }
 
-/// Waits for something that another process brings about.
+/// Waits for an effect of another process.
 pub async fn until(what: &str, mut there: impl FnMut() -> bool) -> Result<()> {
     let end = Instant::now() + Duration::from_secs(60);
     while !there() {
         if Instant::now() > end {
-            bail!("{what} did not happen");
+            bail!("timeout: {what}");
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
 }
 
-/// A directory with all of PostgreSQL's programs, one of which is a shell script instead.
+/// A directory with all PostgreSQL programs, in which a shell script replaces one.
 pub fn with_wrapped(program: &str, script: &str) -> Result<tempfile::TempDir> {
     use std::os::unix::fs::PermissionsExt;
     let real = binaries()?;

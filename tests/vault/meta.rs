@@ -1,4 +1,5 @@
-//! `vps-meta.json` over a bad wire: a write whose answer was lost is known as done, and no earlier machine's comes back.
+//! `vps-meta.json` with an unreliable store: a write with a lost reply counts as done, and no earlier machine
+//! overwrites it.
 
 use anyhow::{Context, Result};
 use kit::s3::{Fault, Rule, S3Server};
@@ -33,14 +34,14 @@ fn of_meta(fault: Fault) -> Rule {
     Rule::new(fault).key("vps-meta.json")
 }
 
-/// Puts that changed something.
+/// The number of writes that changed the object.
 fn writes(store: &S3Server) -> usize {
     let puts = store.requests().into_iter().filter(|seen| seen.method == "PUT");
     puts.filter(|seen| seen.path.ends_with("vps-meta.json") && seen.status != Some(412)).count()
 }
 
 #[tokio::test]
-async fn a_lost_answer_is_settled_by_reading_back() -> Result<()> {
+async fn lost_reply_is_resolved_by_reading_back() -> Result<()> {
     for fault in [Fault::LostReply, Fault::StatusAfterCommit(500), Fault::StatusAfterCommit(503)] {
         let store = machine::store()?;
         let bucket = machine::bucket(&store)?;
@@ -61,12 +62,12 @@ async fn a_lost_answer_is_settled_by_reading_back() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_earlier_machine_never_comes_back() -> Result<()> {
+async fn earlier_machine_never_overwrites_a_later_one() -> Result<()> {
     let store = machine::store()?;
     let bucket = machine::bucket(&store)?;
     meta::write(&bucket, &slot(), &of(1, 1)?).await?;
     meta::write(&bucket, &slot(), &of(2, 2)?).await?;
-    // The old machine reads what was there before the new one wrote; the condition of its put catches that.
+    // The old machine reads the value from before the new one's write; the condition of its put detects that.
     let stale = store.fault(of_meta(Fault::StaleRead).method("GET"));
     let refused = meta::write(&bucket, &slot(), &of(1, 3)?).await;
     assert!(matches!(refused, Err(MetaError::Fenced(_))), "{refused:?}");
@@ -76,7 +77,7 @@ async fn an_earlier_machine_never_comes_back() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_nobody_can_read_is_written_anew() -> Result<()> {
+async fn unreadable_metadata_is_rewritten() -> Result<()> {
     let store = machine::store()?;
     store.write(BUCKET, &format!("{USER}/primary/system/vps-meta.json"), "{torn");
     meta::write(&machine::bucket(&store)?, &slot(), &of(1, 1)?).await?;

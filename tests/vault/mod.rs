@@ -1,5 +1,5 @@
-//! Backup, restore, update, registration and heartbeat of a machine: the real binary against a real PostgreSQL 16, a
-//! real S3 server over HTTP, real TLS.
+//! Backup, restore, update, registration and heartbeat of a machine: the real binary with a real PostgreSQL 16, a
+//! real S3 server over HTTP, and real TLS.
 
 mod apply;
 mod backup;

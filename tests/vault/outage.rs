@@ -1,4 +1,5 @@
-//! A machine whose platform is unreachable: its backup stores snapshots with the outage session, which can do nothing else.
+//! A machine whose platform is unreachable: its backup stores snapshots with the outage session, which grants nothing
+//! else.
 
 use anyhow::{Context, Result};
 use jiff::{SignedDuration, Timestamp};
@@ -11,10 +12,10 @@ use svc::machine::epoch::Epoch;
 use svc::store::bucket::{Condition, StoreError};
 use svc::store::{key, snapshots};
 
-use super::credentials::{Mood, Platform, in_use};
+use super::credentials::{CredentialResponse, Platform, in_use};
 use super::machine::{self, BUCKET, Machine, slot, until};
 
-/// A machine whose platform is unreachable, and whose working session has run out. It has an outage session.
+/// A machine whose platform is unreachable and whose working session has expired. It has an outage session.
 async fn cut_off(store: &S3Server, platform: &Platform) -> Result<Machine> {
     let machine = in_use(store, platform, SignedDuration::from_secs(-60)).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
@@ -22,7 +23,7 @@ async fn cut_off(store: &S3Server, platform: &Platform) -> Result<Machine> {
     let mut file: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
     file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_secs(1))?));
     std::fs::write(&kept, serde_json::to_vec(&file)?)?;
-    platform.mood(Mood::Away);
+    platform.set_response(CredentialResponse::Away);
     Ok(machine)
 }
 
@@ -38,13 +39,13 @@ async fn outage_session_stores_snapshots_and_moves_no_pointer() -> Result<()> {
     let (bucket, slot) = (machine::bucket(&store)?, slot());
     let window = snapshots::PageWindow { before: None, latest: None, limit: 10 };
     let records = snapshots::page(&bucket, &slot, window).await?.records;
-    assert_eq!(records.len(), 2, "the one of the outage is whole");
+    assert_eq!(records.len(), 2, "the snapshot of the outage is complete");
     let last: Value = serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
     assert_eq!((&last["stage"], &last["key"]), (&json!("pointer"), &json!(records[0].key)), "{last}");
-    // Snapshots are read again with a working session alone.
+    // Only a working session can read snapshots.
     machine.run(&["svc-db-backup", "verify", "--latest"])?.expect(69);
 
-    platform.mood(Mood::Gives);
+    platform.set_response(CredentialResponse::Gives);
     machine.run(&["svc-db-backup"])?.expect(0);
     let latest = svc::store::snapshot::latest(&bucket, &slot).await?;
     assert!(latest.key > records[0].key, "the next run takes its own: {}", latest.key);
@@ -62,10 +63,10 @@ async fn retry_publishes_the_stored_snapshot_of_an_outage() -> Result<()> {
         dumps.count() == 2
     });
     stored.await?;
-    platform.mood(Mood::Gives);
+    platform.set_response(CredentialResponse::Gives);
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
     let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
-    assert_eq!(dumps.count(), 2, "no third snapshot was taken");
+    assert_eq!(dumps.count(), 2, "no third snapshot was made");
     let log = std::fs::read_to_string(machine.path("home/svc/home/system/logs/backup.jsonl"))?;
     let last: Value = serde_json::from_str(log.lines().last().context("a line")?)?;
     let latest = svc::store::snapshot::latest(&machine::bucket(&store)?, &slot()).await?;
@@ -84,11 +85,11 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let session = platform.outage().await.context("a session")?;
     let bucket = machine::bucket_as(&store, &session)?;
     let own = slot().snapshot(&latest.key).context("a key")?;
-    assert!(bucket.head(&own).await?.is_some(), "what it has stored itself");
+    assert!(bucket.head(&own).await?.is_some(), "its own snapshot");
     let name = |at: Timestamp, epoch| slot().snapshot(&key::snapshot_key(at, Epoch(epoch))).context("a key");
     let now = Timestamp::now();
     let foreign = name(now, 2)?;
-    // One day more than a clock may be off.
+    // One day more than the permitted clock skew.
     let day_before = name(now.checked_sub(SignedDuration::from_hours(25))?, 1)?;
     let owner = machine::bucket(&store)?;
     owner.put(&foreign, &b"of another epoch"[..]).await?;
@@ -106,12 +107,12 @@ async fn outage_session_reads_and_changes_nothing_else() -> Result<()> {
     let entry = slot().pointer_entry(9);
     let refused = bucket.put_if(&entry, &b"x"[..], Condition::Absent).await.unwrap_err();
     assert!(matches!(refused, StoreError::Denied { .. }), "{refused:?}");
-    assert!(bucket.raw().delete(&own).await.is_err(), "nothing is deleted");
+    assert!(bucket.raw().delete(&own).await.is_err(), "an object was deleted");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn agent_keeps_the_outage_session_young() -> Result<()> {
+async fn agent_renews_the_outage_session() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = in_use(&store, &platform, SignedDuration::from_hours(1)).await?;
@@ -121,14 +122,14 @@ async fn agent_keeps_the_outage_session_young() -> Result<()> {
     until("the first renewal", || kept.exists()).await?;
     let beats = platform.heartbeats() + 4;
     until("some beats", || platform.heartbeats() >= beats).await?;
-    assert_eq!(platform.asked(), 1, "a young one is kept");
+    assert_eq!(platform.request_count(), 1, "a recent session is kept");
     let mut file: Value = serde_json::from_slice(&std::fs::read(&kept)?)?;
     assert!(file["outage"]["sessionToken"].is_string(), "it has an outage session");
     file["renewedAt"] = json!(rfc3339_ms(Timestamp::now().checked_sub(SignedDuration::from_mins(51))?));
-    // As another applet leaves it, which renewed the session later.
+    // As written by another applet that renewed the session later.
     file["expiresAt"] = json!(rfc3339_ms(Timestamp::now().checked_add(SignedDuration::from_hours(2))?));
     svc::fsx::write_atomic(&kept, &serde_json::to_vec(&file)?, 0o600)?;
-    until("another renewal", || platform.asked() >= 2).await?;
+    until("another renewal", || platform.request_count() >= 2).await?;
     running.signal(Signal::SIGTERM)?;
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
     Ok(())
@@ -139,12 +140,12 @@ async fn backup_uses_no_outage_session_after_a_refusal() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = cut_off(&store, &platform).await?;
-    for mood in [Mood::Supersedes, Mood::Refuses] {
-        platform.mood(mood);
-        let code = if mood == Mood::Supersedes { 77 } else { 69 };
+    for set_response in [CredentialResponse::Supersedes, CredentialResponse::Refuses] {
+        platform.set_response(set_response);
+        let code = if set_response == CredentialResponse::Supersedes { 77 } else { 69 };
         machine.run(&["svc-db-backup"])?.expect(code);
         let dumps = store.objects(BUCKET, "").into_iter().filter(|object| object.key.ends_with(".dump"));
-        assert_eq!(dumps.count(), 1, "nothing is stored");
+        assert_eq!(dumps.count(), 1, "no snapshot is stored");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! A platform that answers as it is told and remembers what it was asked; and a gateway that is ready.
+//! A fake platform that gives scripted responses and records its calls, and a gateway that is ready.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -23,7 +23,7 @@ pub struct Call {
     pub body: String,
 }
 
-/// One answer. `Lost`: the call counted, and the caller hears nothing.
+/// A scripted response. `Lost` counts the call, but sends no response.
 #[derive(Debug, Clone)]
 pub enum Answer {
     Json(u16, serde_json::Value),
@@ -31,7 +31,7 @@ pub enum Answer {
 }
 
 #[derive(Default)]
-struct Desk {
+struct PlatformState {
     calls: Vec<Call>,
     next: VecDeque<Answer>,
     always: Option<Answer>,
@@ -39,52 +39,52 @@ struct Desk {
 
 #[derive(Clone)]
 pub struct Platform {
-    desk: Arc<Mutex<Desk>>,
+    state: Arc<Mutex<PlatformState>>,
     pub addr: SocketAddr,
 }
 
 impl Platform {
-    /// Answers every call with `always`, unless something else was put in line before.
+    /// Answers every call with `always`, after the queued responses.
     pub async fn start(always: Answer) -> Result<Self> {
-        let desk = Arc::new(Mutex::new(Desk { always: Some(always), ..Desk::default() }));
+        let state = Arc::new(Mutex::new(PlatformState { always: Some(always), ..PlatformState::default() }));
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
-        let app = Router::new().fallback(answer).with_state(Arc::clone(&desk));
+        let app = Router::new().fallback(answer).with_state(Arc::clone(&state));
         tokio::spawn(async move { axum::serve(listener, app).await });
-        Ok(Self { desk, addr })
+        Ok(Self { state, addr })
     }
 
     pub fn next(&self, answers: impl IntoIterator<Item = Answer>) {
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner).next.extend(answers);
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).next.extend(answers);
     }
 
     pub fn calls(&self) -> Vec<Call> {
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner).calls.clone()
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).calls.clone()
     }
 
-    pub fn serves(&self, machine: &Machine) -> Result<()> {
+    pub fn configure(&self, machine: &Machine) -> Result<()> {
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &format!("http://{}", self.addr))])
     }
 }
 
 async fn answer(
-    State(desk): State<Arc<Mutex<Desk>>>,
+    State(state): State<Arc<Mutex<PlatformState>>>,
     uri: Uri,
     headers: HeaderMap,
     body: String,
 ) -> Response {
     let answer = {
-        let mut desk = desk.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
         let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         let authorization = authorization.unwrap_or_default().to_owned();
-        desk.calls.push(Call { path: uri.path().to_owned(), authorization, body });
-        desk.next.pop_front().or(desk.always.clone())
+        state.calls.push(Call { path: uri.path().to_owned(), authorization, body });
+        state.next.pop_front().or(state.always.clone())
     };
     match answer {
         Some(Answer::Json(status, body)) => {
             (StatusCode::from_u16(status).expect("a status"), axum::Json(body)).into_response()
         }
-        // hyper breaks the connection of a handler that panics; here the answer's body breaks instead.
+        // hyper closes the connection of a handler that panics; here the body of the response fails instead.
         _ => {
             let broken = futures_util::stream::iter([Err::<bytes::Bytes, _>(std::io::Error::other("lost"))]);
             Response::new(axum::body::Body::from_stream(broken))
@@ -92,7 +92,7 @@ async fn answer(
     }
 }
 
-/// A gateway with a certificate of its own, which lies where the machine's gateway keeps it. Answers `/readyz`.
+/// A gateway with its own certificate in the place of the machine's. It serves `/readyz`.
 pub async fn gateway(machine: &Machine) -> Result<SocketAddr> {
     gateway_of(machine, Router::new().route("/readyz", get(|| async { "ok" }))).await
 }

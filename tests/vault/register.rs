@@ -1,4 +1,4 @@
-//! Registration: once, and byte for byte the same until it is answered, across restarts.
+//! Registration: once, and with an identical body until there is a response, even across restarts.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -12,24 +12,25 @@ fn registered() -> Answer {
     Answer::Json(200, json!({ "status": "running", "epoch": 1 }))
 }
 
-/// Off the test's runtime, which serves platform and gateway meanwhile.
+/// Runs on another thread, because the test's runtime serves platform and gateway.
 async fn register(machine: &Machine, words: &[&str], extra: Extra<'_>) -> Result<Ended> {
     let words: Vec<&str> = ["svc-register"].iter().chain(words).copied().collect();
     let running = machine.spawn(&words, extra)?;
     tokio::task::spawn_blocking(move || running.end()).await?
 }
 
-/// A machine whose release is installed: its digest lies beside it, for the service's user cannot read `update.env`.
+/// A machine with an installed release. The digest is stored next to it, because the service's user cannot read
+/// `update.env`.
 async fn ready(platform: &Platform) -> Result<(Machine, String)> {
     let machine = Machine::bare(1)?;
     machine.run_release("1.0.0", DIGEST)?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let listen = gateway(&machine).await?;
     Ok((machine, format!("0.0.0.0:{}", listen.port())))
 }
 
 #[tokio::test]
-async fn a_machine_is_registered_once() -> Result<()> {
+async fn machine_is_registered_once() -> Result<()> {
     let platform = Platform::start(registered()).await?;
     let (machine, listen) = ready(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str())];
@@ -53,7 +54,7 @@ async fn a_machine_is_registered_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_body_stays_the_same_through_lost_replies_faults_and_kills() -> Result<()> {
+async fn registration_body_survives_lost_replies_and_kills() -> Result<()> {
     let platform = Platform::start(registered()).await?;
     let (machine, listen) = ready(&platform).await?;
     let extra =
@@ -67,13 +68,13 @@ async fn the_body_stays_the_same_through_lost_replies_faults_and_kills() -> Resu
     platform.next([Answer::Lost, Answer::Json(503, json!({})), Answer::Json(429, json!({})), registered()]);
     register(&machine, &[], &[("GATEWAY_LISTEN", &listen)]).await?.expect(0);
     let calls = platform.calls();
-    assert_eq!(calls.len(), 5, "one before the last kill, and four: {calls:?}");
+    assert_eq!(calls.len(), 5, "one call before the last kill, and four after it: {calls:?}");
     assert!(calls.iter().all(|call| call == &calls[0]), "{calls:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_refusal_is_final_and_silence_is_not() -> Result<()> {
+async fn refusal_is_final_and_a_timeout_is_retried() -> Result<()> {
     let refused = json!({ "code": "registration_rejected", "detail": "The token was used." });
     let platform = Platform::start(Answer::Json(401, refused)).await?;
     let (machine, listen) = ready(&platform).await?;
@@ -83,22 +84,22 @@ async fn a_refusal_is_final_and_silence_is_not() -> Result<()> {
     assert_eq!(platform.calls().len(), 1);
 
     let silent = Platform::start(Answer::Lost).await?;
-    silent.serves(&machine)?;
+    silent.configure(&machine)?;
     register(&machine, &[], &extra).await?.expect(75);
     assert!(silent.calls().len() > 1);
 
     let broken = Platform::start(Answer::Json(400, json!({ "detail": "no" }))).await?;
-    broken.serves(&machine)?;
+    broken.configure(&machine)?;
     register(&machine, &[], &extra).await?.expect(70);
     Ok(())
 }
 
 #[tokio::test]
-async fn nothing_is_registered_before_the_gateway_is_ready_with_the_key_on_disk() -> Result<()> {
+async fn registration_waits_for_the_gateway_with_the_stored_key() -> Result<()> {
     let platform = Platform::start(registered()).await?;
     let (machine, listen) = ready(&platform).await?;
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("REGISTER_GATEWAY_DEADLINE_SECONDS", "1")];
-    // Another gateway's key lies where ours should.
+    // The key of another gateway is in place of the machine's.
     gateway(&machine).await?;
     register(&machine, &[], &extra).await?.expect(75);
     std::fs::remove_dir_all(machine.path("var/lib/svc/tls"))?;
@@ -108,10 +109,10 @@ async fn nothing_is_registered_before_the_gateway_is_ready_with_the_key_on_disk(
 }
 
 #[tokio::test]
-async fn a_failed_boot_is_reported_without_secrets() -> Result<()> {
+async fn failed_boot_is_reported_without_secrets() -> Result<()> {
     let platform = Platform::start(Answer::Json(202, json!({}))).await?;
     let machine = Machine::bare(1)?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     machine.add_env("host.env", &[("DATABASE_URL", "postgres://postgres:hunter2hunter2@127.0.0.1:1/svc")])?;
     let message = format!("no bundle\nupgrade-token-of-a-machine hunter2hunter2 {}", "x".repeat(9000));
     register(&machine, &["failure", "--stage", "bundle", "--message", &message], &[]).await?.expect(0);

@@ -1,4 +1,5 @@
-//! A restore brings back what operators made of roles: attributes, settings, memberships. What it does not keep, it names.
+//! A restore keeps operators' changes to roles: attributes, settings, memberships. It names those that it does not
+//! keep.
 
 use anyhow::Result;
 
@@ -15,7 +16,7 @@ const CONTENT: &str = "
     ALTER DATABASE svc SET lock_timeout = '3s';
     CREATE TABLE t (id int); ALTER TABLE t OWNER TO app_notes; INSERT INTO t VALUES (1)";
 
-/// Of all roles that were made: attributes, settings for every database, memberships.
+/// All added roles: attributes, settings for every database, memberships.
 const ROLES: &str = "
     SELECT coalesce(string_agg(rolname || ' ' || rolinherit || rolcreatedb || rolcreaterole || rolbypassrls || rolreplication
                || rolconnlimit || coalesce(rolvaliduntil::text, '-') || ' ' || coalesce((SELECT string_agg(c, ' ; ' ORDER BY c)
@@ -30,7 +31,7 @@ async fn roles(machine: &Machine) -> Result<String> {
 }
 
 #[tokio::test]
-async fn restore_keeps_roles_or_names_what_it_does_not() -> Result<()> {
+async fn restore_keeps_roles_or_names_the_differences() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
@@ -45,7 +46,7 @@ async fn restore_keeps_roles_or_names_what_it_does_not() -> Result<()> {
         "SELECT count(*) FROM pg_db_role_setting WHERE setrole = 0 AND 'lock_timeout=3s' = ANY (setconfig)";
     assert_eq!(new.client().await?.query_one(timeout, &[]).await?.get::<_, i64>(0), 1);
 
-    // No password is in the record, and the restored server's own superuser is not changed.
+    // No password is in the record, and the restored server's own superuser is unchanged.
     let logins = "SELECT count(*) FROM pg_roles WHERE rolname IN ('app_notes', 'reporting', 'dba') AND (rolcanlogin OR rolsuper)";
     assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
     let log = &ended.stderr;
@@ -54,13 +55,13 @@ async fn restore_keeps_roles_or_names_what_it_does_not() -> Result<()> {
 }
 
 #[tokio::test]
-async fn not_kept_roles_are_named_once_they_are_made() -> Result<()> {
+async fn roles_that_were_not_kept_are_named_when_created() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
     old.run(&["svc-db-backup"])?.expect(0);
     let new = Machine::new(&store, 2).await?;
-    // An operator was here before the restore.
+    // An operator created roles before the restore.
     new.client().await?.batch_execute("CREATE ROLE team NOLOGIN CONNECTION LIMIT 1").await?;
     let log = new.run(&["svc-restore"])?.expect(0).stderr;
     for words in [
@@ -71,10 +72,10 @@ async fn not_kept_roles_are_named_once_they_are_made() -> Result<()> {
     ] {
         assert!(log.contains(words), "{words}: {log}");
     }
-    assert!(!log.contains("the role app_notes has no LOGIN"), "the gateway opens it: {log}");
+    assert!(!log.contains("the role app_notes has no LOGIN"), "the gateway enables the login: {log}");
     let limit = "SELECT rolconnlimit FROM pg_roles WHERE rolname = 'team'";
     assert_eq!(new.client().await?.query_one(limit, &[]).await?.get::<_, i32>(0), 1);
-    // A drill makes no roles of its own that stay.
+    // A drill leaves no roles.
     let before = roles(&new).await?;
     new.run(&["svc-db-backup", "run", "--accept-loss"])?.expect(0);
     new.run(&["svc-db-backup", "drill"])?.expect(0);

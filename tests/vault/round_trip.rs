@@ -1,4 +1,4 @@
-//! What a restore brings back is what the backup saw, to the last byte of a plain dump.
+//! A restore reproduces the state that the backup saw, as a plain dump shows.
 
 use anyhow::{Context, Result};
 use kit::child;
@@ -8,7 +8,7 @@ use svc::store::snapshot::SideRecord;
 
 use super::machine::{self, BUCKET, Machine, USER, slot};
 
-/// Two apps with schemas and roles of their own, sequences, a partitioned table, a big one, rights and settings.
+/// Two apps with their own schemas and roles, sequences, a partitioned table, a large one, privileges and settings.
 const CONTENT: &str = r#"
 CREATE ROLE "app_notes" LOGIN PASSWORD 'x';
 CREATE ROLE "app_To do" LOGIN PASSWORD 'y';
@@ -42,7 +42,7 @@ ALTER DATABASE svc SET app.name = 'it''s \ here';
 ALTER ROLE reader IN DATABASE svc SET work_mem = '7MB';
 "#;
 
-/// Owner, rights and settings, which a dump of the content does not hold.
+/// Owner, privileges and settings, which a dump of the content does not contain.
 const FACTS: &str = "SELECT coalesce((SELECT string_agg(coalesce(r.rolname, 'PUBLIC') || ' ' || a.privilege_type, ',' \
      ORDER BY r.rolname, a.privilege_type) FROM aclexplode(d.datacl) a LEFT JOIN pg_roles r ON r.oid = a.grantee), '-') \
      || ' | ' || (SELECT string_agg(coalesce(r.rolname, '*') || ' ' || c, ' ; ' ORDER BY r.rolname, c) \
@@ -54,7 +54,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
     let mut dump = machine.postgres().binaries().client("pg_dump");
     dump.arg(machine.postgres().url("svc"));
     let text = child::run(dump, std::time::Duration::from_secs(60))?;
-    // A random word against injection, new in each dump.
+    // A random token against injection, new in each dump.
     Ok(text
         .lines()
         .filter(|line| !line.starts_with("\\restrict") && !line.starts_with("\\unrestrict"))
@@ -62,7 +62,7 @@ fn plain_dump(machine: &Machine) -> Result<String> {
 }
 
 #[tokio::test]
-async fn a_restored_database_equals_the_one_backed_up() -> Result<()> {
+async fn restored_database_equals_the_backed_up_one() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     old.client().await?.batch_execute(CONTENT).await?;
@@ -106,9 +106,9 @@ async fn a_restored_database_equals_the_one_backed_up() -> Result<()> {
     let logins = "SELECT count(*) FROM pg_roles WHERE rolcanlogin AND rolname ~ '^app_'";
     assert_eq!(new.client().await?.query_one(logins, &[]).await?.get::<_, i64>(0), 0);
     let left = new.databases().await?;
-    assert!(left.iter().any(|name| name.starts_with("svc_before_")), "the old database stays: {left:?}");
+    assert!(left.iter().any(|name| name.starts_with("svc_before_")), "the old database is kept: {left:?}");
     assert!(!left.iter().any(|name| name.starts_with("svc_restore_")), "{left:?}");
-    assert_eq!(std::fs::read_dir(new.path("var/lib/svc/restore"))?.count(), 1, "the lock is left alone");
+    assert_eq!(std::fs::read_dir(new.path("var/lib/svc/restore"))?.count(), 1, "the lock file remains");
 
     new.run(&["svc-db-backup"])?.expect(0);
     assert!(!new.databases().await?.iter().any(|name| name.starts_with("svc_before_")));
@@ -117,7 +117,7 @@ async fn a_restored_database_equals_the_one_backed_up() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_stock_pg_restore_reads_our_object() -> Result<()> {
+async fn stock_pg_restore_reads_the_object() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
@@ -135,9 +135,9 @@ async fn a_stock_pg_restore_reads_our_object() -> Result<()> {
     Ok(())
 }
 
-/// Rows written while the backup runs are in neither the dump nor the counts: both see one moment.
+/// Concurrent writes are in neither the dump nor the counts, because both use one snapshot.
 #[tokio::test]
-async fn a_database_in_use_is_backed_up_as_of_one_moment() -> Result<()> {
+async fn database_in_use_is_backed_up_at_one_instant() -> Result<()> {
     let store = machine::store()?;
     let old = Machine::in_use(&store, 1).await?;
     let client = old.client().await?;

@@ -1,4 +1,4 @@
-//! The side database: what was lost comes back out of an earlier snapshot, exactly as far as it was asked for.
+//! The side database: lost data is copied back from an earlier snapshot, exactly to the requested extent.
 
 use anyhow::{Context, Result};
 use kit::s3::S3Server;
@@ -26,7 +26,7 @@ const SHOP: &str = r#"
     INSERT INTO app_shop.log SELECT 'line ' || n FROM generate_series(1, 300) n;
 "#;
 
-/// A machine that sells something, with a snapshot of it, which is opened beside.
+/// A shop machine with a snapshot, which is open as a side database.
 pub async fn opened(store: &S3Server) -> Result<Machine> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute(SHOP).await?;
@@ -52,8 +52,8 @@ async fn rows(machine: &Machine, database: &str, table: &str) -> Result<Vec<Stri
     Ok(rows.iter().map(|row| row.get(0)).collect())
 }
 
-/// The table is what it was in the snapshot, every byte.
-async fn as_it_was(machine: &Machine, tables: &[&str]) -> Result<()> {
+/// Asserts that the tables are identical to the snapshot.
+async fn assert_as_in_snapshot(machine: &Machine, tables: &[&str]) -> Result<()> {
     for table in tables {
         let (now, then) = (rows(machine, "svc", table).await?, rows(machine, "svc_side", table).await?);
         assert_eq!(now, then, "{table}");
@@ -68,7 +68,7 @@ pub fn state(machine: &Machine) -> Result<Value> {
 const ALL: [&str; 3] = ["app_shop.customers", "app_shop.log", "app_shop.orders"];
 
 #[tokio::test]
-async fn rows_that_are_gone_come_back_and_none_that_is_there_is_touched() -> Result<()> {
+async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let client = machine.client().await?;
@@ -87,11 +87,11 @@ async fn rows_that_are_gone_come_back_and_none_that_is_there_is_touched() -> Res
     assert_eq!(nothing_yet.get::<_, i64>(0), 0, "{}", tried.stdout);
     let backups = machine.backup_records()?.len();
     let copied = side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
-    assert_eq!(machine.backup_records()?.len(), backups + 1, "what is there is saved first");
-    let told = state(&machine)?["lastCopy"].clone();
-    // The address of one is another customer's now: that one stays away.
+    assert_eq!(machine.backup_records()?.len(), backups + 1, "existing rows are saved first");
+    let copied = state(&machine)?["lastCopy"].clone();
+    // Another customer now has the address of one row, so that row is not copied.
     let of = |name: &str| {
-        told["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone()
+        copied["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone()
     };
     let customers = of("app_shop.customers");
     assert_eq!(
@@ -110,7 +110,7 @@ async fn rows_that_are_gone_come_back_and_none_that_is_there_is_touched() -> Res
 }
 
 #[tokio::test]
-async fn a_row_that_nobody_can_refer_to_ends_the_copy_and_nothing_is_changed() -> Result<()> {
+async fn dangling_reference_aborts_the_copy_without_changes() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let client = machine.client().await?;
@@ -122,17 +122,17 @@ async fn a_row_that_nobody_can_refer_to_ends_the_copy_and_nothing_is_changed() -
         "{}",
         ended.stderr
     );
-    assert!(!ended.stderr.contains("(customer)=(5)"), "no row is quoted: {}", ended.stderr);
+    assert!(!ended.stderr.contains("(customer)=(5)"), "the error quotes a row: {}", ended.stderr);
     assert_eq!(rows(&machine, "svc", "app_shop.orders").await?, before);
     assert_eq!(state(&machine)?["status"], "open");
     assert!(state(&machine)?["lastCopy"]["error"].as_str().unwrap().contains("orders_customer_fkey"));
     side(&machine, &["copy", "app_shop.orders", "app_shop.customers"])?.expect(0);
-    as_it_was(&machine, &ALL).await?;
+    assert_as_in_snapshot(&machine, &ALL).await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn each_mode_does_what_it_says_and_a_dropped_table_is_made_again() -> Result<()> {
+async fn every_mode_works_and_a_dropped_table_is_recreated() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let client = machine.client().await?;
@@ -140,27 +140,27 @@ async fn each_mode_does_what_it_says_and_a_dropped_table_is_made_again() -> Resu
                 INSERT INTO app_shop.customers (email) VALUES ('new');
                 INSERT INTO app_shop.orders (customer) SELECT id FROM app_shop.customers WHERE email = 'new'";
     client.batch_execute(harm).await?;
-    // Without a key, rows are alike: only the whole table can come back.
+    // Without a key, rows cannot be matched, so only the whole table can be replaced.
     let ended = side(&machine, &["copy", "app_shop.log"])?.expect(65);
     assert!(ended.stderr.contains("no primary key") && ended.stderr.contains("replace"), "{}", ended.stderr);
 
     side(&machine, &["copy", "--mode", "overwrite", ALL[0], ALL[2]])?.expect(0);
-    let told = state(&machine)?["lastCopy"]["tables"].clone();
+    let copied = state(&machine)?["lastCopy"]["tables"].clone();
     assert_eq!(
-        (&told[0]["updated"], &told[0]["inserted"], &told[0]["deleted"]),
+        (&copied[0]["updated"], &copied[0]["inserted"], &copied[0]["deleted"]),
         (&251.into(), &0.into(), &0.into()),
-        "{told}"
+        "{copied}"
     );
-    assert_eq!((&told[1]["updated"], &told[1]["inserted"]), (&0.into(), &666.into()), "{told}");
-    assert_eq!(rows(&machine, "svc", ALL[0]).await?.len(), 503, "the new customer stays");
+    assert_eq!((&copied[1]["updated"], &copied[1]["inserted"]), (&0.into(), &666.into()), "{copied}");
+    assert_eq!(rows(&machine, "svc", ALL[0]).await?.len(), 503, "the new customer is kept");
 
-    // The new customer's order is not named: it would go with the customer.
+    // The new customer's order was not requested, and would be deleted with the customer.
     let ended = side(&machine, &["copy", "--mode", "replace", ALL[0]])?.expect(65);
     assert!(ended.stderr.contains("app_shop.orders"), "{}", ended.stderr);
     client.batch_execute("TRUNCATE app_shop.log; INSERT INTO app_shop.log VALUES ('since')").await?;
     side(&machine, &["copy", "--mode", "replace", ALL[0], ALL[1], ALL[2]])?.expect(0);
-    as_it_was(&machine, &ALL).await?;
-    // Sequences go on after what came back.
+    assert_as_in_snapshot(&machine, &ALL).await?;
+    // Sequences continue after the copied values.
     client
         .batch_execute(
             "INSERT INTO app_shop.orders (customer) VALUES (1); DELETE FROM app_shop.orders WHERE id > 2000",
@@ -170,12 +170,12 @@ async fn each_mode_does_what_it_says_and_a_dropped_table_is_made_again() -> Resu
     client.batch_execute("DROP SCHEMA app_shop CASCADE").await?;
     let tried = side(&machine, &["copy", ALL[1], "--dry-run"])?.expect(0);
     assert!(tried.stdout.contains("300 inserted"), "{}", tried.stdout);
-    // Its type is not a table's: what cannot be made again says why, and leaves nothing.
+    // Its type is not that of a table: a table that cannot be recreated is reported, and nothing remains.
     let ended = side(&machine, &["copy", ALL[0]])?.expect(65);
     assert!(ended.stderr.contains("pg_restore") && ended.stderr.contains("mood"), "{}", ended.stderr);
     client.batch_execute("CREATE TYPE app_shop.mood AS ENUM ('good', 'bad')").await?;
     side(&machine, &["copy", ALL[0], ALL[1], ALL[2], "--no-backup"])?.expect(0);
-    as_it_was(&machine, &ALL).await?;
+    assert_as_in_snapshot(&machine, &ALL).await?;
     let owner =
         client.query_one("SELECT tableowner::text FROM pg_tables WHERE tablename = 'log'", &[]).await?;
     let indexes = client.query("SELECT FROM pg_indexes WHERE tablename = 'log'", &[]).await?;
@@ -184,7 +184,7 @@ async fn each_mode_does_what_it_says_and_a_dropped_table_is_made_again() -> Resu
 }
 
 #[tokio::test]
-async fn the_snapshot_of_a_time_is_opened_and_closing_leaves_nothing() -> Result<()> {
+async fn snapshot_of_a_time_is_opened_and_close_cleans_up() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let first = state(&machine)?["key"].clone();
@@ -204,7 +204,7 @@ async fn the_snapshot_of_a_time_is_opened_and_closing_leaves_nothing() -> Result
     for stranger in ["svc.side_copies", "public.nothing", "app_shop.orders; DROP TABLE x"] {
         side(&machine, &["copy", stranger])?.expect(65);
     }
-    // Hourly backups and drills are as they were beside it, and it outlives them.
+    // Hourly backups and drills are unaffected, and the side database outlives them.
     machine.run(&["svc-db-backup"])?.expect(0);
     machine.run(&["svc-db-backup", "drill"])?.expect(0);
     assert!(machine.databases().await?.contains(&"svc_side".to_owned()));
@@ -222,13 +222,13 @@ async fn the_snapshot_of_a_time_is_opened_and_closing_leaves_nothing() -> Result
     Ok(())
 }
 
-/// A request is served by a run that a path unit starts; killed anywhere, it is served by the next one, once.
+/// A run of a path unit serves a request; killed at any point, the next run completes it, exactly once.
 #[tokio::test]
-async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once() -> Result<()> {
+async fn request_killed_at_any_step_is_completed_once() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let client = machine.client().await?;
-    let ask = |action: Value| -> Result<()> {
+    let request_side = |action: Value| -> Result<()> {
         let request = json!({"requestId": uuid::Uuid::now_v7(), "requestedAt": "2026-01-02T03:04:05.678Z", "action": action});
         Ok(svc::fsx::write_atomic(
             &machine.path("var/lib/svc/requests/side"),
@@ -250,14 +250,14 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
     for point in svc::host::snapshots::backup::SIDE_POINTS {
         let kill = format!("{point}=return(kill)");
         if *point == "side.dropped" {
-            ask(json!({"action": "close"}))?;
+            request_side(json!({"action": "close"}))?;
             serve(&kill)?.expect_killed();
             serve("")?.expect(0);
             assert_eq!(state(&machine)?["status"], "closed");
             continue;
         }
         if !copies.contains(point) {
-            ask(json!({"action": "open"}))?;
+            request_side(json!({"action": "open"}))?;
             serve(&kill)?.expect_killed();
             serve("")?.expect(0);
             assert_eq!(state(&machine)?["status"], "open", "after a kill at {point}");
@@ -268,19 +268,19 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
             .batch_execute("DELETE FROM app_shop.orders WHERE id = 7; DROP TABLE IF EXISTS app_shop.log")
             .await?;
         let tables = json!(ALL);
-        ask(
+        request_side(
             json!({"action": "copy", "tables": tables, "mode": "overwrite", "dryRun": false, "backup": true}),
         )?;
         serve(&kill)?.expect_killed();
         let is_done = ["side.committed", "side.told"].contains(point);
         if is_done {
-            // Written after the copy: what goes on must not undo it.
+            // Written after the copy: resuming must not undo it.
             client.batch_execute("UPDATE app_shop.customers SET price = 42 WHERE id = 9").await?;
         }
         serve("")?.expect(0);
-        let told = state(&machine)?;
+        let copied = state(&machine)?;
         assert_eq!(
-            (&told["status"], told["lastCopy"].get("error")),
+            (&copied["status"], copied["lastCopy"].get("error")),
             (&"open".into(), None),
             "after a kill at {point}"
         );
@@ -290,17 +290,17 @@ async fn killed_at_any_step_the_request_is_gone_on_with_and_a_copy_is_made_once(
             assert_eq!(price.get::<_, &str>(0), "42", "after a kill at {point}");
             client.batch_execute("UPDATE app_shop.customers SET price = 9.90 WHERE id = 9").await?;
         }
-        as_it_was(&machine, &ALL).await?;
+        assert_as_in_snapshot(&machine, &ALL).await?;
     }
-    ask(json!({"action": "fly"}))?;
+    request_side(json!({"action": "fly"}))?;
     serve("")?.expect(65);
     serve("")?.expect(0);
     Ok(())
 }
 
-/// What somebody does on the machine is asked in the same way: the unit goes on with it, or the next command does.
+/// Commands of a person work in the same way: the unit completes them, or the next command does.
 #[tokio::test]
-async fn a_command_that_is_killed_is_gone_on_with() -> Result<()> {
+async fn killed_command_is_completed() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let killed = |words: &[&str], point: &str| {
@@ -316,15 +316,15 @@ async fn a_command_that_is_killed_is_gone_on_with() -> Result<()> {
     machine.client().await?.batch_execute("DELETE FROM app_shop.orders WHERE id = 7").await?;
     killed(&["copy", "app_shop.orders", "--no-backup"], "side.fetched")?;
     let ended = side(&machine, &["close"])?.expect(0);
-    assert!(ended.stdout.contains("1 inserted"), "what was asked before is done first: {}", ended.stdout);
+    assert!(ended.stdout.contains("1 inserted"), "the earlier request is completed first: {}", ended.stdout);
     assert_eq!(state(&machine)?["status"], "closed");
     assert!(!machine.path("var/lib/svc/requests/side").exists());
     Ok(())
 }
 
-/// Names in them mean what they mean in every other session.
+/// Names in triggers resolve as in every other session.
 #[tokio::test]
-async fn the_owners_triggers_find_their_tables() -> Result<()> {
+async fn triggers_of_the_owner_find_their_tables() -> Result<()> {
     let store = machine::store()?;
     let machine = opened(&store).await?;
     let client = machine.client().await?;

@@ -1,5 +1,5 @@
-//! `DROP TABLE … CASCADE` takes other tables' foreign keys, views and statistics away: they come back with the table, or
-//! are named.
+//! `DROP TABLE … CASCADE` drops other tables' foreign keys, views and statistics: they are recreated with the table,
+//! or named.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ const MORE: &str = "
     CREATE FUNCTION app_shop.first_customer() RETURNS app_shop.customers LANGUAGE sql
         AS 'SELECT * FROM app_shop.customers LIMIT 1'";
 
-/// A snapshot with all of that is open beside a database that lacks the table and what depended on it.
+/// A snapshot with all of them, open beside a database that lacks the table and its dependents.
 async fn dropped(store: &kit::s3::S3Server) -> Result<Machine> {
     let machine = opened(store).await?;
     machine.client().await?.batch_execute(MORE).await?;
@@ -32,7 +32,7 @@ async fn dropped(store: &kit::s3::S3Server) -> Result<Machine> {
     Ok(machine)
 }
 
-fn told(machine: &Machine) -> Result<Value> {
+fn side_state(machine: &Machine) -> Result<Value> {
     Ok(state(machine)?["lastCopy"]["tables"][0].clone())
 }
 
@@ -46,7 +46,7 @@ const KEY: &str = "constraint orders_customer_fkey on table app_shop.orders";
 const VALID: &str = "SELECT convalidated FROM pg_constraint WHERE conname = 'orders_customer_fkey'";
 
 #[tokio::test]
-async fn dropped_table_comes_back_with_its_dependents() -> Result<()> {
+async fn dropped_table_is_restored_with_its_dependents() -> Result<()> {
     let store = machine::store()?;
     let machine = dropped(&store).await?;
     let expected = json!([
@@ -64,11 +64,11 @@ async fn dropped_table_comes_back_with_its_dependents() -> Result<()> {
     };
     let tried = side(&machine, &["copy", TABLE, "--dry-run"])?.expect(0);
     assert!(tried.stdout.contains(&format!("with it: {KEY}")), "{}", tried.stdout);
-    assert_eq!(sorted(&told(&machine)?["recreated"]), sorted(&expected));
+    assert_eq!(sorted(&side_state(&machine)?["recreated"]), sorted(&expected));
     assert_eq!(one(&machine, "SELECT to_regclass('app_shop.totals') IS NULL").await?, "true");
 
     side(&machine, &["copy", TABLE])?.expect(0);
-    let table = told(&machine)?;
+    let table = side_state(&machine)?;
     assert_eq!(sorted(&table["recreated"]), sorted(&expected), "{table}");
     assert_eq!(table["notRecreated"], json!(["function app_shop.first_customer()"]), "{table}");
     assert_eq!(one(&machine, VALID).await?, "true");
@@ -83,14 +83,14 @@ async fn dropped_table_comes_back_with_its_dependents() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_the_tables_of_today_do_not_allow_is_named() -> Result<()> {
+async fn dependents_that_cannot_be_recreated_are_named() -> Result<()> {
     let store = machine::store()?;
     let machine = dropped(&store).await?;
     let harm = "INSERT INTO app_shop.orders (customer) VALUES (99999); DROP TABLE app_shop.log;
                 CREATE STATISTICS app_shop.moods ON id, customer FROM app_shop.orders";
     machine.client().await?.batch_execute(harm).await?;
     side(&machine, &["copy", TABLE])?.expect(0);
-    let table = told(&machine)?;
+    let table = side_state(&machine)?;
     let is_listed = |list: &str, start: &str| {
         table[list].as_array().is_some_and(|names| {
             names.iter().any(|name| name.as_str().is_some_and(|name| name.starts_with(start)))
@@ -98,9 +98,9 @@ async fn what_the_tables_of_today_do_not_allow_is_named() -> Result<()> {
     };
     assert!(is_listed("recreated", &format!("{KEY} (NOT VALID")), "{table}");
     assert_eq!(one(&machine, VALID).await?, "false");
-    assert!(is_listed("notRecreated", "view app_shop.mixed"), "its other table is gone: {table}");
+    assert!(is_listed("notRecreated", "view app_shop.mixed"), "its other table is missing: {table}");
     assert!(is_listed("recreated", "view app_shop.best"), "{table}");
-    assert!(is_listed("notRecreated", "statistics object app_shop.moods"), "another has its name: {table}");
+    assert!(is_listed("notRecreated", "statistics object app_shop.moods"), "its name is in use: {table}");
     let more = machine.client().await?;
     more.batch_execute("INSERT INTO app_shop.orders (customer) VALUES (88888)")
         .await

@@ -1,4 +1,4 @@
-//! A machine that runs a release, with a service manager that is a stand-in, and a platform that has published more.
+//! A machine with a running release and a fake service manager, and a platform with newer releases.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -15,11 +15,12 @@ use super::machine::{Ended, Machine, Running};
 
 pub const OLD: &str = "2026.1.0";
 pub const NEW: &str = "2026.2.0";
-pub const MADE: &str = "2026-01-02T03:04:05.000Z";
+pub const CREATED_AT: &str = "2026-01-02T03:04:05.000Z";
 const NEVER: &str = "2126-01-02T03:04:05.000Z";
 
-/// It starts a gateway as the current release is, and remembers what it was told. A unit is what its own file says, or
-/// else what the gateway is. A backup that is started succeeds at once, unless `backup` has a command of its own.
+/// Starts a gateway that behaves as the current release does, and records its calls. The state of a unit comes from
+/// its own file, or else is that of the gateway. A started backup succeeds at once, unless `backup` contains a
+/// command.
 const SYSTEMCTL: &str = r#"#!/bin/sh
 echo "$*" >>"$SVC_ROOT/calls"
 case "$1 $3" in
@@ -43,7 +44,7 @@ pub fn key() -> Result<SigningKey> {
     SigningKey::from_pem(include_bytes!("../kit/src/bundle/ed25519-test-only.txt"))
 }
 
-/// A bundle as it is published: archive, manifest, signature.
+/// A published bundle: archive, manifest, signature.
 pub struct Published {
     pub archive: Vec<u8>,
     pub manifest: Manifest,
@@ -61,7 +62,7 @@ impl Published {
             sha256: bundle::digest(&archive),
             size_bytes: archive.len() as u64,
             min_version: None,
-            created_at: MADE.to_owned(),
+            created_at: CREATED_AT.to_owned(),
             expires_at: NEVER.to_owned(),
             trusted_keys: None,
         };
@@ -79,7 +80,7 @@ impl Published {
     }
 }
 
-/// A machine that runs [`OLD`], and a platform that has published more.
+/// A machine that runs [`OLD`], and a platform with newer releases.
 pub struct Stage {
     pub machine: Machine,
     pub source: Source,
@@ -145,7 +146,7 @@ impl Stage {
         self.run(&["apply", "--version", version], None).await
     }
 
-    pub fn ask_for(&self, version: &str) -> Result<()> {
+    pub fn request_update(&self, version: &str) -> Result<()> {
         let request = serde_json::json!({"imageVersion": version, "requestId": "asked-for-it"});
         let path = self.machine.path("var/lib/svc/requests/update");
         svc::fsx::write_atomic(&path, request.to_string().as_bytes(), 0o600)?;
@@ -161,8 +162,8 @@ impl Stage {
         Ok(serde_json::from_str(&self.run(&["status", "--json"], None).await?.expect(0).stdout)?)
     }
 
-    /// This release is current with its units and runs; nothing is open, and nothing is left over.
-    pub fn runs(&self, version: &str) -> Result<()> {
+    /// Asserts that this release is current and runs with its units, that nothing is open, and that no other remains.
+    pub fn assert_running(&self, version: &str) -> Result<()> {
         let opt = self.machine.path("opt/svc");
         assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(version));
         let mut units: Vec<String> = fs::read_dir(self.machine.path("etc/systemd/system"))?
@@ -183,8 +184,8 @@ impl Stage {
         Ok(())
     }
 
-    /// What a start of the unit that takes a snapshot does from now on.
-    pub fn backup_runs(&self, command: &str) -> Result<()> {
+    /// Sets the command that a start of the backup unit runs.
+    pub fn set_backup_command(&self, command: &str) -> Result<()> {
         Ok(fs::write(self.machine.path("backup"), command)?)
     }
 
@@ -192,16 +193,16 @@ impl Stage {
         self.env.push((name, value.to_owned()));
     }
 
-    /// What the service manager was told to do, in order.
-    pub fn told(&self) -> Result<Vec<String>> {
+    /// The calls of the service manager, in order.
+    pub fn service_calls(&self) -> Result<Vec<String>> {
         let calls = fs::read_to_string(self.machine.path("calls"))?;
         Ok(calls.lines().filter(|line| !line.starts_with("show")).map(str::to_owned).collect())
     }
 
-    /// Nothing was restarted or stopped.
-    pub fn is_untouched(&self) -> Result<()> {
-        self.runs(OLD)?;
-        assert_eq!(self.told()?, ["daemon-reload"], "only the boot's");
+    /// Asserts that no service was restarted or stopped.
+    pub fn assert_untouched(&self) -> Result<()> {
+        self.assert_running(OLD)?;
+        assert_eq!(self.service_calls()?, ["daemon-reload"], "only the calls of the boot");
         Ok(())
     }
 
@@ -211,7 +212,7 @@ impl Stage {
     }
 }
 
-/// Answers `/readyz` as the stand-in says that the gateway is.
+/// Serves `/readyz` with the state from the fake service manager.
 async fn gateway(machine: &Machine) -> Result<String> {
     let state = machine.path("gateway");
     let ready = move || async move {

@@ -1,4 +1,4 @@
-//! The sync agent: it says how the machine is, keeps what it is given, and ends when the machine was replaced.
+//! The sync agent: it reports the machine's state, stores what it receives, and exits when the machine was replaced.
 
 use std::fs;
 
@@ -23,12 +23,12 @@ async fn end(running: Running) -> Result<Ended> {
 }
 
 #[tokio::test]
-async fn a_heartbeat_says_how_the_machine_is() -> Result<()> {
+async fn heartbeat_reports_the_state_of_the_machine() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(alive()).await?;
     let machine = Machine::in_use(&store, 3).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
@@ -62,7 +62,7 @@ async fn a_heartbeat_says_how_the_machine_is() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_replaced_machine_learns_it_and_stops() -> Result<()> {
+async fn replaced_machine_stops() -> Result<()> {
     let store = machine::store()?;
     let answers = [
         Answer::Json(
@@ -74,19 +74,19 @@ async fn a_replaced_machine_learns_it_and_stops() -> Result<()> {
     for answer in answers {
         let platform = Platform::start(answer).await?;
         let machine = Machine::new(&store, 3).await?;
-        platform.serves(&machine)?;
+        platform.configure(&machine)?;
         let ended = end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(0);
         assert!(ended.stderr.contains("taken this one's place"), "{}", ended.stderr);
         let note: Value = serde_json::from_slice(&fs::read(machine.path("var/lib/svc/superseded.json"))?)?;
         assert_eq!(note["mine"], 3);
         end(machine.spawn(&["svc-sync-agent"], &[])?).await?.expect(77);
-        assert_eq!(platform.calls().len(), 1, "nothing is sent after that");
+        assert_eq!(platform.calls().len(), 1, "no heartbeat follows");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn a_platform_that_fails_ends_nothing_and_empties_nothing() -> Result<()> {
+async fn platform_failure_keeps_the_agent_and_its_files() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(Answer::Json(503, json!({}))).await?;
     platform.next([
@@ -97,7 +97,7 @@ async fn a_platform_that_fails_ends_nothing_and_empties_nothing() -> Result<()> 
         Answer::Json(401, json!({})),
     ]);
     let machine = Machine::new(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     store.down();
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     until("six heartbeats", || platform.calls().len() >= 6).await?;
@@ -111,22 +111,22 @@ async fn a_platform_that_fails_ends_nothing_and_empties_nothing() -> Result<()> 
     Ok(())
 }
 
-/// A machine that was replaced while the platform could not say so does not write over the new one's metadata.
+/// A machine that was replaced during an outage of the platform does not overwrite the new machine's metadata.
 #[tokio::test]
-async fn the_metadata_of_a_later_machine_stays() -> Result<()> {
+async fn metadata_of_a_later_machine_is_kept() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(alive()).await?;
     let key = format!("{USER}/primary/system/vps-meta.json");
     for (epoch, expected) in [(3, 3), (5, 5), (4, 5)] {
         let machine = Machine::new(&store, epoch).await?;
-        platform.serves(&machine)?;
+        platform.configure(&machine)?;
         store.clear_requests();
         let running = machine.spawn(&["svc-sync-agent"], &[])?;
-        until("a look at the metadata", || {
+        until("a read of the metadata", || {
             store.requests().iter().any(|seen| seen.path.ends_with("vps-meta.json"))
         })
         .await?;
-        until("an end of it", || {
+        until("the end of the attempt", || {
             let written = store.requests().iter().any(|seen| seen.method == "PUT");
             written || running.stderr().contains("could not write vps-meta.json")
         })
@@ -140,25 +140,28 @@ async fn the_metadata_of_a_later_machine_stays() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_release_that_the_platform_names_is_asked_for_until_it_came_to_an_end() -> Result<()> {
+async fn desired_release_is_requested_until_its_outcome() -> Result<()> {
     let store = machine::store()?;
     let asked_for_by = |id: &str| json!({ "desiredImageVersion": "2.0.0", "desiredRequestId": id, "epoch": 3, "superseded": false, "proofKeys": { "keys": [] } });
     let platform = Platform::start(Answer::Json(200, asked_for_by("rollout-one"))).await?;
     let machine = Machine::in_use(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let listen = gateway(&machine).await?.to_string();
     let extra = [("GATEWAY_LISTEN", listen.as_str()), ("HEARTBEAT_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     let request = machine.path("var/lib/svc/requests/update");
     until("the request", || request.exists()).await?;
-    let asked: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
-    assert_eq!((&asked["imageVersion"], &asked["requestId"]), (&json!("2.0.0"), &json!("rollout-one")));
-    // The updater is at it, then refuses it.
+    let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
+    assert_eq!(
+        (&request_body["imageVersion"], &request_body["requestId"]),
+        (&json!("2.0.0"), &json!("rollout-one"))
+    );
+    // The updater applies it, then refuses it.
     let journal = machine.path("var/lib/svc/update/journal.json");
     svc::fsx::write_atomic(&journal, b"{}", 0o644)?;
     std::fs::remove_file(&request)?;
-    let told = |wanted: &str| platform.calls().iter().any(|call| call.body.contains(wanted));
-    until("it says that it is at it", || told("\"updating\":true")).await?;
+    let is_reported = |wanted: &str| platform.calls().iter().any(|call| call.body.contains(wanted));
+    until("it reports the update as running", || is_reported("\"updating\":true")).await?;
     let last = json!({ "version": "2.0.0", "outcome": "failed", "stage": "manifest", "error": "x", "at": "2026-11-21T00:00:00.000Z" });
     let mut kept = last.clone();
     kept["requestId"] = json!("rollout-one");
@@ -170,22 +173,25 @@ async fn a_release_that_the_platform_names_is_asked_for_until_it_came_to_an_end(
     std::fs::remove_file(&journal)?;
     let before = platform.calls().len();
     until("more heartbeats", || platform.calls().len() >= before + 3).await?;
-    assert!(!request.exists(), "what was refused is asked for again");
+    assert!(!request.exists(), "a refused update is requested again");
     let beat: Value = serde_json::from_str(&platform.calls().last().context("a call")?.body)?;
     assert_eq!((&beat["lastUpdate"], &beat["updating"]), (&last, &json!(false)));
-    // The next rollout of the same release is another request.
+    // The next rollout of the same release is a new request.
     platform.next([Answer::Json(200, asked_for_by("rollout-two"))]);
     until("the other request", || request.exists()).await?;
-    let asked: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
-    assert_eq!((&asked["imageVersion"], &asked["requestId"]), (&json!("2.0.0"), &json!("rollout-two")));
+    let request_body: Value = serde_json::from_slice(&std::fs::read(&request)?)?;
+    assert_eq!(
+        (&request_body["imageVersion"], &request_body["requestId"]),
+        (&json!("2.0.0"), &json!("rollout-two"))
+    );
     running.signal(Signal::SIGTERM)?;
     end(running).await?.expect(0);
     Ok(())
 }
 
-/// An epoch that a heartbeat hands out holds for heartbeats, metadata and backups, and never goes back.
+/// An epoch from a heartbeat response is used for heartbeats, metadata and backups, and never decreases.
 #[tokio::test]
-async fn a_raised_epoch_is_kept_and_used_by_backups() -> Result<()> {
+async fn raised_epoch_is_stored_and_used_by_backups() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(Answer::Json(200, json!({ "epoch": 5, "superseded": false }))).await?;
     let machine = Machine::in_use(&store, 3).await?;
@@ -201,7 +207,7 @@ async fn a_raised_epoch_is_kept_and_used_by_backups() -> Result<()> {
     )
     .await?;
     machine.run(&["svc-db-backup"])?.expect(77);
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let running = machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
     until("two heartbeats", || platform.calls().len() >= 2).await?;
     platform.next([Answer::Json(200, json!({ "epoch": 4, "superseded": false }))]);
@@ -218,7 +224,7 @@ async fn a_raised_epoch_is_kept_and_used_by_backups() -> Result<()> {
     Ok(())
 }
 
-/// Writers resume only when an answer to a heartbeat sent after the quiesce does not name its operation.
+/// Writers resume only after a response to a heartbeat from after the quiesce that names another operation.
 #[tokio::test]
 async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> {
     let store = machine::store()?;
@@ -226,7 +232,7 @@ async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> 
     let named = json!({ "epoch": 3, "superseded": false, "quiesce": operation.to_string() });
     let platform = Platform::start(Answer::Json(200, named)).await?;
     let machine = Machine::in_use(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
     let lock = svc::host::system::quiesce::lock(&layout).await?;
     svc::host::system::quiesce::Quiesce::new(operation).write(&layout, &lock)?;
@@ -237,7 +243,7 @@ async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> 
     platform.next([Answer::Json(500, json!({})), Answer::Lost]);
     let before = platform.calls().len();
     until("more heartbeats", || platform.calls().len() >= before + 3).await?;
-    assert!(layout.quiesce().exists(), "no answer is no word of the platform's");
+    assert!(layout.quiesce().exists(), "a missing response does not end the operation");
     platform.next([Answer::Json(200, json!({ "epoch": 3, "superseded": false, "quiesce": null }))]);
     until("writers resume", || !layout.quiesce().exists()).await?;
     running.signal(Signal::SIGTERM)?;
@@ -245,13 +251,13 @@ async fn writers_resume_when_the_answer_names_another_operation() -> Result<()> 
     Ok(())
 }
 
-/// The metadata names the server, and is written when it changes and not with each look.
+/// The metadata names the server, and is written only when it changes.
 #[tokio::test]
-async fn the_metadata_is_true_and_written_when_it_changes() -> Result<()> {
+async fn metadata_is_written_only_when_it_changes() -> Result<()> {
     let store = machine::store()?;
     let platform = Platform::start(alive()).await?;
     let machine = Machine::in_use(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     let data =
         json!({ "v1": { "instance_id": "4711" }, "ds": { "meta_data": { "public-ipv4": "192.0.2.7" } } });
     let path = machine.path("run/cloud-init/instance-data.json");
@@ -260,7 +266,7 @@ async fn the_metadata_is_true_and_written_when_it_changes() -> Result<()> {
     let extra = [("HEARTBEAT_SECONDS", "1"), ("VPS_META_SECONDS", "1")];
     let running = machine.spawn(&["svc-sync-agent"], &extra)?;
     until("five heartbeats", || platform.calls().len() >= 5).await?;
-    assert_eq!(writes(), 1, "nothing has changed");
+    assert_eq!(writes(), 1, "the metadata is unchanged");
     let layout = svc::host::system::layout::Layout::new(machine.path(""));
     platform.next((0..60).map(|_| Answer::Lost));
     let lock = svc::host::system::quiesce::lock(&layout).await?;

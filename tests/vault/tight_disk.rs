@@ -1,5 +1,5 @@
-//! A restore on a disk that holds the database and not the dump beside it: the dump is streamed from the store, and
-//! nothing is swapped before its SHA-256 and its rows are those of the record.
+//! A restore on a disk without room for both the database and the dump: the dump is streamed from the store, and
+//! swapped in only if its SHA-256 and its rows match the record.
 
 use std::fs;
 
@@ -8,15 +8,15 @@ use kit::disk::SmallDisk;
 use kit::s3::{Fault, Rule, S3Server};
 use serde_json::Value;
 
-use super::gate::{dump_key, is_restored, is_untouched, lost_and_new};
+use super::gate::{assert_untouched, dump_key, is_restored, lost_and_new};
 use super::machine::{self, BUCKET, Machine, USER};
 
 const MIB: u64 = 1 << 20;
-/// What a restore leaves free.
+/// The space that a restore keeps free.
 const MARGIN: u64 = 64 * MIB;
 const DISK_MIB: u64 = 256;
 
-/// A disk on which the database fits, and with it this much of its dump in per cent.
+/// A disk with room for the database and for this percentage of its dump.
 async fn tight(per_cent: u64) -> Result<Option<(S3Server, Machine, SmallDisk)>> {
     let (store, new) = lost_and_new().await?;
     let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), DISK_MIB)? else { return Ok(None) };
@@ -52,7 +52,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     let Some((store, new, _disk)) = tight(50).await? else { return Ok(()) };
     let key = dump_key(&store);
     let good = store.read(BUCKET, &key).context("a dump")?;
-    // The record of another dump of the same size: pg_restore has nothing against these bytes.
+    // The record of another dump of the same size: pg_restore accepts these bytes.
     let record = format!("{key}.json");
     let text = String::from_utf8(store.read(BUCKET, &record).context("a record")?)?;
     let side: Value = serde_json::from_str(&text)?;
@@ -61,7 +61,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     store.write(BUCKET, &record, text.replace(sha256, &other));
     let pointer = format!("{USER}/primary/system/db/latest");
     let latest = String::from_utf8(store.read(BUCKET, &pointer).context("a pointer")?)?;
-    // Its entry of the log says the same, or that would hold.
+    // Its log entry must match, or it would take precedence.
     let seq = machine::pointer(&store).await?.context("a pointer")?.seq;
     let entry = format!("{USER}/primary/system/db/pointer-log/{seq:016}.json");
     let write_pointer = |text: &str| {
@@ -72,9 +72,9 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     write_pointer(&latest.replace(sha256, &other));
     let ended = new.run(&["svc-restore"])?.expect(70);
     assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
-    is_untouched(&new, "another digest").await?;
+    assert_untouched(&new, "another digest").await?;
 
-    // Bytes that are no dump any more.
+    // Bytes that are not a valid dump.
     store.write(BUCKET, &record, text.clone());
     write_pointer(&latest);
     let mut damaged = good.clone();
@@ -82,7 +82,7 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
     damaged[middle..middle + 64].fill(0);
     store.write(BUCKET, &key, damaged);
     new.run(&["svc-restore"])?.expect(70);
-    is_untouched(&new, "damaged").await?;
+    assert_untouched(&new, "damaged").await?;
 
     store.write(BUCKET, &key, good);
     new.run(&["svc-restore"])?.expect(0);
@@ -91,14 +91,14 @@ async fn streamed_restore_refuses_a_changed_dump() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn restore_without_room_for_the_database_is_refused() -> Result<()> {
+async fn restore_without_space_for_the_database_is_refused() -> Result<()> {
     let Some((_store, new, disk)) = tight(0).await? else { return Ok(()) };
     disk.fill(MARGIN)?;
     let ended = new.run(&["svc-restore"])?.expect(70);
     for words in ["bytes are free and", "are needed for the database", "--server-type"] {
         assert!(ended.stderr.contains(words), "{}", ended.stderr);
     }
-    is_untouched(&new, "no room").await?;
+    assert_untouched(&new, "no room").await?;
     disk.empty()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(is_restored(&new).await?);

@@ -1,5 +1,5 @@
-//! A release is rolled back around a rotation of the host's token: real platform, real agent, real updater. The host still
-//! reaches the platform, also where the release before knows no rotation.
+//! A rollback around a rotation of the host's token, with a real platform, agent and updater. The host can always
+//! reach the platform, even if the previous release does not support rotation.
 
 use std::fs;
 
@@ -15,7 +15,7 @@ use crate::platform::stack::{BUCKET, Guest, Process, Stack};
 const STORED: &str = "var/lib/svc/upgrade-token.json";
 const OVERLAP: [(&str, &str); 1] = [("UPGRADE_TOKEN_OVERLAP_SECONDS", "1")];
 
-/// A machine of a real platform, which has published a release that does not come up.
+/// A machine of a real platform that has published a release which does not start.
 struct Scene {
     platform: Stack,
     process: Process,
@@ -24,7 +24,7 @@ struct Scene {
 }
 
 impl Scene {
-    async fn set() -> Result<Self> {
+    async fn setup() -> Result<Self> {
         let platform = Stack::start().await;
         let process = platform.platform_with(&OVERLAP);
         let guest = platform.running(&process, "user_1").await;
@@ -53,11 +53,11 @@ impl Scene {
         self.platform.get(&self.process, &format!("/vps/{}", self.guest.machine)).await.body
     }
 
-    /// Runs the real agent until the machine's record at the platform is as wanted.
+    /// Runs the real agent until the platform's record of the machine satisfies the condition.
     async fn beat_until(&self, what: &str, is_wanted: impl Fn(&Value) -> bool) -> Result<()> {
         let agent = self.host.machine.spawn(&["svc-sync-agent"], &[("HEARTBEAT_SECONDS", "1")])?;
-        let look = || async { is_wanted(&self.record().await).then_some(()) };
-        self.platform.eventually(what, look).await;
+        let check = || async { is_wanted(&self.record().await).then_some(()) };
+        self.platform.eventually(what, check).await;
         agent.signal(Signal::SIGTERM)?;
         tokio::task::spawn_blocking(move || agent.end()).await??.expect(0);
         Ok(())
@@ -68,15 +68,15 @@ impl Scene {
         self.beat_until("a heartbeat is accepted", |record| record["heartbeatAt"] != before).await
     }
 
-    /// Until the platform accepts the token of user-data no more.
-    async fn first_token_has_ended(&self) {
+    /// Waits until the platform refuses the token of user-data.
+    async fn wait_until_first_token_is_refused(&self) {
         let path = format!("/vps/{}/storage-credentials", self.guest.machine);
-        let look = || async {
+        let check = || async {
             let call = self.platform.request(&self.process, Method::POST, &path);
             let answer = self.platform.send(call.bearer_auth(&self.guest.upgrade_token)).await;
             (answer.status == 401).then_some(())
         };
-        self.platform.eventually("the first token ends", look).await;
+        self.platform.eventually("the first token ends", check).await;
     }
 
     fn token_of_host_env(&self) -> Result<String> {
@@ -109,16 +109,16 @@ fn is_rolled_back(record: &Value) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
-    let scene = Scene::set().await?;
+    let scene = Scene::setup().await?;
     scene.request_rotation().await;
     scene.beat_until("the token rotates", |record| generation(record) == 2).await?;
-    scene.first_token_has_ended().await;
+    scene.wait_until_first_token_is_refused().await;
     assert_eq!(scene.token_of_host_env()?, scene.guest.upgrade_token, "the agent cannot write host.env");
-    // Manifest and archive come by the second token: the first is refused by now.
+    // Manifest and archive are downloaded with the second token; the first is refused by now.
     scene.host.apply(NEW).await?.expect(65);
-    scene.host.runs(OLD)?;
+    scene.host.assert_running(OLD)?;
     assert_eq!(scene.host.last()?["outcome"], "rolled_back");
-    // The release before may be one that reads host.env alone.
+    // The previous release may read only host.env.
     assert_ne!(scene.token_of_host_env()?, scene.guest.upgrade_token);
     fs::remove_file(scene.host.machine.path(STORED))?;
     scene.beat_until("the rollback is reported", is_rolled_back).await
@@ -126,17 +126,17 @@ async fn host_reaches_the_platform_after_rotation_and_rollback() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rotation_requested_during_an_update_follows_its_rollback() -> Result<()> {
-    let scene = Scene::set().await?;
+    let scene = Scene::setup().await?;
     let kill = "update.restarted=return(kill)";
     scene.host.run(&["apply", "--version", NEW], Some(kill)).await?.expect_killed();
     scene.request_rotation().await;
     scene.beat_once_more().await?;
-    assert!(!scene.host.machine.path(STORED).exists(), "no token is taken up during an update");
+    assert!(!scene.host.machine.path(STORED).exists(), "a token was adopted during an update");
     assert_eq!(generation(&scene.record().await), 1);
     scene.host.run(&["resume"], None).await?;
-    scene.host.runs(OLD)?;
+    scene.host.assert_running(OLD)?;
     scene.beat_until("the rollback is reported", is_rolled_back).await?;
     scene.beat_until("the token rotates", |record| generation(record) == 2).await?;
-    scene.first_token_has_ended().await;
+    scene.wait_until_first_token_is_refused().await;
     scene.beat_once_more().await
 }

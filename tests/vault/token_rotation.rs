@@ -1,4 +1,4 @@
-//! The host's side of a rotation: the next token is stored before it is used, and the one before is kept.
+//! The host's side of a rotation: the next token is stored before it is used, and the previous one is kept.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -25,17 +25,17 @@ async fn end(running: Running) -> Result<Ended> {
     tokio::task::spawn_blocking(move || running.end()).await?
 }
 
-/// A machine whose first token is of the real form.
+/// A machine whose first token has the real format.
 async fn machine_of(platform: &Platform) -> Result<Machine> {
     let store = machine::store()?;
     let machine = Machine::new(&store, 3).await?;
-    platform.serves(&machine)?;
+    platform.configure(&machine)?;
     machine.add_env("host.env", &[("UPGRADE_TOKEN", &token(&machine, 1))])?;
     store.down();
     Ok(machine)
 }
 
-/// What the nth heartbeat was sent with.
+/// The token of the nth heartbeat.
 fn sent(platform: &Platform, nth: usize) -> String {
     platform.calls()[nth].authorization.trim_start_matches("Bearer ").to_owned()
 }
@@ -43,7 +43,7 @@ fn sent(platform: &Platform, nth: usize) -> String {
 const EACH_SECOND: (&str, &str) = ("HEARTBEAT_SECONDS", "1");
 
 #[tokio::test]
-async fn next_token_is_stored_for_its_user_alone_and_used() -> Result<()> {
+async fn next_token_is_stored_privately_and_used() -> Result<()> {
     let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
     let machine = machine_of(&platform).await?;
     let (first, second) = (token(&machine, 1), token(&machine, 2));
@@ -55,7 +55,7 @@ async fn next_token_is_stored_for_its_user_alone_and_used() -> Result<()> {
     assert_eq!((sent(&platform, 0), sent(&platform, 1)), (first, second.clone()));
     assert_eq!(fs::metadata(machine.path(FILE))?.mode() & 0o777, 0o600);
     assert!(!ended.stderr.contains("svcu_"), "a token is in the log: {}", ended.stderr);
-    // The next process begins with it.
+    // The next process starts with it.
     let before = platform.calls().len();
     let running = machine.spawn(&["svc-sync-agent"], &[])?;
     until("a heartbeat", || platform.calls().len() > before).await?;
@@ -86,7 +86,7 @@ async fn agent_killed_while_it_stores_a_token_keeps_one_that_works() -> Result<(
 }
 
 #[tokio::test]
-async fn refused_token_gives_way_to_the_one_before() -> Result<()> {
+async fn refused_token_falls_back_to_the_previous_one() -> Result<()> {
     let alive = || Answer::Json(200, json!({ "superseded": false }));
     let platform = Platform::start(alive()).await?;
     let machine = machine_of(&platform).await?;
@@ -103,7 +103,7 @@ async fn refused_token_gives_way_to_the_one_before() -> Result<()> {
 
 /// The updater has written the current token to `host.env` for the release that it switches to.
 #[tokio::test]
-async fn no_token_is_taken_up_during_an_update() -> Result<()> {
+async fn no_token_is_adopted_during_an_update() -> Result<()> {
     let platform = Platform::start(Answer::Json(200, json!({ "superseded": false }))).await?;
     let machine = machine_of(&platform).await?;
     fs::create_dir_all(machine.path("var/lib/svc/update"))?;

@@ -1,4 +1,4 @@
-//! The first release of a machine: resumed, verified before anything is switched, whole or not there.
+//! The first release of a machine: resumed, verified before the switch, and complete or absent.
 
 use std::fs;
 
@@ -24,13 +24,13 @@ fn machine(addr: std::net::SocketAddr, digest: &str) -> Result<Machine> {
     Ok(machine)
 }
 
-/// Off the test's runtime, which serves the bundle meanwhile.
+/// Runs on another thread, because the test's runtime serves the bundle.
 async fn boot(machine: &Machine, extra: Extra<'_>) -> Result<Ended> {
     let running = machine.spawn(&["svc-update", "boot"], extra)?;
     tokio::task::spawn_blocking(move || running.end()).await?
 }
 
-fn is_current(machine: &Machine) -> Result<()> {
+fn assert_current(machine: &Machine) -> Result<()> {
     let opt = machine.path("opt/svc");
     assert_eq!(fs::read_link(opt.join("current"))?, std::path::Path::new("releases").join(VERSION));
     for name in ["bin", "app", "runtime"] {
@@ -43,7 +43,7 @@ fn is_current(machine: &Machine) -> Result<()> {
     Ok(())
 }
 
-fn is_untouched(machine: &Machine) -> Result<()> {
+fn assert_untouched(machine: &Machine) -> Result<()> {
     assert_eq!(names(&machine.path("opt/svc"))?, ["env", "releases"]);
     assert_eq!(names(&machine.path("opt/svc/releases"))?, Vec::<String>::new());
     Ok(())
@@ -58,13 +58,13 @@ fn names(dir: &std::path::Path) -> Result<Vec<String>> {
 }
 
 #[tokio::test]
-async fn a_bundle_becomes_the_current_release_once() -> Result<()> {
+async fn bundle_becomes_the_current_release_once() -> Result<()> {
     let (source, digest) = source().await?;
     let machine = machine(source.addr, &digest)?;
     boot(&machine, &[]).await?.expect(0);
-    is_current(&machine)?;
+    assert_current(&machine)?;
     boot(&machine, &[]).await?.expect(0);
-    assert_eq!(source.asked().len(), 1, "what is there is not fetched again");
+    assert_eq!(source.requests().len(), 1, "an installed release is not fetched again");
 
     let json = machine.run(&["svc-update", "status", "--json"])?.expect(0).stdout;
     let status: serde_json::Value = serde_json::from_str(&json)?;
@@ -77,52 +77,53 @@ async fn a_bundle_becomes_the_current_release_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_cut_download_is_resumed_and_still_verified() -> Result<()> {
+async fn interrupted_download_is_resumed_and_verified() -> Result<()> {
     let (source, digest) = source().await?;
     let wire = Proxy::start(source.addr)?;
     let machine = machine(wire.addr(), &digest)?;
     wire.reset_after(400_000);
     let ended = boot(&machine, &[]).await?.expect(0);
     assert!(!ended.stderr.contains("signature=secret"), "{}", ended.stderr);
-    is_current(&machine)?;
-    let asked = source.asked();
-    assert!(asked.len() >= 4, "{asked:?}");
-    assert!(asked[1..].iter().all(|asked| asked.range.is_some()), "{asked:?}");
+    assert_current(&machine)?;
+    let requests = source.requests();
+    assert!(requests.len() >= 4, "{requests:?}");
+    assert!(requests[1..].iter().all(|requests| requests.range.is_some()), "{requests:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_source_without_range_is_read_again_from_its_start() -> Result<()> {
+async fn source_without_range_is_read_from_the_start() -> Result<()> {
     let (source, digest) = source().await?;
     source.forget_ranges();
     let wire = Proxy::start(source.addr)?;
     let machine = machine(wire.addr(), &digest)?;
     wire.reset_after(700_000);
     let running = machine.spawn(&["svc-update", "boot"], &[])?;
-    super::machine::until("a second try", || source.asked().len() >= 2).await?;
+    super::machine::until("a second try", || source.requests().len() >= 2).await?;
     wire.heal();
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
-    is_current(&machine)
+    assert_current(&machine)
 }
 
 #[tokio::test]
-async fn a_bundle_that_changes_under_way_is_refused() -> Result<()> {
+async fn bundle_that_changes_during_download_is_refused() -> Result<()> {
     let (source, digest) = source().await?;
     let wire = Proxy::start(source.addr)?;
     let machine = machine(wire.addr(), &digest)?;
     wire.reset_after(400_000);
     let running =
         machine.spawn(&["svc-update", "boot"], &[("FAILPOINTS", "update.downloading=sleep(20)")])?;
-    super::machine::until("the first try", || !source.asked().is_empty()).await?;
+    super::machine::until("the first try", || !source.requests().is_empty()).await?;
     source.replace(bundle::bundle("9.9.9")?);
     wire.heal();
     let ended = tokio::task::spawn_blocking(move || running.end()).await??;
-    // Either the break was seen and the other ETag refused, or the whole of the first was already on its way.
+    // Either the interruption was noticed and the other ETag refused, or the first version was already in flight
+    // completely.
     if ended.code == Some(0) {
-        return is_current(&machine);
+        return assert_current(&machine);
     }
     assert!(ended.stderr.contains("it was changed"), "{}", ended.stderr);
-    is_untouched(&machine)
+    assert_untouched(&machine)
 }
 
 #[tokio::test]
@@ -131,19 +132,19 @@ async fn nothing_is_switched_for_wrong_bytes() -> Result<()> {
     let wrong = machine(source.addr, &"ab".repeat(32))?;
     let ended = boot(&wrong, &[]).await?.expect(70);
     assert!(ended.stderr.contains("SHA-256"), "{}", ended.stderr);
-    is_untouched(&wrong)?;
+    assert_untouched(&wrong)?;
 
     let other = bundle::bundle("9.9.9")?;
     let machine = machine(source.addr, &bundle::digest(&other))?;
     source.replace(other);
     let ended = boot(&machine, &[]).await?.expect(70);
     assert!(ended.stderr.contains("9.9.9"), "{}", ended.stderr);
-    is_untouched(&machine)?;
+    assert_untouched(&machine)?;
 
     source.replace(b"no archive".to_vec());
     machine.add_env("update.env", &[("SVC_BUNDLE_SHA256", &bundle::digest(b"no archive"))])?;
     boot(&machine, &[]).await?.expect(70);
-    is_untouched(&machine)?;
+    assert_untouched(&machine)?;
     let _ = digest;
     Ok(())
 }
@@ -153,18 +154,18 @@ async fn the_token_goes_to_the_platform_alone() -> Result<()> {
     let (source, digest) = source().await?;
     let elsewhere = machine(source.addr, &digest)?;
     boot(&elsewhere, &[]).await?.expect(0);
-    assert_eq!(source.asked()[0].authorization, None);
+    assert_eq!(source.requests()[0].authorization, None);
 
     let (platform, digest) = self::source().await?;
     let own = machine(platform.addr, &digest)?;
     own.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &format!("http://{}", platform.addr))])?;
     boot(&own, &[]).await?.expect(0);
-    assert_eq!(platform.asked()[0].authorization.as_deref(), Some("Bearer upgrade-token-of-a-machine"));
+    assert_eq!(platform.requests()[0].authorization.as_deref(), Some("Bearer upgrade-token-of-a-machine"));
     Ok(())
 }
 
 #[tokio::test]
-async fn a_boot_killed_at_any_step_is_simply_run_again() -> Result<()> {
+async fn boot_killed_at_any_step_can_be_rerun() -> Result<()> {
     let (source, digest) = source().await?;
     for point in svc::host::update::POINTS {
         let machine = machine(source.addr, &digest)?;
@@ -173,16 +174,16 @@ async fn a_boot_killed_at_any_step_is_simply_run_again() -> Result<()> {
         let current = machine.path("opt/svc/current");
         assert!(
             !current.exists() || current.join("bin/svc").is_file(),
-            "{point}: current leads to no release"
+            "{point}: current does not name a release"
         );
         boot(&machine, &[]).await?.expect(0);
-        is_current(&machine).context(*point)?;
+        assert_current(&machine).context(*point)?;
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn an_error_at_any_step_leaves_nothing_half_done() -> Result<()> {
+async fn failed_step_leaves_no_partial_release() -> Result<()> {
     let (source, digest) = source().await?;
     for point in svc::host::update::POINTS {
         let machine = machine(source.addr, &digest)?;
@@ -192,7 +193,7 @@ async fn an_error_at_any_step_leaves_nothing_half_done() -> Result<()> {
         let left = names(&machine.path("opt/svc/releases")).unwrap_or_default();
         assert!(!left.iter().any(|name| name.contains(".partial-")), "{point}: {left:?}");
         boot(&machine, &[]).await?.expect(0);
-        is_current(&machine).context(*point)?;
+        assert_current(&machine).context(*point)?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The keys of releases rotate on a machine that runs: a release that the old key signed brings the new one, and a later one,
+//! Release keys rotate on a running machine: a release signed with the old key adds the new one, and a later one,
 //! signed with the new key, drops the old.
 
 use std::fs;
@@ -22,7 +22,7 @@ fn set(sequence: u32, keys: &[&SigningKey]) -> Option<KeySet> {
     Some(KeySet { sequence, keys: keys.iter().map(|key| key.public_key_base64()).collect() })
 }
 
-/// Publishes a release that these keys signed.
+/// Publishes a release signed with these keys.
 fn publish(
     stage: &Stage,
     mut published: Published,
@@ -42,7 +42,7 @@ fn release(version: &str) -> Result<Published> {
     Published::new(version, &[])
 }
 
-/// Sequence and keys, as root's file has them.
+/// Sequence and keys, from root's file.
 fn trusted(stage: &Stage) -> Result<(String, String)> {
     let text = fs::read_to_string(stage.machine.path(ENV))?;
     let pairs =
@@ -74,13 +74,13 @@ fn refused_by_key(ended: &Ended) {
 async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     let (old, new) = (key()?, fresh_key()?);
     let stage = Stage::new().await?;
-    assert_eq!(reported(&stage)?, json!({"sequence": 0, "ids": [old.id()]}), "from the first boot on");
+    assert_eq!(reported(&stage)?, json!({"sequence": 0, "ids": [old.id()]}), "from the first boot");
     publish(&stage, release("2026.3.0")?, &[&new], None)?;
     refused_by_key(&stage.apply("2026.3.0").await?.expect(65));
 
     publish(&stage, release(NEW)?, &[&old], set(1, &[&old, &new]))?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(trusted(&stage)?, expected("1", &[&old, &new]));
     assert_eq!(reported(&stage)?, json!({"sequence": 1, "ids": [old.id(), new.id()]}));
 
@@ -95,49 +95,49 @@ async fn key_is_added_used_and_the_old_one_dropped() -> Result<()> {
     publish(&stage, release("2026.5.0")?, &[&old], set(3, &[&old]))?;
     refused_by_key(&stage.apply("2026.5.0").await?.expect(65));
 
-    // Back to the release before: nothing has to be verified, and the keys stay.
+    // A rollback to the previous release needs no verification, and keeps the keys.
     stage.run(&["rollback"], None).await?.expect(0);
-    stage.runs("2026.3.0")?;
+    stage.assert_running("2026.3.0")?;
     assert_eq!(trusted(&stage)?, expected("2", &[&new]));
-    // An older release that the new key signed again does not bring the old key back.
+    // An older release that is signed again with the new key does not bring the old key back.
     publish(&stage, release(NEW)?, &[&new], set(1, &[&old, &new]))?;
     stage.run(&["apply", "--version", NEW, "--allow-downgrade"], None).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(trusted(&stage)?, expected("2", &[&new]));
     refused_by_key(&stage.apply("2026.5.0").await?.expect(65));
     publish(&stage, release("2026.6.0")?, &[&new], None)?;
     stage.apply("2026.6.0").await?.expect(0);
-    stage.runs("2026.6.0")
+    stage.assert_running("2026.6.0")
 }
 
-/// A machine that was off during the overlap: a release that both keys signed is good everywhere.
+/// A machine that was off during the overlap: a release signed with both keys is valid everywhere.
 #[tokio::test]
-async fn release_that_both_keys_signed_takes_a_late_machine_along() -> Result<()> {
+async fn release_signed_with_both_keys_updates_a_late_machine() -> Result<()> {
     let (old, new) = (key()?, fresh_key()?);
     let stage = Stage::new().await?;
     publish(&stage, release(NEW)?, &[&old, &new], set(2, &[&new]))?;
     stage.apply(NEW).await?.expect(0);
     assert_eq!(trusted(&stage)?, expected("2", &[&new]));
-    // And where the old key is not trusted any more.
+    // Also where the old key is no longer trusted.
     publish(&stage, release("2026.3.0")?, &[&old, &new], set(2, &[&new]))?;
     stage.apply("2026.3.0").await?.expect(0);
-    stage.runs("2026.3.0")
+    stage.assert_running("2026.3.0")
 }
 
 #[tokio::test]
-async fn release_that_is_rolled_back_changes_no_key() -> Result<()> {
+async fn rolled_back_release_changes_no_key() -> Result<()> {
     let (old, new) = (key()?, fresh_key()?);
     let stage = Stage::new().await?;
     let before = fs::read(stage.machine.path(ENV))?;
     publish(&stage, Published::new(NEW, &[("app/broken", "")])?, &[&old, &new], set(1, &[&new]))?;
     stage.apply(NEW).await?.expect(65);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     assert_eq!(stage.last()?["outcome"], "rolled_back");
     assert_eq!(fs::read(stage.machine.path(ENV))?, before);
     assert_eq!(reported(&stage)?["sequence"], 0);
     publish(&stage, release("2026.3.0")?, &[&old], None)?;
     stage.apply("2026.3.0").await?.expect(0);
-    stage.runs("2026.3.0")
+    stage.assert_running("2026.3.0")
 }
 
 #[tokio::test]
@@ -157,10 +157,10 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
         let ended = stage.apply(NEW).await?.expect(65);
         assert!(ended.stderr.contains(words), "{what}: {}", ended.stderr);
         assert_eq!(stage.last()?["stage"], "manifest", "{what}");
-        stage.is_untouched().context(what)?;
+        stage.assert_untouched().context(what)?;
         assert_eq!(fs::read(stage.machine.path(ENV))?, before, "{what}");
     }
-    // Another key in the place of one that was signed for.
+    // Another key replaces a signed one.
     publish(&stage, release(NEW)?, &[&old], set(6, &[&old, &new]))?;
     let mut forged = release(NEW)?;
     forged.manifest.trusted_keys = set(6, &[&old, &fresh_key()?]);
@@ -168,7 +168,7 @@ async fn key_set_that_could_lock_the_machine_out_is_refused() -> Result<()> {
     stage.source.put(&end, Some(forged.manifest.text()?.into_bytes()));
     let ended = stage.apply(NEW).await?.expect(65);
     assert!(ended.stderr.contains("does not match this manifest"), "{}", ended.stderr);
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
     assert_eq!(fs::read(stage.machine.path(ENV))?, before);
     Ok(())
 }
@@ -180,16 +180,16 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
     let one = |point: &'static str| async move {
         let stage = Stage::new().await?;
         publish(&stage, release(NEW)?, &[old, new], set(1, &[new]))?;
-        stage.ask_for(NEW)?;
+        stage.request_update(NEW)?;
         let kill = format!("{point}=return(kill)");
         stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
         let is_adopted = KEY_POINTS[1..].contains(&point) || point == "update.outcome_told";
         let there = if is_adopted { expected("1", &[new]) } else { expected("", &[old]) };
         assert_eq!(trusted(&stage)?, there, "{point}: neither before it is well nor half of it");
-        // The next release is verified in the run that finishes this one.
+        // The next release is verified in the run that completes this one.
         publish(&stage, release("2026.3.0")?, &[new], None)?;
         stage.apply("2026.3.0").await?.expect(0);
-        stage.runs("2026.3.0").context(point)?;
+        stage.assert_running("2026.3.0").context(point)?;
         assert_eq!(trusted(&stage)?, expected("1", &[new]), "{point}");
         assert_eq!(reported(&stage)?, json!({"sequence": 1, "ids": [new.id()]}), "{point}");
         let outcomes: Vec<Value> = stage.history()?.iter().map(|line| line["outcome"].clone()).collect();
@@ -209,17 +209,17 @@ async fn adoption_killed_at_any_step_is_finished_by_the_next_run() -> Result<()>
 }
 
 #[tokio::test]
-async fn way_back_killed_at_any_step_changes_no_key() -> Result<()> {
+async fn rollback_killed_at_any_step_changes_no_key() -> Result<()> {
     let (old, new) = (key()?, fresh_key()?);
     let (old, new) = (&old, &new);
     let one = |point: &'static str| async move {
         let stage = Stage::new().await?;
         publish(&stage, Published::new(NEW, &[("app/broken", "")])?, &[old, new], set(1, &[new]))?;
-        stage.ask_for(NEW)?;
+        stage.request_update(NEW)?;
         let kill = format!("{point}=return(kill)");
         stage.run(&["apply", "--request"], Some(&kill)).await?.expect_killed();
         stage.run(&["apply", "--request"], None).await?.expect(0);
-        stage.runs(OLD).context(point)?;
+        stage.assert_running(OLD).context(point)?;
         assert_eq!(stage.last()?["outcome"], "rolled_back", "{point}");
         assert_eq!(trusted(&stage)?, expected("", &[old]), "{point}");
         anyhow::Ok(())

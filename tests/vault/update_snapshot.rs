@@ -1,4 +1,4 @@
-//! An update takes a snapshot before it switches releases, or it waits: real `svc-db-backup`, real PostgreSQL, real S3.
+//! An update makes a snapshot before it switches releases, or waits: real `svc-db-backup`, real PostgreSQL, real S3.
 
 use std::fs;
 
@@ -11,13 +11,13 @@ use super::stage::{NEW, OLD, Published, Stage};
 
 const UNIT: &str = "start --no-block svc-db-backup-request.service";
 
-/// A machine with a database and a store, whose backup unit runs the real job.
+/// A machine with a database and a store, whose backup unit runs the real program.
 async fn stage(store: &S3Server) -> Result<Stage> {
     let machine = Machine::in_use(store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t (id int); INSERT INTO t VALUES (1)").await?;
     let stage = Stage::on(machine).await?;
     Published::new(NEW, &[])?.serve(&stage.source)?;
-    stage.backup_runs(&job())?;
+    stage.set_backup_command(&job())?;
     Ok(stage)
 }
 
@@ -26,7 +26,7 @@ fn job() -> String {
 }
 
 fn starts(stage: &Stage) -> Result<usize> {
-    Ok(stage.told()?.iter().filter(|call| *call == UNIT).count())
+    Ok(stage.service_calls()?.iter().filter(|call| *call == UNIT).count())
 }
 
 fn waiting(stage: &Stage) -> Option<Value> {
@@ -36,16 +36,16 @@ fn waiting(stage: &Stage) -> Option<Value> {
 }
 
 #[tokio::test]
-async fn update_takes_a_snapshot_before_the_switch() -> Result<()> {
+async fn update_makes_a_snapshot_before_the_switch() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
     // An earlier snapshot does not count.
     stage.machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).expect("a snapshot");
     let script = format!("readlink \"$SVC_ROOT/opt/svc/current\" >\"$SVC_ROOT/was\"\n{}", job());
-    stage.backup_runs(&script)?;
+    stage.set_backup_command(&script)?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     let after = machine::pointer(&store).await?.and_then(|pointer| pointer.snapshot).expect("a snapshot");
     assert!(after.taken_at > before.taken_at, "{after:?}");
     assert!(fs::read_to_string(stage.machine.path("was"))?.contains(OLD), "taken after the switch");
@@ -59,7 +59,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     stage.set_env("SVC_UPDATE_SNAPSHOT_SECONDS", "3");
     // The store refuses every upload.
     let _hits = store.fault(kit::s3::Rule::new(kit::s3::Fault::Status(403)).method("POST").always());
-    stage.ask_for(NEW)?;
+    stage.request_update(NEW)?;
     let running = stage.spawn(&["apply", "--request"])?;
     until("a reason to wait", || {
         waiting(&stage).is_some_and(|waiting| !waiting["why"].as_str().unwrap_or_default().is_empty())
@@ -68,12 +68,15 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
     let table = stage.run(&["status"], None).await?.expect(0).stdout;
     assert!(table.contains("waits for a snapshot since"), "{table}");
     tokio::task::spawn_blocking(move || running.end()).await??.expect(70);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"snapshot".into()), "{last}");
     let error = last["error"].as_str().unwrap_or_default();
     assert!(error.contains("--without-snapshot") && error.contains("svc-db-backup"), "{error}");
-    assert!(!stage.told()?.iter().any(|call| call.starts_with("restart")), "a service was restarted");
+    assert!(
+        !stage.service_calls()?.iter().any(|call| call.starts_with("restart")),
+        "a service was restarted"
+    );
     Ok(())
 }
 
@@ -81,7 +84,7 @@ async fn update_without_a_snapshot_waits_then_fails() -> Result<()> {
 async fn update_continues_once_the_store_is_back() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
-    stage.backup_runs(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", job()))?;
+    stage.set_backup_command(&format!("[ -e \"$SVC_ROOT/back\" ] || exit 1\n{}", job()))?;
     let running = stage.spawn(&["apply", "--version", NEW])?;
     until("a start of the backup", || starts(&stage).is_ok_and(|starts| starts > 0)).await?;
     assert_eq!(
@@ -90,7 +93,7 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
     );
     fs::write(stage.machine.path("back"), "")?;
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert!(machine::pointer(&store).await?.is_some_and(|pointer| pointer.snapshot.is_some()));
     Ok(())
 }
@@ -99,16 +102,16 @@ async fn update_continues_once_the_store_is_back() -> Result<()> {
 async fn operator_skips_the_snapshot_of_a_waiting_update() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
-    stage.backup_runs("exit 1\n")?;
-    stage.ask_for(NEW)?;
+    stage.set_backup_command("exit 1\n")?;
+    stage.request_update(NEW)?;
     let running = stage.spawn(&["apply", "--request"])?;
     until("the wait", || waiting(&stage).is_some()).await?;
     let words = ["apply", "--version", NEW, "--without-snapshot"];
     stage.run(&words, None).await?.expect(0);
     tokio::task::spawn_blocking(move || running.end()).await??.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert!(machine::pointer(&store).await?.is_none(), "no snapshot was taken");
-    // It was for this update alone.
+    // The request applied only to this update.
     let waiver = stage.machine.path("var/lib/svc/update/without-snapshot.json");
     assert!(!waiver.exists());
     Ok(())
@@ -119,18 +122,18 @@ async fn rollback_needs_no_snapshot() -> Result<()> {
     let store = machine::store()?;
     let stage = stage(&store).await?;
     stage.apply(NEW).await?.expect(0);
-    stage.backup_runs("exit 1\n")?;
+    stage.set_backup_command("exit 1\n")?;
     let before = starts(&stage)?;
     stage.run(&["rollback"], None).await?.expect(0);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     stage
         .run(&["apply", "--version", NEW, "--allow-quarantined", "--without-snapshot"], None)
         .await?
         .expect(0);
-    // By name, to the release before.
+    // By name, to the previous release.
     Published::new(OLD, &[])?.serve(&stage.source)?;
     stage.run(&["apply", "--version", OLD, "--allow-downgrade"], None).await?.expect(0);
-    stage.runs(OLD)?;
+    stage.assert_running(OLD)?;
     assert_eq!(starts(&stage)?, before);
     Ok(())
 }
@@ -146,7 +149,7 @@ async fn machine_without_a_database_updates_at_once() -> Result<()> {
         .collect();
     fs::write(&env, kept)?;
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(starts(&stage)?, 0);
     Ok(())
 }

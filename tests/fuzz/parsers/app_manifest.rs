@@ -1,4 +1,4 @@
-//! An app's `svc.json`, which an owner's agents write: what is registered has the names that it may have.
+//! An app's `svc.json`, which an owner's agents write: a registered app has only permitted names.
 
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
@@ -32,7 +32,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// What is kept is read back as the same, leads nowhere else, and makes one statement each.
+/// A stored manifest parses back to the same value, has no path outside the app, and produces single statements.
 fn holds(bytes: &[u8]) -> Result<(), String> {
     let (kept, statements) = match read_manifest(bytes) {
         Ok(read) => read,
@@ -41,7 +41,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     };
     match read_manifest(kept.to_string().as_bytes()) {
         Ok(again) if again == (kept.clone(), statements.clone()) => {}
-        other => return Err(format!("{kept} is read back as {other:?}")),
+        other => return Err(format!("{kept} is parsed back as {other:?}")),
     }
     for path in [&kept["build"]["output"], &kept["icon"]] {
         let leads_out = |path: &str| path.starts_with('/') || path.split('/').any(|part| part == "..");
@@ -50,7 +50,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
         }
     }
     for statement in &statements {
-        // Every second part is a name. Defaults of columns are the only other quotes that there are.
+        // Every second part is a name. Only column defaults contain other quotes.
         let names = statement.split('"').skip(1).step_by(2);
         let is_name = |name: &str| {
             (1..=63).contains(&name.len()) && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')

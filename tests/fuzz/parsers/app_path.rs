@@ -1,4 +1,5 @@
-//! The path of a request below an app's folder, which the app's owner and its agents fill: whatever is opened lies inside.
+//! The path of a request below an app's folder, whose content the owner and its agents control: every opened file is
+//! inside the folder.
 
 use std::fs;
 use std::io::Read;
@@ -17,7 +18,7 @@ pub fn target() -> Target {
 
 const INSIDE: &[u8] = b"inside";
 
-/// An app's folder with files, links out and a hidden file; it stays as long as the process.
+/// An app's folder with files, symlinks that leave it and a hidden file; it exists as long as the process.
 static APP: LazyLock<(tempfile::TempDir, Folder)> = LazyLock::new(|| {
     let dir = tempfile::tempdir().expect("a directory");
     let app = dir.path().join("app");
@@ -31,7 +32,7 @@ static APP: LazyLock<(tempfile::TempDir, Folder)> = LazyLock::new(|| {
     std::os::unix::fs::symlink("..", app.join("up")).expect("made");
     std::os::unix::fs::symlink("../secret", app.join("out")).expect("made");
     std::os::unix::fs::symlink("/", app.join("a/root")).expect("made");
-    let folder = Folder::open(&app).expect("it is there");
+    let folder = Folder::open(&app).expect("the folder exists");
     (dir, folder)
 });
 
@@ -59,7 +60,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     };
     if path.has_root() || !path.components().all(is_below) || path.as_os_str().as_encoded_bytes().contains(&0)
     {
-        return Err(format!("{} is looked for", path.display()));
+        return Err(format!("{} is opened", path.display()));
     }
     match read(&path) {
         Some(content) if content != INSIDE => Err(format!("{} is another's file", path.display())),
@@ -75,10 +76,10 @@ fn read(path: &Path) -> Option<Vec<u8>> {
 
 fn accepts(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
-    let path = path_in_app(text).ok_or("it was refused")?;
+    let path = path_in_app(text).ok_or("the path was refused")?;
     if FILES.iter().any(|file| Path::new(file) == path) && read(&path).as_deref() == Some(INSIDE) {
         Ok(())
     } else {
-        Err(format!("{} is looked for", path.display()))
+        Err(format!("{} is opened", path.display()))
     }
 }

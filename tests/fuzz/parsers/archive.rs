@@ -1,7 +1,7 @@
-//! A bundle's archive, as the updater unpacks it: whatever is in it, nothing outside the directory is made, changed or
-//! led to.
+//! A bundle's archive, as the updater unpacks it: whatever it contains, nothing outside the directory is created,
+//! changed or reachable by a link.
 //!
-//! A case is the tar in the bundle: what is wrong with the compression around it is told by its own checksums.
+//! A case is the tar within the bundle; the checksums of the compression detect damage around it.
 
 use std::fs;
 use std::io::Write;
@@ -17,10 +17,10 @@ use tar::EntryType;
 use super::Target;
 
 const LIMITS: UnpackLimits = UnpackLimits { entries: 40, bytes: 200_000 };
-/// Below what the directory is in; no entry reaches it.
+/// Next to the directory; no entry may reach it.
 const OUTSIDE: &str = "outside";
 
-/// One entry as its header says, past all that a builder would check.
+/// One entry with an arbitrary header, without the checks of a builder.
 #[derive(Debug, Clone)]
 struct Entry {
     path: Vec<u8>,
@@ -28,7 +28,7 @@ struct Entry {
     kind: u8,
     mode: u32,
     body: Vec<u8>,
-    /// Instead of the body's length.
+    /// A length to declare instead of the body's.
     size: Option<u64>,
 }
 
@@ -63,11 +63,11 @@ fn tar(entries: &[Entry]) -> Vec<u8> {
 
 fn gz(bytes: &[u8]) -> Vec<u8> {
     let mut out = GzEncoder::new(Vec::new(), Compression::fast());
-    out.write_all(bytes).expect("memory takes it");
-    out.finish().expect("memory takes it")
+    out.write_all(bytes).expect("write to memory");
+    out.finish().expect("write to memory")
 }
 
-/// With the checksums of the headers right again, so that what was changed in them is looked at.
+/// Recomputes the checksums of the headers, so that mutated headers are parsed.
 pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     let mut at = 0_usize;
     while let Some(block) = at.checked_add(512).and_then(|end| bytes.get_mut(at..end)) {
@@ -77,7 +77,7 @@ pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
         block.copy_from_slice(header.as_bytes());
         let size = header.entry_size().ok().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
         at = at.saturating_add(512).saturating_add(size).saturating_add(511) / 512 * 512;
-        // An end mark is a block of zeros, and stays one.
+        // An end mark is a block of zeros and has no checksum.
         let next = at.checked_add(512).and_then(|end| bytes.get(at..end));
         if next.is_none_or(|next| next.iter().all(|&byte| byte == 0)) {
             break;
@@ -91,7 +91,7 @@ pub fn unpacked() -> Target {
     Target { name: "archive", valid, holds: archive_holds, accepts: archive_accepted, cases: 500 }
 }
 
-/// Files and links as a release has them. Names are numbered, so that none comes twice or is another's directory.
+/// Files and links of a valid release. Numbered names avoid duplicates and conflicts with directories.
 pub(super) fn in_order() -> impl Strategy<Value = Vec<u8>> {
     let body = prop::collection::vec(any::<u8>(), 0..700);
     prop::collection::vec((0..4usize, body, any::<bool>()), 1..8).prop_map(|files| {
@@ -105,7 +105,7 @@ pub(super) fn in_order() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Entries that try to get out, in any order.
+/// Entries that try to escape the directory, in any order.
 pub(super) fn hostile() -> impl Strategy<Value = Vec<u8>> {
     let name = || {
         prop_oneof![
@@ -149,12 +149,12 @@ fn pax(key: &str, value: &str) -> Vec<u8> {
     format!("{length}{rest}").into_bytes()
 }
 
-/// A directory for the archive, with something beside it.
-struct Place {
+/// A directory for the archive, with a file next to it.
+struct UnpackDir {
     dir: tempfile::TempDir,
 }
 
-impl Place {
+impl UnpackDir {
     fn new() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         fs::write(dir.path().join(OUTSIDE), "untouched").expect("written");
@@ -166,8 +166,8 @@ impl Place {
         self.dir.path().join("into")
     }
 
-    /// What is beside the directory is as it was.
-    fn is_untouched(&self) -> Result<(), String> {
+    /// Checks that everything outside the directory is unchanged.
+    fn check_outside(&self) -> Result<(), String> {
         let mut names: Vec<_> = fs::read_dir(self.dir.path())
             .map_err(|error| error.to_string())?
             .flatten()
@@ -175,20 +175,21 @@ impl Place {
             .collect();
         names.sort();
         if names != ["into", OUTSIDE] {
-            return Err(format!("beside the directory there is {names:?}"));
+            return Err(format!("next to the directory: {names:?}"));
         }
         let outside = self.dir.path().join(OUTSIDE);
         let mode = fs::symlink_metadata(&outside).map_err(|error| error.to_string())?.permissions().mode();
         let content = fs::read(&outside).unwrap_or_default();
         if content != b"untouched" || mode & 0o7000 != 0 || Path::new("/tmp/svc-fuzz-outside").exists() {
-            return Err("what is outside was changed".to_owned());
+            return Err("a file outside the directory was changed".to_owned());
         }
         Ok(())
     }
 }
 
-/// Of what was accepted: files, directories, and links that end inside; no bit that raises rights; within the limits.
-fn is_a_release(into: &Path) -> Result<(), String> {
+/// Checks an accepted archive: only files, directories and links within it; no privileged mode bits; within the
+/// limits.
+fn check_release(into: &Path) -> Result<(), String> {
     let root = fs::canonicalize(into).map_err(|error| error.to_string())?;
     let (mut bytes, mut todo) = (0, vec![root.clone()]);
     while let Some(dir) = todo.pop() {
@@ -204,28 +205,28 @@ fn is_a_release(into: &Path) -> Result<(), String> {
             } else if meta.is_dir() {
                 todo.push(path);
             } else if !meta.is_file() || mode & 0o7022 != 0 {
-                return Err(format!("{} is of the mode {mode:o}", path.display()));
+                return Err(format!("{} has the mode {mode:o}", path.display()));
             } else {
                 bytes += meta.len();
             }
         }
     }
-    if bytes > LIMITS.bytes { Err(format!("{bytes} bytes are more than the limit")) } else { Ok(()) }
+    if bytes > LIMITS.bytes { Err(format!("{bytes} bytes exceed the limit")) } else { Ok(()) }
 }
 
 fn archive_holds(bytes: &[u8]) -> Result<(), String> {
     for tar in [bytes.to_vec(), sealed(bytes.to_vec())] {
-        let place = Place::new();
+        let place = UnpackDir::new();
         let end = unpack(&*gz(&tar), &place.within(), LIMITS);
-        place.is_untouched()?;
+        place.check_outside()?;
         if end.is_ok() {
-            is_a_release(&place.within())?;
+            check_release(&place.within())?;
         }
     }
     Ok(())
 }
 
-/// Only what has nothing hostile in it must be accepted; it is known by its first entry.
+/// Only archives without hostile entries must be accepted; their first entry identifies them.
 fn archive_accepted(bytes: &[u8]) -> Result<(), String> {
     let mut archive = tar::Archive::new(bytes);
     let mut wanted = Vec::new();
@@ -244,7 +245,7 @@ fn archive_accepted(bytes: &[u8]) -> Result<(), String> {
             wanted.push((path, body, entry.header().mode().unwrap_or_default()));
         }
     }
-    let place = Place::new();
+    let place = UnpackDir::new();
     unpack(&*gz(bytes), &place.within(), LIMITS).map_err(|error| error.to_string())?;
     for (path, body, mode) in wanted {
         let at = place.within().join(&path);
@@ -258,10 +259,10 @@ fn archive_accepted(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// The look itself: each of these would be an archive's work.
+/// Tests the checks themselves: they detect each of these effects of an archive.
 #[test]
-fn what_is_no_release_is_seen() {
-    type Spoil = fn(&Place);
+fn archive_checks_detect_each_violation() {
+    type Spoil = fn(&UnpackDir);
     let spoils: [(&str, Spoil); 7] = [
         ("a link out", |place| {
             std::os::unix::fs::symlink("../outside", place.within().join("x")).expect("made");
@@ -282,10 +283,11 @@ fn what_is_no_release_is_seen() {
         ("another file's content", |place| fs::write(place.dir.path().join(OUTSIDE), "!").expect("written")),
     ];
     for (what, spoil) in spoils {
-        let place = Place::new();
-        let look = |place: &Place| place.is_untouched().and_then(|()| is_a_release(&place.within()));
-        look(&place).expect("nothing was done yet");
+        let place = UnpackDir::new();
+        let violations =
+            |place: &UnpackDir| place.check_outside().and_then(|()| check_release(&place.within()));
+        violations(&place).expect("the directory is unchanged");
         spoil(&place);
-        look(&place).expect_err(what);
+        violations(&place).expect_err(what);
     }
 }

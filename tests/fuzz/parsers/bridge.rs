@@ -1,4 +1,4 @@
-//! The bridge: whatever an app sends, the SQL holds names of the table and placeholders, and no value.
+//! The bridge: whatever an app sends, the SQL contains only names of the table and placeholders, and no value.
 
 use std::collections::BTreeSet;
 
@@ -10,13 +10,14 @@ use svc::host::gateway::bridge_fuzzing::{
 
 use super::Target;
 
-/// Names that statements have of their own.
+/// Names that statements use besides columns.
 const OWN_NAMES: [&str; 11] = ["t", "b", "json", "#", "app_n", "hit", "done", "row", "h", "d", "count"];
-/// Of an operation; all of its text is fixed but for the columns that it names.
+/// Maximum size of an operation's statement. Apart from column names, its text is fixed.
 const MAX_STATEMENT_BYTES: usize = 256 * 1024;
 const MAX_OPERATIONS: usize = 50;
 
-/// The text names what it may, has each placeholder that it has a parameter for, and nothing that ends a statement.
+/// Checks that the text uses only permitted names, that placeholders match parameters, and that nothing ends the
+/// statement early.
 fn is_safe(statement: &Statement) -> Result<(), String> {
     let Statement { text, params, .. } = statement;
     if text.len() > MAX_STATEMENT_BYTES {
@@ -27,7 +28,7 @@ fn is_safe(statement: &Statement) -> Result<(), String> {
     for (index, part) in text.split('"').enumerate() {
         let is_name = index % 2 == 1;
         if is_name && !OWN_NAMES.contains(&part) && !columns.iter().any(|column| column == part) {
-            // The only text literal with quotes in it is the form of a time.
+            // The only text literal with quotes is the time format.
             if part != "T" && part != "Z" {
                 return Err(format!("{part:?} is a name in {text}"));
             }
@@ -61,7 +62,7 @@ pub fn request() -> Target {
     }
 }
 
-/// A column of the table, and a value that fits it.
+/// A column of the table, and a valid value.
 fn field() -> impl Strategy<Value = (String, Value)> {
     prop_oneof![
         "\\PC{0,12}".prop_map(|text| ("c_text".to_owned(), json!(text))),
@@ -83,7 +84,7 @@ fn filters() -> impl Strategy<Value = Value> {
     let term = (field(), operator).prop_map(|((name, value), operator)| match operator {
         "in" => json!({ name: { "in": [value.clone(), value] } }),
         "isNull" => json!({ name: { "isNull": true } }),
-        // An object would be read as operators.
+        // An object would be parsed as operators.
         "eq" if !value.is_object() => json!({ name: value }),
         other => json!({ name: { other: value } }),
     });
@@ -131,7 +132,7 @@ fn request_holds(bytes: &[u8]) -> Result<(), String> {
     let request = match read_request(bytes) {
         Ok(request) => request,
         Err(answer) => {
-            // Each unknown field is named, cut to 64 characters, with those that the action takes.
+            // Each unknown field is reported, truncated to 64 characters, with the accepted ones.
             let limit = 4096 + 64 * bytes.len();
             return if answer.len() <= limit {
                 Ok(())
@@ -146,9 +147,10 @@ fn request_holds(bytes: &[u8]) -> Result<(), String> {
     for statement in &request.statements {
         is_safe(statement)?;
         let Some(sent) = statement.sent_bytes else { return Err(format!("not sent: {}", statement.text)) };
-        // What is sent is what came: base64 and numbers are shorter, times and UUIDs have a fixed length.
+        // The parameters are about as large as the input: base64 and numbers shrink, times and UUIDs have a fixed
+        // length.
         if sent > 1024 + 16 * bytes.len() {
-            return Err(format!("{sent} bytes are sent for {}", bytes.len()));
+            return Err(format!("{sent} bytes of parameters for {}", bytes.len()));
         }
     }
     Ok(())
@@ -186,7 +188,7 @@ fn filter_holds(bytes: &[u8]) -> Result<(), String> {
     if statement.sent_bytes.is_none() {
         return Err(format!("not sent: {}", statement.text));
     }
-    // Terms are at most fifty, and a list is one parameter.
+    // A filter has at most fifty terms, and a list is one parameter.
     if statement.params > 50 {
         return Err(format!("{} parameters", statement.params));
     }
@@ -196,12 +198,12 @@ fn filter_holds(bytes: &[u8]) -> Result<(), String> {
     }
     let again = read_filter(&format!(" {text}\n"));
     if again != Some(Ok((statement.clone(), fingerprint))) {
-        return Err(format!("between spaces it is {again:?}"));
+        return Err(format!("with surrounding spaces it parses as {again:?}"));
     }
     if is_empty {
         return Ok(());
     }
-    // Within another filter it means the same, or is refused as nested too deep.
+    // Within another filter it has the same meaning, or is refused as too deep.
     for (outer, expected) in [
         (format!("{{\"not\":{text}}}"), format!("NOT ({})", statement.text)),
         (format!("{{\"and\":[{text}]}}"), format!("({})", statement.text)),
@@ -210,7 +212,7 @@ fn filter_holds(bytes: &[u8]) -> Result<(), String> {
         match read_filter(&outer) {
             Some(Ok((nested, _))) if nested.text == expected && nested.params == statement.params => {}
             Some(Err(why)) if why.contains("nested deeper") => {}
-            other => return Err(format!("within {outer} it is {other:?}")),
+            other => return Err(format!("within {outer} it parses as {other:?}")),
         }
     }
     Ok(())
@@ -224,13 +226,13 @@ pub fn cursor() -> Target {
         accepts: |bytes| {
             let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
             let accepted = (0..ORDERS.len()).filter(|order| read_cursor(*order, FILTER, text).is_ok());
-            if accepted.count() == 1 { Ok(()) } else { Err("it is not of one order alone".to_owned()) }
+            if accepted.count() == 1 { Ok(()) } else { Err("it fits several orders".to_owned()) }
         },
         cases: 1500,
     }
 }
 
-/// The fingerprint of the filter that cursors are made with.
+/// The fingerprint of the filter of the cursors.
 const FILTER: &str = "0123456789abcdef";
 
 fn cursors() -> impl Strategy<Value = Vec<u8>> {
@@ -243,27 +245,27 @@ fn cursors() -> impl Strategy<Value = Vec<u8>> {
     .prop_map(|(order, keys)| write_cursor(order, FILTER, keys).expect("a short cursor").into_bytes())
 }
 
-/// It goes on in its own order and filter alone, with values that are bound and never written.
+/// A cursor is valid only for its own order and filter, and its values are always bound.
 fn cursor_holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let mut accepted = 0;
     for order in 0..ORDERS.len() {
         for filter in ["", "fedcba9876543210"] {
             if read_cursor(order, filter, text).is_ok() && read_cursor(order, FILTER, text).is_ok() {
-                return Err("it goes on with another filter".to_owned());
+                return Err("it is accepted with another filter".to_owned());
             }
         }
         let Ok((keys, condition)) = read_cursor(order, FILTER, text) else { continue };
         accepted += 1;
         is_safe(&condition)?;
         if condition.sent_bytes.is_none() || keys.iter().flatten().any(|key| key.contains('\0')) {
-            return Err("a value that PostgreSQL does not take".to_owned());
+            return Err("a value that PostgreSQL refuses".to_owned());
         }
-        let written = write_cursor(order, FILTER, keys.clone()).ok_or("it is not written again")?;
+        let written = write_cursor(order, FILTER, keys.clone()).ok_or("it cannot be encoded again")?;
         let again = read_cursor(order, FILTER, &written)?;
         if again != (keys, condition) {
-            return Err(format!("it comes back as {again:?}"));
+            return Err(format!("it is decoded as {again:?}"));
         }
     }
-    if accepted > 1 { Err("it goes on in another order".to_owned()) } else { Ok(()) }
+    if accepted > 1 { Err("it is accepted in another order".to_owned()) } else { Ok(()) }
 }

@@ -1,4 +1,4 @@
-//! A session's file as Codex writes it, and as the agent's tools can write it: only calls of the run's own thread are counted.
+//! A session file as Codex writes it, or as the agent's tools can forge it: only calls of the run's own thread count.
 
 use std::fs;
 use std::path::PathBuf;
@@ -71,11 +71,11 @@ fn recorded(bytes: &[u8]) -> (usize, u64, u64) {
 
 fn holds(bytes: &[u8]) -> Result<(), String> {
     let Some(used) = used(bytes) else { return Ok(()) };
-    // A thread of another id belongs to the session, and its own calls are counted.
+    // A thread with another id belongs to the session, and its calls count.
     let first = bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let is_own = serde_json::from_slice::<Value>(first).is_ok_and(|meta| meta["payload"]["id"] == THREAD);
     let (count, tokens_in, tokens_out) = recorded(bytes);
-    // What is passed over may be JSON that this reader refuses.
+    // Ignored lines may be JSON that this test's parser refuses.
     if is_own && count > 0 && (used.tokens_in > tokens_in || used.tokens_out > tokens_out) {
         return Err(format!("{used:?} of {count} calls with {tokens_in} and {tokens_out} tokens"));
     }

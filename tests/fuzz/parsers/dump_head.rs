@@ -1,4 +1,4 @@
-//! The head of a database dump: a number of entries, or none, for any bytes.
+//! The header of a database dump: for any bytes the result is a number of entries or none.
 
 use proptest::prelude::*;
 use svc::host::snapshots::backup::dump_entries;
@@ -36,7 +36,9 @@ fn heads() -> impl Strategy<Value = Vec<u8>> {
 
 fn holds(bytes: &[u8]) -> Result<(), String> {
     match dump_entries(bytes) {
-        Some(entries) if !bytes.starts_with(b"PGDMP\x01") => Err(format!("{entries} entries of no dump")),
+        Some(entries) if !bytes.starts_with(b"PGDMP\x01") => {
+            Err(format!("{entries} entries without a dump header"))
+        }
         _ => Ok(()),
     }
 }

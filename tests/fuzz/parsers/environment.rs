@@ -1,4 +1,4 @@
-//! Env files: what user-data leaves on a machine, and what operators write.
+//! Env files: those that user-data creates on a machine, and those that operators write.
 
 use proptest::prelude::*;
 use svc::config::{Env, env_line, parse_env_file};
@@ -30,32 +30,32 @@ fn files() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(line, 0..12).prop_map(|lines| lines.concat().into_bytes())
 }
 
-/// Names are names; systemd reads the same; what was read and is written again is read as the same.
+/// Names are valid, systemd reads the same pairs, and written pairs are read back unchanged.
 fn file_holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(text) = std::str::from_utf8(bytes) else { return Ok(()) };
     let pairs = match parse_env_file(text) {
         Ok(pairs) => pairs,
         Err(line) if (1..=text.lines().count()).contains(&line) => return Ok(()),
-        Err(line) => return Err(format!("line {line} of {} is told", text.lines().count())),
+        Err(line) => return Err(format!("line {line} of {} is reported", text.lines().count())),
     };
     let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let good = |name: &str| name.chars().all(named) && !name.starts_with(|c: char| c.is_ascii_digit());
     if let Some((name, _)) = pairs.iter().find(|(name, _)| name.is_empty() || !good(name)) {
-        return Err(format!("{name:?} was taken for a name"));
+        return Err(format!("{name:?} was accepted as a name"));
     }
     let read = systemd::read_env_file(text);
     if read != pairs {
-        return Err(format!("{pairs:?} was read, and systemd reads {read:?}"));
+        return Err(format!("{pairs:?} was parsed, but systemd reads {read:?}"));
     }
     let again: String = pairs.iter().map(|(name, value)| env_line(name, value)).collect();
     if parse_env_file(&again).as_ref() == Ok(&pairs) {
         Ok(())
     } else {
-        Err(format!("{again:?} is read as another"))
+        Err(format!("{again:?} is parsed differently"))
     }
 }
 
-/// Every line that was written is read, in order.
+/// Every written line is read, in order.
 fn file_accepted(bytes: &[u8]) -> Result<(), String> {
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let pairs = parse_env_file(text).map_err(|line| format!("line {line} was refused"))?;
@@ -63,14 +63,14 @@ fn file_accepted(bytes: &[u8]) -> Result<(), String> {
     if pairs.len() == lines { Ok(()) } else { Err(format!("{} of {lines} were read", pairs.len())) }
 }
 
-/// In every variable that is a secret; no error may hold it.
+/// Part of every secret variable; no error may contain it.
 const SECRET: &str = "hunter2-hunter2";
 
 pub fn boot_env() -> Target {
     Target { name: "boot-env", valid: boots().boxed(), holds: boot_holds, accepts: boot_accepted, cases: 800 }
 }
 
-/// The three files of a machine in one, as `platform/userdata.rs` writes them.
+/// The three files of a machine in one document, as `platform/userdata.rs` writes them.
 fn boots() -> impl Strategy<Value = Vec<u8>> {
     let user = "[A-Za-z0-9][A-Za-z0-9._|:@+-]{0,30}";
     let (slot, handle, version) = ("[a-z][a-z0-9-]{0,31}", "[a-z][a-z0-9-]{1,38}", "[0-9]{1,4}\\.[0-9]{1,3}");
@@ -99,7 +99,7 @@ fn boots() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// What an applet takes from the files at its start, and what it says where it cannot.
+/// The settings that an applet reads from the files at startup, and its error message.
 struct Read {
     identity: Option<Identity>,
     said: Option<String>,
@@ -122,12 +122,12 @@ fn read(bytes: &[u8]) -> Read {
     let all = identity.clone().zip(version).zip(platform).zip(store).zip(database).zip(keys);
     let said = env.finish(all).err().map(|error| error.to_string());
     let said = [said, said_of_database].into_iter().flatten().reduce(|one, other| one + &other);
-    // What a log would show counts as said.
+    // Anything that a log would show counts as output.
     let said = if shown.contains(SECRET) { Some(shown) } else { said };
     Read { identity, said }
 }
 
-/// Whether the secret is where none is kept, as in the file's names or in the store's address, which logs may show.
+/// Whether the secret is in a place that logs may show, such as the files' names or the store's address.
 fn is_misplaced(bytes: &[u8]) -> bool {
     let secrets = ["UPGRADE_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "REGISTRATION_TOKEN"];
     let pairs = std::str::from_utf8(bytes).ok().and_then(|text| parse_env_file(text).ok());
@@ -142,7 +142,7 @@ fn boot_holds(bytes: &[u8]) -> Result<(), String> {
     }
     let Read { identity, said } = read(bytes);
     if let Some(said) = said.filter(|said| said.contains(SECRET)) {
-        return Err(format!("a secret is told: {said}"));
+        return Err(format!("a secret is printed: {said}"));
     }
     let Some(identity) = identity else { return Ok(()) };
     let slot = SlotPrefix::new(&identity.user, &identity.slot);
@@ -156,7 +156,7 @@ fn boot_accepted(bytes: &[u8]) -> Result<(), String> {
     if let Some(said) = said {
         return Err(said);
     }
-    let identity = identity.ok_or("nothing was read, and nothing said")?;
+    let identity = identity.ok_or("neither a result nor an error")?;
     let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
     let pairs = parse_env_file(text).map_err(|line| format!("line {line}"))?;
     let of = |wanted: &str| pairs.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.as_str());

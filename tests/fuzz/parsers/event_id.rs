@@ -1,4 +1,5 @@
-//! `Last-Event-ID`, by which a listener resumes a stream: an app learns nothing from it and reaches nobody else's place.
+//! `Last-Event-ID`, with which a listener resumes a stream: an app learns nothing from it and cannot reach another
+//! app's position.
 
 use proptest::prelude::*;
 use svc::host::gateway::bridge_fuzzing::{read_event_id, write_event_id};
@@ -29,37 +30,37 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
     if let Ok(places) = text.parse::<TailPosition>()
         && places.to_string() != text
     {
-        return Err(format!("{text:?} is the place {places}"));
+        return Err(format!("{text:?} is the position {places}"));
     }
     let owner = read_event_id(None, text, EPOCH);
     if let Some((epoch, position)) = owner
         && (position < 0 || read_event_id(None, &write_event_id(None, epoch, position), EPOCH) != owner)
     {
-        return Err(format!("{text:?} is the event {owner:?}"));
+        return Err(format!("{text:?} is decoded as {owner:?}"));
     }
     let (notes, other) =
         (read_event_id(Some("notes"), text, EPOCH), read_event_id(Some("other"), text, EPOCH));
     match (notes, other) {
-        // Another machine's: nothing of it is known but that.
+        // An id of another machine reveals nothing but that.
         (Some((epoch, 0)), Some((same, 0))) if epoch == same && epoch != EPOCH => Ok(()),
-        (Some(_), Some(_)) => Err(format!("{text:?} is an id of two apps")),
+        (Some(_), Some(_)) => Err(format!("{text:?} is accepted for two apps")),
         (Some((epoch, _)), None) | (None, Some((epoch, _))) if epoch != EPOCH => {
-            Err(format!("{text:?}, of epoch {epoch}, is one app's alone"))
+            Err(format!("{text:?}, of epoch {epoch}, is accepted for one app only"))
         }
-        // One of the two keys sealed it. No other text opens, by any change of a byte.
+        // One of the two keys sealed it. A change of any byte invalidates it.
         (Some(_), None) => sealed_alone(text),
         _ => Ok(()),
     }
 }
 
-/// Each text with another last character is refused.
+/// Every text with a different last character is refused.
 fn sealed_alone(text: &str) -> Result<(), String> {
     let mut changed = text.to_owned();
     let last = changed.pop();
     changed.push(if last == Some('A') { 'B' } else { 'A' });
     match read_event_id(Some("notes"), &changed, EPOCH) {
         None => Ok(()),
-        Some(event) => Err(format!("{changed:?} is the event {event:?}, as {text:?} is")),
+        Some(event) => Err(format!("{changed:?} is accepted as {event:?}, like {text:?}")),
     }
 }
 
@@ -73,6 +74,6 @@ fn accepts(bytes: &[u8]) -> Result<(), String> {
     if readers.iter().filter(|is_read| **is_read).count() == 1 {
         Ok(())
     } else {
-        Err(format!("{readers:?}: it is not read as one of them"))
+        Err(format!("{readers:?}: it is not decoded as one of them"))
     }
 }

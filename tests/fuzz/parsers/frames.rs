@@ -1,5 +1,5 @@
-//! What agents, their hooks and the process that runs them write: nothing of a file's content gets further, and every text
-//! that is kept has a bound.
+//! Frames from agents, their hooks and the process that runs them: no file content is passed on, and every stored
+//! text has a maximum length.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use svc::host::records::entry::DispatchError;
 use super::Target;
 use super::objects::wait;
 
-/// What programs printed.
+/// Recorded output of programs.
 const RECORDED: [&str; 5] = [
     include_str!("../../agents/recordings/claude/basic.stdout.jsonl"),
     include_str!("../../agents/recordings/claude/parallel.stdout.jsonl"),
@@ -31,7 +31,7 @@ pub fn hook_input() -> Target {
     }
 }
 
-/// In what must not be passed on.
+/// Part of fields that must not be passed on.
 const CONTENT: &str = "the-content-of-a-file";
 
 fn hooks() -> impl Strategy<Value = Vec<u8>> {
@@ -48,10 +48,10 @@ fn hooks() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Each text that the watcher is sent is one of the few fields that it may be.
+/// Every text sent to the watcher comes from one of the permitted fields.
 fn hook_holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(Some(message)) = hook::read_input(bytes) else { return message_holds(bytes) };
-    // What is passed over may hold what is no text, which this reader refuses.
+    // Ignored input may contain invalid text, which this test's parser refuses.
     let Ok(input) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
     let fields = ["session_id", "tool_name", "tool_use_id", "cwd", "agent_id", "agent_type"];
     let mut allowed: Vec<&str> = fields.iter().filter_map(|field| input[field].as_str()).collect();
@@ -71,18 +71,20 @@ fn hook_holds(bytes: &[u8]) -> Result<(), String> {
     message_holds(&serde_json::to_vec(&message).map_err(|error| error.to_string())?)
 }
 
-/// The watcher reads back what it would write.
+/// The watcher parses its own output back.
 fn message_holds(line: &[u8]) -> Result<(), String> {
     let Ok(message) = serde_json::from_slice::<Message>(line) else { return Ok(()) };
     let text = serde_json::to_vec(&message).map_err(|error| error.to_string())?;
-    let again: Message = serde_json::from_slice(&text).map_err(|error| format!("not read back: {error}"))?;
-    // But for what is finer than a millisecond, which the wire does not carry.
+    let again: Message =
+        serde_json::from_slice(&text).map_err(|error| format!("not parsed back: {error}"))?;
+    // Except fractions of a millisecond, which the wire format does not carry.
     let again = Message { sent_at: message.sent_at, ..again };
-    if again == message { Ok(()) } else { Err(format!("{message:?} came back as {again:?}")) }
+    if again == message { Ok(()) } else { Err(format!("{message:?} was parsed back as {again:?}")) }
 }
 
 fn hook_accepted(bytes: &[u8]) -> Result<(), String> {
-    let message = hook::read_input(bytes).map_err(|error| error.to_string())?.ok_or("it was left out")?;
+    let message =
+        hook::read_input(bytes).map_err(|error| error.to_string())?.ok_or("the input was ignored")?;
     let text = serde_json::to_string(&message).map_err(|error| error.to_string())?;
     if text.contains(CONTENT) || message.actor != "claude-code" {
         return Err(format!("{text} is sent"));
@@ -117,14 +119,14 @@ fn frames() -> impl Strategy<Value = Vec<u8>> {
         let mut bytes = Vec::new();
         wait(async {
             for frame in &frames {
-                frame.write(&mut bytes).await.expect("memory takes it");
+                frame.write(&mut bytes).await.expect("write to memory");
             }
         });
         bytes
     })
 }
 
-/// Whatever comes is read to an end or refused; each frame is written back and read as the same.
+/// Any input is read to its end or refused; every frame is written and parsed back unchanged.
 async fn frames_hold(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes;
     loop {
@@ -132,13 +134,13 @@ async fn frames_hold(bytes: &[u8]) -> Result<(), String> {
         let Ok(Some(frame)) = FromRunner::read(&mut input).await else { break };
         let taken = before - input.len();
         if taken < 5 {
-            return Err(format!("{frame:?} was read of {taken} bytes"));
+            return Err(format!("{frame:?} was parsed from {taken} bytes"));
         }
         let mut written = Vec::new();
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
         let again = FromRunner::read(&mut &written[..]).await.map_err(|error| error.to_string())?;
         if again.as_ref() != Some(&frame) {
-            return Err(format!("{frame:?} came back as {again:?}"));
+            return Err(format!("{frame:?} was parsed back as {again:?}"));
         }
     }
     let mut input = bytes;
@@ -154,7 +156,7 @@ async fn frames_hold(bytes: &[u8]) -> Result<(), String> {
             _ => false,
         };
         if !is_same {
-            return Err("an order came back as another".to_owned());
+            return Err("a command was parsed back differently".to_owned());
         }
     }
     Ok(())
@@ -165,7 +167,7 @@ async fn frames_accepted(bytes: &[u8]) -> Result<(), String> {
     while let Some(frame) = FromRunner::read(&mut input).await.map_err(|error| error.to_string())? {
         frame.write(&mut written).await.map_err(|error| error.to_string())?;
     }
-    if written == bytes { Ok(()) } else { Err("the frames are others".to_owned()) }
+    if written == bytes { Ok(()) } else { Err("the frames differ".to_owned()) }
 }
 
 pub fn agent_output() -> Target {
@@ -183,7 +185,7 @@ pub fn agent_output() -> Target {
 
 const KINDS: [AdapterKind; 3] = [AdapterKind::ClaudeCode, AdapterKind::Codex, AdapterKind::JsonLines];
 
-/// As programs printed it, cut to some lines.
+/// Recorded output, cut to some lines.
 fn outputs() -> impl Strategy<Value = Vec<u8>> {
     (prop::sample::select(&RECORDED[..]), 3..40usize)
         .prop_map(|(text, lines)| text.lines().take(lines).collect::<Vec<_>>().join("\n").into_bytes())
@@ -194,10 +196,10 @@ fn played(kind: AdapterKind, bytes: &[u8]) -> Outcome {
     for (at_ms, line) in (0..).zip(String::from_utf8_lossy(bytes).lines()) {
         drop(adapter.parse_line(at_ms, line));
     }
-    adapter.finish(u64::MAX, Exit::Code(0), "words on standard error")
+    adapter.finish(u64::MAX, Exit::Code(0), "text on standard error")
 }
 
-/// Of what a record keeps of a run.
+/// Checks the limits of a run's stored result.
 fn bounded(outcome: &Outcome) -> Result<(), String> {
     let within = |what: &str, text: Option<&str>, most: usize| match text {
         Some(text) if text.chars().count() > most => {

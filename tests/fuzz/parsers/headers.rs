@@ -1,4 +1,4 @@
-//! Headers of the other side: cookies that a machine sets, and what a connection's ends say to each other.
+//! Headers from the other side: cookies that a machine sets, and hop-by-hop headers.
 
 use http::header::{CONNECTION, HeaderMap, HeaderName, HeaderValue, SET_COOKIE, UPGRADE};
 use proptest::prelude::*;
@@ -17,7 +17,7 @@ pub fn set_cookie() -> Target {
     }
 }
 
-/// A line for each cookie; some have one of our names.
+/// A line for each cookie; some have a name of the router's own cookies.
 fn cookies() -> impl Strategy<Value = Vec<u8>> {
     let own = prop_oneof!["[a-z]{1,6}", Just("__Host-theme".to_owned()), Just("__Secure-id".to_owned())];
     let ours = prop::sample::select(reserved_names());
@@ -26,7 +26,7 @@ fn cookies() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(line, 0..5).prop_map(|lines| lines.join("\n").into_bytes())
 }
 
-/// The lines that are headers at all.
+/// The lines that are valid headers.
 fn headers(name: &HeaderName, bytes: &[u8]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     let lines = bytes.split(|byte| *byte == b'\n').take(64);
@@ -46,9 +46,9 @@ fn stored_name(line: &[u8]) -> Vec<u8> {
     name[begin..end].to_vec()
 }
 
-/// Whether a browser would send it where the router looks for its own; it ignores the case of a prefix.
-fn is_ours(name: &[u8]) -> bool {
-    // A cookie without a name is sent as its value, which can be a pair.
+/// Whether a browser would send the cookie under a name that the router reads; prefixes are compared without case.
+fn is_router_cookie(name: &[u8]) -> bool {
+    // A cookie without a name is sent as its bare value, which can look like a pair.
     name.is_empty()
         || reserved_names().iter().any(|ours| match ours.strip_prefix("__Host-") {
             None => name == ours.as_bytes(),
@@ -67,11 +67,12 @@ fn cookies_hold(bytes: &[u8]) -> Result<(), String> {
     let lines =
         |headers: &HeaderMap| -> Vec<HeaderValue> { headers.get_all(SET_COOKIE).iter().cloned().collect() };
     let (before, after) = (lines(&before), lines(&after));
-    if let Some(line) = after.iter().find(|line| is_ours(&stored_name(line.as_bytes()))) {
+    if let Some(line) = after.iter().find(|line| is_router_cookie(&stored_name(line.as_bytes()))) {
         return Err(format!("{line:?} is passed on"));
     }
-    let wanted: Vec<_> = before.into_iter().filter(|line| !is_ours(&stored_name(line.as_bytes()))).collect();
-    // More may be dropped where the name cannot be one: nothing else may be added or reordered.
+    let wanted: Vec<_> =
+        before.into_iter().filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).collect();
+    // Cookies with invalid names may be dropped as well, but none may be added or reordered.
     let mut rest = wanted.iter();
     if after.iter().all(|line| rest.any(|wanted| wanted == line)) {
         Ok(())
@@ -83,7 +84,7 @@ fn cookies_hold(bytes: &[u8]) -> Result<(), String> {
 fn cookies_accepted(bytes: &[u8]) -> Result<(), String> {
     let before = headers(&SET_COOKIE, bytes);
     let wanted = before.get_all(SET_COOKIE).iter();
-    let wanted = wanted.filter(|line| !is_ours(&stored_name(line.as_bytes()))).count();
+    let wanted = wanted.filter(|line| !is_router_cookie(&stored_name(line.as_bytes()))).count();
     let mut after = before.clone();
     drop_reserved(&mut after);
     let found = after.get_all(SET_COOKIE).iter().count();
@@ -126,7 +127,7 @@ fn hop_headers(bytes: &[u8]) -> HeaderMap {
     headers
 }
 
-const OF_A_HOP: [&str; 8] = [
+const HOP_BY_HOP: [&str; 8] = [
     "keep-alive",
     "proxy-connection",
     "proxy-authenticate",
@@ -137,7 +138,8 @@ const OF_A_HOP: [&str; 8] = [
     "http2-settings",
 ];
 
-/// What `Connection` named is gone; an upgrade that stays is one, and not to HTTP, in which requests could hide.
+/// Headers named by `Connection` are removed. A remaining upgrade is a valid one, and not to HTTP, which could
+/// smuggle requests.
 fn hops_hold(bytes: &[u8]) -> Result<(), String> {
     let before = hop_headers(bytes);
     let mut after = before.clone();
@@ -145,10 +147,10 @@ fn hops_hold(bytes: &[u8]) -> Result<(), String> {
     let named = before.get_all(CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
     for name in named.filter_map(|name| HeaderName::from_bytes(name.trim_ascii()).ok()) {
         if after.contains_key(&name) && name != UPGRADE && name != CONNECTION {
-            return Err(format!("{name} was named and stays"));
+            return Err(format!("{name} was named but remains"));
         }
     }
-    if let Some(name) = OF_A_HOP[..7].iter().find(|name| after.contains_key(**name)) {
+    if let Some(name) = HOP_BY_HOP[..7].iter().find(|name| after.contains_key(**name)) {
         return Err(format!("{name} stays"));
     }
     let all = |name: HeaderName| after.get_all(name).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>();
@@ -167,7 +169,7 @@ fn hops_hold(bytes: &[u8]) -> Result<(), String> {
     }
     let mut again = after.clone();
     if strip_hop_by_hop(&mut again) != upgrades || again != after {
-        return Err(format!("{again:?} is what a second time leaves of {after:?}"));
+        return Err(format!("{again:?} is the result of a second pass over {after:?}"));
     }
     Ok(())
 }

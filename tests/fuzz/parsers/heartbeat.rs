@@ -1,4 +1,4 @@
-//! A heartbeat, as anybody with that host can send it: what is stored is bounded, and safe to print.
+//! A heartbeat, which anyone with access to that host can forge: stored values are bounded and safe to print.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use svc::platform::api::heartbeat::read_body;
 use super::Target;
 use super::objects::wait;
 
-/// Of one reported text.
+/// Maximum length of one reported text.
 const MAX_CHARS: usize = 2000;
 
 pub fn target() -> Target {
@@ -57,9 +57,9 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
             let answer = problem.body().to_string();
             let status = problem.code.status().as_u16();
             if !(400..500).contains(&status) {
-                return Err(format!("answered with {status}"));
+                return Err(format!("response status {status}"));
             }
-            // Of what was sent, a refusal quotes names of fields at most.
+            // A refusal quotes at most names of fields.
             if answer.len() > 8192 + 16 * bytes.len() {
                 Err(format!("a refusal of {} bytes", answer.len()))
             } else {
@@ -84,9 +84,9 @@ fn fits(stored: &Value) -> Result<(), String> {
     }
     let count = |list: &Value| list.as_array().map_or(0, Vec::len);
     if count(&stored["attention"]) > 16 || count(&stored["proofKids"]) > 16 {
-        return Err(format!("{stored} has more than 16 of a list"));
+        return Err(format!("{stored} has a list of more than 16 items"));
     }
-    // PostgreSQL has no NUL in a text.
+    // PostgreSQL texts cannot contain NUL.
     texts(&stored["proofKids"], &mut |text| {
         if text.contains('\0') { Err("a NUL".to_owned()) } else { Ok(()) }
     })?;
@@ -95,14 +95,14 @@ fn fits(stored: &Value) -> Result<(), String> {
     if !is_word(&health["gateway"]) || !is_word(&health["database"]) {
         return Err(format!("the health is {health}"));
     }
-    // Only a backup that succeeded proves that there is one.
+    // Only a successful backup counts.
     if !stored["backupTakenAt"].is_null() && stored["lastBackup"]["status"] != "success" {
         return Err(format!("{stored} has a backup that failed"));
     }
     Ok(())
 }
 
-/// Each text of a value.
+/// Calls `check` with every text of a value.
 fn texts(value: &Value, check: &mut impl FnMut(&str) -> Result<(), String>) -> Result<(), String> {
     match value {
         Value::String(text) => check(text),

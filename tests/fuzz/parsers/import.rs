@@ -1,4 +1,4 @@
-//! What an owner's archive says of itself: the listing of its dump, and its manifest. Anybody can have made it.
+//! Claims of an owner's archive about itself: the listing of its dump, and its manifest. The archive is untrusted.
 
 use std::sync::LazyLock;
 
@@ -20,7 +20,7 @@ pub fn listing() -> Target {
     }
 }
 
-/// What may begin an entry that is loaded.
+/// The entry types that may be loaded.
 const LOADED: [&str; 13] = [
     "CHECK CONSTRAINT ",
     "FK CONSTRAINT ",
@@ -59,7 +59,7 @@ fn listings() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Each number that `pg_restore` is given stands for entries that may be loaded, and for nothing else.
+/// Every number passed to `pg_restore` identifies entries that may be loaded.
 fn listing_holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(listing) = std::str::from_utf8(bytes) else { return Ok(()) };
     let (list, extensions) = match read_listing(listing) {
@@ -118,7 +118,7 @@ pub fn manifest() -> Target {
     }
 }
 
-/// What was read of the archive before its manifest.
+/// The archive's entries before its manifest.
 static SEEN: LazyLock<Vec<ArchiveEntry>> = LazyLock::new(|| {
     let entry = |path: &str, kind, size_bytes, sha256: Option<String>| ArchiveEntry {
         path: path.to_owned(),
@@ -141,17 +141,17 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// It is taken for the archive's only where it lists exactly what was seen.
+/// A manifest is accepted only if it lists exactly the entries of the archive.
 fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
     match compare_manifest(bytes, &SEEN) {
         Err(why) => is_printable(&why),
         Ok(()) => {
-            // What is passed over may be JSON that this reader refuses, as the half of a surrogate pair.
+            // Ignored members may be JSON that this test's parser refuses, such as an unpaired surrogate.
             let Ok(manifest) = serde_json::from_slice::<Value>(bytes) else { return Ok(()) };
             let listed = serde_json::from_value::<Vec<ArchiveEntry>>(manifest["entries"].clone());
             match listed {
                 Ok(listed) if listed == *SEEN => Ok(()),
-                other => Err(format!("{other:?} was taken for what was seen")),
+                other => Err(format!("{other:?} was accepted as the entries of the archive")),
             }
         }
     }
@@ -161,6 +161,6 @@ fn manifest_accepted(bytes: &[u8]) -> Result<(), String> {
     compare_manifest(bytes, &SEEN)?;
     match compare_manifest(bytes, &SEEN[..2]) {
         Err(_) => Ok(()),
-        Ok(()) => Err("an entry too many was taken".to_owned()),
+        Ok(()) => Err("an additional entry was accepted".to_owned()),
     }
 }

@@ -1,4 +1,4 @@
-//! The identity provider's keys: none is taken for what it is not for.
+//! The identity provider's keys: each key is used only for its own purpose.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -37,11 +37,11 @@ fn sets() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A key's one algorithm is its own, and the set has it for signatures.
+/// A key's algorithm is its own, and the set declares it for signatures.
 fn holds(bytes: &[u8]) -> Result<(), String> {
     let Ok(keys) = read_keys(bytes) else { return Ok(()) };
     let set: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-    // A list in the place of the members is read, too.
+    // A list instead of named members is also accepted.
     let given =
         set.get("keys").or_else(|| set.get(0)).and_then(Value::as_array).ok_or("keys without a list")?;
     for (kid, algorithms) in keys {
@@ -54,7 +54,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
         };
         let signs = |key: &Value| key.get("use").is_none_or(|named| named == "sig" || named.is_null());
         if !given.iter().any(|key| key["kid"] == kid.as_str() && key["kty"] == kty && signs(key)) {
-            return Err(format!("{kid} was taken for {algorithm:?} of {set}"));
+            return Err(format!("{kid} was accepted for {algorithm:?} from {set}"));
         }
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! The parsers with their rules, apart from what plays them: tests/fuzz mutates valid documents by proptest, and
-//! tests/libfuzzer searches by coverage. Both hold a parser to the same rules.
+//! The parsers with their rules, independent of the runner: tests/fuzz mutates valid documents with proptest, and
+//! tests/libfuzzer searches by coverage. Both apply the same rules.
 
 mod app_manifest;
 mod app_path;
@@ -24,21 +24,22 @@ mod usage_report;
 
 use proptest::prelude::*;
 
-/// A parser, and what must hold of it.
+/// A parser and its rules.
 pub struct Target {
-    /// Of its corpus.
+    /// The name of the target and of its corpus.
     pub name: &'static str,
-    /// Documents that are in order.
+    /// A strategy for valid documents.
     pub valid: BoxedStrategy<Vec<u8>>,
-    /// Holds of any bytes: refused, or accepted within the rules. The error says which rule is broken.
+    /// A rule for any bytes: they are refused, or accepted within the limits. The error names the violated rule.
     pub holds: fn(&[u8]) -> Result<(), String>,
-    /// A document that is in order is accepted, and says what it said. Without it, refusing all would hold.
+    /// A rule for valid documents: they are accepted with the right result. Without it, a parser could refuse
+    /// everything.
     pub accepts: fn(&[u8]) -> Result<(), String>,
-    /// Of the short form.
+    /// The number of cases in the short form.
     pub cases: u32,
 }
 
-/// All that need no other program to run.
+/// All targets that need no other program.
 pub fn targets() -> Vec<Target> {
     vec![
         objects::pointer(),

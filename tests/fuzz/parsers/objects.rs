@@ -1,5 +1,5 @@
-//! The pointer and the side record, as they lie in the object store: whoever follows them stays in the slot, and believes
-//! only what fits together.
+//! The pointer and the side record, as read from the object store: a reader stays within the slot and accepts only
+//! consistent objects.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use svc::store::snapshot::{
 use super::Target;
 
 const DUMP: &[u8] = b"PGDMP";
-/// Of [`DUMP`].
+/// The digest of [`DUMP`].
 const SHA256: &str = "b5a26a21290c39819235a235b8ed66b3bd98ed90c8316c8949bfbb7419cac878";
 
 fn slot() -> SlotPrefix {
@@ -31,7 +31,7 @@ fn at(millis: i64) -> Timestamp {
     Timestamp::from_millisecond(millis).expect("in range")
 }
 
-/// The one snapshot that is complete in the slot.
+/// The only complete snapshot of the slot.
 fn whole() -> SideRecord {
     SideRecord {
         version: 1,
@@ -50,7 +50,7 @@ fn whole() -> SideRecord {
     }
 }
 
-/// A bucket with that snapshot, the same in another slot, and a dump without its record.
+/// A bucket with that snapshot, a copy of it in another slot, and a dump without a record.
 async fn bucket(side: &[u8]) -> Result<Bucket, String> {
     let bucket = Bucket::new(Arc::new(InMemory::new()));
     let key = whole().key;
@@ -126,25 +126,25 @@ fn pointer_holds(bytes: &[u8]) -> Result<(), String> {
             Ok(named) if (&named.key, named.size_bytes, &*named.sha256) == (&whole().key, 5, SHA256) => {
                 Ok(())
             }
-            Ok(named) => Err(format!("it leads to {named:?}, which is not the one complete snapshot")),
+            Ok(named) => Err(format!("it resolves to {named:?}, which is not the complete snapshot")),
             Err(SnapshotUnusable::Absent | SnapshotUnusable::Damaged { .. }) => Ok(()),
             Err(SnapshotUnusable::Store(error)) => {
-                Err(format!("a damaged pointer is told as a store that fails: {error}"))
+                Err(format!("a damaged pointer is reported as a store failure: {error}"))
             }
         }
     })
 }
 
-/// Whoever writes next goes on from what was read: nothing goes back, and nothing is lost on the way.
+/// The next writer continues from the value that was read: no field goes backwards, and none is lost.
 fn holds_for_writers(read: &Pointer) -> Result<(), String> {
     if read.version != 1 {
         return Err(format!("the version {} was accepted", read.version));
     }
-    let text = serde_json::to_vec(read).expect("a pointer is JSON");
+    let text = serde_json::to_vec(read).expect("serialize the pointer");
     let again: Pointer =
-        serde_json::from_slice(&text).map_err(|error| format!("not written back: {error}"))?;
+        serde_json::from_slice(&text).map_err(|error| format!("not parsed back: {error}"))?;
     if !same(&again, read) {
-        return Err(format!("{again:?} came back as {read:?}"));
+        return Err(format!("{again:?} was parsed back as {read:?}"));
     }
     let next = [
         pointer::fence(Some(read), &Fence::unsigned(Epoch(u32::MAX), whole().machine_id)),
@@ -155,13 +155,13 @@ fn holds_for_writers(read: &Pointer) -> Result<(), String> {
     ];
     for next in next.into_iter().flatten().flatten() {
         if next.seq <= read.seq || next.fence_epoch < read.fence_epoch {
-            return Err(format!("it went back from {read:?} to {next:?}"));
+            return Err(format!("the pointer went backwards from {read:?} to {next:?}"));
         }
     }
     Ok(())
 }
 
-/// But for what is finer than a millisecond, which the wire does not carry.
+/// Compares pointers without fractions of a millisecond, which the wire format does not carry.
 fn same(one: &Pointer, other: &Pointer) -> bool {
     let cut = |pointer: &Pointer| {
         let mut pointer = pointer.clone();
@@ -179,15 +179,15 @@ fn pointer_accepted(bytes: &[u8]) -> Result<(), String> {
     wait(async {
         let bucket = with_pointer(bytes).await?;
         let read = pointer_io::read(&bucket, &slot()).await.map_err(|error| error.to_string())?;
-        let read = read.ok_or("it is not there")?;
+        let read = read.ok_or("there is no pointer")?;
         if read.value != wanted {
             return Err(format!("{:?} was read", read.value));
         }
         match (snapshot::latest(&bucket, &slot()).await, wanted.snapshot) {
             (Ok(found), Some(named)) if found == named => Ok(()),
-            // There is a snapshot beside it, which it does not name.
+            // There is another snapshot, which the pointer does not name.
             (Err(SnapshotUnusable::Damaged { .. }), None) => Ok(()),
-            (found, named) => Err(format!("{named:?} led to {found:?}")),
+            (found, named) => Err(format!("{named:?} resolved to {found:?}")),
         }
     })
 }
@@ -242,20 +242,20 @@ fn side_holds(bytes: &[u8]) -> Result<(), String> {
         let side = match snapshot::by_key(&bucket, &slot(), &whole().key).await {
             Ok(side) => side,
             Err(SnapshotUnusable::Damaged { .. }) => return Ok(()),
-            Err(error) => return Err(format!("a damaged record is told as {error:?}")),
+            Err(error) => return Err(format!("a damaged record is reported as {error:?}")),
         };
         if side.version != 1 || side.key != whole().key || side.size_bytes != DUMP.len() as u64 {
             return Err(format!("{side:?} was accepted"));
         }
-        // The restore names a file by it.
+        // The restore uses it in a file name.
         if !is_digest(&side.sha256) {
-            return Err(format!("{:?} is no SHA-256", side.sha256));
+            return Err(format!("{:?} is not a SHA-256", side.sha256));
         }
         if side.key.parse::<SnapshotKey>().is_err() || side.named().key != side.key {
-            return Err(format!("{} is no key", side.key));
+            return Err(format!("{} is not a key", side.key));
         }
         if snapshot_key(side.taken_at, side.epoch) != side.key {
-            return Err(format!("{} of epoch {} is not {}", side.taken_at, side.epoch, side.key));
+            return Err(format!("{} of epoch {} does not match {}", side.taken_at, side.epoch, side.key));
         }
         let _ = side.pg_major();
         Ok(())
@@ -265,7 +265,7 @@ fn side_holds(bytes: &[u8]) -> Result<(), String> {
 fn side_accepted(bytes: &[u8]) -> Result<(), String> {
     let wanted: SideRecord = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if serde_json::to_vec(&wanted).expect("a record is JSON") != bytes {
-        return Err("it is not written back as it was".to_owned());
+        return Err("it is not serialized to the same bytes".to_owned());
     }
     wait(async {
         let bucket = bucket(bytes).await?;

@@ -1,5 +1,5 @@
-//! `system/config.json`, as the owner's browser and programs change it: limits and agents are within bounds, and a mistake is
-//! named without the values beside it.
+//! `system/config.json`, which the owner's browser and programs change: limits and agents are within bounds, and an
+//! error names the field without other values.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ pub fn target() -> Target {
     Target { name: "owner-config", valid: configs().boxed(), holds, accepts, cases: 1000 }
 }
 
-/// In values that no message may quote.
+/// Part of values that no message may quote.
 const SECRET: &str = "sk-a-key-of-the-owner";
 
 fn configs() -> impl Strategy<Value = Vec<u8>> {
@@ -38,7 +38,7 @@ fn configs() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Whether a name has the secret, as an agent's, which messages may show.
+/// Whether the secret is part of a name, such as an agent's, which messages may show.
 fn is_misplaced(value: &Value) -> bool {
     match value {
         Value::Object(members) => {
@@ -50,26 +50,28 @@ fn is_misplaced(value: &Value) -> bool {
 }
 
 fn holds(bytes: &[u8]) -> Result<(), String> {
-    // What is passed over may be JSON that this reader refuses.
+    // Ignored members may be JSON that this test's parser refuses.
     let is_secret = serde_json::from_slice::<Value>(bytes).is_ok_and(|config| !is_misplaced(&config));
     let settings = match Settings::parse(bytes) {
         Ok(settings) => settings,
-        Err(why) if is_secret && why.contains(SECRET) => return Err(format!("a value is quoted: {why}")),
+        Err(why) if is_secret && why.contains(SECRET) => {
+            return Err(format!("the message quotes a value: {why}"));
+        }
         Err(why) if why.chars().any(char::is_control) || why.len() > 1024 => {
-            return Err(format!("a message that cannot be shown: {why:?}"));
+            return Err(format!("the message is not printable: {why:?}"));
         }
         Err(_) => return Ok(()),
     };
     if is_secret && format!("{:?}", settings.agents.agents).contains(SECRET) {
-        return Err("a value of an agent's environment is shown".to_owned());
+        return Err("the output contains a value of an agent's environment".to_owned());
     }
     let limits = settings.limits;
     if [limits.daily, limits.monthly, limits.reservation].iter().any(|amount| *amount < Dollars::ZERO) {
-        return Err(format!("{limits:?} has an amount below zero"));
+        return Err(format!("{limits:?} has a negative amount"));
     }
     let agents = &settings.agents;
     if !(1..=64).contains(&agents.concurrency) || !agents.agents.contains_key(&agents.default_agent) {
-        return Err(format!("{} of {} run at once", agents.concurrency, agents.default_agent));
+        return Err(format!("concurrency {} of the agent {}", agents.concurrency, agents.default_agent));
     }
     for (name, agent) in &agents.agents {
         let has_nul = |text: &String| text.contains('\0');
@@ -81,7 +83,7 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
                 .any(|(name, value)| has_nul(name) || has_nul(value) || name.contains('='))
             && (1..=86_400).contains(&agent.deadline_seconds);
         if !is_whole || name.is_empty() {
-            return Err(format!("the agent {name:?} cannot be run"));
+            return Err(format!("the agent {name:?} has no valid command"));
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! What a release is believed by: its manifest and the lines of its signatures.
+//! The authenticity of a release: its manifest and the lines of its signatures.
 
 use std::sync::LazyLock;
 
@@ -18,7 +18,7 @@ const MANIFEST: &str = "{\"version\":1,\"imageVersion\":\"2026.11.21-1\",\
 struct Publisher {
     key: SigningKey,
     trusted: TrustedKeys,
-    /// Of [`MANIFEST`].
+    /// Its signature line of [`MANIFEST`].
     line: String,
 }
 
@@ -30,7 +30,7 @@ static PUBLISHER: LazyLock<Publisher> = LazyLock::new(|| {
     Publisher { key, trusted, line }
 });
 
-fn believed(manifest: &[u8], signature: &[u8]) -> Option<Manifest> {
+fn accept(manifest: &[u8], signature: &[u8]) -> Option<Manifest> {
     let signed = Signed { manifest: manifest.to_vec(), signature: signature.to_vec() };
     let (version, now) = (VERSION.parse().expect("a version"), NOW.parse().expect("a time"));
     verify(&signed, &PUBLISHER.trusted, &version, now).ok().map(|verified| verified.manifest().clone())
@@ -61,7 +61,7 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
                 size_bytes,
                 min_version: min_version.map(|text| text.parse().expect("a version")),
                 created_at: at(created),
-                // After the moment of the look.
+                // Expired at the time of the check.
                 expires_at: at(1_796_083_200_001 + life),
                 trusted_keys: sequence.map(|sequence| KeySet { sequence, keys: PUBLISHER.trusted.clone() }),
             };
@@ -70,38 +70,38 @@ fn manifests() -> impl Strategy<Value = Vec<u8>> {
     )
 }
 
-/// Even where the publisher signs whatever comes, the rules hold; and the signature of one manifest is of no other.
+/// The rules hold even if the publisher signs arbitrary content, and a signature is valid only for its own manifest.
 fn manifest_holds(bytes: &[u8]) -> Result<(), String> {
-    if bytes != MANIFEST.as_bytes() && believed(bytes, PUBLISHER.line.as_bytes()).is_some() {
-        return Err("another's signature was believed".to_owned());
+    if bytes != MANIFEST.as_bytes() && accept(bytes, PUBLISHER.line.as_bytes()).is_some() {
+        return Err("the signature of another manifest was accepted".to_owned());
     }
     let signed = PUBLISHER.key.signature_line(bytes);
-    let Some(manifest) = believed(bytes, signed.as_bytes()) else { return Ok(()) };
+    let Some(manifest) = accept(bytes, signed.as_bytes()) else { return Ok(()) };
     let now: Timestamp = NOW.parse().expect("a time");
     if manifest.version != 1 || manifest.image_version.as_str() != VERSION || manifest.expires_at <= now {
         return Err(format!("{manifest:?} was believed"));
     }
     if parse_digest(&manifest.sha256).as_deref() != Some(&*manifest.sha256) {
-        return Err(format!("{:?} is no SHA-256", manifest.sha256));
+        return Err(format!("{:?} is not a SHA-256", manifest.sha256));
     }
     if let Some(set) = &manifest.trusted_keys
         && (set.sequence == 0 || !set.keys.ids().contains(&PUBLISHER.key.id()))
     {
-        return Err(format!("{set:?} was believed, and none of its keys has signed it"));
+        return Err(format!("{set:?} was accepted without a signature by one of its keys"));
     }
     manifest.min_version.as_ref().map_or(Ok(()), |version| safe(version.as_str()))
 }
 
-/// A version is a segment of paths and keys.
+/// Checks a version, which becomes a segment of paths and keys.
 fn safe(version: &str) -> Result<(), String> {
     let leads_out =
         version.contains('/') || version.contains("..") || version.starts_with('.') || version.is_empty();
-    if leads_out { Err(format!("{version:?} was taken for a version")) } else { Ok(()) }
+    if leads_out { Err(format!("{version:?} was accepted as a version")) } else { Ok(()) }
 }
 
 fn manifest_accepted(bytes: &[u8]) -> Result<(), String> {
     let signed = PUBLISHER.key.signature_line(bytes);
-    let found = believed(bytes, signed.as_bytes()).ok_or("it was refused")?;
+    let found = accept(bytes, signed.as_bytes()).ok_or("the manifest was refused")?;
     let wanted: Manifest = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if found == wanted { Ok(()) } else { Err(format!("{found:?} was read")) }
 }
@@ -116,7 +116,7 @@ pub fn signature() -> Target {
     }
 }
 
-/// The publisher's line, and lines of others before and after it.
+/// The publisher's line, with lines of others before and after it.
 fn files() -> impl Strategy<Value = Vec<u8>> {
     use base64::Engine;
     let other = (any::<[u8; 8]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(|(id, r, s)| {
@@ -130,10 +130,10 @@ fn files() -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn own() -> (String, Vec<u8>) {
-    signatures(PUBLISHER.line.as_bytes()).expect("our own line").remove(0)
+    signatures(PUBLISHER.line.as_bytes()).expect("the publisher's line").remove(0)
 }
 
-/// It is believed only with the publisher's own signature in it, and with no other by the same key.
+/// A file is accepted only if it contains the publisher's own signature and no other by the same key.
 fn signature_holds(bytes: &[u8]) -> Result<(), String> {
     let lines = signatures(bytes).ok();
     for (id, signature) in lines.iter().flatten() {
@@ -141,13 +141,13 @@ fn signature_holds(bytes: &[u8]) -> Result<(), String> {
             return Err(format!("{id} has a signature of {} bytes", signature.len()));
         }
     }
-    if believed(MANIFEST.as_bytes(), bytes).is_none() {
+    if accept(MANIFEST.as_bytes(), bytes).is_none() {
         return Ok(());
     }
     let own = own();
     let of_ours: Vec<_> = lines.iter().flatten().filter(|(id, _)| *id == own.0).collect();
     if of_ours.is_empty() || of_ours.iter().any(|line| **line != own) {
-        return Err("it was believed without the signature".to_owned());
+        return Err("the file was accepted without the signature".to_owned());
     }
     Ok(())
 }
@@ -157,5 +157,5 @@ fn signature_accepted(bytes: &[u8]) -> Result<(), String> {
     if lines.len() != bytes.iter().filter(|&&byte| byte == b'\n').count() || !lines.contains(&own()) {
         return Err(format!("{lines:?} were read"));
     }
-    believed(MANIFEST.as_bytes(), bytes).map(|_| ()).ok_or_else(|| "it was refused".to_owned())
+    accept(MANIFEST.as_bytes(), bytes).map(|_| ()).ok_or_else(|| "the file was refused".to_owned())
 }

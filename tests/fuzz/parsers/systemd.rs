@@ -1,4 +1,4 @@
-//! systemd's own reading of an env file: a port of the states of its `parse_env_file_internal` (src/basic/env-file.c, v252).
+//! systemd's parser of env files: a port of the states of its `parse_env_file_internal` (src/basic/env-file.c, v252).
 
 /// `\n` and `\r` end a line.
 fn is_newline(c: char) -> bool {
@@ -23,11 +23,11 @@ enum State {
     CommentEscape,
 }
 
-/// The assignments of a file, in order. Lines without `=` are passed over, as systemd passes over them with a warning.
+/// The assignments of a file, in order. Lines without `=` are ignored; systemd logs a warning.
 pub fn read_env_file(text: &str) -> Vec<(String, String)> {
     let mut pairs = Vec::new();
     let (mut key, mut value) = (String::new(), String::new());
-    // Up to where the value is no trailing space.
+    // The length of the value without trailing spaces.
     let mut kept = 0;
     let mut state = State::PreKey;
     for c in text.chars() {

@@ -1,4 +1,4 @@
-//! The reader of archives from outside: every entry that it returns is within the limits, for any input.
+//! The reader of untrusted archives: for any input, every returned entry is within the limits.
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -17,7 +17,7 @@ pub fn target() -> Target {
     Target { name: "tar-entries", valid, holds, accepts, cases: 2000 }
 }
 
-/// The paths with what each file holds; `None` where the archive was refused.
+/// The paths and the length of each file; `None` if the archive was refused.
 fn read(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, String> {
     let mut archive = tar::Archive::new(bytes);
     let Ok(mut entries) = TarReader::new(&mut archive, limits) else { return Ok(None) };
@@ -27,7 +27,7 @@ fn read(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, S
             Ok(Some(entry)) => entry,
             Ok(None) => return Ok(Some(found)),
             Err(error) if error.to_string().chars().any(char::is_control) => {
-                return Err(format!("an error has control characters: {error:?}"));
+                return Err(format!("an error contains control characters: {error:?}"));
             }
             Err(_) => return Ok(None),
         };
@@ -35,7 +35,7 @@ fn read(bytes: &[u8], limits: TarLimits) -> Result<Option<Vec<(String, u64)>>, S
         let end = entry.read_to_end(&mut body);
         let (size, length) = (entry.size, body.len() as u64);
         if length > size || (end.is_ok() && length != size) {
-            return Err(format!("{length} bytes of {size}"));
+            return Err(format!("{length} bytes of a file of {size}"));
         }
         if entry.path.as_os_str().len().max(entry.link.as_os_str().len()) > limits.name_bytes {
             return Err("a name is too long".to_owned());
@@ -53,23 +53,23 @@ fn holds(bytes: &[u8]) -> Result<(), String> {
         let paths: HashSet<_> = found.iter().map(|(path, _)| path).collect();
         let sum: u64 = found.iter().map(|(_, size)| size).sum();
         if found.len() > LIMITS.entries || sum > LIMITS.all_file_bytes {
-            return Err(format!("{} entries of {sum} bytes are more than the limits", found.len()));
+            return Err(format!("{} entries of {sum} bytes exceed the limits", found.len()));
         }
         if paths.len() != found.len() {
-            return Err("two entries have one name".to_owned());
+            return Err("two entries have the same name".to_owned());
         }
     }
     Ok(())
 }
 
-/// A valid archive, as the `tar` crate reads it, is returned whole.
+/// A valid archive, as the `tar` crate parses it, is returned completely.
 fn accepts(bytes: &[u8]) -> Result<(), String> {
     let mut wanted = Vec::new();
     for entry in tar::Archive::new(bytes).entries().into_iter().flatten() {
         let Ok(entry) = entry else { return Ok(()) };
         let path = entry.path().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
         let name = path.rsplit('/').next().unwrap_or_default();
-        // Of `in_order`, by its names.
+        // The archives of `in_order`, recognised by their names.
         if !name.starts_with('f') || path.len() != name.len() + 2 * path.matches("d/").count() {
             return Ok(());
         }

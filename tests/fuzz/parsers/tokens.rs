@@ -1,5 +1,5 @@
-//! The two tokens that say who somebody is: the identity provider's JWT, and the platform's proof. Neither is believed for
-//! anybody but whom it was signed for.
+//! The two tokens that authenticate a user: the identity provider's JWT, and the platform's proof. Each is accepted
+//! only for the user that it was signed for.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -45,7 +45,7 @@ fn header() -> Vec<u8> {
     json!({ "alg": "EdDSA", "typ": "JWT", "kid": KID }).to_string().into_bytes()
 }
 
-/// The payload of a token that our key really signed.
+/// The payload of a token that the test's key signed.
 fn signed_bytes(token: &str) -> Option<Vec<u8>> {
     let (signed, signature) = token.rsplit_once('.')?;
     let signature = B64.decode(signature).ok()?;
@@ -57,7 +57,7 @@ fn signed_payload(token: &str) -> Option<Value> {
     serde_json::from_slice(&signed_bytes(token)?).ok()
 }
 
-/// The token with one byte changed, at places throughout it.
+/// The token with one byte changed, at positions throughout it.
 fn altered(token: &str) -> impl Iterator<Item = String> {
     let step = (token.len() / 24).max(1);
     (0..token.len()).step_by(step).chain(token.len().checked_sub(1)).filter_map(|at| {
@@ -67,17 +67,18 @@ fn altered(token: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// What every token that was believed must have: our signature; and with another byte it is not believed. `None` where a claim
-/// that is passed over is JSON that this reader refuses, as a number beyond all others.
+/// Checks an accepted token: the test's key signed it, and a change of any byte invalidates it. `None` if an ignored
+/// claim is JSON that this test's parser refuses, such as an out-of-range number.
 fn only_as_signed<T>(token: &str, believe: impl Fn(&str) -> Option<T>) -> Result<Option<Value>, String> {
-    let payload = signed_bytes(token).ok_or_else(|| format!("{token} was believed without our signature"))?;
+    let payload =
+        signed_bytes(token).ok_or_else(|| format!("{token} was accepted without a valid signature"))?;
     match altered(token).find(|altered| believe(altered).is_some()) {
         Some(altered) => Err(format!("{altered} was believed, as {token} is")),
         None => Ok(serde_json::from_slice(&payload).ok()),
     }
 }
 
-/// The bytes as a token, as what our key signs, and as the header before what it signs.
+/// The bytes as a token, as signed claims, and as a header before signed claims.
 fn tokens_of(bytes: &[u8], payload: &[u8]) -> Vec<String> {
     let given = std::str::from_utf8(bytes).map(str::to_owned).ok();
     given.into_iter().chain([token(&header(), bytes), token(bytes, payload)]).collect()
@@ -95,12 +96,12 @@ fn jwts() -> impl Strategy<Value = Vec<u8>> {
     });
     (claims, any::<bool>()).prop_map(|(claims, is_token)| {
         let claims = claims.to_string().into_bytes();
-        // Claims alone are signed when they are played, so that changes to them reach what reads them.
+        // Bare claims are signed at run time, so that mutations reach the claims parser.
         if is_token { token(&header(), &claims).into_bytes() } else { claims }
     })
 }
 
-/// The issuer's keys, at an address of this process.
+/// The issuer's keys, served by this process.
 static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("it is bound");
@@ -111,7 +112,7 @@ static JWKS_URL: LazyLock<url::Url> = LazyLock::new(|| {
                 "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{keys}",
                 keys.len()
             );
-            // Who has gone gets no keys.
+            // A client that disconnected gets no keys.
             let _ = stream.read(&mut [0; 4096]);
             let _ = stream.write_all(answer.as_bytes());
         }
@@ -125,9 +126,9 @@ fn jwt_user(token: &str) -> Option<String> {
             let client = svc::http::client::build(svc::http::client::Deadlines::CALL).expect("a client");
             let trust = Trust { issuer: ISSUER.to_owned(), audiences: vec![AUDIENCE.to_owned()], jwks_url: JWKS_URL.clone() };
             let verifier = Verifier::new(trust, client);
-            // It fetches the keys.
+            // Fetches the keys.
             let known = token_of_somebody();
-            let user = wait(verifier.verify(&known, now())).expect("a token in order");
+            let user = wait(verifier.verify(&known, now())).expect("a valid token");
             assert_eq!(user.user.as_str(), "somebody");
             verifier
         };
@@ -158,7 +159,7 @@ fn jwt_holds(bytes: &[u8]) -> Result<(), String> {
         let has_begun = claims["nbf"].as_f64().is_none_or(|begin| NOW as f64 + JWT_LEEWAY >= begin);
         if claims["sub"] != user.as_str() || claims["iss"] != ISSUER || !is_for_us || !is_living || !has_begun
         {
-            return Err(format!("{claims} is believed as {user}"));
+            return Err(format!("{claims} is accepted as {user}"));
         }
     }
     Ok(())
@@ -168,7 +169,7 @@ fn jwt_accepted(bytes: &[u8]) -> Result<(), String> {
     let payload = std::str::from_utf8(bytes).ok().and_then(signed_payload);
     let claims =
         payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
-    let user = jwt_user(&token(&header(), claims.to_string().as_bytes())).ok_or("it was refused")?;
+    let user = jwt_user(&token(&header(), claims.to_string().as_bytes())).ok_or("the token was refused")?;
     if claims["sub"] == user.as_str() { Ok(()) } else { Err(format!("{user} was read")) }
 }
 
@@ -191,7 +192,7 @@ fn proofs() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-fn believed(token: &str) -> Option<proof::Claims> {
+fn accept(token: &str) -> Option<proof::Claims> {
     let keys = ProofKeys { keys: vec![ProofKey { kid: KID.to_owned(), x: public() }] };
     keys.verify(token, MACHINE, now()).ok()
 }
@@ -199,8 +200,8 @@ fn believed(token: &str) -> Option<proof::Claims> {
 fn proof_holds(bytes: &[u8]) -> Result<(), String> {
     let payload = proof_claims("somebody", 30).to_string();
     for token in tokens_of(bytes, payload.as_bytes()) {
-        let Some(claims) = believed(&token) else { continue };
-        let Some(signed) = only_as_signed(&token, believed)? else { continue };
+        let Some(claims) = accept(&token) else { continue };
+        let Some(signed) = only_as_signed(&token, accept)? else { continue };
         let is_same = signed["sub"] == claims.sub.as_str()
             && signed["handle"] == claims.handle.as_str()
             && signed["slot"] == claims.slot.as_str()
@@ -209,7 +210,7 @@ fn proof_holds(bytes: &[u8]) -> Result<(), String> {
         let is_living = NOW <= claims.exp.saturating_add(proof::LEEWAY_SECONDS)
             && NOW >= claims.iat.saturating_sub(proof::LEEWAY_SECONDS);
         if !is_same || claims.iss != proof::ISSUER || life > proof::MAX_LIFETIME_SECONDS.into() || !is_living {
-            return Err(format!("{signed} is believed as {claims:?}"));
+            return Err(format!("{signed} is accepted as {claims:?}"));
         }
     }
     Ok(())
@@ -219,6 +220,6 @@ fn proof_accepted(bytes: &[u8]) -> Result<(), String> {
     let payload = std::str::from_utf8(bytes).ok().and_then(signed_payload);
     let claims: Value =
         payload.map_or_else(|| serde_json::from_slice(bytes).map_err(|error| error.to_string()), Ok)?;
-    let found = believed(&token(&header(), claims.to_string().as_bytes())).ok_or("it was refused")?;
+    let found = accept(&token(&header(), claims.to_string().as_bytes())).ok_or("the token was refused")?;
     if claims["sub"] == found.sub.as_str() { Ok(()) } else { Err(format!("{found:?} was read")) }
 }

@@ -1,4 +1,5 @@
-//! A host's report of what dispatches have cost, which an operator reads: bounded, safe to print, and nothing else.
+//! A host's report of the cost of its dispatches, which an operator reads: bounded, safe to print, and without other
+//! members.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};

@@ -1,6 +1,6 @@
-//! The description against the code: every route is called in every wrong way that it has, and answers as it says.
+//! The platform against its OpenAPI document: every route gets every wrong call, and responds as described.
 //!
-//! The rows are the routes' own descriptions: a new route is tried without a line here.
+//! The rows are the routes' own descriptions, so a new route is covered without a change here.
 
 mod refusals;
 
@@ -13,9 +13,9 @@ use svc::platform::operators::Scope;
 
 use super::deploy;
 use super::stack::{Answer, BUCKET, DIGEST, Guest, Process, SECRET, Stack};
-use crate::contract::{self, Contract, Side, Stranger, right_call, wrong_ways};
+use crate::contract::{self, Contract, Side, WrongCredential, assert_refuses_wrong_calls, valid_call};
 
-/// A platform with a machine that runs and one that waits for its registration.
+/// A platform with a running machine and one that waits for its registration.
 struct World {
     stack: Stack,
     process: Process,
@@ -23,22 +23,22 @@ struct World {
     waits: Guest,
     operation: String,
     rollout: String,
-    /// Operators, each with one of the scopes alone.
+    /// Operators with a single scope each.
     operators: Vec<(Scope, String)>,
 }
 
-/// A snapshot of the machine that runs.
+/// A snapshot of the running machine.
 const DUMP: &str = "2026-01-01T00-00-00.000Z-1.dump";
 
 impl World {
     async fn start(more: &[(&str, &str)]) -> Self {
         let stack = Stack::start().await;
         deploy::publish_signed(&stack, "v1");
-        // Nothing names it, so that there is none to recover from.
+        // No pointer names it, so it cannot be recovered from.
         stack.store.write(BUCKET, &format!("user_1/primary/system/db/snapshots/{DUMP}"), "dump");
         let keys = deploy::public_key();
         let mut more: Vec<_> = more.iter().copied().chain([("BUNDLE_PUBLIC_KEYS", keys.as_str())]).collect();
-        // One host sends thousands of calls: platform::rates.
+        // One host sends thousands of calls; platform::rates covers the limit.
         more.push(("PLATFORM_HOST_REQUESTS_PER_SECOND", "0"));
         let process = stack.platform_with(&more);
         let runs = stack.running(&process, "user_1").await;
@@ -60,7 +60,7 @@ impl World {
         Self { stack, process, runs, waits, operation, rollout, operators }
     }
 
-    /// The machine that an operation's caller would name.
+    /// The machine that the operation's caller names.
     fn guest(&self, operation: &Operation) -> &Guest {
         if takes(operation, "registration") { &self.waits } else { &self.runs }
     }
@@ -84,8 +84,8 @@ impl World {
         self.stack.send(request).await
     }
 
-    /// An operator's call.
-    fn ask(&self, method: Method, path: &str, body: &Value) -> RequestBuilder {
+    /// A call by an operator.
+    fn operator_call(&self, method: Method, path: &str, body: &Value) -> RequestBuilder {
         self.stack.request(&self.process, method, path).bearer_auth(SECRET).json(body)
     }
 }
@@ -103,7 +103,7 @@ impl Side for World {
         }
     }
 
-    fn largest_body(&self, _: &Operation) -> usize {
+    fn max_body_bytes(&self, _: &Operation) -> usize {
         64 << 10
     }
 
@@ -119,7 +119,7 @@ impl Side for World {
         }
     }
 
-    fn strangers(&self, operation: &Operation) -> Vec<Stranger> {
+    fn wrong_credentials(&self, operation: &Operation) -> Vec<WrongCredential> {
         let code = if takes(operation, "registration") { "registration_rejected" } else { "unauthorized" };
         let bare = |path: &str| self.bare(operation, operation.method.clone(), path);
         let call = || bare(&self.path(operation));
@@ -138,16 +138,16 @@ impl Side for World {
         tokens.push(("a token that is cut", cut));
         let with = |(what, token): (&'static str, &str)| {
             let request = call().bearer_auth(token);
-            Stranger { what, request, status: 401, code }
+            WrongCredential { what, request, status: 401, code }
         };
-        let mut all: Vec<Stranger> = tokens.into_iter().map(with).collect();
-        let of = |what, request| Stranger { what, request, status: 401, code };
+        let mut all: Vec<WrongCredential> = tokens.into_iter().map(with).collect();
+        let of = |what, request| WrongCredential { what, request, status: 401, code };
         all.push(of("nobody", call()));
         all.push(of("another scheme", call().header("authorization", "Basic b3A6eA==")));
         let endpoint = ENDPOINTS.iter().find(|endpoint| endpoint.operation.id == operation.id).unwrap();
         if let Some(scopes) = endpoint.access.scopes() {
             let lacking = self.operators.iter().filter(|(scope, _)| !scopes.contains(scope));
-            all.extend(lacking.map(|(scope, token)| Stranger {
+            all.extend(lacking.map(|(scope, token)| WrongCredential {
                 what: scope.as_str(),
                 request: call().bearer_auth(token),
                 status: 403,
@@ -156,7 +156,12 @@ impl Side for World {
         }
         if takes(operation, "host") && operation.path.contains("{id}") {
             let another = bare(&self.path_of(operation, &self.waits.machine)).bearer_auth(self.token("host"));
-            all.push(Stranger { what: "another host", request: another, status: 403, code: "forbidden" });
+            all.push(WrongCredential {
+                what: "another host",
+                request: another,
+                status: 403,
+                code: "forbidden",
+            });
         }
         all
     }
@@ -180,7 +185,7 @@ impl Side for World {
             "bundleSha256" => json!(DIGEST),
             "epoch" => json!(1),
             "allowEmpty" | "empty" => json!(false),
-            // A decision names a snapshot, or accepts the loss.
+            // A decision names a snapshot or accepts the loss.
             "acceptLoss" if is_of_operation(operation) => json!(false),
             "currentPeriodEnd" => json!("2099-01-02T03:04:05Z"),
             _ => return None,
@@ -192,12 +197,12 @@ fn takes(operation: &Operation, credential: &str) -> bool {
     operation.credentials.iter().any(|one| one.name == credential)
 }
 
-/// Whether its path names a rollout.
+/// Whether its path contains a rollout id.
 fn is_of_rollout(operation: &Operation) -> bool {
     operation.path.starts_with("/vps/deploy/{id}")
 }
 
-/// Whether its path names an operation.
+/// Whether its path contains an operation id.
 fn is_of_operation(operation: &Operation) -> bool {
     operation.path.starts_with("/vps/operations/{id}")
 }
@@ -212,14 +217,14 @@ async fn the_document_is_served_and_whole() {
     let process = stack.platform();
     let served = stack.send(stack.request(&process, Method::GET, "/openapi.json")).await;
     assert_eq!((served.status, &served.body), (200, &description()));
-    contract::assert_whole(contract::platform());
+    contract::assert_document_is_valid(contract::platform());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_route_refuses_what_is_wrong_and_in_order() {
     let world = World::start(&[]).await;
     for operation in operations() {
-        wrong_ways(&world, operation).await;
+        assert_refuses_wrong_calls(&world, operation).await;
         ids(&world, operation).await;
     }
     world
@@ -234,7 +239,7 @@ async fn ids(world: &World, operation: &Operation) {
     }
     let call = |id: &str| {
         let call = world.known(operation, &world.path_of(operation, id));
-        match right_call(world, operation).build().unwrap().body().and_then(reqwest::Body::as_bytes) {
+        match valid_call(world, operation).build().unwrap().body().and_then(reqwest::Body::as_bytes) {
             Some(body) => call.header("content-type", "application/json").body(body.to_vec()),
             None => call,
         }
@@ -252,7 +257,7 @@ async fn ids(world: &World, operation: &Operation) {
     }
 }
 
-/// A server of its own, which may be killed.
+/// A separate server, which the test may kill.
 async fn own_database() -> PgServer {
     let binaries = tokio::task::spawn_blocking(|| PgBinaries::locate_or_fetch(&kit::fetch::target_dir()));
     let server = PgServer::start(&binaries.await.unwrap().unwrap(), PgOptions::default()).await.unwrap();
@@ -270,16 +275,16 @@ async fn without_its_database_every_route_that_needs_it_says_so() {
 
 async fn without_database(world: &World) {
     for operation in operations() {
-        let answer = world.send(right_call(world, operation)).await;
+        let answer = world.send(valid_call(world, operation)).await;
         let needs = operation.codes().iter().any(|code| code.as_str() == "database_unavailable");
         match operation.id {
-            // An operator's bundle needs the store alone.
+            // An operator's bundle download needs only the store.
             "getBundle" => assert_eq!(answer.status, 200),
-            // The platform's secret needs no database, nor do the counts of this process.
+            // The platform's secret needs no database, nor do the metrics of this process.
             "metrics" => assert_eq!(answer.status, 200),
-            // Nor does it to be known; a named operator is looked up there.
+            // Neither does its identity; a named operator is looked up in the database.
             "whoAmI" => assert_eq!(answer.status, 200),
-            // The last routes still serve.
+            // The last loaded routes are still served.
             "ready" => assert_eq!(answer.status, 200),
             "readyToControl" => assert_eq!(answer.status, 503),
             _ if needs => answer.assert_problem(503, "database_unavailable"),
@@ -292,14 +297,14 @@ async fn without_database(world: &World) {
         let call = world.bare(operation, Method::GET, operation.path).bearer_auth(token);
         world.send(call).await.assert_problem(503, "database_unavailable");
     }
-    // A host's is looked up there.
+    // A host's credential is looked up in the database.
     let bundle = operations().find(|operation| operation.id == "getBundle").unwrap();
     let by_host = world.bare(bundle, Method::GET, &world.path(bundle)).bearer_auth(world.token("host"));
     world.send(by_host).await.assert_problem(503, "database_unavailable");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_its_store_every_route_that_needs_it_says_so() {
+async fn store_outage_is_reported_by_every_route_that_needs_it() {
     let world = World::start(&[]).await;
     world.stack.store.down();
     without_store(&world).await;
@@ -317,7 +322,7 @@ async fn without_store(world: &World) {
                 let body = json!({"idpUserId": "user_3", "handle": "third"});
                 world.known(operation, operation.path).json(&body)
             }
-            _ => right_call(world, operation),
+            _ => valid_call(world, operation),
         };
         world.send(request).await.assert_problem(503, "store_unavailable");
         tried += 1;
@@ -328,10 +333,10 @@ async fn without_store(world: &World) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_right_call_of_every_route_is_answered_as_described() {
     let world = World::start(&[]).await;
-    // Those that end a machine come last.
+    // Operations that end a machine come last.
     let mut all: Vec<&Operation> = operations().collect();
     all.sort_by_key(|operation| match operation.id {
-        // Only one rollout is open at a time: the first is aborted before.
+        // Only one rollout can be open, so the first is aborted before.
         "deploy" => 1,
         "reportBootFailure" | "resize" => 2,
         "recover" | "power" | "fail" => 3,
@@ -339,19 +344,20 @@ async fn a_right_call_of_every_route_is_answered_as_described() {
         _ => 0,
     });
     for operation in all {
-        let answer = world.send(right_call(&world, operation)).await;
-        // The host of a record does not answer, and it has no snapshot.
+        let answer = world.send(valid_call(&world, operation)).await;
+        // The host of the record does not respond, and the machine has no snapshot.
         let refused = match operation.id {
             "backUp" | "drill" | "getUsage" => Some((502, "host_unreachable")),
-            // It holds none back.
+            // No snapshot is held back.
             "acceptBackup" => Some((409, "invalid_state")),
             "recover" | "rebuildPointer" | "continueOperation" => Some((409, "snapshot_unusable")),
-            // Nothing is missing.
+            // No server is missing.
             "releaseAlarm" => Some((404, "not_found")),
-            // The machine that waited has registered by then.
+            // By then the waiting machine has registered.
             "reportBootFailure" => Some((409, "invalid_state")),
-            // Nothing waits, nothing is deleted, and nothing is kept: platform::{last_backup, undelete, kept_servers}.
-            // It is being resized.
+            // No operation waits, and nothing is deleted or kept: see platform::{last_backup, undelete,
+            // kept_servers}.
+            // The machine is being resized.
             "power" => Some((409, "invalid_state")),
             "abandonOperation" | "undelete" | "discard" => Some((409, "invalid_state")),
             _ => None,

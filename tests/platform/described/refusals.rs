@@ -1,5 +1,5 @@
-//! Every code that a route says it may answer with is provoked in one world: by a wrong call, by the state that things
-//! are in, and by each part that stands behind the platform being away.
+//! Every declared code is provoked in one world: by a wrong call, by a conflicting state, or by an outage behind the
+//! platform.
 
 use http::StatusCode;
 use kit::provider::{Fault, FaultRule};
@@ -10,26 +10,26 @@ use svc::http::openapi::Operation;
 use super::super::internal_host;
 use super::super::stack::{BUCKET, Process, SECRET, Stack, provision_body};
 use super::{World, ids, operations};
-use crate::contract::{Side, right_call, wrong_ways};
+use crate::contract::{Side, assert_refuses_wrong_calls, valid_call};
 
-/// What takes more than one request to provoke: where it is tried instead, or why it is not.
+/// Codes that need more than one request, with the test that covers them or the reason why none does.
 const EXCUSED: [(&str, &str); 3] = [
-    // Every operator may ask who they are.
+    // Every operator may query their own identity.
     ("whoAmI", "forbidden"),
-    // A fault of our own that no request leads to.
+    // An internal error that no request can cause.
     ("*", "internal"),
-    // A store of files: platform::credentials.
+    // A store of files: see platform::credentials.
     ("renewStorageCredentials", "disabled"),
 ];
 
-/// What depends on which of two comes first.
+/// Codes that depend on a race.
 const SELDOM: [(&str, &str); 6] = [
-    // Two requests that overlap.
+    // Two overlapping requests.
     ("provision", "unavailable"),
     ("recover", "unavailable"),
     ("resize", "unavailable"),
     ("resume", "unavailable"),
-    // A host that is faster than the answer to its own creation: platform::registration.
+    // A host that is faster than the response to its own creation: see platform::registration.
     ("register", "unavailable"),
     ("register", "invalid_state"),
 ];
@@ -44,7 +44,7 @@ impl Rows<'_> {
     }
 
     async fn post(&mut self, path: &str, body: &Value, status: u16, code: &str) {
-        self.row(self.world.ask(Method::POST, path, body), status, code).await;
+        self.row(self.world.operator_call(Method::POST, path, body), status, code).await;
     }
 
     async fn post_to(&mut self, process: &Process, path: &str, body: &Value, status: u16, code: &str) {
@@ -58,7 +58,7 @@ async fn every_code_that_a_route_names_is_seen() {
     let database = super::own_database().await;
     let world = World::start(&[("PLATFORM_DATABASE_URL", &database.url("svc"))]).await;
     for operation in operations() {
-        wrong_ways(&world, operation).await;
+        assert_refuses_wrong_calls(&world, operation).await;
         ids(&world, operation).await;
     }
     let mut rows = Rows { world: &world };
@@ -99,7 +99,7 @@ async fn provisioning(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     };
     rows.post(path, &provision_body("user_none"), 402, "subscription_required").await;
     let starter = json!({"idpUserId": "user_small", "plan": "starter", "status": "active"});
-    world.send(world.ask(Method::PUT, "/vps/slots", &starter)).await;
+    world.send(world.operator_call(Method::PUT, "/vps/slots", &starter)).await;
     let large = with("user_small", &json!({"serverType": "cpx52"}));
     rows.post(path, &large, 403, "server_type_not_allowed").await;
     rows.post(path, &with("user_small", &json!({"imageVersion": "v9"})), 404, "bundle_not_found").await;
@@ -132,9 +132,9 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     let named = json!({"idpUserId": "user_1", "snapshotKey": key, "force": true});
     rows.post(rebuild, &named, 409, "snapshot_unusable").await;
     let show = format!("/vps/slots/pointer?idpUserId=user_1&snapshotKey={key}");
-    rows.row(world.ask(Method::GET, &show, &Value::Null), 409, "snapshot_unusable").await;
+    rows.row(world.operator_call(Method::GET, &show, &Value::Null), 409, "snapshot_unusable").await;
     let unknown = "/vps/slots/pointer?idpUserId=user_none";
-    rows.row(world.ask(Method::GET, unknown, &Value::Null), 404, "not_found").await;
+    rows.row(world.operator_call(Method::GET, unknown, &Value::Null), 404, "not_found").await;
     rows.post(rebuild, &json!({"idpUserId": "user_none"}), 404, "not_found").await;
     rows.post(&of(waits, "resize"), &to("cpx32"), 409, "invalid_state").await;
     let mut beat = super::super::stack::beat_of(&world.runs);
@@ -156,7 +156,7 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     world.stack.snapshot_of_size("user_2", 1 << 40);
     let large = restore("2026-01-02T03-04-05.678Z");
     rows.post(&operation("continue"), &large, 409, "disk_too_small").await;
-    rows.row(world.ask(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;
+    rows.row(world.operator_call(Method::GET, "/vps/fleet?x=1", &Value::Null), 400, "invalid_request").await;
     rows.post(&of(runs, "resize"), &to("cpx62"), 403, "server_type_not_allowed").await;
     let free = process(&world.stack, settings, &[("BILLING_ENFORCEMENT", "off")]);
     rows.post_to(&free, &of(runs, "resize"), &to("cpx12"), 409, "disk_would_shrink").await;
@@ -175,37 +175,37 @@ async fn lives(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     }
     let plan = |plan: &str, status: &str| json!({"idpUserId": "user_1", "plan": plan, "status": status});
     let slots = "/vps/slots";
-    world.send(world.ask(Method::PUT, slots, &plan("starter", "active"))).await;
+    world.send(world.operator_call(Method::PUT, slots, &plan("starter", "active"))).await;
     rows.post(&of(runs, "resize"), &to("cpx32"), 403, "server_type_not_allowed").await;
     let larger = json!({"idpUserId": "user_1", "serverType": "cpx32"});
     rows.post("/vps/recover", &larger, 403, "server_type_not_allowed").await;
     let ended = plan("max", "inactive");
-    let answer = world.send(world.ask(Method::PUT, slots, &ended)).await;
+    let answer = world.send(world.operator_call(Method::PUT, slots, &ended)).await;
     assert_eq!(answer.status, 200, "{answer:?}");
     rows.post(&of(runs, "resize"), &to("cpx32"), 402, "subscription_required").await;
     rows.post("/vps/recover", &larger, 402, "subscription_required").await;
-    world.send(world.ask(Method::PUT, slots, &plan("max", "active"))).await;
+    world.send(world.operator_call(Method::PUT, slots, &plan("max", "active"))).await;
 }
 
-/// The same key with another body, of every route that takes one.
+/// The same idempotency key with another body, on every route that accepts one.
 async fn keys(rows: &mut Rows<'_>) {
     let world = rows.world;
     for operation in operations().filter(|one| one.parameters.iter().any(|p| p.name == "Idempotency-Key")) {
         let key = format!("key-{}", operation.id);
-        // Taken by a call of another route.
+        // Used by a call of another route.
         let first = json!({"idpUserId": "user_keys", "plan": "starter", "status": "active"});
-        let first = world.ask(Method::PUT, "/vps/slots", &first).header("idempotency-key", &key);
+        let first = world.operator_call(Method::PUT, "/vps/slots", &first).header("idempotency-key", &key);
         assert_eq!(world.send(first).await.status, 200);
         let other = match operation.id {
             "putSubscription" => {
                 let other = json!({"idpUserId": "user_keys", "plan": "max", "status": "active"});
-                world.ask(Method::PUT, "/vps/slots", &other)
+                world.operator_call(Method::PUT, "/vps/slots", &other)
             }
-            _ => right_call(world, operation),
+            _ => valid_call(world, operation),
         };
         rows.row(other.header("idempotency-key", &key), 422, "idempotency_mismatch").await;
         for bad in ["", &"x".repeat(256), "a\tb"] {
-            let call = right_call(world, operation).header("idempotency-key", bad);
+            let call = valid_call(world, operation).header("idempotency-key", bad);
             rows.row(call, 400, "invalid_request").await;
         }
     }
@@ -218,38 +218,39 @@ async fn rollouts(rows: &mut Rows<'_>) {
     let release = |alarm: &str| format!("/vps/fleet/alarms/{alarm}/release");
     rows.post(&release("servers_missing"), &json!({}), 404, "not_found").await;
     rows.post(&release("database_behind_store"), &json!({}), 409, "invalid_state").await;
-    rows.row(world.ask(Method::GET, &format!("{path}?x=1"), &Value::Null), 400, "invalid_request").await;
-    world.send(world.ask(Method::POST, &of("abort"), &json!({}))).await;
+    rows.row(world.operator_call(Method::GET, &format!("{path}?x=1"), &Value::Null), 400, "invalid_request")
+        .await;
+    world.send(world.operator_call(Method::POST, &of("abort"), &json!({}))).await;
     let nobody = json!({"imageVersion": "v1", "handles": ["nobody"]});
     rows.post(path, &nobody, 404, "machine_not_found").await;
     let waits = json!({"imageVersion": "v1", "handles": ["h-user-2"]});
     rows.post(path, &waits, 409, "invalid_state").await;
     let open = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
-    let first = world.send(world.ask(Method::POST, path, &open)).await;
+    let first = world.send(world.operator_call(Method::POST, path, &open)).await;
     assert_eq!(first.status, 202, "{first:?}");
     rows.post(path, &open, 409, "conflict").await;
     let first = first.body["rolloutId"].as_str().unwrap().to_owned();
-    world.send(world.ask(Method::POST, &format!("/vps/deploy/{first}/abort"), &json!({}))).await;
+    world.send(world.operator_call(Method::POST, &format!("/vps/deploy/{first}/abort"), &json!({}))).await;
     for word in ["pause", "resume"] {
         rows.post(&of(word), &json!({}), 409, "conflict").await;
     }
-    // Only one that ended by itself cannot be aborted.
+    // Only a rollout that has ended cannot be aborted.
     let done = json!({"imageVersion": "v1", "handles": ["h-user-1"], "canary": 0});
     let beat = super::super::stack::beat_of(&world.runs);
     world.stack.beat(&world.process, &world.runs, &beat).await;
-    let done = world.send(world.ask(Method::POST, path, &done)).await;
+    let done = world.send(world.operator_call(Method::POST, path, &done)).await;
     let done = done.body["rolloutId"].as_str().unwrap().to_owned();
-    let look = || async {
+    let check = || async {
         let now = world.stack.get(&world.process, &format!("/vps/deploy/{done}")).await.body;
         (now["state"] == "succeeded").then_some(())
     };
-    world.stack.eventually("what is there already ends it", look).await;
+    world.stack.eventually("the installed release ends it", check).await;
     rows.post(&format!("/vps/deploy/{done}/abort"), &json!({}), 409, "conflict").await;
 }
 
 async fn operators(rows: &mut Rows<'_>) {
     let world = rows.world;
-    let get = |path: &str| world.ask(Method::GET, path, &Value::Null);
+    let get = |path: &str| world.operator_call(Method::GET, path, &Value::Null);
     for path in ["/operators?x=1", "/operators/whoami?x=1"] {
         rows.row(get(path), 400, "invalid_request").await;
     }
@@ -260,14 +261,14 @@ async fn operators(rows: &mut Rows<'_>) {
         rows.post(&format!("/operators/Nobody/{what}"), &json!({}), 400, "invalid_request").await;
     }
     let gone = json!({"name": "gone", "scopes": ["read"]});
-    world.send(world.ask(Method::POST, "/operators", &gone)).await;
-    world.send(world.ask(Method::POST, "/operators/gone/revoke", &json!({}))).await;
+    world.send(world.operator_call(Method::POST, "/operators", &gone)).await;
+    world.send(world.operator_call(Method::POST, "/operators/gone/revoke", &json!({}))).await;
     rows.post("/operators/gone/rotate", &json!({}), 409, "conflict").await;
 }
 
 async fn usage(rows: &mut Rows<'_>) {
     let world = rows.world;
-    let of = |machine: &str| world.ask(Method::GET, &format!("/vps/{machine}/usage"), &Value::Null);
+    let of = |machine: &str| world.operator_call(Method::GET, &format!("/vps/{machine}/usage"), &Value::Null);
     rows.row(of(&world.waits.machine), 409, "invalid_state").await;
     rows.row(of(&world.runs.machine), 502, "host_unreachable").await;
     let host = internal_host::host_of(&world.stack, &world.process, "user_usage").await;
@@ -290,7 +291,7 @@ async fn rates(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
     };
     for operation in operations().filter(|operation| !operation.credentials.is_empty()) {
         let path = world.path(operation);
-        // A second in which this process gets no turn is a token that is admitted again.
+        // If this process is stalled for a second, one more token is admitted.
         for attempt in 1.. {
             for _ in 0..12 {
                 world.send(with_wrong_token(&Method::GET, "/vps/fleet")).await;
@@ -306,7 +307,7 @@ async fn rates(rows: &mut Rows<'_>, settings: &[(&str, String)]) {
 
 async fn bundles(rows: &mut Rows<'_>) {
     let world = rows.world;
-    let get = |path: &str| world.ask(Method::GET, path, &Value::Null);
+    let get = |path: &str| world.operator_call(Method::GET, path, &Value::Null);
     let file = "svc-host-bundle.tar.gz";
     rows.row(get(&format!("/system-bundles/v9/{file}")), 404, "bundle_not_found").await;
     rows.row(get("/system-bundles/v1/other"), 404, "not_found").await;
@@ -322,14 +323,16 @@ async fn bundles(rows: &mut Rows<'_>) {
     rows.row(backup(super::DUMP).header("range", "bytes=100-"), 416, "range_not_satisfiable").await;
 }
 
-/// What the end of a machine leaves: tokens that were good, and a machine that is no more.
+/// The results of a machine's end: revoked tokens, and a deleted machine.
 async fn ends(rows: &mut Rows<'_>) {
     let world = rows.world;
     let (stack, runs) = (&world.stack, &world.runs.machine);
     stack.snapshot_of_size("user_1", 1 << 40);
     rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 409, "disk_too_small").await;
     let snapshot = stack.snapshot("user_1");
-    world.send(world.ask(Method::POST, &format!("/vps/{runs}/fail"), &json!({"reason": "x"}))).await;
+    world
+        .send(world.operator_call(Method::POST, &format!("/vps/{runs}/fail"), &json!({"reason": "x"})))
+        .await;
     stack.beat(&world.process, &world.runs, &super::super::stack::beat_of(&world.runs)).await;
     let fault = Fault::Status { status: 503, code: "scripted".into(), reset_in_seconds: None };
     stack.provider.fault(FaultRule::times(1000, "GET", "/servers/", fault));
@@ -340,7 +343,7 @@ async fn ends(rows: &mut Rows<'_>) {
     stack.store.remove(BUCKET, key);
     rows.post("/vps/recover", &json!({"idpUserId": "user_1"}), 404, "bundle_not_found").await;
     stack.store.write(BUCKET, key, digest);
-    let recovered = world.ask(Method::POST, "/vps/recover", &json!({"idpUserId": "user_1"}));
+    let recovered = world.operator_call(Method::POST, "/vps/recover", &json!({"idpUserId": "user_1"}));
     let recovered = world.send(recovered).await;
     assert_eq!(recovered.status, 202, "{snapshot}: {recovered:?}");
     let other = json!({"idpUserId": "user_1", "replaceFirst": true});
@@ -361,7 +364,12 @@ async fn ends(rows: &mut Rows<'_>) {
         };
         rows.post(&format!("/vps/{runs}/{what}"), &body, 409, "invalid_state").await;
     }
-    rows.row(world.ask(Method::DELETE, &format!("/vps/{runs}"), &Value::Null), 409, "invalid_state").await;
+    rows.row(
+        world.operator_call(Method::DELETE, &format!("/vps/{runs}"), &Value::Null),
+        409,
+        "invalid_state",
+    )
+    .await;
     let failure = operations().find(|operation| operation.id == "reportBootFailure").unwrap();
-    rows.row(right_call(world, failure), 409, "invalid_state").await;
+    rows.row(valid_call(world, failure), 409, "invalid_state").await;
 }

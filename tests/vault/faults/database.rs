@@ -1,5 +1,5 @@
-//! A PostgreSQL that goes away, comes back, is full, or keeps a table to itself: the run ends with a clear record, and the
-//! next one works.
+//! A PostgreSQL that stops, restarts, is full, or locks a table: the run ends with a clear record, and the next one
+//! succeeds.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use kit::long::Figures;
 use kit::pg::PgOptions;
 use tokio_postgres::Client;
 
-use super::super::gate::{SHORT, is_restored, is_untouched, old_and_new, reset};
+use super::super::gate::{SHORT, assert_untouched, is_restored, old_and_new, reset};
 use super::super::machine::{self, BUCKET, Ended, Machine, Running, until};
 use super::witness::Witness;
 
@@ -20,8 +20,8 @@ async fn end(running: Running) -> Result<Ended> {
     tokio::task::spawn_blocking(move || running.end()).await?
 }
 
-/// The last run failed at this stage, and says so in words.
-fn failed(machine: &Machine, stages: &[&str], says: &str) -> Result<()> {
+/// Asserts that the last run failed at one of these stages with this message.
+fn assert_failed(machine: &Machine, stages: &[&str], says: &str) -> Result<()> {
     let line = machine.backup_records()?.pop().context("a record")?;
     let at = line["stage"].as_str().unwrap_or_default();
     let error = line["error"].as_str().unwrap_or_default();
@@ -30,13 +30,13 @@ fn failed(machine: &Machine, stages: &[&str], says: &str) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_restarts_under_a_backup_costs_that_backup() -> Result<()> {
+async fn database_restart_during_a_backup_fails_that_run() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let mut witness = Witness::of(&store);
-    witness.look()?;
+    witness.check()?;
     for (how, point) in
         [("stop", "backup.streaming"), ("kill", "backup.streaming"), ("stop", "backup.snapshot")]
     {
@@ -52,18 +52,18 @@ async fn a_server_that_restarts_under_a_backup_costs_that_backup() -> Result<()>
         machine.postgres().restart().await?;
         let ended = end(running).await?;
         ensure!([Some(69), Some(70)].contains(&ended.code), "{how}: {:?}\n{}", ended.code, ended.stderr);
-        failed(&machine, &["gate", "snapshot", "dump"], "")?;
-        witness.look().context(how)?;
+        assert_failed(&machine, &["gate", "snapshot", "dump"], "")?;
+        witness.check().context(how)?;
         assert_eq!(witness.seq(), 1, "{how}: the pointer");
         assert_eq!(store.uploads(BUCKET), Vec::<String>::new(), "{how}: the upload was aborted");
     }
     machine.run(&["svc-db-backup"])?.expect(0);
-    witness.look()?;
+    witness.check()?;
     Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("restarts under backups") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_restarts_under_a_restore_leaves_the_old_database_or_the_whole_new_one() -> Result<()> {
+async fn database_restart_during_a_restore_leaves_a_whole_database() -> Result<()> {
     let (_store, _old, new) = old_and_new().await?;
     let points =
         ["restore.created", "restore.loaded", "restore.counted", "restore.journal", "restore.closed"];
@@ -86,7 +86,7 @@ async fn a_server_that_restarts_under_a_restore_leaves_the_old_database_or_the_w
         ensure!([0, 69, 70].contains(&code), "{point}: {code}\n{}", ended.stderr);
         assert_eq!(new.marker(), code == 0, "{point}");
         if code != 0 {
-            // Its database may be left, and may be closed; the next run sees to both.
+            // The new database may exist, or be closed to sessions; the next run handles both.
             let names = new.databases().await?;
             ensure!(names.iter().any(|name| name == "svc"), "{point}: {names:?}");
             new.run(&["svc-restore"])?.expect(0);
@@ -101,8 +101,8 @@ async fn a_server_that_restarts_under_a_restore_leaves_the_old_database_or_the_w
 
 const CONNECTIONS: usize = 8;
 
-/// A server with room for few.
-async fn narrow(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
+/// A server with few connections.
+async fn small_server(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
     let setting = |name: &str, value: &str| (name.to_owned(), value.to_owned());
     let settings = vec![
         setting("max_connections", &CONNECTIONS.to_string()),
@@ -111,75 +111,75 @@ async fn narrow(store: &kit::s3::S3Server, epoch: u32) -> Result<Machine> {
     Machine::with(store, epoch, PgOptions { settings, ..PgOptions::default() }).await
 }
 
-/// Takes all connections but `left`.
-async fn crowd(machine: &Machine, left: usize) -> Result<Vec<Client>> {
+/// Occupies all connections except `left`.
+async fn occupy_connections(machine: &Machine, left: usize) -> Result<Vec<Client>> {
     let end = std::time::Instant::now() + Duration::from_secs(60);
     let mut held = Vec::new();
     while held.len() < CONNECTIONS {
-        // A session ends a moment after its client has gone.
+        // A session ends shortly after its client has disconnected.
         match machine.postgres().connect("postgres").await {
             Ok(client) => held.push(client),
             Err(error) => {
-                ensure!(std::time::Instant::now() < end, "there is no room for us: {error:#}");
+                ensure!(std::time::Instant::now() < end, "timeout: no free connection: {error:#}");
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }
     }
-    leave(&mut held, CONNECTIONS - left).await?;
+    release_connections(&mut held, CONNECTIONS - left).await?;
     Ok(held)
 }
 
-/// Ends all sessions but the first so many, and waits until the server has ended them, too.
-async fn leave(held: &mut Vec<Client>, remain: usize) -> Result<()> {
+/// Ends all sessions except the first `remain`, and waits until the server has ended them.
+async fn release_connections(held: &mut Vec<Client>, remain: usize) -> Result<()> {
     let end = std::time::Instant::now() + Duration::from_secs(60);
     held.truncate(remain);
     let there = i64::try_from(remain)?;
-    let asked = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
-    while held[0].query_one(asked, &[]).await?.get::<_, i64>(0) != there {
-        ensure!(std::time::Instant::now() < end, "beside {remain} sessions others are left");
+    let sql = "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'";
+    while held[0].query_one(sql, &[]).await?.get::<_, i64>(0) != there {
+        ensure!(std::time::Instant::now() < end, "more than {remain} sessions remain");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_without_room_for_a_session_fails_the_run_and_is_said() -> Result<()> {
+async fn exhausted_connections_fail_the_run_with_a_message() -> Result<()> {
     let store = machine::store()?;
-    let machine = narrow(&store, 1).await?;
+    let machine = small_server(&store, 1).await?;
     svc::fsx::write_atomic(&machine.path("opt/svc/restore-complete"), b"", 0o644)?;
     machine.client().await?.batch_execute(CONTENT).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
     let before = machine::pointer(&store).await?;
-    let mut crowded = crowd(&machine, 0).await?;
+    let mut crowded = occupy_connections(&machine, 0).await?;
     machine.run(&["svc-db-backup"])?.expect(69);
-    failed(&machine, &["gate"], "too many clients")?;
-    // Room for us, and none for `pg_dump`.
-    leave(&mut crowded, CONNECTIONS - 1).await?;
+    assert_failed(&machine, &["gate"], "too many clients")?;
+    // Room for the run, but not for `pg_dump`.
+    release_connections(&mut crowded, CONNECTIONS - 1).await?;
     let ended = machine.run(&["svc-db-backup"])?;
     ensure!([Some(69), Some(70)].contains(&ended.code), "{:?}: {}", ended.code, ended.stderr);
-    failed(&machine, &["dump"], "too many clients")?;
+    assert_failed(&machine, &["dump"], "too many clients")?;
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     assert_eq!(machine::pointer(&store).await?, before);
-    // One is no crowd.
-    leave(&mut crowded, 1).await?;
+    // One session is not enough to block it.
+    release_connections(&mut crowded, 1).await?;
     machine.run(&["svc-db-backup"])?.expect(0);
 
-    let new = narrow(&store, 2).await?;
+    let new = small_server(&store, 2).await?;
     new.client().await?.batch_execute("CREATE TABLE local (id int)").await?;
-    let mut crowded = crowd(&new, 0).await?;
+    let mut crowded = occupy_connections(&new, 0).await?;
     new.run_with(&["svc-restore"], SHORT)?.expect(69);
-    leave(&mut crowded, 1).await?;
+    release_connections(&mut crowded, 1).await?;
     drop(crowded);
-    is_untouched(&new, "no room").await?;
+    assert_untouched(&new, "no room").await?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker());
     Figures { faults_tried: 3, snapshots_taken: 2, ..Figures::new("databases without room") }.record()
 }
 
-/// `VACUUM FULL` or a migration, say, that keeps a table to itself for longer than a backup waits: a minute.
+/// For example `VACUUM FULL` or a migration that locks a table longer than a backup waits: a minute.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: a backup waits a minute for a lock"]
-async fn long_a_table_that_stays_locked_ends_the_backup_with_a_clear_record() -> Result<()> {
+async fn long_locked_table_fails_the_backup_with_a_record() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     let client = machine.client().await?;
@@ -189,7 +189,7 @@ async fn long_a_table_that_stays_locked_ends_the_backup_with_a_clear_record() ->
     client.batch_execute("BEGIN; LOCK TABLE notes IN ACCESS EXCLUSIVE MODE").await?;
     let ended = end(machine.spawn(&["svc-db-backup"], &[])?).await?.expect(75);
     assert!(ended.stderr.contains("lock"), "{}", ended.stderr);
-    failed(&machine, &["snapshot"], "a table is locked by another session")?;
+    assert_failed(&machine, &["snapshot"], "a table is locked by another session")?;
     assert_eq!(machine::pointer(&store).await?, before);
     assert_eq!(store.uploads(BUCKET), Vec::<String>::new());
     client.batch_execute("ROLLBACK").await?;

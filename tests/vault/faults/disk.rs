@@ -1,5 +1,5 @@
-//! A disk that is full, at each thing that is written: a small file system is mounted where it goes. The run ends with a clear
-//! error, nothing is half switched, and with room again the next run works.
+//! A full disk at each write, by a small file system mounted there. The run ends with a clear error, nothing is half
+//! switched, and with free space the next run succeeds.
 
 use std::fs;
 use std::time::Duration;
@@ -8,21 +8,21 @@ use anyhow::{Context, Result, ensure};
 use kit::disk::SmallDisk;
 use kit::long::Figures;
 
-use super::super::gate::{is_restored, is_untouched, old_and_new, reset};
+use super::super::gate::{assert_untouched, is_restored, old_and_new, reset};
 use super::super::machine::{self, Ended, Machine, Running, until};
 use super::super::stage::{NEW, OLD, Published, Stage};
 use super::witness::Witness;
 
 const MIB: u64 = 1 << 20;
 /// Runs keep 64 MiB free.
-const ROOM: u64 = 160;
+const FREE_MIB: u64 = 160;
 
 async fn end(running: Running) -> Result<Ended> {
     tokio::task::spawn_blocking(move || running.end()).await?
 }
 
 #[tokio::test]
-async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() -> Result<()> {
+async fn backup_succeeds_but_reports_that_it_is_not_recorded() -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute("CREATE TABLE t AS SELECT generate_series(1, 9) AS id").await?;
@@ -31,7 +31,7 @@ async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() ->
     let last = machine.path("var/lib/svc/last-backup.json");
     for place in ["var/lib/svc", "home/svc/home/system/logs"] {
         let Some(disk) = SmallDisk::mount(machine.path(place), 1)? else { return Ok(()) };
-        // No line fits into what is left of the last page either.
+        // The rest of the last page has no room for a line either.
         let log = machine.path("home/svc/home/system/logs/backup.jsonl");
         if place.ends_with("logs") {
             svc::fsx::remove_if_exists(&log)?;
@@ -41,10 +41,10 @@ async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() ->
         let ended = machine.run(&["svc-db-backup"])?.expect(70);
         assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
         let seq = witness.seq();
-        witness.look().context(place)?;
-        assert!(witness.seq() > seq, "{place}: the snapshot itself is good");
+        witness.check().context(place)?;
+        assert!(witness.seq() > seq, "{place}: the snapshot itself is valid");
         if place.ends_with("logs") {
-            assert_ne!(fs::read(&last)?, before, "{place}: heartbeat and gateway are told");
+            assert_ne!(fs::read(&last)?, before, "{place}: heartbeat and gateway get the result");
         } else {
             assert_eq!(fs::read(&last)?, before, "{place}: the old record is whole");
             assert_eq!(machine.backup_records()?.len(), lines + 1, "{place}: the line is written");
@@ -53,13 +53,13 @@ async fn a_backup_that_cannot_be_recorded_is_taken_all_the_same_and_says_so() ->
         machine.run(&["svc-db-backup"])?.expect(0);
         let line = machine.backup_records()?.pop().context("a record")?;
         assert_eq!(line["status"], "success", "{line}");
-        witness.look()?;
+        witness.check()?;
     }
     Figures { faults_tried: 2, snapshots_taken: witness.completed(), ..Figures::new("full disks of backups") }
         .record()
 }
 
-/// Fills the disk while the restore is at a point, which its databases show, and waits for its end.
+/// Fills the disk while the restore is at a point that its databases reveal, and waits for its end.
 async fn full_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &str) -> Result<Ended> {
     let slow = format!("{point}=sleep(2500)");
     let running = machine.spawn(&["svc-restore"], &[("FAILPOINTS", &slow)])?;
@@ -73,12 +73,12 @@ async fn full_at(machine: &Machine, disk: &SmallDisk, point: &str, database: &st
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() -> Result<()> {
+async fn restore_on_full_disk_keeps_old_database_and_resumes() -> Result<()> {
     let (_store, _old, new) = old_and_new().await?;
-    // As on a machine, where root's directory has only a link to where the marker is written.
+    // As on a machine: root's directory contains only a link to the directory of the marker.
     let marker = new.path("var/lib/svc/restore-complete");
     std::os::unix::fs::symlink(&marker, new.path("opt/svc/restore-complete"))?;
-    let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), ROOM)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(new.path("var/lib/svc"), FREE_MIB)? else { return Ok(()) };
 
     disk.fill(10 * MIB)?;
     let ended = new.run(&["svc-restore"])?.expect(70);
@@ -87,7 +87,7 @@ async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() 
         "{}",
         ended.stderr
     );
-    is_untouched(&new, "not begun").await?;
+    assert_untouched(&new, "not begun").await?;
     disk.empty()?;
 
     let running = new.spawn(&["svc-restore"], &[("FAILPOINTS", "restore.downloading=sleep(30)")])?;
@@ -100,17 +100,17 @@ async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() 
     disk.fill(0)?;
     let ended = end(running).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-    is_untouched(&new, "in the download").await?;
+    assert_untouched(&new, "in the download").await?;
     disk.empty()?;
 
     let ended = full_at(&new, &disk, "restore.counted", "svc_restore_").await?.expect(70);
     assert!(ended.stderr.contains("journal.json"), "{}", ended.stderr);
-    is_untouched(&new, "before the swap").await?;
+    assert_untouched(&new, "before the swap").await?;
     disk.empty()?;
 
     let ended = full_at(&new, &disk, "restore.renamed", "svc_before_").await?.expect(70);
     assert!(ended.stderr.contains("restore-complete"), "{}", ended.stderr);
-    assert!(!new.marker() && is_restored(&new).await?, "swapped, and not said yet");
+    assert!(!new.marker() && is_restored(&new).await?, "swapped, but not marked yet");
     disk.empty()?;
     new.run(&["svc-restore"])?.expect(0);
     assert!(new.marker() && is_restored(&new).await?);
@@ -122,7 +122,7 @@ async fn a_restore_without_room_leaves_the_old_database_and_goes_on_with_room() 
     Figures { faults_tried: 4, ..Figures::new("full disks of restores") }.record()
 }
 
-/// What is asked for and how it ended, where the disk was full.
+/// The result of an update request on a full disk.
 async fn apply_full(
     stage: &Stage,
     disk: &SmallDisk,
@@ -130,21 +130,21 @@ async fn apply_full(
     when: impl FnMut() -> bool,
 ) -> Result<Ended> {
     let running = stage.spawn_with(&["apply", "--version", NEW], Some(point))?;
-    until("the moment to fill the disk", when).await?;
+    until("the time to fill the disk", when).await?;
     disk.fill(0)?;
     end(running).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_release_without_room_is_not_unpacked_and_is_with_room() -> Result<()> {
+async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), ROOM)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), FREE_MIB)? else { return Ok(()) };
     disk.fill(10 * MIB)?;
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("bytes are free and"), "{}", ended.stderr);
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"preflight".into()), "{last}");
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
     disk.empty()?;
 
     let releases = stage.machine.path("opt/svc/releases");
@@ -157,39 +157,39 @@ async fn a_release_without_room_is_not_unpacked_and_is_with_room() -> Result<()>
     let last = stage.last()?;
     assert_eq!((&last["outcome"], &last["stage"]), (&"failed".into(), &"download".into()), "{last}");
     disk.empty()?;
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
 
     stage.apply(NEW).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     Figures { faults_tried: 2, ..Figures::new("full disks of unpacked releases") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_update_whose_journal_finds_no_room_is_finished_with_room() -> Result<()> {
+async fn update_with_full_journal_disk_completes_later() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     let Some(disk) = SmallDisk::mount(stage.machine.path("var/lib/svc"), 4)? else { return Ok(()) };
     disk.fill(0)?;
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
     disk.empty()?;
-    stage.is_untouched()?;
+    stage.assert_untouched()?;
 
-    // Full once the link is turned: what comes then cannot be written down.
+    // Full once the link is switched: later steps cannot be recorded.
     let current = stage.machine.path("opt/svc/current");
     let turned = || fs::read_link(&current).is_ok_and(|to| to.ends_with(NEW));
     let ended = apply_full(&stage, &disk, "update.linked=sleep(1500)", turned).await?.expect(70);
     assert!(ended.stderr.contains("No space left on device"), "{}", ended.stderr);
-    assert!(stage.machine.path("var/lib/svc/update/journal.json").exists(), "nothing would finish it");
-    assert!(turned() && current.join("bin/svc").is_file(), "whole, whichever it is");
+    assert!(stage.machine.path("var/lib/svc/update/journal.json").exists(), "the journal is missing");
+    assert!(turned() && current.join("bin/svc").is_file(), "the current release is complete");
     disk.empty()?;
     stage.run(&["resume"], None).await?.expect(0);
-    stage.runs(NEW)?;
+    stage.assert_running(NEW)?;
     assert_eq!(stage.last()?["outcome"], "updated");
     Figures { faults_tried: 2, ..Figures::new("full disks of journals") }.record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn units_without_room_take_the_machine_back() -> Result<()> {
+async fn full_disk_for_units_rolls_the_update_back() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
     let Some(disk) = SmallDisk::mount(stage.machine.path("etc/systemd"), 1)? else { return Ok(()) };
     let long = "#\n".repeat(4000);

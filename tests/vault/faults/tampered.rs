@@ -1,5 +1,5 @@
-//! Objects that somebody has changed at the store, each kind: the restore refuses what does not fit together and leaves the
-//! machine as it was, and a backup never makes it worse. `gate` has those that are torn, missing or cut.
+//! Tampered objects of each kind: the restore refuses inconsistent ones and leaves the machine unchanged, and a
+//! backup never makes it worse. `gate` covers damaged, missing and truncated objects.
 
 use anyhow::{Context, Result, ensure};
 use kit::long::Figures;
@@ -10,11 +10,11 @@ use svc::machine::epoch::Epoch;
 use svc::store::pointer::Fence;
 use svc::store::pointer_io;
 
-use super::super::gate::{dump_key, is_restored, is_untouched, old_and_new, reset};
+use super::super::gate::{assert_untouched, dump_key, is_restored, old_and_new, reset};
 use super::super::machine::{self, BUCKET, Machine, USER};
 use super::witness::Witness;
 
-/// The three objects of a snapshot as they were, and what is put in their place.
+/// The three original objects of a snapshot, and their replacements.
 struct Objects<'a> {
     store: &'a S3Server,
     key: String,
@@ -39,7 +39,7 @@ impl<'a> Objects<'a> {
     fn put(&self, pointer: &Value, side: &Value, dump: &[u8]) {
         let log = format!("{USER}/primary/system/db/pointer-log");
         let entry = |seq: u64| format!("{log}/{seq:016}.json");
-        // What the log says later than this pointer would hold.
+        // A later entry of the log would take precedence over this pointer.
         let seq = pointer["seq"].as_u64().unwrap_or_default();
         for key in self
             .store
@@ -76,7 +76,7 @@ impl<'a> Objects<'a> {
         self.put(&self.pointer, &side, &self.dump);
     }
 
-    /// Other bytes, with a record and a pointer that fit them: only the content itself can tell.
+    /// Other bytes with a matching record and pointer: only the content reveals them.
     fn with_dump(&self, dump: &[u8]) {
         self.forged(dump, &hex::encode(Sha256::digest(dump)));
     }
@@ -97,7 +97,7 @@ fn latest() -> String {
 
 type Tamper = fn(&Objects<'_>);
 
-/// What is done, and words of what is said of it.
+/// The manipulation, and part of the message that it causes.
 fn table() -> Vec<(&'static str, &'static str, Tamper)> {
     vec![
         ("the pointer names another slot's snapshot", "not one of a snapshot", |objects| {
@@ -180,13 +180,13 @@ async fn whatever_was_tampered_with_is_refused() -> Result<()> {
     let rows = table.len() as u64;
     for (name, says, tamper) in table {
         tamper(&objects);
-        // A dump that an earlier run has fetched whole would need nothing of the store.
+        // A complete download of an earlier run would not need the store.
         let fetched = find(&new.path("var/lib/svc/restore"), "").unwrap_or_default();
         fetched.iter().try_for_each(|path| svc::fsx::remove_if_exists(path))?;
         let ended = new.run(&["svc-restore"]).context(name)?;
         assert_eq!(ended.code, Some(70), "{name}: {}", ended.stderr);
         ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);
-        is_untouched(&new, name).await?;
+        assert_untouched(&new, name).await?;
         let outside = find(new.root.path(), "outside")?;
         ensure!(outside.is_empty(), "{name}: {outside:?}");
         objects.heal();
@@ -196,7 +196,7 @@ async fn whatever_was_tampered_with_is_refused() -> Result<()> {
     Figures { faults_tried: rows, ..Figures::new("tampered objects") }.record()
 }
 
-/// Files below a directory whose name begins so.
+/// Files below a directory whose name has this prefix.
 fn find(dir: &std::path::Path, begin: &str) -> Result<Vec<std::path::PathBuf>> {
     let (mut found, mut todo) = (Vec::new(), vec![dir.to_owned()]);
     while let Some(dir) = todo.pop() {
@@ -211,7 +211,7 @@ fn find(dir: &std::path::Path, begin: &str) -> Result<Vec<std::path::PathBuf>> {
     Ok(found)
 }
 
-/// Names and values that would be statements, were they not quoted.
+/// Names and values that would be statements if they were not quoted.
 #[tokio::test]
 async fn nothing_of_a_record_is_a_statement() -> Result<()> {
     let (store, _old, new) = old_and_new().await?;
@@ -244,7 +244,7 @@ async fn nothing_of_a_record_is_a_statement() -> Result<()> {
                     assert!(new.marker() && is_restored(&new).await?, "{name}: {}", ended.stderr);
                     reset(&new).await?;
                 }
-                Some(70) => is_untouched(&new, name).await?,
+                Some(70) => assert_untouched(&new, name).await?,
                 other => anyhow::bail!("{name}: {other:?}: {}", ended.stderr),
             }
         }
@@ -252,9 +252,9 @@ async fn nothing_of_a_record_is_a_statement() -> Result<()> {
     Ok(())
 }
 
-/// A pointer of an earlier time, put back: the fence in it is lower. What it names is whole; the next write fences again.
+/// An earlier pointer is restored, with a lower fence. Its snapshot is complete; the next write fences again.
 #[tokio::test]
-async fn a_lower_fence_lets_nobody_back_in_for_long() -> Result<()> {
+async fn lowered_fence_is_raised_by_the_next_write() -> Result<()> {
     let (store, old, new) = old_and_new().await?;
     let objects = Objects::of(&store)?;
     pointer_io::fence(&machine::bucket(&store)?, &machine::slot(), &Fence::unsigned(Epoch(2), new.id))
@@ -271,10 +271,10 @@ async fn a_lower_fence_lets_nobody_back_in_for_long() -> Result<()> {
     Ok(())
 }
 
-/// A backup looks at pointer and record before it begins: it overwrites no pointer that it does not understand, and replaces
-/// a snapshot that nobody could restore.
+/// A backup checks pointer and record first: it never overwrites an unreadable pointer, and replaces a snapshot that
+/// cannot be restored.
 #[tokio::test]
-async fn a_backup_beside_what_was_tampered_with_loses_nothing() -> Result<()> {
+async fn backup_next_to_tampered_objects_loses_nothing() -> Result<()> {
     let (store, old, _new) = old_and_new().await?;
     let objects = Objects::of(&store)?;
     let kept = |machine: &Machine, code: i32, says: &str, name: &str| -> Result<()> {
@@ -284,7 +284,7 @@ async fn a_backup_beside_what_was_tampered_with_loses_nothing() -> Result<()> {
         let line = machine.backup_records()?.pop().context("a record")?;
         let error = line["error"].as_str().unwrap_or_default();
         ensure!(error.contains(says) && line["stage"] == "gate", "{name}: {line}");
-        ensure!(store.read(BUCKET, &latest()) == before, "{name}: the pointer was written over");
+        ensure!(store.read(BUCKET, &latest()) == before, "{name}: the pointer was overwritten");
         Ok(())
     };
     for (name, says, text) in [
@@ -316,7 +316,7 @@ async fn a_backup_beside_what_was_tampered_with_loses_nothing() -> Result<()> {
         } else {
             store.remove(BUCKET, &objects.path(".json"));
         }
-        // What counts rows that are not there makes the new snapshot look like a loss: it is kept, and held.
+        // A record of rows that never existed makes the new snapshot look like a loss: it is stored, and held.
         let is_held = name == "rows that have no sum";
         old.run(&["svc-db-backup"])?.expect(if is_held { 65 } else { 0 });
         let now =
@@ -324,5 +324,5 @@ async fn a_backup_beside_what_was_tampered_with_loses_nothing() -> Result<()> {
         assert_eq!(now.key == objects.key, is_held, "{name}");
     }
     objects.heal();
-    Witness::of(&store).look()
+    Witness::of(&store).check()
 }

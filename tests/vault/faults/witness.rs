@@ -1,5 +1,5 @@
-//! Looks at the objects of a slot as somebody who believes nobody: nothing that was whole may go or change, and the pointer
-//! names what is whole.
+//! An independent check of a slot's objects: nothing complete may disappear or change, and the pointer names a
+//! complete snapshot.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,10 @@ use svc::store::snapshot::SideRecord;
 
 use super::super::machine::{BUCKET, USER};
 
-/// Remembers what it has seen; each look compares with that.
+/// Remembers earlier states; each check compares with them.
 pub struct Witness<'a> {
     store: &'a S3Server,
-    /// Completed snapshots by their key, with the ETags of dump and side record.
+    /// Complete snapshots by key, with the ETags of dump and side record.
     whole: BTreeMap<String, Seen>,
     seq: u64,
 }
@@ -28,19 +28,20 @@ impl<'a> Witness<'a> {
         Self { store, whole: BTreeMap::new(), seq: 0 }
     }
 
-    /// How many snapshots are complete: a dump with its side record.
+    /// The number of complete snapshots: a dump with its side record.
     pub fn completed(&self) -> u64 {
         self.whole.len() as u64
     }
 
-    /// How often the pointer has been moved.
+    /// The number of pointer updates.
     pub fn seq(&self) -> u64 {
         self.seq
     }
 
     /// # Errors
-    /// What does not hold.
-    pub fn look(&mut self) -> anyhow::Result<()> {
+    ///
+    /// The violated invariant.
+    pub fn check(&mut self) -> anyhow::Result<()> {
         self.compare().map_err(anyhow::Error::msg)
     }
 
@@ -55,8 +56,8 @@ impl<'a> Witness<'a> {
             let now = (etags.get(key), etags.get(&format!("{key}.json")));
             match now {
                 (Some(dump), Some(side)) if (dump, side) == (&seen.etags.0, &seen.etags.1) => {}
-                (Some(_), Some(_)) => return Err(format!("{key} was written over")),
-                _ => return Err(format!("{key} was there and is not any more")),
+                (Some(_), Some(_)) => return Err(format!("{key} was overwritten")),
+                _ => return Err(format!("{key} has disappeared")),
             }
         }
         for (key, etag) in &etags {
@@ -69,7 +70,7 @@ impl<'a> Witness<'a> {
         self.follow(&root)
     }
 
-    /// The side record of a dump that is as it says.
+    /// The side record of a dump, checked against it.
     fn read(&self, root: &str, key: &str) -> Result<SideRecord, String> {
         let read = |key: &str| self.store.read(BUCKET, &format!("{root}{key}")).unwrap_or_default();
         let side: SideRecord = serde_json::from_slice(&read(&format!("{key}.json")))
@@ -84,7 +85,7 @@ impl<'a> Witness<'a> {
 
     fn follow(&mut self, root: &str) -> Result<(), String> {
         let Some(text) = self.store.read(BUCKET, &format!("{root}system/db/latest")) else {
-            return if self.seq == 0 { Ok(()) } else { Err("the pointer is gone".to_owned()) };
+            return if self.seq == 0 { Ok(()) } else { Err("the pointer has disappeared".to_owned()) };
         };
         let pointer: Pointer =
             serde_json::from_slice(&text).map_err(|error| format!("the pointer is not readable: {error}"))?;
@@ -97,7 +98,7 @@ impl<'a> Witness<'a> {
             return Err(format!("the pointer names {}, which is not complete", named.key));
         };
         if (named.size_bytes, &named.sha256) != (seen.side.size_bytes, &seen.side.sha256) {
-            return Err(format!("the pointer says {named:?} of what is {:?}", seen.side));
+            return Err(format!("the pointer says {named:?}, but the record is {:?}", seen.side));
         }
         Ok(())
     }
@@ -116,7 +117,7 @@ mod tests {
         format!("{USER}/primary/{key}")
     }
 
-    /// As a good backup leaves it.
+    /// Writes the objects of a successful backup.
     fn take(store: &S3Server, number: u32, now: Option<&Pointer>) -> Pointer {
         let key = format!("system/db/snapshots/2026-01-02T03-04-0{number}.000Z-1.dump");
         let dump = format!("dump {number}").into_bytes();
@@ -144,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_may_not_be_is_seen() {
+    fn every_violation_is_detected() {
         type Break = fn(&S3Server, &Pointer);
         fn key(pointer: &Pointer) -> &str {
             pointer.snapshot.as_ref().map_or("", |named| &named.key)
@@ -155,14 +156,14 @@ mod tests {
             store.write(BUCKET, &path("system/db/latest"), serde_json::to_vec(&pointer).expect("JSON"));
         }
         let breaks: [(&str, Break); 9] = [
-            ("is not any more", |store, pointer| {
+            ("has disappeared", |store, pointer| {
                 store.remove(BUCKET, &path(key(pointer)));
             }),
-            ("is not any more", |store, pointer| {
+            ("has disappeared", |store, pointer| {
                 store.remove(BUCKET, &path(&format!("{}.json", key(pointer))));
             }),
             ("written over", |store, pointer| store.write(BUCKET, &path(key(pointer)), "dump 9")),
-            ("the pointer is gone", |store, _| {
+            ("the pointer has disappeared", |store, _| {
                 store.remove(BUCKET, &path("system/db/latest"));
             }),
             ("not readable", |store, _| store.write(BUCKET, &path("system/db/latest"), "{")),
@@ -185,14 +186,14 @@ mod tests {
         for (number, (said, spoil)) in breaks.into_iter().enumerate() {
             let store = machine::store().expect("a store");
             let mut witness = Witness::of(&store);
-            witness.look().expect("nothing is there yet");
+            witness.check().expect("the slot is empty");
             let first = take(&store, 1, None);
-            witness.look().expect("one");
+            witness.check().expect("one");
             let second = take(&store, 2, Some(&first));
-            witness.look().expect("two");
+            witness.check().expect("two");
             assert_eq!((witness.completed(), witness.seq()), (2, 2));
             spoil(&store, &second);
-            let error = witness.look().expect_err("it was spoilt").to_string();
+            let error = witness.check().expect_err("a violation").to_string();
             assert!(error.contains(said), "{number}: {error}");
         }
     }

@@ -177,7 +177,11 @@ fn write_settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Resul
     );
     let readme = fs::read_to_string(source.join("docs/operating/install.md"))?;
     let line = readme.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
-    root.run(&["sh", "-c", line.context("docs/operating/install.md has no command that installs the settings")?])?;
+    root.run(&[
+        "sh",
+        "-c",
+        line.context("docs/operating/install.md has no command that installs the settings")?,
+    ])?;
     let mut text = String::new();
     for (name, value) in stack.platform_env() {
         let value = match name.as_str() {

@@ -1,4 +1,4 @@
-//! Backups that are killed anywhere: nothing at the store is lost, the pointer is always true, and the next run works.
+//! Backups killed at any point: no stored object is lost, the pointer is always valid, and the next run succeeds.
 
 use anyhow::{Context, Result, ensure};
 use kit::long::Figures;
@@ -6,7 +6,7 @@ use kit::s3::S3Server;
 
 use super::super::super::machine::{self, BUCKET, Machine};
 use super::super::witness::Witness;
-use super::{FEW, Killer, MANY, no_torn_file};
+use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_torn_file};
 
 /// A table whose rows are counted, and more than one part of an upload.
 const CONTENT: &str = "CREATE TABLE t AS SELECT generate_series(1, 1000) AS id; \
@@ -23,23 +23,23 @@ struct Campaign<'a> {
 }
 
 impl Campaign<'_> {
-    /// A run that nobody kills: a snapshot of what is in the database now, whatever was left by those before.
+    /// An undisturbed run stores a snapshot of the current database, whatever earlier runs left.
     async fn succeed(&mut self) -> Result<()> {
         let before = self.witness.seq();
-        self.killer.spare(|| self.machine.spawn(&BACKUP, &[])).await?;
-        self.witness.look()?;
+        self.killer.complete_run(|| self.machine.spawn(&BACKUP, &[])).await?;
+        self.witness.check()?;
         ensure!(self.witness.seq() == before + 1, "moved from {before} to {}", self.witness.seq());
         let pointer = machine::pointer(self.store).await?.context("a pointer")?;
         let named = pointer.snapshot.context("a snapshot")?;
         let side = self.side(&named.key)?;
         let rows = side["tables"].as_array().into_iter().flatten().find(|table| table["name"] == "public.t");
         ensure!(rows.is_some_and(|table| table["rows"] == self.rows), "{side}");
-        // One that was begun in the moment of a kill is not noted yet, and is empty.
+        // An upload started at the moment of a kill is not noted yet, and is empty.
         let open = self.store.uploads_with_parts(BUCKET);
-        ensure!(open.is_empty(), "uploads of runs that were killed are open: {open:?}");
+        ensure!(open.is_empty(), "uploads of killed runs are still open: {open:?}");
         let own = self.store.uploads(BUCKET).into_iter().find(|key| key.ends_with(&named.key));
-        ensure!(own.is_none(), "its own upload is open");
-        no_torn_file(&self.machine.path("var/lib/svc"))?;
+        ensure!(own.is_none(), "its own upload is still open");
+        assert_no_torn_file(&self.machine.path("var/lib/svc"))?;
         let last = self.machine.backup_records()?.pop().context("a record")?;
         ensure!(last["status"] == "success" && last["key"] == *named.key, "{last}");
         Ok(())
@@ -54,14 +54,14 @@ impl Campaign<'_> {
         self.machine.client().await?.batch_execute("INSERT INTO t VALUES (0)").await?;
         self.rows += 1;
         for _ in 0..self.killer.row() {
-            self.killer.strike(self.machine.spawn(&BACKUP, &[])?).await?;
-            self.witness.look()?;
+            self.killer.kill_run(self.machine.spawn(&BACKUP, &[])?).await?;
+            self.witness.check()?;
         }
         self.succeed().await
     }
 }
 
-async fn survived(kills: u64, seed: u64) -> Result<()> {
+async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let store = machine::store()?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
@@ -78,7 +78,7 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
     let figures = Figures {
         kills_survived: campaign.killer.kills,
         snapshots_taken: campaign.witness.completed(),
-        lost: u64::from(campaign.witness.look().is_err()),
+        lost: u64::from(campaign.witness.check().is_err()),
         ..Figures::new("kills of backups")
     };
     figures.record()?;
@@ -86,12 +86,12 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
 }
 
 #[tokio::test]
-async fn backups_survive_kills_at_random_moments() -> Result<()> {
-    survived(FEW, 1).await
+async fn backups_survive_random_kills() -> Result<()> {
+    run_campaign(SHORT_KILLS, 1).await
 }
 
 #[tokio::test]
 #[ignore = "long: 200 kills"]
 async fn long_backups_survive_200_kills() -> Result<()> {
-    survived(MANY, Killer::fresh()).await
+    run_campaign(LONG_KILLS, Killer::fresh()).await
 }

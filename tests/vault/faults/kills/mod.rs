@@ -1,4 +1,4 @@
-//! `kill -9` of the real applets after a random part of the time that they take, again and again, and what holds then.
+//! Repeated `kill -9` of the real applets after a random part of their run time, and the invariants after each kill.
 
 mod backup;
 mod register;
@@ -14,14 +14,14 @@ use nix::sys::signal::Signal;
 use super::super::machine::{Ended, Running};
 use crate::sim::rng::Rng;
 
-/// For every change.
-const FEW: u64 = 8;
-const MANY: u64 = 200;
-/// Kills in a row at most, before a run is let through. Fewer than after which an update is given up.
-const ROW: usize = 3;
+/// Kills in the short form.
+const SHORT_KILLS: u64 = 8;
+const LONG_KILLS: u64 = 200;
+/// Maximum consecutive kills before a complete run; fewer than the number after which an update is abandoned.
+const MAX_KILLS_IN_A_ROW: usize = 3;
 
-/// What a write that was killed left is gone after a run that was not.
-fn no_torn_file(dir: &Path) -> Result<()> {
+/// Temporary files of a killed write are removed by the next complete run.
+fn assert_no_torn_file(dir: &Path) -> Result<()> {
     let names =
         std::fs::read_dir(dir)?.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     let torn: Vec<String> = names.filter(|name| name.starts_with('.') && name.ends_with(".tmp")).collect();
@@ -29,7 +29,7 @@ fn no_torn_file(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A run that was killed in the moment in which it started a program: until that has begun, it holds the lock in its place.
+/// A run killed while it started a program: until that program has started, it holds the lock.
 fn is_locked_out(ended: &Ended) -> bool {
     ended.code == Some(75) && ended.stderr.contains("is under way")
 }
@@ -37,7 +37,7 @@ fn is_locked_out(ended: &Ended) -> bool {
 /// Kills runs at random moments and counts.
 struct Killer {
     rng: Rng,
-    /// What a run takes that nobody kills.
+    /// Duration of an undisturbed run.
     span: Duration,
     kills: u64,
 }
@@ -50,18 +50,18 @@ impl Killer {
         Self { rng: Rng::new(seed), span: Duration::ZERO, kills: 0 }
     }
 
-    /// A seed that no run before had, for a long campaign.
+    /// A new seed, for a long campaign.
     fn fresh() -> u64 {
         uuid::Uuid::new_v4().as_u64_pair().0
     }
 
-    /// Lets a run end by itself, and learns how long that takes: with other load, it changes.
-    async fn spare(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<Ended> {
-        let patience = Instant::now() + Duration::from_secs(10);
+    /// Completes a run and measures its duration, which changes with the load.
+    async fn complete_run(&mut self, spawn: impl Fn() -> Result<Running>) -> Result<Ended> {
+        let deadline = Instant::now() + Duration::from_secs(10);
         loop {
             let (begun, running) = (Instant::now(), spawn()?);
             let ended = tokio::task::spawn_blocking(move || running.end()).await??;
-            if is_locked_out(&ended) && begun < patience {
+            if is_locked_out(&ended) && begun < deadline {
                 continue;
             }
             let took = begun.elapsed();
@@ -70,8 +70,8 @@ impl Killer {
         }
     }
 
-    /// Kills a run at a moment that is anywhere in it, or finds that it had ended well.
-    async fn strike(&mut self, running: Running) -> Result<()> {
+    /// Kills a run at a random point, unless it has already succeeded.
+    async fn kill_run(&mut self, running: Running) -> Result<()> {
         let part = self.rng.below(1050) as u32;
         tokio::time::sleep(self.span * part / 1000).await;
         running.signal(Signal::SIGKILL)?;
@@ -80,13 +80,13 @@ impl Killer {
             (Some(9), _) => self.kills += 1,
             (_, Some(0)) => {}
             _ if is_locked_out(&ended) => {}
-            _ => bail!("it ended by itself with {:?}:\n{}", ended.code, ended.stderr),
+            _ => bail!("the run ended with {:?}:\n{}", ended.code, ended.stderr),
         }
         Ok(())
     }
 
-    /// How many strikes come before a run is let through.
+    /// The number of kills before the next complete run.
     fn row(&mut self) -> usize {
-        1 + self.rng.below(ROW)
+        1 + self.rng.below(MAX_KILLS_IN_A_ROW)
     }
 }

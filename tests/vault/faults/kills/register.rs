@@ -1,4 +1,4 @@
-//! Registrations that are killed anywhere: the platform accepts one body of a machine, and hears no other from it.
+//! Registrations killed at any point: the platform accepts one body of a machine, and never receives another from it.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -17,11 +17,11 @@ use svc::machine::id::MachineId;
 use super::super::super::bundle;
 use super::super::super::machine::{Machine, Running};
 use super::super::super::platform::gateway;
-use super::{FEW, Killer, MANY};
+use super::{Killer, LONG_KILLS, SHORT_KILLS};
 
-/// What the platform's rule is: a token is worth one body, and that body gets the same answer again.
+/// The platform's rule: a token accepts one body, and a repetition gets the same response.
 #[derive(Default)]
-struct Book {
+struct Registrations {
     /// By machine.
     accepted: BTreeMap<String, Entry>,
     refused: u64,
@@ -32,10 +32,10 @@ struct Entry {
     answers: u64,
 }
 
-type Desk = Arc<Mutex<Book>>;
+type SharedRegistrations = Arc<Mutex<Registrations>>;
 
-async fn answer(State(desk): State<Desk>, body: String) -> Response {
-    let mut book = desk.lock().unwrap_or_else(PoisonError::into_inner);
+async fn answer(State(registrations): State<SharedRegistrations>, body: String) -> Response {
+    let mut book = registrations.lock().unwrap_or_else(PoisonError::into_inner);
     let machine = serde_json::from_str::<Value>(&body).ok();
     let machine =
         machine.and_then(|body| Some(body.get("machineId")?.as_str()?.to_owned())).unwrap_or_default();
@@ -51,7 +51,7 @@ async fn answer(State(desk): State<Desk>, body: String) -> Response {
 
 struct Campaign {
     machine: Machine,
-    desk: Desk,
+    registrations: SharedRegistrations,
     listen: String,
     killer: Killer,
 }
@@ -60,54 +60,59 @@ impl Campaign {
     async fn new(seed: u64) -> Result<Self> {
         let machine = Machine::bare(1)?;
         machine.run_release("1.0.0", &bundle::digest(b"a release"))?;
-        let desk = Desk::default();
+        let registrations = SharedRegistrations::default();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let base = format!("http://{}", listener.local_addr()?);
-        let app = Router::new().route("/vps/register", post(answer)).with_state(Arc::clone(&desk));
+        let app = Router::new().route("/vps/register", post(answer)).with_state(Arc::clone(&registrations));
         tokio::spawn(async move { axum::serve(listener, app).await });
         machine.add_env("host.env", &[("PLATFORM_INTERNAL_URL", &base)])?;
         let listen: SocketAddr = gateway(&machine).await?;
-        Ok(Self { machine, desk, listen: listen.to_string(), killer: Killer::new("registrations", seed) })
+        Ok(Self {
+            machine,
+            registrations,
+            listen: listen.to_string(),
+            killer: Killer::new("registrations", seed),
+        })
     }
 
     fn spawn(&self) -> Result<Running> {
         self.machine.spawn(&["svc-register"], &[("GATEWAY_LISTEN", &self.listen)])
     }
 
-    async fn spare(&mut self) -> Result<()> {
+    async fn complete_run(&mut self) -> Result<()> {
         let (machine, listen) = (&self.machine, self.listen.as_str());
         self.killer
-            .spare(|| machine.spawn(&["svc-register"], &[("GATEWAY_LISTEN", listen)]))
+            .complete_run(|| machine.spawn(&["svc-register"], &[("GATEWAY_LISTEN", listen)]))
             .await
             .map(|_| ())
     }
 
     fn answers(&self, id: &str) -> u64 {
-        let book = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
+        let book = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
         book.accepted.get(id).map_or(0, |entry| entry.answers)
     }
 
-    /// What is on disk is whole, and says of no registration that there was none of.
-    fn look(&self, id: &str) -> Result<()> {
+    /// Checks that the files are complete, and that none claims a registration that did not happen.
+    fn check_state(&self, id: &str) -> Result<()> {
         let path = self.machine.path("var/lib/svc/register.json");
         let Some(text) = svc::fsx::read_if_exists(&path)? else { return Ok(()) };
         let ledger: Value = serde_json::from_slice(&text).context("the ledger is torn")?;
-        let book = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
+        let book = self.registrations.lock().unwrap_or_else(PoisonError::into_inner);
         ensure!(book.refused == 0, "another body came from the same machine");
         if ledger["machineId"] == id && !ledger["registeredAt"].is_null() {
             let entry = book.accepted.get(id).context("it was never accepted")?;
-            ensure!(ledger["sent"] == *entry.body, "{ledger} is not what was accepted");
+            ensure!(ledger["sent"] == *entry.body, "{ledger} differs from the accepted body");
         }
         Ok(())
     }
 
-    /// A machine that was never registered, on the disk of the one before.
+    /// A new machine on the disk of the previous one.
     async fn round(&mut self) -> Result<()> {
         let id = MachineId::new().to_string();
         self.machine.add_env("host.env", &[("SVC_MACHINE_ID", &id)])?;
         for _ in 0..self.killer.row() {
-            self.killer.strike(self.spawn()?).await?;
-            self.look(&id)?;
+            self.killer.kill_run(self.spawn()?).await?;
+            self.check_state(&id)?;
         }
         self.succeed(&id).await
     }
@@ -115,21 +120,21 @@ impl Campaign {
     async fn succeed(&mut self, id: &str) -> Result<()> {
         let ended = self.spawn()?;
         let ended = tokio::task::spawn_blocking(move || ended.end()).await??.expect(0);
-        self.look(id)?;
+        self.check_state(id)?;
         let answers = self.answers(id);
         ensure!(answers > 0, "not registered:\n{}", ended.stderr);
         let again = self.spawn()?;
         tokio::task::spawn_blocking(move || again.end()).await??.expect(0);
-        ensure!(self.answers(id) == answers, "what is registered is not told again");
+        ensure!(self.answers(id) == answers, "a registered machine does not register again");
         Ok(())
     }
 }
 
-async fn survived(kills: u64, seed: u64) -> Result<()> {
+async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let mut campaign = Campaign::new(seed).await?;
     let end = async {
         let first = campaign.machine.id.to_string();
-        campaign.spare().await?;
+        campaign.complete_run().await?;
         campaign.succeed(&first).await?;
         while campaign.killer.kills < kills {
             campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
@@ -142,40 +147,40 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn registrations_survive_kills_at_random_moments() -> Result<()> {
-    survived(FEW, 1).await
+async fn registrations_survive_random_kills() -> Result<()> {
+    run_campaign(SHORT_KILLS, 1).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: 200 kills"]
 async fn long_registrations_survive_200_kills() -> Result<()> {
-    survived(MANY, Killer::fresh()).await
+    run_campaign(LONG_KILLS, Killer::fresh()).await
 }
 
-/// The look itself.
+/// Tests the check itself.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_ledger_that_says_too_much_is_seen() -> Result<()> {
+async fn false_registration_ledger_is_detected() -> Result<()> {
     let campaign = Campaign::new(1).await?;
     let id = campaign.machine.id.to_string();
-    campaign.look(&id)?;
+    campaign.check_state(&id)?;
     let path = campaign.machine.path("var/lib/svc/register.json");
     let write = |text: &str| svc::fsx::write_atomic(&path, text.as_bytes(), 0o600);
     write("{\"version\":1,")?;
-    assert!(campaign.look(&id).is_err(), "torn");
+    assert!(campaign.check_state(&id).is_err(), "torn");
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": null}).to_string())?;
-    campaign.look(&id)?;
+    campaign.check_state(&id)?;
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
-    assert!(campaign.look(&id).is_err(), "nothing was accepted");
-    let book = || Book {
+    assert!(campaign.check_state(&id).is_err(), "nothing was accepted");
+    let book = || Registrations {
         accepted: BTreeMap::from([(id.clone(), Entry { body: "{}".to_owned(), answers: 1 })]),
         refused: 0,
     };
-    *campaign.desk.lock().unwrap() = book();
-    campaign.look(&id)?;
+    *campaign.registrations.lock().unwrap() = book();
+    campaign.check_state(&id)?;
     write(&json!({"machineId": id, "sent": "{\"other\":1}", "registeredAt": "now"}).to_string())?;
-    assert!(campaign.look(&id).is_err(), "another body was accepted");
-    *campaign.desk.lock().unwrap() = Book { refused: 1, ..book() };
+    assert!(campaign.check_state(&id).is_err(), "another body was accepted");
+    *campaign.registrations.lock().unwrap() = Registrations { refused: 1, ..book() };
     write(&json!({"machineId": id, "sent": "{}", "registeredAt": "now"}).to_string())?;
-    assert!(campaign.look(&id).is_err(), "another body was refused");
+    assert!(campaign.check_state(&id).is_err(), "another body was refused");
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! Restores that are killed anywhere: the old database is there until the new one is whole, and the marker comes last.
+//! Restores killed at any point: the old database exists until the new one is complete, and the marker is written
+//! last.
 
 use anyhow::{Context, Result, ensure};
 use kit::long::Figures;
@@ -6,23 +7,23 @@ use kit::long::Figures;
 use super::super::super::gate::{old_and_new, reset};
 use super::super::super::machine::Machine;
 use super::super::witness::Witness;
-use super::{FEW, Killer, MANY, no_torn_file};
+use super::{Killer, LONG_KILLS, SHORT_KILLS, assert_no_torn_file};
 
 const RESTORE: [&str; 1] = ["svc-restore"];
 
-/// What one database holds.
+/// The content of a database.
 #[derive(Debug, PartialEq)]
-enum Held {
-    /// What the machine had before.
+enum DatabaseContent {
+    /// The machine's previous data.
     Old,
-    /// All of the snapshot and nothing else.
+    /// Exactly the content of the snapshot.
     Snapshot,
-    /// Sessions are kept out: a swap was under way.
+    /// Sessions are refused: a swap was in progress.
     Closed,
     Else(String),
 }
 
-/// The snapshot's rows, hashed; the same where it was taken.
+/// A hash of the snapshot's rows.
 const CONTENT: &str = "SELECT (SELECT md5(string_agg(id::text, ',' ORDER BY id)) FROM kept) || \
      (SELECT md5(string_agg(md5(bytes), '' ORDER BY bytes)) FROM noise)";
 
@@ -32,27 +33,31 @@ async fn tables(client: &tokio_postgres::Client) -> Result<Vec<String>> {
     Ok(client.query(named, &[]).await?.iter().map(|row| row.get(0)).collect())
 }
 
-async fn held(machine: &Machine, database: &str, snapshot: &str) -> Result<Held> {
+async fn database_content(machine: &Machine, database: &str, snapshot: &str) -> Result<DatabaseContent> {
     let admin = machine.postgres().connect("postgres").await?;
-    let asked = "SELECT datallowconn FROM pg_database WHERE datname = $1";
-    let Some(row) = admin.query_opt(asked, &[&database]).await? else {
-        return Ok(Held::Else("it is not there".to_owned()));
+    let sql = "SELECT datallowconn FROM pg_database WHERE datname = $1";
+    let Some(row) = admin.query_opt(sql, &[&database]).await? else {
+        return Ok(DatabaseContent::Else("it does not exist".to_owned()));
     };
     if !row.get::<_, bool>(0) {
-        return Ok(Held::Closed);
+        return Ok(DatabaseContent::Closed);
     }
-    // The last step of a run that was killed may still be under way in the server.
-    let Ok(client) = machine.postgres().connect(database).await else { return Ok(Held::Closed) };
+    // The server may still execute the last step of a killed run.
+    let Ok(client) = machine.postgres().connect(database).await else { return Ok(DatabaseContent::Closed) };
     let tables = tables(&client).await?;
     if tables == ["local"] {
         let rows = client.query("SELECT id FROM local", &[]).await?;
         let rows: Vec<i32> = rows.iter().map(|row| row.get(0)).collect();
-        return Ok(if rows.is_empty() { Held::Old } else { Held::Else(format!("local has {rows:?}")) });
+        return Ok(if rows.is_empty() {
+            DatabaseContent::Old
+        } else {
+            DatabaseContent::Else(format!("local has {rows:?}"))
+        });
     }
     if tables == ["kept", "noise"] && content(&client).await?.as_deref() == Some(snapshot) {
-        return Ok(Held::Snapshot);
+        return Ok(DatabaseContent::Snapshot);
     }
-    Ok(Held::Else(format!("{tables:?}")))
+    Ok(DatabaseContent::Else(format!("{tables:?}")))
 }
 
 async fn content(client: &tokio_postgres::Client) -> Result<Option<String>> {
@@ -62,67 +67,71 @@ async fn content(client: &tokio_postgres::Client) -> Result<Option<String>> {
 struct Campaign {
     machine: Machine,
     killer: Killer,
-    /// What [`CONTENT`] says of it.
+    /// The result of [`CONTENT`] for the snapshot.
     snapshot: String,
     restored: u64,
 }
 
 impl Campaign {
-    /// After a kill: before the marker, the owner's name leads to the old database or to all of the new one.
-    async fn look(&self) -> Result<()> {
+    /// Checks, after a kill: without the marker the name `svc` refers to the old database or to the complete new one.
+    async fn check_state(&self) -> Result<()> {
         let marker = self.machine.marker();
-        let held = held(&self.machine, "svc", &self.snapshot).await?;
-        match (&held, marker) {
-            (Held::Snapshot, _) | (Held::Old | Held::Closed, false) => Ok(()),
-            _ => anyhow::bail!("the marker is {marker}, and the database holds {held:?}"),
+        let database_content = database_content(&self.machine, "svc", &self.snapshot).await?;
+        match (&database_content, marker) {
+            (DatabaseContent::Snapshot, _) | (DatabaseContent::Old | DatabaseContent::Closed, false) => {
+                Ok(())
+            }
+            _ => anyhow::bail!("the marker is {marker}, but the database contains {database_content:?}"),
         }
     }
 
-    /// A run that nobody kills, and what is there then.
+    /// Completes a run and checks the result.
     async fn succeed(&mut self) -> Result<()> {
-        let ended = self.killer.spare(|| self.machine.spawn(&RESTORE, &[])).await?;
-        ensure!(self.machine.marker(), "the gate is shut: {}", ended.stderr);
-        let now = held(&self.machine, "svc", &self.snapshot).await?;
-        ensure!(now == Held::Snapshot, "{now:?}\n{}", ended.stderr);
+        let ended = self.killer.complete_run(|| self.machine.spawn(&RESTORE, &[])).await?;
+        ensure!(self.machine.marker(), "the gate is closed: {}", ended.stderr);
+        let now = database_content(&self.machine, "svc", &self.snapshot).await?;
+        ensure!(now == DatabaseContent::Snapshot, "{now:?}\n{}", ended.stderr);
         let mut old = 0;
         for name in self.machine.databases().await? {
-            ensure!(!name.starts_with("svc_restore_"), "{name} is left over");
+            ensure!(!name.starts_with("svc_restore_"), "{name} remains");
             if name.starts_with("svc_before_") {
-                old += u32::from(held(&self.machine, &name, &self.snapshot).await? == Held::Old);
+                old += u32::from(
+                    database_content(&self.machine, &name, &self.snapshot).await? == DatabaseContent::Old,
+                );
             }
         }
-        ensure!(old == 1, "{old} databases are the old one");
-        no_torn_file(&self.machine.path("var/lib/svc/restore"))?;
-        no_torn_file(&self.machine.path("opt/svc"))?;
+        ensure!(old == 1, "{old} databases have the old content");
+        assert_no_torn_file(&self.machine.path("var/lib/svc/restore"))?;
+        assert_no_torn_file(&self.machine.path("opt/svc"))?;
         self.restored += 1;
         Ok(())
     }
 
     async fn round(&mut self) -> Result<()> {
         reset(&self.machine).await?;
-        self.look().await?;
+        self.check_state().await?;
         for _ in 0..self.killer.row() {
-            self.killer.strike(self.machine.spawn(&RESTORE, &[])?).await?;
-            self.look().await?;
+            self.killer.kill_run(self.machine.spawn(&RESTORE, &[])?).await?;
+            self.check_state().await?;
         }
         self.succeed().await
     }
 }
 
-async fn survived(kills: u64, seed: u64) -> Result<()> {
+async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let (store, old, machine) = old_and_new().await?;
     let snapshot = content(&old.client().await?).await?.context("content")?;
     drop(old);
     let mut witness = Witness::of(&store);
-    witness.look()?;
+    witness.check_state()?;
     let mut campaign = Campaign { machine, killer: Killer::new("restores", seed), snapshot, restored: 0 };
     let end = async {
         campaign.succeed().await?;
         while campaign.killer.kills < kills {
             campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
         }
-        // A restore reads and nothing else.
-        witness.look()?;
+        // A restore never writes to the store.
+        witness.check_state()?;
         ensure!((witness.completed(), witness.seq()) == (1, 1), "a restore has written");
         anyhow::Ok(())
     };
@@ -134,36 +143,42 @@ async fn survived(kills: u64, seed: u64) -> Result<()> {
 }
 
 #[tokio::test]
-async fn restores_survive_kills_at_random_moments() -> Result<()> {
-    survived(FEW, 1).await
+async fn restores_survive_random_kills() -> Result<()> {
+    run_campaign(SHORT_KILLS, 1).await
 }
 
 #[tokio::test]
 #[ignore = "long: 200 kills"]
 async fn long_restores_survive_200_kills() -> Result<()> {
-    survived(MANY, Killer::fresh()).await
+    run_campaign(LONG_KILLS, Killer::fresh()).await
 }
 
-/// The look itself: it would be no proof if it passed for anything.
+/// Tests the check itself, which must not accept everything.
 #[tokio::test]
-async fn a_database_that_is_neither_is_seen() -> Result<()> {
+async fn unexpected_database_content_is_detected() -> Result<()> {
     let (_store, old, machine) = old_and_new().await?;
     let snapshot = content(&old.client().await?).await?.context("content")?;
-    assert_eq!(held(&machine, "svc", &snapshot).await?, Held::Old);
+    assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Old);
     machine.run(&RESTORE)?.expect(0);
-    assert_eq!(held(&machine, "svc", &snapshot).await?, Held::Snapshot);
+    assert_eq!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Snapshot);
     let client = machine.client().await?;
     for change in ["UPDATE kept SET id = 0 WHERE id = 1", "CREATE TABLE more (id int)"] {
         client.batch_execute(change).await?;
-        let now = held(&machine, "svc", &snapshot).await?;
-        assert!(matches!(now, Held::Else(_)), "{change}: {now:?}");
+        let now = database_content(&machine, "svc", &snapshot).await?;
+        assert!(matches!(now, DatabaseContent::Else(_)), "{change}: {now:?}");
     }
     client
         .batch_execute(
             "DROP TABLE kept, noise, more; CREATE TABLE local (id int); INSERT INTO local VALUES (42)",
         )
         .await?;
-    assert!(matches!(held(&machine, "svc", &snapshot).await?, Held::Else(_)), "its row is gone");
-    assert!(matches!(held(&machine, "svc_else", &snapshot).await?, Held::Else(_)), "there is none");
+    assert!(
+        matches!(database_content(&machine, "svc", &snapshot).await?, DatabaseContent::Else(_)),
+        "its row is missing"
+    );
+    assert!(
+        matches!(database_content(&machine, "svc_else", &snapshot).await?, DatabaseContent::Else(_)),
+        "the database does not exist"
+    );
     Ok(())
 }

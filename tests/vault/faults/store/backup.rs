@@ -1,4 +1,4 @@
-//! `svc-db-backup` before a store that fails: the exit code, the line of `backup.jsonl`, the pointer, and nothing lost.
+//! `svc-db-backup` with a failing store: the exit code, the line of `backup.jsonl`, the pointer, and no loss of data.
 
 use std::time::Duration;
 
@@ -9,29 +9,29 @@ use kit::s3::{Fault, S3Server};
 use super::super::super::credentials::Platform;
 use super::super::super::machine::{self, BUCKET, Machine, USER};
 use super::super::witness::Witness;
-use super::{Break, Field, expired_and_no_others, one, replaced, revoked, rule};
+use super::{Disruption, FaultScene, expired_and_no_others, one, replaced, revoked, rule};
 
 /// More than one part of an upload.
 const CONTENT: &str = "CREATE TABLE noise AS SELECT decode(string_agg(md5(n::text || '-' || m), ''), 'hex') AS bytes \
      FROM generate_series(1, 360) n, generate_series(1, 1000) m GROUP BY n";
 
-/// How a run ends.
-struct End {
+/// The expected end of a run.
+struct ExpectedRun {
     exit: i32,
-    /// Of the line in `backup.jsonl`.
+    /// The stage in the line of `backup.jsonl`.
     stage: &'static str,
-    /// Words of the line's error.
+    /// Part of the line's error.
     says: &'static str,
 }
 
-/// A snapshot, and the pointer names it.
-const GOOD: End = End { exit: 0, stage: "done", says: "" };
+/// The snapshot succeeds, and the pointer names it.
+const SUCCESS: ExpectedRun = ExpectedRun { exit: 0, stage: "done", says: "" };
 
-fn unavailable(stage: &'static str) -> End {
-    End { exit: 69, stage, says: "the object store failed at" }
+fn unavailable(stage: &'static str) -> ExpectedRun {
+    ExpectedRun { exit: 69, stage, says: "the object store failed at" }
 }
 
-fn table() -> Vec<(&'static str, Break, End)> {
+fn table() -> Vec<(&'static str, Disruption, ExpectedRun)> {
     let pointer = |fault: Fault| rule(fault).key("db/latest");
     let moves = |fault: Fault| pointer(fault).method("PUT");
     let claims = |fault: Fault| rule(fault).method("PUT").key("db/pointer-log");
@@ -41,12 +41,12 @@ fn table() -> Vec<(&'static str, Break, End)> {
     let completes = |fault: Fault| rule(fault).method("POST").query("uploadId=");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
-        ("connections are refused", Break::Done(|field| field.store.down()), unavailable("gate")),
+        ("connections are refused", Disruption::Done(|scene| scene.store.down()), unavailable("gate")),
         ("connections are cut", one(rule(Fault::Refuse).always()), unavailable("gate")),
-        ("slow", one(rule(Fault::Delay(Duration::from_millis(250))).always()), GOOD),
+        ("slow", one(rule(Fault::Delay(Duration::from_millis(250))).always()), SUCCESS),
         ("500 for everything", one(rule(Fault::Status(500)).always()), unavailable("gate")),
         ("503 for everything", one(rule(Fault::Status(503)).always()), unavailable("gate")),
-        ("503 now and then", one(rule(Fault::Status(503)).after(2).times(3)), GOOD),
+        ("503 now and then", one(rule(Fault::Status(503)).after(2).times(3)), SUCCESS),
         ("the upload does not begin", one(begins(Fault::Status(503)).always()), unavailable("dump")),
         ("no part arrives", one(parts(Fault::Status(500)).always()), unavailable("dump")),
         ("the connection of every part is cut", one(parts(Fault::Refuse).always()), unavailable("dump")),
@@ -58,71 +58,83 @@ fn table() -> Vec<(&'static str, Break, End)> {
             unavailable("pointer"),
         ),
         ("the pointer is not moved", one(moves(Fault::Status(500)).always()), unavailable("pointer")),
-        ("no answer to the pointer's claim, ever", one(claims(Fault::LostReply).always()), GOOD),
+        ("no answer to the pointer's claim, ever", one(claims(Fault::LostReply).always()), SUCCESS),
         (
             "an error after the pointer's claim, ever",
             one(claims(Fault::StatusAfterCommit(500)).always()),
-            GOOD,
+            SUCCESS,
         ),
-        ("no answer to the completion, ever", one(completes(Fault::LostReply).always()), GOOD),
-        ("no answer to the side record", one(side(Fault::LostReply).times(3)), GOOD),
+        ("no answer to the completion, ever", one(completes(Fault::LostReply).always()), SUCCESS),
+        ("no answer to the side record", one(side(Fault::LostReply).times(3)), SUCCESS),
         (
             "no answer to the side record, ever",
             one(side(Fault::LostReply).always()),
             unavailable("sideRecord"),
         ),
-        ("no answer to the pointer's move, ever", one(moves(Fault::LostReply).always()), GOOD),
-        ("an error after the pointer's move, ever", one(moves(Fault::StatusAfterCommit(500)).always()), GOOD),
-        ("the pointer breaks off", one(pointer(Fault::TruncateBody(10)).method("GET")), GOOD),
+        ("no answer to the pointer's move, ever", one(moves(Fault::LostReply).always()), SUCCESS),
+        (
+            "an error after the pointer's move, ever",
+            one(moves(Fault::StatusAfterCommit(500)).always()),
+            SUCCESS,
+        ),
+        ("the pointer breaks off", one(pointer(Fault::TruncateBody(10)).method("GET")), SUCCESS),
         (
             "the pointer always breaks off",
             one(pointer(Fault::TruncateBody(10)).method("GET").always()),
             unavailable("gate"),
         ),
-        ("another ETag of the pointer", one(pointer(Fault::WrongEtag).method("GET").after(1)), GOOD),
+        ("another ETag of the pointer", one(pointer(Fault::WrongEtag).method("GET").after(1)), SUCCESS),
         (
             "always another ETag of the pointer",
             one(pointer(Fault::WrongEtag).method("GET").always()),
-            End { exit: 69, stage: "pointer", says: "the pointer was changed by other writers 16 times in a row" },
+            ExpectedRun {
+                exit: 69,
+                stage: "pointer",
+                says: "the pointer was changed by other writers 16 times in a row",
+            },
         ),
         ("another ETag of a part", one(parts(Fault::WrongEtag)), unavailable("upload")),
         (
             "another ETag of the dump",
             one(rule(Fault::WrongEtag).method("HEAD").key_ending(".dump").always()),
-            GOOD,
+            SUCCESS,
         ),
-        ("an old pointer is read", one(pointer(Fault::StaleRead).method("GET").after(1)), GOOD),
+        ("an old pointer is read", one(pointer(Fault::StaleRead).method("GET").after(1)), SUCCESS),
         (
             "an old pointer is always read",
             one(pointer(Fault::StaleRead).method("GET").always()),
-            End { exit: 69, stage: "pointer", says: "the pointer was changed by other writers 16 times in a row" },
+            ExpectedRun {
+                exit: 69,
+                stage: "pointer",
+                says: "the pointer was changed by other writers 16 times in a row",
+            },
         ),
         (
             "the clock is wrong",
             one(rule(clock).always()),
-            End { exit: 69, stage: "gate", says: "because of this machine's clock" },
+            ExpectedRun { exit: 69, stage: "gate", says: "because of this machine's clock" },
         ),
-        ("credentials expired", Break::Done(|field| field.store.expire_sessions()), GOOD),
+        ("credentials expired", Disruption::Done(|scene| scene.store.expire_sessions()), SUCCESS),
         (
             "credentials expired, and no others",
-            Break::Done(expired_and_no_others),
-            End { exit: 69, stage: "gate", says: "" },
+            Disruption::Done(expired_and_no_others),
+            ExpectedRun { exit: 69, stage: "gate", says: "" },
         ),
         (
             "credentials revoked at the store",
-            Break::Done(revoked),
-            End { exit: 69, stage: "gate", says: "the object store refused access" },
+            Disruption::Done(revoked),
+            ExpectedRun { exit: 69, stage: "gate", says: "the object store refused access" },
         ),
         (
             "credentials withdrawn by the platform",
-            Break::Done(replaced),
-            End { exit: 77, stage: "gate", says: "this machine has been replaced" },
+            Disruption::Done(replaced),
+            ExpectedRun { exit: 77, stage: "gate", says: "this machine has been replaced" },
         ),
     ]
 }
 
-/// The last line of `backup.jsonl` is of a run that ended so.
-fn recorded(machine: &Machine, end: &End) -> Result<()> {
+/// Asserts that the last line of `backup.jsonl` matches.
+fn assert_recorded(machine: &Machine, end: &ExpectedRun) -> Result<()> {
     let line = machine.backup_records()?.pop().context("a record")?;
     let status = if end.exit == 0 { "success" } else { "error" };
     ensure!((&line["status"], &line["stage"]) == (&status.into(), &end.stage.into()), "{line}");
@@ -130,103 +142,108 @@ fn recorded(machine: &Machine, end: &End) -> Result<()> {
     ensure!(error.contains(end.says) && error.is_empty() == (end.exit == 0), "{line}");
     let last: serde_json::Value =
         serde_json::from_slice(&std::fs::read(machine.path("var/lib/svc/last-backup.json"))?)?;
-    ensure!(last == line, "heartbeat and gateway are told {last}");
+    ensure!(last == line, "last-backup.json is {last}");
     Ok(())
 }
 
-/// The `seq` that was claimed last.
+/// The last claimed `seq`.
 fn claimed(store: &S3Server) -> u64 {
     let entries = store.objects(BUCKET, &format!("{USER}/primary/system/db/pointer-log/"));
     let seq = |key: &str| key.rsplit('/').next()?.strip_suffix(".json")?.parse::<u64>().ok();
     entries.iter().filter_map(|entry| seq(&entry.key)).max().unwrap_or(0)
 }
 
-async fn field() -> Result<Field> {
+async fn scene() -> Result<FaultScene> {
     let store = machine::store()?;
     let platform = Platform::start(&store).await?;
     let machine = Machine::in_use(&store, 1).await?;
     machine.client().await?.batch_execute(CONTENT).await?;
-    let field = Field { store, platform, machine };
-    field.heal().await?;
-    Ok(field)
+    let scene = FaultScene { store, platform, machine };
+    scene.heal().await?;
+    Ok(scene)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_fault_of_the_store_has_its_end_and_costs_no_snapshot() -> Result<()> {
-    let field = field().await?;
-    field.machine.run(&["svc-db-backup"])?.expect(0);
-    // A stale read needs something older than the first.
-    field.machine.run(&["svc-db-backup"])?.expect(0);
-    let mut witness = Witness::of(&field.store);
-    witness.look()?;
+async fn store_faults_end_backups_as_expected_without_data_loss() -> Result<()> {
+    let scene = scene().await?;
+    scene.machine.run(&["svc-db-backup"])?.expect(0);
+    // A stale read needs an older value.
+    scene.machine.run(&["svc-db-backup"])?.expect(0);
+    let mut witness = Witness::of(&scene.store);
+    witness.check()?;
     let table = table();
     let rows = table.len() as u64;
-    let mut lines = field.machine.backup_records()?.len();
+    let mut lines = scene.machine.backup_records()?.len();
     for (name, spoil, end) in table {
         let before = witness.seq();
-        // Claimed by a run that could not write `latest`: the next one does.
-        let unpublished = claimed(&field.store) - before;
-        let ended =
-            field.spoilt(spoil, || field.machine.spawn(&["svc-db-backup"], &[])).await.context(name)?;
+        // Claimed by a run that could not write `latest`; the next run does.
+        let unpublished = claimed(&scene.store) - before;
+        let ended = scene
+            .run_disrupted(spoil, || scene.machine.spawn(&["svc-db-backup"], &[]))
+            .await
+            .context(name)?;
         assert_eq!(ended.code, Some(end.exit), "{name}: {}", ended.stderr);
-        recorded(&field.machine, &end).context(name)?;
+        assert_recorded(&scene.machine, &end).context(name)?;
         lines += 1;
-        assert_eq!(field.machine.backup_records()?.len(), lines, "{name}: one line for one run");
-        witness.look().context(name)?;
+        assert_eq!(scene.machine.backup_records()?.len(), lines, "{name}: one line for one run");
+        witness.check().context(name)?;
         let moves = if end.exit == 0 { unpublished + 1 } else { 0 };
         assert_eq!(witness.seq(), before + moves, "{name}: the pointer");
-        assert_eq!(field.store.uploads(BUCKET), Vec::<String>::new(), "{name}: an upload is open");
+        assert_eq!(scene.store.uploads(BUCKET), Vec::<String>::new(), "{name}: an upload is open");
     }
-    field.machine.run(&["svc-db-backup"])?.expect(0);
-    witness.look()?;
+    scene.machine.run(&["svc-db-backup"])?.expect(0);
+    witness.check()?;
     Figures { faults_tried: rows, snapshots_taken: witness.completed(), ..Figures::new("store of backups") }
         .record()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_upload_that_could_not_be_aborted_is_given_up_by_the_next_run() -> Result<()> {
-    let field = field().await?;
+async fn unabortable_upload_is_abandoned_by_the_next_run() -> Result<()> {
+    let scene = scene().await?;
     let rules = vec![
         rule(Fault::Status(503)).query("partNumber=2").always(),
         rule(Fault::Status(503)).method("DELETE").always(),
     ];
-    field.spoilt(Break::Rules(rules), || field.machine.spawn(&["svc-db-backup"], &[])).await?.expect(69);
-    assert_eq!(field.store.uploads_with_parts(BUCKET).len(), 1);
-    field.machine.run(&["svc-db-backup"])?.expect(0);
-    assert_eq!(field.store.uploads(BUCKET), Vec::<String>::new());
-    assert!(!field.machine.path("var/lib/svc/open-uploads.json").exists());
-    // A note that leads nowhere, or is none, costs nothing.
+    scene
+        .run_disrupted(Disruption::Rules(rules), || scene.machine.spawn(&["svc-db-backup"], &[]))
+        .await?
+        .expect(69);
+    assert_eq!(scene.store.uploads_with_parts(BUCKET).len(), 1);
+    scene.machine.run(&["svc-db-backup"])?.expect(0);
+    assert_eq!(scene.store.uploads(BUCKET), Vec::<String>::new());
+    assert!(!scene.machine.path("var/lib/svc/open-uploads.json").exists());
+    // A note of an unknown upload, or an invalid one, has no effect.
     let of = |key: &str| format!(r#"{{"version":1,"uploads":[{{"key":"{key}","uploadId":"none"}}]}}"#);
     for note in
         ["{".to_owned(), of("user_1/primary/system/db/snapshots/x.dump"), of("user_2/primary/x"), of("../x")]
     {
-        std::fs::write(field.machine.path("var/lib/svc/open-uploads.json"), &note)?;
-        let ended = field.machine.run(&["svc-db-backup"])?;
+        std::fs::write(scene.machine.path("var/lib/svc/open-uploads.json"), &note)?;
+        let ended = scene.machine.run(&["svc-db-backup"])?;
         assert_eq!(ended.code, Some(0), "{note}: {}", ended.stderr);
     }
-    let mut witness = Witness::of(&field.store);
-    witness.look()?;
+    let mut witness = Witness::of(&scene.store);
+    witness.check()?;
     assert_eq!(witness.completed(), 5);
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_is_away_for_hours_costs_the_runs_of_these_hours() -> Result<()> {
-    let field = field().await?;
-    field.machine.run(&["svc-db-backup"])?.expect(0);
-    let mut witness = Witness::of(&field.store);
-    witness.look()?;
-    field.store.down();
+async fn long_store_outage_fails_only_the_runs_during_it() -> Result<()> {
+    let scene = scene().await?;
+    scene.machine.run(&["svc-db-backup"])?.expect(0);
+    let mut witness = Witness::of(&scene.store);
+    witness.check()?;
+    scene.store.down();
     for _ in 0..2 {
-        field.machine.run(&["svc-db-backup"])?.expect(69);
-        recorded(&field.machine, &unavailable("gate"))?;
+        scene.machine.run(&["svc-db-backup"])?.expect(69);
+        assert_recorded(&scene.machine, &unavailable("gate"))?;
     }
-    field.store.up()?;
-    witness.look()?;
+    scene.store.up()?;
+    witness.check()?;
     assert_eq!(witness.seq(), 1);
-    field.machine.run(&["svc-db-backup"])?.expect(0);
-    recorded(&field.machine, &GOOD)?;
-    witness.look()?;
+    scene.machine.run(&["svc-db-backup"])?.expect(0);
+    assert_recorded(&scene.machine, &SUCCESS)?;
+    witness.check()?;
     assert_eq!((witness.seq(), witness.completed()), (2, 2));
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! An object store that fails in every way we know, as tables: each row names what goes wrong, and says how the run ends and
-//! what is left of it.
+//! All known failures of an object store, as tables: each row names the failure and the expected end and result of
+//! the run.
 
 mod backup;
 mod restore;
@@ -8,44 +8,48 @@ use anyhow::{Result, ensure};
 use jiff::SignedDuration;
 use kit::s3::{Fault, Rule, S3Server};
 
-use super::super::credentials::{Mood, Platform};
+use super::super::credentials::{CredentialResponse, Platform};
 use super::super::machine::{Ended, Machine, Running};
 
-/// A machine with short-lived credentials, its store, and the platform that gives them.
-struct Field {
+/// A machine with short-lived credentials, its store, and the platform that issues them.
+struct FaultScene {
     store: S3Server,
     platform: Platform,
     machine: Machine,
 }
 
-/// What is done to the field before the run.
-enum Break {
-    /// These happen at the store; each must have happened.
+/// A disruption before the run.
+enum Disruption {
+    /// Faults of the store; each must be triggered.
     Rules(Vec<Rule>),
-    Done(fn(&Field)),
+    Done(fn(&FaultScene)),
 }
 
 fn rule(fault: Fault) -> Rule {
     Rule::new(fault)
 }
 
-fn one(rule: Rule) -> Break {
-    Break::Rules(vec![rule])
+fn one(rule: Rule) -> Disruption {
+    Disruption::Rules(vec![rule])
 }
 
-impl Field {
-    /// Spoils it, lets a run happen, and makes all well again.
-    async fn spoilt(&self, spoil: Break, run: impl FnOnce() -> Result<Running>) -> Result<Ended> {
-        let hits: Vec<_> = match spoil {
-            Break::Rules(rules) => rules.into_iter().map(|rule| self.store.fault(rule)).collect(),
-            Break::Done(spoil) => {
-                spoil(self);
+impl FaultScene {
+    /// Applies the disruption, runs, and restores normal operation.
+    async fn run_disrupted(
+        &self,
+        disruption: Disruption,
+        run: impl FnOnce() -> Result<Running>,
+    ) -> Result<Ended> {
+        let hits: Vec<_> = match disruption {
+            Disruption::Rules(rules) => rules.into_iter().map(|rule| self.store.fault(rule)).collect(),
+            Disruption::Done(disruption) => {
+                disruption(self);
                 Vec::new()
             }
         };
         let running = run()?;
         let ended = tokio::task::spawn_blocking(move || running.end()).await??;
-        ensure!(hits.iter().all(|hits| hits.hits() > 0), "it did not happen:\n{}", ended.stderr);
+        ensure!(hits.iter().all(|hits| hits.hits() > 0), "the fault was not triggered:\n{}", ended.stderr);
         self.heal().await?;
         Ok(ended)
     }
@@ -53,23 +57,23 @@ impl Field {
     async fn heal(&self) -> Result<()> {
         self.store.heal();
         self.store.up()?;
-        self.platform.mood(Mood::Gives);
+        self.platform.set_response(CredentialResponse::Gives);
         svc::fsx::remove_if_exists(&self.machine.path("var/lib/svc/store-credentials.json"))?;
-        self.platform.equips(&self.machine, SignedDuration::from_hours(9)).await
+        self.platform.write_credentials(&self.machine, SignedDuration::from_hours(9)).await
     }
 }
 
-/// The store is there, and lets nobody in whose session began before.
-fn expired_and_no_others(field: &Field) {
-    field.platform.mood(Mood::Away);
-    field.store.expire_sessions();
+/// The store works, but refuses all earlier sessions.
+fn expired_and_no_others(scene: &FaultScene) {
+    scene.platform.set_response(CredentialResponse::Away);
+    scene.store.expire_sessions();
 }
 
-fn replaced(field: &Field) {
-    field.platform.mood(Mood::Supersedes);
-    field.store.expire_sessions();
+fn replaced(scene: &FaultScene) {
+    scene.platform.set_response(CredentialResponse::Supersedes);
+    scene.store.expire_sessions();
 }
 
-fn revoked(field: &Field) {
-    assert!(field.store.revoke_sessions("svc-host") > 0, "nobody had a session");
+fn revoked(scene: &FaultScene) {
+    assert!(scene.store.revoke_sessions("svc-host") > 0, "there was no session");
 }

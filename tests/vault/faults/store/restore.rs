@@ -1,4 +1,4 @@
-//! `svc-restore` before a store that fails: it opens the gate on all of a snapshot or not at all.
+//! `svc-restore` with a failing store: it opens the gate with the complete snapshot, or not at all.
 
 use std::time::Duration;
 
@@ -7,37 +7,37 @@ use kit::long::Figures;
 use kit::s3::Fault;
 
 use super::super::super::credentials::Platform;
-use super::super::super::gate::{self, SHORT, is_restored, is_untouched};
+use super::super::super::gate::{self, SHORT, assert_untouched, is_restored};
 use super::super::witness::Witness;
-use super::{Break, Field, expired_and_no_others, one, replaced, revoked, rule};
+use super::{Disruption, FaultScene, expired_and_no_others, one, replaced, revoked, rule};
 
-/// The exit code and words of what is said.
-type End = (i32, &'static str);
+/// The exit code and part of the message.
+type ExpectedRestore = (i32, &'static str);
 
-const OPEN: End = (0, "");
-const AWAY: End = (69, "nothing is known about the snapshot");
-const NO_DUMP: End = (69, "the snapshot could not be read from the object store");
+const OPEN: ExpectedRestore = (0, "");
+const UNAVAILABLE: ExpectedRestore = (69, "nothing is known about the snapshot");
+const NO_DUMP: ExpectedRestore = (69, "the snapshot could not be read from the object store");
 
-fn table() -> Vec<(&'static str, Break, End)> {
+fn table() -> Vec<(&'static str, Disruption, ExpectedRestore)> {
     let pointer = |fault: Fault| rule(fault).method("GET").key("db/latest");
     let side = |fault: Fault| rule(fault).method("GET").key(".dump.json");
-    let look = |fault: Fault| rule(fault).method("HEAD").key_ending(".dump");
+    let head = |fault: Fault| rule(fault).method("HEAD").key_ending(".dump");
     let dump = |fault: Fault| rule(fault).method("GET").key_ending(".dump");
     let clock = Fault::Code(403, "RequestTimeTooSkewed");
     vec![
-        ("connections are refused", Break::Done(|field| field.store.down()), AWAY),
-        ("connections are cut", one(rule(Fault::Refuse).always()), AWAY),
+        ("connections are refused", Disruption::Done(|scene| scene.store.down()), UNAVAILABLE),
+        ("connections are cut", one(rule(Fault::Refuse).always()), UNAVAILABLE),
         ("slow", one(rule(Fault::Delay(Duration::from_millis(250))).always()), OPEN),
-        ("500 for everything", one(rule(Fault::Status(500)).always()), AWAY),
-        ("503 for everything", one(rule(Fault::Status(503)).always()), AWAY),
+        ("500 for everything", one(rule(Fault::Status(500)).always()), UNAVAILABLE),
+        ("503 for everything", one(rule(Fault::Status(503)).always()), UNAVAILABLE),
         ("503 now and then", one(rule(Fault::Status(503)).after(1).times(3)), OPEN),
-        ("the pointer is not read", one(pointer(Fault::Status(500)).always()), AWAY),
-        ("the side record is not read", one(side(Fault::Status(500)).always()), AWAY),
-        ("the dump is not looked at", one(look(Fault::Status(503)).always()), AWAY),
+        ("the pointer is not read", one(pointer(Fault::Status(500)).always()), UNAVAILABLE),
+        ("the side record is not read", one(side(Fault::Status(500)).always()), UNAVAILABLE),
+        ("the HEAD of the dump fails", one(head(Fault::Status(503)).always()), UNAVAILABLE),
         ("the dump is not read", one(dump(Fault::Status(503)).always()), NO_DUMP),
         ("the answer with the dump is lost", one(dump(Fault::LostReply).times(2)), OPEN),
         ("the pointer breaks off", one(pointer(Fault::TruncateBody(20))), OPEN),
-        ("the pointer always breaks off", one(pointer(Fault::TruncateBody(20)).always()), AWAY),
+        ("the pointer always breaks off", one(pointer(Fault::TruncateBody(20)).always()), UNAVAILABLE),
         ("the side record breaks off", one(side(Fault::TruncateBody(20)).times(2)), OPEN),
         ("the dump breaks off again and again", one(dump(Fault::TruncateBody(1 << 20)).times(9)), OPEN),
         ("not a byte of the dump comes", one(dump(Fault::TruncateBody(0)).always()), NO_DUMP),
@@ -49,59 +49,65 @@ fn table() -> Vec<(&'static str, Break, End)> {
         ),
         ("another ETag of everything", one(rule(Fault::WrongEtag).always()), OPEN),
         ("the clock is wrong", one(rule(clock).always()), (69, "because of this machine's clock")),
-        ("credentials expired", Break::Done(|field| field.store.expire_sessions()), OPEN),
-        ("credentials expired, and no others", Break::Done(expired_and_no_others), (69, "")),
-        ("credentials revoked at the store", Break::Done(revoked), (69, "the object store refused access")),
+        ("credentials expired", Disruption::Done(|scene| scene.store.expire_sessions()), OPEN),
+        ("credentials expired, and no others", Disruption::Done(expired_and_no_others), (69, "")),
+        (
+            "credentials revoked at the store",
+            Disruption::Done(revoked),
+            (69, "the object store refused access"),
+        ),
         (
             "credentials withdrawn by the platform",
-            Break::Done(replaced),
+            Disruption::Done(replaced),
             (77, "this machine has been replaced"),
         ),
     ]
 }
 
-async fn field() -> Result<Field> {
+async fn scene() -> Result<FaultScene> {
     let (store, machine) = gate::lost_and_new().await?;
     let platform = Platform::start(&store).await?;
-    let field = Field { store, platform, machine };
-    field.heal().await?;
-    Ok(field)
+    let scene = FaultScene { store, platform, machine };
+    scene.heal().await?;
+    Ok(scene)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_fault_of_the_store_opens_the_gate_on_all_or_not_at_all() -> Result<()> {
-    let field = field().await?;
-    let mut witness = Witness::of(&field.store);
-    witness.look()?;
+async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
+    let scene = scene().await?;
+    let mut witness = Witness::of(&scene.store);
+    witness.head()?;
     let table = table();
     let rows = table.len() as u64;
     for (name, spoil, (exit, says)) in table {
-        let ended =
-            field.spoilt(spoil, || field.machine.spawn(&["svc-restore"], SHORT)).await.context(name)?;
+        let ended = scene
+            .run_disrupted(spoil, || scene.machine.spawn(&["svc-restore"], SHORT))
+            .await
+            .context(name)?;
         assert_eq!(ended.code, Some(exit), "{name}: {}", ended.stderr);
         ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);
-        witness.look().context(name)?;
+        witness.head().context(name)?;
         if exit == 0 {
-            assert!(field.machine.marker() && is_restored(&field.machine).await?, "{name}");
-            gate::reset(&field.machine).await?;
+            assert!(scene.machine.marker() && is_restored(&scene.machine).await?, "{name}");
+            gate::reset(&scene.machine).await?;
         } else {
-            is_untouched(&field.machine, name).await?;
+            assert_untouched(&scene.machine, name).await?;
         }
     }
-    field.machine.run(&["svc-restore"])?.expect(0);
-    assert!(is_restored(&field.machine).await?);
-    assert_eq!((witness.seq(), witness.completed()), (1, 1), "a restore writes nothing");
+    scene.machine.run(&["svc-restore"])?.expect(0);
+    assert!(is_restored(&scene.machine).await?);
+    assert_eq!((witness.seq(), witness.completed()), (1, 1), "a restore never writes to the store");
     Figures { faults_tried: rows, ..Figures::new("store of restores") }.record()
 }
 
-/// A store that shows an old state for a while: whatever it shows is whole, and absence is not believed lightly.
+/// A store with stale reads: every visible state is consistent, and absence needs confirmation.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stale_pointer_leads_to_a_whole_snapshot_or_nowhere() -> Result<()> {
+async fn stale_pointer_restores_a_complete_snapshot_or_nothing() -> Result<()> {
     let (store, old, new) = gate::old_and_new().await?;
-    // Nothing was there before the first pointer.
+    // The state before the first pointer is empty.
     store.fault(rule(Fault::StaleRead).method("GET").key("db/latest").always());
     new.run_with(&["svc-restore"], SHORT)?.expect(70);
-    is_untouched(&new, "no pointer is seen yet").await?;
+    assert_untouched(&new, "no pointer is seen yet").await?;
     store.heal();
 
     old.client().await?.batch_execute("INSERT INTO kept VALUES (501)").await?;
@@ -110,20 +116,20 @@ async fn a_stale_pointer_leads_to_a_whole_snapshot_or_nowhere() -> Result<()> {
     new.run(&["svc-restore"])?.expect(0);
     let added = "SELECT count(*) FROM kept WHERE id = 501";
     let added: i64 = new.client().await?.query_one(added, &[]).await?.get(0);
-    assert_eq!((new.marker(), added), (true, 1), "the pointer's log shows what a stale `latest` hides");
+    assert_eq!((new.marker(), added), (true, 1), "the pointer's log reveals the stale `latest`");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_is_away_for_hours_is_waited_for_by_the_next_boot() -> Result<()> {
-    let field = field().await?;
-    field.store.down();
+async fn long_store_outage_is_retried_by_the_next_boot() -> Result<()> {
+    let scene = scene().await?;
+    scene.store.down();
     for _ in 0..2 {
-        field.machine.run_with(&["svc-restore"], SHORT)?.expect(69);
-        is_untouched(&field.machine, "away").await?;
+        scene.machine.run_with(&["svc-restore"], SHORT)?.expect(69);
+        assert_untouched(&scene.machine, "away").await?;
     }
-    field.store.up()?;
-    field.machine.run(&["svc-restore"])?.expect(0);
-    assert!(field.machine.marker() && is_restored(&field.machine).await?);
+    scene.store.up()?;
+    scene.machine.run(&["svc-restore"])?.expect(0);
+    assert!(scene.machine.marker() && is_restored(&scene.machine).await?);
     Ok(())
 }
