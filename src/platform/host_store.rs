@@ -166,7 +166,12 @@ impl Assumer {
     }
 
     /// A role that does not grant so long a session gives the one that all grant.
-    async fn assume(&self, session: &str, policy: &str, life: Duration) -> Result<TemporaryCredentials, StsError> {
+    async fn assume(
+        &self,
+        session: &str,
+        policy: &str,
+        life: Duration,
+    ) -> Result<TemporaryCredentials, StsError> {
         match self.sts.assume(session, policy, life).await {
             Err(StsError::Refused { code, message, .. })
                 if life > GRANTED_BY_ALL && code == "ValidationError" =>

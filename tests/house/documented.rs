@@ -65,11 +65,7 @@ pub fn undocumented(files: &[File]) -> Vec<String> {
         for (number, line) in file.text.lines().enumerate() {
             for name in read_in(line) {
                 if !NOT_OURS.contains(&name) && !page.contains(&format!("`{name}`")) {
-                    found.push(at(
-                        &file.path,
-                        number + 1,
-                        format!("{name} is not in {CONFIGURATION}"),
-                    ));
+                    found.push(at(&file.path, number + 1, format!("{name} is not in {CONFIGURATION}")));
                 }
             }
         }

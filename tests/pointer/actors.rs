@@ -164,7 +164,9 @@ pub async fn reader(bucket: Bucket, history: impl Fn(&mut dyn FnMut(&mut History
             history(&mut History::saw_the_past);
         }
         match snapshot::latest(&bucket, &slot()).await {
-            Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if named => history(&mut History::saw_damage),
+            Err(SnapshotUnusable::Damaged { .. } | SnapshotUnusable::Absent) if named => {
+                history(&mut History::saw_damage)
+            }
             _ => {}
         }
     }

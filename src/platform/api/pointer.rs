@@ -35,7 +35,9 @@ use crate::platform::db::{self, DbError};
 use crate::platform::tokens::TokenMint;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
-use crate::store::pointer_repair::{self, PointerState, CurrentFence, Inspection, SlotRecord, RepairError, RebuildTarget};
+use crate::store::pointer_repair::{
+    self, CurrentFence, Inspection, PointerState, RebuildTarget, RepairError, SlotRecord,
+};
 
 /// Of all requests to the store together: a slot's snapshots are listed once. An operator's client waits longer.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -206,7 +208,8 @@ fn ensure_exists(target: &Target, is_known: bool, inspection: &Inspection) -> Re
 /// Refuses to leave out a snapshot that could be restored.
 async fn refuse_whole(platform: &Platform, target: &Target, record: SlotRecord) -> Result<(), Problem> {
     let prefix = target.prefix();
-    let found = within(pointer_repair::inspect(&platform.bucket, &prefix, record, RebuildTarget::Newest)).await?;
+    let found =
+        within(pointer_repair::inspect(&platform.bucket, &prefix, record, RebuildTarget::Newest)).await?;
     if found.unchecked > 0 {
         let detail = format!(
             "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` names one, and \

@@ -246,7 +246,9 @@ async fn starts_with(
         Err(SnapshotUnusable::Absent) => {
             restorable::may_start_empty(platform, &asked.user, &asked.slot).await?;
             if asked.empty == EmptyStart::Refused {
-                return Err(never_backed_up(machine).unwrap_or_else(|| fault::unusable(SnapshotUnusable::Absent)));
+                return Err(
+                    never_backed_up(machine).unwrap_or_else(|| fault::unusable(SnapshotUnusable::Absent))
+                );
             }
             Ok(StartsWith { restore: RestoreMode::Empty, key: None, side: None })
         }

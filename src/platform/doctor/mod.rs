@@ -39,8 +39,10 @@ pub async fn examine(file: Option<&Path>) -> Examined {
         Ok(config) => config,
         Err(error) => {
             let wrong = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
-                found
-                    .problem(mistake, "docs/reference/configuration.md has each variable; svc-platform will not start")
+                found.problem(
+                    mistake,
+                    "docs/reference/configuration.md has each variable; svc-platform will not start",
+                )
             });
             findings.extend(wrong.into_list());
             for check in [

@@ -174,7 +174,11 @@ fn settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Result<()> 
     );
     let readme = fs::read_to_string(source.join("docs/operating/install.md"))?;
     let line = readme.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
-    root.run(&["sh", "-c", line.context("docs/operating/install.md does not say how the settings are installed")?])?;
+    root.run(&[
+        "sh",
+        "-c",
+        line.context("docs/operating/install.md does not say how the settings are installed")?,
+    ])?;
     let mut text = String::new();
     for (name, value) in stack.platform_env() {
         let value = match name.as_str() {

@@ -83,7 +83,11 @@ fn table() -> Vec<(&'static str, Break, End)> {
         (
             "always another ETag of the pointer",
             one(pointer(Fault::WrongEtag).method("GET").always()),
-            End { exit: 69, stage: "pointer", says: "the pointer was changed by other writers 16 times in a row" },
+            End {
+                exit: 69,
+                stage: "pointer",
+                says: "the pointer was changed by other writers 16 times in a row",
+            },
         ),
         ("another ETag of a part", one(parts(Fault::WrongEtag)), unavailable("upload")),
         (
@@ -95,7 +99,11 @@ fn table() -> Vec<(&'static str, Break, End)> {
         (
             "an old pointer is always read",
             one(pointer(Fault::StaleRead).method("GET").always()),
-            End { exit: 69, stage: "pointer", says: "the pointer was changed by other writers 16 times in a row" },
+            End {
+                exit: 69,
+                stage: "pointer",
+                says: "the pointer was changed by other writers 16 times in a row",
+            },
         ),
         (
             "the clock is wrong",
