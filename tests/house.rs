@@ -6,6 +6,8 @@
 mod documented;
 #[path = "house/edges.rs"]
 mod edges;
+#[path = "house/links.rs"]
+mod links;
 #[path = "house/rules.rs"]
 mod rules;
 #[path = "house/source.rs"]
@@ -124,7 +126,12 @@ fn every_dependency_has_its_reason() {
 }
 
 #[test]
-fn every_metric_is_in_the_readme() {
+fn every_link_between_pages_leads_somewhere() {
+    assert_none(&links::broken(&files()));
+}
+
+#[test]
+fn every_metric_is_in_the_reference() {
     assert_none(&documented::untold_metrics(&files()));
 }
 

@@ -331,10 +331,10 @@ async fn firewall_is_what_nft_takes() {
     }
 }
 
-/// The commands of the README's "Admit the platform alone to :443", on a file in the place of `/etc/nftables.conf`.
+/// The commands of docs/operating/network.md, "Admit the platform alone to :443", on a file in the place of `/etc/nftables.conf`.
 fn admits_by_readme(dir: &std::path::Path, admit: &str) -> Result<(bool, String)> {
-    let readme = include_str!("../README.md");
-    let section = readme.split("### Admit the platform alone to :443").nth(1).unwrap();
+    let readme = include_str!("../docs/operating/network.md");
+    let section = readme.split("## Admit the platform alone to :443").nth(1).unwrap();
     let block = section.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let (_, commands) = block.split_once('\n').unwrap();
     let commands = commands.replace("/etc/", &format!("{}/", dir.display()));

@@ -116,7 +116,7 @@ impl Alarm {
             Self::UnknownOperations => "run a release that supports them on at least one platform process",
             Self::DatabaseBehindStore => {
                 "the platform's database was restored from an older copy: outdated recoveries and deletions stop automatically. \
-                 See \"The platform's database was restored from an older copy\" in the README"
+                 See \"The platform's database was restored from an older copy\" in docs/operating/recovery.md"
             }
             Self::UnverifiedFence => {
                 "check whether PLATFORM_KEY is the current key, or an older one restored with the database: `svcctl doctor \

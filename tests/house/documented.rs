@@ -1,10 +1,13 @@
-//! Every variable that the product reads stands in the README's reference.
+//! Every variable and metric of the product is in the reference pages.
 
 use std::collections::BTreeMap;
 
 use svc::host::system::root_settings::ALLOWED_FROM_OTHERS;
 
 use super::{File, at};
+
+const CONFIGURATION: &str = "docs/reference/configuration.md";
+const METRICS: &str = "docs/reference/metrics.md";
 
 /// Set by systemd for its services, not by a person.
 const NOT_OURS: [&str; 2] = ["JOURNAL_STREAM", "NOTIFY_SOCKET"];
@@ -56,16 +59,16 @@ fn is_argument(before: &str) -> bool {
 }
 
 pub fn undocumented(files: &[File]) -> Vec<String> {
-    let readme = files.iter().find(|file| file.path == "README.md").map_or("", |file| &file.text);
+    let page = files.iter().find(|file| file.path == CONFIGURATION).map_or("", |file| &file.text);
     let mut found = Vec::new();
     for file in files.iter().filter(|file| file.path.starts_with("src/") && file.path.ends_with(".rs")) {
         for (number, line) in file.text.lines().enumerate() {
             for name in read_in(line) {
-                if !NOT_OURS.contains(&name) && !readme.contains(&format!("`{name}`")) {
+                if !NOT_OURS.contains(&name) && !page.contains(&format!("`{name}`")) {
                     found.push(at(
                         &file.path,
                         number + 1,
-                        format!("{name} is not in the README's reference"),
+                        format!("{name} is not in {CONFIGURATION}"),
                     ));
                 }
             }
@@ -154,16 +157,16 @@ pub fn unexplained_dependencies(files: &[File]) -> Vec<String> {
     found
 }
 
-/// Every metric has its row in the README.
+/// Every metric has its row in the reference.
 pub fn untold_metrics(files: &[File]) -> Vec<String> {
-    let readme = files.iter().find(|file| file.path == "README.md").map_or("", |file| &file.text);
+    let page = files.iter().find(|file| file.path == METRICS).map_or("", |file| &file.text);
     let mut found = Vec::new();
     for file in files.iter().filter(|file| file.path == "src/metrics.rs") {
         for (number, line) in file.text.lines().enumerate() {
             let names =
                 line.split('"').filter(|part| part.starts_with("svc_") || part.starts_with("process_"));
-            for name in names.filter(|name| !readme.contains(&format!("| `{name}` |"))) {
-                found.push(at(&file.path, number + 1, format!("{name} is not in the README's table")));
+            for name in names.filter(|name| !page.contains(&format!("| `{name}` |"))) {
+                found.push(at(&file.path, number + 1, format!("{name} is not in {METRICS}")));
             }
         }
     }
@@ -222,7 +225,7 @@ mod tests {
 
     #[test]
     fn a_variable_that_the_readme_does_not_have_is_noticed() {
-        let readme = File::sample("README.md", "| `SVC_A` | – | an a |");
+        let readme = File::sample(CONFIGURATION, "| `SVC_A` | – | an a |");
         let source = File::sample("src/a.rs", "env.text(\"SVC_A\"); env.text(\"SVC_AB\")");
         let found = undocumented(&[readme, source]);
         assert!(found.len() == 1 && found[0].contains("SVC_AB"), "{found:?}");
@@ -230,7 +233,7 @@ mod tests {
 
     #[test]
     fn a_metric_that_the_readme_does_not_have_is_noticed() {
-        let readme = File::sample("README.md", "| `svc_a_total` | – |");
+        let readme = File::sample(METRICS, "| `svc_a_total` | – |");
         let source = File::sample("src/metrics.rs", "Counters::new(\"svc_a_total\", \"svc_b\")");
         let found = untold_metrics(&[readme, source]);
         assert!(found.len() == 1 && found[0].contains("svc_b"), "{found:?}");

@@ -110,6 +110,11 @@ fn compile() -> Result<PathBuf> {
         // program moves itself, so it needs no such C library but the one that it is built with.
         "-Clink-arg=-Wl,-z,pack-relative-relocs".to_owned(),
     ];
+    if cfg!(target_arch = "x86_64") {
+        // Functions with the same code share one copy: 2 % smaller. Nothing compares addresses of functions. Elsewhere
+        // Rust does not link with LLD, which can do this.
+        flags.push("-Clink-arg=-Wl,--icf=all".to_owned());
+    }
     flags.extend(maps.iter().map(|(from, to)| format!("--remap-path-prefix={}={to}", from.display())));
     // The C of dependencies names its files in the same way.
     let c: Vec<String> =

@@ -120,14 +120,15 @@ fn texts() -> Vec<PathBuf> {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 walk(&path, found);
-            } else if path.extension().is_some_and(|end| end == "rs") {
+            } else if path.extension().is_some_and(|end| end == "rs" || end == "md") {
                 found.push(path);
             }
         }
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut found = vec![root.join("README.md"), root.join("ARCHITECTURE.md")];
+    let mut found = vec![root.join("README.md"), root.join("ARCHITECTURE.md"), root.join("CONTRIBUTING.md")];
     walk(&root.join("src"), &mut found);
+    walk(&root.join("docs"), &mut found);
     found.retain(|path| !path.ends_with("quoted_tests.rs"));
     found
 }

@@ -35,7 +35,7 @@ pub fn env_files(layout: &Layout) -> Findings {
             }
             Err(error) if error.kind() == ErrorKind::NotFound && is_required => {
                 let next =
-                    "without it no service starts: recover the machine, or write it as the README says";
+                    "without it no service starts: recover the machine, or write it as docs/reference/configuration.md says";
                 findings = findings.problem(format!("{} is missing", path.display()), next);
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {}

@@ -51,7 +51,7 @@ use crate::metrics;
     name = "svc-gateway",
     version = applet::VERSION,
     about = "The machine's HTTPS port: owner API, bridge, apps, and a proxy to the shell and code-server",
-    after_help = "Configured by the environment and /opt/svc/env/*.env below SVC_ROOT; see the README."
+    after_help = "Configured by the environment and /opt/svc/env/*.env below SVC_ROOT; docs/reference/configuration.md has each variable."
 )]
 struct Args {
     #[command(subcommand)]

@@ -39,7 +39,7 @@ pub async fn examine(file: Option<&Path>) -> DoctorReport {
         Ok(config) => config,
         Err(error) => {
             let wrong = error.mistakes.into_iter().fold(Findings::new("configuration"), |found, mistake| {
-                found.problem(mistake, "see the README's reference of variables; svc-platform will not start")
+                found.problem(mistake, "see docs/reference/configuration.md; svc-platform will not start")
             });
             findings.extend(wrong.into_list());
             for check in [

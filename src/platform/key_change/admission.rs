@@ -31,7 +31,7 @@ pub enum AdmissionError {
     #[error(
         "a platform process with other keys is running ({processes}): each must have the PLATFORM_KEY of every other as \
          PLATFORM_KEY or PLATFORM_KEY_PREVIOUS. Restart the processes that run with the new key as PLATFORM_KEY_PREVIOUS \
-         first; see \"Rotate PLATFORM_KEY\" in the README"
+         first; docs/operating/keys.md has the order"
     )]
     Incompatible { processes: String },
 }

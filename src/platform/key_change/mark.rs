@@ -75,7 +75,7 @@ impl OtherKey {
         format!(
             "one of the two must be the key {named}: if settings from before a change were restored, set it as PLATFORM_KEY, and \
              the restored key ({}) as PLATFORM_KEY_PREVIOUS; during a key change, set it as PLATFORM_KEY_PREVIOUS. See \
-             \"The platform's database was restored from an older copy\" in the README",
+             \"The platform's database was restored from an older copy\" in docs/operating/recovery.md",
             self.ids.current,
             named = self.named,
         )

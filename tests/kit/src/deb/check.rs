@@ -164,7 +164,7 @@ async fn platform_side(root: &mut Root, options: &Options, packages: &[PathBuf; 
     left_over(root, "svc-platform")
 }
 
-/// `/etc/svc/platform.env` as the README has an operator make it, after one that the service could not read.
+/// `/etc/svc/platform.env` as docs/operating/install.md has an operator make it, after one that the service could not read.
 fn settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Result<()> {
     root.run(&["cp", EXAMPLE, SETTINGS])?;
     let told = doctor(root)?;
@@ -172,9 +172,9 @@ fn settings(root: &Root, source: &Path, stack: &Stack, url: &str) -> Result<()> 
         told.contains("{\"check\":\"env-file\",\"level\":\"problem\"") && told.contains("cannot read"),
         "nobody is told that the service cannot read its settings: {told}"
     );
-    let readme = fs::read_to_string(source.join("README.md"))?;
+    let readme = fs::read_to_string(source.join("docs/operating/install.md"))?;
     let line = readme.lines().find(|line| line.starts_with("install ") && line.ends_with(SETTINGS));
-    root.run(&["sh", "-c", line.context("the README does not say how the settings are installed")?])?;
+    root.run(&["sh", "-c", line.context("docs/operating/install.md does not say how the settings are installed")?])?;
     let mut text = String::new();
     for (name, value) in stack.platform_env() {
         let value = match name.as_str() {

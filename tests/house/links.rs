@@ -1,0 +1,126 @@
+//! Links between the pages: each relative link names a file, and its anchor a heading of that file.
+
+use std::path::{Component, Path, PathBuf};
+
+use super::{File, at};
+
+/// Links that lead nowhere, and pages of the book that its summary does not list.
+pub fn broken(files: &[File]) -> Vec<String> {
+    let mut found = Vec::new();
+    for page in files.iter().filter(|file| is_page(&file.path)) {
+        for (number, target) in links(&page.text) {
+            if let Some(why) = broken_target(files, page, &target) {
+                found.push(at(&page.path, number, format!("{target}: {why}")));
+            }
+        }
+    }
+    found.extend(unlisted(files));
+    found
+}
+
+fn is_page(path: &str) -> bool {
+    path.ends_with(".md")
+}
+
+/// Targets of `[label](target)` outside of code, with their lines.
+fn links(text: &str) -> Vec<(usize, String)> {
+    let (mut found, mut is_code) = (Vec::new(), false);
+    for (number, line) in text.lines().enumerate() {
+        if line.trim_start().starts_with("```") {
+            is_code = !is_code;
+        }
+        if is_code {
+            continue;
+        }
+        let plain: String = line.split('`').step_by(2).collect::<Vec<_>>().join("``");
+        for rest in plain.split("](").skip(1) {
+            let target = rest.split([')', ' ']).next().unwrap_or_default();
+            if !target.contains("://") && !target.starts_with("mailto:") {
+                found.push((number + 1, target.to_owned()));
+            }
+        }
+    }
+    found
+}
+
+fn broken_target(files: &[File], page: &File, target: &str) -> Option<&'static str> {
+    let (path, anchor) = target.split_once('#').unwrap_or((target, ""));
+    let path = if path.is_empty() { page.path.clone() } else { resolve(&page.path, path) };
+    let file = files.iter().find(|file| file.path == path);
+    let is_folder = || files.iter().any(|file| file.path.starts_with(&format!("{path}/")));
+    match file {
+        None if is_folder() && anchor.is_empty() => None,
+        None => Some("there is no such file"),
+        Some(file) if anchor.is_empty() || anchors(&file.text).contains(&anchor.to_owned()) => None,
+        Some(_) => Some("there is no such heading"),
+    }
+}
+
+/// `target`, relative to the folder of `page`, as a path from the root.
+fn resolve(page: &str, target: &str) -> String {
+    let mut path = PathBuf::new();
+    let folder = Path::new(page).parent().unwrap_or(Path::new(""));
+    for part in folder.join(target.trim_end_matches('/')).components() {
+        match part {
+            Component::ParentDir => drop(path.pop()),
+            Component::Normal(name) => path.push(name),
+            _ => {}
+        }
+    }
+    path.to_string_lossy().into_owned()
+}
+
+/// Anchors of the headings, as GitHub and mdBook make them.
+fn anchors(text: &str) -> Vec<String> {
+    let headings = text.lines().filter(|line| line.starts_with('#'));
+    headings
+        .map(|line| {
+            let heading = line.trim_start_matches('#').trim().to_lowercase();
+            let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+            kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+        })
+        .collect()
+}
+
+/// Pages below `docs` that `docs/SUMMARY.md` does not link to.
+fn unlisted(files: &[File]) -> Vec<String> {
+    const SUMMARY: &str = "docs/SUMMARY.md";
+    let Some(summary) = files.iter().find(|file| file.path == SUMMARY) else { return Vec::new() };
+    let listed: Vec<_> = links(&summary.text).iter().map(|(_, target)| resolve(SUMMARY, target)).collect();
+    let pages = files.iter().map(|file| &file.path).filter(|path| path.starts_with("docs/") && is_page(path));
+    let missing = pages.filter(|path| *path != SUMMARY && !listed.contains(path));
+    missing.map(|path| format!("{path} is not in {SUMMARY}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn broken_links(text: &str) -> usize {
+        let other = File::sample("docs/b/other.md", "# Other\n\n## Rotate `KEY_A`: how\n");
+        let summary = File::sample("docs/SUMMARY.md", "[a](a.md) [b](b/other.md)");
+        broken(&[File::sample("docs/a.md", text), other, summary]).len()
+    }
+
+    #[test]
+    fn a_broken_link_is_noticed() {
+        assert_eq!(broken_links("[x](b/missing.md)"), 1);
+        assert_eq!(broken_links("[x](../b/other.md)"), 1);
+        assert_eq!(broken_links("[x](b/other.md#missing)"), 1);
+        assert_eq!(broken_links("# A\n\n[x](#b)"), 1);
+    }
+
+    #[test]
+    fn a_good_link_and_code_are_left_alone() {
+        assert_eq!(broken_links("[x](b/other.md#rotate-key_a-how) and [y](https://example.com/z)"), 0);
+        assert_eq!(broken_links("# A\n\n[x](#a), [folder](b)"), 0);
+        assert_eq!(broken_links("`[x](missing.md)`\n```\n[x](missing.md)\n```"), 0);
+    }
+
+    #[test]
+    fn a_page_that_is_not_listed_is_noticed() {
+        let page = File::sample("docs/c.md", "# C");
+        let summary = File::sample("docs/SUMMARY.md", "# Summary");
+        assert_eq!(broken(&[page, summary]).len(), 1);
+    }
+}
