@@ -77,7 +77,7 @@ fn rendered(parts: &Parts) -> Result<String, String> {
 }
 
 fn meant(parts: &Parts, text: &str) -> Result<(), String> {
-    if text.len() > LARGEST {
+    if text.len() > MAX_BYTES {
         return Err(format!("{} bytes", text.len()));
     }
     let ours = document(text);

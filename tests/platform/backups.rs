@@ -224,7 +224,7 @@ async fn snapshot_from_the_future_does_not_count() {
     assert_eq!(counted().await, None);
     let record = stack.get(&process, &format!("/vps/{}", guest.machine)).await.body;
     assert_eq!(record["lastBackup"]["takenAt"], future, "it is still shown");
-    assert!(stack.log().contains("snapshot from the future"));
+    assert!(stack.log().contains("ignored a snapshot dated in the future"));
     stack.beat(&process, &guest, &beat(past)).await;
     assert_eq!(counted().await.as_deref(), Some(past));
     stack.beat(&process, &guest, &beat(future)).await;
