@@ -442,7 +442,7 @@ async fn send(process: &Process, via: usize, ledger: &Ledger, planned: &PlannedR
             let machine = path.split('/').nth(2).unwrap_or_default();
             ledger.record_epoch(machine, epoch as u32);
         }
-        ledger.wait_for_requests(
+        ledger.record_response(
             RequestRecord { what, key: key.clone(), request_id, status: answer.status },
             answer,
         );

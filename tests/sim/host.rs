@@ -138,7 +138,7 @@ impl Host {
         let content = Bytes::from(serde_json::to_vec(&dump)?);
         let path = slot.snapshot(&key).expect("a key of ours");
         let mut upload = Upload::begin(&bucket, &path, PartLayout::for_max_bytes(1 << 20)).await?;
-        upload.write_pointer_unchecked(content.clone()).await?;
+        upload.push(content.clone()).await?;
         let etag = upload.complete().await?.e_tag;
         if stops_after == Some(1) {
             return Ok("broke off after the dump");

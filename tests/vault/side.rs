@@ -88,10 +88,10 @@ async fn missing_rows_are_copied_and_existing_ones_unchanged() -> Result<()> {
     let backups = machine.backup_records()?.len();
     let copied = side(&machine, &["copy", tables[0], tables[1]])?.expect(0);
     assert_eq!(machine.backup_records()?.len(), backups + 1, "existing rows are saved first");
-    let copied = state(&machine)?["lastCopy"].clone();
+    let last_copy = state(&machine)?["lastCopy"].clone();
     // Another customer now has the address of one row, so that row is not copied.
     let of = |name: &str| {
-        copied["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone()
+        last_copy["tables"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone()
     };
     let customers = of("app_shop.customers");
     assert_eq!(

@@ -123,7 +123,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
     let snapshot = content(&old.client().await?).await?.context("content")?;
     drop(old);
     let mut witness = Witness::of(&store);
-    witness.check_state()?;
+    witness.check()?;
     let mut campaign = Campaign { machine, killer: Killer::new("restores", seed), snapshot, restored: 0 };
     let end = async {
         campaign.succeed().await?;
@@ -131,7 +131,7 @@ async fn run_campaign(kills: u64, seed: u64) -> Result<()> {
             campaign.round().await.with_context(|| format!("after {} kills", campaign.killer.kills))?;
         }
         // A restore never writes to the store.
-        witness.check_state()?;
+        witness.check()?;
         ensure!((witness.completed(), witness.seq()) == (1, 1), "a restore has written");
         anyhow::Ok(())
     };

@@ -76,7 +76,7 @@ async fn scene() -> Result<FaultScene> {
 async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
     let scene = scene().await?;
     let mut witness = Witness::of(&scene.store);
-    witness.head()?;
+    witness.check()?;
     let table = table();
     let rows = table.len() as u64;
     for (name, spoil, (exit, says)) in table {
@@ -86,7 +86,7 @@ async fn store_faults_never_open_the_gate_on_a_partial_restore() -> Result<()> {
             .context(name)?;
         assert_eq!(ended.code, Some(exit), "{name}: {}", ended.stderr);
         ensure!(ended.stderr.contains(says), "{name}: {}", ended.stderr);
-        witness.head().context(name)?;
+        witness.check().context(name)?;
         if exit == 0 {
             assert!(scene.machine.marker() && is_restored(&scene.machine).await?, "{name}");
             gate::reset(&scene.machine).await?;
