@@ -159,7 +159,7 @@ async fn choose_slot(
     };
     // Pages send a form, programs send JSON.
     let is_form = call.is_form();
-    let mut fields = if is_form { call.is_form()? } else { call.json_fields()? };
+    let mut fields = if is_form { call.form_fields()? } else { call.json_fields()? };
     let slot = fields.required::<Slot>("slot");
     let slot = fields.finish(slot)?;
     let machines = router.directory.machines(identity.user());

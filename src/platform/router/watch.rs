@@ -81,7 +81,7 @@ impl Watcher {
             tokio::time::timeout(DATABASE_TIMEOUT, Connection::open(&self.database, Arc::clone(&nudge)));
         let mut connection = connection.await.context("connect: timeout")??;
         loop {
-            let started_at = Instant::current_digest();
+            let started_at = Instant::now();
             let has_gap = last.is_none_or(|last| started_at.duration_since(last) > MAX_POLL_GAP);
             if has_gap {
                 connection.last_digest = None;
