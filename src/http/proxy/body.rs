@@ -114,7 +114,7 @@ impl ResponseBody {
                 }
             }
         });
-        Self::alone(body, pool)
+        Self::undriven(body, pool)
     }
 
     /// The response's body if the connection is driven elsewhere.
