@@ -241,7 +241,9 @@ async fn handle_resolves_to_its_active_machine() {
     let lines: Vec<_> = platform.seen().into_iter().map(|request| request.line).collect();
     assert_eq!(lines, ["GET /vps?handle=ada HTTP/1.1".to_owned(), format!("GET /vps/{MACHINE} HTTP/1.1")]);
 
-    for (machines, why) in [(vec![], "no active machine"), (vec![record("running", None); 2], "several slots")] {
+    for (machines, why) in
+        [(vec![], "no active machine"), (vec![record("running", None); 2], "several slots")]
+    {
         let platform = Platform::start([page(machines)]).await;
         let output = platform.svcctl(&["delete", "ada", "--yes"]).await;
         assert_eq!(output.status.code(), Some(65));

@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 use tokio::fs::File;
 use tokio::io::AsyncReadExt;
 
-use self::companions::{Companions, BundleContext};
+use self::companions::{BundleContext, Companions};
 use super::show::size;
 use crate::applet::{Exit, Failure};
 use crate::config::Env;
@@ -227,7 +227,9 @@ async fn publish_for(
     let companions = Companions::read(dir, &context).await?;
     let outcome = match digest(bucket, version).await? {
         // With two concurrent publishers, the archive may be the other one's.
-        Some(stored) if stored == stated && is_whole(bucket, size_bytes, version).await? => PublishOutcome::AlreadyPublished,
+        Some(stored) if stored == stated && is_whole(bucket, size_bytes, version).await? => {
+            PublishOutcome::AlreadyPublished
+        }
         Some(stored) if stored == stated => PublishOutcome::Published,
         Some(stored) => return Err(PublishError::Taken { version: version.clone(), stored }),
         None => PublishOutcome::Published,
@@ -361,7 +363,10 @@ mod tests {
         let (one, other) = (build(b"one"), build(b"other"));
         let first = publish(&bucket, one.path(), &version).await.unwrap();
         assert_eq!(first.outcome, PublishOutcome::Published);
-        assert_eq!(publish(&bucket, one.path(), &version).await.unwrap().outcome, PublishOutcome::AlreadyPublished);
+        assert_eq!(
+            publish(&bucket, one.path(), &version).await.unwrap().outcome,
+            PublishOutcome::AlreadyPublished
+        );
         let refused = publish(&bucket, other.path(), &version).await.unwrap_err();
         assert!(matches!(refused, PublishError::Taken { .. }), "{refused}");
         let stored = bucket.get(&key::bundle(&version, ""), 100).await.unwrap().unwrap();

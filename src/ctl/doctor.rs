@@ -168,7 +168,8 @@ fn without_advice(error: &CallError) -> String {
 
 async fn check_fleet(api: &ApiClient) -> Findings {
     let findings = Findings::new("fleet");
-    let read = api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.read::<show::fleet::Fleet>());
+    let read =
+        api.get(&["vps", "fleet"], &[]).await.and_then(|response| response.read::<show::fleet::Fleet>());
     match read {
         Ok(fleet) => fleet.findings(findings),
         Err(CallError::Refused(refusal)) if refusal.is_unauthorized() => {

@@ -11,7 +11,10 @@ use crate::applet::{Exit, Failure};
 ///
 /// # Errors
 /// Those of `work`, and [`Exit::TryAgain`] after ^C.
-pub async fn run_until_interrupted<T>(command: &str, work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+pub async fn run_until_interrupted<T>(
+    command: &str,
+    work: impl Future<Output = Result<T, Failure>>,
+) -> Result<T, Failure> {
     tokio::select! {
         done = work => done,
         Ok(()) = tokio::signal::ctrl_c() => Err(stop_waiting(command)),

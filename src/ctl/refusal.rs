@@ -337,11 +337,17 @@ mod tests {
     fn missing_pointer_never_advises_to_start_empty() {
         let text = r#"{"code":"snapshot_unusable","detail":"user_1/primary/system/db/latest cannot be recovered from: the pointer is missing."}"#;
         let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
-        assert!(message.contains("svcctl pointer rebuild") && !message.contains("--allow-empty"), "{message}");
+        assert!(
+            message.contains("svcctl pointer rebuild") && !message.contains("--allow-empty"),
+            "{message}"
+        );
         assert!(refusal(409, "snapshot_unusable").to_string().contains("--allow-empty"));
         let text = r#"{"code":"snapshot_unusable","detail":"No snapshot. Take a backup first: `svcctl backup now m --wait`."}"#;
         let message = ApiProblem::read(StatusCode::CONFLICT, text, None).to_string();
-        assert!(message.contains("then `svcctl recover` again") && !message.contains("--allow-empty"), "{message}");
+        assert!(
+            message.contains("then `svcctl recover` again") && !message.contains("--allow-empty"),
+            "{message}"
+        );
         assert!(refusal(409, "disk_too_small").to_string().contains("--server-type"));
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::anyhow;
 use tokio::time::{Instant, sleep};
 
-use super::api::{ApiResponse, ApiClient};
+use super::api::{ApiClient, ApiResponse};
 use super::interrupt;
 use super::progress::Progress;
 use super::show::boot::BootProgress;
@@ -82,7 +82,10 @@ async fn follow(
 }
 
 /// A machine's record, or the message of a transient error: the operation continues meanwhile.
-pub async fn poll_machine(api: &ApiClient, machine_id: &str) -> Result<Result<(ApiResponse, Machine), String>, Failure> {
+pub async fn poll_machine(
+    api: &ApiClient,
+    machine_id: &str,
+) -> Result<Result<(ApiResponse, Machine), String>, Failure> {
     match api.poll(&["vps", machine_id], &[]).await {
         Ok(response) => {
             let machine = response.read()?;
@@ -156,7 +159,11 @@ fn decision_error(operation: &Operation) -> anyhow::Error {
     anyhow!("the {} waits for your decision: {question}\n  next: either {answers}", operation.noun())
 }
 
-async fn check_result(api: &ApiClient, machine: &Machine, operation: Option<&Operation>) -> Result<(), Failure> {
+async fn check_result(
+    api: &ApiClient,
+    machine: &Machine,
+    operation: Option<&Operation>,
+) -> Result<(), Failure> {
     let kind = operation.map_or("", |operation| operation.kind.as_str());
     let failed = operation.filter(|operation| operation.state != "succeeded");
     let ended = match (failed, machine.state_word()) {

@@ -166,7 +166,12 @@ impl StsSessions {
     }
 
     /// If the role does not grant this lifetime, falls back to the one that every role grants.
-    async fn assume(&self, session: &str, policy: &str, life: Duration) -> Result<TemporaryCredentials, StsError> {
+    async fn assume(
+        &self,
+        session: &str,
+        policy: &str,
+        life: Duration,
+    ) -> Result<TemporaryCredentials, StsError> {
         match self.sts.assume(session, policy, life).await {
             Err(StsError::Refused { code, message, .. })
                 if life > COMMON_MAX_TTL && code == "ValidationError" =>

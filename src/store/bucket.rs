@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 
 use super::credentials::is_withdrawn;
 use super::key::{LATEST, POINTER_LOG};
-use super::multipart::{UploadsWithIds, OpenUpload};
+use super::multipart::{OpenUpload, UploadsWithIds};
 use super::pointer;
 use crate::metrics::{STORE_CALLS, STORE_DURATION};
 use crate::untrusted_text::bounded;
@@ -220,8 +220,10 @@ impl Bucket {
     pub async fn abort_upload(&self, open: &OpenUpload) -> Result<(), StoreError> {
         let Some(store) = &self.identified else { return Ok(()) };
         let key = Path::from(open.key.as_str());
-        counted("give_up", async { store.abort_upload(open).await.map_err(|error| StoreError::of(&key, error)) })
-            .await
+        counted("give_up", async {
+            store.abort_upload(open).await.map_err(|error| StoreError::of(&key, error))
+        })
+        .await
     }
 
     /// Limits the work by a deadline.

@@ -30,7 +30,9 @@ pub async fn digest(bucket: &Bucket, version: &ImageVersion) -> Result<Option<St
     };
     match parse_digest(&String::from_utf8_lossy(&read.value)) {
         Some(digest) => Ok(Some(digest)),
-        None => Err(StoreError::Corrupt { key: companion.to_string(), why: "it contains no SHA-256".to_owned() }),
+        None => {
+            Err(StoreError::Corrupt { key: companion.to_string(), why: "it contains no SHA-256".to_owned() })
+        }
     }
 }
 

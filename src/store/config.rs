@@ -12,7 +12,7 @@ use secrecy::{ExposeSecret, SecretString};
 
 use super::bucket::Bucket;
 use super::count_lists::CountLists;
-use super::credentials::{SourceAdapter, CredentialSource};
+use super::credentials::{CredentialSource, SourceAdapter};
 use super::local::LocalStore;
 use super::resign::Resigning;
 use super::write_once::WriteOnce;

@@ -47,7 +47,11 @@ pub(super) fn of_keys(keys: &[String], bound: Epoch) -> Epoch {
         .unwrap_or(Epoch::NONE)
 }
 
-pub(super) async fn of_metadata(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<Epoch, StoreError> {
+pub(super) async fn of_metadata(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    bound: Epoch,
+) -> Result<Epoch, StoreError> {
     let key = slot.vps_meta();
     match bucket.get_json::<VpsMeta>(&key).await {
         Ok(found) => {

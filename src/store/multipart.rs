@@ -35,7 +35,8 @@ impl UploadsWithIds {
     pub(super) async fn begin(&self, key: &Path) -> Result<(Box<dyn MultipartUpload>, OpenUpload)> {
         let id = self.0.create_multipart(key).await?;
         let open = OpenUpload { key: key.to_string(), upload_id: id.clone() };
-        let upload = MultipartParts { store: self.clone(), key: key.clone(), id, begun: 0, arrived: Arc::default() };
+        let upload =
+            MultipartParts { store: self.clone(), key: key.clone(), id, begun: 0, arrived: Arc::default() };
         Ok((Box::new(upload), open))
     }
 

@@ -200,7 +200,11 @@ pub async fn rebuild(
     }
 }
 
-async fn pointer_state(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Result<(PointerState, Condition), StoreError> {
+async fn pointer_state(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    bound: Epoch,
+) -> Result<(PointerState, Condition), StoreError> {
     let read = match pointer_io::read(bucket, slot).await {
         Err(StoreError::Corrupt { key, why }) => {
             return unreadable(bucket, slot, format!("{key}: {why}")).await;
@@ -221,7 +225,9 @@ async fn pointer_state(bucket: &Bucket, slot: &SlotPrefix, bound: Epoch) -> Resu
         (Err(SnapshotUnusable::Damaged { key, why }), Some(pointer)) if !is_missing => {
             PointerState::Unsound { pointer, why: format!("{key}: {why}") }
         }
-        (Err(SnapshotUnusable::Damaged { key, why }), _) => PointerState::Absent { why: format!("{key}: {why}") },
+        (Err(SnapshotUnusable::Damaged { key, why }), _) => {
+            PointerState::Absent { why: format!("{key}: {why}") }
+        }
     };
     Ok((found, condition))
 }
@@ -378,7 +384,10 @@ mod tests {
     }
 
     fn record() -> SlotRecord {
-        SlotRecord { highest: Epoch(1), holder: Some(CurrentFence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))) }
+        SlotRecord {
+            highest: Epoch(1),
+            holder: Some(CurrentFence::unsigned(Epoch(1), MachineId(uuid::Uuid::nil()))),
+        }
     }
 
     /// A slot with one snapshot, and a pointer with `seq` 2.

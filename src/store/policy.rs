@@ -166,10 +166,7 @@ mod tests {
         let policy = slot_policy("aws", &"b".repeat(63), &slot, SnapshotWrites::Once);
         assert!(policy.len() <= 2048, "STS takes no longer one: {}", policy.len());
         assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
-        assert!(
-            policy.contains(&format!("{}/*", slot.root())),
-            "the key in the store's form: {policy}"
-        );
+        assert!(policy.contains(&format!("{}/*", slot.root())), "the key in the store's form: {policy}");
     }
 
     fn window(from: &str, hours: i64) -> Window {
@@ -189,7 +186,8 @@ mod tests {
             [("2026-11-24T10:20:00Z", 12), ("2026-11-30T23:00:00Z", 12), ("2026-11-24T10:20:00Z", 168)]
         {
             let whose = (&slot, Epoch(u32::MAX));
-            let policy = outage_policy("aws", &"b".repeat(63), whose, window(from, hours), SnapshotWrites::Once);
+            let policy =
+                outage_policy("aws", &"b".repeat(63), whose, window(from, hours), SnapshotWrites::Once);
             assert!(policy.len() <= 2048, "too long for STS: {}", policy.len());
             assert!(!policy.contains("Delete") && !policy.contains("s3:*"), "{policy}");
             assert!(policy.contains("*-4294967295.dump*"), "{policy}");

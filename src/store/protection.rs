@@ -63,7 +63,11 @@ fn setting(status: StatusCode, is_on: bool) -> Setting {
     }
 }
 
-async fn request_setting(wire: &HttpClient, s3: &S3Config, what: &str) -> Result<(StatusCode, String), ProtectionError> {
+async fn request_setting(
+    wire: &HttpClient,
+    s3: &S3Config,
+    what: &str,
+) -> Result<(StatusCode, String), ProtectionError> {
     let base = match &s3.endpoint {
         Some(endpoint) => format!("{}/{}", endpoint.trim_end_matches('/'), s3.bucket),
         None => format!("https://{}.s3.{}.amazonaws.com/", s3.bucket, s3.region),

@@ -203,7 +203,9 @@ pub async fn latest(bucket: &Bucket, slot: &SlotPrefix) -> Result<SnapshotRef, S
     match pointer_snapshot(bucket, slot).await? {
         Ok(named) => check(bucket, slot, named).await,
         Err(NoSnapshot::Emptied) => Err(SnapshotUnusable::Absent),
-        Err(_) if !holds_any(bucket, slot).await.map_err(SnapshotUnusable::Store)? => Err(SnapshotUnusable::Absent),
+        Err(_) if !holds_any(bucket, slot).await.map_err(SnapshotUnusable::Store)? => {
+            Err(SnapshotUnusable::Absent)
+        }
         // The first backup may have moved the pointer since the first read.
         Err(_) => match pointer_snapshot(bucket, slot).await? {
             Ok(named) => check(bucket, slot, named).await,
@@ -235,7 +237,10 @@ impl std::fmt::Display for NoSnapshot {
     }
 }
 
-async fn pointer_snapshot(bucket: &Bucket, slot: &SlotPrefix) -> Result<Result<SnapshotRef, NoSnapshot>, SnapshotUnusable> {
+async fn pointer_snapshot(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+) -> Result<Result<SnapshotRef, NoSnapshot>, SnapshotUnusable> {
     match pointer_io::read(bucket, slot).await {
         Ok(Some(read)) if read.has_latest() => {
             let reason = read.value.emptied_at.map_or(NoSnapshot::Tombstone, |_| NoSnapshot::Emptied);
@@ -257,10 +262,17 @@ async fn holds_any(bucket: &Bucket, slot: &SlotPrefix) -> Result<bool, StoreErro
     Ok(bucket.bounded(&prefix, first).await?.is_some())
 }
 
-async fn check(bucket: &Bucket, slot: &SlotPrefix, named: SnapshotRef) -> Result<SnapshotRef, SnapshotUnusable> {
+async fn check(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    named: SnapshotRef,
+) -> Result<SnapshotRef, SnapshotUnusable> {
     let record = by_key(bucket, slot, &named.key).await?;
     if record.sha256 != named.sha256 || record.size_bytes != named.size_bytes {
-        return Err(SnapshotUnusable::Damaged { key: named.key, why: "its side record does not match".to_owned() });
+        return Err(SnapshotUnusable::Damaged {
+            key: named.key,
+            why: "its side record does not match".to_owned(),
+        });
     }
     Ok(named)
 }

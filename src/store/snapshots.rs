@@ -95,7 +95,11 @@ pub async fn page(bucket: &Bucket, slot: &SlotPrefix, window: PageWindow<'_>) ->
 ///
 /// # Errors
 /// [`StoreError`].
-pub async fn one(bucket: &Bucket, slot: &SlotPrefix, key: &str) -> Result<Option<ListedSnapshot>, StoreError> {
+pub async fn one(
+    bucket: &Bucket,
+    slot: &SlotPrefix,
+    key: &str,
+) -> Result<Option<ListedSnapshot>, StoreError> {
     let mut skipped_log = SkippedLog::default();
     let record = read(bucket, slot, key.to_owned()).await?.unwrap_or_else(|skipped| {
         skipped_log.add(skipped);

@@ -79,7 +79,12 @@ impl Sts {
     ///
     /// # Errors
     /// [`StsError`].
-    pub async fn assume(&self, name: &str, policy: &str, life: Duration) -> Result<TemporaryCredentials, StsError> {
+    pub async fn assume(
+        &self,
+        name: &str,
+        policy: &str,
+        life: Duration,
+    ) -> Result<TemporaryCredentials, StsError> {
         let form = url::form_urlencoded::Serializer::new(String::new())
             .append_pair("Action", "AssumeRole")
             .append_pair("Version", VERSION)

@@ -248,9 +248,7 @@ async fn undelete_reports_that_the_machine_is_being_restored() {
         let said = stderr(&output);
         assert!(output.status.success(), "{said}");
         assert!(
-            said.contains(&format!(
-                "machine {MACHINE} is being reinstated\nmachine {MACHINE} is running\n"
-            )),
+            said.contains(&format!("machine {MACHINE} is being reinstated\nmachine {MACHINE} is running\n")),
             "{said}"
         );
         assert!(!said.contains("is failed"), "{said}");
@@ -314,9 +312,7 @@ async fn wait_ends_with_the_question_of_a_waiting_operation() {
     let output = platform.svcctl(&["delete", MACHINE, "--yes", "--wait"]).await;
     assert_eq!(output.status.code(), Some(75));
     let said = stderr(&output);
-    let again = format!(
-        "next: either `svcctl operation continue {OPERATION}`: the last backup is retried"
-    );
+    let again = format!("next: either `svcctl operation continue {OPERATION}`: the last backup is retried");
     for part in [
         "the deletion waits for your decision",
         "its disk is full",

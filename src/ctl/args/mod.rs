@@ -18,7 +18,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand};
 use clap_complete::Shell;
 use url::Url;
 
-pub use self::deploy::{DeployCommand, Start, RolloutTarget};
+pub use self::deploy::{DeployCommand, RolloutTarget, Start};
 pub use self::look::{Doctor, Subject, VerifyRollout};
 pub use self::machine::{
     Delete, Discard, Fail, List, MachineCommand, PowerCommand, Provision, Recover, Resize, Resume, Target,

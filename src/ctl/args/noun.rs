@@ -143,10 +143,8 @@ Example: svcctl backup download ada 2026-01-02T03-04-05.678Z-1.dump --output ada
         output: Option<PathBuf>,
     },
     /// Download a whole snapshot and compare it with its record
-    #[command(
-        after_help = "The bytes are the ones that a recovery would get. They are not stored.\n\n\
-Example: svcctl backup verify ada"
-    )]
+    #[command(after_help = "The bytes are the ones that a recovery would get. They are not stored.\n\n\
+Example: svcctl backup verify ada")]
     Verify {
         /// A machine's id, its user's handle, or USER/SLOT
         machine: Target,

@@ -135,9 +135,7 @@ impl Companions {
     fn renews(&self, stored: &StoredCompanions, context: &BundleContext<'_>) -> Result<(), String> {
         let Some(own) = self.signed() else { return Err("this one is not signed".to_owned()) };
         let Some(keys) = context.keys else {
-            return Err(
-                "without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned()
-            );
+            return Err("without BUNDLE_PUBLIC_KEYS it is unknown whether hosts trust this one".to_owned());
         };
         let ends = |verified: &Verified| verified.manifest().expires_at;
         let own = verify(&own, keys, context.version, Timestamp::now()).map_err(|error| error.to_string())?;

@@ -12,7 +12,7 @@ use super::dump;
 use super::kept::kept_of;
 use super::machine::{active_id, find};
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{ApiResponse, ApiClient};
+use crate::ctl::api::{ApiClient, ApiResponse};
 use crate::ctl::args::{BackupCommand, Target};
 use crate::ctl::confirm;
 use crate::ctl::interrupt;
@@ -30,7 +30,8 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
         BackupCommand::List { machine, limit, cursor } => {
             let machine = find(api, &machine).await?;
             let requested = [("limit", limit.map(|limit| limit.to_string())), ("cursor", cursor)];
-            let query: Vec<_> = requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
+            let query: Vec<_> =
+                requested.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             let response = api.get(&["vps", &machine.machine_id, "backups"], &query).await?;
             out.print_response(&response, |view| Ok(list(view, &response.read::<Backups>()?)))
         }
@@ -56,12 +57,15 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
             let machine = find(api, &machine).await?;
             let id = machine.machine_id.as_str();
             // Only the machine's full record has the checks, not the list.
-            let before = last_drill(&wait::poll_machine(api, id).await?.ok().and_then(|(_, machine)| machine.checks));
+            let before =
+                last_drill(&wait::poll_machine(api, id).await?.ok().and_then(|(_, machine)| machine.checks));
             let response = api.send(Method::POST, &["vps", id, "drill"], Some(&json!({}))).await?;
             match wait.wait {
                 None => {
                     let next = format!("  next: `svcctl status {}`, \"checks\" with --json", machine.handle);
-                    out.print_response(&response, |_| Ok(format!("requested a restore drill from the host\n{next}\n")))
+                    out.print_response(&response, |_| {
+                        Ok(format!("requested a restore drill from the host\n{next}\n"))
+                    })
                 }
                 Some(seconds) => {
                     let result = interrupt::run_until_interrupted(
@@ -89,7 +93,9 @@ pub async fn run(api: &ApiClient, command: BackupCommand, out: &Out) -> Result<(
             match wait.wait {
                 None => {
                     let next = format!("  next: `svcctl backup list {}`", machine.handle);
-                    out.print_response(&response, |_| Ok(format!("requested a backup from the host\n{next}\n")))
+                    out.print_response(&response, |_| {
+                        Ok(format!("requested a backup from the host\n{next}\n"))
+                    })
                 }
                 Some(seconds) => {
                     let result: Value = response.read()?;
@@ -180,7 +186,12 @@ fn last_drill(checks: &Option<Value>) -> Value {
 }
 
 /// Waits until a heartbeat of the machine reports another drill than before.
-async fn wait_for_drill(api: &ApiClient, id: &str, before: &Value, within: Duration) -> Result<Value, Failure> {
+async fn wait_for_drill(
+    api: &ApiClient,
+    id: &str,
+    before: &Value,
+    within: Duration,
+) -> Result<Value, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is restoring the latest snapshot in a drill".to_owned());
     let mut clock = PollTimer::start(within);
@@ -211,7 +222,12 @@ fn drill_text(result: &Value) -> String {
 }
 
 /// Prints the snapshot and the result of reading it.
-fn print_backup(out: &Out, backup: &Backup, more: Value, text: impl FnOnce(String) -> String) -> Result<(), Failure> {
+fn print_backup(
+    out: &Out,
+    backup: &Backup,
+    more: Value,
+    text: impl FnOnce(String) -> String,
+) -> Result<(), Failure> {
     if !out.json {
         return print(&text(one(&View::of_stdout(), backup)));
     }
@@ -235,7 +251,8 @@ struct BackupRequest<'a> {
 impl BackupRequest<'_> {
     /// Whether this is the failure of the requested backup: the failure of an earlier one may be reported late.
     fn has_failed(&self, reported: &Value) -> bool {
-        let is_earlier = self.at.zip(time(&reported["beganAt"])).is_some_and(|(requested, began)| began < requested);
+        let is_earlier =
+            self.at.zip(time(&reported["beganAt"])).is_some_and(|(requested, began)| began < requested);
         reported["status"] == "error" && self.last_backup.as_ref() != Some(reported) && !is_earlier
     }
 }
@@ -251,7 +268,11 @@ struct NewBackup {
 }
 
 /// Waits for the new latest snapshot.
-async fn wait_for_backup(api: &ApiClient, requested: &BackupRequest<'_>, within: Duration) -> Result<NewBackup, Failure> {
+async fn wait_for_backup(
+    api: &ApiClient,
+    requested: &BackupRequest<'_>,
+    within: Duration,
+) -> Result<NewBackup, Failure> {
     let progress = Progress::start();
     progress.set_message("the host is taking and verifying a backup".to_owned());
     let mut clock = PollTimer::start(within);
@@ -266,7 +287,8 @@ async fn wait_for_backup(api: &ApiClient, requested: &BackupRequest<'_>, within:
             }
         }
         if let Ok((_, machine)) = wait::poll_machine(api, requested.id).await?
-            && let Some(reported) = machine.last_backup.as_ref().filter(|reported| requested.has_failed(reported))
+            && let Some(reported) =
+                machine.last_backup.as_ref().filter(|reported| requested.has_failed(reported))
         {
             let error = anyhow!(
                 "the backup failed: {}\n  next: see /home/svc/home/system/logs/backup.jsonl on the host",

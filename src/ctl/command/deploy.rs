@@ -8,8 +8,8 @@ use http::Method;
 use serde_json::{Value, json};
 
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{ApiResponse, ApiClient, CallError};
-use crate::ctl::args::{DeployCommand, Start, Wait, RolloutTarget};
+use crate::ctl::api::{ApiClient, ApiResponse, CallError};
+use crate::ctl::args::{DeployCommand, RolloutTarget, Start, Wait};
 use crate::ctl::confirm;
 use crate::ctl::interrupt;
 use crate::ctl::out::Out;

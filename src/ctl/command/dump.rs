@@ -65,7 +65,8 @@ pub async fn verify(api: &ApiClient, machine: &str, backup: &Backup) -> Result<(
 /// [`Failure`]; `into` is not created then.
 pub async fn download(api: &ApiClient, machine: &str, backup: &Backup, into: &Path) -> Result<(), Failure> {
     if into.exists() {
-        let error = anyhow!("{} already exists\n  next: choose another --output, or move the file", into.display());
+        let error =
+            anyhow!("{} already exists\n  next: choose another --output, or move the file", into.display());
         return Err(Failure::new(Exit::Refused, error));
     }
     let mut name = into.as_os_str().to_owned();

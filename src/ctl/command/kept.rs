@@ -9,7 +9,7 @@ use serde_json::json;
 use super::machine::{active_id, finish};
 use super::risk;
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{ApiResponse, ApiClient};
+use crate::ctl::api::{ApiClient, ApiResponse};
 use crate::ctl::args::{Discard, Resume, Target, Undelete};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
@@ -102,12 +102,17 @@ fn data_at_risk(machine: &Machine) -> String {
 }
 
 /// The id of the machine that the operator names; for a handle or slot, the only one with a kept server.
-async fn kept_id(api: &ApiClient, target: &Target, matches: fn(&KeptServer) -> bool) -> Result<String, Failure> {
+async fn kept_id(
+    api: &ApiClient,
+    target: &Target,
+    matches: fn(&KeptServer) -> bool,
+) -> Result<String, Failure> {
     if let Target::Id(id) = target {
         return Ok(id.to_string());
     }
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
-    let (being_deleted, kept): (Vec<_>, Vec<_>) = all.into_iter().partition(|server| server.is_being_deleted(&view));
+    let (being_deleted, kept): (Vec<_>, Vec<_>) =
+        all.into_iter().partition(|server| server.is_being_deleted(&view));
     let (meant, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(matches);
     let meant: Vec<_> = meant.into_iter().map(|server| server.machine_id).collect();
     match meant.as_slice() {
@@ -125,7 +130,10 @@ async fn removed_id(api: &ApiClient, target: &Target) -> Result<Option<String>, 
     let (all, view) = (kept_of(api, target).await?, View::of_stdout());
     let (mut being_deleted, kept): (Vec<_>, Vec<_>) =
         all.into_iter().partition(|server| server.is_being_deleted(&view));
-    Ok(being_deleted.pop().filter(|_| kept.is_empty() && being_deleted.is_empty()).map(|server| server.machine_id))
+    Ok(being_deleted
+        .pop()
+        .filter(|_| kept.is_empty() && being_deleted.is_empty())
+        .map(|server| server.machine_id))
 }
 
 /// The error if the command applies to none of a slot's kept servers.
@@ -140,10 +148,7 @@ fn no_match_error(target: &Target, being_deleted: &[KeptServer], others: &[KeptS
     let ended = format!("{} shows its deleted and replaced machines", target.list_of_ended());
     match others.first() {
         Some(server) if server.missing_since.is_some() => {
-            anyhow!(
-                "the provider no longer has the server of machine {}\n  next: {ended}",
-                server.machine_id
-            )
+            anyhow!("the provider no longer has the server of machine {}\n  next: {ended}", server.machine_id)
         }
         Some(server) => anyhow!(
             "the kept server of {target} belongs to {} machine {}, not to a deleted one\n  next: {ended}",

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::risk;
 use crate::applet::{Exit, Failure};
-use crate::ctl::api::{ApiResponse, ApiClient};
+use crate::ctl::api::{ApiClient, ApiResponse};
 use crate::ctl::args::{Delete, Fail, List, MachineCommand, Provision, Recover, Resize, Target, Wait};
 use crate::ctl::out::Out;
 use crate::ctl::show::View;

@@ -59,7 +59,10 @@ pub async fn run(api: &ApiClient, args: Args, out: &Out) -> Result<(), Failure> 
 }
 
 /// The machine that serves again once the operation is abandoned, if any.
-async fn machine_after_abandoning(api: &ApiClient, abandoned: &Operation) -> Result<Option<Machine>, Failure> {
+async fn machine_after_abandoning(
+    api: &ApiClient,
+    abandoned: &Operation,
+) -> Result<Option<Machine>, Failure> {
     let machine: Machine = api.get(&["vps", &abandoned.machine_id], &[]).await?.read()?;
     match abandoned.kind.as_str() {
         "provision" | "recover" => {

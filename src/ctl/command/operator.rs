@@ -7,7 +7,7 @@ use http::Method;
 use serde_json::{Value, json};
 
 use crate::applet::{Exit, Failure, OrExit};
-use crate::ctl::api::{ApiResponse, ApiClient};
+use crate::ctl::api::{ApiClient, ApiResponse};
 use crate::ctl::args::{OperatorCommand, TokenOptions};
 use crate::ctl::confirm;
 use crate::ctl::out::{Out, print};
@@ -32,11 +32,14 @@ pub async fn run(api: &ApiClient, command: OperatorCommand, out: &Out) -> Result
         }
         OperatorCommand::List => {
             let response = api.get(&["operators"], &[]).await?;
-            out.print_response(&response, |view| Ok(operator::list(view, &response.read::<Operators>()?.operators)))
+            out.print_response(&response, |view| {
+                Ok(operator::list(view, &response.read::<Operators>()?.operators))
+            })
         }
         OperatorCommand::Revoke { name, yes } => {
-            let what =
-                format!("This revokes all tokens of operator {name} permanently. The name cannot be used again.");
+            let what = format!(
+                "This revokes all tokens of operator {name} permanently. The name cannot be used again."
+            );
             if confirm::is_required(&what, yes)? {
                 confirm::prompt(&what, name.as_str())?;
             }
@@ -99,9 +102,16 @@ fn write_token(file: &Path, token: &str, existing: ExistingFile) -> anyhow::Resu
 }
 
 /// Prints a new token, or writes it to its file and prints the rest.
-fn issued(response: &ApiResponse, options: &TokenOptions, existing: ExistingFile, out: &Out) -> Result<(), Failure> {
+fn issued(
+    response: &ApiResponse,
+    options: &TokenOptions,
+    existing: ExistingFile,
+    out: &Out,
+) -> Result<(), Failure> {
     let Some(file) = &options.token_file else {
-        return out.print_response(response, |view| Ok(operator::issued(view, &response.read::<IssuedToken>()?, None)));
+        return out.print_response(response, |view| {
+            Ok(operator::issued(view, &response.read::<IssuedToken>()?, None))
+        });
     };
     let issued: IssuedToken = response.read()?;
     let name = &issued.operator.name;

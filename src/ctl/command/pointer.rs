@@ -4,7 +4,7 @@ use http::Method;
 use serde_json::json;
 
 use crate::applet::Failure;
-use crate::ctl::api::{ApiResponse, ApiClient};
+use crate::ctl::api::{ApiClient, ApiResponse};
 use crate::ctl::args::{PointerCommand, SlotTarget};
 use crate::ctl::confirm;
 use crate::ctl::out::Out;
@@ -40,7 +40,11 @@ pub async fn run(api: &ApiClient, command: PointerCommand, out: &Out) -> Result<
     }
 }
 
-async fn inspect(api: &ApiClient, slot: &SlotTarget, to: Option<&SnapshotKey>) -> Result<ApiResponse, Failure> {
+async fn inspect(
+    api: &ApiClient,
+    slot: &SlotTarget,
+    to: Option<&SnapshotKey>,
+) -> Result<ApiResponse, Failure> {
     let mut query = vec![("idpUserId", slot.user.to_string()), ("slot", slot.slot.to_string())];
     query.extend(to.map(|key| ("snapshotKey", key.as_str().to_owned())));
     Ok(api.get(&["vps", "slots", "pointer"], &query).await?)

@@ -4,8 +4,7 @@ use crate::ctl::args::{Delete, Discard, Fail, Provision, Recover, Target};
 use crate::ctl::show::machine::Machine;
 use crate::ctl::show::operation::Operation;
 
-const LOSS_ACCEPTED: &str =
-    "--accept-loss: if the host cannot make the last backup, changes that are in no snapshot are lost with its server.";
+const LOSS_ACCEPTED: &str = "--accept-loss: if the host cannot make the last backup, changes that are in no snapshot are lost with its server.";
 const LOSS_QUESTION: &str =
     "If the host responds but cannot make the last backup, the operation waits for your decision.";
 

@@ -98,8 +98,7 @@ pub async fn icons(site: &Site) -> Findings {
     paths.extend(known.filter_map(|app| app["icon"].as_str().map(str::to_owned)));
     for path in &paths {
         if let Err(why) = icon(site, path).await {
-            findings =
-                findings.problem(format!("{path}: {why}"), "the shell would request it repeatedly");
+            findings = findings.problem(format!("{path}: {why}"), "the shell would request it repeatedly");
         }
     }
     findings.or_ok(format!("{} icons and the fallback of a missing one, all stable", paths.len() - 1))

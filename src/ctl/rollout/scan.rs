@@ -29,7 +29,8 @@ const PLACEHOLDER_HOSTS: [&str; 2] = ["placeholder-idp.invalid", "idp.example.co
 /// A placeholder host, as plain text or inside a publishable key. A shell that was built without the identity provider's
 /// key, or with an example's, would connect to it.
 pub fn placeholder_host(text: &str) -> Option<String> {
-    let in_key = || hosts_of_keys(text).find_map(|host| placeholder_in_text(&format!("//{host}")).map(str::to_owned));
+    let in_key =
+        || hosts_of_keys(text).find_map(|host| placeholder_in_text(&format!("//{host}")).map(str::to_owned));
     placeholder_in_text(text).map(str::to_owned).or_else(in_key)
 }
 

@@ -35,8 +35,7 @@ struct Key {
     not_trusting_handles: Vec<String>,
 }
 
-const NEXT: &str =
-    "svcctl bundle --help has the steps of a rotation; svcctl bundle keys shows its progress";
+const NEXT: &str = "svcctl bundle --help has the steps of a rotation; svcctl bundle keys shows its progress";
 
 /// `3 machines (ada, bob, cy)`.
 fn machines(count: u64, handles: &[String]) -> String {

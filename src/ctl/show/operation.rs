@@ -125,7 +125,9 @@ impl Operation {
             format!("`svcctl operation continue {id}`: {what}")
         });
         let what = match code {
-            Some(NEWER_SNAPSHOT) => "the new machine restores the latest snapshot; the newer one stays in the store",
+            Some(NEWER_SNAPSHOT) => {
+                "the new machine restores the latest snapshot; the newer one stays in the store"
+            }
             Some("database_behind_store") => "the machine is deleted again",
             Some(UNVERIFIED_FENCE) => "it goes ahead, regardless of the machine that the fence names",
             Some(HELD_BACK) => {

@@ -210,8 +210,7 @@ fn status_shows_unsaved_changes_and_end_of_kept_servers() {
     assert!(unproven.ends_with("kept until a new machine has proven healthy"), "{unproven}");
     let later = json!("2026-11-22T12:00:00.000Z");
     let deleted = shown(Value::Null, kept("deleted", later.clone(), Value::Null));
-    let undo =
-        format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` restores it");
+    let undo = format!("kept until 2026-11-22 12:00:00 UTC, in 24 h; `svcctl undelete {OTHER}` restores it");
     assert!(deleted.ends_with(&undo), "{deleted}");
     let superseded = shown(live, kept("deleted", later, Value::Null));
     assert!(!superseded.contains("undelete"), "{superseded}");

@@ -34,8 +34,7 @@ pub fn env_files(layout: &Layout) -> Findings {
                 findings = check_file(findings, &path, &meta, owner, &users);
             }
             Err(error) if error.kind() == ErrorKind::NotFound && is_required => {
-                let next =
-                    "without it no service starts: recover the machine, or write it as docs/reference/configuration.md says";
+                let next = "without it no service starts: recover the machine, or write it as docs/reference/configuration.md says";
                 findings = findings.problem(format!("{} is missing", path.display()), next);
             }
             Err(error) if error.kind() == ErrorKind::NotFound => {}

@@ -178,7 +178,10 @@ struct FailedExchange<'a> {
 
 impl<'a> Exchange<'a> {
     /// Sends the request on a new connection, without a retry.
-    async fn run_on_new_connection(self, request: Request<RequestBody>) -> Result<Response<Body>, ProxyError> {
+    async fn run_on_new_connection(
+        self,
+        request: Request<RequestBody>,
+    ) -> Result<Response<Body>, ProxyError> {
         let wire = self.pool.connect().await?;
         self.run(wire, request).await.map_err(|failed| failed.error)
     }

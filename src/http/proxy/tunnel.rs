@@ -8,7 +8,12 @@ use tokio_util::sync::CancellationToken;
 use super::until::TimeLimit;
 
 /// Connects both sides once both have switched protocols.
-pub(super) fn open(client: OnUpgrade, upstream: OnUpgrade, closed: CancellationToken, until: Option<TimeLimit>) {
+pub(super) fn open(
+    client: OnUpgrade,
+    upstream: OnUpgrade,
+    closed: CancellationToken,
+    until: Option<TimeLimit>,
+) {
     tokio::spawn(async move {
         let joined = async {
             let (client, upstream) = tokio::try_join!(client, upstream).map_err(std::io::Error::other)?;

@@ -144,7 +144,9 @@ pub async fn handle(
 async fn next_token(platform: &Platform, host: &AuthenticatedHost) -> Result<Option<SecretString>, Problem> {
     let (id, timing) = (host.machine.id, platform.config.timing.tokens);
     let (current, standing) = match host.standing {
-        TokenStatus::Later(generation) => (advance_token(platform, host, generation).await?, TokenStatus::Current),
+        TokenStatus::Later(generation) => {
+            (advance_token(platform, host, generation).await?, TokenStatus::Current)
+        }
         standing => (host.machine.upgrade_token.clone(), standing),
     };
     let offer = current.offer(id, standing, &platform.mint, timing, Timestamp::now());

@@ -35,7 +35,9 @@ use crate::platform::db::{self, DbError};
 use crate::platform::tokens::TokenMint;
 use crate::store::key::{SlotPrefix, SnapshotKey};
 use crate::store::pointer::Pointer;
-use crate::store::pointer_repair::{self, PointerState, CurrentFence, Inspection, SlotRecord, RepairError, RebuildTarget};
+use crate::store::pointer_repair::{
+    self, CurrentFence, Inspection, PointerState, RebuildTarget, RepairError, SlotRecord,
+};
 
 /// Timeout of all requests to the store together. It is shorter than that of an operator's client.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -75,7 +77,11 @@ impl PointerTarget {
         Ok(!machines.is_empty() || db::slots::get(client, &self.user, &self.slot).await?.is_some())
     }
 
-    async fn load_record(&self, client: &impl GenericClient, mint: &TokenMint) -> Result<SlotRecord, DbError> {
+    async fn load_record(
+        &self,
+        client: &impl GenericClient,
+        mint: &TokenMint,
+    ) -> Result<SlotRecord, DbError> {
         let current = db::machines::in_slot(client, &self.user, &self.slot).await?;
         // Until its server has been ordered, the fence is still its predecessor's.
         let holder = match current {
@@ -211,7 +217,8 @@ async fn ensure_nothing_restorable(
 ) -> Result<(), Problem> {
     let prefix = target.prefix();
     let found =
-        with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, RebuildTarget::Newest)).await?;
+        with_timeout(pointer_repair::inspect(&platform.bucket, &prefix, record, RebuildTarget::Newest))
+            .await?;
     if found.unchecked > 0 {
         let detail = format!(
             "{} The pointer was not changed; `svcctl pointer rebuild {user} --slot {slot} --to KEY` names one, and \

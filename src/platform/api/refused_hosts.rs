@@ -11,7 +11,12 @@ use crate::platform::db::machine_row::MachineRow;
 use crate::platform::tokens::{Purpose, TokenClaim};
 
 /// Reports a rejected token, unless the platform issued it and it has expired.
-pub async fn report_rejected_token(platform: &Platform, machine: &MachineRow, token: &str, claim: TokenClaim) {
+pub async fn report_rejected_token(
+    platform: &Platform,
+    machine: &MachineRow,
+    token: &str,
+    claim: TokenClaim,
+) {
     if platform.mint.has_made(token, claim, Purpose::Upgrade) || !platform.rates.admit_refused_host() {
         return;
     }

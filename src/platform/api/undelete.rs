@@ -75,10 +75,7 @@ pub async fn ensure_may_return(platform: &Platform, deleted: &MachineRow) -> Res
 }
 
 /// Finds the operation that has already undone the machine's deletion.
-async fn find_undo(
-    tx: &Transaction<'_>,
-    machine: &MachineRow,
-) -> Result<Option<FiledOperation>, Problem> {
+async fn find_undo(tx: &Transaction<'_>, machine: &MachineRow) -> Result<Option<FiledOperation>, Problem> {
     if !machine.is_active() {
         return Ok(None);
     }
@@ -87,7 +84,8 @@ async fn find_undo(
     let reinstatement = deletion
         .zip(reinstatement)
         .filter(|(deletion, reinstatement)| deletion.created_at < reinstatement.created_at);
-    Ok(reinstatement.map(|(_, reinstatement)| FiledOperation { machine: machine.id, operation: reinstatement.id }))
+    Ok(reinstatement
+        .map(|(_, reinstatement)| FiledOperation { machine: machine.id, operation: reinstatement.id }))
 }
 
 /// Returns a deleted machine to its slot.

@@ -6,7 +6,7 @@ use crate::machine::name::ImageVersion;
 use crate::platform::config::PlatformConfig;
 use crate::platform::host_settings::HostSettings;
 use crate::store::bucket::{Bucket, StoreError};
-use crate::store::bundle::{self, ManifestError, BundleUnusable, digest};
+use crate::store::bundle::{self, BundleUnusable, ManifestError, digest};
 use crate::store::key;
 
 const SEE_STORE_CHECK: &str = "see the check `store`";

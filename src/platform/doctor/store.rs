@@ -171,7 +171,11 @@ async fn check_outage_session(findings: Findings, hosts: &HostStore) -> Findings
 }
 
 /// Whether a session that may not overwrite a snapshot can still write one, and only one.
-async fn check_write_once(config: &PlatformConfig, hosts: &HostStore, session: TemporaryCredentials) -> Findings {
+async fn check_write_once(
+    config: &PlatformConfig,
+    hosts: &HostStore,
+    session: TemporaryCredentials,
+) -> Findings {
     let findings = Findings::new("host-credentials");
     let (StoreConfig::S3(s3), Some(writes)) = (&config.store, hosts.snapshot_writes()) else {
         return findings;

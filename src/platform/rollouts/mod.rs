@@ -105,10 +105,9 @@ async fn advance(platform: &Arc<Platform>, rollout: &RolloutRow) -> anyhow::Resu
     if !unnotified.is_empty() {
         // Slow hosts do not delay the rollout.
         let (platform, id) = (Arc::clone(platform), request_id::current());
-        tokio::spawn(request_id::run_with_id(
-            id,
-            async move { notify_hosts(&platform, &rollout, unnotified).await },
-        ));
+        tokio::spawn(request_id::run_with_id(id, async move {
+            notify_hosts(&platform, &rollout, unnotified).await
+        }));
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use svc::store::key::{SlotPrefix, SnapshotKey, snapshot_key};
 use svc::store::pointer::{self, Fence, Pointer, SnapshotRef};
 use svc::store::pointer_io;
 use svc::store::snapshot::{
-    self, DatabaseFacts, DatabaseGrant, DatabaseSetting, SideRecord, TableCount, SnapshotUnusable,
+    self, DatabaseFacts, DatabaseGrant, DatabaseSetting, SideRecord, SnapshotUnusable, TableCount,
 };
 
 use super::Target;

@@ -209,7 +209,8 @@ fn proof_holds(bytes: &[u8]) -> Result<(), String> {
         let life = i128::from(claims.exp) - i128::from(claims.iat);
         let is_living = NOW <= claims.exp.saturating_add(proof::LEEWAY_SECONDS)
             && NOW >= claims.iat.saturating_sub(proof::LEEWAY_SECONDS);
-        if !is_same || claims.iss != proof::ISSUER || life > proof::MAX_LIFETIME_SECONDS.into() || !is_living {
+        if !is_same || claims.iss != proof::ISSUER || life > proof::MAX_LIFETIME_SECONDS.into() || !is_living
+        {
             return Err(format!("{signed} is accepted as {claims:?}"));
         }
     }

@@ -138,7 +138,9 @@ async fn apply_full(
 #[tokio::test(flavor = "multi_thread")]
 async fn release_is_unpacked_only_with_free_space() -> Result<()> {
     let stage = Stage::with(&Published::new(NEW, &[])?).await?;
-    let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), FREE_MIB)? else { return Ok(()) };
+    let Some(disk) = SmallDisk::mount(stage.machine.path("opt/svc/releases"), FREE_MIB)? else {
+        return Ok(());
+    };
     disk.fill(10 * MIB)?;
     let ended = stage.apply(NEW).await?.expect(70);
     assert!(ended.stderr.contains("bytes are free and"), "{}", ended.stderr);

@@ -334,7 +334,9 @@ async fn run_backup(layout: Layout, args: &RunArgs) -> Result<(), Failure> {
     let request = args.request.then(|| Request::new(&layout, "backup"));
     let id = request.as_ref().and_then(Request::id).unwrap_or_else(request_id::fresh);
     let end = match BackupSettings::read(layout, DuringOutage::StoreSnapshots) {
-        Ok(settings) => request_id::run_with_id(id, back_up_with_retries(&settings, args, request.as_ref())).await,
+        Ok(settings) => {
+            request_id::run_with_id(id, back_up_with_retries(&settings, args, request.as_ref())).await
+        }
         Err(failure) => Err(failure),
     };
     // A failed request is removed too: the failure is on record, and the path unit would restart us at once.

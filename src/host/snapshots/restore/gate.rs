@@ -210,7 +210,9 @@ async fn latest(settings: &RestoreSettings) -> Result<Option<SnapshotRef>, Resto
             (Ok(snapshot), _) => return Ok(Some(snapshot)),
             (Err(SnapshotUnusable::Absent), Mode::Empty) => return Ok(None),
             (Err(SnapshotUnusable::Absent), Mode::Required) => return Err(RestoreError::Absent),
-            (Err(SnapshotUnusable::Damaged { key, why }), _) => return Err(RestoreError::Damaged { key, why }),
+            (Err(SnapshotUnusable::Damaged { key, why }), _) => {
+                return Err(RestoreError::Damaged { key, why });
+            }
             (Err(SnapshotUnusable::Store(error)), _) => wait_to_retry(&mut backoff, error).await?,
         }
     }
