@@ -119,8 +119,7 @@ async fn on_seaweedfs(count: usize) -> Result<()> {
 /// A server with its bucket; `None`, said by name, where it cannot be fetched.
 async fn seaweedfs() -> Result<Option<Seaweed>> {
     svc::http::tls::install_provider();
-    if let Err(error) =
-        tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
+    if let Err(error) = tokio::task::spawn_blocking(|| kit::seaweed::fetch(&kit::fetch::target_dir())).await?
     {
         println!("SKIPPED: SeaweedFS cannot be fetched: {error:#}");
         return Ok(None);
